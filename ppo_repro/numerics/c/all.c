@@ -24,7 +24,7 @@
 
 // the machine
 #include "memory.c"      // what happens without memory
-#include "scratch.c"     // memory that calls share
+#include "scratch.c"     // memory that is kept from call to call
 #include "threads.c"     // a pool of threads
 #include "operations.c"  // row functions and the two memories on a CPU, see operations.h
 
@@ -34,12 +34,11 @@
 #include "elementwise.c"  // elementary functions of arrays
 
 // sums over products and tokens
-#include "tiles.c"             // a small product in registers
-#include "linear.c"            // linear layers, and the gradient of their input
-#include "blocks.c"            // blocks of rows
-#include "gradients.c"         // gradients of weights, biases, embeddings: sums over tokens
-#include "linear_gradients.c"  // which of these sums a linear layer has
-#include "attention.c"         // attention over a cache, and its gradients
+#include "tiles.c"      // a small product in registers
+#include "linear.c"     // linear layers, and the gradient of their input
+#include "blocks.c"     // blocks of rows
+#include "gradients.c"  // gradients of weights, biases, embeddings: sums over tokens
+#include "attention.c"  // attention over a cache, and its gradients
 
 // what is left outside the model
 #include "tokens.c"     // rows of logits: probabilities, sampling
@@ -47,7 +46,7 @@
 
 // the model
 #include "saved.c"     // memory of a pass
-#include "steps.c"     // products, norms and activations with rounding
+#include "steps.c"     // linear layers, norms and activations: with rounding, forward and backward
 #include "heads.c"     // queries, keys and values on their way to attention
 #include "experts.c"   // mixtures of experts
 #include "model.c"     // the forward and the backward pass

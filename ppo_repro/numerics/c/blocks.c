@@ -54,3 +54,24 @@ static SortedRows sort_rows(const int *ids, int entries, const Blocks *blocks) {
     for (int t = 0; t < blocks->length[i]; t++) of.slot[blocks->start[i] + t] = blocks->slot[i];
   return of;
 }
+
+// The gradient of a table, see TableGradient: ids [rows] are below `entries`.
+static void table_gradient(const float *dx, int width, float scale, const int *ids, int entries, int skipped,
+                           const Blocks *blocks, long grad) {
+  if (grad < 0) return;
+  SortedRows rows = sort_rows(ids, entries, blocks);
+  TableGradient of = {
+      .dx = dx,
+      .width = width,
+      .scale = scale,
+      .entries = entries,
+      .skipped = skipped,
+      .start = integers_for_kernels(rows.start, entries + 1L),
+      .sorted = integers_for_kernels(rows.sorted, blocks->rows),
+      .slot = integers_for_kernels(rows.slot, blocks->rows),
+      .grad = grad,
+      .sums = *blocks->sums,
+  };
+  sum_table_rows(&of);
+  free(rows.start);
+}

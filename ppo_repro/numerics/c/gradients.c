@@ -76,12 +76,7 @@ INLINE void store_parts(const Sums *s, Elements e, const float *parts, const int
 
 // ---------------------------------------------------------------------------------------------------- blocks
 
-// Whether block i is the first, or the last, of its slot
-INLINE int begins_slot(const Blocks *b, int i) {
-  if (i) return b->slot[i] != b->slot[i - 1];
-  return !(b->sums->open && b->slot[0] == b->sums->first);
-}
-
+// Whether block i is the last of its slot
 INLINE int ends_slot(const Blocks *b, int i) { return b->slot[i + 1] != b->slot[i]; }
 
 // -------------------------------------------------------------------------------------- gradient of a matrix
@@ -140,19 +135,19 @@ static void pack_gradient_task(void *argument, int index) {
 }
 
 // One block into a tile: dy [terms][ROWS], x [terms][16], parts [parts][ROWS][16]. The chain joins its slot's
-// sum in part 0, which is empty if the slot `begins` with this block. If the slot ends with it, the sum goes
-// on through the subtrees before the slot, as in close_slots, without leaving the registers.
-// definition: gradients.weight_addends
+// sum in part 0. If the slot `ends` with this block, it is closed as by close_slots(parts, slot, slot + 1,
+// ROWS * COLS), but its sum does not leave the registers. definition: gradients.weight_addends
 INLINE void chain_block(const float *restrict dy, const float *restrict x, int terms, float *restrict parts,
-                        int begins, int ends, int slot) {
+                        int ends, int slot) {
   Wide acc[ROWS] = {0};
   Wide *sum = (Wide *)parts;
   for (int t = 0; t < terms; t++) {
     Wide row = wide_at(x + TERM(t, terms) * COLS);
     for (int i = 0; i < ROWS; i++) acc[i] = fma_wide((Wide)dy[TERM(t, terms) * ROWS + i], row, acc[i]);
   }
-  for (int i = 0; i < ROWS; i++) acc[i] = (begins ? (Wide)0.0f : sum[i]) + acc[i];
+  for (int i = 0; i < ROWS; i++) acc[i] = sum[i] + acc[i];
   if (ends) {
+    for (int i = 0; i < ROWS; i++) sum[i] = (Wide)0.0f;
     sum += ROWS;
     for (; slot & 1; slot >>= 1) {
       for (int i = 0; i < ROWS; i++) acc[i] = sum[i] + acc[i];
@@ -201,16 +196,8 @@ static void weight_gradient_panel(const WeightGradient *a, int panel, int s0, in
         float *parts = memory + (s - s0) * each;
         const float *dy = a->strips + ((long)s * b->rows + b->start[i]) * ROWS;
         const float *x_block = x + (long)b->start[i] * COLS;
-        chain_block(dy, x_block, b->length[i], parts, begins_slot(b, i), ends_slot(b, i), b->slot[i]);
-        // Part 0 still has the sum of a slot that ended. The next block begins its slot from nothing, so the
-        // sum does no harm there. It must go where empty slots follow, which are closed as zeros, and after
-        // the last block, where store_parts takes part 0 for the slot that stays open.
-        int empty_slots_follow = b->slot[i + 1] > b->slot[i] + 1;
-        int is_last = i + 1 == b->count;
-        if (empty_slots_follow || (is_last && ends_slot(b, i))) {
-          zero_floats(parts, ROWS * COLS);
-          close_slots(parts, b->slot[i] + 1, b->slot[i + 1], ROWS * COLS);
-        }
+        chain_block(dy, x_block, b->length[i], parts, ends_slot(b, i), b->slot[i]);
+        close_slots(parts, b->slot[i] + 1, b->slot[i + 1], ROWS * COLS);  // empty slots that follow
       }
   }
   for (int s = s0; s < s1; s++)
@@ -254,9 +241,15 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
 
 // ------------------------------------------------------------------- gradients of biases and of norm weights
 
+typedef struct {
+  Columns of;
+  const Blocks *blocks;
+  long grad;
+} ColumnSums;
+
 // The gradient of columns c .. c + cols - 1 from the rows [first, after) of a block, added to acc [cols] in
 // float64
-INLINE void column_chain(const ColumnSums *a, int first, int after, int c, int cols, double *acc) {
+INLINE void column_chain(const Columns *a, int first, int after, int c, int cols, double *acc) {
   for (int t = first; t < after; t++)
     for (int e = 0; e < a->each; e++) {
       const float *dy = a->dy + t * a->ldd + (long)e * a->cols + c;
@@ -278,7 +271,7 @@ static void column_sums_task(void *argument, int index) {
   const Blocks *b = a->blocks;
   float parts[(MAX_LEVELS + 1) * COLS];
   int c = index * COLS;
-  int cols = least(COLS, a->cols - c);
+  int cols = least(COLS, a->of.cols - c);
   Elements columns = {.at = a->grad + c, .ld = 0, .rows = 1, .cols = cols};
   load_parts(b->sums, columns, parts, 1);
   close_slots(parts, b->sums->first, b->slot[0], COLS);
@@ -287,37 +280,26 @@ static void column_sums_task(void *argument, int index) {
     int first = b->start[i];
     int after = first + b->length[i];
     // a constant number of columns makes vectors
-    if (cols == COLS) column_chain(a, first, after, c, COLS, acc);
-    else column_chain(a, first, after, c, cols, acc);
+    if (cols == COLS) column_chain(&a->of, first, after, c, COLS, acc);
+    else column_chain(&a->of, first, after, c, cols, acc);
     for (int j = 0; j < COLS; j++) parts[j] = parts[j] + (float)acc[j];
     close_slots(parts, b->slot[i], b->slot[i + 1], COLS);
   }
   store_parts(b->sums, columns, parts, 1);
 }
 
-static void column_sums(ColumnSums a) {
-  if (a.grad >= 0) parallel_for(panels_of(a.cols), column_sums_task, &a);
+static void column_sums(Columns of, const Blocks *blocks, long grad) {
+  if (grad < 0) return;
+  ColumnSums sums = {.of = of, .blocks = blocks, .grad = grad};
+  parallel_for(panels_of(of.cols), column_sums_task, &sums);
 }
 
 // ----------------------------------------------------------------------------------- gradients of embeddings
 
-// d table[id] = sum of scale dx[t] over the rows t with that id, added one by one, straight into the slot's
-// sum. The rows of each id stand together in `sorted`, in order.
-typedef struct {
-  const float *dx;  // [rows][width]
-  int width;
-  float scale;
-  const Sums *sums;
-  long grad;
-  int skipped;        // an id that takes no gradient, or -1
-  const int *start;   // rows of an id: sorted[start[id]] .. sorted[start[id + 1] - 1]
-  const int *sorted;  // [rows]
-  const int *slot;    // [rows]
-} TableGradient;
-
-// One id. definition: gradients.row_addends
+// One id: the gradients of its rows are added one by one, straight into the slot's sum.
+// definition: gradients.row_addends
 ROW(table_gradient_row, TableGradient) {
-  const Sums *sums = a->sums;
+  const Sums *sums = &a->sums;
   float parts[(MAX_LEVELS + 1) * COLS];
   int id = row;
   int begin = a->start[id];
@@ -343,22 +325,4 @@ ROW(table_gradient_row, TableGradient) {
   }
 }
 
-// ids [rows] are below `entries`, the rows of the table.
-static void table_gradient(const float *dx, int width, float scale, const int *ids, int entries, int skipped,
-                           const Blocks *blocks, long grad) {
-  if (grad < 0) return;
-  SortedRows rows = sort_rows(ids, entries, blocks);
-  TableGradient a = {
-      .dx = dx,
-      .width = width,
-      .scale = scale,
-      .sums = blocks->sums,
-      .grad = grad,
-      .skipped = skipped,
-      .start = rows.start,
-      .sorted = rows.sorted,
-      .slot = rows.slot,
-  };
-  for_rows(entries, table_gradient_row, &a);
-  free(rows.start);
-}
+static void sum_table_rows(const TableGradient *of) { for_rows(of->entries, table_gradient_row, of); }

@@ -202,7 +202,7 @@ static void heads_step(const Pass *pass, const Layer *l, const Heads *heads, con
 // The gradient of a norm of queries or keys, whose first head begins at column `at` of a row of qkv
 static void head_norm_gradient(const Model *m, const NormWeights *w, const Saved *s, const float *d_qkv,
                                int at, int heads, const float *r, const Blocks *blocks) {
-  ColumnSums sums = {
+  Columns of = {
       .dy = d_qkv + at,
       .ldd = qkv_width(m),
       .x = s->qkv + at,
@@ -211,10 +211,8 @@ static void head_norm_gradient(const Model *m, const NormWeights *w, const Saved
       .ldr = heads,
       .each = head_norms(m, heads),
       .cols = head_norm_width(m, heads),
-      .blocks = blocks,
-      .grad = w->grad,
   };
-  column_sums(sums);
+  column_sums(of, blocks, w->grad);
 }
 
 // From gradients of rotated queries (dq), of rotated keys and of values (d_qkv) to those of the rows of qkv

@@ -2,26 +2,27 @@
 // text with cffi, so it has declarations alone and no line for the preprocessor; `operations.h` includes
 // it once, for C.
 //
-// Shapes stand in brackets, e.g. [tokens][hidden], the last index running fastest. All arrays are contiguous.
-// A pointer belongs to the caller, who keeps its memory alive while a call runs. Nothing here may be called
-// by two threads at once: there is one pool of threads and one set of scratch memory. Offsets of gradients
-// count floats.
+// Shapes stand in brackets, e.g. [tokens][hidden], the last index running fastest. Arrays are contiguous, but
+// rows of logits are `ld` floats apart. A pointer belongs to the caller, who keeps its memory alive while a
+// call runs. Nothing here may be called by two threads at once: there is one pool of threads and one set of
+// scratch memory. Offsets of gradients count floats.
 
 // --------------------------------------------------------------------------------------- numbers with a name
 
-// w x r;  (1 + w) x r;  w (x - mean) r + b
+// Of x, with a factor r for each row: w x r;  (1 + w) x r;  w (x - mean) r + b
 typedef enum { NORM_RMS, NORM_RMS_OFFSET, NORM_LAYER } NormKind;
 
 // Norms of queries and keys: none; one for each head; one for all heads together
 typedef enum { QK_NORM_NONE, QK_NORM_HEAD, QK_NORM_WHOLE } QkNormKind;
 
+// rows.c has their functions
 typedef enum { ACT_SILU, ACT_GELU, ACT_GELU_TANH } ActivationKind;
 
-// What a forward pass keeps for its backward pass: nothing, there is none; the inputs of layers, from which
-// the rest is computed again; all that the backward pass needs
+// What a forward pass keeps for its backward pass: nothing, where there is none; the inputs of layers, from
+// which the backward pass computes everything else again; all that the backward pass needs
 typedef enum { KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL } Keep;
 
-// Formats of rounding on purpose; FLOAT32 does not round
+// Formats of rounding on purpose (rounding.c); FLOAT32 does not round
 typedef enum {
   FORMAT_FLOAT32,
   FORMAT_BFLOAT16,
@@ -31,9 +32,10 @@ typedef enum {
   FORMAT_INT8
 } NumberFormat;
 
-enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: at most 2^7 slots
+enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: a minibatch has at most 2^7 slots
 
-// The largest model: the kernels count products of two widths in ints
+// The largest model. The kernels count in ints the elements of a row, and the key heads of all layers
+// together.
 enum { MAX_LAYERS = 1024, MAX_WIDTH = 1048576, MAX_VOCABULARY = 16777216, MAX_EXPERTS = 1024 };
 
 // ------------------------------------------------------------------------------ matrices and their gradients
@@ -42,18 +44,18 @@ enum { MAX_LAYERS = 1024, MAX_WIDTH = 1048576, MAX_VOCABULARY = 16777216, MAX_EX
 typedef struct {
   const float *w;     // [n][k], or [k][n] where `transposed`
   const float *bias;  // [n], or NULL
-  float *panels;      // the packed copy of w, by `pack`: [ceil(n / 16)][k][16], panel_floats(n, k) floats
+  float *panels;      // panel_floats(n, k) floats, which `pack` fills: [ceil(n / 16)][k][16]; on a GPU none
   long grad;          // offset of the gradient of w; -1: not trained
   long bias_grad;     // offset of the gradient of the bias; -1: not trained
   int n;              // outputs
-  int k;              // terms of a product, inputs
+  int k;              // inputs: the terms of a product
   int transposed;
 } Matrix;
 
-// Where gradients go (rule 2). A minibatch has 2^levels slots of sequences, joined as a binary tree. After
-// the whole slots 0 .. s - 1, level[i + 1] holds a subtree of 2^i slots for each bit i of s; level[0] holds
-// slot s so far, and in the end the whole tree. One backward pass goes from slot `first` to slot `last`. All
-// arrays have the same offsets.
+// Partial sums of the gradients of a minibatch (rule 2), to which a backward pass adds. A minibatch has
+// 2^levels slots of sequences, joined as a binary tree. After the whole slots 0 .. s - 1, level[i + 1] holds
+// a subtree of 2^i slots for each bit i of s; level[0] holds slot s so far, and in the end the whole tree.
+// One backward pass goes from slot `first` to slot `last`. All arrays have the same offsets.
 typedef struct {
   float *level[MAX_LEVELS];
   int levels;
@@ -98,13 +100,13 @@ typedef struct {
   int vocabulary;
   NormKind norm;
   QkNormKind qk_norm;
-  int rotary;                      // how many elements of a head rotate
+  int rotary;                      // how many elements of a head rotate; 0: none
   ActivationKind activation;
   int gated;                       // act(gate) up instead of act(up)
-  int parallel;                    // attention and MLP read the same input
-  int experts;                     // of a layer
-  int chosen;                      // experts of a token
-  int normalised;                  // weights of the chosen experts sum to 1
+  int parallel;                    // norm2 reads the layer's input, not the sum of input and attention
+  int experts;                     // of a layer that has experts
+  int chosen;                      // experts that a token goes to
+  int normalised;                  // routing weights are a softmax over the chosen experts, not over all
   int mixtures;                    // layers with experts
   int q_at;                        // queries in a row of qkv: where the first begins
   int q_step;                      // and their distance
@@ -112,9 +114,9 @@ typedef struct {
   int k_step;
   int v_at;
   int v_step;
-  NumberFormat round_activations;  // rounding on purpose: see rounding.c
-  NumberFormat round_inputs;
-  NumberFormat round_cache;
+  NumberFormat round_activations;  // of the result of each step
+  NumberFormat round_inputs;       // of the inputs of linear layers, but for router and head
+  NumberFormat round_cache;        // of keys and values
   int position_entries;            // rows of `positions`
   int padding;                     // a token whose embedding is not trained, or -1
   float eps;                       // of norms
@@ -154,7 +156,8 @@ typedef struct {
   double top;        // the largest z / temperature
   double total;      // sum of e = exp(shifted), shifted = z / temperature - top
   double log_total;  // ln total; NaN where a shifted logit is not finite
-  double mean;       // sum of e shifted / total; of Divergence.p the mean of shifted_p - shifted_q
+  double mean;       // of Statistics.rows: sum of e shifted / total; of Divergence.p: the mean of
+                     // shifted_p - shifted_q; of others 0
 } Softmax;
 
 typedef struct {
@@ -192,7 +195,7 @@ typedef struct {
 
 // Top-k and top-p
 typedef struct {
-  const float *scaled;    // logits / temperature
+  const float *scaled;    // [n][v], logits / temperature
   const int64_t *order;   // [n][v], tokens by falling logit
   int n;
   int v;
@@ -219,20 +222,20 @@ typedef struct {
   float temperature;
   const int64_t *seeds;      // [n]
   const int64_t *positions;  // [n]
-  const uint8_t *eligible;   // [n][v]; NULL with `columns`: all, and a token's column is its id
-  const int *columns;        // [n][v]: which number of the noise a token takes
+  const uint8_t *eligible;   // [n][v], which tokens may be sampled; NULL: all
+  const int *columns;        // [n][v], a token's column of the noise; NULL, with `eligible`: its id
   int64_t *tokens;           // results [n]
-  float *logprobs;
-  Softmax *rows;             // [n]
+  float *logprobs;           // of the softmax over all tokens
+  Softmax *rows;             // [n], written: the softmax over all tokens
 } Sampling;
 
 // --------------------------------------------------------------------------------------------- the optimizer
 
-// A parameter of n numbers
+// A parameter of n numbers, its gradient and its moments
 typedef struct {
   float *p;
-  const float *g;  // its gradient
-  float *m;        // its moments
+  const float *g;
+  float *m;
   float *v;
   long n;
   double square;   // sum of g^2, written by gradient_squares
@@ -257,7 +260,7 @@ typedef struct {
 int set_threads(int threads);
 void forget_workers(void);
 
-// memory.c, scratch.c
+// scratch.c, memory.c
 void free_scratch(void);
 void trim_heap(void);
 
@@ -266,13 +269,15 @@ long panel_floats(int n, int k);
 void pack(Matrix *m);
 void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y);
 
-// linear_gradients.c
+// steps.c
 void linear_backward(const Matrix *w, const float *dy, const float *x, int rows, const int *sequence,
                      const int *position, const int *slots, const Sums *sums, float *dx);
 
-// model.c
+// saved.c
 long kept_floats(const Model *m, long tokens, Keep keep);
 long layer_input_at(const Model *m, long tokens, int layer, Keep keep);
+
+// model.c
 int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float *hidden);
 void model_backward(const Model *m, const Batch *b, float *kept, Keep keep, const float *d_hidden,
                     const Sums *sums);
@@ -282,7 +287,7 @@ void copy_prefix(const Model *m, float *keys, float *values, long capacity, long
 // validity.c: NULL, or "FIELD: RULE" for a model that breaks a rule on which the kernels rely
 const char *model_fault(const Model *m);
 
-// tokens.c: 0 where a row of logits is not finite
+// tokens.c: an int is 0 where a row of logits is not finite
 int token_statistics(const Statistics *a);
 void token_statistics_gradient(const Statistics *a);
 int kl_divergence(const Divergence *a);
@@ -314,5 +319,5 @@ void sin_cos_float64(const double *x, double *sine, double *cosine, long n);
 uint64_t known_answer(void);
 uint32_t denormal_product(void);
 
-// rows.c: sum of a b before it is rounded, for the tests
+// rows.c: sum of a b before it is rounded to float32, for the tests
 double row_dot(const float *a, const float *b, int n);

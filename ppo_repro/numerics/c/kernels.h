@@ -68,6 +68,11 @@ typedef enum {
   SCRATCH_DELTAS,           // model_backward: gradients of one layer
   SCRATCH_EXPERTS,          // gradients of the rows of experts
   SCRATCH_SQUARES,          // gradient_squares: sums of blocks
+  SCRATCH_ROWS,             // here and below: on a GPU; for_rows_with_memory
+  SCRATCH_PARTIAL_PRODUCTS,
+  SCRATCH_GRADIENT_PARTS,
+  SCRATCH_COLUMN_BLOCKS,
+  SCRATCH_SCORES,           // of attention
   SCRATCH_AREAS
 } ScratchArea;
 static float *shared_scratch(ScratchArea area, size_t floats);  // until the next call with this area
@@ -86,22 +91,13 @@ typedef struct {
   const Sums *sums;
 } Blocks;
 
-// The gradient of columns of which each row t has `each` groups, e.g. of the weight of a norm:
-//   dw[c] = sum over t and e of dy[t][e][c] x[t][e][c] r[t][e], or of dy[t][e][c] where x is NULL
-// With `mean`, x[t][e][c] - mean[t][e] stands for x[t][e][c].
-typedef struct {
-  const float *dy;
-  long ldd;
-  const float *x;
-  long ldx;
-  const float *r;
-  const float *mean;
-  long ldr;
-  int each;
-  int cols;
-  const Blocks *blocks;
-  long grad;
-} ColumnSums;
+// ------------------------------------------------------------------------------- gradients.c, gpu/launches.c
+
+// Sums over the rows of all blocks (rule 2), for the gradient at offset `grad`; -1: nothing is done.
+// dw [n][k] from dy [rows][n] and x [rows][k]
+static void weight_gradient(const float *dy, int n, const float *x, int k, const Blocks *blocks, long grad);
+static void column_sums(Columns of, const Blocks *blocks, long grad);
+static void sum_table_rows(const TableGradient *of);
 
 // ---------------------------------------------------------------------------------------------- attention.c
 

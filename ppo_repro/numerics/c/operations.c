@@ -44,7 +44,11 @@ static int *clear_flag(void) {
 
 static int flag_value(const int *flag) { return *flag; }
 
-static float *kernel_zeros(long n) { return allocate_zeros((size_t)n, sizeof(float)); }
+// n is a multiple of 16
+static float *kernel_memory(size_t n) {
+  return checked(aligned_alloc(64, n * sizeof(float)), n * sizeof(float));
+}
+static float *kernel_zeros(size_t n) { return allocate_zeros(n, sizeof(float)); }
 static void free_kernel_memory(float *memory) { free(memory); }
 
 static const void *on_host(const void *memory, size_t bytes) { return bytes ? memory : NULL; }

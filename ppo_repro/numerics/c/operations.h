@@ -15,6 +15,38 @@
 #include "interface.h"
 #pragma GCC visibility pop
 
+// ---- what sums over tokens take, on a CPU and on a GPU
+
+// Columns of which each row t has `each` groups, e.g. of the weight of a norm. Their gradient is
+//   dw[c] = sum over t and e of dy[t][e][c] x[t][e][c] r[t][e], or of dy[t][e][c] where x is NULL
+// With `mean`, x[t][e][c] - mean[t][e] stands for x[t][e][c].
+typedef struct {
+  const float *dy;
+  long ldd;
+  const float *x;
+  long ldx;
+  const float *r;
+  const float *mean;
+  long ldr;
+  int each;
+  int cols;
+} Columns;
+
+// A table, e.g. of embeddings. Its gradient is
+//   d table[id] = sum of scale dx[t] over the rows t with that id
+typedef struct {
+  const float *dx;  // [rows][width]
+  int width;
+  float scale;
+  int entries;        // ids are below
+  int skipped;        // an id that takes no gradient, or -1
+  const int *start;   // [entries + 1]: the rows of an id are sorted[start[id]] .. sorted[start[id + 1] - 1]
+  const int *sorted;  // [rows]
+  const int *slot;    // [rows]
+  long grad;          // offset in `sums`
+  Sums sums;
+} TableGradient;
+
 #ifndef GPU_KERNELS  // which has no host
 
 // ---- the other operations, which have a file of their own because their tiles differ on a GPU: linear,
@@ -33,8 +65,9 @@ static int flag_value(const int *flag);
 // ---- host memory: `count` zeros of `size` bytes, to be freed; ends the process if there is no memory
 static void *allocate_zeros(size_t count, size_t size);
 
-// ---- memory of kernels: n zeros, to be freed
-static float *kernel_zeros(long n);
+// ---- memory of kernels, to be freed: n floats, not cleared; n zeros
+static float *kernel_memory(size_t n);
+static float *kernel_zeros(size_t n);
 static void free_kernel_memory(float *memory);
 
 // ---- what crosses: `bytes` that kernels wrote, for the host, until the next call; n integers that the host

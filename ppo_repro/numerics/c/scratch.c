@@ -1,7 +1,6 @@
-// Memory of the kernels on a CPU that is kept from call to call.
+// Memory of kernels that is kept from call to call, and grows. What an area held is lost when it grows.
 #include "kernels.h"
 
-// Memory that is kept from call to call, and grows. What it held is lost when it grows.
 typedef struct {
   float *memory;
   size_t floats;
@@ -9,15 +8,10 @@ typedef struct {
 
 static float *grown(Area *area, size_t floats) {
   if (area->memory && floats <= area->floats) return area->memory;
-  free(area->memory);
+  free_kernel_memory(area->memory);
   area->floats = (size_t)round16((long)floats + 1);
-  area->memory = checked(aligned_alloc(64, area->floats * sizeof(float)), area->floats * sizeof(float));
+  area->memory = kernel_memory(area->floats);
   return area->memory;
-}
-
-static float *scratch(size_t floats) {
-  static _Thread_local Area area;
-  return grown(&area, floats);
 }
 
 static Area shared_areas[SCRATCH_AREAS];
@@ -27,7 +21,14 @@ static float *shared_scratch(ScratchArea area, size_t floats) { return grown(&sh
 // Free the memory that passes share, until the next one.
 void free_scratch(void) {
   for (int i = 0; i < SCRATCH_AREAS; i++) {
-    free(shared_areas[i].memory);
+    free_kernel_memory(shared_areas[i].memory);
     shared_areas[i] = (Area){0};
   }
 }
+
+#ifndef GPU_HOST
+static float *scratch(size_t floats) {
+  static _Thread_local Area area;
+  return grown(&area, floats);
+}
+#endif

@@ -27,12 +27,30 @@ static void linear_step(const Model *m, const Matrix *w, float *x, int rows, con
   round_rows(m->round_activations, y, rows, w->n);
 }
 
+// The gradients of w and bias: dy [rows][n], x [rows][k]
+static void linear_backward_weight(const Matrix *w, const float *dy, const float *x, const Blocks *blocks) {
+  if (w->transposed) weight_gradient(x, w->k, dy, w->n, blocks, w->grad);
+  else weight_gradient(dy, w->n, x, w->k, blocks, w->grad);
+  if (w->bias) column_sums((Columns){.dy = dy, .ldd = w->n, .each = 1, .cols = w->n}, blocks, w->bias_grad);
+}
+
 // Rules 1 and 2, definition: linear.linear_backward: dx [rows][k] from dy [rows][n], and the gradients
 // of w and bias
 static void linear_step_backward(const Matrix *w, const float *dy, const float *x, const Blocks *blocks,
                                  float *dx) {
   linear_backward_weight(w, dy, x, blocks);
   linear_backward_input(w, dy, blocks->rows, dx);
+}
+
+// The backward pass of a linear layer that stands alone: sequence and position [rows], slots [sequences + 1];
+// dx may be NULL, and the rest too where neither w nor bias is trained. definition: linear.linear_backward
+void linear_backward(const Matrix *w, const float *dy, const float *x, int rows, const int *sequence,
+                     const int *position, const int *slots, const Sums *sums, float *dx) {
+  if (dx) linear_backward_input(w, dy, rows, dx);
+  if (w->grad < 0 && w->bias_grad < 0) return;
+  Blocks blocks = make_blocks(rows, sequence, position, slots, sums);
+  linear_backward_weight(w, dy, x, &blocks);
+  free_blocks(&blocks);
 }
 
 // ----------------------------------------------------------------------------------------------------- norms
@@ -65,7 +83,7 @@ static void norm_step_backward(const Model *m, const NormWeights *w, const float
                                const float *mean, const float *dy, const float *residual,
                                const Blocks *blocks, float *dx) {
   const int n = m->hidden;
-  ColumnSums weight = {
+  Columns weight = {
       .dy = dy,
       .ldd = n,
       .x = x,
@@ -75,12 +93,9 @@ static void norm_step_backward(const Model *m, const NormWeights *w, const float
       .ldr = 1,
       .each = 1,
       .cols = n,
-      .blocks = blocks,
-      .grad = w->grad,
   };
-  column_sums(weight);
-  if (w->b)
-    column_sums((ColumnSums){.dy = dy, .ldd = n, .each = 1, .cols = n, .blocks = blocks, .grad = w->b_grad});
+  column_sums(weight, blocks, w->grad);
+  if (w->b) column_sums((Columns){.dy = dy, .ldd = n, .each = 1, .cols = n}, blocks, w->b_grad);
   NormBackward back = {
       .kind = m->norm,
       .n = n,

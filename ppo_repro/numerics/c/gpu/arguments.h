@@ -60,17 +60,9 @@ typedef struct {
   Sums sums;
 } GradientArguments;
 
-// Gradients of columns, see ColumnSums
+// Gradients of columns
 typedef struct {
-  const float *dy;
-  long ldd;
-  const float *x;
-  long ldx;
-  const float *r;
-  const float *mean;
-  long ldr;
-  int each;
-  int cols;
+  Columns of;
   int blocks;
   const int *start;
   const int *length;
@@ -79,20 +71,6 @@ typedef struct {
   long grad;
   Sums sums;
 } ColumnArguments;
-
-// Gradients of the rows of a table, see table_gradient in gradients.c
-typedef struct {
-  const float *dx;  // [rows][width]
-  int width;
-  float scale;
-  int entries;
-  int skipped;
-  const int *start;   // [entries + 1]
-  const int *sorted;  // [rows]
-  const int *slot;    // [rows]
-  long grad;
-  Sums sums;
-} TableArguments;
 
 // Attention of single queries over the cache of a layer, see Batch. A thread block computes one query for at
 // most 8 heads of a group. A query at position[t] of sequence[t], which begins at base[sequence[t]].

@@ -141,9 +141,9 @@ INLINE void store_element(const Sums *s, long at, const Element *e) {
 
 // One column of one block: the sum over its rows in float64, rounded once. definition:
 // gradients.column_addends
-INLINE float column_block(const ColumnArguments *a, int block, int c) {
+INLINE float column_block(const Columns *a, int first, int rows, int c) {
   double sum = 0.0;
-  for (int t = a->start[block]; t < a->start[block] + a->length[block]; t++)
+  for (int t = first; t < first + rows; t++)
     for (int e = 0; e < a->each; e++) {
       const long column = (long)e * a->cols + c;
       const float dy = a->dy[t * a->ldd + column];
@@ -162,19 +162,19 @@ INLINE float column_block(const ColumnArguments *a, int block, int c) {
 // First all blocks, each for itself: a thread has a column of some blocks.
 KERNEL(column_blocks, ColumnArguments) {
   const int c = block_x() * GPU_THREADS + thread_index();
-  if (c >= a->cols) return;
+  if (c >= a->of.cols) return;
   for (int block = block_y(); block < a->blocks; block += blocks_y())
-    a->partial[(long)block * a->cols + c] = column_block(a, block, c);
+    a->partial[(long)block * a->of.cols + c] = column_block(&a->of, a->start[block], a->length[block], c);
 }
 
 // Then their sums, slot by slot: a thread has a column.
 KERNEL(column_slots, ColumnArguments) {
   const int c = block_x() * GPU_THREADS + thread_index();
-  if (c >= a->cols) return;
+  if (c >= a->of.cols) return;
   Element e = load_element(&a->sums, a->grad + c);
   close_element_slots(&e, a->sums.first, a->slot[0]);
   for (int block = 0; block < a->blocks; block++) {
-    e.sum = e.sum + a->partial[(long)block * a->cols + c];
+    e.sum = e.sum + a->partial[(long)block * a->of.cols + c];
     close_element_slots(&e, a->slot[block], a->slot[block + 1]);
   }
   store_element(&a->sums, a->grad + c, &e);
@@ -184,7 +184,7 @@ KERNEL(column_slots, ColumnArguments) {
 
 // A thread block has one id after the other, a thread some columns of each: the gradients of the rows with
 // that id are added one by one, straight into the slot's sum. definition: gradients.row_addends
-KERNEL(table_rows, TableArguments) {
+KERNEL(table_rows, TableGradient) {
   const Sums *s = &a->sums;
   const int alone = !s->first && !s->open && is_whole(s);  // there is no other pass
   for (int id = block_x(); id < a->entries; id += blocks_x()) {

@@ -7,6 +7,7 @@
 // the machine
 #include "../memory.c"
 #include "driver.c"
+#include "../scratch.c"
 #include "operations.c"
 
 // rows
@@ -16,7 +17,6 @@
 // sums over products and tokens
 #include "../blocks.c"
 #include "launches.c"
-#include "../linear_gradients.c"
 
 // what is left outside the model
 #include "../tokens.c"

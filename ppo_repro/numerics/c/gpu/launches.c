@@ -53,7 +53,7 @@ static void run_product(ProductArguments a, int w_by_rows) {
   }
   size_t floats = (size_t)blocks * (size_t)a.rows * (size_t)a.cols;
   a.each = 1;
-  a.partial = gpu_scratch(PARTIAL_PRODUCTS, floats);
+  a.partial = shared_scratch(SCRATCH_PARTIAL_PRODUCTS, floats);
   launch(with.kernel, (Grid){.x = tiles, .y = blocks}, shared, &a);
   launch(add_blocks, (Grid){.x = blocks_for((long)a.rows * a.cols, GPU_THREADS)}, 0, &a);
 }
@@ -135,57 +135,33 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
       .length = b.length,
       .slot = b.slot,
       .grad = grad,
-      .parts = gpu_scratch(GRADIENT_PARTS, (size_t)grid * parts),
+      .parts = shared_scratch(SCRATCH_GRADIENT_PARTS, (size_t)grid * parts),
       .sums = *blocks->sums,
   };
   launch(weight_gradient_tiles, (Grid){.x = grid}, tile_bytes(8), &a);
 }
 
-static void column_sums(ColumnSums of) {
-  if (of.grad < 0) return;
-  const BlocksInKernels b = in_kernels(of.blocks);
-  const int blocks = of.blocks->count;
+static void column_sums(Columns of, const Blocks *blocks, long grad) {
+  if (grad < 0) return;
+  const BlocksInKernels b = in_kernels(blocks);
+  const int count = blocks->count;
   ColumnArguments a = {
-      .dy = of.dy,
-      .ldd = of.ldd,
-      .x = of.x,
-      .ldx = of.ldx,
-      .r = of.r,
-      .mean = of.mean,
-      .ldr = of.ldr,
-      .each = of.each,
-      .cols = of.cols,
-      .blocks = blocks,
+      .of = of,
+      .blocks = count,
       .start = b.start,
       .length = b.length,
       .slot = b.slot,
-      .partial = gpu_scratch(COLUMN_BLOCKS, (size_t)blocks * (size_t)of.cols),
-      .grad = of.grad,
-      .sums = *of.blocks->sums,
-  };
-  const long across = blocks_for(of.cols, GPU_THREADS);
-  if (blocks) launch(column_blocks, (Grid){.x = across, .y = least(blocks, MOST_BLOCKS_Y)}, 0, &a);
-  launch(column_slots, (Grid){.x = across}, PARTS_BYTES, &a);
-}
-
-static void table_gradient(const float *dx, int width, float scale, const int *ids, int entries, int skipped,
-                           const Blocks *blocks, long grad) {
-  if (grad < 0) return;
-  SortedRows rows = sort_rows(ids, entries, blocks);
-  TableArguments a = {
-      .dx = dx,
-      .width = width,
-      .scale = scale,
-      .entries = entries,
-      .skipped = skipped,
-      .start = integers_for_kernels(rows.start, entries + 1L),
-      .sorted = integers_for_kernels(rows.sorted, blocks->rows),
-      .slot = integers_for_kernels(rows.slot, blocks->rows),
+      .partial = shared_scratch(SCRATCH_COLUMN_BLOCKS, (size_t)count * (size_t)of.cols),
       .grad = grad,
       .sums = *blocks->sums,
   };
-  launch(table_rows, (Grid){.x = least(entries, 32 * gpu.multiprocessors)}, PARTS_BYTES, &a);
-  free(rows.start);
+  const long across = blocks_for(of.cols, GPU_THREADS);
+  if (count) launch(column_blocks, (Grid){.x = across, .y = least(count, MOST_BLOCKS_Y)}, 0, &a);
+  launch(column_slots, (Grid){.x = across}, PARTS_BYTES, &a);
+}
+
+static void sum_table_rows(const TableGradient *of) {
+  launch(table_rows, (Grid){.x = least(of->entries, 32 * gpu.multiprocessors)}, PARTS_BYTES, of);
 }
 
 // ------------------------------------------------------------------------------------------------- attention
@@ -294,7 +270,7 @@ static void by_sequences(const Heads *h, int arrays, SequencePass pass) {
     long groups = SCORE_FLOATS / (arrays * of_group);
     groups = groups < 1 ? 1 : groups > m->kv_heads ? m->kv_heads : groups;
     const long scores = round16(groups * of_group);
-    a.p = gpu_scratch(SEQUENCE_SCORES, (size_t)(arrays * scores));
+    a.p = shared_scratch(SCRATCH_SCORES, (size_t)(arrays * scores));
     a.ds = arrays > 1 ? a.p + scores : NULL;
     for (a.first_kv = 0; a.first_kv < m->kv_heads; a.first_kv += (int)groups)
       pass(&a, (long)group * least((int)groups, m->kv_heads - a.first_kv), count);

@@ -2,54 +2,17 @@
 #include "../kernels.h"
 #include "arguments.h"
 
-// -------------------------------------------------------------------------------------- memory that is kept
+// ----------------------------------------------------------------------------------------- memory of kernels
 
-// Memory of the GPU that is kept from call to call, and grows. What it held is lost when it grows.
-typedef struct {
-  float *memory;
-  size_t floats;
-} Area;
+static float *kernel_memory(size_t n) { return allocate_on_gpu(n * sizeof(float)); }
 
-static float *grown(Area *area, size_t floats) {
-  if (area->memory && floats <= area->floats) return area->memory;
-  free_on_gpu(area->memory);  // waits for the kernels that use it
-  area->floats = (size_t)round16((long)floats + 1);
-  area->memory = allocate_on_gpu(area->floats * sizeof(float));
-  return area->memory;
-}
-
-// Areas of this library alone: of row functions, products, attention
-typedef enum {
-  ROW_MEMORY,
-  PARTIAL_PRODUCTS,
-  GRADIENT_PARTS,
-  COLUMN_BLOCKS,
-  SEQUENCE_SCORES,
-  GPU_AREAS
-} GpuArea;
-static Area gpu_areas[GPU_AREAS];
-static Area shared_areas[SCRATCH_AREAS];
-
-static float *gpu_scratch(GpuArea area, size_t floats) { return grown(&gpu_areas[area], floats); }
-static float *shared_scratch(ScratchArea area, size_t floats) { return grown(&shared_areas[area], floats); }
-
-static void free_area(Area *area) {
-  free_on_gpu(area->memory);
-  *area = (Area){0};
-}
-
-// Free the memory that passes share, until the next one.
-void free_scratch(void) {
-  for (int i = 0; i < SCRATCH_AREAS; i++) free_area(&shared_areas[i]);
-  for (int i = 0; i < GPU_AREAS; i++) free_area(&gpu_areas[i]);
-}
-
-static float *kernel_zeros(long n) {
-  float *memory = allocate_on_gpu((size_t)n * sizeof(float));
-  check(cuda.cuMemsetD8Async(address(memory), 0, (size_t)n * sizeof(float), gpu.stream), "zeros");
+static float *kernel_zeros(size_t n) {
+  float *memory = kernel_memory(n);
+  check(cuda.cuMemsetD8Async(address(memory), 0, n * sizeof(float), gpu.stream), "zeros");
   return memory;
 }
 
+// Waits for the kernels that use the memory
 static void free_kernel_memory(float *memory) { free_on_gpu(memory); }
 
 // --------------------------------------------------------------------------------------------- what crosses
@@ -159,7 +122,7 @@ static void for_rows_with_memory(int rows, int floats, RowFunction function, con
   if (floats) {
     long most = ROW_MEMORY_FLOATS / ((long)of.floats * rows_of_block);
     if (blocks > most) blocks = most > 0 ? most : 1;
-    of.memory = gpu_scratch(ROW_MEMORY, (size_t)blocks * (size_t)rows_of_block * (size_t)of.floats);
+    of.memory = shared_scratch(SCRATCH_ROWS, (size_t)blocks * (size_t)rows_of_block * (size_t)of.floats);
   }
   launch_kernel(function, (Grid){.x = blocks, .threads = threads}, 0, argument, &of);
 }

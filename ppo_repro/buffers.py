@@ -243,12 +243,12 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of correct responses."""
+        """Return the share of correct responses."""
         return sum(self.is_correct) / len(self.is_correct)
 
     @property
     def score(self) -> float:
-        """Mean score."""
+        """Return the mean score."""
         return sum(self.scores) / len(self.scores)
 
 
@@ -262,7 +262,7 @@ class ReturnStatistics:
 
     @property
     def scale(self) -> float:
-        """Population standard deviation, at least 1e-4; 1 before there are returns."""
+        """Return the population standard deviation, at least 1e-4; 1 before there are returns."""
         return max(math.sqrt(self.squares / self.count), 1e-4) if self.count else 1.0
 
     def joined(self, returns: Sequence[float]) -> ReturnStatistics:

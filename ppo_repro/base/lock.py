@@ -28,7 +28,7 @@ SUFFIX = ".lock"
 # looks whether there is a holder has it for an instant, and a new holder needs an instant to say who it is
 PATIENCE_SECONDS = 5.0
 LOOK_SECONDS = 0.01
-_HOLDER = re.compile(rb"process (\d+) on (\S+) since (\S+)(?: by ([^\n]*))?\n")
+_HOLDER = re.compile(rb"process (\d+) on (\S+) since (\S+) by ([^\n]*)\n")
 COMMAND_CHARACTERS = 200  # of the holder's command line that are told
 
 
@@ -133,16 +133,10 @@ def _try(path: Path) -> int | None:
 
 
 def _command() -> str:
-    """The command line of this process, without secrets, on one line of modest length."""
+    """Return the command line of this process, without secrets, on one line of modest length."""
     program, *arguments = sys.argv or [""]
     name = Path(program).name.replace("__main__.py", "ppo-repro")  # of `python -m ppo_repro`
     return printable(masked(shlex.join([name, *arguments])))[:COMMAND_CHARACTERS]
-
-
-def _told(holder: re.Match[bytes]) -> list[str]:
-    """The parts of what a lock's file says; the command is missing where an earlier version wrote the file."""
-    process, machine, since, command = (part.decode() for part in holder.groups(b""))
-    return [process, machine, since, f": {command}" if command else ""]
 
 
 def _said(path: Path) -> bytes:
@@ -179,5 +173,8 @@ def _refuse_or_wait(folder: Path, deadline: float) -> None:
         time.sleep(LOOK_SECONDS)
         return
     holder = _HOLDER.fullmatch(said)
-    who = "" if holder is None else " (process {} on {}, since {}{})".format(*_told(holder))
+    who = ""
+    if holder is not None:
+        process, machine, since, command = (part.decode() for part in holder.groups())
+        who = f" (process {process} on {machine}, since {since}: {command})"
     raise UserError(f"{folder}: another process is writing it{who}; wait until that process ends, or end it first")

@@ -53,7 +53,7 @@ class Clipped(Section):
 
     @property
     def high(self) -> float:
-        """The upper clip range, clip_range_high or by default clip_range."""
+        """Return the upper clip range: clip_range_high, or by default clip_range."""
         return self.clip_range if self.clip_range_high is None else self.clip_range_high
 
 
@@ -187,7 +187,7 @@ class ImportanceWeights(Section):
 
     @property
     def lowest(self) -> float:
-        """The lower bound, 0 for none: floor, or for masked weights by default 1 / cap."""
+        """Return the lower bound, 0 for none: floor, or for masked weights by default 1 / cap."""
         if self.floor is None and self.kind == "masked" and self.cap is not None:
             return 1.0 / self.cap
         return self.floor or 0.0

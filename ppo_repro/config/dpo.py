@@ -45,5 +45,5 @@ class DPOConfig(Experiment, Templated):
 
     @property
     def iterations(self) -> int:
-        """An iteration is an epoch."""
+        """Return the number of epochs: an iteration of a DPO run is an epoch."""
         return self.dpo.epochs

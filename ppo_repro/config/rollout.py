@@ -87,7 +87,7 @@ class RolloutConfig(Section):
 
     @property
     def engine_without_promise(self) -> str:
-        """The setting by which an engine samples whose bits are not promised; empty without it."""
+        """Return the setting that names an engine whose bits are not promised; empty for other engines."""
         if self.engine.kind == "function":
             return f"rollout.engine.path = {self.engine.path.rpartition('/')[2]}"
         is_stock = self.engine.kind == "sglang" and self.engine.numerics == "stock"
@@ -181,7 +181,7 @@ class MismatchConfig(Section):
 
     @property
     def bound(self) -> str:
-        """The setting by which torch itself samples, so that bits belong to a kind of machine; empty without it."""
+        """Return the setting by which stock torch samples, whose bits depend on the machine; empty without it."""
         return "" if self.sampler.stock is None else f"mismatch.sampler.stock = {self.sampler.stock}"
 
     @property

@@ -159,12 +159,12 @@ class RunConfig(Experiment):
 
     @property
     def bound(self) -> str:
-        """The setting by which bits belong to a kind of machine; empty where they belong to none."""
+        """Return the setting that makes bits depend on the machine; empty if no setting does."""
         return "numerics.mode = native" if self.is_native else self.mismatch.bound
 
     @property
     def functions(self) -> dict[str, CheckedFunction]:
-        """The functions of the user's that the loop calls, by field."""
+        """Return the user's functions that the loop calls, by field."""
         estimator = None if isinstance(self.kl, NoKL) else self.kl.estimator
         fields = {
             "ppo.objective": self.ppo.objective,

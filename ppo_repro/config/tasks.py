@@ -175,13 +175,13 @@ class RewardConfig(Section):
 
     @property
     def judges(self) -> bool:
-        """Whether responses are right or wrong: not where a function of the user's alone says what one is worth."""
+        """Return whether responses are right or wrong; with a user's function as the only reward they are neither."""
         compared = any(isinstance(t, ExactMatch | FormatReward | Verifier) for t in self.terms)
         return compared or not any(isinstance(t, CalledReward) for t in self.terms)
 
     @property
     def model(self) -> RewardModelFolder | TrainedRewardModel | None:
-        """The term that is a reward model, if there is one."""
+        """Return the term that is a reward model, None without one."""
         return next((t for t in self.terms if isinstance(t, RewardModelFolder | TrainedRewardModel)), None)
 
 

@@ -25,7 +25,7 @@ class TokenBatch:
 
     @property
     def rows(self) -> Rows:
-        """The sequence and the position of each predictor."""
+        """Return the sequence and the position of each predictor."""
         return self.sequences.rows.at(self.predictors)
 
 

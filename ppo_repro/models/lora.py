@@ -57,7 +57,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """s = alpha / r."""
+        """Return s = alpha / r."""
         return self.alpha / self.rank
 
     def factors(self) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ class Versions:
 
     @property
     def newest(self) -> int:
-        """The version that the policy is now."""
+        """Return the version that the policy is now."""
         return max(self.kept)
 
     def keep(self, version: int) -> None:

@@ -60,7 +60,7 @@ class Tokens:
 
     @property
     def response_groups(self) -> Tensor:
-        """Number of the prompt of each response, [R] int64."""
+        """Return the number of the prompt of each response, [R] int64."""
         return self.groups[self.positions == 0]
 
     def response_sums(self, values: Tensor) -> Tensor:

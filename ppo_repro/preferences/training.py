@@ -134,7 +134,7 @@ class RewardTraining:
 
     @property
     def accuracy_after(self) -> float:
-        """Share of held-out pairs in the right order after training."""
+        """Return the share of held-out pairs in the right order after training."""
         return preference_accuracy(torch.tensor(self.margins_after))
 
 

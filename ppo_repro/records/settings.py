@@ -58,13 +58,13 @@ def settings_of(setups: Sequence[Setup]) -> list[Setting]:
 
 
 def _counts(name: str, setup: Setup) -> bool:
-    """Whether a field makes another setting: not the seed, nor what is written, nor a layout that changes no bit."""
+    """Return whether a field makes another setting: not the seed, what is written, or a layout that changes no bit."""
     exact = setup.get("numerics.mode") == "deterministic"
     return name != "seed" and not name.startswith(("records.", "checkpoints.", *(("layout.",) if exact else ())))
 
 
 def _differing(setups: Sequence[Setup]) -> list[str]:
-    """The entries in which some setup differs from another, those that all of them have first.
+    """Return the entries in which setups differ; the entries that every setup has come first.
 
     The digest of an input counts where every run has the input: otherwise a field says that they have other ones.
     """
@@ -75,7 +75,7 @@ def _differing(setups: Sequence[Setup]) -> list[str]:
 
 
 def _values(name: str, setups: Sequence[Setup]) -> set[str]:
-    """The values of an entry; without that of runs whose layout does not count."""
+    """Return the values of an entry, without the value of a run whose layout does not count."""
     is_layout = name.startswith("layout.")
     return {json.dumps(setup.get(name)) for setup in setups if name in setup or not is_layout}
 
@@ -87,7 +87,7 @@ def _wholes(setups: Sequence[Setup]) -> Iterator[str]:
 
 
 def _words(setups: Sequence[Setup], most: int) -> list[list[str]]:
-    """At most `most` words for each setup: first the fields that tell most of the setups apart, then others."""
+    """Return at most `most` words for each setup: first the fields that tell most of the setups apart, then others."""
     names = [name for name in _differing(setups) if name != EXPERIMENT]
     chosen: list[str] = []
     while len(chosen) < min(most, len(names)):
@@ -106,7 +106,7 @@ def _key(setup: Setup, names: Sequence[str]) -> str:
 
 
 def _leaf(name: str, names: Sequence[str]) -> str:
-    """The shortest end of a dotted name that no other of the names has; of an input its file."""
+    """Return the shortest end of a dotted name that no other name has; of an input the name of the file."""
     parts = [PurePath(name).name] if "/" in name else name.split(".")
     for count in range(1, len(parts)):
         end = ".".join(parts[-count:])
@@ -129,7 +129,7 @@ def _short(value: Any) -> str:
 
 
 def _distinct(shorts: Sequence[str], wholes: Sequence[str]) -> list[str]:
-    """The short labels, with a number where two settings would have the same one."""
+    """Return the short labels, with a number where two settings would have the same label."""
     numbers: dict[str, dict[str, int]] = {}
     found = []
     for short, whole in zip(shorts, wholes, strict=True):

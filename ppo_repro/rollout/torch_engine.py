@@ -71,7 +71,7 @@ class SlotRoutes:
         self._routes[target, :length] = self._routes[source, :length]
 
     def of(self, slot: int, length: int) -> Tensor:
-        """Routes of the first tokens of a slot, [length, M k] int32."""
+        """Return the routes of the first tokens of a slot, [length, M k] int32."""
         assert self._routes is not None
         return self._routes[slot, :length].clone()
 
@@ -100,12 +100,12 @@ class _Active:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All tokens, prompt first."""
+        """Return all tokens, prompt first."""
         return (*self.request.prompt_ids, *self.tokens)
 
     @property
     def last_position(self) -> int:
-        """Position of the last token the model knows."""
+        """Return the position of the last token that the model knows."""
         return len(self.request.prompt_ids) + len(self.tokens) - 1
 
     def add(self, token: int, drawn: Drawn, row: int) -> None:

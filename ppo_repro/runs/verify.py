@@ -22,7 +22,6 @@ from ppo_repro.records.label import LABEL_NAME
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.summary import not_promised
 
-EARLIER_LOCK = "lock"  # an empty file that runs had before their lock lay beside the folder
 _MODELS = r"checkpoints/(reference|final|value_model|base|adapter|reward_model|unequal)(\.tmp|\.removed)?"
 # what a process writes before the manifest lists it; a file with another name belongs to the user
 _UNFINISHED = re.compile(
@@ -83,7 +82,7 @@ def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
     unfinished, uncovered = [], []
     for path in sorted(run_dir.rglob("*")):
         name = path.relative_to(run_dir).as_posix()
-        if path.is_dir() or name in listed or (name == EARLIER_LOCK and not path.stat().st_size):
+        if path.is_dir() or name in listed:
             continue
         if name.split("/")[0] in (ENGINE_NAME, LABEL_NAME, REPORT_NAME, SERVERS_NAME):
             uncovered.append(name)

@@ -100,7 +100,7 @@ class Answered:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All tokens after the prompt."""
+        """Return all tokens after the prompt."""
         return self.completion.response_ids if self.episode is None else self.episode.ids
 
 

@@ -232,7 +232,7 @@ class Minibatch:
 
     @property
     def loss_weights(self) -> Tensor:
-        """[M] float32, the weights of the minibatch's tokens."""
+        """Return the weights of the minibatch's tokens, [M] float32."""
         return self.loss_weights_of_all[self.tokens]
 
 

@@ -94,8 +94,8 @@ def held_by_hand(path: Path, content: str) -> int:
     ("content", "said"),
     [
         (
-            "process 7 on elsewhere since 2026-01-02T03:04:05Z\n",
-            "it (process 7 on elsewhere, since 2026-01-02T03:04:05Z);",
+            "process 7 on elsewhere since 2026-01-02T03:04:05Z by ppo-repro run\n",
+            "it (process 7 on elsewhere, since 2026-01-02T03:04:05Z: ppo-repro run);",
         ),
         ("", "another process is writing it; wait"),
     ],
@@ -115,8 +115,10 @@ def test_a_holder_that_has_not_yet_said_its_name_is_not_taken_for_the_dead_one_b
 ) -> None:
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     path = folder.with_name("run.lock")
-    descriptor = held_by_hand(path, f"process {int(dead.stdout)} on {HERE} since 2026-01-02T03:04Z\n")
-    monkeypatch.setattr(lock.time, "sleep", lambda _: path.write_text(f"process {os.getpid()} on {HERE} since now\n"))
+    descriptor = held_by_hand(path, f"process {int(dead.stdout)} on {HERE} since 2026-01-02T03:04Z by ppo-repro run\n")
+    monkeypatch.setattr(
+        lock.time, "sleep", lambda _: path.write_text(f"process {os.getpid()} on {HERE} since now by ppo-repro run\n")
+    )
     with pytest.raises(UserError, match=f"process {os.getpid()} on {HERE}, since now"):
         refused(folder)
     os.close(descriptor)
@@ -150,7 +152,7 @@ def test_a_lock_that_is_no_longer_the_one_of_its_path_is_no_lock(folder: Path, m
             first.__exit__(None, None, None)
             third.append(os.open(path, os.O_RDWR | os.O_CREAT))
             real(third[0], fcntl.LOCK_EX)
-            os.write(third[0], f"process {os.getppid()} on {HERE} since then\n".encode())
+            os.write(third[0], f"process {os.getppid()} on {HERE} since then by ppo-repro run\n".encode())
         real(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)

@@ -1,7 +1,7 @@
-"""Tables as CSV. A spreadsheet computes a cell that begins with `=`, so texts of models and users are written apart.
+"""Tables as CSV. A spreadsheet computes a cell that begins with `=`: texts of models and users must not be computed.
 
-A text that begins with one of `STARTS` and is no number gets an apostrophe before it; whoever reads the file back
-removes one apostrophe from each text that begins with one. Numbers are written as they are.
+A text that begins with one of `STARTS` and is no number gets an apostrophe before it. A reader of the file removes one
+apostrophe from each text that begins with an apostrophe. Numbers are written as they are.
 """
 
 from __future__ import annotations
@@ -10,31 +10,19 @@ import csv
 
 import pandas as pd
 
-STARTS = (
-    "=",
-    "+",
-    "-",
-    "@",
-    "\t",
-    "\r",
-    "\n",
-    "＝",
-    "＋",
-    "－",
-    "＠",
-    "'",
-)  # the wide ones are read as the narrow ones
+# spreadsheets read the wide signs as the narrow ones
+STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠", "'")
 
 
 def cell(value: object) -> object:
-    """Return the value as a cell that no spreadsheet computes: texts as above, other values unchanged."""
+    """Return a value as a cell that no spreadsheet computes: a text as above, other values unchanged."""
     if isinstance(value, str) and value.startswith(STARTS) and not _is_number(value):
         return f"'{value}"
     return value
 
 
 def csv_text(frame: pd.DataFrame, float_format: str | None = None) -> str:
-    """The frame without its index as CSV; floats have all digits that it takes to read them back unless formatted."""
+    """Return the frame as CSV, without its index; without `float_format`, a reader gets the same floats back."""
     texts = frame.select_dtypes(exclude="number").map(cell)
     safe = frame.copy()
     safe[texts.columns] = texts

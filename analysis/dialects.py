@@ -1,8 +1,9 @@
-"""A run under the published keys of nine frameworks: `python -m ppo_repro.analysis.dialects RUN`, or `--definitions`.
+"""What would another framework have logged for this run? `python -m ppo_repro.analysis.dialects RUN` prints it.
 
-In formulas g = rollout, p = old, n = new log-probs, r = exp(n - anchor), A = advantage. Assumed: one process, one
-micro-batch per minibatch, responses padded on the right to the longest of the iteration, and the frameworks' defaults
-where a run of ours has no such setting.
+Each key of a framework is a formula over the recorded columns; `--definitions` prints the formulas. In formulas
+g = rollout, p = old, n = new log-probs, r = exp(n - anchor), A = advantage. The formulas assume one process, one
+micro-batch per minibatch, responses padded on the right to the longest of the iteration, and the framework's default
+for a setting that our run does not have.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ppo_repro.analysis.clipping.flags import ratios_of as exp
 from ppo_repro.analysis.clipping.update_rows import (
     ClipRule,
     Float64,
@@ -31,7 +33,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 
-# what a key is computed over; of several steps the mean is logged
+# the tokens that a key is computed over; over several steps the mean is logged
 Over = Literal["steps", "last step", "first epoch", "rollout", "value steps"]
 DUAL_CLIP = 3.0  # verl: it always applies one
 LOG_RATIO_LIMIT = 20.0  # verl, before exp
@@ -45,7 +47,7 @@ EPSILON = 1e-8  # NeMo-RL and verl add it to denominators
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of a step, an epoch or the rollout as arrays; empty where there is no such column."""
+    """Tokens of a step, an epoch or the rollout as arrays [N]; empty if the tokens have no such column."""
 
     sequence: npt.NDArray[np.int64]  # response of each token, from 0
     g: Float64
@@ -62,25 +64,25 @@ class Rows:
 
     @property
     def r(self) -> Float64:
-        """exp(n - p)."""
+        """The ratio to the trainer: exp(n - p)."""
         return exp(self.n - self.p)
 
     @property
     def r_rollout(self) -> Float64:
-        """exp(n - g)."""
+        """The ratio to the sampler: exp(n - g)."""
         return exp(self.n - self.g)
 
     @property
     def w(self) -> Float64:
-        """exp(p - g)."""
+        """The importance weight: exp(p - g)."""
         return exp(self.p - self.g)
 
     def clipped(self, ratios: Float64) -> Float64:
-        """Ratios, clipped to the band."""
+        """Return ratios clipped to the band."""
         return np.clip(ratios, 1.0 - self.rule.low, 1.0 + self.rule.high)
 
     def sums(self, values: Float64) -> Float64:
-        """Return the sum over each response."""
+        """Return the sum of each response."""
         return np.asarray(np.bincount(self.sequence, values), np.float64)
 
     def means(self, values: npt.NDArray[np.generic]) -> Float64:
@@ -88,13 +90,13 @@ class Rows:
         return self.sums(np.asarray(values, np.float64)) / np.bincount(self.sequence)
 
     def padded(self, values: Float64) -> float:
-        """Return the mean over the padded matrix, with 0 at padding."""
+        """Return the mean over the padded matrix, which is 0 at padding."""
         return float(values.sum()) / (self.width * (int(self.sequence.max()) + 1))
 
 
 @dataclass(frozen=True)
 class Key:
-    """One published key: its formula in words, how it differs from ours, and its value."""
+    """One published key: its formula in words, its difference from our metric, and its value."""
 
     framework: str
     source: str  # repository, path and commit
@@ -105,35 +107,29 @@ class Key:
     value: Callable[[Rows], float]
 
 
-def exp(values: Float64) -> Float64:
-    """exp in float64; infinite where it overflows."""
-    with np.errstate(over="ignore"):
-        return np.exp(values)
-
-
 def mean(values: npt.NDArray[np.generic]) -> float:
     """Return the mean over tokens, or over responses."""
     return float(values.mean())
 
 
 def bounded(values: Float64) -> Float64:
-    """verl's bound on log-ratios before exp."""
+    """Return log-ratios as verl bounds them before exp."""
     return np.clip(values, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def removed(x: Rows, ratios: Float64) -> npt.NDArray[np.bool_]:
-    """Tokens whose gradient max(-r A, -clip(r) A) removes."""
+    """Return whether max(-r A, -clip(r) A) removes the gradient of each token."""
     return np.asarray(-x.clipped(ratios) * x.A > -ratios * x.A)
 
 
 def dual_clipped(x: Rows) -> float:
-    """verl's actor/pg_clipfrac_lower."""
+    """Return verl's actor/pg_clipfrac_lower."""
     limit, ratios = DUAL_CLIP if x.rule.dual is None else x.rule.dual, exp(bounded(x.n - x.p))
     return mean((np.maximum(-x.A * ratios, -x.A * x.clipped(ratios)) > -x.A * limit) & (x.A < 0))
 
 
 def value_clipped(x: Rows) -> float:
-    """verl's critic/vf_clipfrac; NaN where the run clips no values."""
+    """Return verl's critic/vf_clipfrac; NaN if the run does not clip values."""
     if x.rule.value_range is None:
         return float("nan")
     clipped = np.clip(x.v, x.v_old - x.rule.value_range, x.v_old + x.rule.value_range)
@@ -141,41 +137,41 @@ def value_clipped(x: Rows) -> float:
 
 
 def explained_variance(x: Rows) -> float:
-    """CleanRL's; NaN where returns do not vary."""
+    """Return CleanRL's explained variance; NaN if the returns do not vary."""
     spread = float(np.var(x.R))
     return 1.0 - float(np.var(x.R - x.v_old)) / spread if spread else float("nan")
 
 
 def correlation(x: Rows) -> float:
-    """Return Pearson's correlation of probabilities; NaN where one side does not vary."""
+    """Return Pearson's correlation of exp(p) and exp(g); NaN if one of them does not vary."""
     a, b = exp(x.p), exp(x.g)
     return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else float("nan")
 
 
 def effective_size(x: Rows) -> float:
-    """verl's effective sample size, of weights clamped to [1/C, C]."""
+    """Return verl's effective sample size, of weights clamped to [1/C, C]."""
     weights = np.clip(exp(bounded(x.p - x.g)), 1.0 / THRESHOLD, THRESHOLD)
     return 1.0 / mean((weights / (mean(weights) + EPSILON)) ** 2)
 
 
 def mixture(x: Rows) -> float:
-    """NeMo-RL's js_divergence_error: both halves of k3 to the mixture, on the sampled token."""
+    """Return NeMo-RL's js_divergence_error: both halves of k3 to the mixture, on the sampled token."""
     middle = np.log(0.5 * np.exp(x.p) + 0.5 * np.exp(x.g))
     return nemo_mean(sum(0.5 * (exp(a) - a - 1.0) for a in (x.p - middle, x.g - middle)))
 
 
 def nemo_mean(values: Float64) -> float:
-    """sum / (tokens + 1e-8): all means of NeMo-RL."""
+    """Return sum / (tokens + 1e-8), the mean of NeMo-RL."""
     return float(values.sum()) / (len(values) + EPSILON)
 
 
 def symmetric(value: Callable[[Rows], float]) -> Callable[[Rows], float]:
-    """NaN where the clip range is asymmetric, which the framework does not have."""
+    """Return a key's function that is NaN if the clip range is asymmetric, which the framework does not have."""
     return lambda x: value(x) if x.rule.low == x.rule.high else float("nan")
 
 
 def masked(x: Rows, sign: int) -> npt.NDArray[np.bool_]:
-    """prime-rl: tokens with an advantage of this sign whose probability moved further than MASK that way."""
+    """Return the tokens that prime-rl masks: A has this sign and the probability moved that way by more than MASK."""
     return (sign * x.A > 0) & (sign * (exp(x.n) - exp(x.g)) > MASK)
 
 
@@ -322,7 +318,7 @@ def _rows(frame: pd.DataFrame, item: IterationRows, width: int) -> Rows:
 
 
 def evaluate(item: IterationRows) -> Iterator[dict[str, object]]:
-    """framework, key, iteration and value of every key in one iteration; NaN where it has no such step."""
+    """Yield framework, key, iteration and value of every key in one iteration; NaN if it has no such step."""
     width = int(item.tokens.groupby("sequence").size().max())
     policy, moved = policy_rows(item), item.rows[item.rows["new_values"].notna()]
     steps = [policy.iloc[rows] for _, rows in sorted(steps_of(policy).items())]
@@ -349,14 +345,14 @@ def definitions() -> pd.DataFrame:
 def long_table(
     run_dir: Path | str, *, iterations: Sequence[int] | None = None, band: tuple[float, float] | None = None
 ) -> pd.DataFrame:
-    """framework, key, iteration, value; UserError if records are missing, or nothing is clipped and no band given."""
+    """Return framework, key, iteration and value of every key in every iteration; raises UserError as `clip_rule`."""
     items = load_iterations(run_dir, iterations=iterations, band=band)
     return pd.DataFrame([row for item in items for row in evaluate(item)])
 
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Print each key's mean over the run, or the definitions of the keys; exit code 2 on a user error."""
+    """Print each key's mean over the run, or the definitions of the keys."""
     parser = Parser(
         prog="python -m ppo_repro.analysis.dialects", description="a run under the published keys of other frameworks"
     )

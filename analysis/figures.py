@@ -1,12 +1,13 @@
-"""Figures for papers, in one style: each function draws a run, runs or a grid into matplotlib axes and returns them.
+"""Figures for papers, in one style: each function draws a run, runs or a grid into matplotlib axes.
 
     from ppo_repro.analysis import figures
     figures.use_style()
     axes = figures.learning([RUN_1, RUN_2])
     axes.figure.savefig("learning.pdf")
 
-`python -m ppo_repro.analysis.figures KIND FILE.svg RUN_OR_GRID...` writes one: `learning`, `agreement` and `mismatch`
-of runs, `readme` the first two side by side, `settings`, `differences` and `across` of a grid.
+`python -m ppo_repro.analysis.figures KIND FILE.svg RUN_OR_GRID...` writes one figure. The kinds for runs are
+`learning`, `agreement`, `mismatch`, and `readme`, which puts the first two side by side. The kinds for a grid are
+`settings`, `differences` and `across`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ STYLE: Any = {
 
 
 def use_style() -> None:
-    """Draw everything from now on in this style; UserError without matplotlib."""
+    """Let matplotlib draw all later figures in this style; UserError without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -57,7 +58,7 @@ def use_style() -> None:
 
 
 def new_axes(width: float = 4.5, height: float = 3.3, columns: int = 1) -> list[Axes]:
-    """Empty axes side by side in a figure of this size in inches, which no window shows."""
+    """Return empty axes side by side, in a figure of this size in inches that no window shows."""
     use_style()
     from matplotlib.figure import Figure
 
@@ -66,10 +67,10 @@ def new_axes(width: float = 4.5, height: float = 3.3, columns: int = 1) -> list[
 
 
 def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
-    """mode, run, iteration, accuracy (greedy, held out), tokens and unequal (tokens) of every iteration of every run.
+    """Return one row per iteration of each run: mode, run, iteration, accuracy (greedy, held out), tokens, unequal.
 
-    The last evaluation of a complete run, after its last update, is a row of its own without tokens. UserError on
-    records that are missing or damaged.
+    unequal: tokens whose log-probs differ between sampler and trainer. The evaluation after a run's last update has a
+    row without tokens. UserError on records that are missing or damaged.
     """
     columns = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]
     parts = []
@@ -83,14 +84,21 @@ def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
 
 
 def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
-    """A line of the mean over runs by iteration, and their range; `rows` has columns iteration and `measure`."""
+    """Draw the mean over runs by iteration as a line, and their range as a band.
+
+    Args:
+        rows: columns iteration and `measure`, one row per run and iteration; NaN is left out.
+        measure: the column that is drawn.
+        axes: where to draw.
+        label: the entry of the legend.
+    """
     line = rows[rows[measure].notna()].groupby("iteration")[measure].agg(["mean", "min", "max"])
     (drawn,) = axes.plot(line.index, line["mean"], label=label)
     axes.fill_between(line.index, line["min"], line["max"], color=drawn.get_color(), alpha=0.2, linewidth=0)
 
 
 def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
-    """Greedy accuracy on held-out prompts by iteration: for each numerics the mean over runs and their range."""
+    """Draw greedy accuracy on held-out prompts by iteration: for each numerics the mean over runs, and their range."""
     (axes,) = [axes] if axes is not None else new_axes()
     for mode, rows in curves_of(runs).groupby("mode"):
         band(rows, "accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
@@ -101,7 +109,7 @@ def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
 
 
 def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
-    """Share of tokens whose log-prob the trainer computes otherwise than the sampler did, by iteration."""
+    """Draw the share of tokens whose log-probs differ between sampler and trainer, by iteration."""
     (axes,) = [axes] if axes is not None else new_axes()
     for mode, rows in curves_of(runs).groupby("mode"):
         total, unequal = int(rows["tokens"].sum()), int(rows["unequal"].sum())
@@ -115,7 +123,7 @@ def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
 
 
 def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
-    """Share of the tokens whose log-probs differ by more than x nats between sampler and trainer, a line a run."""
+    """Draw the share of tokens whose log-probs differ by more than x nats between sampler and trainer, a line a run."""
     (axes,) = [axes] if axes is not None else new_axes(7.0, 3.3 + 0.2 * len(runs))
     for folder in runs:
         tokens = reader.read_tokens(folder, columns=["rollout_logprobs", "old_logprobs"])
@@ -123,7 +131,7 @@ def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
         apart = np.sort(np.abs(old - rollout))[::-1]
         differ, name = int((apart > 0).sum()), sampler_of(load_recorded_config(folder))
         label = f"{name}: {differ:,} of {len(apart):,} differ" + (f", by {apart[0]:.2g} at most" if differ else "")
-        # a token at its own difference; of the tokens that agree nothing is drawn
+        # one point per token that differs; a logarithmic axis has no place for the others
         axes.plot(apart[:differ], 100 * np.arange(1, differ + 1) / len(apart), label=label)
     axes.set(title="Mismatch of sampler and trainer", ylabel="tokens further apart, %", xscale="log")
     axes.set_xlabel("difference of the log-probs, nats")
@@ -132,7 +140,7 @@ def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
 
 
 def sampler_of(config: RunConfig) -> str:
-    """The sampler of a run in few words."""
+    """Return a name of a run's sampler for the legend."""
     engine, stock = config.rollout.engine, config.mismatch.sampler.stock
     if engine.kind == "function":
         switched_on = [name for name, value in engine.parameters.items() if value is True]
@@ -144,9 +152,9 @@ def sampler_of(config: RunConfig) -> str:
 
 
 def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
-    """A row per setting of `outcomes`: a dot per seed, the mean with its 95 % Student interval.
+    """Draw a row for each setting of `outcomes`: a dot per seed, and the mean with its 95 % Student interval.
 
-    Values that are not finite are not drawn but counted.
+    Values that are not finite are counted in the label of the row.
     """
     groups = list(cells.groupby("point", sort=False))
     (axes,) = [axes] if axes is not None else new_axes(8.0, 0.8 + 0.3 * len(groups))
@@ -167,7 +175,17 @@ def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axe
 
 
 def differences(cells: pd.DataFrame, measure: str, against: str | None = None, axes: Axes | None = None) -> Axes:
-    """The measure of each setting minus that of `against` (the first), paired by seed, with 95 % intervals."""
+    """Draw the difference of each setting from one setting, paired by seed, with 95 % Student intervals.
+
+    Args:
+        cells: the frame of `outcomes`.
+        measure: the column that is compared.
+        against: the setting that the others are compared with; None is the first.
+        axes: where to draw; None makes new axes.
+
+    Returns:
+        The axes. Raises UserError as `comparisons`.
+    """
     against = against or str(cells["point"].iloc[0])
     compared = comparisons(cells, measure, against)
     (axes,) = [axes] if axes is not None else new_axes(8.0, 1.0 + 0.3 * len(compared))
@@ -180,7 +198,17 @@ def differences(cells: pd.DataFrame, measure: str, against: str | None = None, a
 
 
 def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
-    """The measure of every run against its clipped share, `removed` or `outside`; the range called good is shaded."""
+    """Draw a measure of each run over the run's clipped share; the range that is called good is shaded.
+
+    Args:
+        cells: the frame of `outcomes`.
+        share: `removed` or `outside`, the clipped share on the x axis.
+        measure: the column on the y axis.
+        axes: where to draw; None makes new axes.
+
+    Returns:
+        The axes.
+    """
     (axes,) = [axes] if axes is not None else new_axes(8.0, 4.2)
     axes.axvspan(*GOOD, color=SHADE, alpha=0.12)
     axes.plot(cells[share], cells[measure], "o", color=RUN, alpha=0.55, markersize=5)
@@ -194,7 +222,7 @@ def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = No
 
 
 def svg(axes: Axes) -> str:
-    """The figure of the axes as SVG; the same figure gives the same text."""
+    """Return the figure of the axes as SVG; the same figure gives the same text."""
     figure, buffer = axes.get_figure(root=True), io.StringIO()
     assert figure is not None
     figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -209,7 +237,7 @@ def svg(axes: Axes) -> str:
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Write one figure; exit code 2 and one line on a user error."""
+    """Write one figure."""
     parser = Parser(prog="python -m ppo_repro.analysis.figures", description="a figure of runs or of a grid")
     kinds = ("learning", "agreement", "mismatch", "readme", "settings", "differences", "across")
     parser.add_argument("kind", choices=kinds, help="what is drawn")

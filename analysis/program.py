@@ -1,7 +1,4 @@
-"""An analysis as a program: what goes wrong is one line on stderr and an exit code, as with `ppo-repro`.
-
-Also the tables it reads, where a recorded run's own reader is not the one that tells what is wrong.
-"""
+"""The command line of an analysis: an error is one line on stderr and an exit code, as with `ppo-repro`."""
 
 from __future__ import annotations
 
@@ -18,10 +15,11 @@ from ppo_repro.base.output import one_line, prepare_streams, say
 
 
 def program(work: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
-    """The same function for `sys.exit`: 0 done, also where nobody reads on; 2 what the user wrote is wrong; 130 Ctrl-C.
+    """Return `work` as the main function of a program, which returns an exit code and prints each error as one line.
 
-    `work` gets the arguments (None: those of the process), parses them with `Parser` of `ppo_repro.base.output`, and
-    prints with `tell` from there.
+    The exit code is 0 if the work is done or the reader of stdout has gone, 2 if an input is wrong, and 130 after
+    Ctrl-C. `work` gets the arguments (None: the arguments of the process), parses them with `Parser`, and prints with
+    `tell`, both of `ppo_repro.base.output`.
     """
 
     @wraps(work)
@@ -50,7 +48,7 @@ def program(work: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
 
 
 def _mistake(error: Exception) -> UserError | None:
-    """Say what a user can do about an error of the system; None where it is one of this code."""
+    """Return an error of memory or files as a message to the user; None for a fault of this code."""
     if is_out_of_memory(error):
         return UserError("memory: too little for this; close other programs, or take a smaller run")
     if isinstance(error, OSError) and isinstance(error.filename, str):
@@ -59,7 +57,7 @@ def _mistake(error: Exception) -> UserError | None:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Return a Parquet file; UserError where it cannot be read."""
+    """Read a Parquet file that is not a table of a run; UserError if that fails."""
     try:
         return pd.read_parquet(path)
     except (OSError, pa.ArrowException) as error:

@@ -19,5 +19,5 @@ TERMS = {
 
 
 def terms() -> pd.DataFrame:
-    """term, in words."""
+    """Return the columns `term` and `in words`."""
     return pd.DataFrame(list(TERMS.items()), columns=["term", "in words"])

@@ -1,1 +1,1 @@
-"""What did the clip do to tokens, words, buckets and steps? All of it is read from the frame of `update_rows`."""
+"""What did the clip do to tokens and steps? Every function reads the frames of `update_rows`."""

@@ -1,4 +1,4 @@
-"""What importance weights and rejection do to each token, in float64 from recorded log-probs: a second computation."""
+"""Importance weights and rejection of each token, in float64 from recorded log-probs, without the training code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ WEIGHTLESS = ("masked_high", "masked_low", "rejected")  # the weight is 0
 
 
 def ratios_at(delta: Float64, sequence: npt.NDArray[np.int64], level: str) -> Float64:
-    """w per token: exp of delta = old - rollout, or of its sum (sequence) or mean (geometric) over the response."""
+    """Return the ratio w of each token, float64, from delta = old - rollout log-prob.
+
+    w = exp(delta) at the level `token`, exp(sum of delta over the response) at `sequence`, and exp(mean of delta over
+    the response) at `geometric`. `sequence` says which response a token belongs to.
+    """
     if level == "token":
         return ratios_of(delta)
     codes = np.unique(sequence, return_inverse=True)[1]
@@ -26,17 +30,36 @@ def ratios_at(delta: Float64, sequence: npt.NDArray[np.int64], level: str) -> Fl
     return ratios_of((sums / np.bincount(codes) if level == "geometric" else sums)[codes])
 
 
-def bounded(ratios: Float64, kind: str, low: float, high: float) -> tuple[Float64, npt.NDArray[np.object_]]:
-    """(weights, what was done): `truncated` to [low, high], or `masked` to 0 outside."""
+def bounds_of(settings: ImportanceWeights) -> tuple[float, float]:
+    """Return the smallest and the largest ratio that importance weights leave as it is."""
+    cap, floor = math.inf if settings.cap is None else settings.cap, settings.floor or 0.0
+    return (1.0 / cap if settings.kind == "masked" and settings.floor is None else floor), cap
+
+
+def weights_of(
+    settings: ImportanceWeights, delta: Float64, sequence: npt.NDArray[np.int64]
+) -> tuple[Float64, npt.NDArray[np.object_]]:
+    """Return the importance weight of each token, float64, and how its ratio was changed.
+
+    A ratio outside the bounds is truncated to the nearer bound, or masked: its weight is 0. With `normalize`, weights
+    are divided by their mean over the tokens, or over the responses if the level is not `token`.
+    """
+    ratios, (low, high) = ratios_at(delta, sequence, settings.level), bounds_of(settings)
     changes = np.full(len(ratios), "none", dtype=object)
-    changes[ratios > high], changes[ratios < low] = f"{kind}_high", f"{kind}_low"
-    if kind == "truncated":
-        return np.clip(ratios, low, high), changes
-    return np.where(changes == "none", ratios, 0.0), changes
+    changes[ratios > high] = f"{settings.kind}_high"
+    changes[ratios < low] = f"{settings.kind}_low"
+    if settings.kind == "truncated":
+        weights = np.clip(ratios, low, high)
+    else:
+        weights = np.where(changes == "none", ratios, 0.0)
+    if settings.normalize:
+        each = weights if settings.level == "token" else weights[np.unique(sequence, return_index=True)[1]]
+        weights = weights / each.mean() if each.mean() > 0.0 else weights
+    return weights, changes
 
 
 def rejected(entry: Rejection, delta: Float64, sequence: npt.NDArray[np.int64]) -> Bool:
-    """Return the tokens that an entry of ppo.rejection rejects."""
+    """Return whether an entry of `ppo.rejection` rejects each token; arguments as in `ratios_at`."""
     codes = np.unique(sequence, return_inverse=True)[1]
     if entry.kind == "ratio":
         ratios = ratios_at(delta, sequence, entry.level)
@@ -61,7 +84,17 @@ def applied(
     delta: Float64,
     sequence: npt.NDArray[np.int64],
 ) -> tuple[Float64, npt.NDArray[np.object_]]:
-    """(weights, what was done) of each token, by importance weights and then by every entry of the rejection."""
+    """Apply importance weights, and then every entry of the rejection.
+
+    Args:
+        importance_weights: the section `ppo.importance_weights`; None leaves every weight 1.
+        rejection: the entries of `ppo.rejection`.
+        delta: [N] float64, old - rollout log-prob of each token, nats.
+        sequence: [N] int64, the response of each token.
+
+    Returns:
+        The weight of each token, [N] float64, and how its ratio was changed, [N] strings as in `correction`.
+    """
     weights, changes = np.ones(len(delta)), np.full(len(delta), "none", dtype=object)
     if importance_weights is not None:
         weights, changes = weights_of(importance_weights, delta, sequence)
@@ -72,30 +105,14 @@ def applied(
 
 
 def corrections_of(tokens: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
-    """weight (float64), change (as the column `correction`) and counted (bool) of the tokens of a whole iteration.
+    """Return the correction of each token of a whole iteration: the columns weight, change and counted.
 
-    weight: 1 without importance weights, 0 for rejected tokens; normalised weights are over their mean before
-    rejection. counted: false where ppo.rejected_tokens = left_out leaves the token out of every loss.
+    weight (float64) is 1 without importance weights and 0 for a rejected token; weights are normalised before
+    rejection. change is the recorded column `correction`. counted (bool) is false if `ppo.rejected_tokens: left_out`
+    leaves the token out of every loss.
     """
     ppo, sequence = config.ppo, tokens["sequence"].to_numpy(np.int64)
     delta = column(tokens, "old_logprobs") - column(tokens, "rollout_logprobs")
     weights, changes = applied(ppo.importance_weights, ppo.rejection, delta, sequence)
     counted = ~np.isin(changes.astype(str), WEIGHTLESS) | (ppo.rejected_tokens == "counted")
     return pd.DataFrame({"weight": weights, "change": changes, "counted": counted}, index=tokens.index)
-
-
-def bounds_of(settings: ImportanceWeights) -> tuple[float, float]:
-    """Return the smallest and the largest w that stay as they are."""
-    cap, floor = math.inf if settings.cap is None else settings.cap, settings.floor or 0.0
-    return (1.0 / cap if settings.kind == "masked" and settings.floor is None else floor), cap
-
-
-def weights_of(
-    settings: ImportanceWeights, delta: Float64, sequence: npt.NDArray[np.int64]
-) -> tuple[Float64, npt.NDArray[np.object_]]:
-    """(weight, what was done) of each token; `sequence` says which response a token belongs to."""
-    weights, changes = bounded(ratios_at(delta, sequence, settings.level), settings.kind, *bounds_of(settings))
-    if settings.normalize:
-        each = weights if settings.level == "token" else weights[np.unique(sequence, return_index=True)[1]]
-        weights = weights / each.mean() if each.mean() > 0.0 else weights
-    return weights, changes

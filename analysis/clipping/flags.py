@@ -1,4 +1,4 @@
-"""The definitions of "clipped" that are in use, per token, in float64 and with strict inequalities."""
+"""The definitions of "clipped" in use: one flag per token, in float64 and with strict inequalities."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FLAGS = ("band_out", *DISJOINT, "dual_zero", "grad_zero")
 
 
 def ratios_of(log_ratios: Float64) -> Float64:
-    """r = exp(log_ratio), float64; infinite where the exponential overflows."""
+    """Return the ratio r = exp(log_ratio), float64; infinite if the exponential overflows."""
     with np.errstate(over="ignore"):
         return np.exp(log_ratios)
 
 
 def flags_of_ratios(ratios: Float64, advantages: Float64, rule: ClipRule) -> dict[str, Bool]:
-    """FLAGS, from ratio and advantage alone. For a ratio of NaN all flags are false.
+    """Return each of FLAGS, from ratio and advantage alone; all are false for a ratio of NaN.
 
     band_out: r < 1 - low or r > 1 + high. clip_high: A > 0 and r > 1 + high; clip_low: A < 0 and r < 1 - low;
     wrong_high: A < 0 and r > 1 + high; wrong_low: A > 0 and r < 1 - low; out_without_advantage: band_out and A = 0.
@@ -41,16 +41,17 @@ def flags_of_ratios(ratios: Float64, advantages: Float64, rule: ClipRule) -> dic
 
 
 def token_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
-    """FLAGS of rows of policy steps, bool, and `ratio`, float64; the index of `rows` is kept."""
+    """Return FLAGS (bool) and `ratio` (float64) of rows of policy steps, with the index of `rows`."""
     ratios = ratios_of(column(rows, "log_ratios"))
     flags = flags_of_ratios(ratios, column(rows, "advantages"), rule)
     return pd.DataFrame({**flags, "ratio": ratios}, index=rows.index)
 
 
 def value_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
-    """vf_band_out: |v - v_old| > range; vf_grad_zero: band_out and (v_clip - R)^2 > (v - R)^2. Bool.
+    """Return vf_band_out and vf_grad_zero (bool) of rows of steps that the value model took.
 
-    For rows of steps that the value model took; all False without a clip range.
+    vf_band_out: |v - v_old| > range; vf_grad_zero: vf_band_out and (v_clip - R)^2 > (v - R)^2. All are false if values
+    are not clipped.
     """
     new, old, returns = (column(rows, name) for name in ("new_values", "values", "returns"))
     reach = np.inf if rule.value_range is None else rule.value_range

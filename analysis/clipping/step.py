@@ -19,7 +19,10 @@ NAN = float("nan")
 
 
 def effective_samples(log_weights: Float64) -> float:
-    """(sum w)^2 / (n sum w^2) in [1/n, 1] for w = exp(log_weights); weights are shifted so that none overflows."""
+    """Return the effective sample size per sample, (sum w)^2 / (n sum w^2) in [1/n, 1], for w = exp(log_weights).
+
+    A shift of log_weights cancels in the quotient and keeps w from overflowing. NaN if a log-weight is not finite.
+    """
     if not len(log_weights) or not np.isfinite(log_weights).all():
         return NAN
     weights = np.exp(log_weights - log_weights.max())
@@ -27,9 +30,9 @@ def effective_samples(log_weights: Float64) -> float:
 
 
 def kl_estimates(log_ratios: Float64) -> dict[str, float]:
-    """KL(anchor || new), token_mean, nats, from tokens of the anchor: k1 = -x, k3 = expm1(x) - x.
+    """Estimate KL(anchor || new) in nats, mean over tokens of the anchor: k1 = -x and k3 = expm1(x) - x.
 
-    x = log_ratios, at least one. Schulman, "Approximating KL Divergence", 2020.
+    x = log_ratios, at least one. Source: Schulman, "Approximating KL Divergence", 2020.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         estimates = {"k1": -log_ratios, "k3": np.expm1(log_ratios) - log_ratios}
@@ -43,7 +46,7 @@ def clip_floor(rows: pd.DataFrame, rule: ClipRule) -> float:
 
 
 def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Float64, rule: ClipRule) -> dict[str, float]:
-    """Return one row of the table, over these tokens; only n_tok if there are none."""
+    """Return the columns of one row of `clip_step`, over these tokens; only n_tok if there is none."""
     if not len(rows):
         return {"n_tok": 0}
     ratios, log_ratios = column(flags, "ratio"), column(rows, "log_ratios")
@@ -64,11 +67,11 @@ def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Float64, rule: ClipR
 
 
 def clip_step(item: IterationRows, config: RunConfig) -> pd.DataFrame:
-    """Return one row per step and subset: rates of every flag, ratios, KL, effective samples, gradient mass.
+    """Return one row per step and subset of tokens: rates of flags, ratios, KL, effective sample size, gradient mass.
 
-    Rates are shares of the subset's tokens (all, A > 0, A < 0); NaN where it has none, or where the policy took no
-    step. gm_clip is the share of the surrogate mass sum w |r A| that the clip removed. beyond_twice: share beyond twice
-    the clip range. See FLAGS, `value_flags`, `kl_estimates` and `clip_floor` for the others.
+    A rate is a share of the subset's tokens (all, A > 0, A < 0); NaN if the subset is empty or the policy took no
+    step. gm_clip: share of the surrogate mass, the sum of w |r A|, that the clip removed. beyond_twice: share of tokens
+    beyond twice the clip range. FLAGS, `value_flags`, `kl_estimates` and `clip_floor` define the other columns.
     """
     policy = policy_rows(item)
     flags, mass = token_flags(policy, item.rule), surrogate_mass(policy, config, item.tokens)
@@ -90,10 +93,10 @@ def clip_step(item: IterationRows, config: RunConfig) -> pd.DataFrame:
 
 
 def clip_bucket(item: IterationRows) -> pd.DataFrame:
-    """n and rates of FLAGS by probability under the anchor, entropy and position, over all policy steps.
+    """Return the rates of FLAGS by probability under the anchor, by entropy and by position, over all policy steps.
 
-    Columns iteration, kind (p_anchor, entropy, position), adv_sign (all, pos, neg), lo, hi (bins [lo, hi), the last one
-    closed), n, FLAGS; one row per bin that has a token.
+    Columns: iteration, kind (p_anchor, entropy, position), adv_sign (all, pos, neg), lo, hi (bins [lo, hi); the last
+    bin includes hi), n, FLAGS. Bins without tokens have no row.
     """
     rows = policy_rows(item)
     flags, advantages = token_flags(rows, item.rule)[list(FLAGS)], column(rows, "advantages")

@@ -46,12 +46,12 @@ def clip_tables(
 
 
 def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
-    """Say where an early stop would have ended each iteration: after the first step whose estimate > target_kl.
+    """Return when an early stop would have ended each iteration: after the first step whose estimate > target_kl.
 
-    One row per iteration and estimate, from the rows `all` of `clip_step`: k1 = mean(old - new), k3, and
-    mean_new_minus_old, whose expectation is -KL, so that it hardly ever stops. steps_taken includes the step that
-    measured the estimate; it is all recorded steps where nothing stops. The records say when a stop would have come,
-    not what would have followed. Raises UserError for a target that is not positive.
+    One row per iteration and estimate, from the rows `all` of `clip_step`. The estimates are k1 = mean(old - new), k3,
+    and mean_new_minus_old, whose expectation is -KL: it hardly ever stops. steps_taken includes the step that measured
+    the estimate; without a stop it counts all recorded steps. The records cannot say what would have followed a stop.
+    Raises UserError for a target that is not positive.
     """
     if not 0.0 < target_kl < np.inf:
         raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
@@ -67,7 +67,7 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
 
 
 def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str]:
-    """Return the run in a few lines."""
+    """Return the printed lines: shares of clipped tokens, ratios, KL, and with `early_stop_kl` the early stops."""
     steps = tables.clip_step[(tables.clip_step["subset"] == "all") & (tables.clip_step["n_tok"] > 0)]
 
     def mean(name: str) -> float:
@@ -96,7 +96,7 @@ def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Print the overview; exit code 2 and one line on a user error."""
+    """Print the overview."""
     parser = Parser(prog="python -m ppo_repro.analysis.clipping", description="What did the clip do in a run?")
     parser.add_argument("run", type=run_named, help="folder of a run")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")

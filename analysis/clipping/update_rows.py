@@ -1,4 +1,4 @@
-"""What each update step saw, one row per token, from the records: the frame that clip analyses and dialects share."""
+"""One row for each token that an update step saw, from the records: the frame of clip analyses and dialects."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ NOT_BY_TOKEN = {
 TOKEN = ["sequence", "position"]
 STEP = ["epoch", "minibatch"]
 TOKEN_COLUMNS = [
-    *("iteration", "sequence", "position", "token_id", "char_start", "char_end", "word_id", "sub_idx"),
-    *("rollout_logprobs", "old_logprobs", "ref_logprobs", "entropies", "prob_sq_sums", "values", "advantages"),
-    "returns",
+    *("iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "ref_logprobs", "entropies"),
+    *("values", "advantages", "returns"),
 ]
 
 
@@ -46,7 +45,6 @@ class ClipRule:
     high: float
     dual: float | None  # where the advantage is negative, ratios above it have no gradient
     value_range: float | None  # of the value around its old prediction, reward units; None: not clipped
-    is_recorded: bool  # whether the loss applied it; False for a range that was requested for the analysis
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,6 @@ class IterationRows:
 
     iteration: int
     rule: ClipRule
-    sequences: pd.DataFrame  # sequence, response, scores
     tokens: pd.DataFrame  # TOKEN_COLUMNS
     steps: pd.DataFrame  # epoch, minibatch in order
     rows: pd.DataFrame  # rows of `updates` with the columns of their token, and float64 log_ratios
@@ -71,9 +68,16 @@ def recorded_config(run_dir: Path | str) -> RunConfig:
 def clip_rule(
     run_dir: Path | str, config: RunConfig, iteration: pd.Series, band: tuple[float, float] | None = None
 ) -> ClipRule:
-    """Return the rule in force in an iteration (its row of `iterations`), or `band` (low, high) in its place.
+    """Return the clip in force in one iteration.
 
-    Raises UserError where the objective has no clip and there is no band, or where the band is out of range.
+    Args:
+        run_dir: the run, for messages.
+        config: its configuration.
+        iteration: the iteration's row of the table `iterations`.
+        band: (low, high) in place of the run's own clip range.
+
+    Raises:
+        UserError: the objective does not clip by the token's ratio and no band is given, or the band is out of range.
     """
     objective, value, dual = config.ppo.objective, config.value, None
     if band is not None:
@@ -93,7 +97,7 @@ def clip_rule(
     value_range = None if isinstance(value, NoValue) else value.clip_range
     if value_range is not None and not isinstance(value, NoValue) and value.normalize_returns:
         value_range *= float(iteration["return_scale"])
-    return ClipRule(config.ppo.ratio_anchor, low, high, dual, value_range, band is None)
+    return ClipRule(config.ppo.ratio_anchor, low, high, dual, value_range)
 
 
 def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
@@ -115,34 +119,32 @@ def load_iterations(
     *,
     iterations: Sequence[int] | None = None,
     band: tuple[float, float] | None = None,
-    allow_incomplete: bool = False,
 ) -> Iterator[IterationRows]:
-    """Yield the iterations of a run, one at a time; raises UserError on what is missing, damaged or not clipped."""
-    config, also = recorded_config(run_dir), allow_incomplete
-    overview = reader.read_iterations(run_dir, iterations=iterations, allow_incomplete=also)
+    """Yield the iterations of a run; `band` as in `clip_rule`. UserError on missing or damaged records, or no clip."""
+    config = recorded_config(run_dir)
+    overview = reader.read_iterations(run_dir, iterations=iterations)
     for _, row in overview.iterrows():
         index = int(row["iteration"])
         rule = clip_rule(run_dir, config, row, band)
-        only, names = [index], ["sequence", "response", "scores"]
-        tokens = reader.read_tokens(run_dir, iterations=only, columns=TOKEN_COLUMNS, allow_incomplete=also)
-        updates = reader.read_updates(run_dir, iterations=only, allow_incomplete=also).drop(columns="iteration")
+        only = [index]
+        tokens = reader.read_tokens(run_dir, iterations=only, columns=TOKEN_COLUMNS)
+        updates = reader.read_updates(run_dir, iterations=only).drop(columns="iteration")
         yield IterationRows(
             iteration=index,
             rule=rule,
-            sequences=reader.read_sequences(run_dir, iterations=only, columns=names, allow_incomplete=also),
             tokens=tokens,
-            steps=reader.read_steps(run_dir, iterations=only, columns=STEP, allow_incomplete=also),
+            steps=reader.read_steps(run_dir, iterations=only, columns=STEP),
             rows=join_tokens(tokens, updates, rule.anchor),
         )
 
 
 def policy_rows(item: IterationRows) -> pd.DataFrame:
-    """Return the rows of steps that the policy took."""
+    """Return the rows of the steps in which the policy was updated."""
     return item.rows[item.rows["clip_flag"].notna()]
 
 
 def steps_of(rows: pd.DataFrame) -> dict[tuple[int, int], npt.NDArray[np.intp]]:
-    """(epoch, minibatch) -> indices of its rows."""
+    """Return the indices of the rows of each step, by (epoch, minibatch)."""
     epochs, minibatches = (rows[name].to_numpy(np.int64) for name in STEP)
     present = np.unique(np.stack([epochs, minibatches]), axis=1).T.tolist()
     return {(e, m): np.flatnonzero((epochs == e) & (minibatches == m)) for e, m in present}

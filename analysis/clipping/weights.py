@@ -1,4 +1,4 @@
-"""How much of the gradient does each token carry?"""
+"""The weight of each token in the gradient of the policy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ppo_repro.config.run import RunConfig
 
 
 def loss_weights(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) -> Float64:
-    """Return the weight of each row's surrogate in the loss of its step: aggregation times correction, float64.
+    """Return the weight of each row's surrogate in the loss of its step, float64: aggregation times correction.
 
-    token_mean: 1 / tokens of the step; sequence_mean: 1 / (sequences length); sequence_sum: 1 / sequences, all over
-    tokens that are counted, 0 for the others. The correction is that of `corrections_of` for `tokens`, those of the
-    whole iteration.
+    The aggregation `token_mean` gives 1 / (tokens of the step), `sequence_mean` 1 / (sequences of the step × tokens of
+    the sequence) and `sequence_sum` 1 / (sequences of the step). Only counted tokens are in these numbers; the other
+    tokens have weight 0. `corrections_of` computes correction and counted tokens from `tokens`, the whole iteration.
+    Raises UserError for another aggregation.
     """
     corrections = corrections_of(tokens, config).join(tokens[TOKEN])
     rows = rows[[*STEP, *TOKEN]].merge(corrections, on=TOKEN, how="left", validate="many_to_one")
@@ -42,7 +43,7 @@ def loss_weights(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) ->
 
 
 def surrogate_mass(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) -> Float64:
-    """w |r A| per row of a policy step, as if nothing were clipped, float64; w from `loss_weights`."""
+    """Return w |r A| of each row of a policy step, float64, as if nothing were clipped; w is of `loss_weights`."""
     return loss_weights(rows, config, tokens) * np.abs(
         ratios_of(column(rows, "log_ratios")) * column(rows, "advantages")
     )

@@ -1,8 +1,8 @@
-"""Two runs, response by response: log-probs of the same tokens, how long tokens stay the same, scores and lengths.
+"""Two runs, response by response: log-probs of the same tokens, first different tokens, scores and lengths.
 
-Responses to the same prompt at the same place of an iteration are paired. delta = log-prob of b - log-prob of a, over
-the responses whose tokens are all the same. Once runs have diverged those are the likely responses, so the numbers do
-not describe all of them.
+A pair is two responses to the same prompt at the same place of the same iteration. delta = log-prob of b - log-prob of
+a, over the pairs whose tokens are all the same. After the runs have diverged these are the likelier responses: delta
+does not describe all responses.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pandas as pd
 from scipy import stats
 
 from ppo_repro.analysis.compare.rows import Row
-from ppo_repro.analysis.mismatch.token import of_sequences, unequal_bits
+from ppo_repro.analysis.mismatch.token import unequal_bits
 from ppo_repro.analysis.pairs.runs import common_iterations
-from ppo_repro.analysis.stats.clusters import ratio_of_sums
+from ppo_repro.analysis.stats.clusters import ratio_of_sums, segment_sums
 from ppo_repro.analysis.stats.significance import (
     Estimate,
     Floats,
@@ -39,7 +39,7 @@ _KEY = ["sequence", "position"]
 
 
 def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]:
-    """Both manifests; raises UserError if a run is incomplete or damaged, or if the kinds differ."""
+    """Return both manifests; raises UserError if a run is incomplete or damaged, or if the kinds differ."""
     a, b = (reader.open_manifest(run) for run in (run_a, run_b))
     if a.kind != b.kind:
         raise UserError(f"{run_a} is a {a.kind} run, {run_b} a {b.kind} run; compare runs of one kind")
@@ -53,15 +53,22 @@ def paired_responses(
     column: str = "old_logprobs",
     iterations: Sequence[int] | None = None,
 ) -> pd.DataFrame:
-    """Return one row per pair of responses to the same prompt at the same place of the same iteration.
+    """Return one row per pair of responses.
 
-    iteration, sequence; diverged: whether a token differs; compared: tokens up to and including the first different
-    one, else all. For pairs that did not diverge: delta_sum, abs_sum (sums over tokens of delta and |delta|, nats,
-    float64; not finite where a log-prob is not), unequal (tokens whose log-probs differ in any bit); NaN and 0 for
-    the others.
+    Args:
+        run_a: the first run.
+        run_b: the second run.
+        column: the log-probs to compare, one of COLUMNS.
+        iterations: the iterations to compare; None is all.
 
-    Raises UserError on another column, control runs, different numbers of iterations unless `iterations` names some,
-    and damaged records.
+    Returns:
+        iteration, sequence; diverged: whether a token differs; compared: tokens up to and including the first
+        different one, or all. delta_sum and abs_sum: sums over tokens of delta and |delta|, nats, float64, NaN for a
+        pair that diverged; unequal: tokens whose log-probs differ in any bit, 0 for a pair that diverged.
+
+    Raises:
+        UserError: another column, control runs, damaged records, or, without `iterations`, different numbers of
+            iterations.
     """
     if column not in COLUMNS:
         raise UserError(f"column = {column!r}: must be {', '.join(COLUMNS)}")
@@ -88,7 +95,7 @@ def _one_iteration(run_a: Path | str, run_b: Path | str, column: str, iteration:
     # numpy, because pandas would skip NaN in sums
     sums = pd.DataFrame({"sequence": both["sequence"].to_numpy()[starts]})
     for name, values in (("delta", delta), ("abs_delta", np.abs(delta)), ("unequal", unequal_bits(a, b).astype(float))):
-        sums[name] = of_sequences(values, starts)
+        sums[name] = segment_sums(values, starts)
     parted = both[both["token_id_a"] != both["token_id_b"]].groupby("sequence")["position"].min()
     return _responses(responses.merge(sums, on="sequence"), parted, iteration)
 
@@ -96,7 +103,7 @@ def _one_iteration(run_a: Path | str, run_b: Path | str, column: str, iteration:
 def _responses(responses: pd.DataFrame, first_difference: pd.Series, iteration: int) -> pd.DataFrame:
     lengths = responses[["response_length_a", "response_length_b"]].to_numpy(np.int64)
     first = responses["sequence"].map(first_difference).to_numpy(np.float64)
-    # where a limit cut one response, it is the beginning of the other, and the next token is the different one
+    # if a limit cut one response short, the first different token is the token after it
     inside, longer = ~np.isnan(first), lengths[:, 0] != lengths[:, 1]
     diverged = inside | longer
     return pd.DataFrame(
@@ -113,9 +120,10 @@ def _responses(responses: pd.DataFrame, first_difference: pd.Series, iteration: 
 
 
 def error_growth(responses: pd.DataFrame) -> pd.DataFrame:
-    """From `paired_responses`, one row per iteration: responses, same (share with all tokens the same), abs_mean.
+    """Return one row per iteration of `paired_responses`: responses, same, abs_mean.
 
-    abs_mean: mean over those same responses of mean |delta|, nats; NaN where there are none.
+    same: share of responses whose tokens are all the same. abs_mean: mean over these responses of their mean |delta|,
+    nats, NaN if there are none.
     """
     rows = responses.assign(same=~responses["diverged"], abs_mean=responses["abs_sum"] / responses["compared"])
     growth = rows.groupby("iteration").agg(responses=("same", "size"), same=("same", "mean"))
@@ -124,9 +132,9 @@ def error_growth(responses: pd.DataFrame) -> pd.DataFrame:
 
 
 def hazard(compared: npt.NDArray[np.int64], diverged: npt.NDArray[np.bool_]) -> tuple[float, float, float]:
-    """(h, low, high): first differences per token compared, with the exact 95 % Poisson interval.
+    """Return first differences h per compared token, and the exact 95 % Poisson interval of h.
 
-    With h constant over positions, a response of T tokens is identical with probability about exp(-h T).
+    If h is the same at every position, a response of T tokens is identical with probability about exp(-h T).
     """
     exposure, count = int(compared.sum()), int(diverged.sum())
     low = float(stats.chi2.ppf(0.025, 2 * count)) / 2 if count else 0.0
@@ -136,7 +144,19 @@ def hazard(compared: npt.NDArray[np.int64], diverged: npt.NDArray[np.bool_]) -> 
 def numeric_rows(
     responses: pd.DataFrame, rng: np.random.Generator, *, column: str, margin: float, alpha: float, draws: int
 ) -> list[Row]:
-    """Return rows for `run_compare` from `paired_responses`; margin in nats of mean |delta|."""
+    """Compare the log-probs of pairs of responses.
+
+    Args:
+        responses: the frame of `paired_responses`.
+        rng: draws sign changes.
+        column: the name of the log-probs.
+        margin: mean |delta| below which log-probs count as the same, nats.
+        alpha: level of the tests and intervals.
+        draws: sign changes, at most.
+
+    Returns:
+        The rows of the level `numeric` for `run_compare`.
+    """
     same = responses[~responses["diverged"]]
     finite = np.isfinite(same["abs_sum"].to_numpy(np.float64))
     compared = same[finite]
@@ -181,9 +201,17 @@ def numeric_rows(
 def distribution_rows(
     run_a: Path | str, run_b: Path | str, iterations: Sequence[int] | None, rng: np.random.Generator, draws: int
 ) -> list[Row]:
-    """Scores and lengths of all responses, b - a: sign changes of pairs of one request, or Welch's t without pairs.
+    """Compare scores and lengths of all responses, b - a: by sign changes of pairs, or Welch's t if there is no pair.
 
-    A pair is two responses to one prompt at the same place of the same iteration.
+    Args:
+        run_a: the first run.
+        run_b: the second run.
+        iterations: the iterations to compare; None is all.
+        rng: draws sign changes.
+        draws: sign changes, at most.
+
+    Returns:
+        The rows of the level `distribution` for `run_compare`.
     """
     names = ["iteration", "sequence", "prompt_key", "scores", "response_length"]
     a, b = (reader.read_sequences(run, iterations=iterations, columns=names) for run in (run_a, run_b))
@@ -192,7 +220,7 @@ def distribution_rows(
         frames = (pairs[f"{name}_a"], pairs[f"{name}_b"]) if len(pairs) else (a[name], b[name])
         x, y = (values.to_numpy(np.float64) for values in frames)
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
-            # without them the test would compare other responses than were sampled
+            # a test without these values would compare only some of the responses
             rows.append(Row("distribution", name, math.nan, len(x) + len(y), "values are not finite", "difference"))
         elif len(pairs):
             test = sign_flip(y - x, rng, draws)

@@ -19,7 +19,7 @@ Claim = Literal["difference", "equivalence", "number"]
 
 @dataclass(frozen=True)
 class Row:
-    """One finding; for tests `run_compare` fills in the verdict."""
+    """One finding; `run_compare` fills in the verdict of a test."""
 
     level: Level
     metric: str
@@ -35,12 +35,21 @@ class Row:
 
 
 def run_compare(run_a: str, run_b: str, rows: Sequence[Row], alpha: float) -> pd.DataFrame:
-    """The table: run_a, run_b, level, metric, stat, p_value, p_holm, ci_lo, ci_hi, margin, verdict, n_units, method.
+    """Return the table of a comparison, with a verdict on each row.
 
-    p_holm: Holm's correction over the metrics of one level that are tested for a difference. A difference has
-    verdict "different" where p_holm <= alpha, else "no difference found", which does not mean "the same" (see the
-    smallest detectable effect, or an equivalence test). An equivalence has verdict "equivalent" where
-    p_value <= alpha, else "not shown".
+    A difference is "different" if p_holm <= alpha, otherwise "no difference found", which does not mean "the same":
+    the smallest detectable effect or a test of equivalence says more. An equivalence is "equivalent" if
+    p_value <= alpha, otherwise "not shown".
+
+    Args:
+        run_a: the name of a.
+        run_b: the name of b.
+        rows: the findings.
+        alpha: level of the tests.
+
+    Returns:
+        run_a, run_b, level, metric, stat, p_value, p_holm, ci_lo, ci_hi, margin, verdict, n_units, method. p_holm has
+        Holm's correction over the metrics of one level that are tested for a difference.
     """
     corrected = [math.nan] * len(rows)
     for level in {row.level for row in rows}:

@@ -24,7 +24,7 @@ from ppo_repro.analysis.stats.significance import (
 from ppo_repro.base.errors import UserError
 
 Pairing = Literal["seed", "none"]
-Strata = tuple[Floats, ...]  # values by seed, in ascending order, for each setting of the other axes
+Strata = tuple[Floats, ...]  # for each setting of the other axes the values of its seeds, in ascending order
 
 
 def compare_groups(
@@ -40,14 +40,28 @@ def compare_groups(
     alpha: float = 0.05,
     draws: int = DRAWS,
 ) -> pd.DataFrame:
-    """`run_compare` rows at level outcome: the cells with axis = b against those with axis = a; differences are b - a.
+    """Compare the cells of a grid with axis = b with the cells with axis = a; differences are b - a.
 
-    frame: a grid's cells.parquet, or its results.parquet, averaged over the iterations of each cell. Units are seeds:
-    differences are averaged over the settings of the other axes first. pairing "seed": sign changes of the
-    differences of equal seeds, Student's interval; "none": Welch's t. For each metric also the smallest detectable
-    effect. `margin`: also TOST. Holm's correction is over the metrics.
+    The unit is the seed: differences are first averaged over the settings of the other axes. Each metric has a row with
+    its difference, and a row with the smallest detectable effect. Holm's correction is over the metrics.
 
-    Raises UserError on unknown axes, labels and metrics, missing or incomplete cells, and values that are not finite.
+    Args:
+        frame: a grid's cells.parquet, or its results.parquet, which is averaged over the iterations of each cell.
+        axis: the axis to compare.
+        a: a label of the axis.
+        b: another label.
+        metric: the columns to compare.
+        rng: draws sign changes.
+        pairing: `seed`: sign changes of the differences of equal seeds, and Student's interval; `none`: Welch's t-test.
+        margin: also test that the difference is smaller than this (TOST), in the unit of the metric.
+        alpha: level of the tests and intervals.
+        draws: sign changes, at most.
+
+    Returns:
+        The table of `run_compare`, at the level `outcome`.
+
+    Raises:
+        UserError: an unknown axis, label or metric, missing or incomplete cells, or values that are not finite.
     """
     if not 0 < alpha < 1:
         raise UserError(f"alpha = {alpha}: must be between 0 and 1")
@@ -61,7 +75,7 @@ def compare_groups(
 
 
 def groups_of(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, pairing: Pairing) -> tuple[Strata, Strata]:
-    """Return the values of `metric` of both groups; raises UserError as `compare_groups`."""
+    """Return the values of `metric` of both groups; arguments and UserError as in `compare_groups`."""
     if pairing not in ("seed", "none"):
         raise UserError(f"pairing = {pairing!r}: must be seed or none")
     axes = [str(name) for name in frame.columns if str(name).startswith("axis.")]

@@ -3,8 +3,8 @@
     python -m ppo_repro.analysis.compare A B --seed 0                                    two runs
     python -m ppo_repro.analysis.compare GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
 
-bitwise: every recorded bit; numeric: log-probs of the same tokens; distribution: scores and lengths (`paired`);
-outcome: what is learnt, over seeds (`seeds`).
+The level `bitwise` compares every recorded bit, `numeric` the log-probs of the same tokens, `distribution` scores and
+lengths (`paired`), and `outcome` the final results over seeds (`seeds`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,23 @@ def compare_runs(
     alpha: float = 0.05,
     draws: int = DRAWS,
 ) -> pd.DataFrame:
-    """`run_compare` of two language runs at all four levels; with one run a side, outcomes get no verdict.
+    """Compare two language runs at all four levels; outcomes of one run each get no verdict.
 
-    iterations: for the levels numeric and distribution; None is all. margin: mean |delta| of `column` in nats below
-    which log-probs count as the same. Raises UserError on a margin or alpha out of range, and on anything missing,
-    unknown or damaged in the records.
+    Args:
+        run_a: the first run.
+        run_b: the second run.
+        rng: draws sign changes.
+        margin: mean |delta| of `column` below which log-probs count as the same, nats.
+        column: the log-probs to compare, one of `paired.COLUMNS`.
+        iterations: for the levels numeric and distribution; None is all.
+        alpha: level of the tests and intervals.
+        draws: sign changes, at most.
+
+    Returns:
+        The table of `run_compare`.
+
+    Raises:
+        UserError: a margin, alpha or number of draws out of range, or records that are missing, unknown or damaged.
     """
     if not 0 < margin < math.inf or not 0 < alpha < 0.5 or draws < 1:
         raise UserError(
@@ -68,7 +80,7 @@ def compare_runs(
 
 
 def _bitwise_row(run_a: Path | str, run_b: Path | str) -> Row:
-    """Return the fingerprints; where they differ, the first difference."""
+    """Compare the fingerprints; the verdict of unequal ones is the first difference."""
     a, b = manifests(run_a, run_b)
     same, verdict = a.fingerprint == b.fingerprint, "identical"
     if not same:
@@ -101,14 +113,29 @@ def compare_grid(
     margin: float | None,
     alpha: float,
 ) -> pd.DataFrame:
-    """`compare_groups` on the tables of a grid's folder; metrics `final.*` are of its cells, others of its iterations.
+    """Compare two settings of a grid by `compare_groups`.
 
-    All metrics must come from one of the two. Raises UserError as `compare_groups`, and where a table is missing.
+    Args:
+        grid_dir: folder of the grid.
+        axis: the axis to compare.
+        a: a label of the axis.
+        b: another label.
+        metrics: columns `final.*` of cells.parquet, or columns of results.parquet, but not both.
+        rng: draws sign changes.
+        paired: whether runs are paired by seed.
+        margin: also test that the difference is smaller than this.
+        alpha: level of the tests and intervals.
+
+    Returns:
+        The table of `run_compare`.
+
+    Raises:
+        UserError: as `compare_groups`, and if a table is missing.
     """
-    of_cells = {name.startswith("final.") for name in metrics}
-    if len(of_cells) != 1:
+    are_final = {name.startswith("final.") for name in metrics}
+    if len(are_final) != 1:
         raise UserError(f"metrics {', '.join(metrics)}: name final metrics or metrics of iterations, not both")
-    path = grid_dir / (CELLS if of_cells == {True} else RESULTS)
+    path = grid_dir / (CELLS if are_final == {True} else RESULTS)
     if not path.is_file():
         raise UserError(f"{path}: is missing; give two runs, or the folder that `ppo-repro grid` wrote with --axis")
     frame = read_table(path)
@@ -146,18 +173,20 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
         raise UserError(f"--seed {arguments.seed}: must be 0 or more; give such a number")
     rng = np.random.default_rng(arguments.seed)
     if arguments.axis is not None:
-        if (
-            len(arguments.paths) != 1
-            or arguments.a is None
-            or arguments.b is None
-            or arguments.column
-            or arguments.iterations
-        ):
+        has_labels = arguments.a is not None and arguments.b is not None
+        if len(arguments.paths) != 1 or not has_labels or arguments.column or arguments.iterations:
             raise UserError("--axis: goes with one grid, --a and --b, and without --column and --iterations")
         metrics = arguments.metric or USUAL_METRICS
         return compare_grid(
-            *(arguments.paths[0], arguments.axis, arguments.a, arguments.b, metrics, rng),
-            **{"paired": not arguments.unpaired, "margin": arguments.margin, "alpha": arguments.alpha},
+            arguments.paths[0],
+            arguments.axis,
+            arguments.a,
+            arguments.b,
+            metrics,
+            rng,
+            paired=not arguments.unpaired,
+            margin=arguments.margin,
+            alpha=arguments.alpha,
         )
     if len(arguments.paths) != 2 or arguments.a or arguments.b or arguments.metric or arguments.unpaired:
         raise UserError("give two runs, or a grid with --axis; --a, --b, --metric and --unpaired are for grids")
@@ -171,7 +200,7 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Print the table; exit code 2 and one line on a user error."""
+    """Print the table."""
     table = _comparison(_arguments(argv))
     shown = table[SHOWN].to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
     tell(f"a  {table['run_a'].iloc[0]}\nb  {table['run_b'].iloc[0]}\n{shown}")

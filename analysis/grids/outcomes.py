@@ -1,4 +1,4 @@
-"""The outcome of each cell of a grid: one number per cell and measure, read from the records of its run."""
+"""The outcome of each cell of a grid: one number per cell and measure, computed from the records of its run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ MEASURES = {
 
 
 def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
-    """Shares of token visits whose gradient was removed, and outside the band; 0 without a clip, NaN if unknown."""
+    """Return the shares of token visits whose gradient was removed, and whose ratio was outside the band.
+
+    Both are 0 without a clip, and NaN if the objective does not say which tokens it cut.
+    """
     flags = [
         reader.read_updates(run_dir, iterations=[i], columns=["clip_flag"])["clip_flag"].value_counts()
         for i in range(iterations)
@@ -41,15 +44,15 @@ def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
     if "unknown" in counts:
         return math.nan, math.nan
     removed = counts[counts.index.str.startswith("clip_")]
-    outside = counts.drop(["none", "clip_cov", "kl_cov"], errors="ignore")  # those two are chosen by covariance
+    outside = counts.drop(["none", "clip_cov", "kl_cov"], errors="ignore")  # chosen by covariance
     return float(removed.sum() / counts.sum()), float(outside.sum() / counts.sum())
 
 
 def mismatch(run_dir: Path) -> tuple[float, float]:
-    """(mean k3, clip floor) over the run's response tokens, with d = log p_old - log p_rollout in float64.
+    """Return the mean of k3 and the clip floor, over the run's response tokens, with d = old - rollout log-prob.
 
-    k3 = expm1(d) - d, nats. The floor is the share whose gradient the clip would remove before any step. It is 0 with
-    the anchor old, where the first ratio is 1 whatever d is, and NaN if the objective has no fixed clip range.
+    k3 = expm1(d) - d, nats. The floor is the share of tokens whose gradient the clip would remove before any step. It
+    is 0 with the anchor `old`, whose first ratio is 1, and NaN if the objective has no fixed clip range.
     """
     columns = ["old_logprobs", "rollout_logprobs", "advantages"]
     tokens = reader.read_tokens(run_dir, columns=columns).astype(np.float64)
@@ -58,13 +61,13 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
     if isinstance(ppo.objective, ClipObjective):
         clip = ppo.objective
         start = delta if ppo.ratio_anchor == "rollout" else np.zeros_like(delta)
-        rule = ClipRule(ppo.ratio_anchor, clip.clip_range, clip.high, clip.dual_clip, None, True)
+        rule = ClipRule(ppo.ratio_anchor, clip.clip_range, clip.high, clip.dual_clip, None)
         floor = float(flags_of_ratios(ratios_of(start), tokens["advantages"].to_numpy(), rule)["grad_zero"].mean())
     return float(np.mean(np.expm1(delta) - delta)), floor
 
 
 def measures_of(run_dir: Path) -> dict[str, float]:
-    """All measures except the accuracy, which the grid's own table has; explained is NaN without a value model."""
+    """Return MEASURES of a run except accuracy, which the grid's table has; explained is NaN without a value model."""
     rows = reader.read_iterations(run_dir)
     last, first = rows.tail(LAST), rows.head(FIRST)
     removed, outside = clip_shares(run_dir, len(rows))
@@ -82,9 +85,9 @@ def measures_of(run_dir: Path) -> dict[str, float]:
 
 
 def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
-    """The complete cells of a grid's table, with `point`, the labels of all axes together.
+    """Return the complete cells of a grid's table, with the column `point`, the labels of all axes joined.
 
-    UserError without a table, a complete cell, or a `needed` column.
+    Raises UserError if the grid has no table, no complete cell, or not all of the `needed` columns.
     """
     path = grid / "cells.parquet"
     if not path.is_file():
@@ -102,7 +105,7 @@ def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def outcomes(grid: Path) -> pd.DataFrame:
-    """One row per complete cell: point, its labels in columns `axis.NAME`, seed, fingerprint and MEASURES.
+    """Return one row per complete cell: point, the labels in columns `axis.NAME`, seed, fingerprint and MEASURES.
 
     Raises UserError as `complete_cells`.
     """

@@ -1,10 +1,12 @@
-"""What did a grid find? `python -m ppo_repro.analysis.grids.table GRID` prints its table over seeds, and comparisons.
+"""What did a grid find? `python -m ppo_repro.analysis.grids.table GRID` prints three things, as Markdown.
 
-A setting is one combination of the axes' labels; a cell is a setting with a seed, which is one run. First one row per
-setting: mean and 95 % Student interval over seeds of the measure (`--measure`, else the accuracy), means of the other
-measures (described in `outcomes.MEASURES`), and the number of fingerprints. Then the measure of each setting minus the
-measure of one setting (`--against`, else the first), paired by seed, with Holm's correction. Then the rank correlation
-of the clipped shares and the measure.
+A setting is one combination of the axes' labels; a cell is a setting with a seed, which is one run.
+
+1. A row per setting: mean and 95 % Student interval over seeds of one measure (`--measure`, by default the accuracy),
+   means of the other measures of `outcomes.MEASURES`, and the number of fingerprints.
+2. The differences of the measure from one setting (`--against`, by default the first), paired by seed, with Holm's
+   correction.
+3. The rank correlation of each clipped share and the measure.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ SPREAD = "mean ± half of the 95 % Student interval"
 
 
 def interval(values: pd.Series) -> str:
-    """Mean and half width of the 95 % Student interval, or the mean alone where the values have no spread."""
+    """Return mean and half width of the 95 % Student interval as text; the mean alone if the values do not vary."""
     estimate = one_sample(values.to_numpy(np.float64))
     half = t_interval(estimate, 0.95)[1] - estimate.mean
     return f"{estimate.mean:.3f}" if math.isnan(half) else f"{estimate.mean:.3f} ± {half:.3f}"
 
 
 def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
-    """One row per setting."""
+    """Return one row per setting, with every cell as text."""
     axes = ", ".join(name.rpartition(".")[2] for name in cells.columns if name.startswith("axis."))
     table = []
     for point, group in cells.groupby("point", sort=False):
@@ -58,9 +60,10 @@ def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 
 def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
-    """Each setting minus `against`, paired by seed: mean, 95 % Student interval, p of the paired t-test, Holm's p.
+    """Compare each setting with `against`, paired by seed.
 
-    Holm's correction is over all settings. Raises UserError for an unknown setting, or if seeds differ.
+    Columns: point, difference (mean), low and high (95 % Student interval), p (paired t-test), Holm (p corrected over
+    all settings). Raises UserError for an unknown setting, or if the settings have different seeds.
     """
     by_point = {str(point): group.set_index("seed")[measure] for point, group in cells.groupby("point", sort=False)}
     if against not in by_point:
@@ -82,31 +85,40 @@ def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
 def rank_correlation(
     cells: pd.DataFrame, share: str, measure: str, rng: np.random.Generator
 ) -> tuple[float, float, float]:
-    """Spearman's correlation over settings of the mean share and the mean measure, 95 % bootstrap interval over seeds.
+    """Return Spearman's correlation over settings of mean share and mean measure, with a bootstrap interval over seeds.
 
-    All settings of a seed are drawn together, because they start from the same policy. NaN where all shares are equal.
+    The bootstrap draws all settings of a seed together, because they start from the same policy.
+
+    Args:
+        cells: the frame of `outcomes`.
+        share: `removed` or `outside`.
+        measure: the other column.
+        rng: draws the seeds.
+
+    Returns:
+        The correlation and both ends of its 95 % interval; NaN if all shares or all measures are equal.
     """
     by_seed = [cells[cells["seed"] == seed].set_index("point")[[share, measure]] for seed in cells["seed"].unique()]
 
-    def of(seeds: Sequence[pd.DataFrame]) -> float:
+    def correlation(seeds: Sequence[pd.DataFrame]) -> float:
         means = np.sum([values.to_numpy(np.float64) for values in seeds], axis=0) / len(seeds)
         if np.ptp(means[:, 0]) == 0 or np.ptp(means[:, 1]) == 0:
             return math.nan
         return float(spearmanr(means[:, 0], means[:, 1]).statistic)
 
-    draws = [of([by_seed[i] for i in rng.integers(0, len(by_seed), len(by_seed))]) for _ in range(DRAWS)]
+    draws = [correlation([by_seed[i] for i in rng.integers(0, len(by_seed), len(by_seed))]) for _ in range(DRAWS)]
     low, high = np.nanquantile(draws, [0.025, 0.975]) if not np.isnan(draws).all() else (math.nan, math.nan)
-    return of(by_seed), float(low), float(high)
+    return correlation(by_seed), float(low), float(high)
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     lines = ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
     return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in table.itertuples(index=False))])
 
 
 def report(cells: pd.DataFrame, measure: str, against: str) -> str:
-    """The printed tables, as Markdown."""
+    """Return the printed tables as Markdown."""
     compared = comparisons(cells, measure, against)
     paragraphs = [markdown(rows(cells, measure))]
     if len(compared):
@@ -134,11 +146,11 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Print the report; exit code 2 and one line on a user error."""
+    """Print the report."""
     parser = Parser(prog="python -m ppo_repro.analysis.grids.table", description="table of a grid over seeds")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is compared")
-    parser.add_argument("--against", help="the setting that the others are compared with, its labels joined by ', '")
+    parser.add_argument("--against", help="the setting that every setting is compared with: its labels joined by ', '")
     arguments = parser.parse_args(argv)
     cells = outcomes(arguments.grid)
     tell(report(cells, arguments.measure, arguments.against or str(cells["point"].iloc[0])))

@@ -1,1 +1,1 @@
-"""How far apart are two log-probs of the same tokens, where, and what does it cost?"""
+"""How far apart are two log-probs of the same tokens, and at which tokens?"""

@@ -35,15 +35,15 @@ _KEYS = ["kind", "bucket", "bin"]
 
 
 def bucket_of(values: npt.NDArray[np.float64], edges: tuple[float, ...]) -> npt.NDArray[np.int64]:
-    """The bucket [edge, next edge) of each value: 0 also below the first edge, the last also above it; NaN: -1."""
+    """Return the bucket [edge, next edge) of each value; values beyond the edges go to the outer buckets, NaN to -1."""
     buckets = np.clip(np.searchsorted(np.array(edges), values, side="right") - 1, 0, len(edges) - 2)
     return np.where(np.isnan(values), -1, buckets)
 
 
 def bucket_sums(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Sums of `mismatch_token` rows of whole responses by kind, bucket and bin of |delta|; finite tokens only.
+    """Sum `mismatch_token` rows of whole responses by kind, bucket and bin of |delta|, over finite tokens.
 
-    Frames of several iterations are merged by `bucket_table`.
+    `bucket_table` merges the frames of several iterations.
     """
     lengths = np.diff(np.append(sequence_starts(tokens), len(tokens)))
     columns = {
@@ -83,11 +83,11 @@ def _added(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def bucket_table(parts: pd.DataFrame | Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """kind, [lo, hi) (probability of a, nats, tokens, ..), n (int64), token means and quantiles of |delta| and more.
+    """Return one row per kind and bucket that has tokens, from frames of `bucket_sums`.
 
-    Buckets without tokens are left out; so are kinds that the source has no column for, as entropy and the places of
-    `pairs.places` (iterations, turns, index of ROUTES). abs_p99 has a relative error of 2**-8; k1, k2, k3
-    estimate KL(a || b).
+    Columns: kind, lo, hi (the bucket [lo, hi) in the unit of the kind), n (tokens, int64), and over these tokens the
+    mean, 99th percentile (relative error 2**-8) and largest |delta| in nats, the mean |difference of probabilities|,
+    k1, k2, k3 (estimates of KL(a || b)) and the share of equal bits. A kind without a column in the source is missing.
     """
     sums = _added([parts] if isinstance(parts, pd.DataFrame) else parts)
     rows = []

@@ -1,4 +1,4 @@
-"""The metrics of one iteration or of a whole run, from one row of sums per response."""
+"""The metrics of mismatch of one iteration or a whole run, from one row of sums per response."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.mismatch.token import of_sequences, sequence_starts
-from ppo_repro.analysis.stats.clusters import Floats, Ratio, exact_sum, log_bins, mean, quantile, ratio_of_sums
+from ppo_repro.analysis.mismatch.token import sequence_starts
+from ppo_repro.analysis.stats.clusters import (
+    Floats,
+    Ratio,
+    exact_sum,
+    log_bins,
+    mean,
+    quantile,
+    ratio_of_sums,
+    segment_sums,
+)
 
 UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
 # token means with a standard error clustered by response
@@ -28,10 +37,10 @@ _RESOLVED = 1e-12
 
 @dataclass(frozen=True)
 class Sums:
-    """What is left of the tokens: one row per response, and how many |delta| and ULPs lie in each of `log_bins`.
+    """Sums over tokens: one row per response, and how many |delta| and ULPs lie in each of `log_bins`.
 
-    Columns of `sequences`: length, finite (tokens with two finite log-probs), diverged (whether any bit differs),
-    sums over the finite tokens, and the smallest and largest of them.
+    Columns of `sequences`: length, finite (tokens with two finite log-probs), diverged (whether any bit differs), and
+    over the finite tokens the sums, smallest and largest values.
     """
 
     sequences: pd.DataFrame
@@ -41,15 +50,15 @@ class Sums:
 
 
 def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
-    """Return the sums of `mismatch_token` rows of whole responses; `masked` is how many tokens were dropped before."""
+    """Sum `mismatch_token` rows of whole responses; `masked` counts the tokens that a mask removed before."""
     starts = sequence_starts(tokens)
     finite = tokens["finite"].to_numpy()
     a, b = (tokens[name].to_numpy().astype(np.float64) for name in ("logprobs_a", "logprobs_b"))
-    rows = {"length": np.diff(np.append(starts, len(tokens))), "finite": of_sequences(finite.astype(float), starts)}
-    rows["diverged"] = of_sequences((~tokens["bitwise_equal"].to_numpy()).astype(float), starts) > 0
+    rows = {"length": np.diff(np.append(starts, len(tokens))), "finite": segment_sums(finite.astype(float), starts)}
+    rows["diverged"] = segment_sums((~tokens["bitwise_equal"].to_numpy()).astype(float), starts) > 0
     with np.errstate(over="ignore", invalid="ignore"):
         for name, values in _summed(tokens, a).items():
-            rows[name] = of_sequences(np.where(finite, values, 0.0), starts)
+            rows[name] = segment_sums(np.where(finite, values, 0.0), starts)
     large = finite & (np.minimum(np.abs(a), np.abs(b)) > ULP_FLOOR)
     ulp = tokens["ulp"].to_numpy().astype(np.float64)
     for name, values, where in (
@@ -65,7 +74,7 @@ def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
 
 
 def _summed(tokens: pd.DataFrame, a: Floats) -> dict[str, Floats]:
-    """Return the quantities summed over tokens. x = rho - 1 keeps digits that rho itself would lose near 1."""
+    """Return the quantities to sum over tokens; x = rho - 1 keeps digits that rho would lose near 1."""
     delta, rho, prob_diff = (tokens[name].to_numpy() for name in ("delta", "rho", "prob_diff"))
     x, prob_a = np.expm1(delta), np.exp(a)
     return {
@@ -104,17 +113,20 @@ def merged(parts: Sequence[Sums]) -> Sums:
 
 
 def update_table(sums: Sums) -> pd.DataFrame:
-    """Long: metric, reduction, value, se (float64), tokens, sequences (int64).
+    """Return one row per metric and reduction: metric, reduction, value, se (float64), tokens, sequences (int64).
 
-    Reductions: token_mean, seq_mean_token_mean and seq_mean_token_sum as their names say; seq_mean, the mean over
-    responses of a quantity of the response; token and seq, functions of moments, quantiles (relative error 2**-8)
-    and extremes, without se; count. With delta = logprobs_b - logprobs_a, rho = exp(delta) and tokens drawn from a:
+    With delta = logprobs_b - logprobs_a, rho = exp(delta) and tokens drawn from a, these estimates have no bias:
 
-    k1 = E[-delta] and k3 = E[rho - 1 - delta] estimate KL(a || b), kl_pg_nonneg = E[rho delta - rho + 1]
-    KL(b || a), tv = E|rho - 1| / 2 the total variation, chi2_token = E[rho^2] - 1
-    chi^2(b || a), all without bias (chi2_token may be negative in a sample); ess_frac = 1 / (1 + Var(rho) / E[rho]^2),
-    pearson_prob_gap = 1 - the correlation of probabilities, NaN where these do not vary. Tokens that are not finite are
-    counted in n_nonfinite and left out; responses that have one are left out of seq_mean and seq.
+        KL(a || b): k1 = E[-delta] and k3 = E[rho - 1 - delta]
+        KL(b || a): kl_pg_nonneg = E[rho delta - rho + 1]
+        total variation: tv = E|rho - 1| / 2
+        chi^2(b || a): chi2_token = E[rho^2] - 1, which may be negative in a sample
+
+    ess_frac = 1 / (1 + Var(rho) / E[rho]^2). pearson_prob_gap = 1 - correlation of the probabilities, NaN if they do
+    not vary. The reductions token_mean, seq_mean_token_mean and seq_mean_token_sum do what their names say; seq_mean
+    is the mean over responses of a quantity of the response; token and seq are functions of moments, quantiles
+    (relative error 2**-8) and extremes, without se; count is a number. n_nonfinite counts tokens that are not finite;
+    no metric includes them, and seq_mean and seq leave out their responses.
     """
     seq = sums.sequences
     some = seq[seq["finite"] > 0]
@@ -164,15 +176,15 @@ def update_table(sums: Sums) -> pd.DataFrame:
 
 
 def _largest(values: pd.Series) -> float:
-    """NaN without a value."""
+    """Return the largest value; NaN without a value."""
     largest = float(values.max()) if len(values) else -math.inf
     return math.nan if largest == -math.inf else largest
 
 
 def weight_moments(x: Ratio, x_sq: Ratio) -> tuple[float, float]:
-    """chi2 = E[w^2] - 1 and ESS / N = 1 / (1 + Var(w) / E[w]^2) of w = 1 + x, from the means of x and x^2.
+    """Return chi2 = E[w^2] - 1 and ESS / N = 1 / (1 + Var(w) / E[w]^2) of w = 1 + x, from the means of x and x^2.
 
-    The second is NaN where a square is beyond float64.
+    ESS / N is NaN if a square is beyond float64.
     """
     if not math.isfinite(x_sq.value) or x.value <= -1.0:
         return 2.0 * x.value + x_sq.value, math.nan
@@ -182,10 +194,11 @@ def weight_moments(x: Ratio, x_sq: Ratio) -> tuple[float, float]:
 
 
 def correlation_gap(some: pd.DataFrame) -> float:
-    """1 - r of the probabilities a and b = a + d, from sums of a, a^2, d, d^2 and d (a + b).
+    """Return 1 - r, with r the correlation of the probabilities a and b = a + d, from sums per response.
 
-    1 - r = (Var d - (s_a - s_b)^2) / (2 s_a s_b) keeps digits that would be lost by rounding r, and is exactly 0 for
-    equal columns. NaN where a or b does not vary.
+    1 - r = (Var d - (s_a - s_b)^2) / (2 s_a s_b), with standard deviations s, keeps digits that rounding r would lose,
+    and is exactly 0 for equal columns. `some` has the sums of a, a^2, d, d^2 and d (a + b). NaN if a or b does not
+    vary.
     """
     n = exact_sum(some["finite"])
     if not n:

@@ -1,4 +1,4 @@
-"""Do sampler and trainer agree to the last bit? The run counts while it computes; this counts what it recorded."""
+"""Do sampler and trainer agree to the last bit? A run counts unequal bits while it computes; here the records count."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _float32(frame: pd.DataFrame, column: str) -> npt.NDArray[np.float32]:
 
 
 def parity(run_dir: Path | str, *, iterations: Sequence[int] | None = None, allow_incomplete: bool = False) -> Parity:
-    """Count the disagreements in a run; raises UserError where records are missing or damaged."""
+    """Count the unequal bits in a run's records; UserError on missing or damaged records."""
     tokens = reader.read_tokens(
         run_dir,
         columns=[*KEY, "rollout_logprobs", "old_logprobs", "values"],

@@ -1,6 +1,6 @@
-"""What would each published remedy have done to these tokens, whatever the run did?
+"""What would each published remedy have done to the tokens of a run, or of another stack's dump?
 
-Works on any pairs of log-probs: those of a recorded run, or of another stack's dump. a sampled, b is the trainer.
+Side a of a pair is the sampler, side b the trainer. The remedies of the run itself are not looked at.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Remedy:
 
     @property
     def bounds(self) -> str:
-        """Level and bounds, in words."""
+        """The level and the bounds of the ratio, as text."""
         if self.importance_weights is not None:
             low, high = bounds_of(self.importance_weights)
             return f"{self.importance_weights.level} [{low:g}, {high:g}]"
@@ -52,12 +52,13 @@ PUBLISHED = (
     Remedy("veto", None, (VetoRejection(kind="veto"),)),
 )
 NO_TOKEN = "there is no token to compare; give a run or a file with responses"
-# of each response: tokens whose weight is bounded or 0, or is 0; sums of weights, of their squares, and of k3
+# per response: tokens whose weight is bounded or 0; tokens whose weight is 0; sums of the weights, of their squares, of
+# k3, and of k3 over the tokens whose weight is not 0
 _SUMS = ("changed", "weightless", "weight", "weight_sq", "k3", "k3_kept")
 
 
 def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> list[Floats]:
-    """_SUMS of one chunk, one number per response each."""
+    """Return each of _SUMS for one chunk, one number per response."""
     weights, changes = applied(remedy.importance_weights, remedy.rejection, delta, response)
     changed, without = changes.astype(str) != "none", np.isin(changes.astype(str), WEIGHTLESS)
     with np.errstate(over="ignore"):
@@ -67,12 +68,13 @@ def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> lis
 
 
 def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUBLISHED) -> pd.DataFrame:
-    """Return one row per remedy, over all tokens; raises UserError where there is no token.
+    """Return one row per remedy, over all tokens; raises UserError if there is no token.
 
-    remedy, bounds; tokens_changed, tokens_weightless, responses_changed, responses_weightless: shares whose weight is
-    bounded or 0, and whose weight is 0 (of a response: of one of its tokens, of all of them); weight_mean; ess_frac =
-    (sum w)^2 / (n sum w^2), the effective sample size of the weights; k3: KL(a || b), nats, token mean; k3_kept: the
-    same over tokens whose weight is not 0. Responses with a token that is not finite do not count.
+    Columns: remedy; bounds; tokens_changed, the share of tokens whose weight is bounded or 0; tokens_weightless, the
+    share whose weight is 0; responses_changed, the share of responses with a changed token; responses_weightless, the
+    share whose tokens all have weight 0; weight_mean; ess_frac = (sum w)^2 / (n sum w^2), the effective sample size
+    per token; k3, an estimate of KL(a || b), nats, token mean; k3_kept, k3 over tokens whose weight is not 0.
+    Responses with a token that is not finite are left out.
     """
     lengths, sums = [], []
     for chunk in pairs:

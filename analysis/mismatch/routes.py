@@ -1,7 +1,7 @@
-"""Flipped routes in mixtures of experts: tokens that sampler and trainer send to different experts, and what that does.
+"""Flipped routes in mixtures of experts: tokens that sampler and trainer send to different experts.
 
 A token's route is the experts of every layer that computed its distribution (`rollout_routes`, `policy_routes`). A run
-at `records.level: deep` has them. Routes of the prompt are not recorded: a flip there is seen by its effect only.
+at `records.level: deep` records routes of responses, but not of prompts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 
 _ROWS = (*ROUTES, "all")
-# what of the table `tokens` these functions need
+# the columns of the table `tokens` that these functions need
 ROUTED = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", *ROUTE_COLUMNS]
 
 
 def flips(tokens: pd.DataFrame) -> pd.DataFrame:
-    """One row per token, in their order: `delta` = old_logprobs - rollout_logprobs (float64, nats), `route` (string).
+    """Return delta = old_logprobs - rollout_logprobs (float64, nats) and the route (string) of each token.
 
-    route: `flipped` where the experts of any layer differ, `same after a flip` where those of an earlier token of the
-    response did, so that this one saw another past, else `same`. `tokens` has the columns of the table `tokens`.
+    The route is `flipped` if sampler and trainer chose different experts in any layer, `same after a flip` if they did
+    so for an earlier token of the response, and `same` otherwise. `tokens` has the columns ROUTED.
     """
     ordered = tokens.sort_values(["iteration", "sequence", "position"])
     route = np.array(ROUTES)[routes_of(ordered)]
@@ -33,7 +33,7 @@ def flips(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_of(tokens: pd.DataFrame) -> pd.DataFrame:
-    """`route_table` of rows of the table `tokens`."""
+    """Return `route_table` for rows of the table `tokens`, with the columns ROUTED."""
     found = flips(tokens)
     rows = []
     for route in _ROWS:
@@ -51,10 +51,10 @@ def table_of(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def route_table(run_dir: Path | str) -> pd.DataFrame:
-    """Say how many tokens took which kind of route (`flips`), and how far their log-probs are apart, over a whole run.
+    """Return how many tokens of a run took each kind of route, and how far apart their log-probs are.
 
     Columns: tokens; share of all tokens; rms_delta and max_abs_delta of old_logprobs - rollout_logprobs, nats, NaN
-    without tokens. Index: ROUTES, then all. UserError where the run has recorded no routes.
+    without tokens. Index: ROUTES, then all. Raises UserError if the run recorded no routes.
     """
     tokens = reader.read_tokens(run_dir, columns=ROUTED)
     if tokens["rollout_routes"].isna().any() or tokens["policy_routes"].isna().any():

@@ -1,7 +1,8 @@
-"""Do two log-probs of the same token agree, and where not? Tables for a run or for files of other stacks.
+"""Do two log-probs of the same token agree? Tables for a run or for dumps of other stacks.
 
-`python -m ppo_repro.analysis.mismatch RUN` prints the summary of a run, `--columns PRESET` that of dumped files;
-`--remedies` what truncation, masking and rejection would have done. One iteration's tokens are in memory at a time.
+`python -m ppo_repro.analysis.mismatch RUN` prints the summary of a run; `--columns PRESET` reads dumped files instead,
+and `--remedies` prints what truncation, masking and rejection would have done. Only one iteration's tokens are in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 
-# metric, reduction, ideal value, what it says
+# metric, reduction, ideal value, meaning
 IMPORTANT = (
     ("n_tokens", "count", None, "tokens compared"),
     ("n_masked", "count", None, "tokens that a mask removed"),
@@ -56,7 +57,7 @@ IMPORTANT = (
 
 @dataclass(frozen=True)
 class Measured:
-    """The sums of one iteration, or of a run (iteration -1); see `update_table` and `bucket_table`."""
+    """The sums of one iteration, or of a run (iteration -1), for `update_table` and `bucket_table`."""
 
     iteration: int
     mismatch: Sums
@@ -65,24 +66,21 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tables:
-    """The long tables `update` (see `update_table`) and `bucket`; the first column is the iteration."""
+    """The tables of `update_table` and `bucket_table` over all iterations; the first column is the iteration."""
 
     update: pd.DataFrame
     bucket: pd.DataFrame
 
 
 def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
-    """Yield the sums of every iteration; a chunk holds the tokens of one (`pairs.runs`).
-
-    Reading the chunks raises what `run_pairs` does, UserError where records are missing or damaged.
-    """
+    """Yield the sums of each chunk of pairs (`pairs.runs`); raises what reading the chunks raises."""
     for chunk in pairs:
         tokens = mismatch_token(chunk)
         yield Measured(iteration_of(chunk), sums_of(tokens, masked_tokens(chunk)), bucket_sums(tokens))
 
 
 def tables(measured: Iterable[Measured]) -> Tables:
-    """Return the tables of all iterations, concatenated; raises UserError where there is no token."""
+    """Return the tables of all iterations; raises UserError if there is no token."""
     update: list[pd.DataFrame] = []
     bucket: list[pd.DataFrame] = []
     for sums in measured:
@@ -95,7 +93,7 @@ def tables(measured: Iterable[Measured]) -> Tables:
 
 
 def whole(measured: Iterable[Measured]) -> Measured:
-    """Return the sums of all iterations, as iteration -1; raises UserError where there is no token."""
+    """Return the sums over all iterations, as iteration -1; raises UserError if there is no token."""
     parts = list(measured)
     if not parts:
         raise UserError(NO_TOKEN)
@@ -106,15 +104,16 @@ def whole(measured: Iterable[Measured]) -> Measured:
 def summary(
     run_dir: Path | str, pair: str = "rollout_vs_old", *, iterations: Sequence[int] | None = None
 ) -> pd.DataFrame:
-    """The most important metrics of a whole run beside their ideal values, see `summary_of`; UserError as `run_pairs`.
-
-    KL and differences of log-probs are in nats.
-    """
+    """Return `summary_of` a whole run or some of its iterations; raises UserError as `run_pairs`."""
     return summary_of(run_pairs(run_dir, pair, iterations=iterations))
 
 
 def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """metric, reduction, value, se (clustered by response; NaN where there is none), ideal, meaning."""
+    """Return the most important metrics of some pairs beside their ideal values.
+
+    Columns: metric, reduction, value, se (clustered by response, NaN for a metric without), ideal, meaning. KL and
+    differences of log-probs are in nats. Raises UserError if there is no token.
+    """
     parts = [sums_of(mismatch_token(chunk), masked_tokens(chunk)) for chunk in pairs]
     if not parts:
         raise UserError(NO_TOKEN)
@@ -129,7 +128,7 @@ def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Print the summary; exit code 2 and one line where the arguments or the records are wrong."""
+    """Print the summary or the remedies."""
     parser = Parser(prog="python -m ppo_repro.analysis.mismatch", description="Do two log-probs agree?")
     parser.add_argument("paths", nargs="+", type=run_named, help="a run, or files with --columns")
     parser.add_argument("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
@@ -142,7 +141,7 @@ def main(argv: Sequence[str] | None) -> None:
 
 
 def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None) -> Iterator[pd.DataFrame]:
-    """Say what is compared; UserError for an option that would change nothing."""
+    """Return the pairs to compare; UserError for an option that would change nothing."""
     if columns is not None:
         if pair is not None:
             raise UserError(f"--pair {pair}: is for recorded runs, --columns for files of other stacks; leave one out")

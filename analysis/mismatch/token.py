@@ -1,6 +1,6 @@
 """Mismatch of single tokens: how two log-probs of the same token differ.
 
-delta = logprobs_b - logprobs_a in float64 (exact to a rounding of 2**-53), rho = exp(delta); a sampled the token.
+Side a sampled the token. delta = logprobs_b - logprobs_a in float64, rho = exp(delta).
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ import pandas as pd
 
 
 def ulp_distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Return the number of float32 steps between two finite numbers, int64; the two zeros are one number."""
+    """Return the number of float32 steps between two finite numbers, int64; +0 and -0 are one number."""
     bits = [np.ascontiguousarray(x).view(np.int32).astype(np.int64) for x in (a, b)]
-    # float32 bits are ordered like the values, and backwards where these are negative
+    # float32 bits are ordered like positive values, and in reverse for negative values
     ordered = [np.where(x < 0, -(x & 0x7FFFFFFF), x) for x in bits]
     return np.abs(ordered[0] - ordered[1])
 
 
 def unequal_bits(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Say where two float32 arrays differ in any bit."""
+    """Return whether two float32 arrays differ in any bit, for each element."""
     different = np.ascontiguousarray(a).view(np.int32) != np.ascontiguousarray(b).view(np.int32)
     return np.asarray(different, dtype=bool)
 
 
 def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per token: the columns of the chunk and
+    """Return the chunk with a column for each measure of mismatch, one row per token.
 
-    delta, abs_delta (nats), rho = exp(delta), prob_diff = exp(logprobs_b) - exp(logprobs_a), k2 = delta^2 / 2,
-    k3 = expm1(delta) - delta (float64; k1 is -delta), ulp (int64), bitwise_equal, finite (bool). k1 and k3 estimate
-    KL(a || b) without bias (Schulman, "Approximating KL divergence", 2020).
+    float64: delta and abs_delta (nats), rho, prob_diff = exp(logprobs_b) - exp(logprobs_a), k2 = delta^2 / 2,
+    k3 = expm1(delta) - delta. int64: ulp. bool: bitwise_equal, finite. k1 = -delta and k3 estimate KL(a || b) without
+    bias. Source: Schulman, "Approximating KL divergence", 2020.
 
-    Where a log-prob is not finite, `finite` is false, ulp is -1, and the other columns follow IEEE arithmetic; no value
-    is replaced. rho is infinite where delta > 709.
+    If a log-prob is not finite, `finite` is false, ulp is -1, and the other columns follow IEEE arithmetic. rho is
+    infinite for delta > 709.
     """
     a32, b32 = chunk["logprobs_a"].to_numpy(), chunk["logprobs_b"].to_numpy()
     a, b = a32.astype(np.float64), b32.astype(np.float64)
@@ -54,13 +54,8 @@ def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
 
 
 def sequence_starts(tokens: pd.DataFrame) -> npt.NDArray[np.intp]:
-    """Return the index of the first row of every sequence; rows are in order, so a sequence is a run of equal keys."""
+    """Return the index of the first row of each sequence; the rows of a sequence follow each other."""
     keys = tokens[["iteration", "sequence"]].to_numpy()
     new = np.ones(len(keys), dtype=bool)
     new[1:] = (keys[1:] != keys[:-1]).any(axis=1)
     return np.flatnonzero(new)
-
-
-def of_sequences(values: npt.NDArray[np.float64], starts: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-    """Return the sum of each sequence, float64."""
-    return np.add.reduceat(values, starts) if len(starts) else np.zeros(0)

@@ -8,13 +8,13 @@ from typing import Any
 
 from ppo_repro.base.errors import UserError
 
-# what a notebook reads, by the variable that names another folder: where the command records it
+# the environment variables of notebooks, and the folder of the recorded run or grid that each one replaces
 RECORDED = {"PPO_RUN": "deterministic", "PPO_OTHER_RUN": "native", "PPO_GRID": "clip"}
 _RUNS = Path(__file__).resolve().parents[2] / "runs" / "notebooks"
 
 
 def folder_of(variable: str) -> Path:
-    """The folder that an environment variable names, else the recorded one; UserError if there is neither."""
+    """Return the folder that an environment variable names, or the recorded one; UserError if there is neither."""
     if os.environ.get(variable):
         return Path(os.environ[variable])
     recorded = _RUNS / RECORDED[variable]
@@ -29,7 +29,7 @@ def folder_of(variable: str) -> Path:
 
 
 def opened(variable: str) -> Any:
-    """The run of `folder_of`, as `ppo_repro.open_run` gives it."""
+    """Open the run of `folder_of` by `ppo_repro.open_run`."""
     import ppo_repro
 
     return ppo_repro.open_run(folder_of(variable))

@@ -1,7 +1,7 @@
-"""Execute the notebooks and write them, pictures inside: `python -m ppo_repro.analysis.notebooks [NAME ...]`.
+"""Execute the notebooks and write them with their outputs: `python -m ppo_repro.analysis.notebooks [NAME ...]`.
 
-The runs that they show are recorded below runs/notebooks first, where they are not there yet: the quickstart in
-deterministic and in native numerics, and a small grid. PPO_RUN, PPO_OTHER_RUN and PPO_GRID name others.
+The command first records the runs that the notebooks show, in runs/notebooks, unless they are there: the quickstart in
+deterministic and in native numerics, and a small grid. PPO_RUN, PPO_OTHER_RUN and PPO_GRID name other folders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = tuple(sorted(path.stem for path in HERE.glob("*.ipynb")))
 
 
 def _quickstart(mode: str) -> Path:
-    """The quickstart in these numerics, trained where it is not there."""
+    """Return the folder of the quickstart in some numerics; run the quickstart unless it is recorded."""
     out = RUNS / mode
     if (found := _complete(out)) is None:
         _command("run", "experiments/quickstart.yaml", "--set", f"numerics.mode={mode}", "--out", str(out))
@@ -42,7 +42,7 @@ def _complete(out: Path) -> Path | None:
 
 
 def _grid() -> Path:
-    """The grid of clip.yaml; what is missing of it is run."""
+    """Return the folder of the grid clip.yaml; run the cells that are missing."""
     workers = str(os.cpu_count() or 1)
     _command("grid", str(HERE / "clip.yaml"), "--workers", workers, "--keep-changed", "--out", str(RUNS))
     return RUNS / "clip"
@@ -54,7 +54,7 @@ def _command(*arguments: str) -> None:
         raise UserError(f"ppo-repro {' '.join(arguments)}: ended with exit code {done.returncode}; see above")
 
 
-# what a notebook may read, by the environment variable that names another one
+# the environment variables of notebooks, and the function that records each folder
 SHOWN: dict[str, Callable[[], Path]] = {
     "PPO_RUN": partial(_quickstart, "deterministic"),
     "PPO_OTHER_RUN": partial(_quickstart, "native"),
@@ -63,7 +63,7 @@ SHOWN: dict[str, Callable[[], Path]] = {
 
 
 def _variables(text: str) -> dict[str, str]:
-    """The variables that a notebook reads, and the folders they name, relative to it: its outputs show them."""
+    """Return the variables that a notebook reads, with their folders relative to it, because its outputs show them."""
     found = {}
     for name, recorded in SHOWN.items():
         if name in text:
@@ -76,7 +76,7 @@ def _variables(text: str) -> dict[str, str]:
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Write every notebook that was named, or all; exit code 2 and one line on a user error."""
+    """Write every notebook that was named, or all."""
     parser = Parser(prog="python -m ppo_repro.analysis.notebooks", description="execute the notebooks")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all of them by default")
     names = parser.parse_args(argv).names or NAMES

@@ -1,4 +1,4 @@
-"""Execute a notebook from top to bottom, and write it so that a diff shows only what changed."""
+"""Execute a notebook from top to bottom, without the outputs that differ by chance."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def executed(path: Path, variables: Mapping[str, str]) -> Any:
-    """The notebook with its outputs, in a kernel of its own that starts in the notebook's folder.
+    """Execute a notebook in a new kernel, which starts in the notebook's folder; return it with its outputs.
 
-    `variables` are environment variables of the kernel. No configuration of the user's IPython is read. UserError where
-    a cell raises.
+    `variables` are environment variables of the kernel, which reads no configuration of the user's IPython. Raises
+    UserError if a cell raises.
     """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
@@ -35,7 +35,7 @@ def executed(path: Path, variables: Mapping[str, str]) -> Any:
         coalesce_streams=True,
         resources={"metadata": {"path": str(path.parent)}},
         startup_timeout=SECONDS,
-        extra_arguments=["--log-level=ERROR"],  # it warns that code goes over a port of this machine
+        extra_arguments=["--log-level=ERROR"],  # no warning that code goes over a port of this machine
     )
     with TemporaryDirectory() as folder:
         own = {"IPYTHONDIR": folder, "JUPYTER_RUNTIME_DIR": folder}
@@ -48,9 +48,9 @@ def executed(path: Path, variables: Mapping[str, str]) -> Any:
 
 
 def tidy(notebook: Any) -> Any:
-    """The same notebook without what differs by chance or by machine: ids, times, versions.
+    """Remove the ids, times and versions that differ by chance or by machine from a notebook; return it.
 
-    `metadata.executed` is the digest of the code that the outputs are of.
+    `metadata.executed` becomes the digest of the code that gave the outputs.
     """
     notebook.nbformat, notebook.nbformat_minor = 4, 4  # cells have ids from 4.5 on
     language = {"name": "python"}
@@ -65,11 +65,11 @@ def tidy(notebook: Any) -> Any:
 
 
 def sources_digest(notebook: Mapping[str, Any]) -> str:
-    """SHA-256 of the code cells, in order."""
+    """Return the SHA-256 of the code cells, in order."""
     sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return hashlib.sha256(json.dumps(sources).encode()).hexdigest()
 
 
 def text_of(notebook: Any) -> str:
-    """What the file holds."""
+    """Return the text of the notebook's file."""
     return str(nbformat.writes(notebook)).rstrip("\n") + "\n"

@@ -1,4 +1,4 @@
-"""Log-prob pairs from the dumps of other training stacks, read by the code that the audit and the pytest guard use."""
+"""Log-prob pairs from dumps of other training stacks; audit and pytest guard read dumps with the same code."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PRESETS = tuple(FORMATS)
 def imported_pairs(
     paths: Path | str | Sequence[Path | str], names: Names | str | None = None
 ) -> Iterator[pd.DataFrame]:
-    """Chunks as in `pairs.runs`, one for each run of rows of the same iteration.
+    """Yield chunks as in `pairs.runs`, one for consecutive rows of the same iteration.
 
-    `names`: a `Names`, one of PRESETS, or None to tell it from the columns. The sequence is the number of the response
-    over all files, and the position is the index in the response, masked tokens included. Log-probs are in nats; null
-    ones become NaN. Masked tokens are dropped and counted in `chunk.attrs["masked"]`. Raises UserError that names file
-    and row.
+    `names` is a `Names`, one of PRESETS, or None to recognise the stack by its columns. The column sequence numbers
+    the responses of all files; position is the index in the response, which counts masked tokens. Log-probs are in
+    nats; null becomes NaN. Masked tokens are dropped and counted in `chunk.attrs["masked"]`. Raises UserError, which
+    names file and row.
     """
     if isinstance(names, str) and names not in FORMATS:
         raise UserError(f"columns = {names!r}: must be one of {', '.join(PRESETS)}, or Names(...)")
@@ -51,10 +51,10 @@ def _frame(sequence: int, r: Response) -> pd.DataFrame:
 
 
 def masked_tokens(chunk: pd.DataFrame) -> int:
-    """Say how many tokens a mask removed from this chunk."""
+    """Return how many tokens a mask removed from a chunk."""
     return int(chunk.attrs.get("masked", 0))
 
 
 def iteration_of(chunk: pd.DataFrame) -> int:
-    """Return the iteration of a chunk, also where a mask left no row."""
+    """Return the iteration of a chunk, even if a mask left no row."""
     return int(chunk["iteration"].iloc[0] if len(chunk) else chunk.attrs["iteration"])

@@ -13,23 +13,23 @@ import pandas as pd
 
 LAG = "policy_lag"  # how many iterations older the weights were that sampled a token
 TURN = "turn"  # of the model, from 0: how often the environment spoke before
-ROUTE = "route"  # an index of ROUTES
+ROUTE = "route"  # an index into ROUTES
 PLACES = (LAG, TURN, ROUTE)
-# experts of the sampler and of the trainer; after a flip a token sees another past
+# "flipped": sampler and trainer chose different experts; after that, their later tokens see different pasts
 ROUTES = ("same", "same after a flip", "flipped")
 ROUTE_COLUMNS = ["rollout_routes", "policy_routes"]
 PLACES_OF_SEQUENCES = ["sequence", "rollout_policy_versions", "is_forced"]
 
 
 def turns_of(is_forced: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Return the turn of each sampled token of a response; `is_forced`: 1 where the environment put a token in."""
+    """Return the turn of each sampled token of a response; `is_forced` is 1 for a token of the environment."""
     forced = np.asarray(is_forced, dtype=bool)
     begins = forced & ~np.concatenate([[False], forced[:-1]])
     return np.cumsum(begins)[~forced].astype(np.int32)
 
 
 def routes_of(tokens: pd.DataFrame) -> npt.NDArray[np.int32]:
-    """An index of ROUTES for each token, whose rows are whole responses in order; columns as in the table `tokens`."""
+    """Return the index into ROUTES of each token; rows of the table `tokens`, whole responses in order."""
     pairs = zip(*(tokens[name] for name in ROUTE_COLUMNS), strict=True)
     flipped = pd.Series([list(a) != list(b) for a, b in pairs], index=tokens.index, dtype=bool)
     so_far = flipped.groupby([tokens["iteration"], tokens["sequence"]]).cummax()
@@ -37,7 +37,7 @@ def routes_of(tokens: pd.DataFrame) -> npt.NDArray[np.int32]:
 
 
 def with_places(tokens: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
-    """Return the tokens of one iteration with PLACES that the run recorded, without ROUTE_COLUMNS.
+    """Return the tokens of one iteration with those of PLACES that the run recorded, and without ROUTE_COLUMNS.
 
     `sequences` has PLACES_OF_SEQUENCES of the same iteration.
     """

@@ -1,4 +1,4 @@
-"""The pairs of a recorded run with all that a diagnosis can use, one iteration at a time."""
+"""The log-prob pairs of a recorded run, with every column that a diagnosis can use."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _UPDATES = ["epoch", "minibatch", "sequence", "position", "new_logprobs"]
 def run_evidence(
     run_dir: Path | str, iterations: Sequence[int] | None = None, allow_incomplete: bool = False
 ) -> Iterator[pd.DataFrame]:
-    """Yield the pairs rollout_logprobs, old_logprobs of a language run, with every column that `diagnose` knows.
+    """Yield one frame per iteration of a language run: rollout_logprobs, old_logprobs and every column of `diagnose`.
 
-    logprobs_b_again is the first minibatch's new_logprobs, before any step, and NaN elsewhere. Lags, ids that were
-    encoded again, and the trainer's padding and prompts are as recorded. UserError on anything wrong in the records,
-    and on a run that is not complete unless `allow_incomplete`.
+    logprobs_b_again is new_logprobs of the first minibatch, before any step, and NaN for other tokens. The lag, the
+    ids that were encoded again, and the trainer's padding and prompts are as recorded. Raises UserError on missing or
+    damaged records, and on a run that is not complete unless `allow_incomplete`.
     """
     faults = load_recorded_config(run_dir).mismatch.trainer
     for iteration in chosen_iterations(run_dir, iterations, allow_incomplete):
@@ -43,7 +43,7 @@ def run_evidence(
         )
         yield tokens.rename(columns={"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"}).assign(
             logprobs_b_again=again["new_logprobs"].to_numpy(),
-            # the ids of the trainer; what was sampled instead is another token
+            # the trainer's ids; -1 stands for the token that was sampled in place of such an id
             token_id_b=ids,
             token_id=np.where(as_sampled == 1, ids, np.int32(-1)),
             pad_length=np.repeat(padding, sequences["response_length"].to_numpy()).astype(np.int32),
@@ -53,5 +53,5 @@ def run_evidence(
 
 
 def _by_token(column: pd.Series, otherwise: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Return a column of lists, one list a response, as one value a token; `otherwise` where it was not recorded."""
+    """Return a column of one list per response as one value per token; `otherwise` if it was not recorded."""
     return otherwise if column.isna().all() else np.concatenate(column.to_list()).astype(np.int32)

@@ -1,14 +1,14 @@
-"""Two log-probs of the same token, from runs, in the frame shape that every source of pairs has.
+"""Pairs of log-probs of the same token, from recorded runs, in the frame that every source of pairs yields.
 
-A source is an iterator of chunks, each of one iteration. A chunk is a DataFrame with one row per token and the columns
+A source is an iterator of chunks, one per iteration. A chunk is a DataFrame with one row per token and the columns
 
     iteration, sequence, position, token_id   int32 or int64
     logprobs_a, logprobs_b                    float32, nats, the recorded bits
 
-and, where the source has them, `entropies` and `log_kept_mass` (float32, nats), `advantages` (float32), `policy_lag`,
-`turn` and `route` (int32, `pairs.places`). `a` sampled the token or came first, and `b` is compared with it:
-delta = logprobs_b - logprobs_a. Rows are in the order of (iteration, sequence, position). `chunk.attrs["masked"]`
-counts the tokens that a mask removed from the chunk, which may leave it without rows; runs have no mask.
+and, if the source has them, `entropies` and `log_kept_mass` (float32, nats), `advantages` (float32), `policy_lag`,
+`turn` and `route` (int32, `pairs.places`). Side `a` sampled the token or came first; delta = logprobs_b - logprobs_a.
+Rows are in the order of (iteration, sequence, position). `chunk.attrs["masked"]` counts the tokens that a mask removed
+from the chunk, possibly all; runs have no mask.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAIRS = ("rollout_vs_old", "old_vs_first_new")
 def chosen_iterations(
     run_dir: Path | str, iterations: Sequence[int] | None, allow_incomplete: bool = False
 ) -> Sequence[int]:
-    """Return these iterations, or (None) every recorded one; UserError if there is no run, or it is incomplete."""
+    """Return `iterations`, or every recorded one if None; UserError if there is no run, or it is incomplete."""
     recorded = range(len(reader.open_manifest(run_dir, allow_incomplete).iterations))
     return recorded if iterations is None else iterations
 
@@ -45,11 +45,16 @@ def run_pairs(
 ) -> Iterator[pd.DataFrame]:
     """Return the pairs of a recorded run, one iteration at a time.
 
-    "rollout_vs_old": a = rollout_logprobs, b = old_logprobs: sampler against trainer, the same weights.
-    "old_vs_first_new": a = old_logprobs, b = new_logprobs of the first epoch, without minibatches in which the policy
-    took no step.
+    Args:
+        run_dir: folder of the run.
+        pair: `rollout_vs_old`: rollout_logprobs against old_logprobs, sampler and trainer with the same weights.
+            `old_vs_first_new`: old_logprobs against new_logprobs of the first epoch, without minibatches in which the
+            policy took no step.
+        iterations: the iterations to read; None is all.
+        allow_incomplete: also read a run that is not complete.
 
-    Raises UserError on another pair, and on anything missing, unknown or damaged in the records.
+    Raises:
+        UserError: another pair, or records that are missing, unknown or damaged.
     """
     if pair not in PAIRS:
         raise UserError(f"pair = {pair!r}: must be {' or '.join(PAIRS)}")
@@ -81,7 +86,7 @@ def _old_and_first_new(run_dir: Path | str, iteration: int, allow_incomplete: bo
 
 
 def common_iterations(run_a: Path | str, run_b: Path | str, iterations: Sequence[int] | None) -> Sequence[int]:
-    """Return these iterations, or (None) all of two runs; UserError if None and the runs do not have equally many."""
+    """Return `iterations`, or all iterations of two runs if None; UserError if they do not have equally many then."""
     a, b = (len(chosen_iterations(run, None)) for run in (run_a, run_b))
     if iterations is None and a != b:
         raise UserError(f"{run_a} has {a} iterations, {run_b} has {b}; name the iterations to compare")

@@ -1,4 +1,4 @@
-"""Builds the HTML file of a recorded run, of two side by side, or of a folder of runs."""
+"""Write the HTML report of one run, of two runs side by side, or of a folder of runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ COMPARISON_NAME = "comparison.html"
 
 
 def write_report(targets: Sequence[Path], out: Path | None, responses: int | None) -> tuple[Path, int]:
-    """Write the report of one or two runs, or of a folder of runs; return its path and its size in bytes.
+    """Write a report; return its path and its size in bytes.
 
-    UserError if something is missing or damaged, an option has no meaning for the page, or `out` is a file of another
-    program.
+    Args:
+        targets: one run, two runs, or a folder of runs.
+        out: the file to write; None is the usual place.
+        responses: how many responses the page shows token by token; None is the usual number.
+
+    Raises:
+        UserError: records are missing or damaged, the page shows no tokens but `responses` is given, or `out` is a
+            file of another program.
     """
     usual = Path(COMPARISON_NAME) if len(targets) == 2 else targets[0] / "report.html"
     path = usual if out is None else out
@@ -45,7 +51,7 @@ def write_report(targets: Sequence[Path], out: Path | None, responses: int | Non
 
 
 def page_of(run_dir: Path, responses: int | None) -> str:
-    """The report of one run of any kind as HTML; the same records give the same bytes."""
+    """Return the report of one run of any kind as HTML; the same records give the same bytes."""
     if manifest.load_head(run_dir).kind == DPO:
         _require_no_tokens(responses, "a DPO run")
         return dpo_page(run_dir)

@@ -1,7 +1,7 @@
 """Charts as inline SVG: lines with bands, and bars. Colours are classes of style.css.
 
-A page has thirty charts that open without a network, in light and dark, at the width of a phone, with the values under
-the pointer. SVG of matplotlib has fixed colours and no values; the scripts of plotly or vega weigh megabytes.
+A page has thirty charts. They open without a network, in light and dark colours, at the width of a phone, and show the
+values under the pointer. SVG of matplotlib has fixed colours and no values; scripts of plotly or vega are megabytes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DIGITS = 6
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: label with unit, range in the units of the data, linear or log10; `ticks` replaces the usual ones.
+    """One axis: label with unit, range in the units of the data, linear or log10.
 
-    `whole`: of numbers without fractions, such as iterations; its ticks have none either.
+    `ticks` (value, label) replace the usual ticks. `whole`: data and ticks have no fractions, as iterations.
     """
 
     label: str
@@ -46,7 +46,7 @@ class Axis:
     whole: bool = False
 
     def at(self, values: Floats | float) -> Floats:
-        """Where values lie between the ends, 0 at `lo` and 1 at `hi`, clipped to the ends; NaN stays NaN."""
+        """Return where values lie between the ends, 0 at `lo` and 1 at `hi`, clipped to the ends; NaN stays NaN."""
         data, lo, hi = np.asarray(values, dtype=np.float64), self.lo, self.hi
         if self.log:
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -56,7 +56,7 @@ class Axis:
 
     @property
     def power(self) -> int:
-        """The power of ten, a multiple of 3, that the labels of ticks are divided by, so that they stay short."""
+        """The power of ten, a multiple of 3, that divides the labels of ticks: labels stay short."""
         largest = max(abs(self.lo), abs(self.hi))
         if self.ticks or self.log or PLAIN[0] <= largest < PLAIN[1]:
             return 0
@@ -67,7 +67,7 @@ class Axis:
 class Line:
     """A line over x, with an optional band from `low` to `high`; NaN makes a gap.
 
-    `parts` are drawn as thin lines instead of the band. `about` is what the legend says under the pointer.
+    `parts` are thin lines in place of the band. The legend shows `about` under the pointer.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Rule:
-    """A straight dotted line across the plot at a value of y, or of x; the legend has its name, if it has one."""
+    """A straight dotted line across the plot, at a value of y, or of x; the legend shows its name."""
 
     value: float
     name: str = ""
@@ -91,7 +91,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot with its axes and what stands above it."""
+    """A plot with its axes; `above` is the SVG of the legend, and `top` is the y position of the plot."""
 
     x: Axis
     y: Axis
@@ -99,15 +99,22 @@ class Plot:
     top: float
 
     def across(self, values: Floats | float) -> Floats:
-        """x positions of values."""
+        """Return the x positions of values."""
         return LEFT + self.x.at(values) * (WIDTH - LEFT - RIGHT)
 
     def down(self, values: Floats | float) -> Floats:
-        """y positions of values."""
+        """Return the y positions of values."""
         return self.top + (1.0 - self.y.at(values)) * PLOT_HEIGHT
 
     def picture(self, content: Sequence[str], rules: Sequence[Rule], about: str, hover: dict[str, object]) -> str:
-        """The whole SVG element with its text alternative; `hover` has the values for charts.js."""
+        """Return the whole SVG element.
+
+        Args:
+            content: SVG of lines or bars.
+            rules: dotted lines.
+            about: the text for readers who do not see the picture.
+            hover: the values that charts.js shows under the pointer.
+        """
         height = self.top + PLOT_HEIGHT + BOTTOM
         inside = self.above + _frame(self) + "".join(content) + _rules(self, rules)
         values = json.dumps(hover, ensure_ascii=True, separators=(",", ":"))
@@ -116,7 +123,14 @@ class Plot:
 
 
 def axis_for(label: str, values: Iterable[object], log: bool = False, include: Sequence[float] = ()) -> Axis:
-    """An axis over every finite value (positive, if log) and the values to `include`, with a little room."""
+    """Return an axis over all finite values, with a little room.
+
+    Args:
+        label: what the values are, with the unit.
+        values: arrays of values.
+        log: whether the axis is logarithmic; it then shows positive values only.
+        include: more values that the axis must show.
+    """
     data = np.concatenate([np.asarray(values_of, dtype=np.float64).ravel() for values_of in (*values, list(include))])
     usable = data[np.isfinite(data) & ((data > 0) | (not log))]
     lo, hi = (float(usable.min()), float(usable.max())) if len(usable) else (1.0, 10.0)
@@ -130,7 +144,7 @@ def axis_for(label: str, values: Iterable[object], log: bool = False, include: S
 
 
 def ticks(axis: Axis) -> list[tuple[float, str]]:
-    """About five round values within an axis, with their labels, in units of its `power`."""
+    """Return about five round values within an axis, with their labels, in units of its `power`."""
     if axis.ticks:
         return list(axis.ticks)
     if axis.log:
@@ -148,10 +162,18 @@ def ticks(axis: Axis) -> list[tuple[float, str]]:
 
 
 def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = ()) -> str:
-    """Lines with their bands, distinguished by colour and dashes."""
+    """Return a chart of lines with their bands, distinguished by colour and dashes.
+
+    Args:
+        lines: the lines.
+        x: the axis of iterations or steps.
+        y: the axis of values.
+        about: the text for readers who do not see the picture.
+        rules: dotted lines.
+    """
     plot = _plot(x, y, [(line.name, line.colour, line.about) for line in lines], rules)
     content = [_band(plot, line) for line in lines]
-    content += [_part(plot, *part, line.colour) for line in lines for part in line.parts]
+    content += [_thin_line(plot, *part, line.colour) for line in lines for part in line.parts]
     content += [_line(plot, line) for line in lines]
     return plot.picture(content, rules, about, _values(plot, lines))
 
@@ -159,9 +181,15 @@ def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Seque
 def bar_chart(
     edges: Floats, groups: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str, names: Sequence[str] = ()
 ) -> str:
-    """Bars from the bottom of the plot between the edges; several groups share that width side by side.
+    """Return a chart of bars; the bars of several groups stand side by side in each bin.
 
-    `names` are the names of the bins if their edges do not say what they hold.
+    Args:
+        edges: [bins + 1], edges of the bins on the x axis.
+        groups: the name of each group and the heights of its bars, [bins].
+        x: the axis of bins.
+        y: the axis of heights.
+        about: the text for readers who do not see the picture.
+        names: the names of the bins; by default their edges.
     """
     plot = _plot(x, y, [(name, i, "") for i, (name, _) in enumerate(groups)])
     at, bottom = plot.across(edges), plot.top + PLOT_HEIGHT
@@ -172,14 +200,14 @@ def bar_chart(
         d = "".join(f"M{a:.1f} {bottom:.1f}V{t:.1f}H{b:.1f}V{bottom:.1f}Z" for a, b, t in bars if t < bottom)
         content.append(f'<path class="bar fill{i % COLOURS}" d="{d}"></path>')
     places = [
-        [round(float(at[k] + at[k + 1]) / 2, 1), "\n".join([name, *(_said(group, v[k]) for group, v in groups)])]
+        [round(float(at[k] + at[k + 1]) / 2, 1), "\n".join([name, *(_labelled(group, v[k]) for group, v in groups)])]
         for k, name in enumerate(names or _between(x.label, edges))
     ]
     return plot.picture(content, (), about, {"at": places})
 
 
 def _plot(x: Axis, y: Axis, names: Sequence[tuple[str, int, str]], rules: Sequence[Rule] = ()) -> Plot:
-    """A plot below a legend of all names (with colour, and more words), if there are several, and of named rules.
+    """Return a plot below a legend of `names` (name, colour, more words), if there are several, and of named rules.
 
     Long names wrap.
     """
@@ -204,7 +232,7 @@ def _plot(x: Axis, y: Axis, names: Sequence[tuple[str, int, str]], rules: Sequen
 
 
 def _frame(plot: Plot) -> str:
-    """Grid lines, tick labels and axis labels; the label of the y axis is above the plot, where it has room."""
+    """Draw grid lines, tick labels and axis labels; the label of the y axis is above the plot."""
     right, bottom, elements = WIDTH - RIGHT, plot.top + PLOT_HEIGHT, []
     for value, label in ticks(plot.y):
         y = float(plot.down(value))
@@ -232,8 +260,7 @@ def _rules(plot: Plot, rules: Sequence[Rule]) -> str:
     return "".join(f'<path class="rule" d="{d}"></path>' for d in lines)
 
 
-def _part(plot: Plot, x: Floats, y: Floats, colour: int) -> str:
-    """A thin line."""
+def _thin_line(plot: Plot, x: Floats, y: Floats, colour: int) -> str:
     across, down = plot.across(x), plot.down(y)
     d = "".join(_open(across[run], down[run]) for run in _finite_runs(down) if len(run) > 1)
     return f'<path class="part stroke{colour % COLOURS}" d="{d}"></path>' if d else ""
@@ -260,7 +287,7 @@ def _band(plot: Plot, line: Line) -> str:
 
 
 def _finite_runs(y: Floats) -> list[npt.NDArray[np.int64]]:
-    """Runs of consecutive indices where y is finite."""
+    """Return the longest stretches of consecutive indices at which y is finite."""
     finite = np.flatnonzero(np.isfinite(y))
     return [run for run in np.split(finite, np.flatnonzero(np.diff(finite) > 1) + 1) if len(run)]
 
@@ -274,27 +301,27 @@ def _closed(x: Floats, low: Floats, high: Floats) -> str:
 
 
 def _values(plot: Plot, lines: Sequence[Line]) -> dict[str, object]:
-    """The values of every line at up to PLACES x, for the pointer."""
+    """Return the values of every line at up to PLACES values of x, for the pointer."""
     every = np.unique(np.concatenate([line.x for line in lines])) if lines else np.zeros(0)
     rows = [{float(x): k for k, x in enumerate(line.x)} for line in lines]
     places = []
     for x in every[spread(len(every), PLACES)].tolist():
-        said = [f"{plot.x.label} {number(x, DIGITS)}"]
+        words = [f"{plot.x.label} {number(x, DIGITS)}"]
         for line, row in zip(lines, rows, strict=True):
             if x in row:
                 k, band = row[x], ""
                 if line.low is not None and line.high is not None and math.isfinite(line.low[k] + line.high[k]):
                     band = f" ({number(float(line.low[k]))} to {number(float(line.high[k]))})"
-                said.append(_said(line.name, line.y[k]) + band)
-        places.append([round(float(plot.across(x)), 1), "\n".join(said)])
+                words.append(_labelled(line.name, line.y[k]) + band)
+        places.append([round(float(plot.across(x)), 1), "\n".join(words)])
     return {"at": places}
 
 
-def _said(name: str, value: float) -> str:
+def _labelled(name: str, value: float) -> str:
     return f"{name}: {number(float(value), DIGITS)}"
 
 
 def _between(label: str, edges: Floats) -> list[str]:
-    """The name of each bin from its edges, such as `ratio 0.9 to 1.1`."""
+    """Return the name of each bin from its edges, such as `ratio 0.9 to 1.1`."""
     ends = [number(float(edge)) for edge in edges]
     return [f"{label} {lo} to {hi}" for lo, hi in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""Curves over the iterations: what each one is called, and its values with an interval, of one run or over seeds."""
+"""Curves over the iterations, of one run or over seeds: their titles, values and intervals, and their charts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pandas as pd
 from ppo_repro.analysis.report.charts import Line, Rule, axis_for, line_chart
 from ppo_repro.analysis.report.markup import number
 from ppo_repro.analysis.report.page import Figure
+from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
 from ppo_repro.config.run import RunConfig
 
@@ -31,10 +32,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Curve:
-    """What one line of every chart of a page shows: a run, or a setting with several seeds.
+    """The source of one line in every chart of a page: a run, or a setting with several seeds.
 
-    `frame` has all metrics: iteration, metric, value, low, high. `seeds` are frames of single runs, which are drawn as
-    thin lines. `about` says more than `name`.
+    `frame` has all metrics: iteration, metric, value, low, high. `seeds` are the frames of single runs, which the
+    charts draw as thin lines. `about` says more than `name`.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Curve:
 
 
 _STEPS = "mean over the steps, band: smallest to largest step"
-# of language and of control runs; a run without a metric has no curve of it
+# of language and control runs; a metric that a run does not have is left out
 LEARNING: tuple[Metric, ...] = (
     Metric("score", "Score", "", "Mean score of the sampled responses; band: ± one standard error."),
     Metric("accuracy", "Accuracy, sampled", "", "Share of correct sampled responses; band: ± one standard error."),
@@ -107,27 +108,8 @@ CONTROL_OF_STEPS = (
 )  # fmt: skip
 
 
-def mean_and_error(values: Floats) -> tuple[float, float]:
-    """Mean and standard error s / sqrt(n) of independent values, s with n - 1; the error of one value is NaN."""
-    count = len(values)
-    error = float(values.std(ddof=1) / np.sqrt(count)) if count > 1 else np.nan
-    return float(values.mean()), error
-
-
-def ratio_and_error(sums: Floats, counts: Floats) -> tuple[float, float]:
-    """sum(sums) / sum(counts), and the standard error of that ratio over clusters (responses).
-
-    error^2 = n / (n - 1) * sum((s_i - r c_i)^2) / (sum c_i)^2.
-    """
-    count, total = len(sums), float(counts.sum())
-    ratio = float(sums.sum()) / total
-    if count < 2:
-        return ratio, np.nan
-    return ratio, float(np.sqrt(count / (count - 1) * np.square(sums - ratio * counts).sum()) / total)
-
-
 def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> list[dict[str, float | str]]:
-    """iteration, metric, value, low, high: the metrics that come from the sampled responses of one iteration."""
+    """Return the metrics of the sampled responses of one iteration, as rows iteration, metric, value, low, high."""
     owner = tokens["sequence"].to_numpy(np.int64)
     lengths = sequences["response_length"].to_numpy(np.float64)
 
@@ -135,11 +117,11 @@ def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) 
         return np.asarray(np.bincount(owner, tokens[name].to_numpy(np.float64), len(sequences)), dtype=np.float64)
 
     estimates = {
-        "score": mean_and_error(sequences["scores"].to_numpy(np.float64)),
-        "accuracy": mean_and_error(sequences["is_correct"].to_numpy(np.float64)),
-        "ref_kl_per_sequence": mean_and_error(per_sequence("ref_kl")),
-        "entropy": ratio_and_error(per_sequence("entropies"), lengths),
-        "response_length": mean_and_error(lengths),
+        "score": clusters.mean(sequences["scores"].to_numpy(np.float64)),
+        "accuracy": clusters.mean(sequences["is_correct"].to_numpy(np.float64)),
+        "ref_kl_per_sequence": clusters.mean(per_sequence("ref_kl")),
+        "entropy": clusters.ratio_of_sums(per_sequence("entropies"), lengths),
+        "response_length": clusters.mean(lengths),
     }
     return [
         {"iteration": iteration, "metric": name, "value": mean, "low": mean - error, "high": mean + error}
@@ -154,10 +136,14 @@ def recorded_rows(
     of_iterations: Sequence[str] = OF_ITERATIONS,
     of_steps: Sequence[str] = OF_STEPS,
 ) -> pd.DataFrame:
-    """The same columns for metrics of the iterations and steps tables; low and high are NaN where there is no band.
+    """Return the metrics of the tables `iterations` and `steps`, as rows iteration, metric, value, low, high.
 
-    A metric that is among the `final` results has a point of its own behind the last iteration: the evaluation after
-    the last update.
+    Args:
+        iterations: the table `iterations`.
+        steps: the table `steps`; low and high are the smallest and largest step of the iteration.
+        final: the final results; a metric in them has a point after the last iteration.
+        of_iterations: columns of `iterations`; their low and high are NaN.
+        of_steps: columns of `steps`.
     """
     tables = []
     for name in of_iterations:
@@ -176,10 +162,17 @@ def recorded_rows(
 def control_curves(
     iterations: pd.DataFrame, steps: pd.DataFrame, final: Mapping[str, float | int | str], returns: Mapping[int, Floats]
 ) -> pd.DataFrame:
-    """The same columns for every curve of a control run; `returns` of the episodes that ended, by iteration."""
+    """Return every metric of a control run, as rows iteration, metric, value, low, high.
+
+    Args:
+        iterations: the table `iterations`.
+        steps: the table `steps`.
+        final: the final results.
+        returns: the returns of the episodes that ended, by iteration.
+    """
     rows = []
     for iteration, found in returns.items():
-        mean, error = mean_and_error(found)
+        mean, error = clusters.mean(found)
         rows.append((iteration, "episode_return", mean, mean - error, mean + error))
     recorded = recorded_rows(iterations, steps, final, CONTROL_OF_ITERATIONS, CONTROL_OF_STEPS)
     columns = ["iteration", "metric", "value", "low", "high"]
@@ -187,10 +180,16 @@ def control_curves(
 
 
 def over_seeds(name: str, about: str, runs: Sequence[pd.DataFrame], score: tuple[float, float]) -> Curve:
-    """The curves of several seeds as one: mean over the seeds that have the iteration.
+    """Return the mean curve of several seeds; an iteration's mean is over the seeds that have it.
 
-    low and high are the 95 % Student interval inside the possible range; below MANY_SEEDS, where such an interval says
-    little, the smallest and the largest value. `score`: the possible range of scores.
+    low and high are the 95 % Student interval, clipped to the possible values. An interval of fewer than MANY_SEEDS
+    seeds says little: low and high are then the smallest and largest value.
+
+    Args:
+        name: the name of the setting.
+        about: more words about the setting.
+        runs: the frame of each seed.
+        score: the smallest and largest possible score.
     """
     ranges = RANGES | dict.fromkeys(("score", "eval_score"), score)
     rows = []
@@ -206,7 +205,7 @@ def over_seeds(name: str, about: str, runs: Sequence[pd.DataFrame], score: tuple
 
 
 def score_range(config: RunConfig) -> tuple[float, float]:
-    """The possible range of scores, as far as the terms of the reward say it."""
+    """Return the smallest and largest score that the reward terms can give; infinite if a term has no limit."""
     low, high = -config.reward.missing_eos_penalty, 0.0
     for term in config.reward.terms:
         largest = LARGEST.get(term.kind, math.inf)
@@ -216,9 +215,9 @@ def score_range(config: RunConfig) -> tuple[float, float]:
     return low, high
 
 
-# fewer seeds than that are shown one by one
+# charts show fewer seeds one by one
 MANY_SEEDS = 5
-# possible values of metrics; of reward terms the largest score, where the smallest is 0
+# possible values of metrics; then the largest score of a reward term whose smallest score is 0
 ANY, SHARE, POSITIVE = (-math.inf, math.inf), (0.0, 1.0), (0.0, math.inf)
 RANGES = {
     **dict.fromkeys(("accuracy", "eval_accuracy", "eval_pair_accuracy", "clip_fraction"), SHARE),
@@ -228,7 +227,7 @@ RANGES = {
     "loss": POSITIVE,
 }
 LARGEST = {"exact_match": 1.0, "steps": 1.0, "format": 2.0}
-# metrics that say nothing more where they equal another one, or never change
+# a metric that equals its twin has no figure, and a setting that never changes has none either
 TWINS = {"accuracy": "score", "eval_accuracy": "eval_score"}
 SETTINGS = ("learning_rate", "clip_range")
 ACCURACIES = tuple(TWINS)
@@ -251,9 +250,13 @@ def _says_something(metric: str, curves: Sequence[Curve]) -> bool:
 def metric_figures(
     wanted: Sequence[Metric], curves: Sequence[Curve], band: str = "", forked_at: int | None = None
 ) -> list[Figure]:
-    """One figure per metric, one line per curve that has it, in the same colour in every figure.
+    """Return one figure per metric, with a line for each curve that has the metric.
 
-    `band` says what bands are. `forked_at`: the iteration that a dotted line marks.
+    Args:
+        wanted: the metrics.
+        curves: the curves; each has one colour in all figures.
+        band: a sentence about the bands.
+        forked_at: the iteration that a dotted line marks.
     """
     figures = []
     for metric in wanted:
@@ -270,7 +273,14 @@ def metric_figures(
 
 
 def curve_chart(title: str, unit: str, drawn: Sequence[tuple[Curve, str]], forked_at: int | None = None) -> str:
-    """One metric of each curve as lines of one chart; a curve without the metric keeps its colour for other charts."""
+    """Return a chart with one metric of each curve; "" if no curve has its metric.
+
+    Args:
+        title: the title of the metric.
+        unit: the unit of the y axis.
+        drawn: each curve, and its metric; the colour is the index.
+        forked_at: the iteration that a dotted line marks.
+    """
     lines = []
     for colour, (curve, metric) in enumerate(drawn):
         at, values, low, high = _columns(curve.frame, metric)
@@ -287,7 +297,7 @@ def curve_chart(title: str, unit: str, drawn: Sequence[tuple[Curve, str]], forke
 
 
 def _columns(frame: pd.DataFrame, metric: str) -> tuple[Floats, Floats, Floats, Floats]:
-    """Iteration, value, low and high of one metric."""
+    """Return iteration, value, low and high of one metric."""
     rows = _rows(frame, metric)
     x, y, low, high = (rows[name].to_numpy(np.float64) for name in ("iteration", "value", "low", "high"))
     return x, y, low, high

@@ -1,4 +1,4 @@
-"""The facts about a recorded run: configuration, environment, where its ratio is clipped, how to repeat it."""
+"""The facts about a recorded run: configuration, environment, bounds of the ratio, how to repeat the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ppo_repro.runs.summary import is_judged
 
 @dataclass(frozen=True)
 class Facts:
-    """A recorded run; `name` is what somebody called it, and experiment/folder: no path of the machine."""
+    """A recorded run; `name` is its label and experiment/folder, but no path of the machine."""
 
     run_dir: Path
     name: str
@@ -43,17 +43,12 @@ class Facts:
     config_text: str
     environment: Mapping[str, Any]
     accuracy: Accuracy | None  # of the log-probs at the start; None if it was not measured
-    is_judged: bool  # whether responses are right or wrong, so that an accuracy means something
+    is_judged: bool  # whether responses are right or wrong; without that, an accuracy means nothing
 
     @property
     def iterations(self) -> range:
-        """The complete iterations at the time of reading; a run that works still may have more by now."""
+        """The complete iterations at the time of reading; a run that still works may have more by now."""
         return range(self.manifest.num_iterations)
-
-    @property
-    def own_iterations(self) -> range:
-        """Those that the run itself computed: of a fork the iterations from its origin's checkpoint on."""
-        return range(self.forked_at or 0, self.manifest.num_iterations)
 
     @property
     def forked_at(self) -> int | None:
@@ -69,23 +64,23 @@ class Facts:
 
     @property
     def ppo(self) -> RunConfig | ControlConfig:
-        """The configuration of a run of PPO; a DPO run has a page of its own."""
+        """The configuration of a run of PPO; a DPO run has its own page."""
         assert not isinstance(self.config, DPOConfig)
         return self.config
 
     @property
     def is_control(self) -> bool:
-        """Whether this is a run on a Gymnasium environment."""
+        """True for a run on a Gymnasium environment."""
         return isinstance(self.config, ControlConfig)
 
     @property
     def unit(self) -> str:
-        """What a row of `tokens` is."""
+        """The name of the rows of `tokens`."""
         return "environment steps" if self.is_control else "tokens"
 
 
 def read_facts(run_dir: Path) -> Facts:
-    """Manifest, configuration and environment of a run, complete or not; UserError before its first iteration."""
+    """Read the facts of a run, complete or not; UserError if it has no complete iteration."""
     manifest = reader.open_manifest(run_dir, allow_incomplete=True)
     if not manifest.iterations:
         advice = f"go on with `ppo-repro resume {run_dir}`"
@@ -100,7 +95,7 @@ def read_facts(run_dir: Path) -> Facts:
 
 
 def clip_bounds(config: RunConfig | ControlConfig, iterations: pd.DataFrame, steps: pd.DataFrame) -> ClipBounds | None:
-    """Where the ratio is clipped in the last iteration; None for an objective that does not clip."""
+    """Return the bounds of the ratio in the last iteration; None for an objective that does not clip the ratio."""
     if isinstance(config, ControlConfig):
         ranges = steps["clip_range"]
     elif isinstance(config.ppo.objective, ClipObjective):
@@ -116,7 +111,7 @@ def clip_bounds(config: RunConfig | ControlConfig, iterations: pd.DataFrame, ste
 def repeating(
     run_dir: Path, manifest: Manifest, environment: Mapping[str, Any], config: RunConfig | ControlConfig | DPOConfig
 ) -> list[tuple[str, str]]:
-    """(name, value) of everything that identifies a run and its machine."""
+    """Return name and value of each fact that identifies a run and its machine."""
     packages = environment.get("packages", {})
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)
     commit = str(environment.get("git_commit") or "no commit")[:12]

@@ -1,4 +1,4 @@
-"""The figures of a run's page: mismatch, clipping, scores. Each takes counts or a table and returns a chart.
+"""The figures of a run's page: mismatch, clipping, scores. Each function takes counts or a table.
 
 delta = old_logprobs - rollout_logprobs, nats; ratio = exp(new_logprobs - anchor), as recorded.
 """
@@ -24,7 +24,7 @@ FLAG_WORDS = {
     "clip_cov": "drawn by Clip-Cov", "wrong_high": "wrong side, high", "wrong_low": "wrong side, low",
     "bound_high": "weight bounded above", "bound_low": "weight bounded below", "kl_cov": "penalised by KL-Cov",
 }  # fmt: skip
-MAX_VALUES = 12  # up to so many different values each has a bar of its own
+MAX_VALUES = 12  # with at most this many different values, each value has a bar
 BINS = 24
 
 
@@ -38,13 +38,13 @@ class ClipBounds:
 
     @property
     def rules(self) -> tuple[Rule, Rule]:
-        """Both bounds as lines."""
+        """Both bounds as dotted lines."""
         when = " (last iteration)" if self.adaptive else ""
         return Rule(self.low, f"bounds {self.low:g} and {self.high:g}{when}"), Rule(self.high)
 
 
 def delta_figure(counted: npt.NDArray[np.int64], edges: Floats, equal: int) -> Figure:
-    """Histogram of |delta| by its sign; `counted` of `scan.delta_counts`, `equal`: tokens with delta = 0."""
+    """Draw a histogram of |delta| for each sign; `counted` is of `scan.delta_counts`, `equal` tokens have delta = 0."""
     used = np.flatnonzero(counted.sum(axis=0))
     edges, counted = edges[used[0] : used[-1] + 2], counted[:, used[0] : used[-1] + 1]
     groups = dict(zip(("trainer higher", "trainer lower"), counted, strict=True))
@@ -60,7 +60,7 @@ def delta_figure(counted: npt.NDArray[np.int64], edges: Floats, equal: int) -> F
     return Figure("Log-prob difference", chart, caption, numbers)
 
 
-# by kind of bucket: title, what the axis shows, caption
+# by kind of bucket: title, label of the axis, caption
 BUCKETS = {
     "prob": (
         "Difference by probability", "probability under the sampler",
@@ -85,7 +85,7 @@ BUCKETS = {
 
 
 def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
-    """|delta| by bucket of `kind`, a key of BUCKETS: mean, 99th percentile and largest.
+    """Draw mean, 99th percentile and largest |delta| by bucket of `kind`, a key of BUCKETS.
 
     `buckets` has columns kind, lo, hi, n, abs_mean, abs_p99, abs_max (nats), one row per bucket.
     """
@@ -112,7 +112,7 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
 
 
 def divergence_figure(divergences: pd.DataFrame) -> Figure:
-    """|k1| and k3 over the iterations with their standard errors.
+    """Draw |k1| and k3 over the iterations, with their standard errors.
 
     `divergences` has columns iteration, metric (k1 or k3, nats, token_mean), value, se.
     """
@@ -136,7 +136,7 @@ def divergence_figure(divergences: pd.DataFrame) -> Figure:
 
 
 def ratio_figures(ratios: pd.DataFrame, bounds: ClipBounds | None) -> list[Figure]:
-    """Ratios by step of an iteration, and the extreme ones by iteration, against the bounds.
+    """Draw the ratios by step of an iteration, and the extreme ratios by iteration, with their bounds.
 
     `ratios` has columns iteration, epoch, minibatch and the quantiles 0, 0.01, 0.5, 0.99, 1 of each step's ratios.
     """
@@ -166,7 +166,7 @@ def ratio_figures(ratios: pd.DataFrame, bounds: ClipBounds | None) -> list[Figur
 
 
 def flag_figure(flags: pd.DataFrame) -> Figure:
-    """Disjoint clip flags as shares of the token updates of each iteration.
+    """Draw the disjoint clip flags as shares of the token updates of each iteration.
 
     `flags` has columns iteration, the flags of `scan.FLAGS` and token_updates, all counts.
     """
@@ -194,9 +194,14 @@ def flag_figure(flags: pd.DataFrame) -> Figure:
 
 
 def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of: str, caption: str) -> Figure:
-    """How the finite values of each group are distributed, as bars in percent, side by side.
+    """Draw the distribution of the finite values of each group, as bars in percent, side by side.
 
-    `name` is what the values are, such as `score`, `of` what has one, such as `responses`.
+    Args:
+        title: title of the figure.
+        groups: the values of each group.
+        name: the name of a value, such as `score`.
+        of: the things that have a value, such as `responses`.
+        caption: caption of the figure.
     """
     finite = {group: values[np.isfinite(values)] for group, values in groups.items()}
     everything = np.concatenate([*finite.values()])
@@ -222,7 +227,7 @@ def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of:
 
 
 def change_figures(values: Mapping[int, Floats], name: str, of: str) -> list[Figure]:
-    """The distribution in the first and in the last iteration that has a finite value; none if no iteration has."""
+    """Draw the distributions in the first and the last iteration with a finite value; no figure if there is none."""
     filled = sorted(iteration for iteration, found in values.items() if np.isfinite(found).any())
     if not filled:
         return []
@@ -232,5 +237,5 @@ def change_figures(values: Mapping[int, Floats], name: str, of: str) -> list[Fig
 
 
 def _short(value: float) -> str:
-    """A short label, such as 0.01 or 1e-4."""
+    """Return a short label, such as 0.01 or 1e-4."""
     return f"{value:g}" if value == 0 or value >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")

@@ -21,17 +21,17 @@ _SHOWN = {code: f"⟨U+{code:04X}⟩" for code in sorted(_HIDDEN)} | {0x0A: "↵
 
 
 def escape(text: object) -> str:
-    """Text that is safe inside elements and quoted attributes; invisible characters are named, as in ⟨U+202E⟩."""
+    """Return text that is safe in elements and quoted attributes; invisible characters are named, as in ⟨U+202E⟩."""
     return html.escape(str(text).translate(_SHOWN), quote=True)
 
 
 def prose(text: str) -> str:
-    """A sentence as HTML, with code where the text has `backticks`."""
+    """Return a sentence as HTML; text in `backticks` becomes code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def element(tag: str, content: str = "", **attributes: str | float | bool) -> str:
-    """`<tag name="value">content</tag>`, with values escaped, not content; `for_` and `class_` lose the underscore."""
+    """Return `<tag name="value">content</tag>`. Values are escaped, content is not. `class_` is written as class."""
     words = [tag]
     for name, value in attributes.items():
         if value is not False:
@@ -40,7 +40,7 @@ def element(tag: str, content: str = "", **attributes: str | float | bool) -> st
 
 
 def number(value: object, digits: int = 4) -> str:
-    """A number in readable form: thousands grouped, `digits` significant digits; a dash for NaN."""
+    """Return a number for readers: thousands grouped, `digits` significant digits, a dash for NaN."""
     if isinstance(value, bool | np.bool_):
         return "yes" if value else "no"
     if isinstance(value, int | np.integer):
@@ -57,7 +57,7 @@ def number(value: object, digits: int = 4) -> str:
 
 
 def share(count: int, whole: int) -> str:
-    """A share such as `33 %`, with more digits for small ones; never rounded to 0 or 100."""
+    """Return a share such as `33 %`, with more digits if it is small; never rounded to 0 or 100."""
     if whole == 0 or count in (0, whole):
         return "100 %" if count and count == whole else "0 %"
     percent = 100 * count / whole
@@ -67,7 +67,7 @@ def share(count: int, whole: int) -> str:
 
 
 def differences(a: str, b: str) -> list[tuple[Literal["=", "-", "+"], str]]:
-    """The parts of two texts by words: in both (=), in `a` alone (-), in `b` alone (+)."""
+    """Return the parts of two texts, cut at words: in both (=), in `a` alone (-), in `b` alone (+)."""
     before, after = (re.findall(r"\s*(?:\w+|[^\w\s])|\s+", text) for text in (a, b))
     parts: list[tuple[Literal["=", "-", "+"], str]] = []
     for kind, a0, a1, b0, b1 in difflib.SequenceMatcher(None, before, after).get_opcodes():
@@ -77,18 +77,18 @@ def differences(a: str, b: str) -> list[tuple[Literal["=", "-", "+"], str]]:
 
 
 def spread(count: int, limit: int) -> npt.NDArray[np.int64]:
-    """Up to `limit` of the indices 0 to count - 1, evenly spread, including the first and the last."""
+    """Return up to `limit` of the indices 0 to count - 1, evenly spread, with the first and the last."""
     if count <= limit:
         return np.arange(count, dtype=np.int64)
     return np.unique(np.linspace(0, count - 1, limit).round().astype(np.int64))
 
 
 class Html(str):
-    """HTML of a cell of `table`, not escaped again. Its column needs dtype object, or pandas makes it a str."""
+    """HTML in a cell of `table`, which does not escape it. The column needs dtype object, or pandas makes it a str."""
 
 
 def table(frame: pd.DataFrame, caption: str, limit: int = MAX_ROWS) -> str:
-    """A frame as an HTML table; if it has more than `limit` rows, evenly spread ones, and the caption says so."""
+    """Return a frame as an HTML table, with at most `limit` rows, evenly spread; the caption says what is left out."""
     rows = spread(len(frame), limit)
     if len(rows) < len(frame):
         caption = f"{caption} ({len(rows)} of {len(frame):,} rows, evenly spread)"

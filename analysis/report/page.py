@@ -1,4 +1,4 @@
-"""Figures, sections and the whole page: its security policy, its first screen. It loads nothing from elsewhere."""
+"""The HTML of a page: figures, sections, first screen, security policy. A page loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MARKS = {"holds": "✓", "differs": "≠", "fact": "•"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence; by `kind` it says that a promise holds, that something differs, or states a fact."""
+    """One sentence; `kind` says whether a promise holds, something differs, or the sentence is a fact."""
 
     kind: Literal["holds", "differs", "fact"]
     text: str
@@ -33,7 +33,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Card:
-    """A question of the first screen: a chart and sentences that answer it, then `blocks` of HTML."""
+    """A question of the first screen, with a chart and sentences as its answer, and `blocks` of HTML below."""
 
     question: str
     verdicts: Sequence[Verdict]
@@ -43,7 +43,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Figure:
-    """`chart` is SVG, `numbers` are the numbers drawn, `caption` says how to read them."""
+    """A chart as SVG, the numbers that it draws, and a caption that says how to read it."""
 
     title: str
     chart: str
@@ -53,7 +53,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: `key` is its anchor, `notes` are sentences before the figures, `blocks` HTML after."""
+    """A section of the page: `key` is its anchor; `notes` are sentences above the figures, `blocks` HTML below them."""
 
     key: str
     title: str
@@ -63,7 +63,7 @@ class Section:
 
 
 def figure_html(figure: Figure) -> str:
-    """The figure as HTML, with its numbers folded, and all of them as CSV in a link that needs no network."""
+    """Return the figure as HTML, with a folded table of its numbers and a link that saves them as CSV."""
     numbers = element("summary", "Numbers") + scrolled(table(figure.numbers, figure.title))
     foot = element("div", element("details", numbers) + csv_link(figure.title, figure.numbers), class_="numbers")
     caption = element("figcaption", prose(figure.caption))
@@ -71,7 +71,7 @@ def figure_html(figure: Figure) -> str:
 
 
 def csv_link(title: str, frame: pd.DataFrame) -> str:
-    """A link that saves a frame as CSV: every row, floats with all digits that it takes to read them back."""
+    """Return a link that saves a frame as CSV, without a network; a reader gets the same floats back."""
     text = csv_text(frame)
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     # ASCII alone, and no slash, so that nothing in it looks like an address
@@ -80,25 +80,25 @@ def csv_link(title: str, frame: pd.DataFrame) -> str:
 
 
 def scrolled(inside: str, class_: str = "") -> str:
-    """HTML that scrolls where it is too large for the page."""
+    """Return HTML that scrolls if it is too large for the page."""
     return element("div", inside, class_=f"scroll {class_}".strip(), tabindex="0")
 
 
 def facts_html(facts: Sequence[tuple[str, str]]) -> str:
-    """Names and values, the values as code."""
+    """Return names and values as HTML, with the values as code."""
     return element(
         "dl", "".join(element("dt", escape(n)) + element("dd", element("code", escape(v))) for n, v in facts)
     )
 
 
 def folded_text(title: str, text: str) -> str:
-    """A text of several lines, folded."""
+    """Return a text of several lines as folded HTML."""
     lines = "\n".join(escape(line) for line in text.splitlines())
     return element("details", element("summary", escape(title)) + element("pre", lines, tabindex="0"))
 
 
 def folded_table(title: str, frame: pd.DataFrame) -> str:
-    """A table with all of its rows, folded."""
+    """Return a table with all rows as folded HTML."""
     inside = scrolled(table(frame, title, limit=len(frame)), "words")
     return element("details", element("summary", escape(title)) + inside)
 
@@ -125,7 +125,7 @@ def _section(section: Section) -> str:
 
 
 def embedded_json(value: dict[str, Any]) -> str:
-    """JSON that cannot end its script element: ASCII only, with `<` escaped; ValueError on NaN."""
+    """Return JSON that cannot end its script element: ASCII only, with `<` escaped; ValueError on NaN."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -133,7 +133,16 @@ def embedded_json(value: dict[str, Any]) -> str:
 def document(
     title: str, body: str, styles: Sequence[Path], scripts: Sequence[Path], header: str = "", connect: str = "'none'"
 ) -> str:
-    """An HTML document with its styles and scripts inside; its policy allows them and requests to `connect` alone."""
+    """Return an HTML document with its styles and scripts inside.
+
+    Args:
+        title: title and heading.
+        body: HTML of the main part.
+        styles: files of CSS.
+        scripts: files of JavaScript.
+        header: HTML below the heading.
+        connect: the security policy allows requests to this source alone.
+    """
 
     def known(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -154,7 +163,14 @@ def document(
 
 
 def page(title: str, cards: Sequence[Card], sections: Sequence[Section], data: dict[str, Any] | None = None) -> str:
-    """The HTML document of a report; `data` is what token_view.js fills the section of tokens from."""
+    """Return the HTML document of a report.
+
+    Args:
+        title: title and heading.
+        cards: the questions of the first screen.
+        sections: the sections below.
+        data: the JSON from which token_view.js fills the section of tokens; None without that section.
+    """
     links = [("summary", "Summary"), *((section.key, section.title) for section in sections)]
     nav = element("nav", "".join(element("a", escape(t), href=f"#{k}") for k, t in links), aria_label="Sections")
     answers = element("div", "".join(map(_card, cards)), class_="answers")

@@ -26,7 +26,7 @@ PROMPTS = 12
 
 
 def pair_page(a: Path, b: Path) -> str:
-    """Two runs of one kind as HTML; the same records give the same bytes. UserError if the kinds differ."""
+    """Return the page of two runs of one kind; the same records give the same bytes. UserError if the kinds differ."""
     runs = [read_run(run_dir) for run_dir in (a, b)]
     kinds = [run.facts.manifest.kind for run in runs]
     if kinds[0] != kinds[1]:
@@ -59,7 +59,7 @@ def pair_page(a: Path, b: Path) -> str:
 
 
 def _first(facts: Sequence[Facts]) -> Verdict:
-    """The first difference of two runs, with both values."""
+    """Return a sentence about the first difference of two runs, with both values."""
     a, b = facts
     if a.manifest.fingerprint == b.manifest.fingerprint:
         return Verdict("holds", "A and B have the same fingerprint: all results have the same bits.")
@@ -81,14 +81,14 @@ def _agreement(name: str, run: OneRun) -> list[Verdict]:
 
 
 def _different(facts: Sequence[Facts]) -> pd.DataFrame:
-    """field, A, B: the fields, inputs by their SHA-256, and origins of forks in which two runs differ."""
+    """Return the columns field, A, B of all fields, inputs (by SHA-256) and origins of forks that differ."""
     changed = setup_changes(facts[0].run_dir, facts[1].run_dir)
     rows = [(name, *map(shown, values)) for name, values in sorted(changed.items())]
     return pd.DataFrame(rows or [("no field", "the same", "the same")], columns=["field", *NAMES])
 
 
 def _responses(facts: Sequence[Facts]) -> list[Section]:
-    """The last recorded responses of both to the same held-out prompts; none if none recorded."""
+    """Return the section of both runs' last responses to the same held-out prompts; none if a run recorded none."""
     found = [rows for one in facts if (rows := evaluations(one.run_dir, one.manifest)) is not None]
     if len(found) < len(facts):
         return []
@@ -113,7 +113,7 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
 
 
 def _side(parts: Sequence[tuple[str, str]], kind: str, tag: str) -> Html:
-    """One of two texts as HTML; what the other one does not have is in an element `tag`."""
+    """Return one of two texts as HTML; the parts that the other text does not have are in an element `tag`."""
     return Html(
         "".join(element(tag if found == kind else "span", escape(t)) for found, t in parts if found in ("=", kind))
     )

@@ -37,7 +37,7 @@ from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, by_phase, lo
 from ppo_repro.runs.summary import summarise
 from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
 
-# the two curves of the first screen, by what the chart calls them
+# the two curves of the first screen, by their names in the chart
 MAIN = {"held out, greedy": "eval_score", "sampled": "score"}
 CONTROL_MAIN = {"likeliest actions": "eval_return", "training episodes": "episode_return"}
 # column of steps -> title, unit, caption
@@ -50,7 +50,7 @@ DPO_STEPS = {
 
 
 def run_page(facts: Facts, responses: int) -> str:
-    """The report of one run as HTML; the same records give the same bytes."""
+    """Return the page of one run of PPO; `responses` is how many it shows token by token, 0 for none."""
     iterations, steps = summary_tables(facts)
     scan = scan_run(facts, iterations, steps)
     counted = parity(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)
@@ -67,9 +67,9 @@ def run_page(facts: Facts, responses: int) -> str:
         Card("How to repeat it", (), [facts_html(again)]),
     )
     named, forked = [curves.Curve("this run", scan.curves)], facts.forked_at
-    of = ("return", "episodes") if facts.is_control else ("score", "responses")
-    distributions = figures.change_figures(scan.values, *of)
-    learning, optimisation = (curves.metric_figures(of, named, forked_at=forked) for of in curves.PPO)
+    name, things = ("return", "episodes") if facts.is_control else ("score", "responses")
+    distributions = figures.change_figures(scan.values, name, things)
+    learning, optimisation = (curves.metric_figures(wanted, named, forked_at=forked) for wanted in curves.PPO)
     sections = [
         Section("learning", "Learning", (), [*learning, *distributions]),
         Section("optimisation", "Optimisation", (), optimisation),
@@ -95,7 +95,7 @@ def _main_chart(facts: Facts, scan: Scan) -> str:
 
 
 def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
-    """Why and where sampler and trainer differ: by probability, position, lag, turn and route, over the iterations."""
+    """Diagnose why sampler and trainer differ, and draw where: by probability, position, lag, turn, route, time."""
     measured = list(measure(run_pairs(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)))
     update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
     divergences = update[update["metric"].isin(["k1", "k3"]) & (update["reduction"] == "token_mean")]
@@ -109,7 +109,7 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
 
 
 def _mismatch(facts: Facts, scan: Scan, counted: Parity, found: list[Figure]) -> Section:
-    """The mismatch between sampler and trainer; if every bit agrees, a sentence replaces the figures."""
+    """Return the section about mismatch; if every bit agrees, a sentence replaces the figures."""
     if counted.unequal_old_rollout_logprobs == 0:
         note = f"All {counted.tokens:,} differences are exactly 0, so there is no distribution of them to draw."
         return Section("mismatch", "Sampler and trainer", (note,))
@@ -119,7 +119,7 @@ def _mismatch(facts: Facts, scan: Scan, counted: Parity, found: list[Figure]) ->
 
 
 def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:
-    """Ratios and clipping; a sentence if the policy took no step with a ratio."""
+    """Return the section about ratios and clipping; a sentence if the policy took no step with a ratio."""
     title = "Ratios and clipping"
     if not len(scan.ratios):
         return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
@@ -138,7 +138,7 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
 
 
 def first_and_last(facts: Facts, found: pd.DataFrame) -> pd.DataFrame:
-    """quantity, first, last, unit: both ends of every curve."""
+    """Return the first and last value of every curve: quantity, first, last, unit."""
     metrics = [metric for metrics in curves.BY_KIND[facts.manifest.kind] for metric in metrics]
     ends = found.sort_values("iteration").groupby("metric")["value"].agg(["first", "last"])
     rows = [(m.title, *map(float, ends.loc[m.key]), m.unit) for m in metrics if m.key in ends.index]
@@ -148,7 +148,7 @@ def first_and_last(facts: Facts, found: pd.DataFrame) -> pd.DataFrame:
 def _numbers(
     facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, counted: Parity, found_curves: pd.DataFrame
 ) -> Section:
-    """Key numbers as tables; times, configuration and terms folded."""
+    """Return the section of key numbers, with folded times, configuration and terms."""
     parts = {"environment steps": "tokens", "episodes that ended": "episodes"}
     if not facts.is_control:
         parts = {"responses": "sequences", "response tokens": "tokens"}
@@ -180,7 +180,7 @@ def _numbers(
 
 
 def dpo_page(folder: Path) -> str:
-    """The report of one DPO run as HTML; the same records give the same bytes."""
+    """Return the page of one DPO run; the same records give the same bytes."""
     recorded = reader.open_manifest(folder)
     text = reader.read_checked(folder / CONFIG_NAME, recorded.files[CONFIG_NAME]).decode()
     config, environment = load_config_of(folder, recorded), read_note(folder, recorded, ENVIRONMENT_NAME)
@@ -193,8 +193,8 @@ def dpo_page(folder: Path) -> str:
         ("optimizer steps", len(steps)),
         *((key, value) for key, value in recorded.final.items() if not isinstance(value, str)),
     ]
-    said = summarise(folder).sentences
-    learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in said]
+    sentences = summarise(folder).sentences
+    learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in sentences]
     drawn = [_dpo_curve(steps, column) for column in DPO_STEPS]
     again = repeating(folder, recorded, environment, config)
     cards = (Card("Did it learn?", learnt, chart=drawn[1].chart), Card("How to repeat it", (), [facts_html(again)]))

@@ -1,6 +1,6 @@
 """The page of the runs of a grid, or of any folder.
 
-A setting is what a run was started with, without its seed; in a grid one combination of the axes' labels.
+A setting is the configuration and inputs of a run without its seed. In a grid it is a combination of the axes' labels.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import Setting, settings_of, setup_of
 
 MAX_LINES = 8
-# what settings are compared by: title, name of the final result
+# the final results that compare settings: title, name of the result
 MEASURES = {
     "language": {"held-out accuracy": "eval_accuracy", "held-out score": "eval_score"},
     "control": {"return, likeliest actions": "eval_return", "return, last 100 episodes": "last_100_return"},
     "dpo": {"held-out accuracy": "eval_accuracy"},
 }
-# where a run has none of these: title, column of the last iteration
+# if a run has none of MEASURES: title, column of the last iteration
 LAST = {
     "language": ("last score", "score_mean"),
     "control": ("last return", "episode_return_mean"),
@@ -43,7 +43,7 @@ LAST = {
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The runs below a folder, sorted; raises UserError if there is none."""
+    """Return the runs below a folder, sorted; raises UserError if there is none."""
     runs = sorted(path for path in folders_with(folder, manifest.FILE_NAME) if (path / "records").is_dir())
     if not runs:
         raise UserError(f"{folder}: has no run; give the folder of a run, or one with runs in it")
@@ -51,9 +51,10 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def runs_page(folder: Path, linked_from: Path | None) -> str:
-    """The page about the complete runs of a folder, which names the others; UserError if none is complete.
+    """Return the page about the complete runs of a folder; it also answers the question of a grid.
 
-    Of a grid it also answers the question. Runs are links if the page lies in `linked_from`.
+    The page will be written into the folder `linked_from`, and links to each run; without `linked_from` it names the
+    runs. Raises UserError if no run is complete, or the runs are of several kinds.
     """
     states = {run_dir: manifest.load(run_dir).status for run_dir in runs_below(folder)}
     complete = [run_dir for run_dir, state in states.items() if state == "complete"]
@@ -104,10 +105,10 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
 
 
 def _without_doubles(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, Path]]]:
-    """The runs with different fingerprints, and of each other run itself and the one that has the same bits."""
+    """Return one run per fingerprint, and each other run with the returned run that has the same fingerprint."""
     first: dict[str, Path] = {}
     doubles = []
-    for run_dir in sorted(complete, key=lambda path: (len(path.parts), path)):  # not the copy in a folder of its own
+    for run_dir in sorted(complete, key=lambda path: (len(path.parts), path)):  # the run, not its copy further down
         kept = first.setdefault(manifest.load_head(run_dir).fingerprint, run_dir)
         if kept != run_dir:
             doubles.append((run_dir, kept))
@@ -115,7 +116,7 @@ def _without_doubles(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[P
 
 
 def _left_out(folder: Path, states: Mapping[Path, str], doubles: Sequence[tuple[Path, Path]]) -> list[Card]:
-    """A card about runs that are not in the page; none if all are."""
+    """Return a card about the runs that are not in the page; none if all are in it."""
     missing = [f"{run.relative_to(folder)} ({state})" for run, state in states.items() if state != "complete"]
     said = [Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}.")] if missing else []
     for double, kept in doubles:
@@ -125,7 +126,7 @@ def _left_out(folder: Path, states: Mapping[Path, str], doubles: Sequence[tuple[
 
 
 def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun]]:
-    """The runs of each setting: by the labels of the grid's axes, or by what their setups differ in."""
+    """Return the runs of each setting, named by the labels of the grid's axes, or by the differences of setups."""
     found = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
     if (folder / "cells.parquet").exists():
         cells = pd.read_parquet(folder / "cells.parquet")
@@ -146,7 +147,7 @@ def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun
 
 
 def _called(setting: Setting, group: Sequence[OneRun]) -> Setting:
-    """A setting under the name that all of its runs were given, or under the experiment if nothing differs."""
+    """Rename a setting after the label that all its runs have, or after the experiment if nothing differs."""
     names = {read_label(run.facts.run_dir).name for run in group}
     name = names.pop() if len(names) == 1 else ""
     return Setting(name or setting.short or group[0].facts.config.experiment, setting.whole)
@@ -159,12 +160,12 @@ def _line(setting: Setting, group: Sequence[OneRun]) -> Curve:
 
 
 def _has_many(finals: pd.DataFrame) -> bool:
-    """Whether every setting has enough seeds for an interval to say something."""
+    """Return whether every setting has enough seeds for an interval."""
     return bool(finals.groupby("point").size().min() >= curves.MANY_SEEDS)
 
 
 def _band(finals: pd.DataFrame) -> str:
-    """What the charts show besides the mean."""
+    """Return a sentence about the lines and bands of the charts."""
     sizes = finals.groupby("point").size()
     if sizes.max() == 1:
         return "one run of each setting."
@@ -174,7 +175,7 @@ def _band(finals: pd.DataFrame) -> str:
 
 
 def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
-    """point, seed, and the final results that all runs have, else the mean score or return of the last iteration."""
+    """Return point, seed and the final results that all runs have, or else the mean score or return at last."""
     kind, judged = runs[0].facts.manifest.kind, all(run.facts.is_judged for run in runs)
     found = {
         name: [float(run.facts.manifest.final[key]) for run in runs]
@@ -191,7 +192,14 @@ def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
 
 
 def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str) -> list[Card]:
-    """The question of a grid and what was expected, the answer, and the table of differences if there are any."""
+    """Return the cards of a grid: question and expectation, answer, and the table of differences if there are any.
+
+    Args:
+        folder: folder of the grid.
+        finals: the frame of `_finals`.
+        measure: the column of `finals` that answers the question.
+        chart: SVG of the measure by iteration.
+    """
     tree = read_tree(folder / "grid.yaml")
     said = [str(tree["question"]), f"Expected: {tree['expectation']}"]
     if tree.get("axes"):
@@ -208,7 +216,7 @@ def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str) -
 
 
 def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataFrame]:
-    """Sentences about the differences from the first setting, and the table of all differences."""
+    """Return sentences about the differences from the first setting, and the table of all differences."""
     points = [str(point) for point in finals["point"].unique()]
     seeds = finals.groupby("point")["seed"].apply(frozenset)
     if len(points) < 2:
@@ -245,7 +253,7 @@ def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataF
 
 
 def _seen(finals: pd.DataFrame, measure: str, points: Sequence[str]) -> list[float]:
-    """For each setting but the first the difference that Holm's first test finds with probability 0.8."""
+    """Return the difference that Holm's first test finds with probability 0.8, for each setting but the first."""
     first, *others = (finals[finals["point"] == point].set_index("seed")[measure] for point in points)
     return [
         detectable(float((values - first).std(ddof=1)), len(first), paired=True, alpha=0.05 / len(others))
@@ -254,7 +262,7 @@ def _seen(finals: pd.DataFrame, measure: str, points: Sequence[str]) -> list[flo
 
 
 def _spread(values: pd.Series) -> str:
-    """Mean and interval, or below MANY_SEEDS the mean and both ends."""
+    """Return mean and interval as text; mean, smallest and largest value of fewer than MANY_SEEDS seeds."""
     if len(values) >= curves.MANY_SEEDS:
         return interval(values)
     ends = f" ({values.min():.3f} to {values.max():.3f})" if len(values) > 1 else ""
@@ -262,7 +270,7 @@ def _spread(values: pd.Series) -> str:
 
 
 def _means(finals: pd.DataFrame, measures: Sequence[str], wholes: Mapping[str, str]) -> pd.DataFrame:
-    """setting, seeds, and mean and spread of each measure."""
+    """Return one row per setting: setting, seeds, and mean and spread of each measure."""
     rows = [
         {
             "setting": Html(element("span", escape(point), title=wholes[str(point)] or False)),
@@ -275,7 +283,7 @@ def _means(finals: pd.DataFrame, measures: Sequence[str], wholes: Mapping[str, s
 
 
 def _link(run_dir: Path, folder: Path, linked_from: Path | None) -> Html:
-    """The run's page, or its folder if it has no page; a path if the page about the grid lies elsewhere."""
+    """Return a link to the run's page, or to its folder if it has no page; the path alone without `linked_from`."""
     name = escape(run_dir.relative_to(folder))
     if linked_from is None:
         return Html(element("code", name))

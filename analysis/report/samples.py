@@ -1,4 +1,4 @@
-"""The same held-out prompt over time: its response at every evaluation."""
+"""Held-out prompts over time: the response to the same prompt at every evaluation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _EVALUATION = ["iteration", "prompt_key", "prompt", "response", "answer", "score
 
 
 def evaluations(run_dir: Path, recorded: Manifest) -> pd.DataFrame | None:
-    """The held-out responses of every evaluation; None where the run recorded none."""
+    """Return the held-out responses of every evaluation; None if the run recorded none."""
     if "evaluations" not in manifest.table_names(recorded):
         return None
     return reader.read_evaluations(run_dir, columns=_EVALUATION, allow_incomplete=True)
 
 
 def samples_section(facts: Facts) -> list[Section]:
-    """Held-out prompts whose score rose, fell or stayed; no section if no evaluation was recorded."""
+    """Return the section of held-out prompts whose score rose, fell or stayed; none if no evaluation was recorded."""
     found = evaluations(facts.run_dir, facts.manifest)
     if found is None:
         return []
@@ -39,7 +39,7 @@ def samples_section(facts: Facts) -> list[Section]:
 
 
 def _chosen(found: pd.DataFrame, count: int) -> list[pd.DataFrame]:
-    """The rows of up to `count` prompts: in turn one whose score rose, fell and stayed from first to last."""
+    """Return the rows of up to `count` prompts, in turn one whose score rose, one that fell, one that stayed."""
     groups = {str(key): rows for key, rows in found.groupby("prompt_key", sort=False)}
     change = {key: np.sign(rows["scores"].iloc[-1] - rows["scores"].iloc[0]) for key, rows in groups.items()}
     kinds = [[key for key in groups if change[key] == sign] for sign in (1.0, -1.0, 0.0)]
@@ -61,13 +61,13 @@ def _held_out(rows: pd.DataFrame, facts: Facts) -> str:
 
 
 def card(prompt: str, answer: str, moments: pd.DataFrame) -> str:
-    """A prompt with its answer, and below it moments (or runs) with their response and score."""
+    """Return a prompt with its answer as HTML, above a table of moments (or runs) with response and score."""
     wanted = f" → {shortened(answer)}" if answer else ""
     return scrolled(table(moments, f"{shortened(prompt)}{wanted}"), "card")
 
 
 def shortened(text: str) -> str:
-    """The text, cut in its middle where it is long, with a word about how much is missing."""
+    """Return the text; the middle of a long text is replaced by the number of characters that it has."""
     missing = len(text) - SHOWN_CHARACTERS
     if missing <= 0:
         return text

@@ -35,7 +35,7 @@ LOGPROBS = ["iteration", "rollout_logprobs", "old_logprobs"]
 
 @dataclass(frozen=True)
 class Scan:
-    """What a run's page shows; `responses` only of language runs."""
+    """The numbers of a run's page; `responses` is empty for a control run."""
 
     curves: pd.DataFrame
     deltas: Counts  # of `delta_counts`
@@ -49,7 +49,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class IterationRecords:
-    """The recorded tables of one iteration; sequences are None in control runs."""
+    """The recorded tables of one iteration; `sequences` is None for a control run."""
 
     iteration: int
     sequences: pd.DataFrame | None
@@ -58,7 +58,7 @@ class IterationRecords:
 
 
 def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The tables `iterations` and `steps`; raises UserError on anything missing or damaged."""
+    """Read the tables `iterations` and `steps`; UserError if they are missing or damaged."""
     return (
         reader.read_iterations(facts.run_dir, iterations=facts.iterations, allow_incomplete=True),
         reader.read_steps(facts.run_dir, iterations=facts.iterations, allow_incomplete=True),
@@ -66,7 +66,7 @@ def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def iterations_of(facts: Facts) -> Iterator[IterationRecords]:
-    """The iterations of a run, one at a time; raises UserError on anything missing or damaged."""
+    """Yield the iterations of a run; UserError if a record is missing or damaged."""
     language = not facts.is_control
     names = [*UPDATES, "sequence"] if language else UPDATES
     for iteration in facts.iterations:
@@ -80,25 +80,25 @@ def iterations_of(facts: Facts) -> Iterator[IterationRecords]:
 
 
 def deltas(tokens: pd.DataFrame) -> Floats:
-    """old_logprobs - rollout_logprobs in nats, float64."""
+    """Return old_logprobs - rollout_logprobs of each token, nats, float64."""
     return tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
 
 
 def delta_counts(delta: Floats) -> Counts:
-    """Tokens by |delta|, [2, bins of DELTA_EDGES]: delta > 0, delta < 0; the outer bins have what lies beyond."""
+    """Count tokens by |delta| in bins of DELTA_EDGES, [2, bins]: delta > 0, delta < 0. Outer bins have no outer edge."""
     inside = np.clip(np.abs(delta), DELTA_EDGES[0], DELTA_EDGES[-1])
     return np.array([np.histogram(inside[where], DELTA_EDGES)[0] for where in (delta > 0, delta < 0)])
 
 
 def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
-    """iteration, epoch, minibatch and QUANTILES of the finite ratios of each step."""
+    """Return iteration, epoch, minibatch and QUANTILES of the finite ratios of each step."""
     finite = updates[np.isfinite(updates["ratios"].to_numpy(np.float64))].astype({"ratios": "float64"})
     table = finite.groupby(["epoch", "minibatch"])["ratios"].quantile(list(QUANTILES)).unstack()
     return table.reindex(columns=QUANTILES).reset_index().assign(iteration=iteration)
 
 
 def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Scan:
-    """The pass over all iterations."""
+    """Read all iterations of a run of PPO once, and return what its page shows."""
     sampled, flags = list[dict[str, float | str]](), list[dict[str, int]]()
     ratios, responses = list[pd.DataFrame](), list[pd.DataFrame]()
     values: dict[int, Floats] = returns_of(facts) if facts.is_control else {}
@@ -128,7 +128,7 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
 
 
 def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """iteration, metric, value, low, high of every curve of a run, without the other counts of its page."""
+    """Return every curve of a run, as rows iteration, metric, value, low, high."""
     if facts.is_control:
         return curves.control_curves(iterations, steps, facts.manifest.final, returns_of(facts))
     if facts.manifest.kind == DPO:
@@ -144,13 +144,13 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> p
 def _language_curves(
     facts: Facts, sampled: list[dict[str, float | str]], iterations: pd.DataFrame, steps: pd.DataFrame
 ) -> pd.DataFrame:
-    """Sampled and recorded curves of a language run, without accuracies where no response is right or wrong."""
+    """Return sampled and recorded curves of a language run, without accuracies if no response is right or wrong."""
     found = pd.concat([pd.DataFrame(sampled), curves.recorded_rows(iterations, steps, facts.manifest.final)])
     return found if facts.is_judged else found[~found["metric"].isin(curves.ACCURACIES)]
 
 
 def returns_of(facts: Facts) -> dict[int, Floats]:
-    """The returns of the episodes of a control run that ended, by iteration."""
+    """Return the returns of the episodes of a control run that ended, by iteration."""
     names = ["iteration", "episode_return"]
     found = reader.read_sequences(facts.run_dir, iterations=facts.iterations, columns=names, allow_incomplete=True)
     ended = found[found["episode_return"].notna()]
@@ -161,10 +161,17 @@ def returns_of(facts: Facts) -> dict[int, Floats]:
 def response_summary(
     iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame
 ) -> pd.DataFrame:
-    """iteration, sequence, tokens, score, max_abs_delta (nats), clipped (token updates)."""
+    """Return one row per response: iteration, sequence, tokens, score, max_abs_delta (nats), clipped (token updates).
+
+    Args:
+        iteration: the iteration of the tables.
+        sequences: columns SEQUENCES.
+        tokens: columns TOKENS.
+        updates: columns UPDATES and sequence.
+    """
     delta = np.abs(deltas(tokens))
     largest = np.zeros(len(sequences))
-    # NaN would win every comparison; the page reports what is not finite elsewhere
+    # NaN would win every comparison; the page counts differences that are not finite elsewhere
     np.maximum.at(largest, tokens["sequence"].to_numpy(np.int64), np.where(np.isfinite(delta), delta, 0.0))
     clipped = updates["clip_flag"].str.startswith("clip_").fillna(False).to_numpy(np.bool_)
     return pd.DataFrame(

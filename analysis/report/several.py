@@ -1,4 +1,4 @@
-"""What the pages about several runs share: the runs as they are read, and their curves."""
+"""The common parts of the pages about several runs: reading the runs, and charts of their curves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ppo_repro.analysis.report.page import Section
 from ppo_repro.analysis.report.run_page import CONTROL_MAIN, MAIN
 from ppo_repro.analysis.report.scan import run_curves, summary_tables
 
-# what the chart shows: metric, unit; the first that was recorded
+# metric and unit of the first chart; the first metric that was recorded
 CHARTS = {
     "language": (*((key, "score, held out" if key == "eval_score" else "score") for key in MAIN.values()),),
     "control": (*((key, "return") for key in CONTROL_MAIN.values()),),
@@ -34,24 +34,24 @@ class OneRun:
 
     @property
     def unequal(self) -> int:
-        """Log-probs that differ between sampler and trainer, over all iterations."""
+        """The number of log-probs that differ between sampler and trainer."""
         return int(self.iterations["unequal_old_rollout_logprobs"].sum())
 
     @property
     def tokens(self) -> int:
-        """Tokens, or environment steps."""
+        """The number of response tokens, or of environment steps."""
         return int(self.iterations["tokens"].sum())
 
 
 def read_run(run_dir: Path) -> OneRun:
-    """A run of any kind; UserError if it is damaged or has no complete iteration."""
+    """Read a run of any kind; UserError if it is damaged or has no complete iteration."""
     facts = read_facts(run_dir)
     iterations, steps = summary_tables(facts)
     return OneRun(facts, iterations, steps, run_curves(facts, iterations, steps))
 
 
 def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:
-    """The evaluated curve of every line, or the sampled one if nothing was evaluated."""
+    """Return a chart with the evaluated curve of each run; with the sampled curve if nothing was evaluated."""
     for key, unit in CHARTS[facts.manifest.kind]:
         if any((line.frame["metric"] == key).any() for line in lines):
             return curves.curve_chart(unit.capitalize(), unit, [(line, key) for line in lines])
@@ -59,6 +59,14 @@ def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:
 
 
 def curve_sections(facts: Facts, lines: Sequence[Curve], notes: Sequence[str], band: str) -> list[Section]:
+    """Return the sections Learning and Optimisation of several runs.
+
+    Args:
+        facts: the facts of one of the runs.
+        lines: the curves.
+        notes: sentences above the figures.
+        band: a sentence about the bands.
+    """
     learning, optimisation = curves.BY_KIND[facts.manifest.kind]
     return [
         Section("learning", "Learning", notes, curves.metric_figures(learning, lines, band)),

@@ -1,4 +1,4 @@
-"""The token view: which responses it shows, their data, and its skeleton; token_view.js fills it."""
+"""The token view: its choice of responses, their data, and its HTML, which token_view.js fills."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIGITS = 6
 
 NULLABLE = ("values", "returns", "ratio_")
 
-# why a response is shown; each key is a button of the page
+# the reasons to show a response; each key is a button of the page
 REASONS = {
     "mismatch": "worst mismatch", "clipped": "most clipped", "best": "best score", "worst": "worst score",
     "first": "first iteration", "last": "last iteration",
@@ -33,8 +33,9 @@ REASONS = {
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """A column of the token view. scale: diverging (about 0), sequential (0 and up), negative (0 and down),
-    ratio (about 1) or category.
+    """A column of the token view.
+
+    `scale` is diverging (about 0), sequential (0 and up), negative (0 and down), ratio (about 1) or category.
     """
 
     key: str
@@ -64,9 +65,10 @@ _READ_SEQUENCES = ["iteration", "sequence", "prompt", "response", "answer", "sco
 
 
 def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> pd.DataFrame:
-    """Up to `count` rows of the summaries of all iterations, in their order, with `why` (keys of REASONS).
+    """Choose up to `count` of all responses, with `why`, the keys of REASONS that chose each.
 
-    The reasons take turns to choose their next best response until `count` or `max_tokens` is reached.
+    The reasons take turns: each chooses its next best response, until `count` or `max_tokens` is reached. `summary` has
+    the rows of `scan.response_summary`; the returned rows have the same order.
     """
     rows = summary.reset_index(drop=True)
     latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")
@@ -103,7 +105,7 @@ def _in_turn(ranked: dict[str, npt.NDArray[np.int64]]) -> Iterator[tuple[int, st
 
 
 def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
-    """The data that the page embeds: columns with their scales, and the selected responses token by token."""
+    """Return the data that the page embeds: columns with their scales, and the selected responses token by token."""
     responses: list[dict[str, Any]] = []
     names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
     for iteration, rows in selected.groupby("iteration", sort=True):
@@ -116,7 +118,7 @@ def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
 
 
 def described(responses: list[dict[str, Any]]) -> dict[str, Any]:
-    """What token_view.js reads: columns with their scales, over all of these responses of `responses_of`."""
+    """Return the data of token_view.js: columns with their scales, and responses of `responses_of`."""
     epochs = max((response.pop("epochs") for response in responses), default=0)
     columns = [*TOKEN_COLUMNS]
     for epoch in range(epochs):
@@ -134,9 +136,17 @@ def described(responses: list[dict[str, Any]]) -> dict[str, Any]:
 def responses_of(
     sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame, summary: pd.DataFrame, where: str
 ) -> list[dict[str, Any]]:
-    """The responses of `summary` (sequence, why, max_abs_delta, clipped), all of one iteration, token by token.
+    """Return some responses of one iteration, token by token.
 
-    UserError that names `where` if the tables do not belong together.
+    Args:
+        sequences: the table `sequences`.
+        tokens: the table `tokens`.
+        updates: the table `updates`.
+        summary: the chosen responses: sequence, why, max_abs_delta, clipped.
+        where: the name of the run and iteration, for messages.
+
+    Raises:
+        UserError: the updates have tokens that `tokens` does not have.
     """
     chosen = sequences[sequences["sequence"].isin(summary["sequence"])]
     about = {row["sequence"]: row for row in chosen.to_dict("records")}
@@ -152,14 +162,14 @@ def responses_of(
 
 
 def special_tokens(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:
-    """Tokens without text that are alone in their word: end tokens and the like, not bytes of a character."""
+    """Return the tokens without text that are alone in their word: end tokens, but not bytes of a character."""
     empty = (tokens["char_start"] == tokens["char_end"]).to_numpy()
     words = tokens.groupby(["iteration", "sequence", "word_id"])["position"].transform("size").to_numpy()
     return np.asarray(empty & (words == 1), dtype=np.bool_)
 
 
 def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.DataFrame:
-    """ratio_e and flag_e per token for each epoch e; empty where the epoch did not reach the token."""
+    """Return ratio_e and flag_e of each token for each epoch e; empty if the epoch did not reach the token."""
     keys = ["sequence", "position"]
     rows = pd.MultiIndex.from_frame(tokens[keys]).get_indexer(pd.MultiIndex.from_frame(updates[keys]))
     if (rows < 0).any():
@@ -199,14 +209,14 @@ def _plain(values: pd.Series) -> list[Any]:
 
 
 def _number(value: float) -> float | str | None:
-    """The number rounded to DIGITS; infinities as words, since JSON has none."""
+    """Return the number rounded to DIGITS; None for NaN, and a word for an infinity, which JSON does not have."""
     if math.isnan(value):
         return None
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
 
 
 def _limit(scale: str, values: list[Any]) -> float:
-    """The value with the full colour: the 98th percentile of the sizes, or the largest if that is 0."""
+    """Return the value with the full colour: the 98th percentile of absolute values, or the largest if that is 0."""
     if scale == "category":
         return 0.0
     data = np.array([value for value in values if isinstance(value, float | int)], dtype=np.float64)
@@ -219,7 +229,7 @@ def _limit(scale: str, values: list[Any]) -> float:
 
 
 def token_area() -> str:
-    """Controls, token area and the values of one token, hidden until token_view.js fills them."""
+    """Return the HTML of controls, tokens and the values of one token, hidden until token_view.js fills it."""
     many = element(
         "span",
         _labelled("Iteration", "tv-iteration") + _labelled("Sequence", "tv-sequence")
@@ -251,7 +261,7 @@ def token_area() -> str:
 
 
 def token_section(view: dict[str, Any], recorded: int) -> Section:
-    """The token view of the responses in `view`; `recorded` is how many responses the run has."""
+    """Return the section of the token view of `view`; the run has `recorded` responses."""
     needs = element("noscript", element("p", "The token view needs the script inside this page."))
     shown = number(len(view["responses"]))
     note = (

@@ -1,4 +1,4 @@
-"""The sentences of a run's page: did it learn, is it on-policy, what went wrong."""
+"""The sentences of a run's page: did the run learn, is it on-policy, what went wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ppo_repro.runs.summary import change, not_promised
 
 
 def origin(facts: Facts) -> list[Verdict]:
-    """A sentence about a fork."""
+    """Return a sentence about a fork; none for another run."""
     found = facts.manifest.origin
     if found is None:
         return []
@@ -29,7 +29,7 @@ def origin(facts: Facts) -> list[Verdict]:
 
 
 def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
-    """How accuracy, score and KL, or returns, changed."""
+    """Return sentences about the changes of accuracy, score and KL, or of returns."""
     if isinstance(facts.config, ControlConfig):
         means = iterations["episode_return_mean"].dropna()
         found = []
@@ -54,7 +54,7 @@ def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
 
 
 def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, how: str) -> Verdict:
-    """The first and the last evaluation, with the evaluation after the last update if the run got there."""
+    """Return a sentence about the first and the last evaluation of one metric."""
     rows = iterations.loc[iterations[column].notna(), ["iteration", column]]
     values = [float(value) for value in rows[column]]
     where = f"before iteration {rows['iteration'].iloc[-1]}" if len(rows) else ""
@@ -67,7 +67,7 @@ def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, h
 
 
 def on_policy(facts: Facts, counted: Parity) -> list[Verdict]:
-    """Whether sampler and trainer agree; without a sentence on ratios or values that do not exist."""
+    """Return sentences about the agreement of sampler and trainer: log-probs, ratios and values."""
     config, unit = facts.ppo, facts.unit
     anchor = "rollout" if isinstance(config, ControlConfig) else config.ppo.ratio_anchor
     has_ratios = isinstance(config, ControlConfig) or config.ppo.objective.kind != "policy_gradient"
@@ -106,7 +106,7 @@ def _counted(wrong: int, holds: str, differs: str) -> Verdict:
 
 
 def troubles(facts: Facts, nonfinite_ratios: int, nonfinite_deltas: int) -> list[Verdict]:
-    """What is not complete or not finite, and what was disturbed on purpose; a sentence if there is nothing."""
+    """Return sentences about missing iterations, values that are not finite, and faults on purpose."""
     found = state(facts)
     if nonfinite_ratios + nonfinite_deltas:
         counted = f"{nonfinite_ratios:,} ratios, {nonfinite_deltas:,} log-prob differences"
@@ -117,7 +117,7 @@ def troubles(facts: Facts, nonfinite_ratios: int, nonfinite_deltas: int) -> list
 
 
 def state(facts: Facts) -> list[Verdict]:
-    """A sentence about a run that is not complete."""
+    """Return a sentence about a run that is not complete; none for a complete run."""
     if facts.manifest.status == "complete":
         return []
     words = {"running": "is not finished: it works still, or was killed,", "interrupted": "was interrupted"}
@@ -129,7 +129,7 @@ def state(facts: Facts) -> list[Verdict]:
 
 
 def on_purpose(config: RunConfig) -> list[Verdict]:
-    """A sentence for each cause of mismatch that the run was given on purpose."""
+    """Return a sentence for each cause of mismatch that the configuration asks for."""
     sampler, trainer = config.mismatch.sampler, config.mismatch.trainer
     said = []
     if sampler.stock is not None:

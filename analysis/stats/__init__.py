@@ -1,1 +1,1 @@
-"""Statistics that know nothing of runs: exact sums, tests, intervals, power, survival."""
+"""Statistics that know nothing of runs: exact sums, standard errors, tests, intervals, power."""

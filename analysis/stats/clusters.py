@@ -1,4 +1,4 @@
-"""Means with standard errors by cluster, and quantiles from counts; neither depends on the order of the data.
+"""Means with standard errors by cluster, and quantiles from counts; the order of the data does not change them.
 
 Tokens of one response are not independent, so a standard error is over whole responses.
 """
@@ -20,7 +20,7 @@ _BITS_DROPPED = 45
 
 
 class Ratio(NamedTuple):
-    """A value and its standard error, NaN where there is none."""
+    """A value and its standard error, NaN if it has none."""
 
     value: float
     se: float = math.nan
@@ -36,11 +36,16 @@ def exact_sum(values: npt.ArrayLike) -> float:
             return float(array.sum())
 
 
-def ratio_of_sums(numerator: Floats, denominator: Floats) -> Ratio:
-    """R = sum Y / sum X over clusters, with its linearised standard error; one Y and one X per cluster.
+def segment_sums(values: Floats, starts: npt.NDArray[np.intp]) -> Floats:
+    """Return the sum of each segment of `values`, float64; a segment begins at each of `starts` and is not empty."""
+    return np.add.reduceat(values, starts) if len(starts) else np.zeros(0)
 
-    se = sqrt(G / (G - 1) sum_g (Y_g - R X_g)^2) / sum X, for G clusters; NaN for one. R is NaN where sum X is 0 or not
-    finite. A mean is the case X = 1. Cochran, Sampling Techniques, 1977, 6.3.
+
+def ratio_of_sums(numerator: Floats, denominator: Floats) -> Ratio:
+    """Return R = sum Y / sum X over clusters and its linearised standard error; each cluster has one Y and one X.
+
+    se = sqrt(G / (G - 1) sum_g (Y_g - R X_g)^2) / sum X for G clusters, NaN for one cluster. R is NaN if sum X is 0 or
+    not finite. A mean is the case X = 1. Source: Cochran, Sampling Techniques, 1977, 6.3.
     """
     total, clusters = exact_sum(denominator), len(numerator)
     if total == 0.0 or not math.isfinite(total):
@@ -59,14 +64,14 @@ def mean(values: Floats) -> Ratio:
 
 
 def log_bins(values: Floats) -> Ints:
-    """The bin of each number that is 0 or positive: 0 has a bin of its own, others have a width of at most 2**-7."""
+    """Return the bin of each number x >= 0, int64: 0 has its own bin, and the others are at most 2**-7 x wide."""
     return np.asarray(np.asarray(values, np.float64).view(np.int64) >> _BITS_DROPPED, np.int64)
 
 
 def quantile(counts: pd.Series, q: float) -> float:
-    """The number that ceil(q n) of n numbers do not exceed, within a factor 1 +- 2**-8 (0: exact); NaN without numbers.
+    """Return the q-quantile of numbers from their counts in `log_bins`, by bin in ascending order.
 
-    `counts`: how many numbers each of `log_bins` holds, by bin in ascending order.
+    ceil(q n) of n numbers do not exceed it. The relative error is at most 2**-8; 0 is exact. NaN without numbers.
     """
     total = int(counts.sum())
     if not total:

@@ -31,7 +31,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean or difference of means, its standard error and Student's degrees of freedom; NaN where there are none."""
+    """A mean or difference of means, with standard error and degrees of freedom, NaN for fewer than two values."""
 
     mean: float
     se: float
@@ -39,16 +39,16 @@ class Estimate:
 
 
 def require_finite(*samples: Floats) -> None:
-    """Raises ValueError where a sample is empty or has a value that is not finite."""
+    """Raise ValueError if a sample is empty or has a value that is not finite."""
     for sample in samples:
         if not len(sample) or not np.isfinite(sample).all():
             raise ValueError("a sample must have at least one value, and only finite ones")
 
 
 def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> Permutation:
-    """H0: each value is as likely as its negative. stat = the mean; p is two-sided.
+    """Test H0, each value is as likely as its negative, by sign changes; stat is the mean, p is two-sided.
 
-    All 2**n sign changes if these are at most `draws` + 1, else as many as `draws` says
+    The test takes all 2**n sign changes if they are at most `draws` + 1, and otherwise `draws` random sign changes
     (`scipy.stats.permutation_test`). Raises ValueError on values that are not finite.
     """
     require_finite(values)
@@ -64,7 +64,7 @@ def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> P
 
 
 def one_sample(values: Floats) -> Estimate:
-    """The mean with se = s / sqrt n and n - 1 degrees of freedom; raises ValueError on values that are not finite."""
+    """Return the mean with se = s / sqrt n and n - 1 degrees of freedom; ValueError on values that are not finite."""
     require_finite(values)
     n = len(values)
     if n < 2:
@@ -73,30 +73,30 @@ def one_sample(values: Floats) -> Estimate:
 
 
 def welch(a: Floats, b: Floats) -> Estimate:
-    """mean(b) - mean(a) with se^2 = s_a^2 / n_a + s_b^2 / n_b and Welch's degrees of freedom (Welch, 1947).
+    """Return mean(b) - mean(a) with se^2 = s_a^2 / n_a + s_b^2 / n_b and Welch's degrees of freedom.
 
-    Raises ValueError on values that are not finite.
+    Source: Welch, 1947. Raises ValueError on values that are not finite.
     """
     require_finite(a, b)
     mean = float(b.mean() - a.mean())
     if min(len(a), len(b)) < 2:
         return Estimate(mean, math.nan, math.nan)
-    of_a, of_b = float(a.var(ddof=1)) / len(a), float(b.var(ddof=1)) / len(b)
-    if of_a + of_b == 0.0:
+    error_a, error_b = float(a.var(ddof=1)) / len(a), float(b.var(ddof=1)) / len(b)
+    if error_a + error_b == 0.0:
         return Estimate(mean, 0.0, math.nan)
-    df = (of_a + of_b) ** 2 / (of_a**2 / (len(a) - 1) + of_b**2 / (len(b) - 1))
-    return Estimate(mean, math.sqrt(of_a + of_b), df)
+    df = (error_a + error_b) ** 2 / (error_a**2 / (len(a) - 1) + error_b**2 / (len(b) - 1))
+    return Estimate(mean, math.sqrt(error_a + error_b), df)
 
 
 def t_test(estimate: Estimate) -> float:
-    """Two-sided p-value of H0: the mean is 0; NaN without a spread."""
+    """Return the two-sided p-value of H0: the mean is 0; NaN without a spread."""
     if not estimate.se > 0:
         return math.nan
     return float(2 * stats.t.sf(abs(estimate.mean) / estimate.se, estimate.df))
 
 
 def t_interval(estimate: Estimate, level: float) -> tuple[float, float]:
-    """mean -+ t se, the two-sided Student interval of this level; NaN without a spread."""
+    """Return mean -+ t se, the two-sided Student interval of this level; NaN without a spread."""
     if not estimate.se > 0:
         return math.nan, math.nan
     low, high = stats.t.interval(level, estimate.df, estimate.mean, estimate.se)
@@ -104,10 +104,11 @@ def t_interval(estimate: Estimate, level: float) -> tuple[float, float]:
 
 
 def tost(estimate: Estimate, margin: float) -> float:
-    """p-value of H0: |mean| >= margin, by two one-sided t-tests (Schuirmann, 1987); a small p means equivalent.
+    """Return the p-value of H0: |mean| >= margin, by two one-sided t-tests; a small p means equivalent.
 
-    p = max(P(T >= (mean + margin) / se), P(T >= (margin - mean) / se)); for se = 0 the limits, 0 inside the margin and
-    1 outside. NaN for fewer than two values. Raises ValueError on a margin that is not positive.
+    p = max(P(T >= (mean + margin) / se), P(T >= (margin - mean) / se)). Without a spread, p is 0 inside the margin and
+    1 outside. NaN for fewer than two values. Source: Schuirmann, 1987. Raises ValueError on a margin that is not
+    positive.
     """
     if not margin > 0:
         raise ValueError(f"margin = {margin}: must be positive")
@@ -118,9 +119,17 @@ def tost(estimate: Estimate, margin: float) -> float:
 
 
 def detectable(sd: float, n: int, *, paired: bool, alpha: float, power: float = 0.8) -> float:
-    """Return the smallest difference that a t-test of n seeds (a group) calls different with probability `power`.
+    """Return the smallest difference of means that a t-test at level `alpha` finds with probability `power`.
 
-    sd: of the differences (paired) or within a group. NaN where nothing varies, or for n < 2.
+    Args:
+        sd: standard deviation of the paired differences, or within a group.
+        n: pairs, or values in each group.
+        paired: whether the values are paired.
+        alpha: two-sided level of the test.
+        power: probability of finding the difference.
+
+    Returns:
+        The difference, in the unit of `sd`; NaN if sd is 0 or n < 2.
     """
     if not sd > 0 or n < 2:
         return math.nan
@@ -130,7 +139,10 @@ def detectable(sd: float, n: int, *, paired: bool, alpha: float, power: float = 
 
 
 def holm(p_values: Sequence[float]) -> Floats:
-    """Holm's (1979) adjusted p-values: max over smaller p of (m - rank) p, at most 1; NaN stays and is not counted."""
+    """Return Holm's adjusted p-values, max over smaller p of (m - rank) p, at most 1; NaN stays and is not counted.
+
+    Source: Holm, 1979.
+    """
     p = np.asarray(p_values, np.float64)
     valid = np.flatnonzero(~np.isnan(p))
     order = valid[np.argsort(p[valid], kind="stable")]

@@ -1,1 +1,1 @@
-"""What do the tokenizer and the unit of text do to KL?"""
+"""How do the tokenizer and the unit of text change KL?"""

@@ -1,4 +1,4 @@
-"""The command `python -m ppo_repro.analysis.tokenization`: what do tokenizer and unit do to KL?"""
+"""The command `python -m ppo_repro.analysis.tokenization`: how do tokenizer and unit change KL?"""
 
 import sys
 

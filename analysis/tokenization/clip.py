@@ -1,7 +1,7 @@
 """The clip band for words: what does a band for the ratios of tokens imply for the ratio of a word?
 
-The ratio of a word is the product of those of its tokens. So a band [1 - low, 1 + high] for tokens bounds a word of n
-tokens only by [(1 - low)^n, (1 + high)^n], and the share of tokens outside the band depends on the tokenizer.
+The ratio of a word is the product of its tokens' ratios. A band [1 - low, 1 + high] for tokens therefore bounds a word
+of n tokens only by [(1 - low)^n, (1 + high)^n], and the share of tokens outside the band depends on the tokenizer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,20 @@ def word_ratios(
 ) -> pd.DataFrame:
     """Return one row per word and epoch of one iteration: log-ratio, and how much of the word is outside the band.
 
-    `token_table` is that of `tokenization.kl`, `anchor_logprobs` [N] the denominator of the run's ratio,
-    `updates` has UPDATE_COLUMNS; rows where the policy took no step (null) are left out. Ratios are exp(new - anchor)
-    in float64, compared strictly. `n_out`: tokens outside the band; `word_out`: the word's ratio is outside
-    [1 - low, 1 + high]; `word_out_scaled`: outside [(1 - low)^n, (1 + high)^n], which requires a token outside.
-    `n_clipped` counts recorded clip_* flags.
+    Ratios are exp(new - anchor) in float64, compared strictly.
+
+    Args:
+        token_table: the frame of `kl.token_table`, one row for each of N tokens.
+        anchor_logprobs: [N], the denominator of the run's ratio.
+        updates: UPDATE_COLUMNS; rows of steps that the policy did not take (null) are left out.
+        clip_low: the band is [1 - clip_low, 1 + clip_high].
+        clip_high: see `clip_low`.
+
+    Returns:
+        iteration, epoch, sequence, word_id, is_special; n_tok: tokens of the word; log_ratio: its sum over them;
+        max_token_ratio; n_out: tokens outside the band; n_clipped: tokens with a recorded clip_* flag; word_out: the
+        word's ratio is outside the band; word_out_scaled: it is outside [(1 - low)^n, (1 + high)^n], which requires a
+        token outside.
     """
     low, high = np.log1p(-clip_low), np.log1p(clip_high)
     names = ["iteration", "sequence", "position", "word_id", "is_special"]
@@ -49,10 +58,10 @@ def word_ratios(
 
 
 def clip_table(words: pd.DataFrame) -> pd.DataFrame:
-    """`tok_clip`: per iteration and epoch the shares of tokens and words outside the band, se clustered by response.
+    """Return the table `tok_clip`: one row per iteration and epoch, with standard errors clustered by response.
 
-    token_out, token_clipped: per token, special ones included. word_out, word_out_scaled: per word of text.
-    max_token_ratio, max_word_ratio: the largest ratios.
+    token_out, token_clipped: shares of the tokens, special tokens included. word_out, word_out_scaled: shares of the
+    words of text. max_token_ratio, max_word_ratio: the largest ratios.
     """
     rows = []
     for (iteration, epoch), group in words.groupby(["iteration", "epoch"], sort=True):

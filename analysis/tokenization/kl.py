@@ -2,7 +2,7 @@
 
 Per token, with x = old_logprobs - ref_logprobs in nats and float64: k1 = x, k3 = expm1(-x) + x
 (Schulman, 2020), |k1|, and the recorded divergence over the whole distribution, `exact`. The sum of k1 over the tokens
-of a word is log p(word) / q(word), whatever its segmentation; sums of the others depend on it.
+of a word is log p(word) / q(word), however the word is cut into tokens; sums of the other three depend on the cut.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.stats.clusters import Floats
+from ppo_repro.analysis.stats.clusters import Floats, segment_sums
 from ppo_repro.analysis.tokenization.words import Boundary, find_words, text_of
 
 KEY = ["iteration", "sequence", "position"]
@@ -25,16 +25,16 @@ METRICS = ["kl_k1", "kl_k3", "kl_abs_k1", "kl_exact", "entropy"]
 
 
 def estimators(old_logprobs: Floats, ref_logprobs: Floats) -> dict[str, Floats]:
-    """k1, k3 and |k1| of KL(policy || reference) per token, nats, float64; tokens drawn from the policy."""
+    """Return k1, k3 and |k1| of KL(policy || reference) per token, nats, float64; the policy sampled the tokens."""
     x = np.asarray(old_logprobs, dtype=np.float64) - np.asarray(ref_logprobs, dtype=np.float64)
     return {"kl_k1": x, "kl_k3": np.expm1(-x) + x, "kl_abs_k1": np.abs(x)}
 
 
 def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boundary) -> pd.DataFrame:
-    """`tok_token`: one row per token of one iteration; METRICS in nats, float64.
+    """Return the table `tok_token`: one row per token of one iteration; METRICS in nats, float64.
 
-    `tokens` has TOKEN_COLUMNS, `sequences` SEQUENCE_COLUMNS. word_id, sub_idx and sub_len follow `boundary`, not the
-    recorded words.
+    `tokens` has TOKEN_COLUMNS, and `sequences` has SEQUENCE_COLUMNS. word_id, sub_idx and sub_len follow `boundary`,
+    not the recorded words.
     """
     text = text_of(sequences)
     words = find_words(tokens, text, boundary)
@@ -49,10 +49,10 @@ def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boun
 
 
 def word_table(table: pd.DataFrame) -> pd.DataFrame:
-    """`tok_word`: one row per word of a `token_table`; METRICS are sums over the word's tokens, nats.
+    """Return the table `tok_word`: one row per word of a `token_table`; METRICS are sums over the word's tokens, nats.
 
-    `<metric>_first` is that of the word's first token; the other tokens have the difference. `kl_k1` is
-    log p(word) / q(word). n_tok, n_char, n_byte: its size; n_straddling: tokens with characters of two words.
+    `<metric>_first` is the metric of the word's first token. `kl_k1` is log p(word) / q(word). n_tok, n_char, n_byte:
+    size of the word; n_straddling: tokens with characters of two words.
     """
     starts = np.flatnonzero(table["sub_idx"].to_numpy() == 0)
     first, last = table.iloc[starts], table.iloc[np.append(starts, len(table))[1:] - 1]
@@ -60,32 +60,28 @@ def word_table(table: pd.DataFrame) -> pd.DataFrame:
     words["n_tok"] = first["sub_len"].to_numpy()
     for name in ("char", "byte"):
         words[f"n_{name}"] = last[f"{name}_end"].to_numpy() - first[f"{name}_start"].to_numpy()
-    words["n_straddling"] = sums(table["straddles"].to_numpy().astype(np.float64), starts).astype(np.int64)
+    words["n_straddling"] = segment_sums(table["straddles"].to_numpy().astype(np.float64), starts).astype(np.int64)
     for name in METRICS:
-        words[name] = sums(table[name].to_numpy(), starts)
+        words[name] = segment_sums(table[name].to_numpy(), starts)
         words[f"{name}_first"] = first[name].to_numpy()
     return words
 
 
 def sequence_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
-    """`tok_seq`: one row per response; METRICS are sums, and `<metric>_per_<unit>` those over tok, word, char, byte.
+    """Return the table `tok_seq`: one row per response; METRICS are sums over its tokens, nats.
 
-    NaN where a response has none of the unit. Words are words of text: the end token is in the sums but is not a word.
+    `<metric>_per_<unit>` is the sum divided by the number of units (tok, word, char, byte), NaN if that is 0. The end
+    token is in the sums, but it is not a word.
     """
     starts = np.flatnonzero(table["position"].to_numpy() == 0)
     text = text_of(sequences)
     by_sequence = sequences[["iteration", "sequence"]].reset_index(drop=True)
     by_sequence["n_tok"] = np.diff(np.append(starts, len(table)))
     is_word = ((table["sub_idx"] == 0) & ~table["is_special"]).to_numpy()
-    by_sequence["n_word"] = sums(is_word.astype(np.float64), starts).astype(np.int64)
+    by_sequence["n_word"] = segment_sums(is_word.astype(np.float64), starts).astype(np.int64)
     by_sequence["n_char"], by_sequence["n_byte"] = np.diff(text.starts), text.byte_lengths
     for name in METRICS:
-        by_sequence[name] = sums(table[name].to_numpy(), starts)
+        by_sequence[name] = segment_sums(table[name].to_numpy(), starts)
         for unit in ("tok", "word", "char", "byte"):
             by_sequence[f"{name}_per_{unit}"] = by_sequence[name] / by_sequence[f"n_{unit}"].replace(0, np.nan)
     return by_sequence
-
-
-def sums(values: Floats, starts: np.ndarray) -> Floats:
-    """Sums of the consecutive runs that begin at `starts`, float64; every run has at least one element."""
-    return np.add.reduceat(values, starts) if len(starts) else np.zeros(0)

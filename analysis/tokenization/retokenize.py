@@ -1,4 +1,4 @@
-"""Do the sampled ids survive decoding and encoding again? Pipelines that pass texts on train on the new ids."""
+"""Do decoding and encoding change the sampled ids? A pipeline that passes texts on trains on the new ids."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ AUDIT_COLUMNS = ["iteration", "sequence", "response", "response_ids", "finish_re
 
 
 def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tuple[list[list[int]], list[list[int]]]:
-    """(ids, encode(decode(ids))) of each response of `sequences` (AUDIT_COLUMNS).
+    """Return ids and encode(decode(ids)) of each response of `sequences` (AUDIT_COLUMNS), without the end token.
 
-    The end token of a response that stopped is in neither. UserError where the decoded text is not the recorded one:
-    then the tokenizer is not the run's.
+    Raises UserError if a decoded text is not the recorded one: the tokenizer is not the run's.
     """
     if "episode_ids" in sequences and sequences["episode_ids"].notna().any():
         raise UserError(
@@ -38,11 +37,11 @@ def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tupl
 
 
 def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.DataFrame:
-    """`tok_drift`: one row per response of `sequences` (AUDIT_COLUMNS): encode(decode(ids)) against ids.
+    """Return the table `tok_drift`: encode(decode(ids)) against ids, one row per response of `sequences`.
 
-    The end token of a response that stopped is left out; any other special token is drift, because no text contains
-    it. n_tok, drifted, first_drift_pos (index of the first token that differs; NaN without drift), len_delta (new
-    tokens minus old ones). UserError as `encoded_again`.
+    Columns: n_tok, drifted, first_drift_pos (index of the first token that differs, NaN without drift), len_delta (new
+    tokens minus old ones). The end token is left out; any other special token is drift, because no text contains it.
+    `sequences` has AUDIT_COLUMNS. Raises UserError as `encoded_again`.
     """
     table = sequences[["iteration", "sequence"]].reset_index(drop=True)
     pairs = list(zip(*encoded_again(sequences, tokenizer), strict=True))
@@ -57,6 +56,6 @@ def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.
 
 
 def drift_summary(drift: pd.DataFrame) -> dict[str, float]:
-    """drift_seq_frac, the share of responses that drifted, and its standard error."""
+    """Return drift_seq_frac, the share of responses that drifted, and its standard error."""
     share = mean(drift["drifted"].to_numpy(np.float64))
     return {"drift_seq_frac": share.value, "drift_seq_frac_se": share.se}

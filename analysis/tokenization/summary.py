@@ -1,4 +1,4 @@
-"""KL and entropy of one iteration in every unit, averaged in both ways, with standard errors by response."""
+"""KL and entropy of one iteration in every unit, averaged in two ways, with standard errors by response."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SUMMARY_COLUMNS = ["metric", "unit", "reduction", "value", "se", "n_units", "n_s
 
 
 def summary_table(table: pd.DataFrame, word_table: pd.DataFrame) -> pd.DataFrame:
-    """`tok_summary` of one iteration, from its tables by response and by word.
+    """Return the table `tok_summary` of one iteration, from its tables by response and by word.
 
-    METRICS in nats per sequence, token, word, char and byte; shares; tokens per word and character.
+    It has METRICS in nats per sequence, token, word, char and byte, shares, and tokens per word and character.
 
-    reduction: `seq_mean_token_sum` for unit sequence; `ratio_of_sums` is the sum over all responses / the number of
-    units (for tokens: token_mean); `mean_of_ratios` is the mean of that ratio per response (for tokens:
-    seq_mean_token_mean), over responses that have the unit; `n_undefined` counts the others. Sums that are not finite
-    are included; `n_nonfinite` counts the responses that have them.
+    The reduction of the unit sequence is `seq_mean_token_sum`. `ratio_of_sums` divides the sum over all responses by
+    their number of units (for tokens: token_mean). `mean_of_ratios` is the mean over responses of the response's own
+    ratio (for tokens: seq_mean_token_mean); `n_undefined` counts the responses without the unit, which are left out.
+    Sums that are not finite are included, and `n_nonfinite` counts their responses.
 
-    `<metric>_first_share` is the share of the first tokens of words in the sum over all words of text; for k1, whose
-    terms cancel, it is NaN where the sum is below 3 standard errors.
+    `<metric>_first_share` is the share of the first tokens of words in the sum over all words of text. The terms of k1
+    cancel: its share is NaN if the sum is below 3 standard errors.
     """
     words = word_table[~word_table["is_special"].to_numpy(bool)]
     without_words = int((table["n_word"] == 0).sum())
@@ -35,12 +35,12 @@ def summary_table(table: pd.DataFrame, word_table: pd.DataFrame) -> pd.DataFrame
         sums = np.bincount(words["sequence"].to_numpy(np.int64), weights=weights, minlength=len(table))
         return np.asarray(sums, np.float64)
 
-    def add(metric: str, unit: str, reduction: str, y: Floats, x: Floats, undefined: int, where: object = None) -> None:
-        chosen = np.ones(len(y), bool) if where is None else np.asarray(where)
-        y, x = y[chosen], x[chosen]
-        estimate = ratio_of_sums(y, x)
-        units = len(y) if unit == "share" else int(x.sum())
-        rows.append((metric, unit, reduction, *estimate, units, len(y), undefined, int((~np.isfinite(y)).sum())))
+    def add(metric: str, unit: str, reduction: str, sums: Floats, counts: Floats, undefined: int) -> None:
+        """Add a row: the ratio of `sums` to `counts`, which have one number per response."""
+        units = len(sums) if unit == "share" else int(counts.sum())
+        nonfinite = int((~np.isfinite(sums)).sum())
+        estimate = ratio_of_sums(sums, counts)
+        rows.append((metric, unit, reduction, *estimate, units, len(sums), undefined, nonfinite))
 
     ones = np.ones(len(table))
     for name in METRICS:
@@ -50,7 +50,8 @@ def summary_table(table: pd.DataFrame, word_table: pd.DataFrame) -> pd.DataFrame
             count = table[column].to_numpy(np.float64)
             undefined = int((count == 0).sum())
             add(name, unit, "ratio_of_sums", total, count, undefined)
-            add(name, unit, "mean_of_ratios", total / np.where(count > 0, count, 1.0), ones, undefined, count > 0)
+            has = count > 0
+            add(name, unit, "mean_of_ratios", total[has] / count[has], ones[has], undefined)
     for name in METRICS:
         first, total = by_response(words[f"{name}_first"]), by_response(words[name])
         if name == "kl_k1":

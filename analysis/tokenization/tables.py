@@ -1,7 +1,7 @@
 """Tokenization and KL of a recorded run, iteration by iteration: `python -m ppo_repro.analysis.tokenization RUN`.
 
-Words and boundary: `words`; tables by token, word and response: `kl`; units, shares and standard errors: `summary`;
-clip band for words: `clip`; decoding and encoding again: `retokenize`.
+`words` finds the words; `kl` has tables by token, word and response; `summary` has units, shares and standard errors;
+`clip` has the clip band for words; `retokenize` decodes and encodes the responses again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TokenizationTables:
 
 
 def iteration_tables(run_dir: Path | str, iteration: int, *, boundary: Boundary) -> TokenizationTables:
-    """Return all tables of one iteration of a language run; UserError where records are missing or damaged."""
+    """Return all tables of one iteration of a language run; UserError on missing or damaged records."""
     if not has_responses(reader.open_manifest(run_dir)):
         raise UserError(f"{run_dir}: a run on an environment has no tokens of text; give a run of a language model")
     config = load_recorded_config(run_dir)
@@ -76,7 +76,7 @@ def _clip(
 
 
 def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:
-    """`tok_summary` of these iterations (None: all), concatenated; UserError as `iteration_tables`."""
+    """Return `tok_summary` of some iterations (None: all), one below the other; UserError as `iteration_tables`."""
     chosen = chosen_iterations(run_dir, iterations)
     tables = [iteration_tables(run_dir, i, boundary=boundary).tok_summary for i in chosen]
     return pd.concat(tables, ignore_index=True)
@@ -85,7 +85,7 @@ def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence
 def run_drift(
     run_dir: Path | str, tokenizer: RecordedTokenizer, *, iterations: Sequence[int] | None = None
 ) -> pd.DataFrame:
-    """`drift_summary` of these iterations (None: all), one row each; UserError as `retokenization`."""
+    """Return `drift_summary` of some iterations (None: all), one row each; UserError as `retokenization`."""
     rows = []
     for iteration in chosen_iterations(run_dir, iterations):
         sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=AUDIT_COLUMNS)
@@ -107,7 +107,7 @@ def report(run_dir: Path, iteration: int | None, boundary: Boundary) -> list[str
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Print the tables of one iteration; exit code 2 and one line on a user error."""
+    """Print the tables of one iteration."""
     parser = Parser(
         prog="python -m ppo_repro.analysis.tokenization",
         description="KL and entropy of a run per sequence, token, word, char and byte",

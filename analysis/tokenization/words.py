@@ -46,7 +46,7 @@ class Words:
 
 
 def text_of(sequences: pd.DataFrame) -> Text:
-    """Return the text of one iteration's `sequences` (column response)."""
+    """Return the text of the column `response` of one iteration's sequences."""
     responses = list(sequences["response"])
     octets = np.array([len(response.encode()) for response in responses], dtype=np.int64)
     codes = np.frombuffer("".join(responses).encode("utf-32-le"), dtype="<u4")
@@ -54,7 +54,7 @@ def text_of(sequences: pd.DataFrame) -> Text:
 
 
 def sequence_starts(tokens: pd.DataFrame) -> Ints:
-    """Index of the first token of every response; ValueError unless rows are one iteration's tokens in order."""
+    """Return the index of each response's first token; ValueError unless rows are one iteration's tokens in order."""
     sequence, position = tokens["sequence"].to_numpy(np.int64), tokens["position"].to_numpy(np.int64)
     starts = np.flatnonzero(position == 0)
     expected = np.arange(len(tokens)) - starts[sequence] if len(starts) > sequence.max(initial=-1) else None
@@ -64,12 +64,15 @@ def sequence_starts(tokens: pd.DataFrame) -> Ints:
 
 
 def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
-    """The words of one iteration's tokens (columns iteration, sequence, position, char_start, char_end, sub_idx).
+    """Return the words of one iteration's tokens.
 
-    A word is a longest run of other characters with the white space before it (leading) or after it (trailing);
-    white space without such a neighbour is a word of its own. A token belongs to the word of its last character that
-    is not white space. A token of white space alone belongs to the word of that white space, and a token that ends
-    inside a character to the word of the character. UserError on another boundary.
+    A word is a longest sequence of characters that are not white space, with the white space before it (leading) or
+    after it (trailing). White space without that neighbour is a word of its own. A token belongs to the word of its
+    last character that is not white space. A token of white space alone belongs to the word of the white space. A
+    token that ends inside a character belongs to the word of the character.
+
+    `tokens` has the columns iteration, sequence, position, char_start, char_end and sub_idx. Raises UserError on
+    another boundary.
     """
     if boundary not in BOUNDARIES:
         raise UserError(f"boundary = {boundary!r}: must be one of {', '.join(BOUNDARIES)}")
@@ -92,7 +95,7 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
 
 
 def is_space(text: Text) -> Bools:
-    """Which characters are white space (`str.isspace`)."""
+    """Return whether each character is white space (`str.isspace`), [C] bool."""
     unique, inverse = np.unique(text.codes, return_inverse=True)
     return np.array([chr(code).isspace() for code in unique], dtype=bool)[inverse] if len(unique) else np.zeros(0, bool)
 
@@ -120,7 +123,7 @@ def _words_of_characters(text: Text, boundary: Boundary) -> Ints:
 
 
 def _last_character(text: Text, start: Ints, end: Ints) -> Ints:
-    """Return the index of the last character of each span that is not white space, or of the last one where all are."""
+    """Return the index of each span's last character that is not white space; its last character if all are."""
     space = is_space(text)
     if not len(space):
         return start

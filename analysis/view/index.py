@@ -1,6 +1,7 @@
-"""Every response of the runs as one DuckDB table, filled from their Parquet files as these come.
+"""Every response of the runs as one DuckDB table, which is filled from Parquet files while runs write them.
 
-The table lies in a temporary file: texts and what filters ask for, one row per response. Tokens stay in their files.
+The table is a temporary file with one row per response: its texts, and the columns that filters use. Tokens stay in the
+files of the runs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ CREATE = """create table responses (
     run integer, iteration integer, sequence integer, prompt_key varchar, sample_index integer, prompt varchar,
     response varchar, answer varchar, score double, correct boolean, length integer, finish varchar, mismatch double,
     advantage double, clipped bigint)"""
-# never from the network, and nothing of another session
+# DuckDB loads no extension: not from the network, and none of another session
 CONFIG: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
@@ -58,7 +59,7 @@ class Slow(Exception):
 
 @dataclass
 class Run:
-    """One run: how many of its iterations are in the table, and what of it could not be read."""
+    """One run; `read` of its iterations are in the table, and `damaged` says which could not be read."""
 
     folder: Path
     name: str  # of the folder
@@ -66,33 +67,33 @@ class Run:
     state: str
     label: Label
     setup: Setup
-    is_judged: bool  # whether its responses are right or wrong
+    is_judged: bool  # whether responses are right or wrong
     read: int = 0
     damaged: list[str] = field(default_factory=list)
 
 
 def _setup(folder: Path, head: Head) -> tuple[Setup, bool]:
-    """What a run was started with, and whether its reward says right or wrong; UserError if config.yaml is damaged."""
+    """Return the setup of a run, and whether its reward says right or wrong; UserError if config.yaml is damaged."""
     return setup_of(folder, head), load_recorded_config(folder).reward.judges
 
 
 def literal(text: str) -> str:
-    """A text as SQL."""
+    """Return a text as SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def source(paths: Sequence[str]) -> str:
-    """The rows of Parquet files as SQL."""
+    """Return the SQL that reads some Parquet files."""
     return f"read_parquet([{', '.join(map(literal, paths))}], union_by_name = true, hive_partitioning = false)"
 
 
 def pattern(path: Path) -> str:
-    """A path in which nothing is a wildcard."""
+    """Return a path for DuckDB in which nothing is a wildcard."""
     return re.sub(r"([*?\[])", r"[\1]", str(path))
 
 
 def responses_of(run_dir: Path, iterations: Sequence[int]) -> str:
-    """The SQL of the responses of these iterations."""
+    """Return the SQL that reads the responses of some iterations."""
     files = {
         name: source([pattern(manifest.table_path(run_dir, name, iteration)) for iteration in iterations])
         for name in ("sequences", "tokens", "updates")
@@ -113,7 +114,7 @@ class Index:
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def start(self) -> None:
-        """Read what there is, and then what comes, in a thread of its own."""
+        """Begin to read all iterations, and later ones as they come, in another thread."""
         self._thread.start()
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ class Index:
             self._ended.wait(LOOK_SECONDS)
 
     def look(self) -> None:
-        """Read the iterations that are complete and not in the table; what cannot be read is noted and passed over."""
+        """Read the complete iterations that are not in the table; one that cannot be read is noted in `damaged`."""
         known = {run.folder: run for run in self.runs}
         self.others = 0
         for folder in self._folders():
@@ -153,7 +154,7 @@ class Index:
             self._read(run)
 
     def settings(self) -> list[Setting]:
-        """What each run differs in."""
+        """Return the setting of each run: the differences of the runs."""
         setups = [run.setup for run in self.runs]
         if self._described[0] != setups:
             self._described = setups, settings_of(setups)
@@ -187,7 +188,7 @@ class Index:
             try:
                 self._insert(run, batch)
             except duckdb.Error:
-                for iteration in batch:  # all but those that cannot be read
+                for iteration in batch:  # find the iterations that cannot be read
                     try:
                         self._insert(run, [iteration])
                     except duckdb.Error as error:
@@ -201,7 +202,7 @@ class Index:
 
     @contextmanager
     def _cursor(self) -> Iterator[Any]:
-        """A cursor whose query is ended after TIMEOUT_SECONDS; raises Slow then."""
+        """Give a cursor whose query is ended after TIMEOUT_SECONDS; raises Slow then."""
         cursor = self._database.cursor()
         timer = threading.Timer(TIMEOUT_SECONDS, cursor.interrupt)
         timer.start()
@@ -214,23 +215,23 @@ class Index:
             cursor.close()
 
     def cursor(self) -> Any:
-        """A cursor without a time limit."""
+        """Return a cursor without a time limit."""
         return self._database.cursor()
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """The rows of a query by column."""
+        """Return the rows of a query, each by column; raises Slow."""
         with self._cursor() as cursor:
             cursor.execute(query, list(values))
             names = [column[0] for column in cursor.description]
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
     def frame(self, query: str, values: Sequence[Any] = ()) -> pd.DataFrame:
-        """The rows of a query as a pandas frame."""
+        """Return the rows of a query as a pandas frame; raises Slow."""
         with self._cursor() as cursor:
             return pd.DataFrame(cursor.execute(query, list(values)).df())
 
     def tokens_of(self, run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of the token view, of one response of the table; UserError where its files cannot be read."""
+        """Return the data of the token view for one row of the table; UserError if the run's files cannot be read."""
         about = {"sequence": row["sequence"], "max_abs_delta": row["mismatch"], "clipped": row["clipped"], "why": []}
 
         def rows_of(name: str) -> pd.DataFrame:
@@ -245,7 +246,7 @@ class Index:
         return tokens.described(tokens.responses_of(*tables, pd.DataFrame([about]), where))
 
     def rendered(self, run: Run, iteration: int, sequence: int) -> str | None:
-        """The prompt as its tokens say it, with special tokens; None where the run has no tokenizer yet."""
+        """Return the prompt decoded from its tokens, with special tokens; None if the run has no tokenizer yet."""
         path = next((run.folder / name for name in PATHS if (run.folder / name).is_file()), None)
         file = source([pattern(manifest.table_path(run.folder, "sequences", iteration))])
         found = self.rows(f"select prompt_ids from {file} where sequence = ?", [sequence])

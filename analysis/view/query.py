@@ -1,4 +1,4 @@
-"""What the page asks, as parametrised SQL over the table of `index`: filters, order, page, a snippet of the same."""
+"""The requests of the page as parametrised SQL over the table of `index`: filters, order, page, snippet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLUMNS = (
     "run", "iteration", "sequence", "prompt_key", "sample_index", "prompt", "response", "answer", "score", "correct",
     "length", "finish", "mismatch", "advantage", "clipped",
 )  # fmt: skip
-# by name of the parameter: what has to hold
+# by name of the parameter: the condition on a response
 TEXTS = {
     "text": "contains(lower(response), lower(?))",
     "prompt": "contains(lower(prompt), lower(?))",
@@ -31,7 +31,7 @@ _NAMES |= {"run", "sort", "offset", "limit", "token"}
 
 @dataclass(frozen=True)
 class Query:
-    """`where` has a `?` for each of `values`; `run` is a number or None for all."""
+    """A request; `where` has a `?` for each of `values`; `run` is the index of a run, or None for all runs."""
 
     where: str
     values: tuple[Any, ...]
@@ -41,10 +41,10 @@ class Query:
     run: int | None
 
     def page(self) -> str:
-        """SQL: rowid of the page in order, and on each row the count, mean score and share of right ones of all."""
+        """Return SQL for the rowids of a page; each row also has count, mean score and share of right responses of all."""
         sort, order = self.order.split(maxsplit=1)
         ordered = f"order by sorted_by {order}, run, iteration, sequence"
-        # few columns are sorted; those of the page are read by rowid
+        # sorts few columns; the other columns of the page are read by rowid
         return f"""with matched as materialized (
                 select rowid as id, run, iteration, sequence, score, correct, {sort} as sorted_by
                 from responses where {self.where}),
@@ -54,7 +54,7 @@ class Query:
             select id, total, score, correct from whole left join page on true {ordered}"""
 
     def everything(self) -> str:
-        """SQL: all rows in order."""
+        """Return SQL for all rows in order."""
         return (
             f"select {', '.join(COLUMNS)} from responses where {self.where} order by {self.order}, "
             "run, iteration, sequence"
@@ -62,7 +62,7 @@ class Query:
 
 
 def parsed(asked: Mapping[str, str], runs: int) -> Query:
-    """The query in the parameters of a request; UserError names the first that is wrong."""
+    """Return the query of a request's parameters; UserError names the first wrong parameter."""
     for name in asked:
         if name not in _NAMES:
             raise UserError(f"{name}: is no filter; there are {', '.join(sorted(_NAMES - {'token'}))}")
@@ -115,14 +115,14 @@ def _choice(found: Mapping[str, str], name: str) -> Any:
 
 
 def place(asked: Mapping[str, str], runs: int) -> tuple[int, int, int]:
-    """run, iteration and sequence in the parameters of a request; UserError unless they are numbers."""
+    """Return run, iteration and sequence of a request's parameters; UserError unless they are such numbers."""
     names = {"run": runs - 1, "iteration": 2**31 - 1, "sequence": 2**31 - 1}
     run, iteration, sequence = (_count({name: asked.get(name, "")}, name, 0, most) for name, most in names.items())
     return run, iteration, sequence
 
 
 def snippet(query: Query, runs: Sequence[Run]) -> str:
-    """Python that finds the same responses in the Parquet files, with duckdb and pandas alone."""
+    """Return Python code that finds the same responses in the Parquet files, with duckdb and pandas alone."""
     parts = []
     for run in runs if query.run is None else [runs[query.run]]:
         records = run.folder.resolve() / "records"

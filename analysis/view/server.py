@@ -1,4 +1,4 @@
-"""The server of the page: 127.0.0.1 alone, nothing without the token in the address, answers as JSON and CSV."""
+"""The server of the page: on 127.0.0.1 alone, for addresses with the token alone, with answers as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-SAMPLES = 64  # of one prompt side by side
+SAMPLES = 64  # responses to one prompt, side by side
 LONGEST_DIFF = 100_000  # characters of both together
 
 
@@ -67,7 +67,7 @@ class Guard:
 
 
 def application(index: Index, token: str) -> ASGIApp:
-    """The page and what it asks for. Query errors are one line of JSON."""
+    """Return the application that serves the page and answers its requests; an error is one line of JSON."""
     assets = ([REPORT / "style.css", HERE / "view.css"], [REPORT / "token_view.js", HERE / "view.js"])
     body = (HERE / "view.html").read_text(encoding="utf-8").replace("<!-- tokens -->", token_area())
     html = document("ppo-repro view", body, *assets, connect="'self'")
@@ -154,7 +154,7 @@ def application(index: Index, token: str) -> ASGIApp:
 
 
 def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Iterator[str]:
-    """All rows of a query as CSV (`csv_text`), in chunks, with the names of the runs."""
+    """Yield all rows of a query as CSV (`csv_text`), in chunks, with the names of the runs."""
     cursor = index.cursor()
     cursor.execute(query, list(values))
     rows: list[Sequence[Any]] = [COLUMNS]
@@ -188,7 +188,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where the page is; it holds the token."""
+        """The address of the page, with the token."""
         return f"http://127.0.0.1:{self.socket.getsockname()[1]}/?token={self.token}"
 
     def serve(self) -> None:

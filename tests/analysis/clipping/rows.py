@@ -9,7 +9,7 @@ import pandas as pd
 
 from ppo_repro.analysis.clipping.update_rows import ClipRule, IterationRows, join_tokens
 
-RULE = ClipRule("old", 0.2, 0.2, None, 0.2, True)
+RULE = ClipRule("old", 0.2, 0.2, None, 0.2)
 
 
 def make_item(
@@ -37,16 +37,10 @@ def make_item(
             "iteration": 0,
             "sequence": sequence,
             "position": position,
-            "token_id": (np.arange(count) % 5).astype(np.int32),
-            "char_start": position,
-            "char_end": position + 1,
-            "word_id": position // 2,
-            "sub_idx": position % 2,
             "rollout_logprobs": rollout,
             "old_logprobs": old,
             "ref_logprobs": old - 0.1,
             "entropies": -old,
-            "prob_sq_sums": np.exp(2 * old),
             "values": np.zeros(count) if values is None else values[0],
             "advantages": np.asarray(advantages, dtype=np.float64),
             "returns": np.zeros(count) if values is None else values[2],
@@ -67,10 +61,7 @@ def make_item(
     place = rows[["sequence", "position"]].merge(order, on=["sequence", "position"], how="left")["place"]
     rows["log_ratios"] = np.asarray(log_ratios, dtype=np.float64)[rows["epoch"], place]
     steps = rows[["epoch", "minibatch"]].drop_duplicates().reset_index(drop=True)
-    responses = ["abcdefghijklmnopqrstuvwxyz"[:n] for n in lengths]
-    sequences = pd.DataFrame({"sequence": np.arange(len(lengths)), "response": responses})
-    sequences["scores"] = np.arange(len(lengths), dtype=np.float64)
-    return IterationRows(0, rule, sequences, tokens, steps, rows)
+    return IterationRows(0, rule, tokens, steps, rows)
 
 
 def single(log_ratios: Sequence[float], advantages: Sequence[float], rule: ClipRule = RULE) -> IterationRows:

@@ -31,14 +31,7 @@ def test_differences_and_ratios_are_counted_by_hand() -> None:
     assert (row["iteration"], row[0.0], row[0.5], row[1.0]) == (4, 0.5, 1.25, 3.0)
 
 
-def test_standard_errors_and_intervals_by_hand() -> None:
-    assert curves.mean_and_error(np.array([1.0, 3.0])) == (2.0, 1.0)
-    assert math.isnan(curves.mean_and_error(np.array([1.0]))[1])
-    # three responses: sums 2, 2, 5 over 1, 2, 3 tokens; ratio 1.5, residuals 0.5, -1, 0.5
-    ratio, error = curves.ratio_and_error(np.array([2.0, 2.0, 5.0]), np.array([1.0, 2.0, 3.0]))
-    assert ratio == 1.5
-    assert error == pytest.approx(math.sqrt(1.5 * 1.5) / 6)
-
+def test_intervals_over_seeds_by_hand() -> None:
     def seed(value: float, iterations: list[int]) -> pd.DataFrame:
         return pd.DataFrame({"iteration": iterations, "metric": "score", "value": value, "low": 0.0, "high": 0.0})
 

@@ -1,8 +1,8 @@
-"""What the programs of all studies share: `python -m experiments.STUDY.answer [GRID]`.
+"""The common part of the programs of all studies: `python -m experiments.STUDY.answer [GRID]`.
 
-With the folder of a grid it reads the runs of its complete cells, writes `results.csv` and draws `answer.svg` in the
-study's folder; then, or without a folder, it prints the tables of the page from `results.csv`. `--csv FILE` writes only
-the rows, to another file.
+With the folder of a grid, the program reads the runs of its complete cells, and writes `results.csv` and `answer.svg`
+into the study's folder. Then, or without a grid, it prints the tables of the page from `results.csv`. With
+`--csv FILE` it only writes the rows, to another file.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ Labels = dict[str, str]
 
 
 def outcome(run_dir: Path) -> dict[str, float]:
-    """Say what every study reports of a run.
+    """Return the measures of a run that every study reports.
 
-    accuracy: of greedy responses to held-out prompts after training; start: before; mean_accuracy: over all evaluations
-    but the first. score, KL (policy to reference, nats a response), entropy (nats a token), length (tokens a response):
-    of sampled responses, mean of the last iterations. k3: KL(sampler || trainer), nats a token, all iterations.
+    accuracy: share of right greedy responses to held-out prompts after training; start: before training; mean_accuracy:
+    mean over all evaluations but the first. score, KL (policy to reference, nats per response), entropy (nats per
+    token), length (tokens per response): means over the sampled responses of the last iterations. tokens: number of
+    response tokens. k3: estimate of KL(sampler || trainer), nats per token, all iterations.
     """
     rows = reader.read_iterations(run_dir).tail(LAST)
     held_out = reader.read_evaluations(run_dir, columns=["iteration", "is_correct"])
@@ -68,7 +69,8 @@ def results_of(
 ) -> pd.DataFrame:
     """Return one row per complete cell: cell, axes, seed, fingerprint, the cell beside it, its measures.
 
-    `beside` names the labels of the cell with the same seed that the measures compare a cell with, or None.
+    `beside` returns the labels of the cell, with the same seed, that the measures compare a cell with, or None. Raises
+    UserError if that cell is not complete.
     """
     cells = complete_cells(grid)
     axes = [name for name in cells.columns if name.startswith("axis.")]
@@ -91,14 +93,24 @@ def results_of(
 
 
 def interval(values: Sequence[float] | pd.Series, form: str = "{:.3f}") -> str:
-    """Return the mean and 95 % Student interval over seeds."""
+    """Return the mean and 95 % Student interval over seeds, as text."""
     estimate = one_sample(np.asarray(values, np.float64))
     low, high = t_interval(estimate, 0.95)
     return form.format(estimate.mean) + ("" if np.isnan(low) else f" [{form.format(low)}, {form.format(high)}]")
 
 
 def differences(results: pd.DataFrame, points: pd.Series, measure: str, against: str) -> pd.DataFrame:
-    """Each point minus `against`, paired by seed: `point`, `difference` with its interval as text, `p` after Holm."""
+    """Compare each point with the point `against`, paired by seed.
+
+    Args:
+        results: rows of a study's cells.
+        points: the point of each row.
+        measure: the column to compare.
+        against: the point that the others are compared with.
+
+    Returns:
+        point, difference (mean and 95 % Student interval, as text), p (paired t-test, Holm's correction, as text).
+    """
     frame = pd.DataFrame({"point": points, "seed": results["seed"], measure: results[measure]})
     table = comparisons(frame, measure, against)
     shown = [f"{row.difference:+.3f} [{row.low:+.3f}, {row.high:+.3f}]" for row in table.itertuples()]
@@ -108,9 +120,15 @@ def differences(results: pd.DataFrame, points: pd.Series, measure: str, against:
 def settings_table(
     results: pd.DataFrame, axis: str, measure: str, title: str, against: str, columns: dict[str, tuple[str, str | None]]
 ) -> pd.DataFrame:
-    """One row per setting of the axis: the measure, its difference from the setting `against`, means of other columns.
+    """Return one row per setting of an axis, with every cell as text.
 
-    `columns`: title of a column of the table -> (name of a measure, format of its mean; None: mean with interval).
+    Args:
+        results: rows of a study's cells.
+        axis: the column with the settings.
+        measure: the measure to compare.
+        title: title of the measure's column.
+        against: the setting that the others are compared with.
+        columns: more columns by title: a measure, and the format of its mean (None: mean with interval).
     """
     compared = differences(results, results[axis], measure, against).set_index("point")
     rows = []
@@ -124,7 +142,7 @@ def settings_table(
 
 
 def nothing(labels: Labels) -> None:
-    """No cell stands beside another."""
+    """Return None: no measure compares a cell with another cell."""
 
 
 def study(
@@ -134,7 +152,15 @@ def study(
     measures: Callable[[Path, Path | None], dict[str, float]] = lambda run_dir, _: outcome(run_dir),
     beside: Callable[[Labels], Labels | None] = nothing,
 ) -> NoReturn:
-    """Return the program of the study with this `answer.py`: ends the process; 2 and one line on a user error."""
+    """Run the program of a study, and end the process with its exit code.
+
+    Args:
+        file: the study's `answer.py`.
+        tables: makes the tables of the page from the rows of the cells.
+        figure: draws the figure of the page from the rows of the cells.
+        measures: computes the measures of a run, and of the run beside it or None.
+        beside: as for `results_of`.
+    """
     folder = Path(file).parent
 
     @program

@@ -56,8 +56,7 @@ def paired_responses(
     """Return one row per pair of responses.
 
     Args:
-        run_a: the first run.
-        run_b: the second run.
+        run_a, run_b: the runs.
         column: the log-probs to compare, one of COLUMNS.
         iterations: the iterations to compare; None is all.
 
@@ -142,17 +141,13 @@ def hazard(compared: npt.NDArray[np.int64], diverged: npt.NDArray[np.bool_]) -> 
 
 
 def numeric_rows(
-    responses: pd.DataFrame, rng: np.random.Generator, *, column: str, margin: float, alpha: float, draws: int
+    responses: pd.DataFrame, rng: np.random.Generator, *, column: str, margin: float, alpha: float
 ) -> list[Row]:
     """Compare the log-probs of pairs of responses.
 
     Args:
         responses: the frame of `paired_responses`.
-        rng: draws sign changes.
-        column: the name of the log-probs.
-        margin: mean |delta| below which log-probs count as the same, nats.
-        alpha: level of the tests and intervals.
-        draws: sign changes, at most.
+        rng, column, margin, alpha: as for `compare_runs`.
 
     Returns:
         The rows of the level `numeric` for `run_compare`.
@@ -173,7 +168,7 @@ def numeric_rows(
         return rows
     lengths = compared["compared"].to_numpy(np.int64)
     deltas, absolute = (compared[name].to_numpy(np.float64) for name in ("delta_sum", "abs_sum"))
-    test = sign_flip(deltas / lengths, rng, draws)
+    test = sign_flip(deltas / lengths, rng)
     size = one_sample(absolute / lengths)
     low, high = t_interval(size, 1 - 2 * alpha)
 
@@ -199,16 +194,14 @@ def numeric_rows(
 
 
 def distribution_rows(
-    run_a: Path | str, run_b: Path | str, iterations: Sequence[int] | None, rng: np.random.Generator, draws: int
+    run_a: Path | str, run_b: Path | str, iterations: Sequence[int] | None, rng: np.random.Generator
 ) -> list[Row]:
     """Compare scores and lengths of all responses, b - a: by sign changes of pairs, or Welch's t if there is no pair.
 
     Args:
-        run_a: the first run.
-        run_b: the second run.
+        run_a, run_b: the runs.
         iterations: the iterations to compare; None is all.
         rng: draws sign changes.
-        draws: sign changes, at most.
 
     Returns:
         The rows of the level `distribution` for `run_compare`.
@@ -223,7 +216,7 @@ def distribution_rows(
             # a test without these values would compare only some of the responses
             rows.append(Row("distribution", name, math.nan, len(x) + len(y), "values are not finite", "difference"))
         elif len(pairs):
-            test = sign_flip(y - x, rng, draws)
+            test = sign_flip(y - x, rng)
             how = f"mean of pairs; {test.relabellings} sign changes"
             rows.append(Row("distribution", name, test.stat, test.n_units, how, "difference", test.p_value))
         else:

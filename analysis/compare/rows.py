@@ -42,8 +42,7 @@ def run_compare(run_a: str, run_b: str, rows: Sequence[Row], alpha: float) -> pd
     p_value <= alpha, otherwise "not shown".
 
     Args:
-        run_a: the name of a.
-        run_b: the name of b.
+        run_a, run_b: the names of both sides.
         rows: the findings.
         alpha: level of the tests.
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.compare.rows import Row, run_compare
 from ppo_repro.analysis.stats.significance import (
-    DRAWS,
     Floats,
     detectable,
     one_sample,
@@ -23,7 +21,6 @@ from ppo_repro.analysis.stats.significance import (
 )
 from ppo_repro.base.errors import UserError
 
-Pairing = Literal["seed", "none"]
 Strata = tuple[Floats, ...]  # for each setting of the other axes the values of its seeds, in ascending order
 
 
@@ -35,10 +32,9 @@ def compare_groups(
     metric: str | Sequence[str],
     rng: np.random.Generator,
     *,
-    pairing: Pairing = "seed",
+    paired: bool = True,
     margin: float | None = None,
     alpha: float = 0.05,
-    draws: int = DRAWS,
 ) -> pd.DataFrame:
     """Compare the cells of a grid with axis = b with the cells with axis = a; differences are b - a.
 
@@ -48,14 +44,12 @@ def compare_groups(
     Args:
         frame: a grid's cells.parquet, or its results.parquet, which is averaged over the iterations of each cell.
         axis: the axis to compare.
-        a: a label of the axis.
-        b: another label.
+        a, b: two labels of the axis.
         metric: the columns to compare.
         rng: draws sign changes.
-        pairing: `seed`: sign changes of the differences of equal seeds, and Student's interval; `none`: Welch's t-test.
+        paired: test the differences of equal seeds by sign changes, with Student's interval; or use Welch's t-test.
         margin: also test that the difference is smaller than this (TOST), in the unit of the metric.
         alpha: level of the tests and intervals.
-        draws: sign changes, at most.
 
     Returns:
         The table of `run_compare`, at the level `outcome`.
@@ -69,15 +63,13 @@ def compare_groups(
         raise UserError(f"margin = {margin}: must be positive, in the unit of the metric")
     rows = []
     for name in [metric] if isinstance(metric, str) else metric:
-        groups = groups_of(frame, axis, a, b, name, pairing)
-        rows += _rows(groups, name, rng, pairing == "seed", margin, alpha, draws)
+        groups = _groups(frame, axis, a, b, name, paired)
+        rows += _rows(groups, name, rng, paired, margin, alpha)
     return run_compare(f"{axis}={a}", f"{axis}={b}", rows, alpha)
 
 
-def groups_of(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, pairing: Pairing) -> tuple[Strata, Strata]:
+def _groups(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, paired: bool) -> tuple[Strata, Strata]:
     """Return the values of `metric` of both groups; arguments and UserError as in `compare_groups`."""
-    if pairing not in ("seed", "none"):
-        raise UserError(f"pairing = {pairing!r}: must be seed or none")
     axes = [str(name) for name in frame.columns if str(name).startswith("axis.")]
     if f"axis.{axis}" not in axes:
         names = ", ".join(name.removeprefix("axis.") for name in axes)
@@ -113,7 +105,7 @@ def groups_of(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, pairi
         raise UserError(f"{a} and {b} were not run with the same settings of the other axes")
     if any(table.isna().any(axis=None) for table in tables):
         raise UserError("the settings of the other axes have different seeds; select the cells of one setting")
-    if pairing == "seed" and set(tables[0].index) != set(tables[1].index):
+    if paired and set(tables[0].index) != set(tables[1].index):
         raise UserError("the cells have different seeds; compare them unpaired")
     group_a, group_b = (tuple(table[name].to_numpy(np.float64) for name in sorted(map(str, table))) for table in tables)
     return group_a, group_b
@@ -126,7 +118,6 @@ def _rows(
     paired: bool,
     margin: float | None,
     alpha: float,
-    draws: int,
 ) -> list[Row]:
     """Return the rows of one metric."""
     level = 1 - alpha
@@ -136,7 +127,7 @@ def _rows(
     low, high = t_interval(estimate, level)
     n = len(a) if paired else len(a) + len(b)
     if paired:
-        test = sign_flip(b - a, rng, draws)
+        test = sign_flip(b - a, rng)
         how, p_value = f"{test.relabellings} sign changes{' (all)' if test.exact else ''}, paired by seed", test.p_value
     else:
         how, p_value = "Welch's t, unpaired", t_test(estimate)

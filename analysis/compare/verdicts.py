@@ -21,7 +21,6 @@ from ppo_repro.analysis.compare.paired import COLUMNS, distribution_rows, manife
 from ppo_repro.analysis.compare.rows import Row, run_compare
 from ppo_repro.analysis.compare.seeds import compare_groups
 from ppo_repro.analysis.program import program, read_table
-from ppo_repro.analysis.stats.significance import DRAWS
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
@@ -44,36 +43,30 @@ def compare_runs(
     column: str = "old_logprobs",
     iterations: Sequence[int] | None = None,
     alpha: float = 0.05,
-    draws: int = DRAWS,
 ) -> pd.DataFrame:
     """Compare two language runs at all four levels; outcomes of one run each get no verdict.
 
     Args:
-        run_a: the first run.
-        run_b: the second run.
+        run_a, run_b: the runs.
         rng: draws sign changes.
         margin: mean |delta| of `column` below which log-probs count as the same, nats.
         column: the log-probs to compare, one of `paired.COLUMNS`.
         iterations: for the levels numeric and distribution; None is all.
         alpha: level of the tests and intervals.
-        draws: sign changes, at most.
 
     Returns:
         The table of `run_compare`.
 
     Raises:
-        UserError: a margin, alpha or number of draws out of range, or records that are missing, unknown or damaged.
+        UserError: a margin or alpha out of range, or records that are missing, unknown or damaged.
     """
-    if not 0 < margin < math.inf or not 0 < alpha < 0.5 or draws < 1:
-        raise UserError(
-            f"margin = {margin}, alpha = {alpha}, draws = {draws}: "
-            "margin is positive, alpha between 0 and 0.5, draws at least 1"
-        )
+    if not 0 < margin < math.inf or not 0 < alpha < 0.5:
+        raise UserError(f"margin = {margin}, alpha = {alpha}: margin is positive, alpha between 0 and 0.5")
     responses = paired_responses(run_a, run_b, column=column, iterations=iterations)
     rows = [
         _bitwise_row(run_a, run_b),
-        *numeric_rows(responses, rng, column=column, margin=margin, alpha=alpha, draws=draws),
-        *distribution_rows(run_a, run_b, iterations, rng, draws),
+        *numeric_rows(responses, rng, column=column, margin=margin, alpha=alpha),
+        *distribution_rows(run_a, run_b, iterations, rng),
         *_final_rows(run_a, run_b),
     ]
     return run_compare(str(run_a), str(run_b), rows, alpha)
@@ -117,14 +110,9 @@ def compare_grid(
 
     Args:
         grid_dir: folder of the grid.
-        axis: the axis to compare.
-        a: a label of the axis.
-        b: another label.
+        axis, a, b: as for `compare_groups`.
         metrics: columns `final.*` of cells.parquet, or columns of results.parquet, but not both.
-        rng: draws sign changes.
-        paired: whether runs are paired by seed.
-        margin: also test that the difference is smaller than this.
-        alpha: level of the tests and intervals.
+        rng, paired, margin, alpha: as for `compare_groups`.
 
     Returns:
         The table of `run_compare`.
@@ -139,8 +127,7 @@ def compare_grid(
     if not path.is_file():
         raise UserError(f"{path}: is missing; give two runs, or the folder that `ppo-repro grid` wrote with --axis")
     frame = read_table(path)
-    pairing = "seed" if paired else "none"
-    return compare_groups(frame, axis, a, b, metrics, rng, pairing=pairing, margin=margin, alpha=alpha)  # type: ignore[arg-type]
+    return compare_groups(frame, axis, a, b, metrics, rng, paired=paired, margin=margin, alpha=alpha)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -85,7 +85,7 @@ def deltas(tokens: pd.DataFrame) -> Floats:
 
 
 def delta_counts(delta: Floats) -> Counts:
-    """Count tokens by |delta| in bins of DELTA_EDGES, [2, bins]: delta > 0, delta < 0. Outer bins have no outer edge."""
+    """Count tokens by |delta| in bins of DELTA_EDGES, [2, bins]: delta > 0, delta < 0. Outer bins are open."""
     inside = np.clip(np.abs(delta), DELTA_EDGES[0], DELTA_EDGES[-1])
     return np.array([np.histogram(inside[where], DELTA_EDGES)[0] for where in (delta > 0, delta < 0)])
 

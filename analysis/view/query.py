@@ -41,7 +41,7 @@ class Query:
     run: int | None
 
     def page(self) -> str:
-        """Return SQL for the rowids of a page; each row also has count, mean score and share of right responses of all."""
+        """Return SQL for the rowids of a page; each row also has count, mean score and right share of all."""
         sort, order = self.order.split(maxsplit=1)
         ordered = f"order by sorted_by {order}, run, iteration, sequence"
         # sorts few columns; the other columns of the page are read by rowid

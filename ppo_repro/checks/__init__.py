@@ -1,1 +1,1 @@
-"""What examines a machine or a run: plan its memory, probe the promises, bisect a difference, replay the records."""
+"""Checks of a machine or a run: plan the memory, probe the promises, bisect a difference, replay the records."""

@@ -1,8 +1,8 @@
 """The operation that makes sampler and trainer differ, for the model, prompts and sampling of a run.
 
-The sampler decodes with a cache, the trainer computes one forward; both compute the same token ids. The origin of a
-difference is the first operation whose inputs have equal bits on both paths and whose outputs have not: all later ones
-only pass a difference on. In native numerics an operation is a module of the trunk; in deterministic numerics it is the
+The sampler decodes with a cache, and the trainer computes one forward pass, over the same token ids. The origin of a
+difference is the first operation with equal input bits and unequal output bits on the two paths: later operations only
+pass a difference on. In native numerics an operation is a module of the trunk; in deterministic numerics it is the
 embeddings, a decoder layer (which the C kernels compute as one) or the last norm. Head and log-probs follow.
 """
 
@@ -43,7 +43,7 @@ from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.rollout import choose_prompts, require_undisturbed, sampling_of
 
-SEQUENCES = 16  # the outputs of every operation for all their tokens are in memory at once, for both paths
+SEQUENCES = 16  # all outputs for all their tokens are in memory at once, for both paths
 STRIDE = 1 << 32  # a token's key is sequence * STRIDE + position
 # by operation, in the order of execution: inputs and outputs [n, width]
 Captured = dict[str, tuple[Tensor, Tensor]]
@@ -77,7 +77,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Bisection:
-    """The result; `first_divergent_op` is by mode, empty where no bit differs."""
+    """The result; `first_divergent_op` has an operation for each mode, empty if no bit differs."""
 
     folder: str
     first_divergent_op: dict[str, str]
@@ -86,7 +86,7 @@ class Bisection:
 
 @dataclass(frozen=True)
 class SamplerTrace:
-    """A policy in one mode, responses sampled from it, and what it computed meanwhile."""
+    """A policy in one mode, its sampled responses, and the inputs and outputs of its operations meanwhile."""
 
     policy: PreTrainedModel
     mode: Mode
@@ -120,7 +120,7 @@ def _grid(sequences: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, T
 
 @contextmanager
 def recording(policy: PreTrainedModel, tokens: TokenGrid) -> Iterator[Recorded]:
-    """Record what the trunk computes while the body runs."""
+    """Record the inputs and outputs of the trunk's operations while the block runs."""
     recorded: Recorded = {}
     network = network_of(trunk_of(policy))
 
@@ -162,7 +162,7 @@ def recording(policy: PreTrainedModel, tokens: TokenGrid) -> Iterator[Recorded]:
 
 
 def modules_of(policy: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return every module inside the trunk but the parts of a mixture of experts, whose rows are not tokens."""
+    """Return every module inside the trunk, but no part of a mixture of experts, whose rows are not tokens."""
     trunk = trunk_of(policy)
     inside = {id(module) for module in trunk.modules()} - {id(trunk)}
     named = {name: m for name, m in policy.named_modules() if id(m) in inside}
@@ -178,9 +178,9 @@ def _rows(x: Tensor, valid: Tensor) -> Tensor:
 def _captured(
     policy: PreTrainedModel, batch: TokenBatch, recorded: Recorded, logits: Tensor, logprobs: Tensor
 ) -> Captured:
-    """Return the rows in the order of tokens.
+    """Return inputs and outputs of every operation, with rows in the order of tokens.
 
-    After the trunk they are the rows of the n positions that predict response tokens.
+    The rows after the trunk are the n positions that predict response tokens.
     """
     captured = {}
     for name, passes in recorded.items():
@@ -200,14 +200,14 @@ def sample(
     requests: Sequence[Request],
     sampling: Sampling,
 ) -> SamplerTrace:
-    """Return the sampler's path: prefill, then one token at a time with the cache.
+    """Sample responses with a cache, and record the inputs and outputs of every operation.
 
     Args:
         policy: the model that samples.
         stop_ids: end tokens.
         mode: numerics, `deterministic` or `native`.
         max_context: tokens of the longest prompt and response together.
-        requests: prompts and seeds; all are sampled at once.
+        requests: prompts and seeds, sampled at once.
         sampling: temperature and cuts.
     """
     seen = SampledTokens()
@@ -226,7 +226,7 @@ def _batch(requests: Sequence[Request], completions: Sequence[Completion]) -> To
 
 @torch.no_grad()
 def trained(s: SamplerTrace, trainer: PreTrainedModel) -> Captured:
-    """Return the trainer's path, computed by `trainer`: one forward over all sequences, padded on the right."""
+    """Record the operations of one forward pass of `trainer` over all sequences, padded on the right."""
     pairs = zip(s.requests, s.completions, strict=True)
     lengths = torch.tensor([len(r.prompt_ids) + len(c.response_ids) - 1 for r, c in pairs])
     grid = _grid(torch.arange(len(lengths)), torch.zeros_like(lengths), lengths)
@@ -239,7 +239,7 @@ def trained(s: SamplerTrace, trainer: PreTrainedModel) -> Captured:
 
 
 def compare_ops(s: SamplerTrace, trainer: PreTrainedModel) -> list[Op]:
-    """Compare every operation on both paths; `trainer` computes the training forward."""
+    """Compare every operation of the sampler with the same operation in a forward pass of `trainer`."""
     return [
         _compare(s.mode, order, name, s.decoded[name], right)
         for order, (name, right) in enumerate(trained(s, trainer).items())
@@ -278,14 +278,14 @@ def first_divergent_op(ops: Sequence[Op]) -> str:
 def trace_sampler(
     config: RunConfig, mode: Mode, start_folder: Path | None, response: ResponseIndex | None = None
 ) -> SamplerTrace:
-    """Return the path of the sampler for `SEQUENCES` responses of a configuration.
+    """Sample SEQUENCES responses of a configuration, and record the operations of the sampler.
 
     Args:
-        config: the run; deliberate faults in it are left out.
+        config: the run; its deliberate faults are left out.
         mode: numerics, `deterministic` or `native`.
-        start_folder: where the policy was saved; None: the configuration makes or loads it.
-        response: sampled first, as it was in its iteration, then those that follow it there, from the iteration's
-            beginning again after its last; None: responses to the first prompts by key.
+        start_folder: folder of the saved policy; None: the configuration makes or loads the policy.
+        response: the response to sample first, before the next responses of its iteration; None: sample responses to
+            the first prompts by key.
     """
     config = plain(config, mode)
     prepared = prepare(config, Silent(), start_folder)
@@ -303,7 +303,7 @@ def trace_sampler(
 
 
 def first_unequal(run_dir: Path) -> ResponseIndex | None:
-    """Return the first response with unequal bits, None where a run has none; UserError where the file is damaged."""
+    """Return the first response with unequal bits, None if a run has none; UserError if the file is damaged."""
     path = run_dir / UNEQUAL / UNEQUAL_TOKENS
     if not path.is_file():
         return None
@@ -313,15 +313,12 @@ def first_unequal(run_dir: Path) -> ResponseIndex | None:
 
 
 def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None, ResponseIndex | None]:
-    """Return the configuration.
-
-    If `path` is a run, also return the folder of its policy, and the response that ended it, if one did.
-    """
+    """Return the configuration, and for a run its policy's folder and the response that ended it, if one did."""
     if not path.is_dir():
         return load_config(path, overrides), None, None
     if overrides:
         raise UserError(f"--set {overrides[0]}: {path} is a recorded run; --set goes with a configuration only")
-    config = load_recorded_config(path)  # first: it says so where the folder is no run
+    config = load_recorded_config(path)  # first: it reports a folder without a run
     if (path / FINAL).is_dir():
         return config, path / FINAL, None
     response = first_unequal(path)
@@ -331,10 +328,10 @@ def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | Non
 
 
 def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
-    """Compare both paths of a configuration's policy, or of a run's final one, in both modes, and write the table.
+    """Compare the operations of sampler and trainer in both modes, and write the table.
 
-    Of a run that ended because bits were unequal it is the policy as it was then, with the responses beside that token.
-    The table goes to OUT/<experiment>/<config digest> and replaces that of an earlier call.
+    The policy is the configuration's policy or a run's final policy. If unequal bits ended the run, it is the policy at
+    that moment. The table goes to OUT/<experiment>/<config digest> and replaces an earlier table.
     """
     config, folder, response = _source(path, overrides)
     require_undisturbed(config)
@@ -356,7 +353,7 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
 
 
 def lines(bisection: Bisection) -> list[str]:
-    """Return the result as text: the ops whose outputs differ, the origin."""
+    """Return the printed lines: the operations whose outputs differ, and the origin."""
     ops = pd.DataFrame(bisection.ops)
     columns = ["mode", "layer", "op", "inputs_equal", "frac_bitwise_equal", "max_abs", "rel_l2"]
     table = ops.loc[~ops["outputs_equal"], columns].to_string(index=False, float_format="{:.2g}".format)

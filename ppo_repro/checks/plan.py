@@ -1,7 +1,7 @@
-"""How much memory a run needs, as one table: what for, and in which phase; no weight is loaded.
+"""The memory of a run, as one table by purpose and phase, without loading a weight.
 
-Weights, moments and gradients are counted exactly. The rest is an estimate for prompts and responses of the longest
-allowed length, in native numerics from what the kernels would need.
+Weights, moments and gradients are counted exactly. The other numbers are estimates for prompts and responses of the
+longest allowed length; native numerics are assumed to need as much as the kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimat
 # the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
 # when memory is short
 PROCESS = 700_000_000
-CARD_SCRATCH = 600_000_000  # what the kernels of a card allocate themselves: scores of attention, parts of products
+CARD_SCRATCH = 600_000_000  # the memory that kernels of a card allocate: scores of attention, parts of products
 FLOAT = 4
 MOMENTS = 2 * FLOAT
 
@@ -56,11 +56,11 @@ class Model:
     """One model of a run; numbers of floats."""
 
     name: str
-    weights: int  # beside the weights that it shares
+    weights: int  # without the weights that it shares
     trained: int
     frozen: int
-    collected: int  # floats that have a gradient: with an adapter those of the merged weights
-    packed: int  # of the weights as the kernels read them
+    collected: int  # floats with a gradient; with an adapter, of the merged weights
+    packed: int  # floats of the packed weights, which the kernels read
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Plan:
     rows: dict[str, dict[str, int]]
 
     def total(self, phase: str, rows: tuple[str, ...] | None = None) -> int:
-        """Return what a phase needs, of some rows or of all, without the process itself."""
+        """Return the bytes of a phase, over some rows or all, without the process itself."""
         return sum(row.get(phase, 0) for name, row in self.rows.items() if rows is None or name in rows)
 
     @property
     def certain(self) -> int:
-        """Return what is needed at once in any case."""
+        """The bytes that the run certainly needs at one time."""
         return max(self.total(phase, EXACT_ROWS) for phase in PHASES)
 
     @property
@@ -101,17 +101,17 @@ class Shape:
         self.own_head = 0 if config.tie_word_embeddings else sum(p.numel() for p in head_of(self.model).parameters())
 
     def packed(self, outputs: int) -> int:
-        """Return the floats of the packed weights with a head of so many outputs."""
+        """Return the floats of the packed weights with a head of `outputs` outputs."""
         return self.kernels.packed_floats() + library.load().panel_floats(outputs, self.struct.hidden)
 
     def trained(self, name: str, lora: LoraConfig | None, section: str, is_value: bool = False) -> Model:
-        """Count a policy, or a value model: the trunk with a score and its bias. With an adapter the rest is shared.
+        """Count a policy, or a value model, whose head is a score with a bias; an adapter leaves the trunk shared.
 
         Args:
-            name: of the row in the plan.
+            name: name of the row in the plan.
             lora: the adapter, None without one.
-            section: of the configuration, for errors.
-            is_value: whether it is a value model.
+            section: section of the configuration, for errors.
+            is_value: whether to count a value model.
         """
         head = self.struct.hidden + 1 if is_value else self.own_head
         packed = self.packed(1 if is_value else self.struct.vocabulary)
@@ -126,14 +126,14 @@ class Shape:
         return Model(name, adapted + trained, trained, frozen, adapted + own_head, packed)
 
     def frozen(self, name: str, labels: int | None = None) -> Model:
-        """Return a reference, or with `labels` a classifier."""
+        """Count a reference model, or with `labels` a classifier."""
         parameters, outputs = self.parameters, self.struct.vocabulary
         if labels is not None:
             parameters, outputs = parameters - self.own_head + labels * self.struct.hidden, labels
         return Model(name, parameters, 0, parameters, 0, self.packed(outputs))
 
     def cache(self, tokens: int) -> int:
-        """Return the bytes of the keys and values of some tokens, of which whole blocks of 16 are counted."""
+        """Return the bytes of the keys and values of some tokens, a multiple of 16."""
         return 2 * FLOAT * self.struct.layers * self.struct.kv_heads * self.struct.head_dim * tokens
 
     def forward(self, tokens: int) -> int:
@@ -149,7 +149,7 @@ class Shape:
 
 
 def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
-    """Return the policy, a value model of its own, and all models. UserError where the model is not supported."""
+    """Return the policy, the separate value model if there is one, and all models. UserError for an unknown model."""
     max_context = config.numerics.max_context
     if isinstance(config.model, ModelFolder):
         path = config.model.path
@@ -173,10 +173,7 @@ def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
 
 
 def plan_run(config: RunConfig, processes: int = 1) -> Plan:
-    """Return the memory of a run in each of `processes`, of the CPU or of its card.
-
-    UserError where the model is not supported.
-    """
+    """Return the memory of a run in each of `processes`, on the CPU or on its card; UserError for an unknown model."""
     policy, value, models = _shapes(config)
     layout, sampler, context = config.layout, config.mismatch.sampler, config.numerics.max_context
     deterministic, on_card = config.numerics.mode == "deterministic", layout.device != "cpu"
@@ -190,14 +187,14 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
     arrays = (SLOTS // processes).bit_length() if deterministic and update < step else 1
     trained = [model for model in models if model.trained]
     stays = FLOAT * sum(model.weights for model in models)
-    # the model as it is read, and a copy before adapted models share
+    # the model is read, and copied until adapted models share its weights
     read = stays + FLOAT * policy.parameters * (2 if any(model.frozen for model in trained) else 1)
     version, lag = FLOAT * models[0].trained, min(sampler.lag, config.ppo.iterations - 1)
     older = dict.fromkeys(PHASES[1:], lag * version)
-    older["rollout"] += version if lag else 0  # while older policies sample, the present one waits beside them
+    older["rollout"] += version if lag else 0  # while an older policy samples, the present weights wait
     stock = 0 if sampler.stock is None else getattr(torch, sampler.stock).itemsize * policy.parameters
     rounded = FLOAT * models[0].packed if sampler.precision.weights != "float32" else 0
-    # frozen models give their packed weights back after their pass; a value model is packed after the reference
+    # a frozen model frees its packed weights after its pass; a value model is packed after the reference
     working = sum(model.packed for model in trained)
     in_loss = isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact"
     packed = {
@@ -265,9 +262,9 @@ def memory_limit() -> int | None:
 
 
 def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> None:
-    """Raise UserError if a language run certainly needs more memory than there is, of the CPU or of each card.
+    """Raise UserError if a language run certainly needs more memory than the machine or card has.
 
-    Warn if only the estimate is more.
+    Print a warning if only the estimate exceeds the memory.
     """
     if not isinstance(config, RunConfig):
         return

@@ -1,7 +1,7 @@
-"""Does every promise hold on this machine, for this model and configuration? With a negative control.
+"""Does every promise hold on this machine, for this model and configuration?
 
-Each promise is checked twice: in deterministic numerics, where no bit may differ, and in native numerics, where cached
-decoding and the full forward have to differ. Otherwise the check could not detect a difference at all.
+Each promise is checked twice. In deterministic numerics no bit may differ. Native numerics are the negative control:
+cached decoding and the full forward pass must differ there, or the check could not find a difference at all.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ MODES: tuple[Mode, ...] = ("deterministic", "native")
 SEQUENCES = 24
 MICRO_BATCHES = (1, 5)
 CONTROL = "decode = full forward"
-Progress = Callable[[str, int, int], None]  # what was done, how much of it, how much there is
-# promise, condition, and how many numbers are compared, how many differ in any bit
+Progress = Callable[[str, int, int], None]  # the finished check, its number, the number of all checks
+# promise, condition, and a function that returns the numbers compared and the numbers that differ in any bit
 Check = tuple[str, str, Callable[[], tuple[int, int]]]
 
 
 def plain(config: RunConfig, mode: Mode) -> RunConfig:
-    """Return the configuration in a mode and the plainest layout, without training before: any weights will do."""
+    """Return the configuration in a mode, with the default layout and without a warm start: any weights will do."""
     model = config.model
     if isinstance(model, TinyModel):
         model = model.model_copy(update={"warm_start_steps": 0})
@@ -59,7 +59,7 @@ def plain(config: RunConfig, mode: Mode) -> RunConfig:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One promise under one condition. `compared` numbers; how many differ in any bit in either mode."""
+    """One promise under one condition: numbers compared, and numbers that differ in any bit in each mode."""
 
     promise: str
     condition: str
@@ -70,10 +70,10 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe found."""
+    """The result of a probe."""
 
     rows: list[CheckResult]
-    accuracy: Accuracy | None  # of the deterministic log-probs; None where it was not measured
+    accuracy: Accuracy | None  # of the deterministic log-probs; None if it was not measured
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _sampled_run(config: RunConfig, mode: Mode) -> _SampledRun:
 
 
 def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
-    """Return the tokens whose id or log-prob bits differ; where any id differs, all tokens of that response count."""
+    """Count tokens whose id or log-prob bits differ; if any id differs, all tokens of the response count."""
     total = 0
     for left, right in zip(a, b, strict=True):
         if left.response_ids != right.response_ids:
@@ -122,7 +122,7 @@ def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
 
 
 def _batches(s: _SampledRun, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
-    """Yield the subject's sequences as batches of one minibatch, and the eligible bit sets of their tokens."""
+    """Yield the sequences as batches of one minibatch, with the bit sets of the tokens that could be sampled."""
     for i in range(0, len(s.requests), size):
         requests, completions = s.requests[i : i + size], s.completions[i : i + size]
         slots = slots_of(range(i, i + len(requests)), len(s.requests), SLOTS)
@@ -151,7 +151,7 @@ def _values(s: _SampledRun, size: int) -> Tensor:
 
 
 def _weights_after_step(s: _SampledRun, size: int) -> Tensor:
-    """Return all policy weights after one optimizer step on the sampled tokens, starting from the same weights."""
+    """Return all policy weights after one optimizer step on the sampled tokens; the policy keeps its weights."""
     policy = s.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     settings = AdamWSettings(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
@@ -179,7 +179,7 @@ def _with_two_threads(compute: Callable[[], Tensor]) -> Tensor:
 
 
 def _checks(s: _SampledRun) -> list[Check]:
-    """Return every promise, in the order in which they have to be computed: the last one changes the policy."""
+    """Return every check, in the order of execution: the last check changes the policy."""
     forward, weights, values = _forward(s, SEQUENCES), _weights_after_step(s, SEQUENCES), _values(s, SEQUENCES)
 
     def resampled(slots: int, chunk: int = 0, prefix_cache: bool = True, step: int = 1) -> tuple[int, int]:
@@ -221,7 +221,7 @@ def _checks(s: _SampledRun) -> list[Check]:
 def probe(config: RunConfig, progress: Progress) -> Probed:
     """Check every promise for the model and prompts of `config`, in both modes. UserError as `require_undisturbed`.
 
-    `progress` is told of every check that is done: which one, its number from 1, how many there are.
+    `progress` is called after every check with its name, its number from 1, and the number of all checks.
     """
     require_undisturbed(config)
     found: dict[str, list[tuple[str, str, int, int]]] = {}
@@ -240,7 +240,7 @@ def probe(config: RunConfig, progress: Progress) -> Probed:
 
 
 def failures(rows: Sequence[CheckResult]) -> list[str]:
-    """Return the promises that did not hold, one sentence each; empty if all did."""
+    """Return a sentence for each promise that does not hold."""
     broken = [
         f"{r.promise} ({r.condition}): {r.unequal_deterministic} of {r.compared} differ in deterministic numerics"
         for r in rows

@@ -1,6 +1,6 @@
 """Replay proves that the records suffice: it computes the stages of a recorded run again and compares every bit.
 
-Each stage starts from what is recorded of the stages before it, by the functions that the run itself used.
+Each stage starts from the records of the stages before it, and calls the functions that the run itself used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STAGES: tuple[Stage, ...] = ("rewards", "advantages", "losses", "coefficients", 
 ALL = "all"
 SECONDS = ("rollout", "forward", "update", "evaluation", "digests", "other")
 
-# what a stage computes, by table; a column that a level leaves out is not compared
+# the columns that a stage computes, by table; a column that was not recorded is not compared
 COMPUTED: Mapping[Stage, Mapping[str, tuple[str, ...]]] = {
     "rewards": {
         "sequences": ("scores", "kl_penalty_sum", "reward_sum"),
@@ -84,27 +84,27 @@ COMPUTED: Mapping[Stage, Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Records:
-    """The tables of one iteration by name, as they are in the files."""
+    """The recorded tables of one iteration, by name."""
 
     iteration: int
     tables: Mapping[str, pa.Table]
 
     def has(self, table: str, column: str) -> bool:
-        """Tell whether a column was recorded; one that a level leaves out reads as null in every row."""
+        """Return whether a column was recorded; otherwise it is null in every row."""
         values = self.tables[table].column(column)
         return bool(values.null_count < len(values))
 
     def tensor(self, table: str, column: str, rows: slice = slice(None)) -> Tensor:
-        """Read some rows of a column of fixed width without nulls."""
+        """Return some rows of a column without nulls as a tensor."""
         return torch.from_numpy(np.array(self.tables[table].column(column).to_numpy()[rows]))
 
     def tensor_or_none(self, table: str, column: str, rows: slice = slice(None)) -> Tensor | None:
-        """Read some rows of a column as a tensor; None if one of them is null."""
+        """Return some rows of a column as a tensor; None if one of them is null."""
         is_there = self.tables[table].column(column).is_valid().to_numpy()[rows].all()
         return self.tensor(table, column, rows) if is_there else None
 
     def values(self, table: str, column: str) -> tuple[Any, ...]:
-        """Read a column as Python values; lists become tuples."""
+        """Return a column as Python values; lists become tuples."""
         values = self.tables[table].column(column).to_pylist()
         return tuple(tuple(value) if isinstance(value, list) else value for value in values)
 
@@ -128,7 +128,7 @@ def _read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
 
 
 def _rollout(records: Records) -> buffers.Rollout:
-    """Return the sampled responses. Eligible tokens stay empty: no later stage reads them."""
+    """Return the sampled responses, without the sets of kept tokens, which no later stage reads."""
     count = records.tables["tokens"].num_rows
 
     def of(column: str) -> tuple[Any, ...]:
@@ -160,7 +160,7 @@ def _rollout(records: Records) -> buffers.Rollout:
 
 
 def _episodes(records: Records, table: str) -> tuple[buffers.Episode, ...] | None:
-    """Return what the environment put in; None if it never speaks. The texts of turns are in no record."""
+    """Return the episodes without the texts of turns, which are in no record; None if there is no environment."""
     if not records.has(table, "episode_ids"):
         return None
     rows = zip(records.values(table, "episode_ids"), records.values(table, "is_forced"), strict=True)
@@ -168,7 +168,7 @@ def _episodes(records: Records, table: str) -> tuple[buffers.Episode, ...] | Non
 
 
 def _forward(records: Records) -> buffers.ForwardPass:
-    """Return what the networks gave before the update."""
+    """Return the outputs of the networks before the update."""
     names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
     return buffers.ForwardPass(
         **{name: records.tensor("tokens", name) for name in names},
@@ -179,7 +179,7 @@ def _forward(records: Records) -> buffers.ForwardPass:
 
 
 def _rewards(records: Records) -> buffers.Rewards:
-    """Return scores and rewards; what a level leaves out is 0, and then it is not compared either."""
+    """Return scores and rewards; a column that was not recorded is 0 and is not compared."""
     zeros = torch.zeros(records.tables["tokens"].num_rows)
     placed, raw = (records.tensor_or_none("tokens", name) for name in ("placed_scores", "raw_rewards"))
     return buffers.Rewards(
@@ -204,12 +204,12 @@ def _evaluation(records: Records) -> buffers.Evaluation | None:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What computing again showed."""
+    """The result of a replay."""
 
-    iterations: int  # computed again, the one with the difference included
+    iterations: int  # computed again, including the iteration with the difference
     compared: Mapping[Stage, int]  # values by stage, up to the difference
-    stage: Stage | None  # that differs; None if none does
-    difference: Difference | None  # on the left the record, on the right what was computed again
+    stage: Stage | None  # the stage that differs; None if no stage does
+    difference: Difference | None  # left: the record; right: computed again
 
 
 def stages_of(name: str) -> tuple[Stage, ...]:
@@ -223,9 +223,8 @@ def stages_of(name: str) -> tuple[Stage, ...]:
 def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
     """Compute stages of a recorded language run again, from its records and config.yaml alone; no model is loaded.
 
-    Of a fork those iterations that are its own.
-    The first difference is in the stage that is named. Digests are not verified, so that a changed value is named.
-    Raises UserError if the run cannot be computed again.
+    A fork is computed from its first own iteration on. Digests are not verified, because the replay itself names a
+    changed value. Raises UserError if the run cannot be computed again.
     """
     recorded = reader.open_manifest(run_dir, allow_incomplete=True)
     if not manifest.has_responses(recorded):
@@ -233,10 +232,10 @@ def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
     if not recorded.iterations:
         raise UserError(f"{run_dir}: has no recorded iteration; finish it with `ppo-repro resume {run_dir}`")
     config = load_recorded_config(run_dir)
-    # all columns that follow from records, whatever the run recorded
+    # compute all columns that follow from records, at whatever level the run recorded
     at_full = config.model_copy(update={"records": RecordsConfig(level="full")})
     coefficients, start, functions = first_coefficients(config), 0, load_functions(config)
-    if recorded.origin is not None:  # the iterations before are those of another configuration
+    if recorded.origin is not None:  # the iterations before have another configuration
         start, path = recorded.origin.iteration, run_dir / FORKED_FROM
         coefficients = checkpoint.load(path, recorded.files[FORKED_FROM]).coefficients
     compared: dict[Stage, int] = dict.fromkeys(stages, 0)
@@ -293,9 +292,13 @@ def _require_columns(run_dir: Path, config: RunConfig, records: Records, stages:
 def _recorded_iteration(
     config: RunConfig, records: Records, coefficients: buffers.Coefficients, functions: Functions
 ) -> buffers.Iteration:
-    """Return an iteration as it was recorded, with the losses that follow from it.
+    """Return a recorded iteration, with the losses computed from its records.
 
-    `coefficients` are those in force.
+    Args:
+        config: the run.
+        records: the tables of the iteration.
+        coefficients: the coefficients in force.
+        functions: the user's functions.
     """
     rollout, forward = _rollout(records), _forward(records)
     advantages = buffers.Advantages(
@@ -321,7 +324,7 @@ def _recorded_iteration(
 def _again(
     config: RunConfig, item: buffers.Iteration, stages: Collection[Stage], functions: Functions
 ) -> buffers.Iteration:
-    """Return the iteration with rewards and advantages computed again, each from what was recorded before it."""
+    """Return the iteration with rewards and advantages computed again, each from the records of the stage before."""
     rewards, advantages = item.rewards, item.advantages
     if "rewards" in stages:
         # the values of the reward terms, which the task's verifier gave, are recorded
@@ -336,7 +339,7 @@ def _again(
 
 
 def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[buffers.MinibatchUpdate]:
-    """Yield the minibatches of the recorded steps, in the order in which the seed shuffles them."""
+    """Yield the recorded steps, with their minibatches shuffled by the seed."""
     steps, count = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows
     lengths = batch.rollout.lengths
     end, stopped = 0, False
@@ -399,7 +402,7 @@ def _compare(
         skipped |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}
     count = 0
     for table in manifest.tables_of(recorded):
-        # those that were recorded; null in every row counts where level lean has them too
+        # the recorded columns; at level lean a column may be null in every row
         compared = tuple(
             column
             for column in table.columns

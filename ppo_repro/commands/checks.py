@@ -1,4 +1,4 @@
-"""Commands that look at a configuration or at where bits part without training, or write what one starts from."""
+"""Commands that check a configuration or a machine, find the origin of a difference, or write files to start from."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def bisect_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.files import load_config
 
     if not arguments.source.is_dir():
-        load_config(arguments.source, arguments.set)  # mistakes come before the seconds that torch takes
+        load_config(arguments.source, arguments.set)  # mistakes are reported before the slow import of torch
     from ppo_repro.checks.bisect import bisect, lines
 
     bisection = bisect(arguments.source, arguments.set, arguments.out)
@@ -71,7 +71,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 
 def fields_command(arguments: argparse.Namespace) -> int:
-    """Print every field of a configuration: what it may be, its default, what it means."""
+    """Print every field of a configuration: allowed values, default, meaning."""
     from ppo_repro.config.fields import groups, text
 
     found = [dataclasses.asdict(group) for group in groups(arguments.sections)]

@@ -21,11 +21,11 @@ from ppo_repro.base.user_file import described, raised_by_user
 from ppo_repro.commands.arguments import build_parser
 from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
 
-SECONDS_TO_SPEAK = 2  # a launcher ends all processes when one ends: the process that says the mistake must end first
+SECONDS_TO_SPEAK = 2  # torchrun ends all processes when one ends: the one that prints the mistake ends first
 
 
 def exit_code_of(argv: Sequence[str]) -> int:
-    """Execute a command line, whose errors become lines on stderr; its exit code."""
+    """Execute a command line and return its exit code; an error is printed as one line on stderr."""
     try:
         interrupts.install()
         return _command(argv)
@@ -49,7 +49,7 @@ def _command(argv: Sequence[str]) -> int:
 
 
 def _failed(error: Exception) -> int:
-    """Say what went wrong, with a line for each mistake; the exit code. Raises `error` if it is a fault of ours."""
+    """Print a line for each mistake and return the exit code; raise `error` if it is a fault of this package."""
     if isinstance(error, PromiseBroken):
         say(f"promise broken: {one_line(error)}")
         return 1
@@ -69,7 +69,7 @@ def _failed(error: Exception) -> int:
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:
-    """Say what ended the command, and what is kept; the exit code."""
+    """Print the cause of an interruption, and the way to go on; return the exit code."""
     if isinstance(error, RankLost):
         say(f"stopped: {one_line(error)}")
         return 3
@@ -79,8 +79,10 @@ def _interrupted(error: KeyboardInterrupt) -> int:
 
 
 def main() -> None:
-    """Entry point. Exit 0 done, 1 a promise did not hold, 2 what the user wrote is wrong, 3 a process of the run was
-    lost, 130 Ctrl-C, 143 SIGTERM."""
+    """Execute the command line of this process.
+
+    Exit codes: 0 done, 1 broken promise, 2 wrong input, 3 lost process, 130 Ctrl-C, 143 SIGTERM.
+    """
     prepare_streams()
     code = exit_code_of(sys.argv[1:])
     if code == 2 and not speaks():

@@ -1,4 +1,4 @@
-"""Commands on grids and studies. Heavy imports wait until they run, so that --help is quick."""
+"""Commands on grids and studies. Heavy imports wait until a command runs: --help stays quick."""
 
 from __future__ import annotations
 

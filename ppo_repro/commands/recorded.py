@@ -1,4 +1,4 @@
-"""Commands on recorded runs. Heavy imports wait until they run, so that --help is quick."""
+"""Commands on recorded runs. Heavy imports wait until a command runs: --help stays quick."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ls_command(arguments: argparse.Namespace) -> int:
 
 
 def _listed(run_dir: Path) -> dict[str, Any]:
-    """Describe one run folder; its state is `damaged` if one of the files that this needs cannot be read."""
+    """Describe one run folder; its state is `damaged` if a file that the description needs cannot be read."""
     from ppo_repro.records import manifest
     from ppo_repro.records.label import UNLABELLED, read_label
     from ppo_repro.records.settings import setup_of
@@ -58,7 +58,7 @@ def _listed(run_dir: Path) -> dict[str, Any]:
 
 
 def _lines(runs: list[dict[str, Any]], root: Path) -> list[str]:
-    """A table of the runs, without columns that no run has anything in."""
+    """Return a table of the runs, without empty columns."""
     if not runs:
         return [f"no run in {root}"]
     columns = {
@@ -82,7 +82,7 @@ def _lines(runs: list[dict[str, Any]], root: Path) -> list[str]:
 
 
 def label_command(arguments: argparse.Namespace) -> int:
-    """Give a recorded run a name, notes or tags, an empty text to remove them, and print what it has."""
+    """Give a recorded run a name, notes or tags, or remove them by an empty text; print the label."""
     from ppo_repro.records import manifest
     from ppo_repro.records.label import label_of, read_label, write_label
 
@@ -118,7 +118,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
 
 
 def show_command(arguments: argparse.Namespace) -> int:
-    """Print what a recorded run did."""
+    """Print a summary of a recorded run: iterations, last responses, results."""
     from ppo_repro.records import manifest
     from ppo_repro.records.label import read_label
 
@@ -167,13 +167,13 @@ def diff_command(arguments: argparse.Namespace) -> int:
 def report_difference(
     difference: Difference | None, as_json: bool, identical: str, more: Mapping[str, Any] = MappingProxyType({})
 ) -> int:
-    """Print what a comparison found; returns the exit code.
+    """Print the result of a comparison and return the exit code.
 
     Args:
-        difference: the first one, None without any.
-        as_json: print one JSON object.
-        identical: the line that is printed without a difference.
-        more: further fields of the JSON object.
+        difference: the first difference, None if there is none.
+        as_json: whether to print one JSON object.
+        identical: the line to print if there is no difference.
+        more: more fields of the JSON object.
     """
     fields = None if difference is None else dataclasses.asdict(difference)
     line = identical if difference is None else f"different: {difference.describe()}"

@@ -1,4 +1,4 @@
-"""Commands that compute a run. Heavy imports wait until a command needs them, so that --help is quick."""
+"""Commands that compute a run. Heavy imports wait until a command runs: --help stays quick."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SIZES = (1, 2, 4, 8)  # numbers of processes whose sums are whole subtrees of a 
 
 
 def processes() -> tuple[int, int]:
-    """Read (rank, number of processes) as torchrun sets them; (0, 1) without it.
+    """Return rank and number of processes as torchrun sets them, 0 and 1 without torchrun.
 
-    UserError for a number not in SIZES.
+    Raises UserError for a number that is not in SIZES.
     """
     texts = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))]
     if not all(text.isdecimal() for text in texts):
@@ -47,9 +47,9 @@ def processes() -> tuple[int, int]:
 
 @contextmanager
 def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watcher]]:
-    """Yield the processes of this command, the first with progress.
+    """Yield the processes of this command, and the watcher, which prints progress in the first process.
 
-    Ctrl-C says what `resume` will do of a run `begun`.
+    Ctrl-C prints how to resume the run `begun`.
     """
     from ppo_repro.base.progress import ConsoleProgress
     from ppo_repro.base.ranks import joined
@@ -70,7 +70,7 @@ def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watche
 
 
 def _executed_by(kind: Kind, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
-    """Tell how a run of this kind is executed; UserError for several processes if the kind works in one."""
+    """Return the executor of a kind of run; UserError for several processes if the kind works in one."""
     if kind == "language":
         from ppo_repro.runs.language import LanguageKind
 
@@ -78,7 +78,7 @@ def _executed_by(kind: Kind, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any
     if ranks.size > 1:
         raise UserError(f"a {kind} run works in one process; start this command without torchrun")
     if kind == "control":
-        from ppo_repro.runs.control import ControlKind  # gymnasium, which not everybody has
+        from ppo_repro.runs.control import ControlKind  # needs gymnasium, an optional package
 
         return ControlKind(watcher)
     from ppo_repro.runs.dpo import DPOKind
@@ -139,13 +139,13 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
 
 
 def resume_command(arguments: argparse.Namespace) -> int:
-    """Continue a run that was killed, interrupted or failed; exit 1 if what it computes again differs."""
+    """Continue a run that was killed, interrupted or failed; exit 1 if an iteration computed again differs."""
     say(f"{arguments.run}: going on after what is recorded")
     from ppo_repro.base.lock import require_no_writer
     from ppo_repro.records.manifest import load_head
 
     targets, copies = targets_of(arguments.track, arguments.tensorboard), Copies()
-    kind = load_head(arguments.run).kind  # what is no run is said before the seconds that torch takes
+    kind = load_head(arguments.run).kind  # a wrong folder is reported before the slow import of torch
     require_no_writer(arguments.run)
     with _working_together(arguments.run) as (ranks, watcher):
         from ppo_repro.runs.resume import resume
@@ -193,7 +193,7 @@ def fork_command(arguments: argparse.Namespace) -> int:
 
 
 def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, copies: Copies) -> None:
-    """Print what a complete run did; `seconds` by phase if they are known better than from the records."""
+    """Print the summary of a complete run; `seconds` by phase replace the recorded ones."""
     from ppo_repro.runs.summary import summarise
 
     summary = summarise(run_dir, seconds)

@@ -1,1 +1,1 @@
-"""Mismatches made on purpose. They wrap the sampler and what the trainer receives; the loop does not know them."""
+"""Mismatches made on purpose, around the sampler and around the trainer's rollout; the loop does not know them."""

@@ -1,4 +1,4 @@
-"""Responses decoded and encoded again before training, as where text is passed on instead of token ids."""
+"""Responses decoded and encoded again before training, as in stacks that pass on texts in place of token ids."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ppo_repro.tasks.tokenizer import decode, spans
 
 @dataclass(frozen=True)
 class Encoding:
-    """T tokens of a response, encoded from its text, beside the S that were sampled."""
+    """T tokens of a response, encoded from its text, and their relation to the S sampled tokens."""
 
     ids: list[int]  # [T]
     spans: Spans  # of these tokens
-    owners: list[int]  # [S] which of the T tokens holds a sampled token's last character
-    sources: list[int]  # [T] the last sampled token with that owner; else the one whose text goes on beyond
-    as_sampled: list[bool]  # [T] the token was sampled as it is
+    owners: list[int]  # [S] the token, of T, with the last character of a sampled token
+    sources: list[int]  # [T] the last sampled token with that owner, or else the one whose text goes beyond
+    as_sampled: list[bool]  # [T] the same token was sampled
 
     def summed(self, logprobs: Tensor) -> Tensor:
-        """Sum for each token the values of the sampled tokens that it owns, [T] float32; the sum of all stays."""
+        """Return the sum of the values of the sampled tokens that each token owns, [T] float32."""
         parts: list[list[float]] = [[] for _ in self.ids]
         for owner, value in zip(self.owners, logprobs.tolist(), strict=True):
             parts[owner].append(value)
@@ -42,11 +42,11 @@ def encode_again(
     Special tokens inside a response are in no text, and are lost.
 
     Args:
-        tokenizer: decodes and encodes.
+        tokenizer: the run's tokenizer.
         ids: the sampled tokens.
-        before: where the sampled tokens lie in the text.
-        most: tokens that the result may have.
-        ended: whether the response has its end.
+        before: positions of the sampled tokens in the text.
+        most: the most tokens that the result may have.
+        ended: whether the response has its end token.
 
     Returns:
         The encoding; None if it has no token, or more than `most`.
@@ -80,16 +80,15 @@ def _source(before: Spans, after: Spans, owners: Sequence[int], token: int) -> i
 
 @dataclass(frozen=True)
 class RetokenizingEngine:
-    """An engine some of whose sampled responses become the same texts as other tokens.
+    """An engine that replaces the tokens of some sampled responses by other tokens of the same text.
 
-    A token's `logprobs` and `log_kept_mass` are then the sums over the sampled tokens that end in its text, so that a
-    response keeps its log-prob; a token in which none ends has 0. Routes and kept sets are dropped.
-    Greedy evaluation is as it was.
+    `logprobs` and `log_kept_mass` of a new token are the sums over the sampled tokens that end in its text, 0 if none
+    does: a response keeps its log-prob. Routes and kept sets are dropped. Greedy evaluation does not change.
     """
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
-    share: float  # of the responses
+    share: float  # share of the responses that are encoded again
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
@@ -103,7 +102,7 @@ class RetokenizingEngine:
         return [self._encoded(c, most if draw < self.share * 2.0**64 else 0) for c, draw in pairs]
 
     def _encoded(self, c: Completion, most: int) -> Completion:
-        """Return the completion encoded again in at most so many tokens; as sampled where they do not suffice."""
+        """Return the completion encoded again in at most `most` tokens; as sampled if that is not possible."""
         text = decode(self.tokenizer, c.response_ids)
         before = spans(self.tokenizer, c.response_ids, text)
         new = encode_again(self.tokenizer, c.response_ids, before, most, c.finish_reason == "stop") if most else None

@@ -1,4 +1,4 @@
-"""What the sampler does otherwise than the trainer: older weights, one flipped bit, another first token."""
+"""Faults of the sampler: older weights, one flipped bit, another first token."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ppo_repro.faults.retokenizing import RetokenizingEngine
 from ppo_repro.models.state import TrainState
 from ppo_repro.rollout.engine import Completion, Dialogue, Engine, Request, Sampling
 
-FIRST_TEXT_ID = 2  # of the tokenizers made here: the tokens before it are <pad> and <eos>
+FIRST_TEXT_ID = 2  # our tokenizers begin with <pad> and <eos>
 
 
 def disturbed(config: RunConfig, engine: Engine, state: TrainState, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """Wrap an engine: older weights, a first token changed, responses encoded again.
+    """Return the run's sampler with the faults of the configuration's section `mismatch`.
 
     Args:
-        config: says in `mismatch` which faults are wanted.
+        config: the run.
         engine: the run's sampler.
-        state: gives the weights; a flipped bit changes the policy at once.
-        tokenizer: encodes responses again.
+        state: the policy and its older versions; a flipped bit changes the policy at once.
+        tokenizer: the tokenizer that encodes responses again.
 
     Returns:
-        The engine itself without any fault.
+        The engine with its faults; `engine` itself if there is none.
     """
     lag, share = config.mismatch.sampler.lag, config.mismatch.trainer.retokenize
     if config.mismatch.flip == "bit" and state.iteration == 0:
@@ -48,7 +48,7 @@ def flip_bit(policy: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class FlippingEngine:
-    """An engine that reports another first token in iteration 0 than it sampled, with the log-prob of the sampled."""
+    """An engine that changes the first token in iteration 0, but reports the log-prob of the sampled token."""
 
     engine: Engine
     state: TrainState
@@ -69,13 +69,13 @@ class LaggingEngine:
     """An engine whose policy is `lag` iterations behind when it samples. Greedy evaluation has the newest weights."""
 
     engine: Engine
-    state: TrainState  # whose policy the engine has
+    state: TrainState  # has the policy of the engine
     lag: int
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
     ) -> list[Completion]:
-        """Sample with the weights of `lag` iterations ago, or the first ones; afterwards the policy is what it was."""
+        """Sample with the weights of `lag` iterations ago, or the first weights; then restore the newest weights."""
         if sampling.greedy:
             return self.engine.generate(requests, sampling, dialogue)
         versions, newest = self.state.versions, self.state.iteration

@@ -1,4 +1,4 @@
-"""What the trainer takes otherwise than the sampler did: the section `mismatch.trainer`."""
+"""Faults of the trainer, which the section `mismatch.trainer` asks for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ppo_repro.models.state import HiddenHook, Stream, unchanged
 
 
 def received(faults: TrainerFaults, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-    """Return what the trainer receives of a rollout; the rollout itself if nothing is made to differ."""
+    """Return the rollout that the trainer gets, with the faults that change it; `rollout` itself without faults."""
     prompts = rollout.prompts
     if faults.prompts_differ:
         ids = tuple(training_prompt(faults, tokenizer, prompt) for prompt in prompts.prompt_ids)
@@ -32,7 +32,7 @@ def received(faults: TrainerFaults, rollout: Rollout, tokenizer: PreTrainedToken
 
 
 def with_loss_mask(faults: TrainerFaults, rollout: Rollout) -> Rollout:
-    """Take end tokens out of the losses if they are to have none. A response that stopped ends with an end token."""
+    """Take the end token of each response that stopped out of the losses, unless `faults.eos_in_loss`."""
     if faults.eos_in_loss:
         return rollout
     in_losses = torch.ones(len(rollout.response_ids), dtype=torch.bool)
@@ -42,7 +42,7 @@ def with_loss_mask(faults: TrainerFaults, rollout: Rollout) -> Rollout:
 
 
 def training_prompt(faults: TrainerFaults, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens before a response as the trainer has them."""
+    """Return the trainer's tokens before a response."""
     before, after = (
         tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         for text in (faults.prompt_before, faults.prompt_after)
@@ -54,7 +54,7 @@ def training_prompt(faults: TrainerFaults, tokenizer: PreTrainedTokenizerBase, i
 def check_training_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompt_ids: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise UserError if the trainer's prompts are the sampler's all the same, or have no room."""
+    """Raise UserError if a fault leaves the trainer's prompts unchanged, or makes them too long."""
     faults = config.mismatch.trainer
     if not faults.prompts_differ:
         return
@@ -79,9 +79,9 @@ def check_training_prompts(
 
 
 def dropout(probability: float, seed: int) -> HiddenHook:
-    """Return a hook that drops numbers of hidden states [n, H]: 0 with this probability, the others over 1 - p.
+    """Return a hook for hidden states [n, H]: a number becomes 0 with probability p, otherwise it is divided by 1 - p.
 
-    What is dropped of a token depends on the seed, the stream and the token's number in its iteration alone.
+    The zeros of a token follow from the seed, the stream and the token's number in its iteration alone.
     """
     if not probability:
         return unchanged

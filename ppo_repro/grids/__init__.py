@@ -1,1 +1,1 @@
-"""Many runs for one question: the grid file, its cells, and the engines that run them."""
+"""Many runs that answer one question: the grid file, its cells, and the executors that run the cells."""

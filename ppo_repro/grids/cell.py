@@ -1,4 +1,4 @@
-"""One cell of a grid on disk, and the executor that runs cells as processes here. Results come as cells end."""
+"""One cell of a grid on disk, and the executor that runs cells as processes of this machine."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ppo_repro.records import manifest
 CELLS, RESULTS = "cells.parquet", "results.parquet"  # tables of the grid that the cell is in
 RESULT = "result.json"
 LOG = "log.txt"
-LOST = 3  # exit code of a cell whose end nobody could see
+LOST = 3  # exit code of a cell whose end no process saw
 POLL_SECONDS = 0.02
-END_SECONDS = 60.0  # how long an interrupted cell has to record that it was interrupted
-WRITER_SECONDS = 60.0  # how long another process may still be writing the cell's run
+END_SECONDS = 60.0  # for an interrupted cell to record that it was interrupted
+WRITER_SECONDS = 60.0  # for another process to stop writing the cell's run
 
 State = Literal["missing", "running", "interrupted", "failed", "complete"]
 
 
 @dataclass(frozen=True)
 class Order:
-    """What an executor needs to run one cell on any machine that has access to the folder."""
+    """The order to run one cell, on any machine that has access to the folder."""
 
     name: str
     folder: str
@@ -42,7 +42,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Result:
-    """How the last attempt at a cell ended."""
+    """The end of the last attempt at a cell."""
 
     name: str
     exit_code: int  # 0 for success, negative for the signal that killed it
@@ -51,7 +51,7 @@ class Result:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Return the folder of the cell's run, if one has begun. Raises UserError where there are several."""
+    """Return the folder of the cell's run, None if no run has begun. Raises UserError if there are several."""
     runs = sorted(path.parent for path in folder.glob(f"*/*/{manifest.FILE_NAME}"))
     runs = [run_dir for run_dir in runs if run_dir.suffix not in (".tmp", ".removed")]  # left by a killed process
     if len(runs) > 1:
@@ -60,7 +60,7 @@ def run_of(folder: Path) -> Path | None:
 
 
 def state_of(folder: Path) -> State:
-    """Return the state of the cell's run on disk; raises UserError where its manifest is damaged."""
+    """Return the state of the cell's run on disk; raises UserError if its manifest is damaged."""
     run_dir, last = run_of(folder), last_result(folder)
     if run_dir is not None:
         status = manifest.load(run_dir).status
@@ -68,19 +68,19 @@ def state_of(folder: Path) -> State:
         return "interrupted" if status == "running" and last is not None else status
     if last is None:
         return "missing"
-    # ended before its first iteration, with an error or by a signal
+    # the cell ended before its first iteration, with an error or by a signal
     return "failed" if last.exit_code in (1, 2) else "interrupted"
 
 
 def start_cell(order: Order) -> subprocess.Popen[bytes]:
     """Start the cell's process in its own session; it ends when the caller's end of its stdin closes."""
     forget_result(order)
-    launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # a cell is none of the processes of torchrun
+    launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # a cell is no process of torchrun
     numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(order.threads))
     environment = {name: value for name, value in os.environ.items() if name not in launcher} | numbers
     folder = Path(order.folder)
     run_dir = run_of(folder)
-    # `run` itself clears what a process left that was killed before it had a manifest
+    # `run` removes the files of a process that was killed before it wrote a manifest
     begin = ["run", str(folder / "config.yaml"), "--out", str(folder), "--json"]
     command = begin if run_dir is None else ["resume", str(run_dir), "--json"]
     with (folder / LOG).open("ab") as log, held():
@@ -95,7 +95,7 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
 
 
 def finish_cell(order: Order, process: subprocess.Popen[bytes], started: float) -> Result:
-    """Wait for the cell's process and record how it ended; the message is the last error line of its log."""
+    """Wait for the cell's process and record its end; the message is the last error line of its log."""
     with process:  # closes its stdin
         exit_code = process.wait()
     message = ""
@@ -107,7 +107,7 @@ def finish_cell(order: Order, process: subprocess.Popen[bytes], started: float) 
 
 
 def lost_cell(order: Order, message: str) -> Result:
-    """Record that nobody could say how the cell ended: a machine is gone, or what ran it there."""
+    """Record that the end of the cell is unknown, because its machine or its job is gone."""
     return record_result(order, LOST, 0.0, message)
 
 
@@ -117,11 +117,11 @@ def forget_result(order: Order) -> None:
 
 
 def record_result(order: Order, exit_code: int, seconds: float, message: str) -> Result:
-    """Write into the cell's folder how the cell ended.
+    """Write the end of the cell into the cell's folder.
 
     Args:
         order: the cell.
-        exit_code: of its process.
+        exit_code: exit code of the cell's process.
         seconds: wall time.
         message: the last error line, empty on success.
     """
@@ -132,16 +132,16 @@ def record_result(order: Order, exit_code: int, seconds: float, message: str) ->
 
 
 def run_cell(order: Order) -> Result:
-    """Run or finish the cell in `order.folder` in a process of its own. It needs nothing but the folder."""
+    """Run or finish a cell in a new process, on any machine that has access to the cell's folder."""
     started = time.perf_counter()
-    # a cluster may still be ending the attempt before this one
+    # a cluster may still be ending the last attempt
     while any(locked_in(Path(order.folder))) and time.perf_counter() - started < WRITER_SECONDS:
         time.sleep(0.1)
     return finish_cell(order, start_cell(order), started)
 
 
 def last_result(folder: Path) -> Result | None:
-    """Tell how the last attempt ended; None if there was none, or if it could not be recorded."""
+    """Return the end of the last attempt, None if none is recorded. Raises UserError if the file is damaged."""
     path = folder / RESULT
     if not path.exists():
         return None
@@ -168,7 +168,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class Processes:
-    """Up to `workers` cells side by side on this machine, each in a process of its own."""
+    """Up to `workers` cells at once on this machine, each in its own process."""
 
     workers: int
 
@@ -189,7 +189,7 @@ class Processes:
                 time.sleep(POLL_SECONDS)
         finally:
             for process, _ in live.values():
-                process.send_signal(signal.SIGINT)  # so that it can record that it was interrupted
+                process.send_signal(signal.SIGINT)  # the cell records that it was interrupted
             deadline = time.monotonic() + END_SECONDS
             for order, (process, started) in live.items():
                 try:

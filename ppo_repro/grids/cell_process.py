@@ -1,6 +1,6 @@
 """The process of one cell: `python -m ppo_repro.grids.cell_process ARGUMENTS` runs `ppo-repro ARGUMENTS`.
 
-Its stdin is a pipe to the process that started it; it ends when that process does.
+Its stdin is a pipe to the process that started it, and it ends when that process ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends: the kernel closes the other end of the pipe then."""
+    """End this process when its parent ends, because the system then closes the other end of the pipe."""
     closing = select.poll()
     closing.register(0, 0)
     closing.poll()

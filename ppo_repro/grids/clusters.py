@@ -1,6 +1,6 @@
 """Cells on many machines: as Ray tasks, or as a Slurm job array that submitit submits.
 
-`squeue` and the cell's folder say what became of a job: submitit itself asks `sacct`, which answers only on a cluster
+`squeue` and the cell's folder tell the state of a job. submitit itself asks `sacct`, which answers only on a cluster
 with an accounting database, and only after minutes.
 """
 
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission
 
 CONNECT_SECONDS = 10.0  # to a running Ray
-LOOK_SECONDS = 0.1  # so that Ctrl-C is heard
-# of a cell whose node dies; what ends a cell in any other way is its result
-MORE_NODES = 3
+LOOK_SECONDS = 0.1  # after which Ctrl-C is noticed
+MORE_NODES = 3  # times that a cell starts again because its node died; any other end is the cell's result
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Ray:
             raise UserError("--ray: needs ray; install it with pip install 'ppo_repro[grid]'")
         host, colon, port = self.address.rpartition(":")
         if "/" in host or not (colon and port.isdecimal()):
-            return  # `local`, `auto` and the addresses of Ray's clients are for Ray to judge
+            return  # Ray itself checks `local`, `auto` and the addresses of its clients
         try:
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()  # Ray itself would wait for minutes
         except (OSError, OverflowError) as error:
@@ -80,16 +79,16 @@ class Ray:
 
 POLL_SECONDS = 5.0  # between two questions to the cluster's controller, which all users share
 TIMEOUT_MINUTES = 24 * 60  # of a job, unless slurm_time or timeout_min is given
-ANSWER_SECONDS = 60.0  # for one command of Slurm's
-SETTLE_SECONDS = 15.0  # until a file written on another machine is seen here
-END_SECONDS = 60.0  # how long cancelled jobs have to leave the queue
+ANSWER_SECONDS = 60.0  # for one command of Slurm
+SETTLE_SECONDS = 15.0  # until this machine sees a file that another machine wrote
+END_SECONDS = 60.0  # for cancelled jobs to leave the queue
 COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 
 Jobs = dict[str, Order]  # by the id of the job, or of the task of an array: 12 or 12_3
 
 
 class CellJob:
-    """Runs one cell in a job. `checkpoint` is what submitit runs after its time: the same, from the last checkpoint."""
+    """Runs one cell in a job; when the job's time is over, submitit calls `checkpoint` to submit the cell again."""
 
     def __call__(self, order: Order) -> Result:
         return run_cell(order)
@@ -102,7 +101,7 @@ class CellJob:
 
 @dataclass(frozen=True)
 class Slurm:
-    """Cells as one job array; `parameters` are those of submitit's AutoExecutor."""
+    """Cells as one job array; `parameters` go to submitit's AutoExecutor."""
 
     log_folder: Path
     workers: int
@@ -144,7 +143,7 @@ class Slurm:
 
 
 def _ask(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Return the answer of a command of Slurm's; a command that takes too long has failed."""
+    """Run a command of Slurm; a command that takes longer than ANSWER_SECONDS fails."""
     limited = ["timeout", str(ANSWER_SECONDS), command, *arguments]
     return subprocess.run(limited, capture_output=True, text=True, check=False)
 
@@ -154,7 +153,7 @@ def _arrays(jobs: Jobs) -> list[str]:
 
 
 def _queued(jobs: Jobs) -> set[str] | None:
-    """Return the jobs that wait, run or are being ended; None where the cluster does not answer at the moment."""
+    """Return the jobs that are in the queue; None if the cluster does not answer at the moment."""
     answer = _ask("squeue", "--noheader", "--array", f"--jobs={','.join(_arrays(jobs))}", "--format=%i")
     if answer.returncode:
         return set() if "Invalid job id" in answer.stderr else None
@@ -186,7 +185,7 @@ def _lost(order: Order, job: str, log_folder: Path) -> Result:
 
 
 def _cancel(jobs: Jobs, log_folder: Path) -> None:
-    """End what still waits or runs, wait until it is gone, and record what could not record its end itself."""
+    """Cancel all jobs, wait until they have left the queue, and record the end of cells that did not record it."""
     if not jobs:
         return
     _ask("scancel", *_arrays(jobs))

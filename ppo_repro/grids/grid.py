@@ -1,7 +1,7 @@
-"""Running a grid: lay out its cells, run the cells that are not complete, write the tables.
+"""Run a grid: lay out its cells, run the cells that are not complete, write the tables.
 
-`cells.parquet`: one row per cell in any state. `results.parquet`: one row per iteration of each complete cell, the
-columns of the `iterations` table after the columns of the cell.
+`cells.parquet` has one row per cell in any state. `results.parquet` has one row per iteration of each complete cell:
+the columns of the cell, then the columns of the table `iterations`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ppo_repro.records.folder import read_environments
 from ppo_repro.runs.environment import describe_environment
 
 SHOWN = ("final.eval_accuracy", "final.eval_score")  # columns of the printed table
-# of an environment: what can change native results
+# the parts of an environment that can change native results
 CHANGING = ("code_digest", "python", "packages", "machine", "cpu_capability", "torch_build")
 
 
@@ -52,18 +52,18 @@ def run_grid(
 ) -> Outcome:
     """Run every cell that is not complete, and write the tables in OUT/<name of the grid file>.
 
-    A second call runs only what is missing. A cell that fails or is killed is recorded and does not stop the others.
+    A second call runs only missing cells. A cell that fails or is killed is recorded, and the other cells go on.
 
     Args:
         grid: the cells.
         out: the folder of all grids.
         executor: runs cells, here or on a cluster.
         keep_changed: keep complete cells that other code, packages or input files computed.
-        beside: what is open while this call has the grid's lock.
+        beside: a context that is open while this call has the grid's lock.
 
     Raises:
         UserError: the executor cannot run cells, another call works on the same folder, a cell's configuration has
-            changed, or, unless `keep_changed`, what computed a cell.
+            changed, or, without `keep_changed`, other code, packages or input files computed a cell.
     """
     executor.check()
     grid_dir = out / grid.name
@@ -81,7 +81,7 @@ def run_grid(
                 _check_unchanged(cell, folder)
             if state_of(folder) != "complete":
                 orders.append(Order(cell.name, str(folder.absolute()), cell.config.layout.threads))
-        write_tables(grid_dir, grid.cells)  # who copies the grid while it works reads the labels there
+        write_tables(grid_dir, grid.cells)  # a tracker that copies the grid meanwhile reads the labels there
         complete = len(grid.cells) - len(orders)
         say_anyway(f"{complete} of {len(grid.cells)} cells are complete already")
         try:
@@ -157,19 +157,19 @@ def _cell_row(grid_dir: Path, cell: Cell) -> dict[str, object]:
 
 
 def _results_table(grid_dir: Path, table: pd.DataFrame) -> pd.DataFrame:
-    """Make a table of one row per iteration of each complete cell; raises UserError on damaged records."""
-    of_cell = ["cell", *(c for c in table.columns if c.startswith("axis.")), "seed", "fingerprint", "code_digest"]
+    """Return one row per iteration of each complete cell; raises UserError on damaged records."""
+    cell_columns = ["cell", *(c for c in table.columns if c.startswith("axis.")), "seed", "fingerprint", "code_digest"]
     frames = []
     for row in table[table["state"] == "complete"].to_dict("records"):
         frame = reader.read_iterations(grid_dir / str(row["run_dir"]))
-        for position, name in enumerate(of_cell):
+        for position, name in enumerate(cell_columns):
             frame.insert(position, name, row[name])
         frames.append(frame)
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=of_cell)
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=cell_columns)
 
 
 def lines(grid: Grid, folder: Path, outcome: Outcome) -> list[str]:
-    """Return the question, one line per cell, and the paths of the tables."""
+    """Return the printed lines: the question, one line per cell, and the paths of the tables."""
     table = outcome.table
     judged = all(not isinstance(cell.config, RunConfig) or cell.config.reward.judges for cell in grid.cells)
     measures = [name for name in SHOWN if name in table.columns and (judged or name != SHOWN[0])]

@@ -1,4 +1,4 @@
-"""The grid file: a question, a base configuration, axes and seeds. It is expanded into cells; nothing runs here."""
+"""The grid file: a question, a base configuration, axes and seeds; and its expansion into cells."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) 
 
 
 def load_grid(path: Path) -> Grid:
-    """Read a grid file and expand it; raises UserError for any mistake, before anything runs."""
+    """Read a grid file and expand it into cells; raises UserError for any mistake, before anything runs."""
     file = validated(GridFile, read_tree(path, commands=("grid",)), str(path))
     if not NAME.match(path.stem):
         raise UserError(f"{path}: the file name is the grid's name; use letters, digits, '.', '_' and '-'")

@@ -1,7 +1,7 @@
-"""A study: a grid, the results of its cells as they were committed, the program that reads them from runs, a page.
+"""A study: a grid, the committed results of its cells, the program that makes them from runs, and a page.
 
-`STUDY/NAME.yaml` is the grid, `results.csv` has one row per cell, `python -m FOLDER.NAME.answer` makes that file from
-runs and prints the tables of `README.md`.
+`STUDY/NAME.yaml` is the grid, and `results.csv` has one row per cell. `python -m FOLDER.NAME.answer` makes results.csv
+from runs, and prints the tables of the page `README.md`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ppo_repro.grids.grid import run_grid
 from ppo_repro.grids.spec import Cell, Grid, load_grid
 
 RESULTS, PAGE = "results.csv", "README.md"
-BESIDE = "beside"  # column of results: another cell that the measures of this one compare it with
+BESIDE = "beside"  # column of results: the other cell that the measures of a cell compare it with
 
 ResultRow = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What running some cells again showed."""
+    """The result of running some cells again."""
 
     cells: tuple[str, ...]
-    difference: str  # the first one, of a fingerprint, a measure or a table; empty if there is none
-    folder: str  # of the new runs
+    difference: str  # the first different fingerprint, measure or table; empty if there is none
+    folder: str  # folder of the new runs
 
 
 def reproduce(study: Path, count: int, seed: int, out: Path, workers: int) -> Reproduction:
@@ -43,8 +43,8 @@ def reproduce(study: Path, count: int, seed: int, out: Path, workers: int) -> Re
     Args:
         study: a folder with grid file, results and page.
         count: number of cells.
-        seed: chooses the cells.
-        out: gets the runs.
+        seed: seed of the choice of cells.
+        out: folder for the new runs.
         workers: cells at once.
 
     Raises:
@@ -72,7 +72,7 @@ def reproduce(study: Path, count: int, seed: int, out: Path, workers: int) -> Re
 
 
 def read_results(path: Path) -> dict[str, ResultRow]:
-    """Return the rows of a study's results by the name of their cell. Raises UserError without such a file."""
+    """Read the rows of a study's results by cell name. Raises UserError if the file is missing or wrong."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; `python -m FOLDER.STUDY.answer RUNS` makes it from runs")
     with path.open(encoding="utf-8", newline="") as file:
@@ -83,13 +83,16 @@ def read_results(path: Path) -> dict[str, ResultRow]:
 
 
 def chosen_cells(grid: Grid, committed: Mapping[str, ResultRow], count: int, seed: int) -> tuple[Cell, ...]:
-    """Choose cells in deterministic numerics, and add the cells that stand beside them.
+    """Choose cells in deterministic numerics, and add the cells that their measures compare them with.
 
     Args:
         grid: all cells.
-        committed: rows of the results by name; they say which cell stands beside which.
-        count: number of cells before others are added; UserError unless the grid has as many.
-        seed: chooses.
+        committed: rows of the results by cell, with the column BESIDE.
+        count: number of cells before others are added.
+        seed: seed of the choice.
+
+    Raises:
+        UserError: the grid has fewer cells in deterministic numerics.
     """
     exact = [cell for cell in grid.cells if not getattr(cell.config, "is_native", False)]
     if not 1 <= count <= len(exact):
@@ -100,7 +103,7 @@ def chosen_cells(grid: Grid, committed: Mapping[str, ResultRow], count: int, see
 
 
 def first_difference(committed: Mapping[str, ResultRow], now: Mapping[str, ResultRow]) -> str:
-    """Return the first value of `now` that is not the committed one, in words; empty if all are."""
+    """Return the first value of `now` that differs from the committed one, in words; empty if none does."""
     for cell, row in now.items():
         for column, value in row.items():
             if value != (before := committed[cell].get(column)):
@@ -109,7 +112,7 @@ def first_difference(committed: Mapping[str, ResultRow], now: Mapping[str, Resul
 
 
 def _answer(study: Path, *arguments: str) -> str:
-    """Run a study's program and return what it prints; UserError with its last line where it fails."""
+    """Run a study's program and return its output; UserError with its last line if it fails."""
     command: Sequence[str] = (sys.executable, "-m", f"{study.parent.name}.{study.name}.answer", *arguments)
     done = subprocess.run(command, capture_output=True, text=True, cwd=study.parent.parent, check=False)
     if done.returncode:

@@ -1,1 +1,1 @@
-"""What `import ppo_repro` offers: deterministic models in your own code, and runs from a notebook."""
+"""The Python interface, `import ppo_repro`: deterministic models in your own code, and runs from a notebook."""

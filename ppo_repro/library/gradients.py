@@ -1,8 +1,8 @@
-"""What a deterministic model checks around each of its passes, and its gradients in `.grad`.
+"""Checks around each pass of a deterministic model, and its gradients in `.grad`.
 
-Each pass packs the weights anew, so that it sees every change: through `.data`, NumPy, or another library too.
-Gradients go to the `grad` of parameters. One slot stays open, so a gradient is one chain over all sequences since
-`zero_grad`: a batch of eight sequences and eight batches of one give the same bits.
+Each pass packs the weights again and sees every change, also through `.data`, NumPy or another library. Gradients go to
+the `grad` of parameters. One slot stays open: a gradient is one chain of additions over all sequences since
+`zero_grad`. A batch of eight sequences and eight batches of one give the same bits.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def modules_of(model: nn.Module) -> Modules:
 
 
 class Passes:
-    """What one deterministic model knows of itself from pass to pass."""
+    """The state of one deterministic model between passes: its modules, shapes, trained weights, sums."""
 
     def __init__(self, modules: Modules, shapes: dict[str, torch.Size]) -> None:
         self._modules, self._shapes = modules, shapes
         self._trained: dict[str, nn.Parameter] = {}
-        self._device: torch.device | None = None  # of the sums
+        self._device: torch.device | None = None  # device of the sums
         self._sums: RunningSums | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
         return Passes(self._modules, self._shapes)
 
     def begin(self, model: PreTrainedModel) -> None:
-        """See, before a pass, the weights as they are. UserError if something asks for what the kernels do not do."""
+        """Check the model before a pass and forget its packed weights; UserError if the kernels cannot compute it."""
         self._check_modules(model)
         _check_weights(model)
         if shapes_of(model) != self._shapes:  # another vocabulary, for example
@@ -77,7 +77,7 @@ class Passes:
 
 def _has_hook(module: nn.Module) -> bool:
     hooks = (hook for kind in _MODULE_HOOKS for hook in getattr(module, kind).values())
-    # with gradient checkpointing transformers has a hook of its own at embeddings, which asks for gradients only
+    # with gradient checkpointing transformers puts a hook on the embeddings, which only asks for gradients
     return any(getattr(hook, "__module__", None) != PreTrainedModel.__module__ for hook in hooks)
 
 
@@ -93,17 +93,17 @@ def _check_weights(model: PreTrainedModel) -> None:
 
 
 def _versions(model: PreTrainedModel) -> list[int]:
-    """Return how often each parameter was changed in place, as torch counts it."""
+    """Return the number of changes in place of each parameter, as torch counts them."""
     return [p._version for p in model.parameters()]
 
 
 class Watched(Function):
-    """The logits of a pass; RuntimeError in its backward pass if a weight has changed by then, or at a second one."""
+    """The logits of a pass; its backward raises RuntimeError if a weight has changed since, or if it runs twice."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, model: PreTrainedModel) -> Tensor:
         ctx.model, ctx.versions, ctx.is_done = model, _versions(model), False
-        ctx.mark_dirty(logits)  # not a view, so that the caller may change it in place as that of a stock model
+        ctx.mark_dirty(logits)  # no view: the caller may change the logits in place, as those of a stock model
         return logits
 
     @staticmethod
@@ -118,12 +118,12 @@ class Watched(Function):
 
 
 class RunningSums(GradientSums):
-    """Sums that go on from the `grad` of each parameter, whoever set it, and are put there after each backward pass."""
+    """Sums that begin with the `grad` of each parameter, and become its `grad` after each backward pass."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__(parameters, slots=1)
         self._users: dict[int, list[SlotSums]] = {id(p): [] for p in self.trained.values()}
-        self._published: dict[int, tuple[Tensor, int]] = {}  # what `grad` was set to, and its version
+        self._published: dict[int, tuple[Tensor, int]] = {}  # the tensor that `grad` was set to, and its version
 
     def _made(self, parameters: Sequence[Tensor]) -> SlotSums:
         use = _RunningUse(parameters, self)
@@ -132,13 +132,13 @@ class RunningSums(GradientSums):
         return use
 
     def go_on(self, use: SlotSums) -> None:
-        """Make the sums of all uses what `grad` says: nothing after `zero_grad`, or another tensor."""
+        """Set the sums of all uses to `grad`, which may be None after `zero_grad`, or a tensor of the caller."""
         for p in use.parameters:
             if p.grad is None:
                 self._published.pop(id(p), None)
         only_here = [p for p in use.parameters if len(self._users[id(p)]) == 1] or use.parameters
         if all(p.grad is None for p in only_here):
-            use.release()  # the earlier gradients may still be in use elsewhere
+            use.release()  # the caller may still use the earlier gradients
         for p in use.parameters:
             grad, (published, version) = p.grad, self._published.get(id(p), (None, 0))
             if grad is None:
@@ -151,7 +151,7 @@ class RunningSums(GradientSums):
                 use.view(p).copy_(value)
 
     def publish(self, use: SlotSums) -> None:
-        """Set `grad` to the sum over all uses: their memory itself if there is one use."""
+        """Set `grad` to the sum over all uses; with one use, `grad` is the memory of the sum itself."""
         for p in use.parameters:
             first, *others = (each.view(p) for each in self._users[id(p)])
             published = self._published.get(id(p), (None, 0))[0]

@@ -1,4 +1,4 @@
-"""`deterministic`: a copy of a transformers model that is used as before, and whose results no batch layout changes."""
+"""`deterministic` copies a transformers model; no batch layout changes the copy's results."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Layout:
     real: Tensor  # [R, L] bool, False for padding
 
     def sequences(self) -> Ragged:
-        """Return the sequences, row after row; their gradients are one chain, which the next batch goes on with."""
+        """Return the sequences, row after row; their gradients are one chain, which the next batch continues."""
         starts = np.flatnonzero(self.position_ids[self.real].numpy() == 0)
         tokens = [part.tolist() for part in np.split(self.input_ids[self.real].numpy(), starts[1:])]
         return ragged(tokens, slots=ints(np.zeros(len(tokens) + 1)))
 
     def follows(self) -> Tensor:
-        """Tell whether the next position of the row goes on with the same sequence, bool [R, L]."""
+        """Return whether the next position of the row belongs to the same sequence, bool [R, L]."""
         next_goes_on = self.real[:, 1:] & self.real[:, :-1] & (self.position_ids[:, 1:] > 0)
         return torch.cat([next_goes_on, torch.zeros_like(self.real[:, :1])], 1)
 
 
 def is_whole(value: object) -> bool:
-    """Return whether it is a whole number, Python's or NumPy's."""
+    """Return whether a value is a whole number of Python or NumPy."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -60,11 +60,11 @@ def check_number(name: str, value: object, least: float, most: float = MAX_FLOAT
     """Raise UserError unless an argument is a number in a range.
 
     Args:
-        name: of the argument, for the error.
-        value: what the caller gave.
-        least: of the range, itself allowed.
-        most: likewise.
-        whole: whether it must be an integer.
+        name: name of the argument, for the error.
+        value: value of the argument.
+        least: smallest allowed number.
+        most: largest allowed number.
+        whole: whether the number must be an integer.
     """
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real) or not least <= value <= most:  # type: ignore[operator]
         shown = " ".join(f"{value!r:.60}".split())
@@ -84,15 +84,14 @@ def _same_shape(name: str, x: Tensor, ids: Tensor) -> Tensor:
 def layout_of(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Layout:
-    """Return the layout of padded or packed rows for a deterministic model; UserError names what is wrong.
+    """Return the layout of padded or packed rows for a deterministic model; UserError names the first mistake.
 
     Args:
-        model: from `deterministic`.
+        model: a model of `deterministic`.
         input_ids: [R, L] int64 or int32.
         attention_mask: [R, L], 1 for tokens and 0 for padding, which lies before or after the tokens of a row; None: no
             padding.
-        position_ids: [R, L], which count from 0 in every sequence, where a row may hold several; None: one sequence in
-            each row.
+        position_ids: [R, L], positions from 0 in each sequence of a packed row; None: one sequence in each row.
     """
     passes_of(model)
     vocab_size, context = model.config.vocab_size, max_context(model)
@@ -132,7 +131,7 @@ def layout_of(
 
 
 def _positions(given: Tensor, real: Tensor) -> Tensor:
-    """Check that positions count from 0 in every sequence; UserError for others. Those of padding do not matter."""
+    """Return positions, 0 at padding; UserError unless they count from 0 in every sequence."""
     positions = given.to(torch.int64).masked_fill(~real, 0)
     before = torch.cat([torch.full_like(positions[:, :1], -1), positions[:, :-1]], 1)
     goes_on = torch.cat([torch.zeros_like(real[:, :1]), real[:, :-1]], 1) & (positions == before + 1)
@@ -186,7 +185,7 @@ def deterministic(
     copied._passes = Passes(modules_of(copied), shapes_of(copied))
     copied.forward = MethodType(_forward, copied)
     copied.generate = MethodType(_no_generate, copied)
-    copied.accepts_loss_kwargs = True  # transformers' Trainer gives num_items_in_batch then
+    copied.accepts_loss_kwargs = True  # transformers' Trainer then passes num_items_in_batch
     begin_pass(copied)
     network_of(copied)  # makes its tables, which may refuse the configuration
     library.set_threads(torch.get_num_threads() if threads is None else threads)
@@ -194,7 +193,7 @@ def deterministic(
 
 
 def passes_of(model: PreTrainedModel) -> Passes:
-    """Return what a deterministic model knows of its passes. Raises UserError for another model."""
+    """Return the state of a deterministic model between passes. Raises UserError for another model."""
     found = getattr(model, "_passes", None)
     if not isinstance(found, Passes):
         raise UserError(f"{type(model).__name__} is not deterministic; make it so with ppo_repro.deterministic(model)")
@@ -207,7 +206,7 @@ def max_context(model: PreTrainedModel) -> int:
 
 
 def begin_pass(model: PreTrainedModel) -> None:
-    """See, before a deterministic model computes, its weights as they are. UserError if it cannot compute with them."""
+    """Prepare a deterministic model for a pass with its present weights; UserError if it cannot compute with them."""
     passes_of(model).begin(model)
     trunk, lowered = trunk_of(model), cast(Lowered, lowered_of(model))
     if lowered.recompute != model.is_gradient_checkpointing:
@@ -224,7 +223,7 @@ def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:
 
 
 class _Sum(Function):
-    """sum_t x_t, correctly rounded in float64, then to float32; the gradient of each term is that of the sum."""
+    """sum_t x_t, correctly rounded in float64, then to float32; each term has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -237,7 +236,7 @@ class _Sum(Function):
 
 
 def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: Tensor | int | None) -> Tensor:
-    """Return the sum of -log p(label) over the labels that count, through their number or `items`; nats."""
+    """Return the sum of -log p(label) over the labels that count, divided by their number or by `items`; nats."""
     whole = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.dtype == torch.bool)
     if not whole or labels.shape != layout.real.shape:
         raise UserError(f"labels: must be whole numbers {list(layout.real.shape)}, as input_ids")
@@ -263,7 +262,7 @@ def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: T
         raise UserError("labels: none of them counts; a label counts where it is not -100 and a token comes before it")
     chosen = logits if bool(picked.all()) else logits[picked]
     logprobs, _ = token_statistics(chosen, targets, 1.0, None, "deterministic")
-    # divided on the CPU: by a number of Python a card multiplies with its inverse
+    # divided on the CPU: a card would multiply by the inverse of a Python number
     return (_Sum.apply(-logprobs) / (len(targets) if counted is None else counted)).to(logits.device)
 
 
@@ -282,7 +281,7 @@ def _forward(
     output_hidden_states: bool | None = None,
     return_dict: bool | None = None,
 ) -> CausalLMOutput:
-    """See `deterministic`."""
+    """Compute logits, and with labels the loss, as `deterministic` describes."""
     refused = {
         "past_key_values": past_key_values is not None,
         "inputs_embeds": inputs_embeds is not None,

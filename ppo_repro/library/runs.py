@@ -1,4 +1,4 @@
-"""Recorded runs in Python: found, opened, read as pandas frames, compared. Never imports torch."""
+"""Recorded runs in Python: find, open and compare runs, read tables as pandas frames. Never imports torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A recorded run; what it says is read from its folder each time, so that a run in progress can be looked at.
+    """A recorded run; each property reads the run's folder again, because a run in progress changes.
 
     At a prompt it shows its folder, state, results and fingerprint.
     """
@@ -56,17 +56,17 @@ class Run:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over every recorded bit; of an unfinished run over what is recorded so far."""
+        """SHA-256 over every recorded bit, so far if the run is not complete."""
         return self._head.fingerprint
 
     @property
     def num_iterations(self) -> int:
-        """Iterations recorded so far."""
+        """The number of recorded iterations."""
         return self._head.num_iterations
 
     @property
     def final(self) -> Mapping[str, float | int | str]:
-        """The results after the last iteration, such as `eval_accuracy`; empty before."""
+        """The results after the last iteration, such as `eval_accuracy`; empty until then."""
         return self._head.final
 
     @property
@@ -82,10 +82,9 @@ class Run:
     def table(
         self, name: str, columns: Sequence[str] | None = None, iterations: Sequence[int] | None = None
     ) -> pd.DataFrame:
-        """Return the rows of a table, of all iterations by default, bit for bit, each file compared with its digest.
+        """Return the rows of a table, bit for bit, of all iterations or some; the run may be incomplete.
 
-        Also of a run that is not complete. UserError for an unknown name, column or iteration, and where a file is
-        damaged.
+        Raises UserError for an unknown name, column or iteration, and if a file does not have its recorded digest.
         """
         return read_table(name, self.path, columns=columns, iterations=iterations, allow_incomplete=True)
 
@@ -96,7 +95,7 @@ RunOrPath = Run | Path | str
 def open_run(path: RunOrPath) -> Run:
     """Return the recorded run in a folder, complete or not; `latest` is the newest in `runs`.
 
-    UserError where there is none, or its manifest is damaged.
+    Raises UserError if there is no run, or its manifest is damaged.
 
     Source: the format is described in ppo_repro/records/README.md.
 
@@ -114,7 +113,7 @@ def open_run(path: RunOrPath) -> Run:
 
 
 def latest_run(root: Path | str = "runs") -> Run:
-    """Return the run below `root` that was written last, complete or not. Raises UserError where there is none.
+    """Return the run below `root` that was written last, complete or not. Raises UserError if there is none.
 
     >>> import ppo_repro
     >>> ppo_repro.latest_run(EXAMPLE_RUN.parent.parent).path == EXAMPLE_RUN
@@ -124,10 +123,10 @@ def latest_run(root: Path | str = "runs") -> Run:
 
 
 def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:
-    """Return the first bit in which two runs differ, in the order in which it was computed; None where there is none.
+    """Return the first difference of two runs, in the order of computation; None if all bits are the same.
 
-    Of the difference, `.describe()` is one line; `.table`, `.iteration`, `.column`, `.row`, `.left`, `.right` are its
-    parts. Raises UserError where a file is missing or damaged, or the runs are of different kinds.
+    `.describe()` of the difference is one line; `.table`, `.iteration`, `.column`, `.row`, `.left`, `.right` are its
+    parts. Raises UserError if a file is missing or damaged, or the runs are of different kinds.
 
     Source: the digests that are compared are described in ppo_repro/records/README.md.
 

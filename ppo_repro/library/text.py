@@ -1,4 +1,4 @@
-"""Sampling from a deterministic model, and log-probs of tokens under it: the same numbers from both."""
+"""Sampling from a deterministic model, and its log-probs of given tokens, which are the same numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def logprobs(
     Every number has the same bits in every layout, and equals `generate`'s number if top-k and top-p cut nothing.
 
     Args:
-        model: from `deterministic`.
+        model: a model of `deterministic`.
         input_ids: [R, L] int64.
         attention_mask: [R, L], 1 for tokens and 0 for padding before or after them; None: no padding.
         position_ids: [R, L], from 0 in every sequence of a packed row; None: one sequence in each row.
@@ -94,13 +94,13 @@ def generate(
     a response depends on its prompt, its index in `prompts` and `seed`, not on `slots`.
 
     Args:
-        model: from `deterministic`.
-        prompts: texts, for which `tokenizer` is needed, or lists of token ids.
+        model: a model of `deterministic`.
+        prompts: texts, which need `tokenizer`, or lists of token ids.
         sampling: temperature, cuts, length.
-        tokenizer: encodes and decodes.
-        stop: ids of end tokens; None: the ends of the tokenizer and of the model's generation config.
-        seed: in [0, 2^63).
-        slots: sequences that are decoded at once.
+        tokenizer: the model's tokenizer.
+        stop: ids of end tokens; None: the end tokens of the tokenizer and of the model's generation config.
+        seed: seed of all responses, in [0, 2^63).
+        slots: sequences to decode at once.
 
     Returns:
         A response to each prompt: text, token ids, log-probs in nats, float32.
@@ -158,7 +158,7 @@ def _encoded(
 
 
 def _token_ids(name: str, ids: Sequence[int], model: PreTrainedModel) -> tuple[int, ...]:
-    """Check that token ids are whole numbers of the vocabulary. Raises UserError for others."""
+    """Return token ids as integers; raises UserError unless all are in the vocabulary."""
     vocab_size = model.config.vocab_size
     values = ids.tolist() if isinstance(ids, Tensor) else ids
     if not isinstance(values, Collection) or not all(is_whole(i) and 0 <= i < vocab_size for i in values):

@@ -1,4 +1,4 @@
-"""A reward written in a notebook, as a file, and `train`: a recorded run from a notebook."""
+"""`train`, which runs PPO from a notebook, and the file that it makes of a notebook's reward."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Reward = Callable[[str, str, str], float]
 
 
 def reward_path(reward: Reward | str, folder: Path) -> str:
-    """Return `FILE.py:FUNCTION` of a reward: its own file, or for a notebook's function a new one in `folder`.
+    """Return `FILE.py:FUNCTION` of a reward: its own file, or a new file in `folder` for a function of a notebook.
 
-    The new file has the function's source, imports of the modules it uses, and the plain constants it uses. UserError
-    for anything else that it needs, because the file would not compute the same.
+    The new file has the function's source, the imports and the plain constants that it uses. UserError if it uses
+    anything else, because the file would not compute the same.
     """
     if isinstance(reward, str):
         return reward
@@ -66,7 +66,7 @@ def reward_path(reward: Reward | str, folder: Path) -> str:
 
 
 def _require_installed(name: str, module: ModuleType) -> None:
-    """Raise UserError for a module that lies in the current folder, where no rerun elsewhere finds it."""
+    """Raise UserError for a module in the current folder, which a rerun elsewhere would not find."""
     file, installed = getattr(module, "__file__", None), (sys.prefix, sys.base_prefix)
     is_ours = module.__name__.partition(".")[0] == "ppo_repro"
     if (
@@ -84,7 +84,7 @@ OnIteration = Callable[[Any], object]  # takes a row of the table `iterations`, 
 
 
 class _Progress(ConsoleProgress):
-    """What `ppo-repro run` shows, and a function that is told of each iteration."""
+    """The progress that `ppo-repro run` shows, and a call of the user's function after each iteration."""
 
     def __init__(self, run_dir: Path, on_iteration: OnIteration | None) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def train(
         checked = build_config({**tree, "reward": {**tree["reward"], "terms": [term]}}, "train")
     run_dir = run_folder(checked, folder)
     require_inputs(checked)
-    from ppo_repro.base.ranks import ALONE  # torch takes seconds: mistakes come before
+    from ppo_repro.base.ranks import ALONE  # mistakes are reported before the slow import of torch
     from ppo_repro.checks.plan import require_memory
     from ppo_repro.runs import run as runner
     from ppo_repro.runs.language import LanguageKind

@@ -1,1 +1,1 @@
-"""Sampling with an engine of the user's own: a Python class that gets weights and prompts, and returns responses."""
+"""Sampling with the user's engine: a Python class that gets weights and prompts, and returns responses."""

@@ -1,6 +1,6 @@
-"""The user's engine in its child process: made, given weights, asked. `engine.py` is the side of the run.
+"""The user's engine in its child process; `engine.py` is the side of the run.
 
-Nothing that the engine's code sets for its process, such as threads of torch, reaches the trainer.
+Settings that the engine makes for its process, such as torch's threads, do not reach the trainer.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ppo_repro.own_sampler.responses import EngineSampling, Response, checked_re
 
 METHODS = {"load": ("folder",), "generate": ("prompts", "sampling", "seeds")}
 
-_methods: dict[str, UserCallable] = {}  # of the one engine of this process
+_methods: dict[str, UserCallable] = {}  # the methods of this process's engine
 
 
 def make(field: str, path: str, parameters: Mapping[str, Any]) -> None:
-    """Make the engine from `FILE.py:CLASS`. Raises UserError if there is no such class or a method of it is wrong."""
+    """Make the engine from `FILE.py:CLASS`; raises UserError if the class or one of its methods is missing or wrong."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # a server may reserve more memory than it uses
     found = load_callable(field, path, (), parameters)
@@ -32,21 +32,21 @@ def make(field: str, path: str, parameters: Mapping[str, Any]) -> None:
         if method is None:
             raise found.refused(f"has no method {name}({', '.join(positions)}); add it")
         whole_name = f"{found.name}.{name}"
-        of_method = replace(found, name=whole_name, line=begin_of(method, found.file) or found.line, value=method)
+        described = replace(found, name=whole_name, line=begin_of(method, found.file) or found.line, value=method)
         try:
             check_call(whole_name, method, positions, {})
         except RefusedError as error:
-            raise of_method.refused(str(error).removeprefix(f"{whole_name} ")) from None
-        _methods[name] = of_method
+            raise described.refused(str(error).removeprefix(f"{whole_name} ")) from None
+        _methods[name] = described
 
 
 def load(folder: str) -> None:
-    """Let the engine load the weights of a folder."""
+    """Call the engine's `load` with a folder of weights."""
     _methods["load"](folder)
 
 
 def generate(prompts: list[list[int]], sampling: Mapping[str, Any], seeds: list[int]) -> list[Response]:
-    """Return one response a prompt. Raises UserError, with file and line, if the engine returns anything else."""
+    """Return one response per prompt. Raises UserError, with file and line, if the engine returns anything else."""
     method, wanted = _methods["generate"], EngineSampling(**{**sampling, "end_ids": tuple(sampling["end_ids"])})
     value = method(prompts, wanted, seeds)
     try:

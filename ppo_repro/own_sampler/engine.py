@@ -1,7 +1,7 @@
-"""The engine of a user as a sampler: its process, the weights that it has, its responses.
+"""The user's engine as a sampler: its process, its weights, its responses.
 
-Nothing it computes is promised: its tokens and log-probs are recorded as they are. What it returns in another form
-ends the run (`responses.py`).
+The run promises nothing about the engine's numbers: its tokens and log-probs are recorded as they are. A response in a
+wrong form ends the run (`responses.py`).
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from ppo_repro.tasks.user_code import UserProcess
 FIELD = "rollout.engine.path"
 MODEL = "model"  # the folder of weights, below the engine's
 _CHILD = Path(__file__).with_name("child.py")
-_SEEDS = 2**32  # that NumPy takes
+_SEEDS = 2**32  # NumPy takes seeds below this
 
 
 class EngineProcess:
-    """A user's engine in a process of its own, which ends with `end`."""
+    """A user's engine in its own process, which `end` ends."""
 
     def __init__(self, settings: OwnEngine) -> None:
-        """Start the process and make the engine in it. Raises UserError, with file and line, where that fails."""
+        """Start the process and make the engine in it. Raises UserError, with file and line, if that fails."""
         file_and_name(FIELD, settings.path)
         self.settings, self.process = settings, UserProcess()
         user_code.load(self.process, FIELD, _CHILD, dict.fromkeys(("make", *METHODS), "text"))
         self._ask("make", {"field": FIELD, "path": settings.path, "parameters": settings.parameters})
 
     def load(self, folder: Path) -> None:
-        """Let the engine load the weights of a folder."""
+        """Call the engine's `load` with a folder of weights."""
         self._ask("load", {"folder": str(folder)})
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: EngineSampling, seeds: Sequence[int]
     ) -> list[Response]:
-        """Return one response a prompt. The global generators of the process are seeded by the first of `seeds`."""
+        """Return one response per prompt; the first of `seeds` seeds the global generators of the process."""
         row = {"prompts": prompts, "sampling": asdict(sampling), "seeds": seeds}
         responses: list[Response] = self._ask("generate", row, seeds[0] % _SEEDS)
         return responses
 
     def end(self) -> None:
-        """End the process, and what it started."""
+        """End the process, and all processes that it started."""
         self.process.end()
 
     def _ask(self, method: str, row: Mapping[str, Any], seed: int = 0) -> Any:
@@ -68,7 +68,7 @@ class EngineProcess:
 
 
 class OwnSampler:
-    """Samples with the current weights of `policy`, which it hands to the user's engine when they have changed."""
+    """Samples with the user's engine, which gets the weights of `policy` whenever they have changed."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class OwnSampler:
         """Begin without weights in the engine.
 
         Args:
-            engine: the user's, in its process.
-            policy: its weights are written when they have changed.
-            tokenizer: written beside them.
+            engine: the user's engine, in its process.
+            policy: the model whose weights the engine gets.
+            tokenizer: the tokenizer that is written beside the weights.
             end_ids: end tokens.
             max_context: tokens of prompt and response together.
-            folder: gets the model folder.
+            folder: where the folder of weights is written.
         """
         self.engine, self.policy, self.tokenizer, self.end_ids = engine, policy, tokenizer, end_ids
         self.max_context, self.model_folder = max_context, folder / MODEL
-        self._loaded = ""  # digest of the weights that the engine has
+        self._loaded = ""  # digest of the engine's weights
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None

@@ -1,4 +1,4 @@
-"""What a user's engine gets, and what it must return. The child process imports this file, so it imports no torch."""
+"""The arguments and the checked responses of a user's engine. The child process imports this file: no torch here."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class EngineSampling:
 
 
 def checked_responses(value: Any, prompts: int, sampling: EngineSampling) -> list[Response]:
-    """Return the responses of `generate` as plain data; RefusedError says what is wrong with which of them.
+    """Return the responses of `generate` as plain data; RefusedError names the first wrong response and its fault.
 
-    Lists may be tuples, arrays or tensors. A response that ends with an end token has the finish reason `stop`, also at
-    the limit, where some programs say `length`.
+    Lists may be tuples, arrays or tensors. A response that ends with an end token gets the finish reason `stop`, even
+    at the limit, where some programs say `length`.
     """
     responses = _plain(value)
     if not isinstance(responses, list | tuple):
@@ -103,7 +103,7 @@ def _finish_reason(reason: Any, ids: Sequence[int], sampling: EngineSampling) ->
 
 
 def _plain(value: Any) -> Any:
-    """Return an array, a tensor or a scalar of one as lists and numbers; anything else as it is."""
+    """Return an array or a tensor as lists or a number; return any other value unchanged."""
     return value.tolist() if hasattr(value, "tolist") and callable(value.tolist) else value
 
 

@@ -11,16 +11,16 @@ from ppo_repro.base.errors import UserError
 
 
 class Call:
-    """A request that has been sent, a POST if it has a body. Servers work at the same time until `json` waits."""
+    """A request that has been sent; only `json` waits for the answer, so several servers work at the same time."""
 
     def __init__(self, url: str, path: str, timeout: float, body: Any = None) -> None:
         """Send a request; the answer is read later.
 
         Args:
-            url: of the server.
-            path: below it.
+            url: address of the server.
+            path: path below the address.
             timeout: seconds until the answer begins.
-            body: JSON to POST; None: GET.
+            body: JSON data to POST; None: GET.
         """
         self.url, self.path, self.timeout = url, path, timeout
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
@@ -32,7 +32,7 @@ class Call:
             raise self._lost(error) from error
 
     def json(self) -> Any:
-        """Wait for the answer and parse it, None for an empty one; UserError if none comes or the server refuses."""
+        """Wait for the answer and parse it, None if empty; UserError if no answer comes or the server refuses."""
         try:
             response = self._connection.getresponse()
             status, text = response.status, response.read().decode("utf-8", "replace")

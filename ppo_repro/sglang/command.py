@@ -1,4 +1,4 @@
-"""How a server is started: its command line, its environment and its interpreter. Pure, except `look_into`."""
+"""The command line, environment and interpreter of a server. All functions but `look_into` are pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.sglang.plugin.names import ARCHITECTURE, ATTENTION_BACKEND
 
 RETURN_ROUTES = "--enable-return-routed-experts"
-# variables that are the run's own: where it imports from, and which of its processes it is
+# environment variables that only the run needs: its import path, and its rank among processes
 DROPPED = {"PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"} | {
-    of + what for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE", "NAME")
+    level + name for level in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE", "NAME")
 }
 TORCHRUN = "TORCHELASTIC_"
 PLUGINS = "sglang.srt.plugins"
@@ -50,7 +50,7 @@ class Interpreter:
     python: str
     packages: Mapping[str, str | None]
     plugins: tuple[str, ...]
-    numerics_digest: str  # of the deterministic numerics it would import; empty without ppo_repro
+    numerics_digest: str  # digest of its deterministic numerics; empty without ppo_repro
 
 
 def numerics_digest(package: Path) -> str:
@@ -63,7 +63,7 @@ def numerics_digest(package: Path) -> str:
 
 
 def look_into(engine: SGLangServers) -> Interpreter:
-    """Ask the servers' interpreter for its packages. Raises UserError where no server can run with them."""
+    """Ask the servers' interpreter for its packages. Raises UserError if no server can run with them."""
     python = engine.python or sys.executable
     wrong = f"rollout.engine.python = {python}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -90,15 +90,15 @@ def look_into(engine: SGLangServers) -> Interpreter:
 def server_arguments(
     config: RunConfig, engine: SGLangServers, model: Path, port: int, version: str, routes: bool = False
 ) -> list[str]:
-    """Return the arguments of sglang.launch_server; those of the configuration come last.
+    """Return the arguments of sglang.launch_server; the configuration's arguments come last.
 
     Args:
         config: the run.
-        engine: its section on servers.
+        engine: the run's section on servers.
         model: folder of the policy.
-        port: to listen on.
-        version: of the weights in the folder.
-        routes: the server is to return the experts of each token, which it refuses to do for a dense model.
+        port: port of the server.
+        version: version of the weights in the folder.
+        routes: whether the server must return the experts of each token, which it refuses for a dense model.
     """
     layout, context = config.layout, config.numerics.max_context
     configured = {argument.partition("=")[0] for argument in engine.arguments}

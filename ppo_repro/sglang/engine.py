@@ -1,8 +1,8 @@
-"""An engine that samples with SGLang servers: keeps their weights current, divides requests, checks answers.
+"""An engine that samples with SGLang servers: it keeps their weights current, divides requests and checks answers.
 
 A server gets the digest of the weights as their version and returns it with every response. In deterministic numerics
-it also computes the digest of its own weights, by the trainer's function. Stock SGLang cannot, and silently skips a
-tensor whose name it does not know.
+it also computes the digest of its weights, by the trainer's function. Stock SGLang cannot compute the digest, and it
+silently skips a tensor whose name it does not know.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ppo_repro.sglang.plugin.names import ARCHITECTURE, ATTENTION_BACKEND, DIGES
 from ppo_repro.sglang.server import Server, Waiting, death, end, free_port, start, wait_until_ready
 
 NOTES = "servers.json"
-# recorded of a server: everything that can change a number or explain a speed
+# the recorded settings of a server: all that can change a number or explain a speed
 RECORDED = (
     *("version", "launch_command", "attention_backend", "sampling_backend", "dtype", "kv_cache_dtype", "quantization"),
     *("enable_deterministic_inference", "rl_on_policy_target", "device", "tp_size", "context_length", "page_size"),
@@ -52,12 +52,12 @@ RECORDED = (
 
 
 def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, routes: bool) -> dict[str, Any]:
-    """Read the server's settings to record. Raises UserError where it would not sample as the run needs it.
+    """Return the settings of a server. Raises UserError if the server would not sample as the run needs.
 
     Args:
-        url: of the server.
+        url: address of the server.
         engine: the run's section on servers.
-        numerics: has the context that the server must serve.
+        numerics: the run's section on numerics; the server must have its context.
         routes: whether the server must return the experts of each token.
     """
     info, model = ask(url, "/server_info", engine.timeout_s), ask(url, "/model_info", engine.timeout_s)
@@ -92,14 +92,14 @@ def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, rout
 
 
 def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path, deterministic: bool) -> None:
-    """Write the policy as a folder for a server, with the run's end tokens. Raises UserError where that fails.
+    """Write the policy as a folder for a server, with the run's end tokens. Raises UserError if that fails.
 
     Args:
-        policy: its weights.
+        policy: the model.
         stop_ids: end tokens.
-        folder: written whole or not at all.
-        deterministic: deterministic servers take the names of the policy's parameters, stock ones those of published
-            checkpoints: they differ in mixtures, whose experts are one parameter here and many tensors there.
+        folder: the new folder, written whole or not at all.
+        deterministic: whether to name tensors as the policy's parameters. Stock servers need the names of published
+            checkpoints, which have a tensor for each expert of a mixture.
     """
     with whole_folder(folder) as temporary:
         write_sampled(policy, stop_ids, temporary, original_format=not deterministic)
@@ -109,9 +109,9 @@ def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
     """Raise UserError unless a server has the weights that it was sent.
 
     Args:
-        url: of the server.
-        digest: of the weights, which is their version.
-        deterministic: whether the server also computes a digest, which is compared.
+        url: address of the server.
+        digest: digest of the weights, which is their version.
+        deterministic: whether to compare the digest that the server itself computes.
         timeout: seconds.
 
     Raises:
@@ -132,7 +132,7 @@ def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
 
 
 class SGLangEngine:
-    """Samples with the current weights of `policy`, which it sends to the servers when they have changed.
+    """Samples with SGLang servers, which get the weights of `policy` whenever they have changed.
 
     Each server gets a range of consecutive requests, so that the samples of a prompt share its cache.
     """
@@ -149,23 +149,23 @@ class SGLangEngine:
 
         Args:
             config: the run.
-            settings: its section on servers.
-            policy: its weights are sent when they have changed.
+            settings: the run's section on servers.
+            policy: the model whose weights the servers get.
             stop_ids: end tokens.
-            folder: for logs, notes and weights.
+            folder: folder for logs, notes and weights.
         """
         self.config, self.settings, self.policy, self.stop_ids, self.folder = config, settings, policy, stop_ids, folder
         routes = config.asks_for_routes and bool(routers(policy))
         self._routed = routed_layers(policy) if routes else None
         self.model_folder, self._is_deterministic = folder / "model", settings.numerics == "deterministic"
         self.servers: list[Server] = []
-        self._folder_digest = ""  # of the weights in the model folder
-        self._server_digests: dict[str, str] = {}  # of the weights each server is known to have, by URL
+        self._folder_digest = ""  # digest of the weights in the model folder
+        self._server_digests: dict[str, str] = {}  # digest of each server's weights, by URL
 
     def open(self, waiting: Waiting, temporary: Path) -> None:
-        """Start the servers on the policy's weights, or find those given by URL; check and note their settings.
+        """Start servers with the policy's weights, or take the servers given by URL; check and note their settings.
 
-        Raises UserError where one does not start or does not have the settings that the run needs.
+        Raises UserError if a server does not start or does not have the settings that the run needs.
         """
         interpreter = None
         if self.settings.urls:
@@ -267,11 +267,11 @@ def sglang_engine(
 
     Args:
         config: the run.
-        settings: its section on servers.
-        policy: samples; its weights may change between calls.
+        settings: the run's section on servers.
+        policy: the model that samples; its weights may change between calls.
         stop_ids: end tokens.
-        folder: for logs, notes and weights.
-        waiting: is told what is waited for.
+        folder: folder for logs, notes and weights.
+        waiting: called while a server starts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     engine = SGLangEngine(config, settings, policy, stop_ids, folder)

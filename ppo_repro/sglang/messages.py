@@ -26,12 +26,12 @@ from ppo_repro.sglang.plugin import kept_tokens
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """The shape of the routes of a model: SGLang has a place for every layer, and zeros where it is dense."""
+    """The shape of a model's routes; SGLang returns experts for every layer, zeros for a dense one."""
 
     layers: int
     mixtures: tuple[int, ...]  # the layers with a router
-    experts: int  # of each router
-    per_token: int
+    experts: int  # experts of each router
+    per_token: int  # experts that compute one token
 
 
 def routed_layers(policy: PreTrainedModel) -> RoutedLayers:
@@ -44,7 +44,7 @@ def routed_layers(policy: PreTrainedModel) -> RoutedLayers:
 
 
 def read_routes(text: Any, inputs: int, routed: RoutedLayers) -> Tensor:
-    """Read [inputs, M k] int32 as in `Completion.routes`; ValueError where this is not the routes of so many tokens."""
+    """Read routes [inputs, M k] int32 as in `Completion.routes`; ValueError if `text` is no such array."""
     if not isinstance(text, str):
         raise ValueError("returned no routed_experts; start the server with --enable-return-routed-experts")
     try:
@@ -80,7 +80,7 @@ def generate_body(
         stop_ids: end tokens.
         vocab_size: token ids are below it.
         max_context: tokens of prompt and response together.
-        routes: whether the experts of each token are asked for.
+        routes: whether to ask for the experts of each token.
 
     Raises:
         UserError: one of the requests cannot be served.
@@ -119,17 +119,17 @@ def read_completions(
     url: str,
     routed: RoutedLayers | None = None,
 ) -> list[Completion]:
-    """Read the completions of a `/generate` answer, in the order of the requests; UserError says what is wrong with it.
+    """Read the completions of a `/generate` answer, in the order of the requests; UserError names its fault.
 
     Args:
-        answer: of the server, parsed JSON.
-        requests: what was asked.
-        sampling: likewise.
+        answer: the server's answer, parsed JSON.
+        requests: the prompts and seeds that were sent.
+        sampling: the sampling that was sent.
         stop_ids: end tokens.
         vocab_size: token ids are below it.
-        version: of the weights that must have sampled.
-        url: of the server, for errors.
-        routed: what the routes that were asked for have to be; None where none were.
+        version: version of the weights that must have sampled.
+        url: address of the server, for errors.
+        routed: the shape of the routes; None if no routes were asked for.
     """
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise UserError(f"{url}: answered {_shown(answer)} to {len(requests)} requests; must be one answer each")
@@ -183,7 +183,7 @@ def _check_version(meta: dict[str, Any], version: str) -> None:
 
 
 def _finish_reason(meta: dict[str, Any], tokens: list[int], longest: int, stop_ids: frozenset[int]) -> str:
-    """Return `stop` where the last token is a stop token, also at the length limit, where SGLang returns `length`."""
+    """Return `stop` after a stop token, even at the limit, where SGLang returns `length`; otherwise `length`."""
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind not in ("stop", "length"):

@@ -1,4 +1,4 @@
-"""Servers that the run starts: processes that end with the run, their logs, and how they ended."""
+"""The servers that a run starts: processes that end with the run, their logs, the reason of their end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ppo_repro.sglang.client import Call
 
 LAST_LINES = 20  # of the log of a server that died
 POLL_SECONDS = 0.25
-DYING_SECONDS = 5.0  # how long a process may take to end after its connection broke
+DYING_SECONDS = 5.0  # for a process to end after its connection broke
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 Waiting = Callable[[int], None]  # seconds waited so far
@@ -43,13 +43,13 @@ def free_port() -> int:
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path, port: int) -> Server:
-    """Start a server that is killed when the run ends. SGLang's own processes end with the server in the same way.
+    """Start a server that the system kills when the run ends, together with SGLang's other processes.
 
     Args:
-        command: and its arguments.
-        environment: all of it.
-        log: gets the output.
-        port: that it will listen on.
+        command: the command and its arguments.
+        environment: all environment variables.
+        log: file for the output.
+        port: port of the server.
 
     Raises:
         UserError: the command cannot be run.
@@ -63,7 +63,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path, por
                 stdout=output,
                 stderr=output,
                 env=dict(environment),
-                start_new_session=True,  # Ctrl-C goes to the run alone, which then ends its servers
+                start_new_session=True,  # Ctrl-C goes to the run alone, which ends its servers
                 preexec_fn=lambda: prctl(_DIES_WITH_PARENT, signal.SIGKILL),
             )
         except OSError as error:
@@ -108,9 +108,9 @@ def _is_healthy(url: str) -> bool:
 
 
 def death(server: Server) -> str | None:
-    """Tell in one sentence how a server that the run started ended, and print the last lines of its log.
+    """Return a sentence about the end of a server that the run started, and print the last lines of its log.
 
-    None if it is a server given by URL, or has not ended.
+    None if the server was given by URL, or has not ended.
     """
     if server.process is None:
         return None

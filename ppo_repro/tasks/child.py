@@ -1,7 +1,7 @@
-"""The program in which a user's functions run, one process beside a run.
+"""The child process in which a user's functions run.
 
-Requests and replies are JSON objects on a connection to the run; a reply has a `value`, or in `error` one line for the
-user. It imports nothing that takes time; torch and NumPy come only with a file of the user's that imports them.
+Requests and replies are JSON objects on a connection to the run. A reply has a `value`, or in `error` one line for the
+user. The process starts fast: it imports torch and NumPy only if a file of the user imports them.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A prompt and all turns that followed; they alternate, and the model's is the first."""
+    """A prompt and all turns after it; model and environment alternate, and the model begins."""
 
-    key: str  # of the prompt
+    key: str  # key of the prompt
     prompt: str
-    answer: str  # the expected one; empty if the prompt has none
+    answer: str  # the expected answer; empty if the prompt has none
     fields: dict[str, Any]  # the prompt's other fields, a copy
     turns: tuple[Turn, ...]
 
@@ -72,12 +72,12 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        """The text of all turns, one after the other."""
+        """The text of all turns, joined."""
         return "".join(turn.text for turn in self.turns)
 
     @property
     def own(self) -> str:
-        """The model's own words: the text of its turns, one after the other."""
+        """The text of the model's turns, joined."""
         return "".join(turn.text for turn in self.turns if turn.role == "model")
 
 
@@ -124,7 +124,7 @@ def _step(function: Function, row: CallRow, options: CallRow) -> str | None:
 
 
 def _named(function: Function, values: Mapping[str, Any]) -> Any:
-    """Call a function with what the names of its parameters ask for, or with everything if it takes **others."""
+    """Call a function with the values that its parameters name, or with all values if it takes **others."""
     parameters = _parameters(function).values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return function(**values)
@@ -137,7 +137,7 @@ def _named(function: Function, values: Mapping[str, Any]) -> Any:
 
 
 def _plain(function: Function, row: CallRow, options: CallRow) -> float:
-    """Call a reward with what it asks for by the names and aliases of `PLAIN`."""
+    """Call a reward with the values that its parameters name, by the names and aliases of `PLAIN`."""
     transcript = make_transcript(row)
     values = {
         **{name: row[name] for name in ("prompt", "response", "answer", "full_text")},
@@ -150,7 +150,7 @@ def _plain(function: Function, row: CallRow, options: CallRow) -> float:
 
 
 class _Withheld:
-    """In place of what no score may depend on, for a function that takes it among **others."""
+    """Stands for a value that no score may depend on, in a function that takes **others."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -163,7 +163,7 @@ _WITHHELD = "asks for {}, which is not given: a score must follow from prompt an
 
 
 def _left_out(name: str) -> Callable[..., None]:
-    """Return TRL's function of this name: it says once of each column or metric that no run records it."""
+    """Return TRL's function of this name, which prints once for each column or metric that no run records it."""
 
     def log(key: str, *values: Any) -> None:
         if (name, key) not in _said:
@@ -179,7 +179,7 @@ _said: set[tuple[str, str]] = set()
 def _trl(function: Function, row: CallRow, options: CallRow) -> float:
     """Call TRL's `reward_func(prompts=[...], completions=[...], **columns) -> [float]`, each list of one entry.
 
-    One response a call: which responses are judged together depends on the layout of a run.
+    Each call has one response, because the layout of a run decides which responses are judged together.
     """
     prompt, completion = row["prompt"], row["response"]
     if options["conversational"]:
@@ -244,13 +244,13 @@ _CALLS: dict[str, Callable[[Function, CallRow, CallRow], object]] = {
     "trl": _trl,
     "verl": _verl,
     "prompts": _prompts,
-    "entries": _prompts,  # of a data set that the row names
+    "entries": _prompts,  # the row names a data set
     "scores": _scores,
     "step": _step,
     "keywords": lambda function, row, options: number(function(**row)),
     "text": lambda function, row, options: function(**row, **options),
 }
-# what a reward gets by the names of its parameters, and other names of each; fields and turns are copies
+# the values of a reward's parameters by name, with the aliases of each name; fields and turns are copies
 PLAIN = {
     "prompt": ("question",),
     "response": ("completion", "solution_str"),
@@ -276,7 +276,7 @@ def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
 
 
 def _check_signature(name: str, function: Function, call: str) -> None:
-    """Raise RefusedError, with what it gets, if a function cannot be called by its convention."""
+    """Raise RefusedError, which names the possible parameters, if a function cannot be called by its convention."""
     parameters = _parameters(function)
     if call in _POSITIONS:
         check_call(name, function, _POSITIONS[call], {})
@@ -297,7 +297,7 @@ def _check_signature(name: str, function: Function, call: str) -> None:
 
 
 def _awaited(function: Function) -> Function:
-    """Return the function; what `async def` returns is awaited, all in one loop."""
+    """Return the function; one event loop runs the results of an `async def`."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -313,13 +313,13 @@ async def _result(value: Awaitable[Any]) -> Any:
 
 @functools.cache
 def _loop() -> Any:
-    import asyncio  # which few functions need
+    import asyncio  # few functions need it
 
     return asyncio.Runner()
 
 
 def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Execute the file as it is now; returns `:LINE` of each function of `calls` that it has, "" if unknown."""
+    """Execute the file; return `:LINE` of each function of `calls` that the file has, "" if the line is unknown."""
     os.chdir(folder)  # another file may have left it
     before = set(sys.modules)
     module, lines = execute(Path(file)), {}
@@ -338,7 +338,7 @@ def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python and, where the user's files have imported them, NumPy and torch."""
+    """Seed the global generators of Python, and of NumPy and torch if the user's files have imported them."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
@@ -373,7 +373,7 @@ def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
 
 
 def _answers(request: dict[str, Any]) -> Iterable[dict[str, object]]:
-    """Yield the reply to each row, up to the first that is an error."""
+    """Yield the reply to each row, up to the first error."""
     if "calls" in request:
         yield _loaded(request)
         return
@@ -385,7 +385,7 @@ def _answers(request: dict[str, Any]) -> Iterable[dict[str, object]]:
 
 
 def _ready() -> None:
-    """End with the run, be the first that ends when memory runs out, and leave Ctrl-C and SIGTERM to the run."""
+    """Set this process up: it ends with the run, ends first if memory runs out, and ignores Ctrl-C and SIGTERM."""
     for number_ in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number_, lambda *_: None)
     with suppress(OSError, AttributeError):
@@ -399,7 +399,7 @@ def _ready() -> None:
 
 
 class _Visible(io.TextIOWrapper):
-    """A stream for what the user's code prints: a response that it prints cannot control the terminal."""
+    """A stream for the output of the user's code, which cannot control the terminal by printing a response."""
 
     def write(self, text: str) -> int:
         super().write(visible(text))

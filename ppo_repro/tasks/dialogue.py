@@ -1,4 +1,4 @@
-"""What ends a turn of the model, and the environment's turns as tokens that are put in once and never made again."""
+"""Episodes of several turns: the end of a model's turn, and the environment's turns, which are encoded once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MARK = "ppo7repro7mark"  # stands for the model's turn while a chat template is
 
 
 def around_reply(task: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Find what a chat template has between the model's turn and a user's, and from there to the model's next turn.
+    """Return a chat template's text before and after a user's turn, between two turns of the model.
 
-    Raises UserError where the template does not put the turns one after the other.
+    Raises UserError if the template does not join the turns in their order.
     """
     chat = [
         {"role": "user", "content": "a question"},
@@ -39,10 +39,7 @@ def around_reply(task: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 class Conversations:
-    """The environment's side of some requests. `said` is all it has said to each of them, by index.
-
-    `warned`: of what a person has heard in this run, and need not hear again.
-    """
+    """The environment's side of some requests; `said` has the environment's texts in each request, by index."""
 
     def __init__(
         self,
@@ -57,11 +54,11 @@ class Conversations:
 
         Args:
             config: the run.
-            tokenizer: encodes what the environment says.
-            spelled: special tokens that are spelled out in texts.
-            step: the user's environment; None: one turn.
-            problems: one an episode.
-            warned: gets warnings that were printed, so that each is printed once.
+            tokenizer: encodes the environment's texts.
+            spelled: special tokens that texts spell out.
+            step: the user's environment; None: an episode has one turn.
+            problems: the prompt of each episode.
+            warned: names of the warnings that this run has printed, each once.
         """
         self.config, self.tokenizer, self.spelled = config, tokenizer, spelled
         self.step, self.problems = step, problems
@@ -70,16 +67,16 @@ class Conversations:
         self._has_template, self._warned = has_template, warned
         self._refuse = control_tokens_of(tokenizer, config.task)
         self.said: dict[int, list[str]] = {}
-        self._put: dict[int, list[tuple[int, ...]]] = {}  # the tokens of what was said
+        self._put: dict[int, list[tuple[int, ...]]] = {}  # the tokens of the environment's texts
 
     def ends(self, turn: Sequence[int]) -> bool:
-        """Return whether the text of a turn has one of the stop texts."""
+        """Return whether the text of a turn contains a stop text."""
         stop = self.config.rollout.stop
         text = decode(self.tokenizer, turn, self.spelled) if stop else ""
         return any(one in text for one in stop)
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """Encode what `step` says. FunctionFailed if it raises, goes on for too long, or says too much."""
+        """Call `step` and encode its text; None ends the episode. FunctionFailed if `step` fails or has no room."""
         try:
             return self._reply(index, turns)
         except UserError as error:
@@ -91,7 +88,7 @@ class Conversations:
         problem, said = self.problems[index], self.said.setdefault(index, [])
         where, of_prompt = self.step.where, f"prompt key '{shown(problem.key)}'"
         spoken = [decode(self.tokenizer, turn, self.spelled) for turn in turns]
-        # alternating, the model's first and last
+        # model and environment alternate; the model has the first and the last turn
         texts = [text for pair in zip(spoken, [*said, ""], strict=True) for text in pair][:-1]
         (text,) = self.step([row_of(problem, texts)])
         if text is None:
@@ -106,7 +103,7 @@ class Conversations:
         said.append(text)
         before, after = self._around
         ids = token_ids(self.tokenizer, f"{before}{text}{after}", add_special_tokens=False)
-        if before and ids[:1] == (turns[-1][-1],):  # what ends the model's turn, if the model has sampled it
+        if before and ids[:1] == (turns[-1][-1],):  # the token that ends the model's turn, if the model has sampled it
             ids = ids[1:]
         if len(ids) >= longest:
             raise UserError(
@@ -123,9 +120,9 @@ class Conversations:
         return ids
 
     def _compare(self, problem: Problem, episode: Sequence[int], texts: Sequence[str]) -> None:
-        """Say once, with both texts, if the template renders the turns so far otherwise than their tokens read.
+        """Warn once, with both texts, if the template renders the turns so far differently from the episode's tokens.
 
-        Templates may trim a text, or leave out earlier thoughts; the tokens stay what was sampled and put in.
+        A template may trim a text, or leave out earlier thoughts. The tokens of the episode do not change.
         """
         chat = chat_of(self.config.task, problem)
         turns = [{"role": "user" if i % 2 else "assistant", "content": text} for i, text in enumerate(texts)]
@@ -145,7 +142,7 @@ class Conversations:
         return full_text(self.tokenizer, token_ids(self.tokenizer, text, add_special_tokens=False))
 
     def turns_of(self, index: int, completion: Completion) -> tuple[str, ...]:
-        """Return the texts of all turns of a completion, the model's first."""
+        """Return the texts of all turns of a completion, from the model's first turn on."""
         pairs = zip(completion.episode_ids, completion.is_forced, strict=True)
         pieces = [(forced, [token for token, _ in group]) for forced, group in groupby(pairs, key=lambda pair: pair[1])]
         said = iter(self.said.get(index, ()))

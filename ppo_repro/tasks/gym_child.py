@@ -18,10 +18,10 @@ def entries(dataset: str, settings: dict[str, Any], seed: int, size: int) -> lis
     """Return the entries of the data set, each question once. Raises UserError for an unknown name or setting.
 
     Args:
-        dataset: of reasoning-gym.
-        settings: of the data set.
-        seed: of its generator.
-        size: entries that are drawn.
+        dataset: name of the data set in reasoning-gym.
+        settings: settings of the data set.
+        seed: seed of the data set's generator.
+        size: entries to draw.
     """
     global _dataset
     try:
@@ -52,5 +52,5 @@ def entries(dataset: str, settings: dict[str, Any], seed: int, size: int) -> lis
 
 
 def score(key: str, answer: str | None) -> float:
-    """Return the data set's score of an answer, usually 0 to 1; None is no answer."""
+    """Return the data set's score of an answer, usually from 0 to 1; None stands for no answer."""
     return float(_dataset.score_answer(answer, _entries[key]))

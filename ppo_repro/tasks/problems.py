@@ -1,4 +1,4 @@
-"""The prompts of a run and their answers, split into training and held-out ones; and what else a task brings."""
+"""The prompts of a run and their answers, split into training and held-out prompts; the functions of a task."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ ROLES = {"system", "user", "assistant", "tool"}
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt. The key is its name everywhere and does not depend on the order of the file."""
+    """One prompt; its key names it everywhere, whatever the order of the file."""
 
     key: str
     prompt: str
     answer: str  # empty if it has none
-    fields: str = "{}"  # its other fields, for functions that ask for them: a JSON object with sorted names
+    fields: str = "{}"  # its other fields, for the user's functions: a JSON object with sorted names
     messages: str | None = None  # the prompt as a JSON list of chat messages, if it was given as one
-    steps: tuple[str, ...] = ()  # what stands before the answer in a worked solution
+    steps: tuple[str, ...] = ()  # the steps before the answer in a worked solution
 
     @property
     def solution(self) -> str:
-        """The steps, if there are any, and the answer: what warm start teaches."""
+        """The steps and the answer: the text that the warm start teaches."""
         return " ".join((*self.steps, self.answer))
 
 
 def row_of(
     problem: Problem, turns: Sequence[str], response: str = "", full_text: str = "", ids: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Make the row that a function of the user's judges or answers to, as its process gets it.
+    """Return the row that the process of the user's functions gets for one response.
 
     Args:
         problem: the prompt.
-        turns: of the conversation, beginning with the model's.
-        response: the model's own words.
-        full_text: with all special tokens spelled out.
-        ids: of the sampled tokens.
+        turns: texts of the conversation's turns, from the model's first turn on.
+        response: the text of the model's turns.
+        full_text: the response with all special tokens spelled out.
+        ids: ids of the sampled tokens.
     """
     names = ("key", "prompt", "answer", "fields", "messages")
     row = {name: getattr(problem, name) for name in names}
@@ -73,7 +73,7 @@ class Split:
 
     @cached_property
     def has_answers(self) -> bool:
-        """Return whether any problem has an answer that is no empty text."""
+        """True if any problem has an answer."""
         return any(problem.answer for problem in self.by_key.values())
 
 
@@ -124,7 +124,7 @@ def column_steps(prompt: str, base: int) -> tuple[str, ...]:
 def make_problem(where: str, fields: Mapping[str, object], chat_template: bool = False) -> Problem:
     """Make the problem in the fields of a JSON object; UserError names `where` and the field that is wrong.
 
-    A prompt may be a list of chat messages where `chat_template` renders it; its text then has a line a message.
+    With `chat_template` a prompt may be a list of chat messages; its text has one line per message.
     """
     messages = None
     if isinstance(fields.get("prompt"), list):
@@ -145,7 +145,7 @@ def make_problem(where: str, fields: Mapping[str, object], chat_template: bool =
 
 
 def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str]]:
-    """Return the messages of a prompt; UserError for something else, or a list that no chat begins or ends like."""
+    """Return the messages of a prompt; UserError for anything else, or for roles in an impossible order."""
     if not chat_template:
         raise UserError(
             f"{where}: field 'prompt' is a list of messages; set task.chat_template = true, which renders it"
@@ -182,7 +182,7 @@ def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
 
 
 def read_file(path: Path, chat_template: bool = False) -> list[Problem]:
-    """Read one problem a line, or a row of a Parquet file. All have answers, or none.
+    """Read one problem per line, or per row of a Parquet file; all problems have answers, or none has one.
 
     UserError names file and line of the first mistake.
     """
@@ -200,7 +200,7 @@ def read_file(path: Path, chat_template: bool = False) -> list[Problem]:
 
 
 def _with_answer(line: Line) -> dict[str, Any]:
-    """Return the fields of a line with the answer where verl's files have it, reward_model.ground_truth."""
+    """Return the fields of a line; the answer may be in reward_model.ground_truth, as in verl's files."""
     fields, model = line.fields, line.fields.get("reward_model")
     if "answer" in fields or not isinstance(model, dict) or "ground_truth" not in model:
         return fields
@@ -208,7 +208,7 @@ def _with_answer(line: Line) -> dict[str, Any]:
 
 
 def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Split:
-    """Hold out `num_eval_prompts` problems, chosen by keys and seed alone. Raises UserError if there are too few."""
+    """Hold out `num_eval_prompts` problems, chosen by keys and seed alone; UserError if none is left to train on."""
     ordered = sorted(problems, key=lambda p: p.key)
     if num_eval_prompts >= len(ordered):
         raise UserError(
@@ -219,13 +219,13 @@ def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Spli
 
 
 def choose(problems: tuple[Problem, ...], count: int, seed: int, iteration: int) -> list[Problem]:
-    """Choose the training problems of an iteration. Each time all have been used, they are shuffled anew.
+    """Choose the training problems of an iteration; after a pass over all problems they are shuffled again.
 
     Args:
-        problems: all of them.
+        problems: all training problems.
         count: problems of an iteration.
-        seed: of the run.
-        iteration: from 0 on.
+        seed: seed of the run.
+        iteration: number of the iteration, from 0.
     """
     chosen = []
     shuffles: dict[int, list[int]] = {}
@@ -239,17 +239,17 @@ def choose(problems: tuple[Problem, ...], count: int, seed: int, iteration: int)
 
 @dataclass(frozen=True)
 class Source:
-    """The problems of a task, and what else it brings."""
+    """The problems of a task, and its functions."""
 
     problems: Split
-    verifier: UserFunction | None = None  # the task's own; None where answers are compared
-    step: UserFunction | None = None  # what speaks between the model's turns; None if an episode is one turn
+    verifier: UserFunction | None = None  # the task's verifier; None if answers are compared
+    step: UserFunction | None = None  # the environment between the model's turns; None if an episode has one turn
 
 
 def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None) -> Source:
-    """Load the problems of a task section, split by `seed`; UserError names whatever is wrong with them.
+    """Load the problems of a task section, split by `seed`; UserError names the first mistake.
 
-    `process`: where a task's file runs; None for a process of its own.
+    The task's file runs in `process`, or in a new process if that is None.
     """
     process, functions = process or UserProcess(), dict[str, UserFunction]()
     if isinstance(task, ArithmeticTask):
@@ -270,7 +270,7 @@ def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None)
 
 
 def _read_once(path: Path, chat_template: bool) -> list[Problem]:
-    """Return the problems of a file, which is read again only if it has changed: checks before a run read it too."""
+    """Return the problems of a file; a second call, after the checks of a run, reads only a changed file."""
     try:
         about = path.stat()
     except OSError:
@@ -298,7 +298,7 @@ def _load_file(task: PythonTask, process: UserProcess) -> dict[str, UserFunction
 
 
 def _read_prompts(prompts: UserFunction, chat_template: bool) -> list[Problem]:
-    """Call `prompts()`; UserError names an entry that is no prompt, or two calls that differ."""
+    """Call `prompts()` twice; UserError names an entry that is no prompt, or says that the calls differ."""
     first, second = (prompts([{}], seed)[0] for seed in (1, 2))
     if first != second:
         raise UserError(

@@ -40,9 +40,9 @@ _FORMAT = re.compile(
 
 
 def extracted(response: str, extraction: AnswerExtraction) -> str | None:
-    """Extract the answer in a response: all of it, its last number without commas, or the text in its last answer tags.
+    """Return the answer in a response: the whole text, its last number without commas, or its last answer tags' text.
 
-    None where there is no such thing.
+    None if the response has no number or no answer tags.
     """
     if extraction == "exact":
         return response
@@ -72,7 +72,7 @@ def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
 
 
 def right_steps(response: str, steps: Sequence[str]) -> list[int]:
-    """Find the end of each right step in the response, in characters: a word that is the step of the same number."""
+    """Return the end, in characters, of each right step: the n-th word of the response if it is the n-th step."""
     ends, end = [], -1
     for word, step in zip(response.split(" "), steps, strict=False):
         end += 1 + len(word)
@@ -86,16 +86,16 @@ class Sample:
     """A response with everything needed to judge it."""
 
     problem: Problem
-    response: str  # the model's own words
+    response: str  # the text of the model's turns
     finished: bool  # ended with an end token
     length: int  # sampled tokens, end token included
-    turns: tuple[str, ...]  # the text of every turn, the model's first
-    full_text: str = ""  # the model's own words with every special token spelled out
+    turns: tuple[str, ...]  # the text of every turn, from the model's first turn on
+    full_text: str = ""  # the response with every special token spelled out
     ids: tuple[int, ...] = ()  # the sampled tokens
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return the row that a user's function judges."""
+        """The row that a user's function judges."""
         return row_of(self.problem, self.turns, self.response, self.full_text, self.ids)
 
 
@@ -115,11 +115,11 @@ class Judge:
     config: RewardConfig
     functions: tuple[UserFunction | None, ...]  # one entry per term
     extraction: AnswerExtraction = "exact"
-    verifier: UserFunction | None = None  # the task's own
+    verifier: UserFunction | None = None  # the task's verifier
 
     @property
     def asked_texts(self) -> tuple[str, ...]:
-        """Return the tags that the reward looks for in a response."""
+        """The tags that the reward looks for in a response."""
         has_format = any(isinstance(term, FormatReward) for term in self.config.terms)
         return TAGS if has_format or self.extraction == "answer_tags" else ()
 
@@ -131,9 +131,9 @@ def formatted_answer(response: str) -> str | None:
 
 
 def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judge:
-    """Load the user's functions of a reward; UserError names what is wrong with them.
+    """Load the user's functions of a reward; UserError names the first mistake.
 
-    `process`: where they run; None for a process of their own.
+    The functions run in `process`, or in a new process if that is None.
     """
     process = process or UserProcess()
     functions = tuple(
@@ -144,10 +144,10 @@ def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judg
 
 
 def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
-    """Return the judge with what a task brings.
+    """Return the judge with the verifier and the answer extraction of a task.
 
-    UserError if a term needs a verifier or answers that the task lacks, or a user's function gives two results for one
-    input: the answer, and nothing, to two prompts.
+    Raises UserError if a term needs a verifier or answers that the task does not have, or if a user's function returns
+    two results for the same input: the answer, and an empty text, to two prompts.
     """
     asks_verifier = any(isinstance(term, Verifier) for term in judge.config.terms)
     if isinstance(task, PythonTask) and source.verifier is None and asks_verifier:
@@ -196,7 +196,7 @@ def _values(
 
 
 def _correct(judge: Judge, samples: Sequence[Sample], columns: Sequence[Sequence[float]]) -> Iterator[bool]:
-    """Yield whether each response is correct, finished or not: by the verifier if it is asked, else by its answer."""
+    """Yield whether each response is right, finished or not, by the verifier if a term asks it, or by its answer."""
     terms = judge.config.terms
     verified = next((values for term, values in zip(terms, columns, strict=True) if isinstance(term, Verifier)), None)
     has_format = any(isinstance(term, FormatReward) for term in terms)
@@ -213,9 +213,10 @@ def _correct(judge: Judge, samples: Sequence[Sample], columns: Sequence[Sequence
 def judge_samples(judge: Judge, samples: Sequence[Sample], model_scores: Sequence[float]) -> Judgement:
     """Compute score = sum of weight times value over the reward terms; then apply the rules for cut responses.
 
-    `model_scores` are the reward model's, one per response, or empty without one. A response is correct if it ended
-    by itself with the answer: where the task's verifier is asked, if that gives 1 or more; where a format is rewarded,
-    if the text between its answer tags is the answer; else if what the task extracts is.
+    A response is correct if it ended by itself with the right answer. If a term asks the task's verifier, 1 or more
+    means right. If a format is rewarded, the text between the answer tags must be the answer. Otherwise the extracted
+    answer must be the answer. `model_scores` are the scores of a reward model, one per response, or empty.
+
     Raises UserError if a user's function raises or returns anything but a number, or a score is beyond float32.
     """
     config, finished = judge.config, [sample.finished for sample in samples]
@@ -235,9 +236,9 @@ def judge_samples(judge: Judge, samples: Sequence[Sample], model_scores: Sequenc
 def weighted_scores(
     config: RewardConfig, term_values: Sequence[Sequence[float]], finished: Sequence[bool]
 ) -> list[float]:
-    """Return the sum of weight times value over the reward terms, less the penalty of responses that were cut.
+    """Return the sum of weight times value over the reward terms, minus the penalty of a response that was cut.
 
-    Infinite where float64 cannot hold the sum.
+    A sum beyond float64 is infinite.
     """
     scores = []
     for values, done in zip(term_values, finished, strict=True):

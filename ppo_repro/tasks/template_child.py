@@ -1,7 +1,7 @@
-"""The chat template of a tokenizer, in the child process: a template may loop for ever, or fill the memory.
+"""The chat template of a tokenizer, in a child process: a template may loop for ever, or fill the memory.
 
-What a template can ask for beside its arguments is the time and random numbers. The time is the configuration's, and
-the child seeds the generators before each call, so a prompt follows from the inputs of a run.
+Beside its arguments a template can read the time and random numbers. The configuration has the time, and the child
+seeds the generators before each call: a prompt follows from the inputs of a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # of an object that a template print
 
 
 def _limit_memory() -> None:
-    """Let allocations beyond MEMORY fail, as MemoryError."""
+    """Make allocations beyond MEMORY fail with MemoryError."""
     with suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + MEMORY
@@ -35,12 +35,12 @@ def _limit_memory() -> None:
 
 
 _limit_memory()
-os.environ["TZ"] = "UTC"  # which a format may ask for
+os.environ["TZ"] = "UTC"  # a time format may ask for the time zone
 time.tzset()
 
 
 def _clock(moment: str | None, section: str) -> Callable[[str], str]:
-    """Return what a template calls for the time."""
+    """Return the function that a template calls for the time."""
 
     def strftime_now(form: str) -> str:
         if moment is None:
@@ -73,13 +73,13 @@ def render(
     """Return the text of a chat; UserError if the template fails.
 
     Args:
-        turns: role and content of each.
-        cue: whether what begins the model's turn is added.
-        template: Jinja.
-        special_tokens: by their names in templates.
-        arguments: of the configuration, by name.
-        time: that the template is told, in ISO format; None: a template that asks for it fails.
-        section: of the configuration, as messages name its fields.
+        turns: role and content of each turn.
+        cue: whether to add the beginning of the model's turn.
+        template: the Jinja template.
+        special_tokens: special tokens by their names in templates.
+        arguments: the configuration's arguments of the template.
+        time: the time that the template reads, in ISO format; None: a template that reads the time fails.
+        section: the part of the configuration before the fields' names in messages.
     """
     try:
         _check_arguments(template, arguments, section)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # the prompts of a file are checked before anything is import
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_SECONDS = 10.0  # of wall time for one chat
-SECTION = "task."  # whose fields are meant; a file for DPO has them at its top
-AT_ONCE = 2000  # prompts that are rendered and encoded together
+SECTION = "task."  # before the fields' names in messages; a file for DPO has the fields at its top
+AT_ONCE = 2000  # prompts to render and encode together
 
 Ids = tuple[int, ...]
 Chat = list[dict[str, str]]
@@ -46,19 +46,19 @@ def rendered(
     time: str | None = None,
     section: str = SECTION,
 ) -> list[str]:
-    """Return the text of each chat, up to where the model goes on if `cue`.
+    """Return the text of each chat.
 
     Args:
-        tokenizer: has the template.
+        tokenizer: the tokenizer with the template.
         chats: messages with role and content.
-        cue: whether the text ends with what begins the model's turn.
-        arguments: what the template is given besides; None: nothing.
-        time: what a template is told that asks for the time, in ISO format.
-        section: of the configuration, as messages name its fields.
+        cue: whether the text ends with the beginning of the model's turn.
+        arguments: more arguments of the template; None: no more.
+        time: the time that the template reads, in ISO format; None: a template that reads the time fails.
+        section: the part of the configuration before the fields' names in messages.
 
     Raises:
-        UserError: the template fails, needs more than 10 s or 1 GiB, asks for the time and there is none, does not read
-            an argument, or writes what another process would write otherwise.
+        UserError: the template fails, needs more than 10 s or 1 GiB, reads the time and there is none, does not read
+            an argument, or writes an address of memory.
     """
     try:
         about = {
@@ -75,14 +75,24 @@ def rendered(
         render = replace(_template_renderer(), options=about)
         return [str(text) for text in render([{"turns": chat, "cue": cue} for chat in chats])]
     except BaseException:
-        _template_renderer.cache_clear()  # it may have been stopped
+        _template_renderer.cache_clear()  # its process may have ended
         raise
 
 
 def rendered_for(
     task: TaskConfig, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], section: str = SECTION
 ) -> list[str]:
-    """Return the text of each chat with the arguments and the time of a task."""
+    """Return the text of each chat, with the arguments and the time of a task.
+
+    Args:
+        task: section of the configuration.
+        tokenizer: the tokenizer with the template.
+        chats: messages with role and content.
+        section: as for `rendered`.
+
+    Raises:
+        UserError: as `rendered`.
+    """
     return rendered(tokenizer, chats, True, task.template_arguments, task.template_time, section)
 
 
@@ -113,7 +123,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, section: str =
 
 
 def _require_whole(task: TaskConfig, problem: Problem, chat: Chat, text: str, section: str) -> None:
-    """Raise UserError if a template left out what a system or a user said."""
+    """Raise UserError if a template left out a message of the system or of a user."""
     for turn in chat:
         if turn["role"] in ("system", "user") and turn["content"].strip() not in text:
             if turn["role"] == "system" and task.system_prompt is not None:
@@ -126,7 +136,7 @@ def _require_whole(task: TaskConfig, problem: Problem, chat: Chat, text: str, se
 
 
 def chat_of(task: TaskConfig, problem: Problem) -> Chat:
-    """Return the prompt as chat messages, after the system's turn of the configuration."""
+    """Return the prompt as chat messages, after the configuration's system prompt; UserError for two system prompts."""
     messages = [{"role": "user", "content": problem.prompt}]
     if problem.messages is not None:
         messages = json.loads(problem.messages)
@@ -164,14 +174,14 @@ def control_tokens_of(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> C
 def encode_all(
     problems: Split, encode: Encode, config: RunConfig, vocab_size: int, watcher: Watcher
 ) -> tuple[Split, dict[str, Ids]]:
-    """Encode every prompt; returns the problems that are left, and the token ids of their prompts by key.
+    """Encode every prompt; return the problems that have room, and the token ids of their prompts by key.
 
     Args:
-        problems: with the prompts.
-        encode: encodes several.
-        config: has the lengths of responses and context, and what becomes of prompts that are too long.
+        problems: all problems.
+        encode: the function of `encoder`.
+        config: the run; `task.overlong` says whether a prompt that is too long is dropped.
         vocab_size: token ids are below it.
-        watcher: is told how far it is, and how many prompts `task.overlong: drop` leaves out.
+        watcher: gets the progress, and the number of dropped prompts.
 
     Raises:
         UserError: names the first prompt that the engine cannot serve.
@@ -216,11 +226,11 @@ def encode_all(
 def end_token_warning(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Ids], ends: frozenset[int], has_template: bool
 ) -> str | None:
-    """Say how many prompts end with an end token, and why; None if no prompt does.
+    """Return a warning about prompts that end with an end token; None if there is no such prompt.
 
     Args:
-        tokenizer: spells the token.
-        prompts: token ids of each.
+        tokenizer: the tokenizer of the prompts.
+        prompts: token ids of each prompt.
         ends: end tokens.
         has_template: whether a chat template made the prompts.
     """

@@ -1,4 +1,4 @@
-"""Making a tokenizer, and locating the text of each token in a response."""
+"""Tokenizers of tiny models, encoding and decoding, and the position of each token in the text of a response."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train_tokenizer(kind: str, corpus: Iterable[str], vocab_size: int) -> PreTra
 
 
 def _without_merges(tokens: Sequence[str]) -> Tokenizer:
-    """Return a tokenizer of known tokens: a piece that is a token stays whole, any other is split."""
+    """Return a tokenizer of known tokens: a word that is a token stays whole, any other word is split into letters."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *tokens])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
     tokenizer.add_special_tokens([PAD, EOS])
@@ -84,7 +84,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens:
 def all_token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: bool = True
 ) -> list[tuple[int, ...]]:
-    """The tokens of each text, encoded together; UserError names the first text that the tokenizer fails at."""
+    """Encode texts together; UserError names the first text that the tokenizer fails at."""
     try:
         return [tuple(ids) for ids in tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]]
     except (KeyboardInterrupt, MemoryError):
@@ -94,7 +94,7 @@ def all_token_ids(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spelled: frozenset[int] = frozenset()) -> str:
-    """Decode some tokens, with no clean-up of spaces; special tokens have no text, except those of `spelled`."""
+    """Decode tokens without a clean-up of spaces; only the special tokens in `spelled` have a text."""
     if spelled.isdisjoint(ids):
         return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
     hidden = set(special_tokens(tokenizer).values()) - spelled
@@ -102,12 +102,12 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spelled: froz
 
 
 def full_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Decode some tokens, every special token spelled out."""
+    """Decode tokens, with every special token spelled out."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def spelled_tokens(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> frozenset[int]:
-    """Return the special tokens whose text is in one of `texts`: who asks for such a text must see the token."""
+    """Return the special tokens whose text occurs in `texts`, which the user wants to find in responses."""
     asked = tuple(texts)
     return frozenset(i for token, i in special_tokens(tokenizer).items() if any(token in text for text in asked))
 
@@ -121,8 +121,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[int]:
     """Return the number of characters of `text` that are complete after each token.
 
-    A token that ends inside a character ends where the last complete character does. Decoding a short
-    window at a time keeps this linear in the length.
+    A token that ends inside a character ends with the last complete character. A short window is decoded at a time:
+    the cost is linear in the length.
     """
     ends: list[int] = []
     window, read, complete = 0, 0, 0

@@ -1,4 +1,4 @@
-"""The user's functions: found in their file, called in a child process, mistakes named by file, line and prompt."""
+"""The user's functions, called in a child process; an error names file, line and prompt."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ppo_repro.base.user_file import file_and_name
 from ppo_repro.config.tasks import CalledReward
 
 CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more has most likely no end
-_SECONDS_PER_TRANSCRIPT = 30.0  # of a call for all responses
-ENDING_SECONDS = 5.0  # to see how a child ended that has closed its pipe
+_SECONDS_PER_TRANSCRIPT = 30.0  # in a call for all responses
+ENDING_SECONDS = 5.0  # for a child to end after it has closed its pipe
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ppo_repro.tasks.child import main; main()"
 
 
@@ -35,13 +35,13 @@ class UserProcess:
     def ask(
         self, request: Mapping[str, Any], replies: int, seconds: float, lost: Callable[[int, str], str]
     ) -> list[Any]:
-        """Return the replies to a request, one a row. Raises UserError for the first that is an error.
+        """Return the replies to a request, one per row. Raises UserError for the first error.
 
         Args:
-            request: JSON.
+            request: the request as JSON data.
             replies: number of rows.
-            seconds: wall time for each.
-            lost: makes the message of a UserError from row and cause if the child ends, or a reply does not come.
+            seconds: wall time for each row.
+            lost: returns the message from row and cause if the child ends or a reply does not come.
         """
         if self._child is None:
             self._child = _start()
@@ -62,15 +62,15 @@ class UserProcess:
         except (EOFError, OSError) as error:
             late = f"gave no answer within {seconds:g} s; make it end"
             how = late if isinstance(error, TimeoutError) else _how_ended(child)
-            _stop(child, connection)  # it is not started again
+            _stop(child, connection)  # no new child is started
             raise _failed(request, lost(len(values), how)) from error
-        except BaseException:  # Ctrl-C: the replies still to come belong to nobody
+        except BaseException:  # Ctrl-C: nobody reads the remaining replies
             _stop(child, connection)
             raise
         return values
 
     def end(self) -> None:
-        """End the process now, and what it started; it is not started again."""
+        """End the process now, with all processes that it started; no new process is started."""
         if self._child is not None:
             _stop(*self._child)
 
@@ -82,11 +82,11 @@ def _failed(request: Mapping[str, Any], message: str) -> UserError:
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = Pipe()
-    # the texts that a hash orders come in one order in every process, and Ctrl-C in a terminal is for the run alone
+    # a fixed hash seed gives sets of texts one order in every process; Ctrl-C in a terminal goes to the run alone
     child = subprocess.Popen(
         [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(_search_path())],
         stdin=subprocess.DEVNULL,
-        stdout=2,  # what the user's code prints goes to stderr
+        stdout=2,  # the output of the user's code goes to stderr
         pass_fds=[theirs.fileno()],
         env={**os.environ, "PYTHONHASHSEED": "0"},
         start_new_session=True,
@@ -96,14 +96,14 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection]:
 
 
 def _search_path() -> list[str]:
-    """Return where the child looks for modules: what lies in the current folder by chance is not among them."""
+    """Return the folders in which the child looks for modules, without the current folder."""
     home, asked = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "").split(os.pathsep)
     found = [path for path in sys.path if path in (home, *asked) or path not in ("", os.getcwd())]
     return found if home in found else [*found, home]
 
 
 def _stop(child: subprocess.Popen[bytes], connection: Connection) -> None:
-    """Kill a child with its group, which is its own: a server that the user's code started is in it."""
+    """Kill a child with its process group, which includes a server that the user's code started."""
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -123,16 +123,16 @@ def _how_ended(child: subprocess.Popen[bytes]) -> str:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function of the user's file, as the child has it."""
+    """A function of a user's file that the child has loaded."""
 
     process: UserProcess
-    field: str  # of the configuration
+    field: str  # field of the configuration
     file: Path
     name: str
-    line: str  # `:LINE` where it begins; "" if unknown
-    call: str  # the convention by which the child calls it
+    line: str  # `:LINE` of its beginning; "" if unknown
+    call: str  # convention by which the child calls the function
     options: Mapping[str, Any]
-    seconds: float | None = None  # of wall time for one row; None: CALL_SECONDS
+    seconds: float | None = None  # wall time for one row; None: CALL_SECONDS
 
     @property
     def where(self) -> str:
@@ -142,8 +142,8 @@ class UserFunction:
     def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
         """Call the function for each row of arguments; functions of the convention `scores` get all rows at once.
 
-        `seed`: of the global generators before each call. UserError names field, file, line and prompt if the function
-        raises, returns what it must not, takes too long, or ends its process.
+        `seed` seeds the global generators before each call. UserError names field, file, line and prompt if the
+        function raises, returns a wrong value, takes too long, or ends its process.
         """
         seconds = CALL_SECONDS if self.seconds is None else self.seconds
         if self.call == "scores":
@@ -168,10 +168,10 @@ def load(
 
     Args:
         process: the child.
-        field: of the configuration, for errors.
-        file: of the user's.
+        field: field of the configuration, for errors.
+        file: the user's file.
         calls: the convention of each function by name.
-        options: what a convention needs besides.
+        options: options of the conventions.
     """
     request = {"field": field, "file": str(file), "calls": dict(calls), "folder": os.getcwd()}
     (lines,) = process.ask(request, 1, CALL_SECONDS, lambda row, how: f"{field}: {file} fails to load (it {how})")
@@ -179,13 +179,13 @@ def load(
 
 
 def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
-    """Load the function of `FILE.py:FUNCTION`; UserError names what is wrong with it.
+    """Load the function of `FILE.py:FUNCTION`; UserError names its fault.
 
     Args:
         process: the child.
-        field: of the configuration, for errors.
+        field: field of the configuration, for errors.
         path: `FILE.py:FUNCTION`.
-        term: says how it is called; None: with prompt, response and answer.
+        term: the reward term with the convention of the call; None: prompt, response and answer.
     """
     file, name = file_and_name(field, path)
     call, options = ("function", {}) if term is None else (term.kind, term.model_dump(mode="json"))
@@ -198,8 +198,8 @@ def load_function(process: UserProcess, field: str, path: str, term: CalledRewar
 def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError, with the prompt and the last text, if two calls give different results.
 
-    The second call has the opposite order and other seeds of the global generators, so that neither state between
-    calls nor an unseeded draw gives the same results by chance.
+    The second call has the opposite order and other seeds of the global generators: results that depend on earlier
+    calls or on an unseeded draw differ.
     """
     first, second = function(rows, 1), function(rows[::-1], 2)[::-1]
     for row, one, other in zip(rows, first, second, strict=True):

@@ -1,7 +1,6 @@
-"""Assertions that guard a training stack in pytest: on dumps of log-probs and recorded runs; checks of losses and
-advantage estimators.
+"""Assertions for pytest on dumps of log-probs and recorded runs, and checks of losses and advantage estimators.
 
-The names about losses and advantages need torch, which is loaded when one of them is first used.
+The checks need torch, which their first use imports.
 """
 
 from importlib import import_module

@@ -1,5 +1,4 @@
-"""An advantage estimator of one's own against its definition: tokens that do not count must not change what the others
-get.
+"""A user's advantage estimator compared with its definition: tokens that do not count must not change the advantages.
 
 The definitions are loops over the tokens of one response that count, in float64.
 """
@@ -19,7 +18,7 @@ from ppo_repro.testing.losses import LAYOUTS, WHOLE, DrawnResponses, lay_out, or
 Kind = Literal["gae", "rewards_to_go", "group_mean", "group_normalised"]
 Divisor = Literal["n", "n - 1"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest advantage
-# those of one batch, whose groups are whole; and what narrow numbers change
+# the layouts of one batch, in which groups are whole
 ONE_BATCH = [
     layout for layout in LAYOUTS if layout.padding != "packed" and layout.micro_batch == 0 and layout.ranks == 1
 ]
@@ -29,7 +28,7 @@ LENGTHS, GROUPS = (5, 1, 4, 6, 2, 3), (0, 0, 1, 1, 1, 2)
 
 @dataclass(frozen=True)
 class PaddedAdvantageBatch:
-    """What an estimator is called with: R responses of L positions.
+    """The argument of an estimator: R responses of L positions.
 
     `rewards`, `values` [R, L]; `mask` [R, L] bool, False at padding and at tokens that do not count, where they may
     hold anything; `scores` [R], the sum of a response's rewards; `groups` [R] int64, the prompt of each response.
@@ -42,7 +41,7 @@ class PaddedAdvantageBatch:
     groups: Tensor
 
 
-Estimator = Callable[[PaddedAdvantageBatch], Tensor]  # [R, L]; what it gives under the mask is ignored
+Estimator = Callable[[PaddedAdvantageBatch], Tensor]  # [R, L]; advantages under the mask are ignored
 
 
 def definition(
@@ -54,24 +53,24 @@ def definition(
     divisor: Divisor = "n",
     epsilon: float = 1e-6,
 ) -> list[list[float]]:
-    """Compute the advantages of the tokens that count by their definition.
+    """Return the advantages of the tokens that count, by definition.
 
-    gae: A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, V after the last token 0 (Schulman et
-    al., 2016). rewards_to_go: sum over k >= t of gamma^(k - t) r_k. group_mean: score minus the mean score of the
-    group; group_normalised: that divided by std + epsilon, std^2 the squared deviations over the divisor (Shao et al.,
-    2024); 0 in a group of equal scores.
+    gae (Schulman et al., 2016): A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t and V = 0
+    after the last token. rewards_to_go: sum over k >= t of gamma^(k - t) r_k. group_mean: score minus the mean score of
+    the group. group_normalised (Shao et al., 2024): the same divided by std + epsilon, where std^2 is the sum of
+    squared deviations over the divisor; 0 in a group of equal scores.
 
     Args:
-        kind: of the estimator.
-        responses: rewards and values of the tokens of each.
-        groups: of each response, the number of its prompt.
+        kind: name of the estimator.
+        responses: rewards and values of the tokens of each response.
+        groups: number of the prompt of each response.
         gamma: discount.
-        lam: of GAE.
-        divisor: what the squared deviations of n scores are divided by.
-        epsilon: what is added to the standard deviation.
+        lam: lambda of GAE.
+        divisor: divisor of the squared deviations of n scores.
+        epsilon: number added to the standard deviation.
 
     Returns:
-        Advantages of the tokens of each response.
+        The advantages of the tokens of each response.
     """
     found = []
     scores = [math.fsum(rewards) for rewards, _ in responses]
@@ -106,19 +105,19 @@ def check_advantages(
     epsilon: float = 1e-6,
     seed: int = 0,
 ) -> dict[str, str]:
-    """Find the first token at which an estimator differs from its definition on drawn responses, by layout.
+    """Return the first token at which an estimator differs from its definition on random responses, by layout.
 
     Args:
-        estimator: takes a PaddedAdvantageBatch [R, L], returns advantages [R, L].
-        kind: whose definition it is compared with.
+        estimator: a function from a PaddedAdvantageBatch to advantages [R, L].
+        kind: name of the definition.
         gamma: discount.
-        lam: of GAE.
-        divisor: of group_normalised, what the squared deviations of n scores are divided by.
-        epsilon: of group_normalised, what is added to the standard deviation.
-        seed: of the responses.
+        lam: lambda of GAE.
+        divisor: divisor of the squared deviations, for group_normalised.
+        epsilon: number added to the standard deviation, for group_normalised.
+        seed: seed of the responses.
 
     Returns:
-        Sentences by layout; empty if it conforms.
+        Sentences by layout; empty if the estimator conforms.
 
     Raises what the estimator raises.
 

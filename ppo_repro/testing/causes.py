@@ -1,7 +1,7 @@
-"""Why log-probs of sampler and trainer differ: one list of causes for the audit and the diagnosis. Never imports torch.
+"""The causes of different log-probs in sampler and trainer, for the audit and the diagnosis. Never imports torch.
 
-The diagnosis names a cause from the pattern of the differences. The audit computes what many variants of a cause
-predict, and says what to do about the cause in the words of this list, or about the variant in its own.
+The diagnosis names a cause from the pattern of the differences. The audit computes the predictions of many variants of
+a cause, and gives the advice of this list, or advice of its own for a variant.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Cause = Literal[
 
 @dataclass(frozen=True)
 class About:
-    """What is wrong, and what to do, in words that go on after `; `."""
+    """The fault, and its remedy, in words."""
 
     what: str
     mend: str
 
     @property
     def advice(self) -> str:
-        """Join both to a sentence."""
+        """Both as a sentence."""
         return f"{self.what}; {self.mend}."
 
 

@@ -1,8 +1,8 @@
-"""Responses with the log-probs of sampler and trainer, from the files of any training stack: one reader for all.
+"""The reader of dumps: responses with the log-probs of sampler and trainer, from files of any training stack.
 
-JSON Lines, Parquet, a `.pt` file of tensors and lists (of which no code is run) or a data frame. A row is a response,
-or a token. A missing column is an error, and so are lists of different lengths. Never imports torch unless a file
-needs it.
+A dump is JSON Lines, Parquet, a `.pt` file of tensors and lists (whose code is never run) or a data frame. A row is a
+response or a token. A missing column is an error, and so are lists of different lengths. Only a `.pt` file imports
+torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ppo_repro.base.output import shown
 if TYPE_CHECKING:
     import pandas as pd
 
-ROUNDING = 1e-3  # nats; a log-prob may be above 0 by less
+ROUNDING = 1e-3  # nats; by less than this a log-prob may be above 0
 SUFFIXES = (".jsonl", ".parquet", ".pt")
-INSIDE = ("samples", "rollout_data")  # where slime puts the rows, or the columns
+INSIDE = ("samples", "rollout_data")  # slime's names for the rows, or the columns
 # other numbers of each token, and their names in dumps
 EXTRA = {
     "entropies": ("entropies", "entropy"),
@@ -40,15 +40,15 @@ _DTYPES = {"log-probs in nats": "fiu", "token ids": "iu", "0 and 1": "fiub"}  # 
 
 @dataclass(frozen=True)
 class Names:
-    """The columns of a dump; None: no such column. A file may lack any but the log-probs, which are in nats."""
+    """The columns of a dump, None for no column. Only the log-probs, in nats, must be in every file."""
 
     sampler: str
     trainer: str
-    mask: str | None = None  # 1: the token counts; 0: it is context only. Without it all tokens count
-    tokens: str | None = None  # of the response; of the whole sequence if there is no prompt
+    mask: str | None = None  # 1: the token counts; 0: the token is only context. Without a mask all tokens count
+    tokens: str | None = None  # ids of the response, or of the whole sequence if there is no prompt
     prompt: str | None = None
-    padding_mask: str | None = None  # 0 for padding, of the prompt or the whole sequence
-    response_length: str | None = None  # how many entries at the end of `tokens` are the response
+    padding_mask: str | None = None  # 0 for padding of the prompt, or of the whole sequence
+    response_length: str | None = None  # number of entries at the end of `tokens` that are the response
     iteration: str = "iteration"
     ahead: tuple[str, ...] = ()  # columns whose entry i is about token i + 1
     all_ahead_with: str | None = None  # in a file with this column the mask and both log-probs are ahead
@@ -82,19 +82,19 @@ class Response:
     sampler: npt.NDArray[np.float32]
     trainer: npt.NDArray[np.float32]
     counts: npt.NDArray[np.bool_]
-    padding: tuple[int, ...] = ()  # before the prompt in the file
+    padding: tuple[int, ...] = ()  # ids of the padding before the prompt
     iteration: int = 0
-    masked: int = 0  # tokens of the row that do not count, those after the n too
+    masked: int = 0  # tokens of the row that do not count, including tokens after the n
     extra: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # [n] each, of EXTRA
 
     @property
     def turns(self) -> npt.NDArray[np.int64]:
-        """Return the turn of each token, from 1: how many runs of tokens that count have begun."""
+        """The turn of each token, from 1; a turn begins where tokens begin to count."""
         return np.cumsum(np.diff(self.counts.astype(np.int64), prepend=0) == 1)
 
 
 def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Names:
-    """Return the names of a format, or of the one format whose log-probs a dump has; UserError for none or several."""
+    """Return the names of a format, or of the only format with the dump's log-probs; UserError for none or several."""
     there = set(columns)
     if form is not None:
         if form not in FORMATS:
@@ -111,9 +111,9 @@ def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Nam
 
 
 def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = None) -> Iterator[Response]:
-    """Read the responses of a dump in which a token counts, in order.
+    """Yield the responses of a dump in which a token counts, in order.
 
-    `names`: a `Names`, a format of FORMATS, or None to tell it from the columns. UserError names the row.
+    `names` is a `Names`, a format of FORMATS, or None to recognise the format by the columns. UserError names the row.
     """
     where = str(source) if isinstance(source, Path | str) else "the frame"
     rows: Iterator[Any]  # of a frame the columns need not be texts
@@ -133,7 +133,7 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
 
 
 def impossible(values: npt.NDArray[np.float32]) -> str:
-    """Say why numbers cannot be log-probs of sampled tokens; "" if they can. NaN and infinities are ignored."""
+    """Return why numbers cannot be log-probs of sampled tokens, "" if they can. NaN and infinities are ignored."""
     finite = values[np.isfinite(values)]
     above = finite[finite > ROUNDING]
     if above.size:
@@ -145,7 +145,7 @@ def impossible(values: npt.NDArray[np.float32]) -> str:
 
 
 def _responses_of_tokens(rows: Iterable[DumpRow], names: Names) -> Iterator[DumpRow]:
-    """Join rows that are tokens to one row of lists for each run of the same iteration and sequence."""
+    """Join consecutive rows of tokens of the same iteration and sequence to one row of lists."""
     for (iteration, _), group in groupby(rows, lambda row: (row.get(names.iteration), row.get("sequence"))):
         tokens = list(group)
         joined: dict[str, Any] = {name: [row.get(name) for row in tokens] for name in tokens[0]}

@@ -20,9 +20,9 @@ from ppo_repro.records import reader
 from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
 from ppo_repro.testing.dumps import Names, impossible, read_dump
 
-ZEROS = 0.5  # of the tokens may have a log-prob of exactly 0 on both sides
+ZEROS = 0.5  # largest share of tokens whose log-probs may be exactly 0 on both sides
 COLUMNS = ["iteration", "sequence", "position", "sampler", "trainer"]
-# whatever decides how numbers are rounded; no paths, no names of machines
+# the parts of an environment that can change a rounding; no paths, no names of machines
 ENVIRONMENT = ("ppo_repro", "python", "machine", "cpu_capability", "numerics_mode", "threads", "processes")
 
 
@@ -31,13 +31,13 @@ def _bits(value: float) -> str:
 
 
 def _unequal(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Find the elements of two float32 arrays that differ in any bit."""
+    """Return whether the elements of two float32 arrays differ in any bit."""
     left, right = (np.ascontiguousarray(x, np.float32).view(np.uint32) for x in (a, b))
     return np.asarray(left != right)
 
 
 def _token(pairs: pd.DataFrame, index: int) -> str:
-    """Name the token that a row is, with both values and their float32 bits."""
+    """Describe the token of a row, with both log-probs and their float32 bits."""
     iteration, sequence, position, *values = pairs.iloc[index][COLUMNS].tolist()
     sides = zip(("sampler", "trainer"), values, strict=True)
     both = ", ".join(f"{name} {float(value)!r} (bits {_bits(value)})" for name, value in sides)
@@ -51,10 +51,7 @@ def run_pairs(run: Path | str) -> pd.DataFrame:
 
 
 def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) -> pd.DataFrame:
-    """Return the tokens of a dump that count; the sequence is the row of the response, from 0.
-
-    UserError names the row.
-    """
+    """Return a dump's tokens that count; the sequence is the row of the response, from 0. UserError names the row."""
     frames = [pd.DataFrame(columns=COLUMNS, dtype=np.float32)]
     for r in read_dump(source, names):
         positions = np.flatnonzero(r.counts)
@@ -64,7 +61,7 @@ def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) ->
 
 
 def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
-    """Return the measures of `assert_mismatch_below`, and of each the row of a token to show; NaN for means of none."""
+    """Return each measure of `assert_mismatch_below`, NaN for a mean of no token, and the row of a token to show."""
     finite = np.isfinite(pairs["sampler"]) & np.isfinite(pairs["trainer"])
     delta = (pairs["trainer"].astype(np.float64) - pairs["sampler"])[finite]
     unequal = _unequal(pairs["sampler"], pairs["trainer"]) & finite
@@ -79,7 +76,7 @@ def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
 
 
 def _suspicious(pairs: pd.DataFrame) -> str:
-    """Say why numbers cannot be the log-probs of two sides; "" if they can."""
+    """Return why numbers cannot be the log-probs of two sides, "" if they can."""
     for name in ("sampler", "trainer"):
         if why := impossible(pairs[name].to_numpy()):
             return f"{name}: {why}"
@@ -104,17 +101,17 @@ def assert_mismatch_below(
     Below, delta is the trainer's log-prob minus the sampler's, in nats.
 
     Args:
-        run_or_file: a run folder, a dump in any format that `ppo-repro audit` reads (told from its columns, or
-            `names`), or a data frame with one row per token.
+        run_or_file: a run folder, a dump in any format that `ppo-repro audit` reads, or a data frame with one row per
+            token.
         mean_abs: limit of the mean of |delta|, in nats.
         max_abs: limit of the largest |delta|, in nats.
         k3: limit of the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer).
         frac_unequal: limit of the share of tokens that differ in any bit.
-        nonfinite: tokens that may have no finite pair.
-        names: of the columns, where they are others.
+        nonfinite: limit of the number of tokens without two finite log-probs.
+        names: the names of the columns; None: the dump has the columns of a known stack.
 
     Raises:
-        AssertionError: names every limit that is exceeded and a token, and numbers that cannot be log-probs.
+        AssertionError: a limit is exceeded, or numbers cannot be log-probs; the message names each limit and a token.
         UserError: no limit is given, or there are no tokens.
     """
     __tracebackhide__ = True
@@ -150,7 +147,7 @@ def assert_mismatch_below(
 
 
 class Golden(BaseModel):
-    """A golden run. `tables` has the digest of each table, for each iteration."""
+    """The digests of a golden run; `tables` has the digest of each table for each iteration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -161,7 +158,7 @@ class Golden(BaseModel):
 
 
 def golden_of(run: Path | str) -> Golden:
-    """Return the digests of a complete run, checked against its files. Raises UserError if the files have changed."""
+    """Return the digests of a complete run. Raises UserError if a file does not have its digest."""
     recorded = reader.open_manifest(run)
     for index in range(len(recorded.iterations)):
         reader.read_moment(Path(run), recorded, index)
@@ -188,10 +185,10 @@ def _changed(golden: Golden, now: Golden) -> str:
 
 
 def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:
-    """Assert that a run has the digests of a golden one, in every table of every iteration and in its final results.
+    """Assert that a run has the digests of a golden run, in every table of every iteration and in its final results.
 
-    Without the golden file it is written, and the assertion fails once. AssertionError names the first table and
-    iteration that differ, and what has changed in the environment; UserError where the run is incomplete or damaged.
+    If there is no golden file, it is written, and the assertion fails once. AssertionError names the first table and
+    iteration that differ, and the changes of the environment. Raises UserError if the run is incomplete or damaged.
     """
     __tracebackhide__ = True
     path, now = Path(golden_path), golden_of(run)

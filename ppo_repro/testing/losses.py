@@ -1,6 +1,6 @@
-"""A loss of one's own, called as trainers call it: with micro-batches, padding, tool tokens, ranks and narrow dtypes.
+"""A user's loss, called as trainers call it: with micro-batches, padding, tool tokens, ranks and narrow dtypes.
 
-What an optimizer step computes should follow from the tokens that count alone.
+An optimizer step should follow from the tokens that count alone.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NOT_FINITE = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
-# relative; in float64 sums of a million terms stay below, of a log-ratio of 800 float32 keeps 1e-4
+# relative; float64 sums of a million terms stay below 1e-9, and float32 keeps 1e-4 of a log-ratio of 800
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
 
 
 @dataclass(frozen=True)
 class LossBatch:
-    """What a loss is called with: R rows of L positions of one micro-batch.
+    """The argument of a loss: one micro-batch of R rows of L positions.
 
     `new_logprobs` [R, L] in nats, with a gradient; `columns` [R, L] each, of the same dtype; `mask` [R, L] bool, False
     at padding and at tokens that do not count, where the columns may hold anything; `sequences` [R, L] int64, the
-    response of a token, -1 at padding (a packed row has several). `step_tokens` counts the tokens that count and
-    `step_sequences` the responses of the whole optimizer step, all micro-batches and ranks.
+    response of a token, -1 at padding (a packed row has several responses). `step_tokens` is the number of tokens that
+    count, and `step_sequences` the number of responses, in all micro-batches and ranks of the optimizer step.
     """
 
     new_logprobs: Tensor
@@ -48,12 +48,12 @@ Loss = Callable[[LossBatch], Tensor]
 
 
 class _Layout(NamedTuple):
-    """How the responses of a step are shown to the loss; 0 in `micro_batch` puts all responses of a rank in one."""
+    """A layout of a step's responses; with `micro_batch` 0 all responses of a rank are one micro-batch."""
 
     micro_batch: int = 0
     padding: Literal["right", "left", "packed"] = "right"
     extra: int = 0  # columns of padding that are not needed
-    inserted: int = 0  # tokens that do not count, after each second token
+    inserted: int = 0  # tokens that do not count, after every second token
     junk: Literal["", "finite", "not finite"] = ""  # in every column under the mask
     order: Literal["given", "reversed", "shuffled"] = "given"
     ranks: int = 1
@@ -83,14 +83,14 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class DrawnResponses:
-    """Responses of N tokens together: `lengths` of each, float64 [N] columns, and which tokens count, bool [N]."""
+    """Responses of N tokens together: their `lengths`, columns [N] float64, and the tokens that count, [N] bool."""
 
     lengths: Sequence[int]
     columns: dict[str, Tensor]
     mask: Tensor
 
     def describe(self, index: int) -> str:
-        """Name sequence and position of a token."""
+        """Return sequence and position of a token as text."""
         sequence = 0
         while index >= self.lengths[sequence]:
             index, sequence = index - self.lengths[sequence], sequence + 1
@@ -128,7 +128,18 @@ def _rollout_of(frame: pd.DataFrame) -> DrawnResponses:
 def _step(
     loss: Loss, rollout: DrawnResponses, layout: _Layout, combine: str, dtype: torch.dtype = torch.float64
 ) -> _Step:
-    """Take one optimizer step under a layout. Raises UserError if the loss returns no scalar."""
+    """Take one optimizer step in a layout.
+
+    Args:
+        loss: the user's loss.
+        rollout: the responses of the step.
+        layout: micro-batches, padding, junk, order, ranks.
+        combine: `mean` or `sum` over micro-batches and ranks.
+        dtype: dtype of the loss's numbers.
+
+    Raises:
+        UserError: the loss returns no scalar that depends on new_logprobs.
+    """
     order = ordered(len(rollout.lengths), layout)
     ranks = [order[rank :: layout.ranks] for rank in range(min(layout.ranks, len(order)))]
     value, under_mask, gradients = 0.0, 0, torch.zeros(len(rollout.mask), dtype=torch.float64)
@@ -151,7 +162,7 @@ def _step(
 
 
 def ordered(count: int, layout: _Layout) -> list[int]:
-    """Return responses 0..count-1 in the order of a layout."""
+    """Return the responses 0 to count - 1 in the order of a layout."""
     order = permutation(count, "loss layout").tolist() if layout.order == "shuffled" else list(range(count))
     return order[:: -1 if layout.order == "reversed" else 1]
 
@@ -159,16 +170,16 @@ def ordered(count: int, layout: _Layout) -> list[int]:
 def lay_out(
     rollout: DrawnResponses, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
 ) -> tuple[LossBatch, Tensor]:
-    """Lay drawn responses out as a batch of one layout.
+    """Return responses as a batch in one layout.
 
     Args:
-        rollout: the responses.
-        sequences: which of them, in this order.
+        rollout: all responses.
+        sequences: the responses of the batch, in order.
         layout: padding, junk, inserted tokens.
-        dtype: of the columns.
+        dtype: dtype of the columns.
 
     Returns:
-        The batch, and the index in the rollout of each position [R, L], below 0 where there is none.
+        The batch, and the index in the rollout of each position [R, L], below 0 for padding and inserted tokens.
     """
     rows, owners = [], []
     for s in sequences:
@@ -191,7 +202,7 @@ def lay_out(
     number = torch.arange(indices.numel(), dtype=torch.float64).reshape(indices.shape)
 
     def column(name: str, k: int) -> Tensor:
-        """Fill a column with junk of its own under the mask; the model computes finite new log-probs (k = 0) there."""
+        """Return column k with its own junk under the mask; new log-probs (k = 0) stay finite, as a model's do."""
         filled = torch.where(there, rollout.columns[name][indices.clamp(min=0)], 0.0)
         if layout.junk == "not finite" and k:
             filled = torch.where(mask, filled, NOT_FINITE[(number.long() + k) % 3])
@@ -212,9 +223,9 @@ def lay_out(
 
 
 def _extremes(rollout: DrawnResponses) -> Iterator[tuple[str, DrawnResponses]]:
-    """Yield the rollout with one extreme token, and what it is: large and tiny log-ratios, advantages of 0.
+    """Yield the rollout with one extreme token, and its description: a large or tiny log-ratio, an advantage of 0.
 
-    Columns that end in `_logprobs` are new - log-ratio there; where the advantage is 0, columns `is_...` are 0 as well.
+    Columns that end in `_logprobs` are new - log-ratio at the token. If the advantage is 0, columns `is_...` are 0 too.
     """
     token = int(rollout.mask.nonzero()[:, 0][int(rollout.mask.sum()) // 2])
     for x in LOG_RATIOS:
@@ -233,9 +244,13 @@ def _extremes(rollout: DrawnResponses) -> Iterator[tuple[str, DrawnResponses]]:
 
 
 def _difference(found: _Step, expected: _Step, rollout: DrawnResponses, dtype: torch.dtype = torch.float64) -> str:
-    """Say what differs by more than the tolerance, relative to the value or the largest gradient.
+    """Return the differences beyond the tolerance, as text; "" if there are none.
 
-    The answer is "" if nothing does.
+    Args:
+        found: the step to check.
+        expected: the step to compare it with.
+        rollout: the responses, for names of tokens.
+        dtype: dtype of the loss's numbers, which decides the tolerance, relative to the value or largest gradient.
     """
     a, b, tolerance = found.gradients, expected.gradients, TOLERANCES.get(dtype, 0.1)
     apart = (a - b).abs() / (float(b.abs().max()) or 1.0)
@@ -263,20 +278,18 @@ def check_loss(
     combine: Literal["mean", "sum"],
     dtypes: Sequence[torch.dtype] = (torch.float32,),
 ) -> dict[str, str]:
-    """Find what changes value or gradient of `loss`, by layout, dtype or extreme token.
-
-    An empty dict means that the loss conforms.
+    """Return the changes of value or gradient of `loss`, by layout, dtype or extreme token; empty if it conforms.
 
     Args:
-        loss: a function of `LossBatch` that returns a scalar; nats and units are its own.
-        frame: a row for each token, with `sequence`, `new_logprobs` (nats), and what else the loss reads; in the order
-            of `position` if there is such a column; `mask` is 0 at tokens that do not count, as those of a tool.
-        combine: what the trainer does with the losses of micro-batches, and with those of ranks: their `mean`
-            (gradient accumulation of transformers, DDP), or their `sum`.
-        dtypes: beside float64; each is compared with float64 of the same numbers.
+        loss: a function of `LossBatch` that returns a scalar, in any unit.
+        frame: a row for each token, with `sequence`, `new_logprobs` (nats), and the other columns that the loss reads;
+            `position` orders the rows; `mask` is 0 at tokens that do not count, such as tokens of a tool.
+        combine: whether the trainer takes the `mean` of the losses of micro-batches and ranks (gradient accumulation of
+            transformers, DDP), or their `sum`.
+        dtypes: dtypes beside float64; each is compared with float64 of the same numbers.
 
-    A loss that is not finite on the frame itself has that one entry, and no layout is blamed. Raises UserError for a
-    frame or a loss that cannot be used.
+    A loss that is not finite on the frame itself has one entry, and no layout is tried. Raises UserError for a frame or
+    a loss that cannot be used.
 
     >>> import pandas as pd
     >>> from ppo_repro.testing import check_loss
@@ -293,12 +306,12 @@ def check_loss(
     if math.isfinite(whole.value) and bool(whole.gradients.isfinite().all()):
         for layout in LAYOUTS:
             found[layout.describe()] = _difference(_step(loss, rollout, layout, combine), whole, rollout)
-        failed: set[str] = set()  # in float64: not said again of narrower numbers
+        failed: set[str] = set()  # cases that fail in float64 are not reported again for narrower dtypes
         for dtype in (torch.float64, *dtypes):
             for what, case in [("", rollout), *_extremes(rollout)]:
                 if what in failed:
                     continue
-                # rounded first, so that only what the loss computes is compared
+                # the inputs are rounded first: only the computation of the loss is compared
                 columns = {name: x.to(dtype).double() for name, x in case.columns.items()}
                 wide, narrow = (
                     _step(loss, replace(case, columns=columns), WHOLE, combine, d) for d in (torch.float64, dtype)

@@ -1,6 +1,6 @@
-"""Copies of a run or grid elsewhere: of what is recorded already, or by a process beside a run that works.
+"""Copies of a recorded run or grid, or of a run in progress, which a process beside the run makes.
 
-The process keeps a slow or dead server, or a function that fails, from stopping or breaking the run.
+Because of the process, a slow or dead server or a function that fails cannot stop or break the run.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import did_you_mean, masked, one_line, say
 from ppo_repro.base.user_file import file_and_name
 
-END_SECONDS = 60.0  # how long the command waits for the copies after a run
+END_SECONDS = 60.0  # for which the command waits for the copies after a run
 GRID_END_SECONDS = 600.0  # after a grid, whose page reads all of its runs
 MLFLOW, WANDB, TENSORBOARD, FUNCTION = "mlflow", "wandb", "tensorboard", "function"
-TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's own variable: its store unless the command names one
+TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's variable: the store unless the command names one
 DEFAULT_URI = "sqlite:///mlflow.db"
-DONE = "copies: "  # begins the line by which the process tells where the copies are
+DONE = "copies: "  # begins the line in which the process says where the copies are
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where copies go."""
+    """A place for copies."""
 
     kind: str
-    place: str  # URI, folder or FILE.py:FUNCTION; empty for W&B, which has its own settings
+    place: str  # URI, folder or FILE.py:FUNCTION; empty for W&B, whose client has settings for it
 
     @property
     def option(self) -> str:
-        """The option of `ppo-repro track` that copies there."""
+        """The option of `ppo-repro track` for this place."""
         option = "--tensorboard" if self.kind == TENSORBOARD else "--uri"
         return f"{option} {shlex.quote(masked(self.place or self.kind))}"
 
 
 @dataclass
 class Copies:
-    """Where the copies are: lines for people, and the same as fields for JSON."""
+    """The places of finished copies: lines for people, and the same as fields for JSON."""
 
     lines: list[str] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Copies:
 def targets_of(tracks: Sequence[str], tensorboard: Path | None) -> tuple[Target, ...]:
     """Return the places of `--track` and `--tensorboard`.
 
-    UserError, before a run begins, for a place that cannot be one, or a package that is not installed.
+    Raises UserError, before a run begins, for an impossible place or a package that is not installed.
     """
     targets = [_target(track) for track in dict.fromkeys(tracks)]
     if len({target.kind for target in targets}) < len(targets):
@@ -88,7 +88,7 @@ def _require(package: str, option: str, extra: str) -> None:
 
 
 def _check_function(path: str) -> None:
-    """Raise UserError if the function of `FILE.py:FUNCTION` cannot be loaded, in a process of its own, or called."""
+    """Raise UserError unless a new process can load the function of `FILE.py:FUNCTION` and call it."""
     file_and_name("--track", path)
     command = [sys.executable, "-m", "ppo_repro.tracking.function_copy", path]
     tried = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -98,7 +98,7 @@ def _check_function(path: str) -> None:
 
 
 def _check_uri(uri: str, source: str) -> None:
-    """Raise UserError for an address that MLflow's client cannot have."""
+    """Raise UserError for an address that MLflow's client does not accept."""
     scheme, separator, path = uri.partition("://")
     if uri != "databricks" and (scheme.partition("+")[0] not in SCHEMES or not separator):
         raise UserError(
@@ -110,10 +110,10 @@ def _check_uri(uri: str, source: str) -> None:
 
 
 def copy(folder: Path, target: Target, is_over: Callable[[float], bool] = lambda seconds: True) -> Copies:
-    """Copy a run or grid until it is over; without lines if nothing was recorded.
+    """Copy a run or grid until it is over; the result has no lines if nothing was recorded.
 
-    `is_over` waits at most so many seconds, and says whether the process that writes has ended. UserError if records
-    are damaged or the target cannot be written.
+    `is_over` waits for at most the given seconds, and returns whether the process that writes records has ended. Raises
+    UserError if records are damaged or the target cannot be written.
     """
     if target.kind == MLFLOW:
         from ppo_repro.tracking import mlflow_copy  # MLflow takes seconds to import
@@ -142,9 +142,9 @@ def copy(folder: Path, target: Target, is_over: Callable[[float], bool] = lambda
 
 @contextmanager
 def followed(folder: Path, copies: Copies, targets: Sequence[Target]) -> Iterator[None]:
-    """Copy the run or grid made in this block by processes beside it, and add to `copies` where the copies are.
+    """Copy the run or grid of this block by a process for each target, and add the places of the copies to `copies`.
 
-    A failure is reported, not raised.
+    A failure is printed, not raised.
     """
     processes = [(target, _start(folder, target)) for target in targets]
     try:
@@ -161,12 +161,12 @@ def _start(folder: Path, target: Target) -> subprocess.Popen[str] | None:
             [sys.executable, "-m", "ppo_repro.tracking.follower", str(folder), target.kind, target.place],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=None if target.kind == FUNCTION else subprocess.DEVNULL,  # what a user's function prints is shown
+            stderr=None if target.kind == FUNCTION else subprocess.DEVNULL,  # the output of a user's function is shown
             text=True,
             errors="replace",
             start_new_session=True,  # Ctrl-C goes to the run alone
         )
-    except OSError as error:  # no memory or no process is left
+    except OSError as error:  # the system has no memory or no process left
         _say(f"tracking did not start ({error.strerror})", folder, target)
         return None
 
@@ -174,7 +174,7 @@ def _start(folder: Path, target: Target) -> subprocess.Popen[str] | None:
 def _wait(process: subprocess.Popen[str], folder: Path, target: Target, copies: Copies) -> None:
     patience = GRID_END_SECONDS if (folder / "grid.yaml").exists() else END_SECONDS
     try:
-        out, _ = process.communicate(timeout=patience)  # closes its stdin, which tells it that the run is over
+        out, _ = process.communicate(timeout=patience)  # closes its stdin: the run is over
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
@@ -197,7 +197,7 @@ def _say(problem: str, folder: Path, target: Target) -> None:
 
 
 def main(folder: Path, target: Target) -> None:
-    """Copy the run or grid until stdin closes. Exits with 1 and the reason on stdout if that fails."""
+    """Copy the run or grid until stdin closes; exit with 1 and the reason on stdout if that fails."""
     ended = threading.Event()
 
     def wait() -> None:

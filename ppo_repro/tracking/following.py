@@ -1,4 +1,4 @@
-"""Copies of one run or of a grid's cells, made while they work: what every tracker shares."""
+"""The part that all trackers share: copies of a run or of a grid's cells in progress."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ppo_repro.grids.cell import CELLS, run_of
 from ppo_repro.records import manifest
 
 POLL_SECONDS = 1.0
-OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # what a copy says of it
-IsOver = Callable[[float], bool]  # waits at most so many seconds; says whether the process that writes has ended
+OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # copied
+# waits for at most the given seconds; returns whether the process that writes records has ended
+IsOver = Callable[[float], bool]
 
 
 class RunCopy(Protocol):
@@ -22,7 +23,7 @@ class RunCopy(Protocol):
     ended: bool
 
     def catch_up(self, is_over: bool) -> None:
-        """Copy what was recorded since the last call; the ending once the run is complete or over."""
+        """Copy the records since the last call, and the final results if the run is complete or over."""
         ...
 
 
@@ -30,7 +31,7 @@ Copy = TypeVar("Copy", bound=RunCopy)
 
 
 def begun(folder: Path, is_over: IsOver) -> IsOver | None:
-    """Wait until a run or grid has begun; return how to ask on, None if it is over and nothing was recorded."""
+    """Wait until a run or grid has begun; return the function to ask from then on, None if nothing was recorded."""
     over = False
     while not any((folder / name).exists() for name in (manifest.FILE_NAME, CELLS)):
         if over:
@@ -42,7 +43,7 @@ def begun(folder: Path, is_over: IsOver) -> IsOver | None:
 def follow_run(copy: RunCopy, is_over: IsOver) -> None:
     """Copy a run until it is over."""
     while not copy.ended:
-        copy.catch_up(is_over(POLL_SECONDS))  # asked before reading, so that the last iterations are read too
+        copy.catch_up(is_over(POLL_SECONDS))  # asked before reading: the last iterations are read too
 
 
 def follow_cells(
@@ -52,7 +53,7 @@ def follow_cells(
 
     `begin(run folder, row of the table)` makes the copy of a run that has begun.
     """
-    copies: dict[int, Copy] = {}  # by the number of the run's folder, which a cell that is run again changes
+    copies: dict[int, Copy] = {}  # by the inode of the run's folder, which changes if a cell is run again
     over = False
     while not over:
         over = is_over(POLL_SECONDS)

@@ -1,6 +1,6 @@
-"""A user's function, called with the metrics of each iteration of a run or of a grid's cells, in a process beside them.
+"""A function of the user, called with the metrics of each iteration, in a process beside the run or grid.
 
-Nothing that the function does or raises reaches the run.
+An error of the function does not reach the run.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ FIELD = "--track"
 
 
 def load(path: str) -> Callable[..., Any]:
-    """Load the function of `FILE.py:FUNCTION`; UserError names what is wrong with it."""
+    """Load the function of `FILE.py:FUNCTION`; UserError names its fault."""
     return load_callable(FIELD, path, ["metrics"])
 
 
 def copy(folder: Path, path: str, is_over: Callable[[float], bool]) -> int:
-    """Call the function with each iteration until the run or grid is over; return how often.
+    """Call the function with each iteration until the run or grid is over; return the number of calls.
 
-    It gets a dict: `run`, the folder of the run, `iteration`, and every number of the table `iterations` that was
-    measured. UserError names file and line if it raises.
+    The function gets a dict: `run`, the folder of the run, `iteration`, and every number of that row of the table
+    `iterations`. UserError names file and line if the function raises.
     """
     from ppo_repro.grids.cell import CELLS
     from ppo_repro.tracking.following import begun, follow_cells, follow_run
@@ -64,12 +64,12 @@ class _Calls:
                 metrics = iterations.setdefault(scalar.step, {"run": str(self._run_dir), "iteration": scalar.step})
                 metrics[name] = scalar.value
         for metrics in iterations.values():
-            with redirect_stdout(sys.stderr):  # on stdout is what the command says
+            with redirect_stdout(sys.stderr):  # stdout belongs to the command
                 self._follow(metrics)
             self.count += 1
 
 
-if __name__ == "__main__":  # the function is tried in a process of its own before the run begins
+if __name__ == "__main__":  # a new process tries the function before the run begins
     try:
         load(sys.argv[1])
     except UserError as error:

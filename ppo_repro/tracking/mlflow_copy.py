@@ -1,6 +1,6 @@
-"""Recorded runs and grids in MLflow: copied while they work, or when they have ended.
+"""Copies of runs and grids in MLflow, while they work or later.
 
-Everything is read from the records, so whatever MLflow missed can be copied later. Nothing is read back.
+The copies are made from the records: a copy that failed can be made later. Nothing is read back from MLflow.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ class Place:
     run_id: str
 
     def lines(self, uri: str) -> list[str]:
-        """Tell how to look at the copy: its address, or its id and the command that serves its pages."""
+        """Return the printed lines: the address of the copy, or its id and the command that serves its pages."""
         if uri.startswith(("http://", "https://")):
             # without the second parameter MLflow 3 takes runs for evaluations of prompts
             pages = f"{masked(uri).rstrip('/')}/#/experiments/{self.experiment_id}"
             return [f"MLflow      {pages}/runs/{self.run_id}?workflowType=machine_learning"]
-        said = [f"MLflow      run {self.run_id} of experiment {self.experiment_id}"]
+        lines = [f"MLflow      run {self.run_id} of experiment {self.experiment_id}"]
         if uri.startswith("databricks"):
-            return said
-        return [*said, f"served by   mlflow ui --backend-store-uri {shlex.quote(masked(uri))}"]
+            return lines
+        return [*lines, f"served by   mlflow ui --backend-store-uri {shlex.quote(masked(uri))}"]
 
     def fields(self, uri: str) -> dict[str, str]:
-        """Return the same for JSON."""
+        """Return the fields for JSON."""
         return {"uri": masked(uri), "experiment_id": self.experiment_id, "run_id": self.run_id}
 
 
@@ -84,7 +84,7 @@ def answering(uri: str) -> Iterator[MlflowClient]:
     try:
         client = MlflowClient(uri)
         client.search_experiments(max_results=1)
-    except Exception as error:  # MLflow's, SQLAlchemy's, requests', of a missing driver: all mean no first contact
+    except Exception as error:  # of MLflow, SQLAlchemy, requests or a missing driver: no first contact
         raise _unwritable(uri, error) from error
     try:
         yield client
@@ -118,7 +118,7 @@ def copy(folder: Path, uri: str, is_over: IsOver) -> Place | None:
         with tempfile.TemporaryDirectory() as temporary:
             try:
                 page, _ = analysis("report.build").write_report([folder], Path(temporary) / REPORT_NAME, None)
-            except UserError as error:  # such as a run without iterations, which is copied all the same
+            except UserError as error:  # such as a run without iterations, which is copied nevertheless
                 say(f"the report page is not in the copy: {error}")
             else:
                 client.log_artifact(place.run_id, str(page))
@@ -172,7 +172,7 @@ class _Copy:
 
 
 class _RunCopy(_Copy):
-    """The copy of one run; `experiment` and `name` are given for a cell of a grid."""
+    """The copy of one run; a cell of a grid has another `experiment` and `name`."""
 
     def __init__(self, client: MlflowClient, run_dir: Path, experiment: str = "", name: str = "", **tags: str) -> None:
         recorded = manifest.load_head(run_dir)
@@ -200,7 +200,7 @@ class _RunCopy(_Copy):
 
 
 def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
-    """Return a parent run with the question, and a child for each cell that began."""
+    """Copy a grid: a parent run with the question, and a child for each cell that began; return the parent."""
     tree = read_tree(grid_dir / "grid.yaml")
     params = {name: tree[name] for name in ("question", "expectation", "base", "seeds", "read_with", "axes")}
     started = (grid_dir / "grid.yaml").stat().st_mtime

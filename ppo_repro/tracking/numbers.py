@@ -1,4 +1,4 @@
-"""What a run measured, as named numbers with the moment of each, and what it says about itself in words."""
+"""The numbers of a run, each with a name and a moment, and the sentences about the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Scalar:
 
 
 class RunNumbers:
-    """The numbers of a recorded run, which may still work."""
+    """The numbers of a recorded run, or of a run in progress."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._iterations, self._steps = run_dir, 0, 0
@@ -41,12 +41,12 @@ class RunNumbers:
         steps = reader.read_steps(self._run_dir, iterations=new, allow_incomplete=True)
         moments = [float(moment) for moment in iterations["ended_at"]]
         numbers = range(self._steps, self._steps + len(steps))
-        of_steps = [moments[index] for index in steps["iteration"] - new[0]]
+        step_moments = [moments[index] for index in steps["iteration"] - new[0]]
         self._iterations, self._steps = new.stop, numbers.stop
-        return _columns(iterations, "iteration", new, moments) + _columns(steps, "step", numbers, of_steps)
+        return _columns(iterations, "iteration", new, moments) + _columns(steps, "step", numbers, step_moments)
 
     def ending(self) -> list[Scalar]:
-        """Return the final results, accuracy and seconds; also the last point of each curve evaluated after the run."""
+        """Return the final results, accuracy and seconds, and the point after the last iteration of each curve."""
         recorded = manifest.load_head(self._run_dir)
         moment = end_time(self._run_dir, recorded)
         final = {name: float(value) for name, value in recorded.final.items() if not isinstance(value, str)}
@@ -79,12 +79,9 @@ def _columns(table: pd.DataFrame, group: str, steps: Sequence[int], moments: Seq
 
 
 def sentences(run_dir: Path) -> list[str]:
-    """Return the verdicts of a complete run as `show` prints them; of another run how far it got.
-
-    The fingerprint comes last.
-    """
+    """Return the sentences that `show` prints of a complete run, or the progress of another; then the fingerprint."""
     recorded = manifest.load_head(run_dir)
-    said = [f"{recorded.status} after {recorded.num_iterations} complete iterations"]
+    found = [f"{recorded.status} after {recorded.num_iterations} complete iterations"]
     if recorded.status == "complete":
-        said = summarise(run_dir).sentences
-    return [*said, f"fingerprint {recorded.fingerprint}"]
+        found = summarise(run_dir).sentences
+    return [*found, f"fingerprint {recorded.fingerprint}"]

@@ -21,11 +21,11 @@ from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
-SUFFIX = ".ppo_repro"  # of our event files; others in the same folder are left alone
+SUFFIX = ".ppo_repro"  # of our event files; other files in the same folder stay
 
 
 def lines(events: Path) -> list[str]:
-    """Tell how to look at the event files."""
+    """Return the printed lines: the command that shows the event files."""
     return [
         f"TensorBoard tensorboard --logdir {shlex.quote(str(events))}",
         "its viewer  pip install tensorboard",
@@ -33,10 +33,10 @@ def lines(events: Path) -> list[str]:
 
 
 def copy(folder: Path, events: Path, is_over: Callable[[float], bool]) -> bool:
-    """Write EVENTS/<experiment>/<run>, of a grid EVENTS/<grid>/<cell>, until it is over; False if nothing is recorded.
+    """Write EVENTS/<experiment>/<run> until the run is over, or EVENTS/<grid>/<cell> of each cell after the grid.
 
-    Earlier files of ours are replaced. `is_over` as in `follower.copy`. UserError if records are damaged or the folder
-    cannot be written. The cells of a grid are written when the grid is over.
+    The files replace our earlier files. `is_over` as in `follower.copy`. Returns False if nothing was recorded. Raises
+    UserError if records are damaged or the folder cannot be written.
     """
     over = False
     while not (folder / manifest.FILE_NAME).exists():
@@ -56,7 +56,7 @@ def _copy_grid(grid_dir: Path, events: Path) -> bool:
 
 
 def _copy_run(run_dir: Path, events: Path, is_over: Callable[[float], bool]) -> None:
-    """Write the event file of one run into this very folder."""
+    """Write the event file of one run into the folder `events`."""
     recorded, numbers = manifest.load_head(run_dir), RunNumbers(run_dir)
     check_config(run_dir, recorded)
     began = start_time(run_dir, recorded)
@@ -65,7 +65,7 @@ def _copy_run(run_dir: Path, events: Path, is_over: Callable[[float], bool]) -> 
         writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), walltime=began)
         over = False
         while not over:
-            over = is_over(POLL_SECONDS)  # asked before reading, so that the last iterations are read too
+            over = is_over(POLL_SECONDS)  # asked before reading: the last iterations are read too
             _add(writer, numbers.new())
         ended = end_time(run_dir, manifest.load_head(run_dir))
         _add(writer, numbers.ending())

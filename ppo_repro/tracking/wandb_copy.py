@@ -1,6 +1,6 @@
-"""Recorded runs and grids in Weights & Biases: copied by its own client while they work, or when they have ended.
+"""Copies of runs and grids in Weights & Biases, while they work or later, by the client of Weights & Biases.
 
-The client's own settings hold: WANDB_MODE=offline writes files that `wandb sync` sends later, WANDB_PROJECT names the
+The client reads its settings: WANDB_MODE=offline writes files that `wandb sync` sends later, WANDB_PROJECT names the
 project, `wandb login` logs in. Nothing is read back.
 """
 
@@ -30,19 +30,19 @@ from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 if TYPE_CHECKING:
     import wandb
 
-FILES = "ppo_repro"  # the folder of our files among those of a W&B run
+FILES = "ppo_repro"  # the folder of our files in a W&B run
 KEPT = (manifest.FILE_NAME, manifest.LOG_NAME, CONFIG_NAME, ENVIRONMENT_NAME)
 
 
 @dataclass(frozen=True)
 class Place:
-    """The runs that were made; `url` is empty for a run that is offline."""
+    """The new runs of the client; the URL of an offline run is empty."""
 
-    group: str  # of a grid; empty for a run
-    runs: Sequence[tuple[str, str]]  # url, and folder of the client
+    group: str  # name of the grid; empty for a run
+    runs: Sequence[tuple[str, str]]  # URL, and folder of the client
 
     def lines(self) -> list[str]:
-        """Tell how to look at the copy."""
+        """Return the printed lines: the address of the copy, or the command that sends it."""
         (url, _), *_ = self.runs
         if url:
             where = f"group {self.group} of {url.rpartition('/runs/')[0]}" if self.group else url
@@ -50,13 +50,13 @@ class Place:
         return [f"W&B         {len(self.runs)} offline; sent by wandb sync {shlex.join(path for _, path in self.runs)}"]
 
     def fields(self) -> dict[str, Any]:
-        """Return the same for JSON."""
+        """Return the fields for JSON."""
         return {"group": self.group, "runs": [{"url": url, "folder": folder} for url, folder in self.runs]}
 
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Raise UserError, without a key, for what the client finds wrong in this block."""
+    """Turn an error of the client in this block into a UserError, without a key."""
     from wandb.errors import Error
 
     try:
@@ -92,7 +92,7 @@ def copy(folder: Path, is_over: IsOver) -> Place | None:
 
 
 class _RunCopy:
-    """The copy of one run; `name` and `group` are given for a cell of a grid."""
+    """The copy of one run; a cell of a grid has a `name` and a `group`."""
 
     def __init__(self, run_dir: Path, name: str = "", group: str = "", about: dict[str, Any] | None = None) -> None:
         recorded = manifest.load_head(run_dir)
@@ -147,20 +147,20 @@ class _RunCopy:
             self._run.log(row)
 
     def _keep(self) -> None:
-        """Put manifest, configuration, notes and report among the files of the W&B run."""
+        """Save manifest, configuration, notes and report as files of the W&B run."""
         folder = Path(self._run.dir) / FILES
         folder.mkdir(parents=True)
         for name in KEPT:
             shutil.copy(self.run_dir / name, folder / name)
         try:
             analysis("report.build").write_report([self.run_dir], folder / REPORT_NAME, None)
-        except UserError as error:  # such as a run without iterations, which is copied all the same
+        except UserError as error:  # such as a run without iterations, which is copied nevertheless
             say(f"the report page is not in the copy: {error}")
         self._run.save(str(folder / "*"), base_path=self._run.dir, policy="now")
 
 
 def _begin(**about: Any) -> wandb.Run:
-    """Return a new run of the client, which says nothing and looks at nothing but what it is given."""
+    """Begin a run of the client, which prints nothing and collects nothing about the machine."""
     import wandb
 
     settings = wandb.Settings(
@@ -171,5 +171,5 @@ def _begin(**about: Any) -> wandb.Run:
 
 
 def _id(run_dir: Path) -> str:
-    """Return the id of a run folder's copy: the client replaces a run that has the same one."""
+    """Return the id of a run folder's copy; the client replaces a run with the same id."""
     return hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:12]

@@ -2,7 +2,7 @@
 
 
 def score(prompt: str, response: str, answer: str) -> float:
-    """1 for the right number, 0.2 for another number, 0 for anything else."""
+    """Return 1 for the right number, 0.2 for another number, 0 for anything else."""
     text = response.strip()
     if text == answer:
         return 1.0

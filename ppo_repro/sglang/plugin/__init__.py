@@ -1,4 +1,4 @@
 """Deterministic numerics inside SGLang, through its own plugin mechanism; read `register` first.
 
-Only SGLang's processes import more of it than `names`. The trainer's side is `ppo_repro.sglang`.
+Only SGLang's processes import all of it; the trainer's side, `ppo_repro.sglang`, imports `names` and `kept_tokens`.
 """

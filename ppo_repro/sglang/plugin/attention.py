@@ -19,13 +19,13 @@ from ppo_repro.sglang.plugin.sampler import DeterministicSampler
 
 
 class NoAttention(AttentionBackend):
-    """Nothing to prepare and nothing to compute: see `PpoReproForCausalLM.forward`."""
+    """Prepares and computes nothing, because `PpoReproForCausalLM.forward` does."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Do nothing: the model looks at the batch itself."""
+        """Do nothing: the model reads the batch itself."""
 
     def support_triton(self) -> bool:
-        """Return False: no Triton kernel may write to the pools."""
+        """Return False, because no Triton kernel may write to the pools."""
         return False
 
 
@@ -52,7 +52,7 @@ def make_backend(runner: Any) -> NoAttention:
         ("--dtype", runner.dtype, torch.float32),
         ("the dtype of keys", pool.get_key_buffer(0).dtype, torch.float32),
         ("the dtype of values", pool.get_value_buffer(0).dtype, torch.float32),
-        # whether the wrapped functions are in place where SGLang calls them
+        # SGLang must call the wrapped functions
         ("Triton in allocation", allocation.support_triton(ATTENTION_BACKEND), False),
         ("Triton in positions", forward_batch_info.support_triton(ATTENTION_BACKEND), False),
         ("the batch-invariant mode", hasattr(type(runner).maybe_enable_batch_invariant_mode, "__wrapped__"), True),

@@ -1,4 +1,4 @@
-"""What top-k and top-p kept, beside each token that a deterministic SGLang server returns; written and read."""
+"""The tokens that top-k and top-p kept: written by a deterministic SGLang server for each token, read by the run."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor
 
 from ppo_repro.rollout.sampler import Sample
 
-KEPT = "ppo_repro_kept"  # under which name
-Entry = list[Any]  # base64 of the bits of the kept tokens, log-prob among them, log of their mass
+KEPT = "ppo_repro_kept"  # name in the answer
+Entry = list[Any]  # base64 of the bits of the kept tokens, log-prob among these tokens, log of their mass
 
 
 def shortest(number: float) -> float:
-    """Find the number of fewest digits that one float32 stands for; SGLang has `top_p` as a float32."""
+    """Return the shortest decimal number with the same float32; SGLang has `top_p` as a float32."""
     return float(str(np.float32(number)))
 
 
 def written(sample: Sample) -> list[Entry]:
-    """Return an entry for each row of a sample from a cut distribution. Floats are float32, which JSON keeps."""
+    """Return an entry for each row of a sample from a cut distribution; JSON keeps its float32 numbers."""
     sets = [base64.b64encode(row.tobytes()).decode("ascii") for row in sample.kept_tokens.numpy()]
     numbers = zip(sample.logprobs.tolist(), sample.log_kept_mass.tolist(), strict=True)
-    return [[kept, *of_row] for kept, of_row in zip(sets, numbers, strict=True)]
+    return [[kept, *pair] for kept, pair in zip(sets, numbers, strict=True)]
 
 
 def read(entries: Any, tokens: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Read (logprobs [T], log_kept_mass [T], kept_tokens [T, ceil(V/8)]) of T sampled tokens, as in `Completion`.
+    """Read logprobs [T], log_kept_mass [T] and kept_tokens [T, ceil(V/8)] of T sampled tokens, as in `Completion`.
 
-    Raises ValueError where this is not what `written` makes for such tokens.
+    Raises ValueError unless `entries` are entries of `written` for these tokens.
     """
     if not isinstance(entries, list) or len(entries) != len(tokens):
         raise ValueError("returned no kept tokens beside those of a cut distribution; is its numerics deterministic?")

@@ -1,4 +1,4 @@
-"""Logits of hidden states, and log-probs of tokens that a request reads."""
+"""Logits of hidden states, and log-probs of a request's input tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ppo_repro.numerics.token_statistics import token_statistics
 
 
 class Logits(LogitsProcessor):
-    """SGLang chooses the rows; the product is that of the policy's head. It has no other way to logits."""
+    """SGLang chooses the rows, and the policy's head computes their logits, all logits of the server."""
 
     def __init__(self, config: PretrainedConfig, policy: PreTrainedModel) -> None:
         super().__init__(config)
-        self._policy = (policy,)  # in a tuple, so that it is no module of this one
+        self._policy = (policy,)  # in a tuple: the policy must not become a submodule
         self.input_logprob_processor = _InputLogprobs(policy)
 
     def _get_logits(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -26,7 +26,7 @@ class Logits(LogitsProcessor):
 
 
 class _InputLogprobs:
-    """Log-probs of read tokens, at temperature 1: of prompts, and in batches that mix reading and sampling."""
+    """Log-probs of input tokens, at temperature 1: of prompts, and in batches that also sample."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         self.policy = policy
@@ -42,7 +42,7 @@ class _InputLogprobs:
         logits_metadata: Any,
         skip_chunking_for_dp_attn: bool = False,
     ) -> tuple[LogprobResult, Tensor]:
-        """Return (log-probs of the read tokens, logits to sample from)."""
+        """Return the log-probs of the input tokens, and the logits to sample from; SGLang fixes the parameters."""
         if logits_metadata.extend_return_top_logprob or logits_metadata.extend_token_ids_logprob:
             raise RuntimeError("deterministic numerics in SGLang: log-probs of other tokens are not supported")
         found = logits(self.policy, pruned_states.contiguous())

@@ -28,7 +28,7 @@ PADDED = ("intermediate_size", "moe_intermediate_size")
 
 
 class PpoReproForCausalLM(nn.Module):
-    """A model as SGLang expects it, around the model that training runs.
+    """A model with SGLang's interface, around the model that the trainer computes.
 
     The attention backend sets `cache` once SGLang has made its pools.
     """
@@ -47,10 +47,9 @@ class PpoReproForCausalLM(nn.Module):
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch) -> Any:
-        """Compute logits after the last token of each request as LogitsProcessorOutput.
+        """Compute logits after the last token of each request, as a LogitsProcessorOutput; fill SGLang's pool.
 
-        SGLang's pool gets keys and values. input_ids, positions int64 [N]: the new tokens of all requests, one request
-        after another.
+        `input_ids` and `positions`, int64 [N], are the new tokens of all requests, request after request.
         """
         if self.cache is None or self._missing:
             raise RuntimeError("deterministic numerics in SGLang: the pools were not made, or weights are missing")
@@ -64,7 +63,7 @@ class PpoReproForCausalLM(nn.Module):
         hidden, routes = self.network.over_cache(batch, self.cache.cache, slots.tolist(), seen=capturer is not None)
         self.cache.give(slots[index(batch.rows.sequence)], positions.long(), forward_batch.out_cache_loc.long())
         if routes is not None:
-            # SGLang keeps them beside keys and values: a cached prefix has those of the pass that computed it
+            # SGLang keeps routes beside keys and values: a cached prefix has the routes of the pass that computed it
             layers = mixture_layers(self.policy)
             for layer, experts in zip(layers, torch.from_numpy(routes).chunk(len(layers), dim=1), strict=True):
                 capturer.capture(layer, experts)
@@ -88,21 +87,18 @@ class PpoReproForCausalLM(nn.Module):
             raise ValueError(f"weight {min(self._missing)}: missing")
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100, tp_size: int = 1) -> list[Any]:
-        """Return the first `truncate_size` rows of a weight.
-
-        The name DIGEST gives the bytes of all weights' hexadecimal digest.
-        """
+        """Return the first `truncate_size` rows of a weight; for the name DIGEST, the digest of all weights."""
         if name == DIGEST:
             return list(weights_digest(self.policy.named_parameters()).encode())
         return list(self.policy.get_parameter(name)[:truncate_size].tolist())
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embeddings: SGLang asks for them."""
+        """Return the embeddings, which SGLang reads."""
         return self.policy.get_input_embeddings()
 
 
 def _lowered(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the transformers model of a config in deterministic numerics; its weights come later."""
+    """Return the transformers model of a configuration in deterministic numerics, without its weights."""
     fields = config.to_dict()
     for name in PADDED:
         if f"original_{name}" in fields:
@@ -121,7 +117,7 @@ def _lowered(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _spans(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """Return the position of the first new token of each request, and how many are new: int64 [R] each."""
+    """Return the position of the first new token of each request, and the number of new tokens: int64 [R] each."""
     if batch.forward_mode.is_decode():
         return batch.seq_lens.long() - 1, torch.ones_like(batch.seq_lens, dtype=torch.int64)
     if not batch.forward_mode.is_extend():

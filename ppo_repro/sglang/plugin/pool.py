@@ -1,4 +1,4 @@
-"""Keys and values: in SGLang's pool token by token, and in the kernels' cache request by request."""
+"""Keys and values, by token in SGLang's pool, and by request in the kernels' cache."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from ppo_repro.numerics.network import Network
 class PoolCache:
     """A cache with a slot for each entry of SGLang's request table, and the pool from which it can be filled.
 
-    The pool decides: prefixes, retracted requests and chunks come from there. Each token written to the pool gets a
-    stamp of its own, and a slot has the stamps of its tokens; where they differ from those of the request's locations
-    in the pool, the slot takes the token again. So a token is copied once for each request that sees it, and not once
-    for each step.
+    Prefixes, retracted requests and chunks come from the pool. Each token written to the pool gets a new stamp, and a
+    slot has the stamps of its tokens. If a stamp differs from the stamp at the token's location in the pool, the slot
+    copies the token again. A token is therefore copied once for each request, not once for each step.
     """
 
     def __init__(self, network: Network, table: Tensor, pool: Any, width: int) -> None:
-        """Keep the kernels' cache beside SGLang's memory pool.
+        """Make the kernels' cache for SGLang's memory pool.
 
         Args:
-            network: computes keys and values.
+            network: the network that computes keys and values.
             table: [requests, positions], the location in the pool of each token.
             pool: SGLang's keys and values by location.
             width: positions of a request.
@@ -38,7 +37,7 @@ class PoolCache:
         self.clock = 0
 
     def take_pasts(self, slots: Tensor, lengths: Tensor) -> None:
-        """Bring, before a pass, the first tokens of some slots, so many of each, up to date. int64 [R] both."""
+        """Before a pass, copy changed tokens of the pool into slots [R]; the first `lengths` [R] of each, int64."""
         rows, positions = (torch.arange(int(lengths.max())) < lengths[:, None]).nonzero(as_tuple=True)
         places = slots[rows] * self.cache.each + positions
         locations = self.table[slots[rows], positions].long()
@@ -52,7 +51,7 @@ class PoolCache:
         self.stamps[places] = self.written[locations]
 
     def give(self, slots: Tensor, positions: Tensor, locations: Tensor) -> None:
-        """Copy, after a pass, its tokens, at positions of slots, to locations of the pool. int64 [N] each."""
+        """After a pass, copy its tokens, at positions [N] of slots [N], to locations [N] of the pool, int64."""
         places = slots * self.cache.each + positions
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             self.pool.get_key_buffer(layer)[locations] = keys[:, places // 16, :, places % 16]

@@ -20,8 +20,8 @@ from ppo_repro.sglang.plugin.kept_tokens import KEPT, Entry, shortest, written
 class DeterministicSampler(Sampler):
     """A token is a function of logits, seed and position; log-probs are defined as in SGLang.
 
-    That is log_softmax(logits / temperature), without renormalising over the tokens that top-k and top-p keep. Where
-    they cut, the kept tokens, the log-prob among them and the log of their mass come beside each token.
+    The log-prob is log_softmax(logits / temperature), not renormalised over the tokens that top-k and top-p keep. If
+    these cut, each token also has the kept tokens, the log-prob among them and the log of their mass.
     """
 
     def forward(
@@ -36,12 +36,12 @@ class DeterministicSampler(Sampler):
         """Sample one token per row, int64 [n]. Raises RuntimeError for an option that this sampler does not support.
 
         Args:
-            logits_output: logits [n, V]; gets the log-probs.
+            logits_output: logits [n, V]; the log-probs are written into it.
             sampling_info: temperature, cuts and seed of each row.
-            return_logprob: whether log-probs are wanted.
+            return_logprob: whether to write log-probs.
             top_logprobs_nums: not supported above 0.
             token_ids_logprobs: not supported.
-            positions: [n], of the tokens that are sampled.
+            positions: [n], positions of the sampled tokens.
         """
         asked = return_logprob and (any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs))
         _refuse(sampling_info, asked)
@@ -78,7 +78,7 @@ def _refuse(info: SamplingBatchInfo, other_logprobs: bool) -> None:
 
 
 def _groups(info: SamplingBatchInfo) -> list[tuple[Tensor, Sampling]]:
-    """Return the rows with the same sampling. In SGLang top_k = 1 means greedy."""
+    """Return groups of rows with the same sampling; in SGLang top_k = 1 means greedy."""
     temperatures = info.temperatures.flatten().tolist()
     kinds = list(zip(temperatures, info.top_ks.tolist(), info.top_ps.tolist(), strict=True))
     groups = []

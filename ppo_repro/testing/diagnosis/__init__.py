@@ -1,1 +1,1 @@
-"""Why do sampler and trainer disagree? Which fault explains the pattern of their log-probs."""
+"""Why do sampler and trainer disagree? The fault that explains the pattern of their log-probs."""

@@ -1,9 +1,9 @@
 """Why do sampler and trainer disagree? From the pattern of `delta = logprobs_b - logprobs_a` to a named cause.
 
-A cause is named only if it predicts the numbers or where they differ, and the prediction leaves at most 1 % of the sum
-of delta^2, or one group of sequences differs 10 times as much as the others. Otherwise the verdict is `unknown`, with
-the causes that are possible and the columns that would decide. No model is needed; `ppo-repro audit` has one, and
-names more.
+The diagnosis names a cause only if the cause predicts the numbers and leaves at most 1 % of the sum of delta^2, or if
+one group of sequences differs 10 times as much as the others. Otherwise the verdict is `unknown`, with the possible
+causes and the columns that would decide between them. The diagnosis needs no model; `ppo-repro audit` has a model and
+names more causes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.testing.causes import CAUSES, Cause
 from ppo_repro.testing.diagnosis.evidence import MismatchSums, added, measure
 
-# what would decide about a cause that is possible
+# the evidence that would decide about a possible cause
 INPUTS: dict[Cause, str] = {
     "reduced_precision": "`ppo-repro audit` (whether one side computes in 16 bits)",
     "temperature": "entropies and prob_sq_sums of the trainer",
@@ -37,7 +37,7 @@ INPUTS: dict[Cause, str] = {
 
 @dataclass(frozen=True)
 class Tier:
-    """Limits in nats, all of which must hold. They were measured on tiny models on CPUs; calibrate yours for others."""
+    """Limits in nats, all of which must hold. They were measured on tiny models on CPUs: other models need others."""
 
     name: str
     mean_abs: float
@@ -55,26 +55,25 @@ TIERS = (
 LEFT = 0.01
 # temperature is a two-term series in 1 - 1/tau, exact at 1 and 1/2, so it leaves more
 LEFT_BY_TEMPERATURE = 0.05
-# a difference counts from this many standard errors (clustered by sequence): chance 6e-5 under a normal law
+# a difference counts from this many standard errors (clustered by sequence); its probability is 6e-5 if it is normal
 CLEAR = 4.0
-# a pattern counts as no accident below this probability
+# a pattern of a smaller probability counts as no accident
 CHANCE = 1e-3
-# what a slope for each token id leaves of what one slope leaves, where so many tokens have others of their id: an error
-# of each token 0.13 on average and 0.38 at most, of the other causes without a prediction only old weights below 0.9
+# squares left by a slope for each token id, over squares left by one slope, if ENOUGH_TOKENS tokens occur twice: an
+# error of each token leaves 0.13 on average and 0.38 at most; of other causes only old weights leave less than 0.9
 LEFT_BY_TOKEN = 0.5
 ENOUGH_TOKENS = 50
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`verdict` is the one cause whose size fits; if it is `unknown`, `possible` has the causes that nothing rules
-    out."""
+    """The cause whose prediction fits, or `unknown`; then `possible` has the causes that nothing rules out."""
 
     verdict: Cause
     possible: tuple[Cause, ...]
     tier: str  # T0 (bitwise) to T4, or `beyond T4`
     advice: str
-    needed: str  # the columns that would decide among those that are possible
+    needed: str  # the columns that would decide between the possible causes
     evidence: dict[str, float]
 
 
@@ -82,16 +81,16 @@ def diagnose(pairs: pd.DataFrame) -> Diagnosis:
     """Name the cause of the mismatch in `pairs`, one row per token.
 
     Columns iteration, sequence, position, token_id, logprobs_a (sampler), logprobs_b (trainer), float32, nats.
-    Optional: entropies and prob_sq_sums (trainer), log_kept_mass (sampler), logprobs_b_again (NaN where there is no
-    second pass), token_id_b (-1 where the trainer has no such token), pad_length, steps_since_sync, prompt_differs
-    (not 0 where the two sides have other tokens before the response). Raises UserError on a missing column, a token
-    that occurs twice, or no finite pair of log-probs.
+    Optional: entropies and prob_sq_sums (trainer), log_kept_mass (sampler), logprobs_b_again (NaN without a second
+    pass), token_id_b (-1 if the trainer does not have the token), pad_length, steps_since_sync, prompt_differs (not 0
+    if the two sides have different tokens before the response). Raises UserError on a missing column, a repeated token,
+    or no finite pair of log-probs.
     """
     return diagnose_chunks([pairs])
 
 
 def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
-    """Call `diagnose` over chunks of whole sequences, one in memory at a time; UserError likewise."""
+    """Diagnose chunks of whole sequences, with one chunk in memory at a time; columns and UserError as `diagnose`."""
     sums = [measure(frame) for chunk in chunks for _, frame in chunk.groupby("iteration", sort=True)]
     if not sum(frame["tokens"] for frame in sums):
         raise UserError("pairs have no token with two finite log-probs; there is nothing to compare")
@@ -161,9 +160,9 @@ def _evidence(m: MismatchSums) -> dict[str, float]:
 
 
 def _temperature(m: MismatchSums) -> tuple[float, float]:
-    """Return (t = 1 - 1/tau, share of delta^2 left) of the best fit delta = t x + t^2 k.
+    """Return t = 1 - 1/tau of the best fit delta = t x + t^2 k, and the share of delta^2 that the fit leaves.
 
-    x = b + H, k = H + log sum p^2. It is the parabola for log sum_v p_v^s that is 0 with slope -H at s = 1 and
+    x = b + H, k = H + log sum p^2. The fit is the parabola for log sum_v p_v^s that is 0 with slope -H at s = 1 and
     log sum p^2 at s = 2. NaN without the entropies.
     """
     if not m["has_entropies"] or not m["delta_sq"]:
@@ -182,10 +181,10 @@ def _is_group(m: MismatchSums, clean: str, dirty: str) -> bool:
 
 
 def _only_one_group(m: MismatchSums, clean: str, dirty: str) -> bool:
-    """Return whether no sequence of one group differs, some of the other do, and that is no accident.
+    """Return whether no sequence of one group differs and some of the other group do, and not by accident.
 
-    If any of the n sequences might be one of the z that do not differ, all u of the first group are so with probability
-    C(z, u) / C(n, u).
+    If z of n sequences, chosen at random, do not differ, then all u sequences of the first group are among them with
+    probability C(z, u) / C(n, u).
     """
     u, others, equal, equal_others = (int(m[name]) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal"))
     if equal < u or equal_others == others:
@@ -203,10 +202,7 @@ def _ten_times(m: MismatchSums, clean: str, dirty: str) -> bool:
 
 
 def _named(m: MismatchSums, e: dict[str, float], tier: str) -> Cause | None:
-    """Return the cause whose prediction fits; a NaN, from a missing column, fits nothing.
-
-    A column alone names no cause.
-    """
+    """Return the cause whose prediction fits, None if no cause fits; NaN, from a missing column, fits nothing."""
     if tier in ("T0", "T1", "T2"):
         agree: Cause = "none" if tier == "T0" else "floating_point_noise"
         return "non_finite" if m["nonfinite"] else agree
@@ -236,7 +232,7 @@ def _is_fresh(m: MismatchSums) -> bool:
 
 
 def _possible(m: MismatchSums, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
-    """Return what neither a column nor the pattern rules out, and what a column reports of every sequence."""
+    """Return the causes that neither a column nor the pattern rules out, and those that a column reports everywhere."""
     if _at_last_tokens(m, e):
         return ("forced_eos",)
     some = min(m["clean_sequences"], m["dirty_sequences"]) >= 2  # only some sequences differ
@@ -249,7 +245,7 @@ def _possible(m: MismatchSums, e: dict[str, float], tier: str) -> tuple[Cause, .
         ("stale_weights", not _is_fresh(m)),
         ("token_bias", m["repeated"] >= ENOUGH_TOKENS and e["left_by_token"] <= LEFT_BY_TOKEN),
         ("dropout", not some and not m["has_again"]),
-        # a line in b does not show a temperature: at 1/2 it explained between 6 % and 47 %
+        # a line in b is no proof of a temperature: at temperature 1/2 it explained between 6 % and 47 %
         ("temperature", not some and not m["has_entropies"]),
         ("truncated_sampling", not some and not m["has_mass"]),
     )
@@ -257,9 +253,9 @@ def _possible(m: MismatchSums, e: dict[str, float], tier: str) -> tuple[Cause, .
 
 
 def _at_last_tokens(m: MismatchSums, e: dict[str, float]) -> bool:
-    """Return whether all of the mismatch is at last tokens of one id: an end token that replaced the sampled one."""
+    """Return whether all mismatch is at last tokens of one id: an end token that replaced the sampled token."""
     if not e["left_without_last"] <= LEFT or m["last"] == m["tokens"] or m["largest_last_ids"] > 1:
         return False
-    # the effective number of tokens that hold the squares; by chance each is last with probability last / tokens
+    # the effective number of tokens with large squares; by chance, each is last with probability last / tokens
     spikes = m["at_last"] ** 2 / m["at_last_4"]
     return spikes * math.log(m["last"] / m["tokens"]) <= math.log(CHANCE)

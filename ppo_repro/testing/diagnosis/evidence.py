@@ -1,7 +1,7 @@
 """The evidence of a diagnosis: sums over the tokens of one iteration, by name.
 
 `delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
-Sums of iterations can be added (`added`). `has_*` is 1 where an optional column is there; `largest_*` are maxima.
+`added` adds the sums of iterations. `has_*` is 1 if there is an optional column; `largest_*` are maxima.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MismatchSums = defaultdict[str, float]
 
 
 def measure(pairs: pd.DataFrame) -> MismatchSums:
-    """Sum one iteration up. Raises UserError on missing columns, log-probs that are not float32, or repeated tokens."""
+    """Return the sums of one iteration; UserError on missing columns, log-probs not in float32, or repeated tokens."""
     _check(pairs)
     pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
     finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
@@ -54,7 +54,7 @@ def measure(pairs: pd.DataFrame) -> MismatchSums:
 
 
 def added(measured: Sequence[MismatchSums]) -> MismatchSums:
-    """Return the sums of several iterations together; a column that only some of them have counts as missing."""
+    """Return the sums of several iterations together; a column that is missing in one of them counts as missing."""
     combine = {"largest": max, "has": min}
     names = {name: combine.get(name.partition("_")[0], sum) for one in measured for name in one}
     return defaultdict(float, {name: float(how(one[name] for one in measured)) for name, how in names.items()})
@@ -104,7 +104,7 @@ def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Fl
 
 
 def _clusters(delta: Floats, b: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
-    # of each sequence: its sum of delta and of |delta|, its tokens n, its sum u of 1 - exp(b)
+    # per sequence: sum s of delta, sum of |delta|, number n of tokens, sum u of 1 - exp(b)
     s, n = (np.bincount(owner, values) for values in (delta, np.ones_like(delta)))
     absolute, u = (np.bincount(owner, values) for values in (np.abs(delta), -np.expm1(b)))
     clean, dirty = _parted(absolute, u, n)
@@ -119,7 +119,7 @@ def _clusters(delta: Floats, b: Floats, owner: npt.NDArray[np.int64]) -> dict[st
 
 
 def _parted(absolute: npt.NDArray[Any], u: npt.NDArray[Any], n: npt.NDArray[Any]) -> tuple[float, float]:
-    """Return sequences below and above the widest gap in sum |delta| / sum (1 - p); zeros if it is no factor of 10."""
+    """Count sequences below and above the widest gap in sum |delta| / sum (1 - p); zeros if the gap is below 10."""
     # four normal numbers are all within a tenth of sigma with probability 4e-5; near p = 1 there is nothing to measure
     usable = (n >= 4) & (u >= 0.01 * n)
     levels = np.sort(absolute[usable] / u[usable])
@@ -154,9 +154,9 @@ def _positions(
 
 
 def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> dict[str, float]:
-    """Return the squares left if delta is slope * (1 - p), as an error of a token's logit moves its log-prob.
+    """Return the squares that the fit delta = slope * (1 - p) leaves; an error of a token's logit moves delta so.
 
-    Each prediction leaves out the token that it is made for, so that noise is not explained by itself.
+    The slope of a token is fitted without this token, because noise must not explain itself.
     """
     u, ids = -np.expm1(b), np.unique(token_id, return_inverse=True)[1]
 
@@ -199,7 +199,7 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float
 
 
 def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Sum the sequences' mean |delta| up where a column is 0 and where it is not: number, sum, squares and zeros."""
+    """Sum the mean |delta| of sequences with a column of 0, and of the others: number, sum, squares, zeros."""
     sums: dict[str, float] = {}
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
     for column, has, without, with_ in (
@@ -221,7 +221,7 @@ def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -
 
 def _formats(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> dict[str, float]:
     sides = [side[side != 0.0] for side in (a, b)]
-    with np.errstate(over="ignore"):  # a log-prob beyond float16 overflows, and so does not compare equal
+    with np.errstate(over="ignore"):  # a log-prob beyond float16 overflows, and is not equal then
         halves = [np.count_nonzero(side.astype(np.float16).astype(np.float32) == side) for side in sides]
     brains = [np.count_nonzero(side.view(np.uint32) & 0xFFFF == 0) for side in sides]
     return {"as_bfloat16": float(max(brains)), "as_float16": float(max(halves))}

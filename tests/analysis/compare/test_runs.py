@@ -18,7 +18,7 @@ from tests.support.statistics import rng
 
 @pytest.fixture(scope="module")
 def both(deterministic_run: Path, native_run: Path) -> pd.DataFrame:
-    return verdicts.compare_runs(deterministic_run, native_run, rng(), draws=199)
+    return verdicts.compare_runs(deterministic_run, native_run, rng())
 
 
 def row(table: pd.DataFrame, level: str, metric: str, method: str = "") -> pd.Series:
@@ -28,7 +28,7 @@ def row(table: pd.DataFrame, level: str, metric: str, method: str = "") -> pd.Se
 
 
 def test_a_run_is_the_same_as_itself(deterministic_run: Path) -> None:
-    table = verdicts.compare_runs(deterministic_run, deterministic_run, rng(), draws=99)
+    table = verdicts.compare_runs(deterministic_run, deterministic_run, rng())
     assert (table[table["level"] == "bitwise"]["verdict"] == "identical").all()
     assert (table[table["level"] == "bitwise"]["stat"] == 1.0).all()
     tests = table[table["p_value"].notna()]
@@ -104,7 +104,7 @@ def responses(delta_sums: list[float], iterations: list[int] | None = None) -> p
 
 
 def numeric(frame: pd.DataFrame, margin: float = 1.0) -> pd.DataFrame:
-    rows = paired.numeric_rows(frame, rng(), column="old_logprobs", margin=margin, alpha=0.05, draws=99)
+    rows = paired.numeric_rows(frame, rng(), column="old_logprobs", margin=margin, alpha=0.05)
     return run_compare("a", "b", rows, 0.05)
 
 
@@ -136,7 +136,6 @@ def test_wrong_input(deterministic_run: Path, tmp_path: Path) -> None:
     for change, said in (
         ({"margin": 0.0}, "margin is positive"),
         ({"alpha": 0.5}, "alpha between 0 and 0.5"),
-        ({"draws": 0}, "draws at least 1"),
         ({"column": "values"}, "must be old_logprobs, rollout_logprobs, ref_logprobs"),
         ({"iterations": []}, "there is no iteration to compare"),
         ({"iterations": [9]}, "no iteration 9"),

@@ -57,7 +57,6 @@ def test_paired_by_hand() -> None:
         ({"metric": "cell"}, "is not a column of numbers; there are seed, final.score"),
         ({"margin": 0.0}, "margin = 0.0: must be positive"),
         ({"alpha": 1.0}, "alpha = 1.0: must be between 0 and 1"),
-        ({"pairing": "prompt"}, "pairing = 'prompt': must be seed or none"),
     ],
 )
 def test_wrong_input(change: dict[str, object], said: str) -> None:

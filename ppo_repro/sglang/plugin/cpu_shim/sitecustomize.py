@@ -11,7 +11,7 @@ import sys
 
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """Declares, once, the operators whose absence would make `import torchvision` fail."""
+    """Declares, once, the operators without which `import torchvision` fails."""
 
     def __init__(self) -> None:
         self.library = None
@@ -23,7 +23,7 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
             self.library = torch.library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
                 self.library.define(f"{operator}(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
-        return None  # somebody else finds it
+        return None  # another finder finds torchvision
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())

@@ -1,7 +1,7 @@
-"""What SGLang's text models ask of its compiled CPU kernels, as far as they need it here.
+"""A stand-in for SGLang's compiled CPU kernels, of which PyPI has no build, with all that text models need.
 
-PyPI has no CPU build of these kernels. The hash of the seeded sampler works; any other function raises an error when it
-is called. `convert_weight_packed` is left out, so SGLang uses its PyTorch layers.
+The hash of the seeded sampler works; any other function raises an error when it is called. `convert_weight_packed` is
+missing, and SGLang uses its PyTorch layers without it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _library.impl("murmur_hash32_cpu", _hash, "CPU")
 def assign_req_to_token_pool_cpu(
     requests: Tensor, table: Tensor, starts: Tensor, ends: Tensor, locations: Tensor, width: int
 ) -> None:
-    """Write each request's new locations, which follow one another, into its row of the table."""
+    """Write each request's new locations into its row of the table; `locations` has them request after request."""
     lengths = (ends - starts).tolist()
     for request, start, part in zip(requests.tolist(), starts.tolist(), locations.split(lengths), strict=True):
         table[request, start : start + len(part)] = part.to(table.dtype)
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
-    """Return a function that is imported and never called; the package's own dunder attributes are not made up."""
+    """Return a function that SGLang imports and never calls; dunder attributes stay missing."""
     if name.startswith("__") or name == "convert_weight_packed":
         raise AttributeError(name)
 

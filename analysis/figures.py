@@ -1,4 +1,4 @@
-"""Figures for papers, in one style: each function draws a run, runs or a grid into matplotlib axes.
+"""Figures for papers, in one style. Each function draws runs or a grid into matplotlib axes, by default new ones.
 
     from ppo_repro.analysis import figures
     figures.use_style()
@@ -83,15 +83,8 @@ def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True).rename(columns=renamed)
 
 
-def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
-    """Draw the mean over runs by iteration as a line, and their range as a band.
-
-    Args:
-        rows: columns iteration and `measure`, one row per run and iteration; NaN is left out.
-        measure: the column that is drawn.
-        axes: where to draw.
-        label: the entry of the legend.
-    """
+def _band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
+    """Draw the mean of a column over runs by iteration as a line, and its range as a band; NaN is left out."""
     line = rows[rows[measure].notna()].groupby("iteration")[measure].agg(["mean", "min", "max"])
     (drawn,) = axes.plot(line.index, line["mean"], label=label)
     axes.fill_between(line.index, line["min"], line["max"], color=drawn.get_color(), alpha=0.2, linewidth=0)
@@ -101,7 +94,7 @@ def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw greedy accuracy on held-out prompts by iteration: for each numerics the mean over runs, and their range."""
     (axes,) = [axes] if axes is not None else new_axes()
     for mode, rows in curves_of(runs).groupby("mode"):
-        band(rows, "accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
+        _band(rows, "accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
     axes.set(title="Learning: mean and range", xlabel="iteration", ylabel="greedy accuracy, held out")
     axes.set_ylim(bottom=0)
     axes.legend()
@@ -114,7 +107,7 @@ def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     for mode, rows in curves_of(runs).groupby("mode"):
         total, unequal = int(rows["tokens"].sum()), int(rows["unequal"].sum())
         label = f"{mode}: {unequal:,} of {total:,}"
-        band(rows.assign(percent=100 * rows["unequal"] / rows["tokens"]), "percent", axes, label)
+        _band(rows.assign(percent=100 * rows["unequal"] / rows["tokens"]), "percent", axes, label)
     title = "Tokens whose log-probs differ in any bit"
     axes.set(title=title, xlabel="iteration", ylabel="sampler ≠ trainer, %")
     axes.set_ylim(bottom=0)
@@ -174,19 +167,12 @@ def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axe
     return axes
 
 
-def differences(cells: pd.DataFrame, measure: str, against: str | None = None, axes: Axes | None = None) -> Axes:
-    """Draw the difference of each setting from one setting, paired by seed, with 95 % Student intervals.
+def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
+    """Draw the difference of each setting of `outcomes` from the first, paired by seed, with 95 % Student intervals.
 
-    Args:
-        cells: the frame of `outcomes`.
-        measure: the column that is compared.
-        against: the setting that the others are compared with; None is the first.
-        axes: where to draw; None makes new axes.
-
-    Returns:
-        The axes. Raises UserError as `comparisons`.
+    Raises UserError as `comparisons`.
     """
-    against = against or str(cells["point"].iloc[0])
+    against = str(cells["point"].iloc[0])
     compared = comparisons(cells, measure, against)
     (axes,) = [axes] if axes is not None else new_axes(8.0, 1.0 + 0.3 * len(compared))
     reach = np.abs(compared[["low", "high"]].to_numpy().T - compared["difference"].to_numpy())
@@ -215,7 +201,7 @@ def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = No
     for point, mean in cells.groupby("point", sort=False)[[share, measure]].mean().iterrows():
         axes.plot([mean[share]], [mean[measure]], "_", color=MEAN, markersize=11, markeredgewidth=2.5)
         axes.annotate(str(point), (mean[share], mean[measure]), xytext=(7, -3), textcoords="offset points")
-    rank, low, high = rank_correlation(cells, share, measure, np.random.default_rng(0))
+    rank, low, high = rank_correlation(cells, share, measure)
     title = f"rank correlation {rank:.2f} [{low:.2f}, {high:.2f}]"
     axes.set(title=title, xlabel=MEASURES[share], ylabel=measure)
     return axes

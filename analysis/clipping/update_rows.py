@@ -65,19 +65,10 @@ def recorded_config(run_dir: Path | str) -> RunConfig:
     return load_recorded_config(run_dir)
 
 
-def clip_rule(
-    run_dir: Path | str, config: RunConfig, iteration: pd.Series, band: tuple[float, float] | None = None
-) -> ClipRule:
-    """Return the clip in force in one iteration.
+def clip_rule(config: RunConfig, iteration: pd.Series, band: tuple[float, float] | None = None) -> ClipRule:
+    """Return the clip in an iteration, a row of the table `iterations`; `band` replaces the run's own (low, high).
 
-    Args:
-        run_dir: the run, for messages.
-        config: its configuration.
-        iteration: the iteration's row of the table `iterations`.
-        band: (low, high) in place of the run's own clip range.
-
-    Raises:
-        UserError: the objective does not clip by the token's ratio and no band is given, or the band is out of range.
+    Raises UserError if the objective does not clip by the token's ratio and there is no band, or for a wrong band.
     """
     objective, value, dual = config.ppo.objective, config.value, None
     if band is not None:
@@ -91,8 +82,8 @@ def clip_rule(
     else:
         what = NOT_BY_TOKEN.get(objective.kind, "clips nothing")
         raise UserError(
-            f"{run_dir}: ppo.objective.kind = {objective.kind} {what}, only "
-            "clip and adaptive_clip clip by the token's ratio; give a clip range to see what it would have clipped"
+            f"ppo.objective.kind = {objective.kind} {what}, only clip and adaptive_clip clip by the token's ratio; "
+            "give a clip range to see what it would have clipped"
         )
     value_range = None if isinstance(value, NoValue) else value.clip_range
     if value_range is not None and not isinstance(value, NoValue) and value.normalize_returns:
@@ -125,7 +116,7 @@ def load_iterations(
     overview = reader.read_iterations(run_dir, iterations=iterations)
     for _, row in overview.iterrows():
         index = int(row["iteration"])
-        rule = clip_rule(run_dir, config, row, band)
+        rule = clip_rule(config, row, band)
         only = [index]
         tokens = reader.read_tokens(run_dir, iterations=only, columns=TOKEN_COLUMNS)
         updates = reader.read_updates(run_dir, iterations=only).drop(columns="iteration")

@@ -19,17 +19,9 @@ from scipy import stats
 from ppo_repro.analysis.compare.rows import Row
 from ppo_repro.analysis.mismatch.token import unequal_bits
 from ppo_repro.analysis.pairs.runs import common_iterations
+from ppo_repro.analysis.stats import significance
 from ppo_repro.analysis.stats.clusters import ratio_of_sums, segment_sums
-from ppo_repro.analysis.stats.significance import (
-    Estimate,
-    Floats,
-    one_sample,
-    sign_flip,
-    t_interval,
-    t_test,
-    tost,
-    welch,
-)
+from ppo_repro.analysis.stats.significance import Floats
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import Manifest, has_responses
@@ -168,13 +160,13 @@ def numeric_rows(
         return rows
     lengths = compared["compared"].to_numpy(np.int64)
     deltas, absolute = (compared[name].to_numpy(np.float64) for name in ("delta_sum", "abs_sum"))
-    test = sign_flip(deltas / lengths, rng)
-    size = one_sample(absolute / lengths)
-    low, high = t_interval(size, 1 - 2 * alpha)
+    test = significance.sign_flip(deltas / lengths, rng)
+    size = significance.one_sample(absolute / lengths)
+    low, high = significance.t_interval(size, 1 - 2 * alpha)
 
     def token_mean(name: str, sums: Floats) -> Row:
         value, se = ratio_of_sums(sums, lengths.astype(np.float64))
-        lowest, highest = t_interval(Estimate(value, se, len(compared) - 1), 1 - alpha)
+        lowest, highest = significance.t_interval(significance.Estimate(value, se, len(compared) - 1), 1 - alpha)
         how = "token mean; clustered by response"
         return Row("numeric", f"{column}.{name}", value, len(compared), how, ci_lo=lowest, ci_hi=highest)
 
@@ -187,7 +179,7 @@ def numeric_rows(
         token_mean("delta", deltas),
         Row(
             *("numeric", f"{column}.abs_delta", size.mean, len(compared), "mean of responses; TOST", "equivalence"),
-            *(tost(size, margin), low, high, margin),
+            *(significance.tost(size, margin), low, high, margin),
         ),
         token_mean("abs_delta", absolute),
     ]
@@ -216,11 +208,11 @@ def distribution_rows(
             # a test without these values would compare only some of the responses
             rows.append(Row("distribution", name, math.nan, len(x) + len(y), "values are not finite", "difference"))
         elif len(pairs):
-            test = sign_flip(y - x, rng)
+            test = significance.sign_flip(y - x, rng)
             how = f"mean of pairs; {test.relabellings} sign changes"
             rows.append(Row("distribution", name, test.stat, test.n_units, how, "difference", test.p_value))
         else:
-            found = welch(x, y)
-            p_value = t_test(found)
+            found = significance.welch(x, y)
+            p_value = significance.t_test(found)
             rows.append(Row("distribution", name, found.mean, len(x) + len(y), "Welch's t", "difference", p_value))
     return rows

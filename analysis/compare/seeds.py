@@ -9,16 +9,8 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.compare.rows import Row, run_compare
-from ppo_repro.analysis.stats.significance import (
-    Floats,
-    detectable,
-    one_sample,
-    sign_flip,
-    t_interval,
-    t_test,
-    tost,
-    welch,
-)
+from ppo_repro.analysis.stats import significance
+from ppo_repro.analysis.stats.significance import Floats
 from ppo_repro.base.errors import UserError
 
 Strata = tuple[Floats, ...]  # for each setting of the other axes the values of its seeds, in ascending order
@@ -123,23 +115,23 @@ def _rows(
     level = 1 - alpha
     # the seed is the unit: settings that share it are not independent
     a, b = (np.mean(group, axis=0) for group in groups)
-    estimate = one_sample(b - a) if paired else welch(a, b)
-    low, high = t_interval(estimate, level)
+    estimate = significance.one_sample(b - a) if paired else significance.welch(a, b)
+    low, high = significance.t_interval(estimate, level)
     n = len(a) if paired else len(a) + len(b)
     if paired:
-        test = sign_flip(b - a, rng)
+        test = significance.sign_flip(b - a, rng)
         how, p_value = f"{test.relabellings} sign changes{' (all)' if test.exact else ''}, paired by seed", test.p_value
     else:
-        how, p_value = "Welch's t, unpaired", t_test(estimate)
+        how, p_value = "Welch's t, unpaired", significance.t_test(estimate)
     rows = [Row("outcome", metric, estimate.mean, n, f"{how}; Student interval", "difference", p_value, low, high)]
     if margin is not None:
-        low, high = t_interval(estimate, 1 - 2 * alpha)
-        p_value = tost(estimate, margin)
+        low, high = significance.t_interval(estimate, 1 - 2 * alpha)
+        p_value = significance.tost(estimate, margin)
         rows.append(Row("outcome", metric, estimate.mean, n, "TOST", "equivalence", p_value, low, high, margin=margin))
     smaller, sd = min(len(a), len(b)), math.nan
     if smaller > 1:
         sd = float((b - a).std(ddof=1)) if paired else math.sqrt((float(a.var(ddof=1)) + float(b.var(ddof=1))) / 2)
-    effect = detectable(sd, smaller, paired=paired, alpha=alpha)
+    effect = significance.detectable(sd, smaller, paired=paired, alpha=alpha)
     if paired and effect > 0 and 2.0 ** (1 - smaller) > alpha:
         effect = math.inf  # sign changes of n pairs never reach alpha: their smallest p is 2 / 2**n
     return [

@@ -82,22 +82,13 @@ def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
     return table
 
 
-def rank_correlation(
-    cells: pd.DataFrame, share: str, measure: str, rng: np.random.Generator
-) -> tuple[float, float, float]:
-    """Return Spearman's correlation over settings of mean share and mean measure, with a bootstrap interval over seeds.
+def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> tuple[float, float, float]:
+    """Return Spearman's correlation of two columns of `outcomes`, averaged over seeds, and its 95 % bootstrap interval.
 
-    The bootstrap draws all settings of a seed together, because they start from the same policy.
-
-    Args:
-        cells: the frame of `outcomes`.
-        share: `removed` or `outside`.
-        measure: the other column.
-        rng: draws the seeds.
-
-    Returns:
-        The correlation and both ends of its 95 % interval; NaN if all shares or all measures are equal.
+    The bootstrap draws all settings of a seed together, because they start from the same policy. NaN if all shares or
+    all measures are equal.
     """
+    rng = np.random.default_rng(0)
     by_seed = [cells[cells["seed"] == seed].set_index("point")[[share, measure]] for seed in cells["seed"].unique()]
 
     def correlation(seeds: Sequence[pd.DataFrame]) -> float:
@@ -135,7 +126,7 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
         paragraphs.append(markdown(differences))
     if len(compared) > 1 and cells["outside"].any():
         for share in ("removed", "outside"):
-            value, low, high = rank_correlation(cells, share, measure, np.random.default_rng(0))
+            value, low, high = rank_correlation(cells, share, measure)
             runs = spearmanr(cells[share], cells[measure]).statistic
             paragraphs.append(
                 f"rank correlation of share {share} and {measure}: {value:.2f} over {len(compared) + 1} settings "

@@ -10,16 +10,8 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.mismatch.token import sequence_starts
-from ppo_repro.analysis.stats.clusters import (
-    Floats,
-    Ratio,
-    exact_sum,
-    log_bins,
-    mean,
-    quantile,
-    ratio_of_sums,
-    segment_sums,
-)
+from ppo_repro.analysis.stats import clusters
+from ppo_repro.analysis.stats.clusters import Floats, Ratio
 
 UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
 # token means with a standard error clustered by response
@@ -54,11 +46,14 @@ def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
     starts = sequence_starts(tokens)
     finite = tokens["finite"].to_numpy()
     a, b = (tokens[name].to_numpy().astype(np.float64) for name in ("logprobs_a", "logprobs_b"))
-    rows = {"length": np.diff(np.append(starts, len(tokens))), "finite": segment_sums(finite.astype(float), starts)}
-    rows["diverged"] = segment_sums((~tokens["bitwise_equal"].to_numpy()).astype(float), starts) > 0
+    rows = {
+        "length": np.diff(np.append(starts, len(tokens))),
+        "finite": clusters.segment_sums(finite.astype(float), starts),
+    }
+    rows["diverged"] = clusters.segment_sums((~tokens["bitwise_equal"].to_numpy()).astype(float), starts) > 0
     with np.errstate(over="ignore", invalid="ignore"):
         for name, values in _summed(tokens, a).items():
-            rows[name] = segment_sums(np.where(finite, values, 0.0), starts)
+            rows[name] = clusters.segment_sums(np.where(finite, values, 0.0), starts)
     large = finite & (np.minimum(np.abs(a), np.abs(b)) > ULP_FLOOR)
     ulp = tokens["ulp"].to_numpy().astype(np.float64)
     for name, values, where in (
@@ -99,7 +94,7 @@ def _summed(tokens: pd.DataFrame, a: Floats) -> dict[str, Floats]:
 
 
 def _counts(values: Floats) -> pd.Series:
-    return pd.Series(log_bins(values)).value_counts().sort_index()
+    return pd.Series(clusters.log_bins(values)).value_counts().sort_index()
 
 
 def merged(parts: Sequence[Sums]) -> Sums:
@@ -138,14 +133,16 @@ def update_table(sums: Sums) -> pd.DataFrame:
     rows: list[tuple[str, str, float, float]] = []
     for metric in TOKEN_MEANS:
         values = some["x" if metric == "rho_mean" else metric].to_numpy()
-        value, se = ratio_of_sums(values, n)
+        value, se = clusters.ratio_of_sums(values, n)
         rows.append((metric, "token_mean", 1.0 + value if metric == "rho_mean" else value, se))
         if metric in BY_SEQUENCE:
-            rows.append((metric, "seq_mean_token_mean", *mean(values / n)))
-            rows.append((metric, "seq_mean_token_sum", *mean(values)))
-    chi2, ess = weight_moments(ratio_of_sums(some["x"].to_numpy(), n), ratio_of_sums(some["x_sq"].to_numpy(), n))
+            rows.append((metric, "seq_mean_token_mean", *clusters.mean(values / n)))
+            rows.append((metric, "seq_mean_token_sum", *clusters.mean(values)))
+    chi2, ess = weight_moments(
+        clusters.ratio_of_sums(some["x"].to_numpy(), n), clusters.ratio_of_sums(some["x_sq"].to_numpy(), n)
+    )
     with np.errstate(over="ignore"):
-        chi2_seq, ess_seq = weight_moments(mean(x_seq), mean(x_seq**2))
+        chi2_seq, ess_seq = weight_moments(clusters.mean(x_seq), clusters.mean(x_seq**2))
     largest = {name: _largest(seq[f"{name}_max"]) for name in ("abs", "prob", "ulp", "rho")}
     plain = {
         "chi2_token": chi2, "ess_frac": ess, "pearson_prob_gap": correlation_gap(some), "rho_max": largest["rho"],
@@ -154,11 +151,15 @@ def update_table(sums: Sums) -> pd.DataFrame:
     }  # fmt: skip
     for label, q in QUANTILES.items():
         # the middle of the last bin may lie above the largest value; below 256 every integer has a bin of its own
-        plain[f"abs_{label}"] = min(quantile(sums.abs_counts, q), largest["abs"])
-        plain[f"ulp_{label}"] = float(np.floor(quantile(sums.ulp_counts, q)))
+        plain[f"abs_{label}"] = min(clusters.quantile(sums.abs_counts, q), largest["abs"])
+        plain[f"ulp_{label}"] = float(np.floor(clusters.quantile(sums.ulp_counts, q)))
     rows += [(metric, "token", value, math.nan) for metric, value in plain.items()]
-    rows.append(("log_ppl_abs_diff", "seq_mean", *mean(np.abs(log_rho) / whole["length"])))
-    by_response = {"chi2_seq": chi2_seq, "ess_seq": ess_seq, "frac_diverged": mean(seq["diverged"].to_numpy(float))[0]}
+    rows.append(("log_ppl_abs_diff", "seq_mean", *clusters.mean(np.abs(log_rho) / whole["length"])))
+    by_response = {
+        "chi2_seq": chi2_seq,
+        "ess_seq": ess_seq,
+        "frac_diverged": clusters.mean(seq["diverged"].to_numpy(float))[0],
+    }
     rows += [(metric, "seq", value, math.nan) for metric, value in by_response.items()]
     counts = {
         "n_tokens": seq["length"].sum(),
@@ -200,11 +201,11 @@ def correlation_gap(some: pd.DataFrame) -> float:
     and is exactly 0 for equal columns. `some` has the sums of a, a^2, d, d^2 and d (a + b). NaN if a or b does not
     vary.
     """
-    n = exact_sum(some["finite"])
+    n = clusters.exact_sum(some["finite"])
     if not n:
         return math.nan
     names = ("prob_a", "prob_a_sq", "prob_diff", "prob_diff_sq", "prob_cross")
-    a, a_sq, d, d_sq, cross = (exact_sum(some[name]) / n for name in names)
+    a, a_sq, d, d_sq, cross = (clusters.exact_sum(some[name]) / n for name in names)
     var_a, var_d = a_sq - a * a, max(d_sq - d * d, 0.0)
     difference = cross - d * (2.0 * a + d)  # Var b - Var a = Cov(b - a, b + a)
     if not (var_a > _RESOLVED * a_sq and var_a + difference > _RESOLVED * (a_sq + d_sq)):

@@ -17,12 +17,13 @@ from ppo_repro.analysis.mismatch.bucket import bucket_sums, bucket_table
 from ppo_repro.analysis.mismatch.metrics import Sums, merged, sums_of, update_table
 from ppo_repro.analysis.mismatch.remedies import NO_TOKEN, remedy_table
 from ppo_repro.analysis.mismatch.token import mismatch_token
-from ppo_repro.analysis.pairs.files import PRESETS, imported_pairs, iteration_of, masked_tokens
+from ppo_repro.analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
 from ppo_repro.analysis.pairs.runs import PAIRS, run_pairs
 from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
+from ppo_repro.testing.dumps import FORMATS
 
 # metric, reduction, ideal value, meaning
 IMPORTANT = (
@@ -132,7 +133,7 @@ def main(argv: Sequence[str] | None) -> None:
     parser = Parser(prog="python -m ppo_repro.analysis.mismatch", description="Do two log-probs agree?")
     parser.add_argument("paths", nargs="+", type=run_named, help="a run, or files with --columns")
     parser.add_argument("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
-    parser.add_argument("--columns", choices=PRESETS, help="the stack whose column names the files have")
+    parser.add_argument("--columns", choices=FORMATS, help="the stack whose column names the files have")
     parser.add_argument("--remedies", action="store_true", help="what each published remedy would have done instead")
     arguments = parser.parse_args(argv)
     pairs = _chosen_pairs(arguments.paths, arguments.pair, arguments.columns)

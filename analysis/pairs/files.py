@@ -12,21 +12,19 @@ import pandas as pd
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.dumps import FORMATS, Names, Response, read_dump
 
-PRESETS = tuple(FORMATS)
-
 
 def imported_pairs(
     paths: Path | str | Sequence[Path | str], names: Names | str | None = None
 ) -> Iterator[pd.DataFrame]:
     """Yield chunks as in `pairs.runs`, one for consecutive rows of the same iteration.
 
-    `names` is a `Names`, one of PRESETS, or None to recognise the stack by its columns. The column sequence numbers
+    `names` is a `Names`, one of FORMATS, or None to recognise the stack by its columns. The column sequence numbers
     the responses of all files; position is the index in the response, which counts masked tokens. Log-probs are in
     nats; null becomes NaN. Masked tokens are dropped and counted in `chunk.attrs["masked"]`. Raises UserError, which
     names file and row.
     """
     if isinstance(names, str) and names not in FORMATS:
-        raise UserError(f"columns = {names!r}: must be one of {', '.join(PRESETS)}, or Names(...)")
+        raise UserError(f"columns = {names!r}: must be one of {', '.join(FORMATS)}, or Names(...)")
     files = [paths] if isinstance(paths, str | Path) else paths
     responses = enumerate(r for path in files for r in read_dump(Path(path), names))
     for iteration, group in groupby(responses, lambda item: item[1].iteration):

@@ -19,16 +19,11 @@ COMPARISON_NAME = "comparison.html"
 
 
 def write_report(targets: Sequence[Path], out: Path | None, responses: int | None) -> tuple[Path, int]:
-    """Write a report; return its path and its size in bytes.
+    """Write the report of one run, two runs or a folder of runs; return its path and its size in bytes.
 
-    Args:
-        targets: one run, two runs, or a folder of runs.
-        out: the file to write; None is the usual place.
-        responses: how many responses the page shows token by token; None is the usual number.
-
-    Raises:
-        UserError: records are missing or damaged, the page shows no tokens but `responses` is given, or `out` is a
-            file of another program.
+    `out` None is the usual place, `responses` None the usual number of responses to show token by token. Raises
+    UserError if records are missing or damaged, if `responses` is given for a page that shows no tokens, or if `out` is
+    a file of another program.
     """
     usual = Path(COMPARISON_NAME) if len(targets) == 2 else targets[0] / "report.html"
     path = usual if out is None else out

@@ -107,14 +107,7 @@ class Plot:
         return self.top + (1.0 - self.y.at(values)) * PLOT_HEIGHT
 
     def picture(self, content: Sequence[str], rules: Sequence[Rule], about: str, hover: dict[str, object]) -> str:
-        """Return the whole SVG element.
-
-        Args:
-            content: SVG of lines or bars.
-            rules: dotted lines.
-            about: the text for readers who do not see the picture.
-            hover: the values that charts.js shows under the pointer.
-        """
+        """Return the whole SVG element; `about` is its text alternative; charts.js shows `hover`."""
         height = self.top + PLOT_HEIGHT + BOTTOM
         inside = self.above + _frame(self) + "".join(content) + _rules(self, rules)
         values = json.dumps(hover, ensure_ascii=True, separators=(",", ":"))

@@ -179,17 +179,11 @@ def control_curves(
     return pd.concat([pd.DataFrame(rows, columns=columns), recorded], ignore_index=True) if rows else recorded
 
 
-def over_seeds(name: str, about: str, runs: Sequence[pd.DataFrame], score: tuple[float, float]) -> Curve:
-    """Return the mean curve of several seeds; an iteration's mean is over the seeds that have it.
+def over_seeds(runs: Sequence[pd.DataFrame], score: tuple[float, float]) -> pd.DataFrame:
+    """Return the frame of the mean over seeds; an iteration's mean is over the seeds that have it.
 
     low and high are the 95 % Student interval, clipped to the possible values. An interval of fewer than MANY_SEEDS
-    seeds says little: low and high are then the smallest and largest value.
-
-    Args:
-        name: the name of the setting.
-        about: more words about the setting.
-        runs: the frame of each seed.
-        score: the smallest and largest possible score.
+    seeds says little: low and high are then the smallest and largest value. `score` is the possible range of scores.
     """
     ranges = RANGES | dict.fromkeys(("score", "eval_score"), score)
     rows = []
@@ -200,8 +194,7 @@ def over_seeds(name: str, about: str, runs: Sequence[pd.DataFrame], score: tuple
             estimate, possible = one_sample(values), ranges.get(str(metric), ANY)
             ends = (values.min(), values.max()) if len(runs) < MANY_SEEDS else t_interval(estimate, 0.95)
             rows.append((iteration, metric, estimate.mean, *np.clip(ends, *possible), len(values)))
-    frame = pd.DataFrame(rows, columns=["iteration", "metric", "value", "low", "high", "seeds"])
-    return Curve(name, frame, tuple(runs) if 1 < len(runs) < MANY_SEEDS else (), about)
+    return pd.DataFrame(rows, columns=["iteration", "metric", "value", "low", "high", "seeds"])
 
 
 def score_range(config: RunConfig) -> tuple[float, float]:

@@ -156,7 +156,9 @@ def _called(setting: Setting, group: Sequence[OneRun]) -> Setting:
 def _line(setting: Setting, group: Sequence[OneRun]) -> Curve:
     config = group[0].facts.config
     score = curves.score_range(config) if isinstance(config, RunConfig) else curves.ANY
-    return curves.over_seeds(setting.short, setting.whole, [run.curves for run in group], score)
+    runs = tuple(run.curves for run in group)
+    seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()
+    return Curve(setting.short, curves.over_seeds(runs, score), seeds, setting.whole)
 
 
 def _has_many(finals: pd.DataFrame) -> bool:

@@ -44,7 +44,7 @@ class Scan:
     ratios: pd.DataFrame  # of `ratio_quantiles`
     flags: pd.DataFrame  # iteration, token_updates and FLAGS: counts
     values: dict[int, Floats]  # scores, or returns of the episodes that ended, by iteration
-    responses: pd.DataFrame  # of `response_summary`
+    responses: pd.DataFrame  # of `_response_summary`
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
         flags.append({"iteration": one.iteration, "token_updates": int(counts.sum()), **counts_of})
         if one.sequences is not None:
             sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens)
-            responses.append(response_summary(one.iteration, one.sequences, one.tokens, one.updates))
+            responses.append(_response_summary(one.iteration, one.sequences, one.tokens, one.updates))
             values[one.iteration] = one.sequences["scores"].to_numpy(np.float64)
     if facts.is_control:
         found = curves.control_curves(iterations, steps, facts.manifest.final, values)
@@ -158,17 +158,10 @@ def returns_of(facts: Facts) -> dict[int, Floats]:
     return {int(str(iteration)): values.to_numpy(np.float64) for iteration, values in groups}
 
 
-def response_summary(
+def _response_summary(
     iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return one row per response: iteration, sequence, tokens, score, max_abs_delta (nats), clipped (token updates).
-
-    Args:
-        iteration: the iteration of the tables.
-        sequences: columns SEQUENCES.
-        tokens: columns TOKENS.
-        updates: columns UPDATES and sequence.
-    """
+    """Return one row per response: iteration, sequence, tokens, score, max_abs_delta (nats), clipped (updates)."""
     delta = np.abs(deltas(tokens))
     largest = np.zeros(len(sequences))
     # NaN would win every comparison; the page counts differences that are not finite elsewhere

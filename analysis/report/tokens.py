@@ -68,7 +68,7 @@ def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> p
     """Choose up to `count` of all responses, with `why`, the keys of REASONS that chose each.
 
     The reasons take turns: each chooses its next best response, until `count` or `max_tokens` is reached. `summary` has
-    the rows of `scan.response_summary`; the returned rows have the same order.
+    the rows of `Scan.responses`; the returned rows have the same order.
     """
     rows = summary.reset_index(drop=True)
     latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")

@@ -16,6 +16,7 @@ from scipy import optimize, stats
 Floats = npt.NDArray[np.float64]
 
 DRAWS = 999
+POWER = 0.8
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,14 @@ def tost(estimate: Estimate, margin: float) -> float:
     return float(stats.t.sf(room / estimate.se, estimate.df))
 
 
-def detectable(sd: float, n: int, *, paired: bool, alpha: float, power: float = 0.8) -> float:
-    """Return the smallest difference of means that a t-test at level `alpha` finds with probability `power`.
+def detectable(sd: float, n: int, *, paired: bool, alpha: float) -> float:
+    """Return the smallest difference of means that a t-test finds with probability POWER.
 
     Args:
         sd: standard deviation of the paired differences, or within a group.
         n: pairs, or values in each group.
         paired: whether the values are paired.
         alpha: two-sided level of the test.
-        power: probability of finding the difference.
 
     Returns:
         The difference, in the unit of `sd`; NaN if sd is 0 or n < 2.
@@ -135,7 +135,7 @@ def detectable(sd: float, n: int, *, paired: bool, alpha: float, power: float = 
         return math.nan
     df, se = (n - 1, sd / math.sqrt(n)) if paired else (2 * n - 2, sd * math.sqrt(2 / n))
     limit = stats.t.isf(alpha / 2, df)
-    return float(optimize.brentq(lambda shift: stats.nct.sf(limit, df, shift) - power, 0.0, 20.0 + 5 * limit)) * se
+    return float(optimize.brentq(lambda shift: stats.nct.sf(limit, df, shift) - POWER, 0.0, 20.0 + 5 * limit)) * se
 
 
 def holm(p_values: Sequence[float]) -> Floats:

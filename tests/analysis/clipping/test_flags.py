@@ -113,9 +113,9 @@ def test_an_objective_without_a_clip_is_refused_by_name(kind: str) -> None:
     config = small_config(f"ppo.objective={{kind: {kind}}}")
     row = pd.Series({"clip_range": np.nan, "return_scale": np.nan})
     with pytest.raises(UserError, match=f"ppo.objective.kind = {kind} clips nothing"):
-        clip_rule("run", config, row)
-    assumed = clip_rule("run", config, row, (0.1, 0.3))
+        clip_rule(config, row)
+    assumed = clip_rule(config, row, (0.1, 0.3))
     assert (assumed.low, assumed.high, assumed.dual) == (0.1, 0.3, None)
     for band in ((0.0, 0.2), (1.0, 0.2), (0.2, np.inf), (np.nan, 0.2)):
         with pytest.raises(UserError, match="clip range"):
-            clip_rule("run", config, row, band)
+            clip_rule(config, row, band)

@@ -36,9 +36,7 @@ def test_intervals_over_seeds_by_hand() -> None:
         return pd.DataFrame({"iteration": iterations, "metric": "score", "value": value, "low": 0.0, "high": 0.0})
 
     def frame(values: list[float], score: tuple[float, float]) -> pd.DataFrame:
-        curve = curves.over_seeds("a", "", [seed(value, [0]) for value in values], score)
-        assert len(curve.seeds) == (len(values) if len(values) < 5 else 0)
-        return curve.frame
+        return curves.over_seeds([seed(value, [0]) for value in values], score)
 
     few = frame([1.0, 3.0, math.nan], (0.0, 9.0))
     assert few.iloc[0].tolist() == [0, "score", 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"

@@ -27,7 +27,7 @@ _TEMPLATES = "additional_chat_templates"
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _DTYPES = {"F32", "F16", "BF16"}
 # masks and frequencies that older versions saved; they are computed today
-_NOT_WEIGHTS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
+NOT_WEIGHTS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
 
 
 def check_config(folder: Path, where: str) -> None:
@@ -183,7 +183,7 @@ def _check_kinds(path: Path, where: str) -> int:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{where}: {path.name} cannot be read ({_short(error)}); restore it") from error
     for name, kind in sorted(kinds.items()):
-        if kind not in _DTYPES and not _NOT_WEIGHTS.search(name):
+        if kind not in _DTYPES and not NOT_WEIGHTS.search(name):
             raise UserError(f"{where}: tensor {name} is {kind}; must be F32, F16 or BF16, save the model in float32")
     return count
 

@@ -135,7 +135,7 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
 def reading(where: str) -> Iterator[None]:
     """Let transformers read files without a word. Raises UserError, beginning with `where`, if it cannot."""
     try:
-        with _quiet():
+        with quiet():
             yield
     except (KeyboardInterrupt, MemoryError, UserError):
         raise
@@ -144,7 +144,8 @@ def reading(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Let transformers work without a word."""
     before, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

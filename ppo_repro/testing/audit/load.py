@@ -12,9 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say, shown
-from ppo_repro.models.folder_files import check_size, check_weights, has_tokenizer
+from ppo_repro.models.folder_files import NOT_WEIGHTS, check_size, check_weights, has_tokenizer
 from ppo_repro.models.load import reading
+from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.options import not_computed
 
+PROBE = 16  # tokens on which two implementations of attention are compared
+SAME = 1e-12  # of the largest logit, in float64: another order of sums
 FROM_DISK = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -28,17 +32,64 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
             empty = loaded.from_config(AutoConfig.from_pretrained(folder, **FROM_DISK))
         check_size(sum(parameter.numel() for parameter in empty.parameters()), found, where)
         model, report = loaded.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **FROM_DISK
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",  # the family's own; others may leave out soft caps or sinks
+            use_safetensors=True,
+            output_loading_info=True,
+            **FROM_DISK,
         )
     for name in sorted(report["missing_keys"]):  # transformers fills them with random numbers
         raise UserError(f"{where}: has no tensor {name}; save the model again")
+    for name in sorted(report["unexpected_keys"]):
+        if not NOT_WEIGHTS.search(name):
+            raise UserError(
+                f"{where}: has the tensor {name}, which {type(model).__name__} of transformers does not use, so there "
+                "is no verdict; take the class that the weights were trained with, or remove the tensor"
+            )
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise UserError(f"{where}: tensor {name} has numbers that are not finite; restore it")
     model.config.pad_token_id = None  # a prompt may hold it, of which transformers would warn
-    with reading(where), torch.no_grad():  # a value may be wrong only where it is used
-        model.eval()(torch.zeros(1, 2, dtype=torch.int64))
+    with reading(where):  # a value may be wrong only where it is used
+        _check_computed(model.eval(), where)
+        _take_fused_attention(model)
     return model.to(device)
+
+
+def _check_computed(model: PreTrainedModel, where: str) -> None:
+    """Raise UserError for what config.json asks for and the model's code does not compute."""
+    for field, value in not_computed(model).items():
+        raise UserError(
+            f"{where}: config.json has {field} = {value}, which {type(model).__name__} of transformers does not "
+            "compute, so there is no verdict; take the class that the weights were trained with"
+        )
+    own: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    is_tied = model.config.get_text_config().tie_word_embeddings and own is not None
+    if is_tied and not torch.equal(own.weight, embedding.weight):
+        raise UserError(
+            f"{where}: config.json has tie_word_embeddings = true, and an output matrix that is not the embedding, so "
+            "there is no verdict; set it to false, or remove the output matrix"
+        )
+
+
+@torch.no_grad()
+def _take_fused_attention(model: PreTrainedModel) -> None:
+    """Let torch's fused attention, which takes less memory, compute where it gives the numbers of the family's own."""
+    ids = torch.arange(PROBE)[None] % int(model.config.get_text_config().vocab_size)
+    stock: Any = model
+    with float64(model):
+        own = stock(ids, use_cache=False).logits
+        try:
+            model.set_attn_implementation("sdpa")
+            is_same = torch.allclose(
+                stock(ids, use_cache=False).logits, own, rtol=0.0, atol=SAME * float(own.abs().max())
+            )
+        except (ValueError, RuntimeError):  # a class may have no other than its own
+            is_same = False
+    if not is_same:
+        model.set_attn_implementation("eager")
 
 
 def last_matrices(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> dict[str, PreTrainedModel]:

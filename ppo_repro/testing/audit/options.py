@@ -19,10 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Identity, Module, Parameter
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
+from ppo_repro.models.load import quiet
 from ppo_repro.models.stock import with_config
+from ppo_repro.testing.causes import CAUSES
 
 WITHOUT = {  # what a field that is left out means; other fields are named by themselves
     "attention_bias": "attention without its biases",
@@ -38,6 +42,13 @@ WITHOUT = {  # what a field that is left out means; other fields are named by th
     "routed_scaling_factor": "experts without their factor",
     "sliding_window": "attention without its sliding window",
 }
+# what a configuration may ask for, and the class of a model may ignore
+ASKED = (
+    "alibi", "attention_multiplier", "attn_logit_softcapping", "clip_qkv", "embedding_multiplier",
+    "final_logit_softcapping", "logit_scale", "logits_scaling", "parallel_attn", "qk_layernorm",
+    "query_pre_attn_scalar", "residual_multiplier", "routed_scaling_factor", "scale_attn_by_inverse_layer_idx",
+    "sliding_window", "use_parallel_residual", "use_qk_norm",
+)  # fmt: skip
 # fields of training, of tokens and of what is returned: no log-prob depends on them
 _OTHER_FIELDS = re.compile(
     r"dropout|pdrop|initializ|init_|token_id|^output_|^return_|^use_cache$|^_|aux_loss|jitter|^dtype$|vocab_size|"
@@ -52,6 +63,10 @@ _USUAL: Mapping[str, Sequence[float]] = {  # of fields that end so; 0 and 1 say 
 _SCALES = re.compile("scal|multiplier")  # their usual values are powers of a head's width
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "quick_gelu")
 VECTORS = (0.0, 1.0, -math.inf)  # that may stand for a vector which a stack does not know
+FEW = 16  # experts and groups, of which one more or less may be taken
+_ROUTER = re.compile("(Router|Gate|Gating)$")
+IN_BFLOAT16 = "computed in bfloat16, all else in float32"
+PROBE = 4  # tokens that show whether a model computes
 _SHOWN = 60  # characters of a value
 
 
@@ -73,14 +88,21 @@ def left_out(model: PreTrainedModel) -> dict[str, Option]:
     return found
 
 
-@torch.no_grad()
 def _computes(option: Option) -> bool:
+    logits = _logits(option.make)
+    return logits is not None and bool(logits.isfinite().all())
+
+
+@torch.no_grad()
+def _logits(make: Callable[[], PreTrainedModel]) -> Tensor | None:
+    """Return logits of some tokens; None for a model that cannot be built or does not compute."""
     try:
-        made: Any = option.make()
-        logits = made(torch.zeros(1, 2, dtype=torch.int64, device=made.device), use_cache=False).logits
+        made: Any = make()
+        ids = torch.arange(PROBE, device=made.device)[None] % int(made.config.get_text_config().vocab_size)
+        logits: Tensor = made(ids, use_cache=False).logits
     except Exception:  # any value of any field of any model: what does not compute is no option
-        return False
-    return bool(logits.isfinite().all())
+        return None
+    return logits
 
 
 # the configuration
@@ -107,10 +129,36 @@ def fields_read(model: PreTrainedModel) -> set[str]:
 
     text.__class__ = type(kind.__name__, (kind,), {"__getattribute__": reading})
     read.clear()
-    stock: Any = with_config(model, config)
-    with torch.no_grad():
+    with quiet(), torch.no_grad():
+        stock: Any = with_config(model, config)
         stock(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
     return read
+
+
+def not_computed(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the options of architecture that the configuration of a model sets and its code does not read.
+
+    transformers keeps fields of config.json that a class does not know, and factors of rotary positions that a type of
+    scaling does not have.
+    """
+    config, read = model.config.get_text_config(), fields_read(model)
+    asked = {field: getattr(config, field, None) for field in ASKED}
+    if getattr(config, "layer_types", None):  # which say that no layer has a window
+        del asked["sliding_window"]
+    found = {field: value for field, value in asked.items() if not _is_off(value) and field not in read}
+    rope = config.to_dict().get("rope_parameters") or {}
+    of_kinds = {key: inner for key, inner in rope.items() if isinstance(inner, dict)} or {"": rope}
+    for kind, inner in of_kinds.items():
+        for key in [key for key, value in inner.items() if key.endswith("factor") and not _is_off(value)]:
+            path = ("rope_parameters", *([kind] if kind else []), key)
+            without, whole = _logits(_of_field(model, path, inner[key], None).make), _logits(lambda: model)
+            if without is not None and whole is not None and torch.equal(without, whole):
+                found[".".join(path)] = inner[key]
+    return found
+
+
+def _is_off(value: object) -> bool:
+    return value in (None, False, 0, 1, "default")
 
 
 Path = tuple[str, ...]
@@ -152,6 +200,8 @@ def _others(config: PretrainedConfig, field: str, value: Any, default: Any) -> l
             widths = {getattr(config, "head_dim", None) or own, own}
             candidates += [scale for w in widths for scale in (w, w**0.5, w**-0.5, 1 / w)]
         if field.endswith("window"):
+            candidates = [None, value - 1, value + 1]
+        elif isinstance(value, int) and value <= FEW:
             candidates += [value - 1, value + 1]
     else:
         candidates = [default, *(usual or ())] if value is None else []
@@ -173,11 +223,14 @@ def _of_field(model: PreTrainedModel, path: Path, old: Any, new: Any) -> Option:
             inner = inner[key]
         if len(path) > 1:
             inner[path[-1]] = new
-        setattr(text, path[0], entry if len(path) > 1 else new)
-        return with_config(model, config)
+            if new is None:
+                del inner[path[-1]]
+        with quiet():
+            setattr(text, path[0], entry if len(path) > 1 else new)
+            return with_config(model, config)
 
     field = ".".join(path)
-    is_off = new in (None, False, 0, 1, "default") and field in WITHOUT
+    is_off = _is_off(new) and field in WITHOUT
     words = f"{WITHOUT[field]} ({field})" if is_off else f"{field} {_short(new)} instead of {_short(old)}"
     return Option(words, f"compute with {field} {_short(old)} on both sides, as config.json says", make)
 
@@ -275,6 +328,38 @@ def _filled(model: PreTrainedModel, names: set[str], value: float) -> Callable[[
 # what no configuration says
 
 
+class _Narrow(TorchFunctionMode):
+    """Multiplies by matrices in bfloat16."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is not linear:
+            return func(*args, **(kwargs or {}))
+        narrow = [x.bfloat16() if isinstance(x, Tensor) else x for x in (*args, *(kwargs or {}).values())]
+        return func(*narrow).to(args[0].dtype)
+
+
+def _in_bfloat16(model: PreTrainedModel, names: Sequence[str]) -> Callable[[], PreTrainedModel]:
+    def make() -> PreTrainedModel:
+        found = _changed(model, lambda name, x: None)()
+        for name in names:
+            module = found.get_submodule(name)
+            module.forward = functools.partial(_narrowly, module.forward)
+        return found
+
+    return make
+
+
+def _narrowly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Narrow():
+        return forward(*args, **kwargs)
+
+
 def _unsaid(model: PreTrainedModel) -> Iterator[Option]:
     same: Any = functools.partial(_changed, model, lambda name, x: None)
 
@@ -288,6 +373,7 @@ def _unsaid(model: PreTrainedModel) -> Iterator[Option]:
             found = same()()
             embeddings = found.get_input_embeddings()
             embeddings.embed_scale = by(embeddings.embed_scale)
+            embeddings._non_persistent_buffers_set.discard("embed_scale")  # not to be computed again
             return found
 
         return make
@@ -297,6 +383,13 @@ def _unsaid(model: PreTrainedModel) -> Iterator[Option]:
     yield Option("embeddings without their factor", factor, scaled(torch.ones_like))
     rounded = "embeddings with their factor rounded to bfloat16"
     yield Option(rounded, factor, scaled(lambda x: x.bfloat16().to(x.dtype)))
+    of_dtype = CAUSES["reduced_precision"].mend
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    routers = [name for name, kind in kinds.items() if _ROUTER.search(kind)]
+    heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+    for part, names in (("router", routers), ("output matrix", heads)):
+        if names:
+            yield Option(f"{part} {IN_BFLOAT16}", of_dtype, _in_bfloat16(model, names))
     yield Option(
         "rotary positions in the other order of pairs",
         "rotate the same pairs on both sides: halves of a head, or neighbours",
@@ -306,7 +399,7 @@ def _unsaid(model: PreTrainedModel) -> Iterator[Option]:
 
 def _other_pairs(model: PreTrainedModel) -> PreTrainedModel:
     """Let rotary positions turn neighbours where the model turns halves of a head, and the other way round."""
-    code = sys.modules[type(model).__module__]
+    code: Any = sys.modules[type(model).__module__]
     rotate: Callable[..., tuple[Tensor, Tensor]] = code.apply_rotary_pos_emb
     forward = model.forward
 
@@ -322,11 +415,11 @@ def _other_pairs(model: PreTrainedModel) -> PreTrainedModel:
 
     @functools.wraps(forward)
     def forward_so(*args: Any, **kwargs: Any) -> Any:
-        code.apply_rotary_pos_emb = turned  # type: ignore[attr-defined]
+        code.apply_rotary_pos_emb = turned
         try:
             return forward(*args, **kwargs)
         finally:
             code.apply_rotary_pos_emb = rotate
 
-    model.forward = forward_so  # type: ignore[method-assign]
+    model.forward = forward_so
     return model

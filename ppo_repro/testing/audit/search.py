@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.forward import Progress, States, pieces, states
+from ppo_repro.testing.audit.options import IN_BFLOAT16
 from ppo_repro.testing.audit.variants import VARIANTS, Change, Numbers, Row, Sampling, Variant, own, tempered
 from ppo_repro.testing.audit.ways import Fed, Subject, fed, ways
 from ppo_repro.testing.causes import CAUSES
@@ -33,6 +34,7 @@ FAR = 10.0  # times that for a single token
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 COMPUTED, ROUNDED = "computed in ", "weights rounded to "
 LEFT_OF_HALF = 0.5  # of the distance of 16 bits may be left by computing in 16 bits: the order of sums is not known
+LEFT_OF_PART = 0.2  # of the whole distance may be left by computing one part in 16 bits
 LEFT_OF_ROUNDED = 0.4  # of the whole distance may be left by rounding the logits of the right model
 LIKE = 0.3  # correlation with our own 16-bit errors from which errors of their size are called 16-bit rounding
 TRIED_TOKENS, FIRST_TOKENS = 256, 24  # response tokens that causes are tried on, and screened on
@@ -383,6 +385,9 @@ class Search:
         for cause, _ in steps:
             if cause.name.startswith(COMPUTED):
                 explains = explains or rms(left) <= LEFT_OF_HALF * rms(self._errors(cause.name, self.some))
+            elif cause.name.endswith(IN_BFLOAT16) and len(steps) == 1:
+                plain = self._left((), self.some)
+                explains = explains or (plain is not None and rms(left) <= LEFT_OF_PART * rms(plain))
         if len(steps) == 1 and steps[0][0].name.startswith("logits rounded"):  # a few may round the other way
             unrounded: Steps = next((((c, 0.0),) for c in self.causes if c.change is tempered), ())
             plain = self._left(unrounded, self.some)

@@ -1,0 +1,237 @@
+"""A stack that leaves an option of the architecture out: the right side is named, and the option, on many families."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ppo_repro.testing.audit.judge import Audit, audit
+from ppo_repro.testing.audit.variants import Sampling
+from ppo_repro.testing.audit.ways import Subject
+from tests.support.models import VOCAB, seeded
+from tests.testing.audit.material import Material, material
+
+SHAPE: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None},
+    **{"bos_token_id": None, "eos_token_id": None},
+}
+NO_KEYS = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+WINDOWED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 16,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {**SHAPE, **WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 24,
+                          "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
+    "gemma3": ("gemma3_text", {**SHAPE, **WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 24, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}}),
+    "granite": ("granite", {**SHAPE, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+                            "attention_multiplier": 0.2}),
+    "cohere": ("cohere", {**SHAPE, "logit_scale": 0.25, "use_qk_norm": True}),
+    "cohere2": ("cohere2", {**SHAPE, **WINDOWED, "logit_scale": 0.25}),
+    "llama3": ("llama", {**SHAPE, "rope_parameters": LLAMA3, "attention_bias": True, "tie_word_embeddings": False}),
+    "yarn": ("llama", {**SHAPE, "rope_parameters": YARN}),
+    "linear": ("llama", {**SHAPE, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen3": ("qwen3", {**SHAPE, "head_dim": 16}),
+    "qwen2": ("qwen2", SHAPE),
+    "olmo2": ("olmo2", SHAPE),
+    "gpt_neox": ("gpt_neox", {**NO_KEYS, "rotary_pct": 0.5, "hidden_act": "gelu"}),
+    "gpt_oss": ("gpt_oss", {**SHAPE, **WINDOWED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {**SHAPE, **EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", {**SHAPE, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False}),
+    "deepseek": ("deepseek_v3", {
+        **SHAPE, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}),
+    "mistral": ("mistral", {**SHAPE, "sliding_window": 5}),
+    "phi": ("phi", {**SHAPE, "partial_rotary_factor": 0.5, "num_key_value_heads": 4, "qk_layernorm": True}),
+    "stablelm": ("stablelm", {**SHAPE, "partial_rotary_factor": 0.5, "use_parallel_residual": True}),
+    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64,
+                      "scale_attn_by_inverse_layer_idx": True, "bos_token_id": None, "eos_token_id": None}),
+}  # fmt: skip
+
+
+@cache
+def made(family: str) -> Material:
+    kind, fields = FAMILIES[family]
+    config = AutoConfig.for_model(kind, **fields)
+    any_model: Any = AutoModelForCausalLM
+    model = any_model.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
+    generator = seeded(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                size = 0.3 if "embed" in name or "wte" in name else 1.5 / parameter.shape[-1] ** 0.5
+                parameter.copy_(size * noise)
+            else:
+                parameter.add_(0.3 * noise)
+    return material(model)
+
+
+Fault = Callable[[PreTrainedModel], PreTrainedModel]
+
+
+def config(**changes: Any) -> Fault:
+    """The same weights in a model of another configuration, as its class builds it; `a__b` is an entry of a dict."""
+
+    def fault(model: PreTrainedModel) -> PreTrainedModel:
+        other = copy.deepcopy(model.config)
+        for path, value in changes.items():
+            field, _, key = path.partition("__")
+            setattr(other, field, {**getattr(other, field), key: value} if key else value)
+        built = type(model)(other).eval()
+        built.load_state_dict(model.state_dict(), strict=False)
+        return built
+
+    return fault
+
+
+def code(change: Callable[[Any], object]) -> Fault:
+    """A copy of the model whose modules are changed."""
+
+    def fault(model: PreTrainedModel) -> PreTrainedModel:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            change(other)
+        return other
+
+    return fault
+
+
+def each(name: str, change: Callable[[Any], object]) -> Fault:
+    """A change of each module with a name that ends so."""
+
+    def of(model: Any) -> None:
+        for path, module in list(model.named_modules()):
+            if path.endswith(name):
+                change(module)
+
+    return code(of)
+
+
+def no_norms(*names: str) -> Fault:
+    def of(model: Any) -> None:
+        for path, _ in list(model.named_modules()):
+            if path.rpartition(".")[2] in names:
+                model.set_submodule(path, nn.Identity())
+
+    return code(of)
+
+
+def interleaved(model: PreTrainedModel) -> PreTrainedModel:
+    """Rows of queries and keys in the order that turns neighbours into halves."""
+
+    def change(linear: Any) -> None:
+        x = linear.weight.view(-1, 12, linear.in_features)
+        linear.weight.copy_(torch.cat([x[:, 0::2], x[:, 1::2]], 1).reshape_as(linear.weight))
+
+    return each("k_proj", change)(each("q_proj", change)(model))
+
+
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+CASES: dict[str, tuple[str, Fault, str]] = {
+    "attention soft cap": ("gemma2", config(attn_logit_softcapping=None), "attn_logit_softcapping"),
+    "final soft cap": ("gemma2", config(final_logit_softcapping=None), "final_logit_softcapping"),
+    "sliding window": ("gemma2", config(layer_types=["full_attention"] * 2), "layer_types"),
+    "window in other layers": (
+        "gemma2",
+        config(layer_types=["full_attention", "sliding_attention"]),
+        "layer_types",
+    ),
+    "window one too wide": ("mistral", config(sliding_window=6), "sliding_window 6 instead of 5"),
+    "no window": ("mistral", config(sliding_window=None), "attention without its sliding window (sliding_window)"),
+    "query_pre_attn_scalar": ("gemma2", config(query_pre_attn_scalar=16), "query_pre_attn_scalar 16 instead of 24"),
+    "1 + weight": ("gemma2", each("norm", lambda n: n.weight.sub_(1.0)), "norms that scale by weight"),
+    "embedding scale": ("gemma2", each("embed_tokens", lambda e: e.embed_scale.fill_(1.0)), "embeddings without"),
+    "q and k norms": ("qwen3", no_norms("q_norm", "k_norm"), "without the norms"),
+    "q and k norms, whole": ("olmo2", no_norms("q_norm", "k_norm"), "without the norms"),
+    "q norm": ("qwen3", no_norms("q_norm"), "without the norm model.layers.*.self_attn.q_norm"),
+    "attention bias": ("llama3", config(attention_bias=False), "attention_bias"),
+    "attention bias that no field names": (
+        "qwen2",
+        each("_proj", lambda p: p.bias is not None and p.bias.zero_()),
+        "without",
+    ),
+    "rope_theta": ("qwen3", config(rope_parameters__rope_theta=1e6), "rope_parameters.rope_theta 1e+06"),
+    "rope theta of the other layers": (
+        "gemma3",
+        config(rope_parameters__sliding_attention={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+        "rope_parameters.sliding_attention",
+    ),
+    "rope linear": ("linear", config(rope_parameters=DEFAULT), "rope_parameters"),
+    "rope llama3": ("llama3", config(rope_parameters=DEFAULT), "rope_parameters"),
+    "rope yarn": ("yarn", config(rope_parameters=DEFAULT), "rope_parameters"),
+    "yarn's factor of attention": (
+        "yarn",
+        config(rope_parameters__attention_factor=1.0),
+        "rope_parameters.attention_factor",
+    ),
+    "partial rotary": ("gpt_neox", config(rope_parameters__partial_rotary_factor=1.0), "partial_rotary_factor"),
+    "partial rotary, phi": ("phi", config(rope_parameters__partial_rotary_factor=1.0), "partial_rotary_factor"),
+    "interleaved rope": ("yarn", interleaved, "rotary positions in the other order"),
+    "logit scale": ("cohere", config(logit_scale=1.0), "logit_scale"),
+    "logit scale 2": ("cohere2", config(logit_scale=1.0), "logit_scale"),
+    "q and k norms, cohere": ("cohere", no_norms("q_norm", "k_norm"), ""),
+    "granite embeddings": ("granite", config(embedding_multiplier=1.0), "embedding_multiplier"),
+    "granite residuals": ("granite", config(residual_multiplier=1.0), "residual_multiplier"),
+    "granite logits": ("granite", config(logits_scaling=1.0), "logits_scaling"),
+    "granite attention": ("granite", config(attention_multiplier=12**-0.5), "attention_multiplier 0.2887"),
+    "norm epsilon": ("qwen3", config(rms_norm_eps=1e-5), "rms_norm_eps"),
+    "tied output": (
+        "llama3",
+        code(lambda m: m.lm_head.weight.copy_(m.model.embed_tokens.weight)),
+        "the embedding as output matrix",
+    ),
+    "norm_topk_prob": ("qwen3_moe", config(norm_topk_prob=False), "norm_topk_prob"),
+    "norm_topk_prob that is not asked": ("olmoe", config(norm_topk_prob=True), "norm_topk_prob"),
+    "experts": ("olmoe", config(num_experts_per_tok=2), "num_experts_per_tok"),
+    "parallel residual": ("gpt_neox", config(use_parallel_residual=False), "use_parallel_residual"),
+    "sinks": ("gpt_oss", each("self_attn", lambda a: a.sinks.fill_(-torch.inf)), "self_attn.sinks"),
+    "gelu": ("gpt_neox", config(hidden_act="gelu_pytorch_tanh"), "hidden_act gelu_pytorch_tanh instead of gelu"),
+    "gelu, gemma": ("gemma2", config(hidden_activation="gelu"), "hidden_activation gelu instead of"),
+    "deepseek factor": ("deepseek", config(routed_scaling_factor=1.0), "routed_scaling_factor"),
+    "deepseek groups": ("deepseek", config(n_group=1), "n_group"),
+    "scale by layer": ("gpt2", config(scale_attn_by_inverse_layer_idx=False), "scale_attn_by_inverse_layer_idx"),
+}
+QUICK = {"attention soft cap", "interleaved rope"}
+GIVEN = Sampling(0.8)
+
+
+def judged(m: Material, sampler: PreTrainedModel, trainer: PreTrainedModel) -> Audit:
+    sides = (m.logprobs(m.logits(model)) for model in (sampler, trainer))
+    return audit(Subject(m.model, {}), m.dump(*sides), GIVEN)
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("is_sampler", [True, False])
+def test_the_side_that_leaves_an_option_out_is_named_and_the_option(name: str, is_sampler: bool) -> None:
+    family, fault, words = CASES[name]
+    m = made(family)
+    other = fault(m.model)
+    found = judged(m, other, m.model) if is_sampler else judged(m, m.model, other)
+    wrong, right = (found.sampler, found.trainer) if is_sampler else (found.trainer, found.sampler)
+    assert right.is_right
+    assert not wrong.is_right
+    assert words in wrong.cause, wrong.cause
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_option_left_out_is_right_on_both_sides(family: str) -> None:
+    m = made(family)
+    found = judged(m, m.model, m.model)
+    assert found.sampler.is_right
+    assert found.trainer.is_right

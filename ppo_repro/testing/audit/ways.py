@@ -10,14 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ppo_repro.base.errors import UserError
-from ppo_repro.tasks.templates import rendered
 from ppo_repro.testing.audit.options import Option, left_out
+from ppo_repro.testing.audit.templates import Ids, templated
 from ppo_repro.testing.dumps import Response
-
-TEMPLATED, BARE = "prompt in the chat template", "prompt without the chat template"
-CUED, UNCUED = "prompt with the generation prompt after it", "prompt without the generation prompt"
-_MARK = "ppo-repro-content"
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,6 @@ class Fed:
 
 
 Way = Callable[[int], Sequence[Fed] | None]  # of the index of a response; None: there it changes nothing
-Ids = Sequence[int]
 
 
 def fed(before: Ids, response: Ids, positions: Ids | None = None) -> Fed:
@@ -104,10 +98,17 @@ def _all(responses: Sequence[Response], subject: Subject) -> dict[str, Way]:
     def other(i: int) -> Ids:
         return prompts[i] if 0 <= i < len(prompts) else ()
 
+    def begins(i: int) -> bool:
+        return prompts[i][:1] == tuple(bos)
+
+    of_templates = {} if subject.tokenizer is None else templated(subject.tokenizer, prompts)
     changes: dict[str, Callable[[int], Ids]] = {  # of the prompt; nothing: it stays
+        **{words: lambda i, changed=changed: changed[i] for words, changed in of_templates.items()},  # type: ignore[misc]
+        "prompt without its BOS token": lambda i: prompts[i][1:] if begins(i) else (),
         "prompt without its first token": lambda i: prompts[i][1:],
         "prompt without its last token": lambda i: prompts[i][:-1],
-        "prompt with a BOS token before it": lambda i: (*bos, *prompts[i]),
+        "prompt with a BOS token before it": lambda i: () if begins(i) else (*bos, *prompts[i]),
+        "prompt with a second BOS token before it": lambda i: (*bos, *prompts[i]) if begins(i) else (),
         "prompt with an EOS token after it": lambda i: (*prompts[i], *eos),
         "attention to the padding before the prompt": lambda i: (*padding[i], *prompts[i]),
         "attention to the response before it": lambda i: (*prompts[i - 1], *answers[i - 1], *prompts[i]) if i else (),
@@ -118,10 +119,6 @@ def _all(responses: Sequence[Response], subject: Subject) -> dict[str, Way]:
     for n in [n for n in sizes if 0 < n < lengths[-1]][:12]:
         changes[f"prompt cut to its last {n} tokens"] = lambda i, n=n: prompts[i][-n:]  # type: ignore[misc]
         changes[f"prompt cut to its first {n} tokens"] = lambda i, n=n: prompts[i][:n]  # type: ignore[misc]
-    if subject.tokenizer is not None:
-        for words, change in _templates(subject.tokenizer).items():
-            changed = [change(p) for p in prompts]
-            changes[words] = lambda i, changed=changed: changed[i]  # type: ignore[misc]
     found: dict[str, Way] = {
         words: lambda i, change=change: [fed(ids, answers[i])] if (ids := change(i)) else None  # type: ignore[misc]
         for words, change in changes.items()
@@ -196,38 +193,3 @@ def _encoded_again(tokenizer: Any, r: Response) -> Sequence[Fed] | None:
     if (prompt, response) == (r.prompt_ids, r.response_ids) or not response:
         return None
     return [fed(prompt, response[: len(r.response_ids)])]
-
-
-def _templates(tokenizer: Any) -> dict[str, Callable[[Ids], Ids]]:
-    """Changes of a prompt by the tokenizer's chat template; () if a prompt cannot have it."""
-    if not getattr(tokenizer, "chat_template", None):
-        return {}
-
-    def text(cue: bool) -> str:
-        turn = [{"role": "user", "content": _MARK}]
-        return rendered(tokenizer, [turn], cue)[0]
-
-    try:
-        begin, mark, end = text(True).partition(_MARK)
-        cue = text(True).removeprefix(text(False))
-    except UserError:  # a template may refuse such a conversation
-        return {}
-    if not mark:
-        return {}
-
-    def bare(prompt: str) -> str:
-        is_templated = prompt.startswith(begin) and prompt.endswith(end)
-        return prompt.removeprefix(begin).removesuffix(end) if is_templated else ""
-
-    def changed(change: Callable[[str], str], special: bool = False) -> Callable[[Ids], Ids]:
-        def ids(prompt: Ids) -> Ids:
-            content = change(str(tokenizer.decode(list(prompt), skip_special_tokens=False)))
-            return tuple(tokenizer(content, add_special_tokens=special).input_ids) if content else ()
-
-        return ids
-
-    found = {TEMPLATED: changed(lambda prompt: begin + prompt + end), BARE: changed(bare, special=True)}
-    if cue:
-        found[CUED] = changed(lambda prompt: prompt + cue)
-        found[UNCUED] = changed(lambda prompt: prompt.removesuffix(cue) if prompt.endswith(cue) else "")
-    return found

@@ -6,7 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.tasks.tokenizer import train_bpe
-from ppo_repro.testing.audit import ways
+from ppo_repro.testing.audit import templates, ways
 from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.dumps import Response
 from tests.support.models import qwen3_config, small_model
@@ -23,7 +23,7 @@ def response(prompt: tuple[int, ...], ids: tuple[int, ...], padding: tuple[int, 
 
 
 def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
-    found = train_bpe(["ab<>|/;usaSB"], 30)
+    found = train_bpe(["ab<>|/;usaSBcdn"], 40)
     found.chat_template = template
     return found
 
@@ -38,7 +38,26 @@ def prompts(of: PreTrainedTokenizerBase, text: str) -> dict[str, str]:
 def test_a_chat_template_is_put_on_taken_off_and_doubled() -> None:
     of = tokenizer()
     bare, whole = prompts(of, "ab"), prompts(of, "<u|ab><a|")
-    assert (bare[ways.TEMPLATED], bare[ways.CUED]) == ("<u|ab><a|", "ab<a|")
-    assert not {ways.BARE, ways.UNCUED} & bare.keys()
-    assert (whole[ways.BARE], whole[ways.UNCUED]) == ("ab", "<u|ab>")
-    assert whole[ways.TEMPLATED] == "<u|<u|ab><a|><a|"
+    assert (bare[templates.TEMPLATED], bare[templates.CUED]) == ("<u|ab><a|", "ab<a|")
+    assert not {templates.BARE, templates.UNCUED, templates.TWICE} & bare.keys()
+    assert (whole[templates.BARE], whole[templates.UNCUED]) == ("ab", "<u|ab>")
+    assert whole[templates.TWICE] == "<u|<u|ab><a|><a|"
+    assert whole[templates.CUED_TWICE] == "<u|ab><a|<a|"
+    assert not {templates.TEMPLATED, templates.CUED, templates.NO_SYSTEM, templates.DEFAULT} & whole.keys()
+
+
+def test_a_default_system_turn_is_left_out_and_put_in() -> None:
+    of = tokenizer("{% if messages[0]['role'] != 'system' %}<s|bab>{% endif %}" + TEMPLATE)
+    given, own, none = prompts(of, "<s|bab><u|ab><a|"), prompts(of, "<s|aa><u|ab><a|"), prompts(of, "<u|ab><a|")
+    assert given[templates.NO_DEFAULT] == own[templates.NO_SYSTEM] == "<u|ab><a|"
+    assert own[templates.DEFAULT] == none[templates.DEFAULT] == "<s|bab><u|ab><a|"
+    assert given[templates.TWICE] == "<s|bab><u|<s|bab><u|ab><a|><a|"
+    assert not {templates.NO_DEFAULT, templates.NO_SYSTEM} & none.keys()
+
+
+def test_a_second_bos_token_has_its_own_words() -> None:
+    model = small_model(qwen3_config(), 4)
+    found = [ways.ways([response(ids, (3,))], Subject(model, {}, 7)) for ids in ((4, 5), (7, 4, 5))]
+    assert found[0]["prompt with a BOS token before it"][0][0].ids == (7, 4, 5)
+    assert found[1]["prompt with a second BOS token before it"][0][0].ids == (7, 7, 4, 5)
+    assert found[1]["prompt without its BOS token"][0][0].ids == (4, 5)

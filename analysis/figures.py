@@ -83,8 +83,15 @@ def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True).rename(columns=renamed)
 
 
-def _band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
-    """Draw the mean of a column over runs by iteration as a line, and its range as a band; NaN is left out."""
+def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
+    """Draw the mean over runs by iteration as a line, and their range as a band.
+
+    Args:
+        rows: columns iteration and `measure`, one row per run and iteration; NaN is left out.
+        measure: the column to draw.
+        axes: where to draw.
+        label: the entry of the legend.
+    """
     line = rows[rows[measure].notna()].groupby("iteration")[measure].agg(["mean", "min", "max"])
     (drawn,) = axes.plot(line.index, line["mean"], label=label)
     axes.fill_between(line.index, line["min"], line["max"], color=drawn.get_color(), alpha=0.2, linewidth=0)
@@ -94,7 +101,7 @@ def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw greedy accuracy on held-out prompts by iteration: for each numerics the mean over runs, and their range."""
     (axes,) = [axes] if axes is not None else new_axes()
     for mode, rows in curves_of(runs).groupby("mode"):
-        _band(rows, "accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
+        band(rows, "accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
     axes.set(title="Learning: mean and range", xlabel="iteration", ylabel="greedy accuracy, held out")
     axes.set_ylim(bottom=0)
     axes.legend()
@@ -107,7 +114,7 @@ def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     for mode, rows in curves_of(runs).groupby("mode"):
         total, unequal = int(rows["tokens"].sum()), int(rows["unequal"].sum())
         label = f"{mode}: {unequal:,} of {total:,}"
-        _band(rows.assign(percent=100 * rows["unequal"] / rows["tokens"]), "percent", axes, label)
+        band(rows.assign(percent=100 * rows["unequal"] / rows["tokens"]), "percent", axes, label)
     title = "Tokens whose log-probs differ in any bit"
     axes.set(title=title, xlabel="iteration", ylabel="sampler ≠ trainer, %")
     axes.set_ylim(bottom=0)

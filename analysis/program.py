@@ -27,7 +27,7 @@ def program(work: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
         prepare_streams()
         try:
             if sys.stdout is None:
-                raise UserError("stdout is closed; use `> /dev/null` where no output is wanted")
+                raise UserError("stdout is closed; use `> /dev/null` if no output is wanted")
             work(argv)
         except SystemExit:  # after --help
             return 0

@@ -15,13 +15,17 @@ import pandas as pd
 from ppo_repro.analysis.clipping.step import clip_bucket, clip_step
 from ppo_repro.analysis.clipping.update_rows import load_iterations, recorded_config
 from ppo_repro.analysis.program import program
+from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
+
+# name -> (column of clip_step, sign); the third is what lecture code calls kl = mean(new - old)
+ESTIMATES = {"k1": ("kl_k1", 1.0), "k3": ("kl_k3", 1.0), "mean_new_minus_old": ("kl_k1", -1.0)}
 
 
 @dataclass(frozen=True)
 class ClipTables:
-    """The tables of the clip analysis, see `clip_step` and `clip_bucket`."""
+    """The tables of `clip_step` and `clip_bucket`, over all iterations."""
 
     clip_step: pd.DataFrame
     clip_bucket: pd.DataFrame
@@ -32,7 +36,7 @@ def clip_tables(
 ) -> ClipTables:
     """Return all tables of a run; `band` (low, high) replaces the run's own clip range.
 
-    Raises UserError where records are missing, or where the run clips nothing and there is no band.
+    Raises UserError if records are missing, or if the run clips nothing and there is no band.
     """
     config, steps, buckets = recorded_config(run_dir), [], []
     for item in load_iterations(run_dir, iterations=iterations, band=band):
@@ -41,14 +45,35 @@ def clip_tables(
     return ClipTables(pd.concat(steps, ignore_index=True), pd.concat(buckets, ignore_index=True))
 
 
-def overview(tables: ClipTables) -> list[str]:
-    """Return the printed lines: shares of clipped tokens, ratios, KL."""
+def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
+    """Return when an early stop would have ended each iteration: after the first step whose estimate > target_kl.
+
+    One row per iteration and estimate, from the rows `all` of `clip_step`. The estimates are k1 = mean(old - new), k3,
+    and mean_new_minus_old, whose expectation is -KL: it hardly ever stops. steps_taken includes the step that measured
+    the estimate; without a stop it counts all recorded steps. The records cannot say what would have followed a stop.
+    Raises UserError for a target that is not positive.
+    """
+    if not 0.0 < target_kl < np.inf:
+        raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
+    whole = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tok"] > 0)]
+    table = []
+    for iteration, group in whole.sort_values("step").groupby("iteration", sort=True):
+        for estimate, (name, sign) in ESTIMATES.items():
+            above = np.flatnonzero(sign * group[name].to_numpy() > target_kl)
+            taken = int(above[0]) + 1 if len(above) else len(group)
+            row = {"stopped": bool(len(above)), "steps_taken": taken, "steps": len(group)}
+            table.append({"iteration": iteration, "estimate": estimate, **row})
+    return pd.DataFrame(table)
+
+
+def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str]:
+    """Return the printed lines: shares of clipped tokens, ratios, KL, and with `early_stop_kl` the early stops."""
     steps = tables.clip_step[(tables.clip_step["subset"] == "all") & (tables.clip_step["n_tok"] > 0)]
 
     def mean(name: str) -> float:
         return float(np.average(steps[name], weights=steps["n_tok"]))
 
-    return [
+    lines = [
         f"token visits {steps['n_tok'].sum():,} in {len(steps)} steps of {steps['iteration'].nunique()} iterations",
         f"outside the band {mean('band_out'):.3%} = clip_high {mean('clip_high'):.3%} + clip_low {mean('clip_low'):.3%}"
         f" + wrong_high {mean('wrong_high'):.3%} + wrong_low {mean('wrong_low'):.3%}"
@@ -60,6 +85,13 @@ def overview(tables: ClipTables) -> list[str]:
         f"{mean('beyond_twice'):.3%}",
         f"KL(anchor || new) of a step, token mean: k1 {mean('kl_k1'):.2e}, k3 {mean('kl_k3'):.2e} nats",
     ]
+    if early_stop_kl is not None:
+        for estimate, group in early_stop(tables.clip_step, early_stop_kl).groupby("estimate", sort=False):
+            lines.append(
+                f"early stop at {early_stop_kl:g} by {estimate}: {group['stopped'].sum()} of {len(group)} iterations, "
+                f"after {group['steps_taken'].mean():.1f} of {group['steps'].mean():.1f} steps"
+            )
+    return lines
 
 
 @program
@@ -68,6 +100,7 @@ def main(argv: Sequence[str] | None) -> None:
     parser = Parser(prog="python -m ppo_repro.analysis.clipping", description="What did the clip do in a run?")
     parser.add_argument("run", type=run_named, help="folder of a run")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
+    parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
     arguments = parser.parse_args(argv)
     band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
-    tell("\n".join(overview(clip_tables(arguments.run, band=band))))
+    tell("\n".join(overview(clip_tables(arguments.run, band=band), arguments.early_stop_kl)))

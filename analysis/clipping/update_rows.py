@@ -59,7 +59,7 @@ class IterationRows:
 
 
 def recorded_config(run_dir: Path | str) -> RunConfig:
-    """Return the configuration of a recorded language run; raises UserError where there is none."""
+    """Return the configuration of a recorded language run; raises UserError if there is none."""
     if not has_responses(reader.open_manifest(run_dir, allow_incomplete=True)):
         raise UserError(f"{run_dir}: is a control run; the clip analyses read runs on language models")
     return load_recorded_config(run_dir)
@@ -94,7 +94,7 @@ def clip_rule(config: RunConfig, iteration: pd.Series, band: tuple[float, float]
 def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
     """Return rows of `updates` with their token's columns and log_ratios = new_logprobs - anchor, float64 nats.
 
-    The order of `updates` is kept. Raises UserError where a row has no token.
+    The order of `updates` is kept. Raises UserError if a row has no token.
     """
     rows = updates.merge(tokens, on=TOKEN, how="inner", validate="many_to_one")
     if len(rows) != len(updates):

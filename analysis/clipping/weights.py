@@ -28,7 +28,7 @@ def loss_weights(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) ->
     count = counted.groupby(step, sort=False).transform("sum").to_numpy()
     present = rows["sequence"].where(rows["counted"])
     sequences = present.groupby(step, sort=False).transform("nunique").to_numpy(np.float64)
-    # where nothing is counted the correction is 0
+    # if no token is counted, the correction is 0
     count, lengths, sequences = (np.maximum(number, 1.0) for number in (count, lengths, sequences))
     by_kind = {
         "token_mean": 1.0 / count,

@@ -245,7 +245,7 @@ def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataF
         {
             "setting": compared["point"],
             f"minus {points[0]}": [f"{row.difference:+.3f}" for row in compared.itertuples()],
-            # NaN where all seeds have the same difference
+            # NaN if all seeds have the same difference
             "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
             "p": [number(p, 3) for p in compared["Holm"]],
             "seen from": [number(effect, 2) for effect in seen],

@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis.clipping.step import clip_bucket, clip_step, effective_samples, kl_estimates
-from ppo_repro.analysis.clipping.tables import clip_tables
+from ppo_repro.analysis.clipping.tables import clip_tables, early_stop
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from tests.analysis.clipping.rows import RULE, make_item, single
 from tests.support.runs import small_config
@@ -80,3 +81,16 @@ def test_tables_of_a_run_agree_with_what_training_recorded(native_run: Path) -> 
     assert (np.abs(own["grad_zero"] - steps["clip_fraction"]) * own["n_tok"]).sum() <= 2
     assert (np.abs(own["vf_grad_zero"] - steps["value_clip_fraction"]) * own["n_value_tok"]).sum() <= 2
     assert set(clip_tables(native_run, iterations=[1], band=(0.1, 0.1)).clip_step["iteration"]) == {1}
+
+
+def test_an_early_stop_by_hand() -> None:
+    step = {"subset": "all", "n_tok": 5, "iteration": [0, 0, 0, 1, 1], "step": [0, 1, 2, 3, 4]}
+    kl = {"kl_k1": [0.01, 0.03, 0.05, -0.03, 0.02], "kl_k3": [0.0, 0.01, 0.02, 0.01, 0.05]}
+    found = early_stop(pd.DataFrame({**step, **kl}), 0.02).set_index(["iteration", "estimate"])
+    assert found["steps_taken"].to_dict() == {
+        (0, "k1"): 2, (0, "k3"): 3, (0, "mean_new_minus_old"): 3,
+        (1, "k1"): 2, (1, "k3"): 2, (1, "mean_new_minus_old"): 1,
+    }  # fmt: skip
+    assert found["stopped"].tolist() == [True, False, False, False, True, True]
+    with pytest.raises(UserError, match="target_kl = 0: must be a positive number"):
+        early_stop(pd.DataFrame(), 0.0)

@@ -120,25 +120,13 @@ def _networks(
 
     `share`: adapted models use the weights of frozen ones where they do not train.
     """
-    mode, max_context, ppo = config.numerics.mode, config.numerics.max_context, config.ppo
+    mode, max_context, slots = config.numerics.mode, config.numerics.max_context, SLOTS // ranks.size
     policy = networks.make_policy(source, mode, max_context)
     reference = networks.make_policy(source, mode, max_context).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
     sampled = networks.rounded_view(policy, networks.precision_of(config.mismatch.sampler.precision))
     if config.layout.gradient_checkpointing:
         networks.checkpoint_gradients(trunk_of(policy))
-
-    def optimizer(module: nn.Module, adapters: Lora | None, learning_rate: float) -> Optimizer:
-        settings = AdamWSettings(
-            learning_rate=learning_rate,
-            beta1=0.9,
-            beta2=ppo.adam_beta2,
-            eps=ppo.adam_eps,
-            weight_decay=ppo.weight_decay,
-            max_grad_norm=ppo.max_grad_norm,
-        )
-        return Optimizer(module, settings, mode, SLOTS // ranks.size, adapters)
-
     trained: nn.Module = policy
     value_model, value_optimizer = None, None
     if isinstance(config.value, ValueHead):
@@ -146,16 +134,9 @@ def _networks(
         value_model = networks.ValueModel(trunk_of(policy), head)
         trained = nn.ModuleDict({"policy": policy, "value_head": head})
     elif isinstance(config.value, SeparateValue):
-        base = reference
-        if config.value.init == "reward_model":
-            assert reward_model is not None
-            base, value_model = reward_model, value_model_from(reward_model, mode, max_context)
-        else:
-            value_model = networks.make_value_model(source, mode, max_context, config.seed)
-        adapters = _adapted(value_model, config.value.lora, config.seed, trunk_of(base) if share else None)
-        if config.layout.gradient_checkpointing:
-            networks.checkpoint_gradients(value_model.trunk)
-        value_optimizer = optimizer(value_model, adapters, config.value.learning_rate)
+        value_model, adapters = _value_model(config, config.value, source, reference, reward_model, share)
+        settings = _adamw(config, config.value.learning_rate)
+        value_optimizer = Optimizer(value_model, settings, mode, slots, adapters)
     lag, versions = config.mismatch.sampler.lag, None
     if lag:
         parameters = dict(policy.named_parameters())
@@ -164,13 +145,46 @@ def _networks(
         policy=policy,
         value_model=value_model,
         reference=reference,
-        policy_optimizer=optimizer(trained, lora, ppo.learning_rate),
+        policy_optimizer=Optimizer(trained, _adamw(config, config.ppo.learning_rate), mode, slots, lora),
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
         versions=versions,
         hidden_hook=dropout(config.mismatch.trainer.dropout, config.seed),
     )
     return state, sampled, lora
+
+
+def _value_model(
+    config: RunConfig,
+    settings: SeparateValue,
+    source: PreTrainedModel,
+    reference: PreTrainedModel,
+    reward_model: PreTrainedModel | None,
+    share: bool,
+) -> tuple[networks.ValueModel, Lora | None]:
+    """Make a value model with a trunk of its own, and its adapters; `share` as in `_networks`."""
+    mode, max_context = config.numerics.mode, config.numerics.max_context
+    if settings.init == "reward_model":
+        assert reward_model is not None
+        starts_as, value_model = reward_model, value_model_from(reward_model, mode, max_context)
+    else:
+        starts_as, value_model = reference, networks.make_value_model(source, mode, max_context, config.seed)
+    lora = _adapted(value_model, settings.lora, config.seed, trunk_of(starts_as) if share else None)
+    if config.layout.gradient_checkpointing:
+        networks.checkpoint_gradients(value_model.trunk)
+    return value_model, lora
+
+
+def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
+    ppo = config.ppo
+    return AdamWSettings(
+        learning_rate=learning_rate,
+        beta1=0.9,
+        beta2=ppo.adam_beta2,
+        eps=ppo.adam_eps,
+        weight_decay=ppo.weight_decay,
+        max_grad_norm=ppo.max_grad_norm,
+    )
 
 
 def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:

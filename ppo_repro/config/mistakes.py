@@ -44,9 +44,13 @@ MUST = {
 def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationError) -> list[str]:
     """Return one line for each mistake that pydantic found in the tree of a `model`, in the order of its fields.
 
-    The fields of a section that belong to another kind of it share a line.
+    The fields of a section that belong to another kind of it share a line, and so do the types that a value may have.
     """
-    lines = list(dict.fromkeys(line for details in error.errors() for line in _lines(model, tree, details)))
+    by_value: dict[str, str] = {}
+    for line in dict.fromkeys(line for details in error.errors() for line in _lines(model, tree, details)):
+        value, must, allowed = line.partition(": must be ")
+        by_value[value] = f"{by_value[value]} or {allowed}" if must and value in by_value else line
+    lines = list(by_value.values())
     more = len(lines) - MAX_MISTAKES
     return lines if more <= 0 else [*lines[:MAX_MISTAKES], f"{more} more mistakes; correct these first"]
 

@@ -213,41 +213,37 @@ def _update(config: RunConfig) -> Iterator[str]:
 
 
 def _sampler(config: RunConfig) -> Iterator[str]:
-    sampler, native, engine = config.mismatch.sampler, config.is_native, config.rollout.engine
-    is_other, is_function = engine.kind != "torch", engine.kind == "function"
+    sampler, trainer, native = config.mismatch.sampler, config.mismatch.trainer, config.is_native
+    rollout, engine = config.rollout, config.rollout.engine
     if engine.kind == "sglang" and engine.numerics == "deterministic" and native:
         yield "rollout.engine.numerics = deterministic needs numerics.mode = deterministic; stock goes with both"
     if native and sampler.precision.rounds:
         yield "mismatch.sampler.precision needs numerics.mode = deterministic, whose products it rounds"
     if native and sampler.stock == "float32":
         yield ("mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample so anyway")
-    if is_other and sampler.precision.rounds:
-        yield (
-            "mismatch.sampler.precision needs rollout.engine.kind = torch; another engine has its own precision (of "
-            "SGLang --dtype in arguments)"
-        )
-    if is_other and sampler.stock is not None:
-        yield "mismatch.sampler.stock needs rollout.engine.kind = torch; SGLang has engine.numerics = stock"
-    if is_other and sampler.token_bias is not None:
-        yield "mismatch.sampler.token_bias needs rollout.engine.kind = torch, whose sampler adds the error"
     if sampler.lag > 0 and config.ppo.iterations == 1:
         yield "mismatch.sampler.lag needs ppo.iterations of at least 2: the first one has no older weights"
-    if is_other and config.task.turns > 1:
-        yield "task.max_turns greater than 1 needs rollout.engine.kind = torch: other engines sample one turn"
-    if is_other and config.rollout.stop:
-        yield "rollout.stop needs rollout.engine.kind = torch: other engines end a response by end tokens alone"
-    if is_function and config.mismatch.flip == "token":
-        yield (
-            "mismatch.flip = token needs rollout.engine.kind = torch: a rerun takes the recorded tokens of another "
-            "engine"
-        )
-    if is_function and config.mismatch.trainer.retokenize > 0:
-        yield (
-            "mismatch.trainer.retokenize needs rollout.engine.kind = torch: a rerun takes the recorded tokens of "
-            "another engine"
-        )
-    if is_function and config.ppo.replay_routes:
-        yield "ppo.replay_routes needs rollout.engine.kind = torch: a function engine returns no routes"
+    recorded = "a rerun takes the recorded tokens of another engine"
+    built_in_only = {  # whether it is set, and why another engine does not have it
+        "mismatch.sampler.precision": (
+            sampler.precision.rounds,
+            "another engine has its own precision (of SGLang --dtype in arguments)",
+        ),
+        "mismatch.sampler.stock": (sampler.stock is not None, "SGLang has engine.numerics = stock"),
+        "mismatch.sampler.token_bias": (sampler.token_bias is not None, "its sampler adds the error"),
+        "task.max_turns greater than 1": (config.task.turns > 1, "other engines sample one turn"),
+        "rollout.stop": (bool(rollout.stop), "other engines end a response by end tokens alone"),
+    }
+    if engine.kind == "function":
+        built_in_only |= {
+            "mismatch.flip = token": (config.mismatch.flip == "token", recorded),
+            "mismatch.trainer.retokenize": (trainer.retokenize > 0, recorded),
+            "ppo.replay_routes": (config.ppo.replay_routes, "a function engine returns no routes"),
+        }
+    if engine.kind != "torch":
+        for field, (is_set, why) in built_in_only.items():
+            if is_set:
+                yield f"{field} needs rollout.engine.kind = torch: {why}"
 
 
 def _trainer(config: RunConfig) -> Iterator[str]:

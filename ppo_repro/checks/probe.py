@@ -46,7 +46,7 @@ Check = tuple[str, str, Callable[[], tuple[int, int]]]
 
 
 def plain(config: RunConfig, mode: Mode) -> RunConfig:
-    """Return the configuration in a mode, with the default layout and without a warm start: any weights will do."""
+    """Return the configuration in a mode, with its device in the default layout, and without a warm start."""
     model = config.model
     if isinstance(model, TinyModel):
         model = model.model_copy(update={"warm_start_steps": 0})
@@ -54,7 +54,8 @@ def plain(config: RunConfig, mode: Mode) -> RunConfig:
     terms = (t.model_copy(update=small) if isinstance(t, TrainedRewardModel) else t for t in config.reward.terms)
     reward = config.reward.model_copy(update={"terms": tuple(terms)})
     numerics = config.numerics.model_copy(update={"mode": mode})
-    return config.model_copy(update={"model": model, "reward": reward, "numerics": numerics, "layout": LayoutConfig()})
+    layout = LayoutConfig(device=config.layout.device)
+    return config.model_copy(update={"model": model, "reward": reward, "numerics": numerics, "layout": layout})
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ thread only starts kernels. A process computes on one card.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,10 @@ _INSTEAD = "take layout.device = cpu"
 class Card(Kernels):
     """The functions of `c/interface.h` on one card. Every call goes to torch's present stream."""
 
-    def __init__(self, functions: Any, facts: Any, index: int, stand_in: bool) -> None:
-        """Take the functions of one card.
-
-        Args:
-            functions: of the library that drives it.
-            facts: name, capability and driver.
-            index: of the card.
-            stand_in: whether it is emulated.
-        """
+    def __init__(self, functions: Any, facts: Any, index: int) -> None:
+        """Take the functions of the library that drives a card, its name, capability and driver, and its index."""
         super().__init__(functions)
-        self.index, self.stand_in = index, stand_in
+        self.index = index
         self.name = ffi.string(facts.name).decode()
         self.capability = f"{facts.major}.{facts.minor}"
         self.driver = f"CUDA {facts.driver // 1000}.{facts.driver % 1000 // 10}"
@@ -52,7 +44,7 @@ class Card(Kernels):
         return call
 
     def _stream(self) -> Any:
-        return ffi.cast("void *", 0 if self.stand_in else torch.cuda.current_stream(self.index).cuda_stream)
+        return ffi.cast("void *", torch.cuda.current_stream(self.index).cuda_stream)
 
     def free_bytes(self) -> tuple[int, int]:
         """Return the free bytes of the card, and all of them."""
@@ -65,7 +57,6 @@ class _Devices:
     """The card of this process, once it is open."""
 
     card: Card | None = None
-    only_cpu = False  # inside `on_cpu`
 
 
 _open = _Devices()
@@ -82,17 +73,14 @@ def locate(folder: Path) -> tuple[Path, str]:
     return driver, kernels.read_text()
 
 
-def open_card(index: int, driver: str = DRIVER, stand_in: bool = False) -> Card:
-    """Open the kernels of a card; UserError says what is missing, or that they compute something else.
-
-    `driver` with `stand_in`: a library in place of the driver whose card is memory and threads of this process.
-    """
+def open_card(index: int, driver: str) -> Card:
+    """Open the kernels of a card; UserError says what is missing, or that they compute something else."""
     path, kernels = locate(build.SOURCES)
     functions, facts = ffi.dlopen(str(path)), ffi.new("GpuFacts *")
     fault = functions.gpu_open(driver.encode(), kernels.encode(), index, facts)
     if fault != ffi.NULL:
         raise UserError(f"layout.device = cuda:{index}: {ffi.string(fault).decode()}; {_INSTEAD}")
-    card = Card(functions, facts, index, stand_in)
+    card = Card(functions, facts, index)
     answer = card.known_answer()
     if answer != KNOWN_ANSWER:
         raise UserError(
@@ -108,7 +96,7 @@ def card(index: int = 0) -> Card:
         if torch.version.cuda is None:
             raise UserError(f"layout.device = cuda: torch {torch.__version__} was built without CUDA; install another "
                             f"build, or {_INSTEAD}")  # fmt: skip
-        _open.card = open_card(index)
+        _open.card = open_card(index, DRIVER)
         torch.cuda.init()
     if _open.card.index != index:
         raise UserError(
@@ -117,34 +105,16 @@ def card(index: int = 0) -> Card:
     return _open.card
 
 
-def use_stand_in(driver: Path) -> Card:
-    """From now on tensors of the CPU are those of a card that another library stands in for: for tests."""
-    _open.card = open_card(0, str(driver), stand_in=True)
-    return _open.card
-
-
 def kernels_of(device: torch.device) -> Kernels:
     """Return the kernels that compute on tensors of a device."""
     if device.type == "cuda":
         return card(device.index or 0)
-    if _open.card is not None and _open.card.stand_in and not _open.only_cpu:
-        return _open.card
     return library.load()
 
 
 def torch_device(name: str, rank: int = 0) -> torch.device:
     """Return the device of torch for `layout.device`; of several processes with `cuda` each takes the next card."""
-    if name == "cpu" or (_open.card is not None and _open.card.stand_in):
+    if name == "cpu":
         return CPU
     index = name.partition(":")[2]
     return torch.device("cuda", int(index) if index else rank % max(1, torch.cuda.device_count()))
-
-
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    """Let the CPU's own kernels compute on its tensors inside, also while a stand-in for a card is in use."""
-    before, _open.only_cpu = _open.only_cpu, True
-    try:
-        yield
-    finally:
-        _open.only_cpu = before

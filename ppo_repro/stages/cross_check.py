@@ -12,7 +12,6 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import hidden_states
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.devices import on_cpu
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.network import logits
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
@@ -34,14 +33,13 @@ def cross_check(config: RunConfig, state: TrainState, rollout: Rollout, forward:
     if state.cpu_policy is None or not ranks.is_first:
         return
     batch, tokens = _drawn(config, state.iteration, rollout)
-    with on_cpu():
-        for own, live in zip(state.cpu_policy.parameters(), state.policy.parameters(), strict=True):
-            own.copy_(live)
-        hidden = hidden_states(trunk_of(state.cpu_policy), batch, replay=True)
-        changed = state.hidden_hook(hidden, tokens, ("scoring", state.iteration))
-        of_tokens = logits(state.cpu_policy, changed)
-        eligible = expand_kept(rollout.kept_tokens[tokens], of_tokens.shape[-1])
-        found, _ = token_statistics(of_tokens, batch.targets, rollout.temperature, eligible, "deterministic")
+    for own, live in zip(state.cpu_policy.parameters(), state.policy.parameters(), strict=True):
+        own.copy_(live)
+    hidden = hidden_states(trunk_of(state.cpu_policy), batch, replay=True)
+    changed = state.hidden_hook(hidden, tokens, ("scoring", state.iteration))
+    of_tokens = logits(state.cpu_policy, changed)
+    eligible = expand_kept(rollout.kept_tokens[tokens], of_tokens.shape[-1])
+    found, _ = token_statistics(of_tokens, batch.targets, rollout.temperature, eligible, "deterministic")
     of_card, of_cpu = Column("old_logprobs", forward.old_logprobs[tokens]), Column("cpu_logprobs", found)
     require_same_bits(state.iteration, rollout.lengths, of_card, of_cpu, tokens)
     state.cross_checked += len(tokens)

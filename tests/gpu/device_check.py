@@ -48,6 +48,7 @@ from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.resume import rerun, resume
 from ppo_repro.runs.summary import summarise
+from tests.gpu.emulator.device import use_card
 from tests.support.models import CONFIGS, CONTEXT, MIXTURES, source_model, unequal
 
 ROOT = Path(__file__).parents[2]
@@ -62,18 +63,14 @@ class Check:
     def __init__(self, stand_in: Path | None, folder: Path) -> None:
         self.emulated, self.folder = stand_in is not None, folder
         begin = time.perf_counter()
-        self.card = devices.card() if stand_in is None else devices.use_stand_in(stand_in)
+        self.card = devices.card() if stand_in is None else use_card(stand_in)
         self.opened = time.perf_counter() - begin
         self.device = devices.torch_device("cuda")
 
     @contextmanager
     def on(self, place: str) -> Iterator[torch.device]:
         """Yield the device of models that compute on the `card` or on the `cpu`."""
-        if place == "card":
-            yield self.device
-            return
-        with devices.on_cpu():
-            yield devices.CPU
+        yield self.device if place == "card" else devices.CPU
 
     def timed(self, compute: Callable[[], Any], repeats: int = 3) -> float:
         """Return the seconds of a call, the least of some, after one that is not counted."""

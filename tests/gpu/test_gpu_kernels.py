@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from ppo_repro.numerics import build, library
+from ppo_repro.numerics.interface import ffi
 from tests.gpu.emulator import compile_for_host, stand_in
 from tests.gpu.twins import Case, GpuSide, Side, all_cases, differences, quick_cases
 from tests.support.variants import FASTEST
@@ -30,7 +31,7 @@ Open = Callable[..., GpuSide]
 
 @pytest.fixture(scope="module")
 def cpu() -> Side:
-    return Side(build.SOURCES / build.file_name(FASTEST.variants[0]))
+    return Side(ffi.dlopen(str(build.SOURCES / build.file_name(FASTEST.variants[0]))))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,10 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
         folder = tmp_path_factory.mktemp("gpu")
         driver = stand_in(folder, form, *flags, source=sources / "gpu" / "kernels.c")
         host = compile_for_host(folder / "host.so", "-shared", *flags, str(sources / "gpu" / "host.c"), "-ldl")
-        return GpuSide(host, driver, (build.SOURCES / build.ptx_name()).read_text())
+        functions, ptx = ffi.dlopen(str(host)), (build.SOURCES / build.ptx_name()).read_bytes()
+        fault = functions.gpu_open(str(driver).encode(), ptx, 0, ffi.new("GpuFacts *"))
+        assert fault == ffi.NULL, ffi.string(fault)
+        return GpuSide(functions, driver)
 
     return open_side
 

@@ -1,44 +1,59 @@
 """The functions of `c/interface.h` computed twice, by the CPU's kernels and by a GPU's: every bit must be equal.
 
 A case is a function of one side, with made-up numbers, and gives what that side computed; `differences` calls it for
-both sides. Nothing of ppo_repro is imported, so that `kernel_check.py` runs where only NumPy and cffi are.
+both sides.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cffi import FFI
 
-SOURCES = Path(__file__).parents[2] / "ppo_repro" / "numerics" / "c"
-BLOCK, SLOTS, LEVELS = 128, 8, 3
+from ppo_repro.numerics.interface import constants, ffi
+from ppo_repro.numerics.optimizer import SLOTS
+from ppo_repro.numerics.rows import slots_of
+
+LEVELS = 3
 F = np.float32
-
-ffi = FFI()
-ffi.cdef((SOURCES / "interface.h").read_text() + (SOURCES / "gpu" / "driver.h").read_text())
-constants = ffi.dlopen(None)
 
 Results = dict[str, np.ndarray]
 Case = Callable[["Side"], Results]
 
 
 class Array:
-    """Memory of a side, by address."""
+    """Memory of a side, by address, as a pointer of its type."""
 
     def __init__(self, address: int, like: np.ndarray) -> None:
         self.address, self.shape, self.dtype, self.nbytes = address, like.shape, like.dtype, like.nbytes
+        names = {"f4": "float *", "f8": "double *", "i4": "int *", "i8": "int64_t *", "u1": "uint8_t *"}
+        self.pointer = ffi.cast(names.get(like.dtype.str[1:], "Softmax *"), address)
+
+
+SOFTMAX = np.dtype([(name, np.float64) for name in ("top", "total", "log_total", "mean")])
+
+
+def pointers(value: Any) -> Any:
+    """Return members of a struct with pointers in place of arrays, and NULL in place of None."""
+    if isinstance(value, Mapping):
+        return {name: pointers(member) for name, member in value.items()}
+    if isinstance(value, list):
+        return [pointers(member) for member in value]
+    if value is None:
+        return ffi.NULL
+    return value.pointer if isinstance(value, Array) else value
 
 
 class Side:
-    """One library of kernels on the CPU, and memory for its arrays."""
+    """The functions of a library of kernels on the CPU, and memory for its arrays."""
 
-    def __init__(self, library: Path) -> None:
-        self.library, self._alive = ffi.dlopen(str(library)), list[Any]()
+    def __init__(self, functions: Any) -> None:
+        self.functions, self._alive = functions, list[Any]()
 
     def put(self, x: np.ndarray) -> Array:
         """Return a copy of an array in the side's memory, until `free`."""
@@ -53,8 +68,8 @@ class Side:
         return out
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the library; arrays are passed as their addresses."""
-        return getattr(self.library, name)(*arguments)
+        """Call a function of the library; arrays are passed as pointers."""
+        return getattr(self.functions, name)(*map(pointers, arguments))
 
     def free(self) -> None:
         """Forget all arrays."""
@@ -67,38 +82,22 @@ class Side:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return self.put(np.full(size, 0xFF, np.uint8).view(dtype).reshape(shape))
 
-    def struct(self, kind: str, **members: Any) -> Any:
-        """Return a pointer to a C struct; arrays become pointers, and None is NULL. It stays until `free`."""
-        struct = ffi.new(f"{kind} *")
-        for name, value in members.items():
-            setattr(struct, name, self.pointer(value) if value is None or isinstance(value, Array) else value)
-        self._alive.append(struct)
-        return struct
-
-    def pointer(self, array: Array | None) -> Any:
-        """Return an array's address as a pointer of its type."""
-        if array is None:
-            return ffi.NULL
-        names = {"f4": "float *", "f8": "double *", "i4": "int *", "i8": "int64_t *", "u1": "uint8_t *"}
-        return ffi.cast(names.get(array.dtype.str[1:], "void *"), array.address)
-
-    def host(self, x: Any) -> Any:
-        """Return integers in memory that the library reads on the host."""
-        memory = ffi.new("int[]", [int(i) for i in x])
+    def struct(self, kind: str, members: Any) -> Any:
+        """Return a pointer to a C struct, or an array of structs from a list. It stays until `free`."""
+        memory = ffi.new(f"{kind}[]" if isinstance(members, list) else f"{kind} *", pointers(members))
         self._alive.append(memory)
         return memory
 
+    def host(self, x: Any) -> Any:
+        """Return integers in memory that the library reads on the host."""
+        return self.struct("int", [int(i) for i in x])
+
 
 class GpuSide(Side):
-    """The library that drives a GPU; `driver` is libcuda.so.1, or the stand-in, and has the memory."""
+    """The functions of the library that drives a GPU; `driver` is libcuda.so.1, or the stand-in, and has the memory."""
 
-    def __init__(self, library: Path, driver: Path | str, ptx: str) -> None:
-        super().__init__(library)
-        self.facts = ffi.new("GpuFacts *")
-        error = self.library.gpu_open(str(driver).encode(), ptx.encode(), 0, self.facts)
-        if error != ffi.NULL:
-            raise RuntimeError(ffi.string(error).decode())
-        self.name = ffi.string(self.facts.name).decode()
+    def __init__(self, functions: Any, driver: Path | str) -> None:
+        super().__init__(functions)
         self.driver = ctypes.CDLL(str(driver))
         self._addresses: list[int] = []
 
@@ -108,7 +107,7 @@ class GpuSide(Side):
 
     def put(self, x: np.ndarray) -> Array:
         x, address = np.ascontiguousarray(x), ctypes.c_uint64()
-        self.library.gpu_begin(ffi.NULL)
+        self.functions.gpu_begin(ffi.NULL)
         size = ctypes.c_size_t(x.nbytes)
         self._check(self.driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(max(x.nbytes, 1))))
         self._check(self.driver.cuMemcpyHtoDAsync_v2(address, ctypes.c_void_p(x.ctypes.data), size, None))
@@ -124,7 +123,7 @@ class GpuSide(Side):
         return out
 
     def call(self, name: str, *arguments: Any) -> Any:
-        self.library.gpu_begin(ffi.NULL)
+        self.functions.gpu_begin(ffi.NULL)
         return super().call(name, *arguments)
 
     def free(self) -> None:
@@ -136,8 +135,10 @@ class GpuSide(Side):
 
 def different(theirs: np.ndarray, ours: np.ndarray) -> int:
     """Return how many numbers differ in their bits; NaN is NaN, whatever its payload."""
-    unsigned = {1: np.uint8, 4: np.uint32, 8: np.uint64}[theirs.dtype.itemsize]
     a, b = (np.ascontiguousarray(x).reshape(-1) for x in (theirs, ours))
+    if a.dtype == SOFTMAX:
+        a, b = a.view(np.float64), b.view(np.float64)
+    unsigned = {1: np.uint8, 4: np.uint32, 8: np.uint64}[a.dtype.itemsize]
     unequal = a.view(unsigned) != b.view(unsigned)
     if a.dtype.kind == "f":
         unequal &= ~(np.isnan(a) & np.isnan(b))
@@ -169,19 +170,19 @@ def numbers(rng: np.random.Generator, *shape: int, wild: bool = False) -> np.nda
 
 
 def matrix(
-    side: Side, w: np.ndarray, bias: np.ndarray | None, transposed: bool = False, grad: int = -1
+    side: Side, w: np.ndarray, bias: np.ndarray | None, transposed: bool = False, grad: int = -1, bias_grad: int = -1
 ) -> dict[str, Any]:
-    """Return the members of a Matrix with weight w [n, k], which is packed later."""
+    """Return the members of a Matrix with weight w [n, k] and bias [n], which is packed later."""
     n, k = w.shape
-    panels = side.put(np.zeros(max(side.library.panel_floats(n, k), 1), F))
+    panels = side.put(np.zeros(max(side.functions.panel_floats(n, k), 1), F))
     weight = side.put(np.ascontiguousarray(w.T if transposed else w))
-    kept = None if bias is None else side.put(bias)
-    return dict(n=n, k=k, w=weight, bias=kept, panels=panels, transposed=transposed, grad=grad, bias_grad=-1)
+    members = dict(n=n, k=k, w=weight, bias=None if bias is None else side.put(bias), panels=panels)
+    return members | dict(transposed=transposed, grad=grad, bias_grad=bias_grad)
 
 
-def packed(side: Side, **members: Any) -> Any:
+def packed(side: Side, members: dict[str, Any]) -> Any:
     """Return a Matrix whose weight is packed."""
-    struct = side.struct("Matrix", **members)
+    struct = side.struct("Matrix", members)
     side.call("pack", struct)
     return struct
 
@@ -196,10 +197,9 @@ def product(rows: int, cols: int, terms: int, transposed: bool = False, wild: bo
         rng = np.random.default_rng((rows, cols, terms))
         x, w = numbers(rng, rows, terms, wild=wild), numbers(rng, cols, terms, wild=wild)
         bias, residual = numbers(rng, cols), numbers(rng, rows, cols)
-        layer = packed(side, **matrix(side, w, bias if more else None, transposed))
+        layer = packed(side, matrix(side, w, bias if more else None, transposed))
         y = side.nan(rows, cols)
-        added = side.pointer(side.put(residual) if more else None)
-        side.call("linear", layer, side.pointer(side.put(x)), rows, added, side.pointer(y))
+        side.call("linear", layer, side.put(x), rows, side.put(residual) if more else None, y)
         return {"y": side.get(y)}
 
     return case
@@ -215,9 +215,7 @@ class Sums:
     def of_pass(self, last: int, stays_open: bool) -> Any:
         """Return the Sums of the next pass."""
         slots = dict(first=self.slot, open=self.is_open, last=last, stays_open=stays_open)
-        struct = self.side.struct("Sums", levels=LEVELS, **slots)
-        for i, level in enumerate(self.levels):
-            struct.level[i] = self.side.pointer(level)
+        struct = self.side.struct("Sums", dict(level=self.levels, levels=LEVELS) | slots)
         self.slot, self.is_open = last, stays_open
         return struct
 
@@ -235,8 +233,8 @@ def gradients(
     def case(side: Side) -> Results:
         rng = np.random.default_rng((n, k, len(lengths)))
         w, count, found = numbers(rng, n, k, wild=wild), len(lengths), {}
-        layer = packed(side, **matrix(side, w, numbers(rng, n), transposed, grad=0) | {"bias_grad": n * k})
-        slots, sums = [((i + 1) * SLOTS - 1) // count for i in range(count)] + [SLOTS], Sums(side, n * k + n)
+        layer = packed(side, matrix(side, w, numbers(rng, n), transposed, grad=0, bias_grad=n * k))
+        slots, sums = slots_of(range(count), count, SLOTS), Sums(side, n * k + n)
         for first, after in pairwise(cuts):
             rows = sum(lengths[first:after])
             sequence = np.repeat(np.arange(after - first), lengths[first:after])
@@ -245,9 +243,8 @@ def gradients(
             dy, x = numbers(rng, rows, n, wild=wild), numbers(rng, rows, k, wild=wild)
             dx = side.nan(rows, k)
             of_pass = sums.of_pass(own[-1], after < count and own[-2] == own[-1])
-            arrays = (side.pointer(side.put(dy)), side.pointer(side.put(x)), rows)
             integers = (side.host(sequence), side.host(position), side.host(own))
-            side.call("linear_backward", layer, *arrays, *integers, of_pass, side.pointer(dx))
+            side.call("linear_backward", layer, side.put(dy), side.put(x), rows, *integers, of_pass, dx)
             found[f"dx from {first}"] = side.get(dx)
             found |= {f"{key} from {first}": x for key, x in sums.found().items()}
         return found
@@ -257,175 +254,176 @@ def gradients(
 
 # ------------------------------------------------------------------------------------------------------------ models
 
+VOCABULARY, CHOSEN = 61, 2  # tokens; experts of a token
 
-def model(
-    lengths: Sequence[int],
-    chunks: Sequence[int] = (),
-    passes: Sequence[int] = (),
-    recompute: bool = False,
-    hidden: int = 24,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 12,
-    inner: int = 40,
-    windows: Sequence[int] = (0,),
-    norm: str = "NORM_RMS",
-    qk_norm: str = "QK_NORM_NONE",
-    activation: str = "ACT_SILU",
-    experts: int = 0,
-    rotary: bool = True,
-    parallel: bool = False,
-    transposed: bool = False,
-    formats: Sequence[str] = ("FORMAT_FLOAT32",) * 3,
-) -> Case:
-    """A whole model: hidden states over a cache in `chunks`, or of whole sequences with all gradients.
 
-    `passes` cuts the sequences into backward passes; empty: one. `experts` of the last layer; `formats` of activations,
-    inputs and cache.
-    """
-    vocabulary, gated, chosen = 61, norm != "NORM_LAYER", 2
-    longest = max(lengths)
+@dataclass(frozen=True)
+class Shape:
+    """A model of layers with these windows."""
+
+    hidden: int = 24
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 12
+    inner: int = 40
+    windows: tuple[int, ...] = (0,)
+    norm: str = "NORM_RMS"
+    qk_norm: str = "QK_NORM_NONE"
+    activation: str = "ACT_SILU"
+    experts: int = 0  # of the last layer
+    rotary: bool = True
+    parallel: bool = False
+    transposed: bool = False
+    rounded: str = "FORMAT_FLOAT32"  # format of activations, inputs and cache
+
+    @property
+    def gated(self) -> bool:
+        return self.norm != "NORM_LAYER"
+
+
+class _Weights:
+    """Made-up weights of a model on one side, and where the gradient of each one lies."""
+
+    def __init__(self, side: Side, shape: Shape, rng: np.random.Generator) -> None:
+        self.side, self.shape, self.rng, self.size = side, shape, rng, 0
+
+    def some(self, *shape: int, center: float = 0.0, size: float = 0.3) -> tuple[np.ndarray, int]:
+        """Return numbers, and the place of their gradient."""
+        place, self.size = self.size, self.size + int(np.prod(shape))
+        return (center + size * self.rng.uniform(-1, 1, shape)).astype(F), place
+
+    def norm(self, n: int) -> dict[str, Any]:
+        w, grad = self.some(n, center=1.0)
+        b, b_grad = self.some(n) if self.shape.norm == "NORM_LAYER" else (None, -1)
+        return dict(w=self.side.put(w), b=None if b is None else self.side.put(b), grad=grad, b_grad=b_grad)
+
+    def matrix(self, n: int, k: int) -> dict[str, Any]:
+        (w, grad), (bias, bias_grad) = self.some(n, k), self.some(n)
+        return matrix(self.side, w, bias, self.shape.transposed, grad, bias_grad)
+
+    def layer(self, window: int, experts: int) -> dict[str, Any]:
+        """Return the members of a Layer; with `experts` they stand in place of the MLP."""
+        side, s = self.side, self.shape
+        members = dict(window=window, scale=s.head_dim**-0.5, norm1=self.norm(s.hidden), norm2=self.norm(s.hidden))
+        if s.qk_norm != "QK_NORM_NONE":
+            for name, heads in (("q_norm", s.heads), ("k_norm", s.kv_heads)):
+                w, grad = self.some(s.head_dim * (heads if s.qk_norm == "QK_NORM_WHOLE" else 1), center=1.0)
+                members[name] = dict(w=side.put(w), grad=grad, b_grad=-1)
+        members["qkv"] = self.matrix((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden)
+        members["out"] = self.matrix(s.hidden, s.heads * s.head_dim)
+        inner = (2 if s.gated else 1) * s.inner
+        if not experts:
+            return members | dict(up=self.matrix(inner, s.hidden), down=self.matrix(s.hidden, s.inner))
+        members["router"] = self.matrix(experts, s.hidden)
+        up = side.struct("Matrix", [self.matrix(inner, s.hidden) for _ in range(experts)])
+        down = side.struct("Matrix", [self.matrix(s.hidden, s.inner) for _ in range(experts)])
+        return members | dict(expert_up=up, expert_down=down)
+
+
+def _pack(side: Side, layer: Any, experts: int) -> None:
+    alone = ("qkv", "out") + (() if experts else ("up", "down")) + (("router",) if experts else ())
+    for name in alone:
+        side.call("pack", ffi.addressof(layer, name))
+    for expert in range(experts):
+        for matrices in (layer.expert_up, layer.expert_down):
+            side.call("pack", matrices + expert)
+
+
+def _model(side: Side, shape: Shape, rng: np.random.Generator, longest: int) -> tuple[Any, int]:
+    """Return a Model with positions up to `longest`, and how many weights it has."""
+    weights, s = _Weights(side, shape, rng), shape
+    embedding, embedding_grad = weights.some(VOCABULARY, s.hidden, size=1.0)
+    experts = [s.experts if index == len(s.windows) - 1 else 0 for index in range(len(s.windows))]
+    layers = side.struct("Layer", [weights.layer(*layer) for layer in zip(s.windows, experts, strict=True)])
+    for index, count in enumerate(experts):
+        _pack(side, layers + index, count)
+    last_norm = weights.norm(s.hidden)
+    half = (s.head_dim // 4 * 2 or 2) // 2  # a part of a head rotates
+    angles = rng.uniform(0, 7, (longest, half))
+    learned, positions_grad = (None, -1) if s.rotary else weights.some(longest, s.hidden)
+    kinds = {name: getattr(constants, getattr(s, name)) for name in ("norm", "qk_norm", "activation")}
+    rounded = getattr(constants, s.rounded)
+    members = dict(
+        layers=len(s.windows), hidden=s.hidden, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
+        vocabulary=VOCABULARY, rotary=2 * half if s.rotary else 0, gated=s.gated, parallel=s.parallel,
+        experts=s.experts or 1, chosen=min(CHOSEN, s.experts or 1), normalised=1, mixtures=bool(s.experts),
+        q_step=s.head_dim, k_at=s.heads * s.head_dim, k_step=s.head_dim, v_at=(s.heads + s.kv_heads) * s.head_dim,
+        v_step=s.head_dim, round_activations=rounded, round_inputs=rounded, round_cache=rounded,
+        position_entries=0 if s.rotary else longest, padding=3, eps=1e-5, embedding_scale=1.5,
+        cosine=side.put(np.cos(angles).astype(F)), sine=side.put(np.sin(angles).astype(F)),
+        embedding=side.put(embedding), embedding_grad=embedding_grad, positions_grad=positions_grad,
+        positions=None if learned is None else side.put(learned), last_norm=last_norm, layer=layers,
+    )  # fmt: skip
+    struct = side.struct("Model", members | kinds)
+    fault = side.functions.model_fault(struct)
+    assert fault == ffi.NULL, ffi.string(fault)
+    return struct, weights.size
+
+
+class _Sequences:
+    """Made-up tokens, with memory for their keys and values."""
+
+    def __init__(self, side: Side, shape: Shape, rng: np.random.Generator, lengths: Sequence[int]) -> None:
+        self.side, self.lengths, count = side, lengths, len(lengths)
+        self.ids = [rng.integers(0, VOCABULARY, length) for length in lengths]
+        self.slots = slots_of(range(count), count, SLOTS)
+        self.bases = np.cumsum([0, *(-(-length // 16) * 16 for length in lengths)])
+        floats = len(shape.windows) * shape.kv_heads * int(self.bases[-1]) * shape.head_dim
+        self.cache = dict(keys=side.nan(floats), values=side.nan(floats), capacity=int(self.bases[-1]))
+
+    def batch(self, of: Sequence[int], past: Sequence[int], now: Sequence[int]) -> Any:
+        """Return a Batch of some sequences: `now` tokens of each, from position `past` on."""
+        ids = np.concatenate([self.ids[i][p : p + n] for i, p, n in zip(of, past, now, strict=True)])
+        integers = dict(
+            ids=ids,
+            position=np.concatenate([np.arange(p, p + n) for p, n in zip(past, now, strict=True)]),
+            sequence=np.repeat(np.arange(len(of)), now),
+            start=np.cumsum([0, *now]),
+            base=[self.bases[i] for i in of],
+            slots=[*(self.slots[i] for i in of), self.slots[of[-1] + 1]],
+        )
+        host = {name: self.side.host(values) for name, values in integers.items()}
+        return self.side.struct("Batch", dict(tokens=sum(now), sequences=len(of)) | host | self.cache)
+
+
+def cached(lengths: Sequence[int], chunks: Sequence[int], shape: Shape) -> Case:
+    """Hidden states of a model over a cache: of each sequence the next tokens, in chunks."""
 
     def case(side: Side) -> Results:
-        rng, parts = np.random.default_rng(7), list[np.ndarray]()
+        rng = np.random.default_rng(7)
+        struct, _ = _model(side, shape, rng, max(lengths))
+        sequences, past, found = _Sequences(side, shape, rng, lengths), [0] * len(lengths), Results()
+        turn = 0
+        while going := [i for i, length in enumerate(lengths) if past[i] < length]:
+            now = [min(chunks[turn % len(chunks)], lengths[i] - past[i]) for i in going]
+            out, batch = side.nan(sum(now), shape.hidden), sequences.batch(going, [past[i] for i in going], now)
+            fault = side.call("model_forward", struct, batch, None, constants.KEEP_NOTHING, out)
+            found |= {f"fault {turn}": np.array([fault], np.int32), f"chunk {turn}": side.get(out)}
+            for i, n in zip(going, now, strict=True):
+                past[i] += n
+            turn += 1
+        return found
 
-        def some(*shape: int, center: float = 0.0, size: float = 0.3) -> tuple[Array, int]:
-            values = (center + size * rng.uniform(-1, 1, shape)).astype(F)
-            at = sum(part.size for part in parts)
-            parts.append(values)
-            return side.put(values), at
+    return case
 
-        def some_norm(n: int) -> dict[str, Any]:
-            w, grad = some(n, center=1.0)
-            b, b_grad = some(n) if norm == "NORM_LAYER" else (None, -1)
-            return dict(w=w, b=b, grad=grad, b_grad=b_grad)
 
-        def some_matrix(n: int, k: int) -> dict[str, Any]:
-            values = (0.3 * rng.uniform(-1, 1, (n, k))).astype(F)
-            at = sum(part.size for part in parts)
-            parts.append(values)
-            bias, bias_grad = some(n)
-            return matrix(side, values, None, transposed, at) | dict(bias=bias, bias_grad=bias_grad)
+def model(lengths: Sequence[int], shape: Shape, passes: Sequence[int] = (), recompute: bool = False) -> Case:
+    """Hidden states and all gradients of a model; `passes` cuts the sequences into backward passes; empty: one."""
+    count = len(lengths)
 
-        def fill(struct: Any, members: dict[str, Any]) -> None:
-            for name, value in members.items():
-                setattr(struct, name, side.pointer(value) if value is None or isinstance(value, Array) else value)
-
-        def fill_matrix(struct: Any, n: int, k: int) -> None:
-            fill(struct, some_matrix(n, k))
-            side.call("pack", ffi.addressof(struct))
-
-        layers = ffi.new("Layer[]", len(windows))
-        side._alive.append(layers)
-        embedding, embedding_grad = some(vocabulary, hidden, size=1.0)
-        for index, window in enumerate(windows):
-            layer = layers[index]
-            layer.window, layer.scale, layer.mixture = window, head_dim**-0.5, 0
-            fill(layer.norm1, some_norm(hidden))
-            fill(layer.norm2, some_norm(hidden))
-            if qk_norm != "QK_NORM_NONE":
-                whole = qk_norm == "QK_NORM_WHOLE"
-                for name, count in (("q_norm", heads), ("k_norm", kv_heads)):
-                    w, grad = some(head_dim * (count if whole else 1), center=1.0)
-                    fill(getattr(layer, name), dict(w=w, b=None, grad=grad, b_grad=-1))
-            fill_matrix(layer.qkv, (heads + 2 * kv_heads) * head_dim, hidden)
-            fill_matrix(layer.out, hidden, heads * head_dim)
-            if experts and index == len(windows) - 1:
-                up, down = ffi.new("Matrix[]", experts), ffi.new("Matrix[]", experts)
-                side._alive.extend((up, down))
-                for e in range(experts):
-                    fill_matrix(up[e], (2 if gated else 1) * inner, hidden)
-                    fill_matrix(down[e], hidden, inner)
-                fill_matrix(layer.router, experts, hidden)
-                layer.expert_up, layer.expert_down = up, down
-            else:
-                fill_matrix(layer.up, (2 if gated else 1) * inner, hidden)
-                fill_matrix(layer.down, hidden, inner)
-        last = some_norm(hidden)
-        half = (head_dim // 4 * 2 or 2) // 2  # a part of a head rotates
-        angles = rng.uniform(0, 7, (longest, half))
-        positions, positions_grad = (None, -1) if rotary else some(longest, hidden)
-        m = side.struct(
-            "Model",
-            layers=len(windows),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocabulary=vocabulary,
-            norm=getattr(constants, norm),
-            qk_norm=getattr(constants, qk_norm),
-            rotary=2 * half if rotary else 0,
-            activation=getattr(constants, activation),
-            gated=gated,
-            parallel=parallel,
-            experts=experts or 1,
-            chosen=min(chosen, experts or 1),
-            normalised=1,
-            mixtures=bool(experts),
-            q_step=head_dim,
-            k_at=heads * head_dim,
-            k_step=head_dim,
-            v_at=(heads + kv_heads) * head_dim,
-            v_step=head_dim,
-            position_entries=0 if rotary else longest,
-            padding=3,
-            eps=1e-5,
-            embedding_scale=1.5,
-            cosine=side.put(np.cos(angles).astype(F)),
-            sine=side.put(np.sin(angles).astype(F)),
-            embedding=embedding,
-            positions=positions,
-            embedding_grad=embedding_grad,
-            positions_grad=positions_grad,
-            layer=layers,
-        )
-        fill(m.last_norm, last)
-        m.round_activations, m.round_inputs, m.round_cache = (getattr(constants, name) for name in formats)
-        fault = side.library.model_fault(m)
-        assert fault == ffi.NULL, ffi.string(fault)
-        each = [-(-length // 16) * 16 for length in lengths]
-        bases = np.cumsum([0, *each])
-        capacity = int(bases[-1])
-        keys, values = (side.nan(len(windows) * kv_heads * capacity * head_dim) for _ in range(2))
-        ids = [rng.integers(0, vocabulary, length) for length in lengths]
-        count = len(lengths)
-        slots = [((i + 1) * SLOTS - 1) // count for i in range(count)] + [SLOTS]
-
-        def batch(of: Sequence[int], past: Sequence[int], now: Sequence[int]) -> Any:
-            b = side.struct("Batch", tokens=sum(now), sequences=len(of), keys=keys, values=values, capacity=capacity)
-            b.ids = side.host(np.concatenate([ids[i][p : p + n] for i, p, n in zip(of, past, now, strict=True)]))
-            b.position = side.host(np.concatenate([np.arange(p, p + n) for p, n in zip(past, now, strict=True)]))
-            b.sequence = side.host(np.repeat(np.arange(len(of)), now))
-            b.start, b.base = side.host([0, *np.cumsum(now)]), side.host([bases[i] for i in of])
-            b.slots = side.host([*(slots[i] for i in of), slots[of[-1] + 1]])
-            return b
-
-        found: Results = {}
-        if chunks:
-            past, turn = [0] * count, 0
-            while going := [i for i in range(count) if past[i] < lengths[i]]:
-                now = [min(chunks[turn % len(chunks)], lengths[i] - past[i]) for i in going]
-                out = side.nan(sum(now), hidden)
-                b = batch(going, [past[i] for i in going], now)
-                found[f"fault {turn}"] = np.array(
-                    [side.call("model_forward", m, b, ffi.NULL, constants.KEEP_NOTHING, side.pointer(out))], np.int32
-                )
-                found[f"chunk {turn}"] = side.get(out)
-                for i, n in zip(going, now, strict=True):
-                    past[i] += n
-                turn += 1
-            return found
-        keep = constants.KEEP_INPUTS if recompute else constants.KEEP_ALL
-        sums, cuts = Sums(side, sum(part.size for part in parts)), list(passes) or [0, count]
-        for first, after in pairwise(cuts):
-            of, now = list(range(first, after)), list(lengths[first:after])
-            b, tokens = batch(of, [0] * len(of), now), sum(now)
-            kept = side.nan(side.library.kept_floats(m, tokens, keep))
-            out, d_hidden = side.nan(tokens, hidden), side.put(numbers(rng, tokens, hidden))
-            side.call("model_forward", m, b, side.pointer(kept), keep, side.pointer(out))
+    def case(side: Side) -> Results:
+        rng = np.random.default_rng(7)
+        struct, size = _model(side, shape, rng, max(lengths))
+        sequences, sums, found = _Sequences(side, shape, rng, lengths), Sums(side, size), Results()
+        keep, slots = constants.KEEP_INPUTS if recompute else constants.KEEP_ALL, sequences.slots
+        for first, after in pairwise(passes or (0, count)):
+            now = lengths[first:after]
+            batch, tokens = sequences.batch(range(first, after), [0] * len(now), now), sum(now)
+            kept = side.nan(side.functions.kept_floats(struct, tokens, keep))
+            out, d_hidden = side.nan(tokens, shape.hidden), side.put(numbers(rng, tokens, shape.hidden))
+            side.call("model_forward", struct, batch, kept, keep, out)
             of_pass = sums.of_pass(slots[after], after < count and slots[after - 1] == slots[after])
-            side.call("model_backward", m, b, side.pointer(kept), keep, side.pointer(d_hidden), of_pass)
+            side.call("model_backward", struct, batch, kept, keep, d_hidden, of_pass)
             found[f"hidden from {first}"] = side.get(out)
             found |= {f"{key} from {first}": x for key, x in sums.found().items()}
         return found
@@ -443,40 +441,39 @@ def _logits(rng: np.random.Generator, n: int, v: int) -> np.ndarray:
     return z.astype(F)
 
 
+def _eligible(side: Side, rng: np.random.Generator, n: int, v: int, always: Any, share: float = 0.5) -> Array:
+    """Return which tokens may be drawn: some, and in each row the one in column `always`."""
+    eligible = rng.random((n, v)) < share
+    eligible[np.arange(n), always] = True
+    return side.put(eligible.astype(np.uint8))
+
+
+def written(side: Side, fine: int, results: Mapping[str, Array]) -> Results:
+    """Return what a function returned, and what it wrote."""
+    return {"fine": np.array([fine])} | {name: side.get(array) for name, array in results.items()}
+
+
 def statistics(n: int, v: int, masked: bool = False, bad: bool = False, temperature: float = 0.7) -> Case:
     """Log-probs, entropies and sums of squares, and their gradient. `bad`: a row has an infinity."""
 
     def case(side: Side) -> Results:
         rng = np.random.default_rng((n, v))
-        z, targets = _logits(rng, n, v), rng.integers(0, v, n)
+        z, targets, d_logprobs = _logits(rng, n, v), rng.integers(0, v, n), numbers(rng, n)
         if bad:
             z[-1, v // 2] = np.inf
-        eligible = rng.random((n, v)) < 0.5
-        eligible[np.arange(n), targets] = True
-        d_logprobs = numbers(rng, n)
         d_logprobs[: n // 3] = 0.0
         d_entropies = np.where(d_logprobs == 0, 0, 0.01).astype(F)
         results = {name: side.nan(n) for name in ("logprobs", "entropies", "squares")}
-        more = {"rows": side.nan(n, 4, dtype=np.float64), "gradient": side.nan(n, v)}
-        pointers = {name: side.pointer(array) for name, array in results.items()}
-        s = side.struct(
-            "Statistics",
-            logits=side.put(z),
-            ld=v,
-            n=n,
-            v=v,
-            temperature=temperature,
-            eligible=side.put(eligible.astype(np.uint8)) if masked else None,
-            targets=side.put(targets.astype(np.int64)),
-            rows=ffi.cast("Softmax *", more["rows"].address),
-            d_logprobs=side.put(d_logprobs),
-            d_entropies=side.put(d_entropies),
-            gradient=more["gradient"],
-            **pointers,
-        )
+        results |= dict(rows=side.nan(n, dtype=SOFTMAX), gradient=side.nan(n, v))
+        given = dict(
+            logits=side.put(z), ld=v, n=n, v=v, temperature=temperature, targets=side.put(targets),
+            eligible=_eligible(side, rng, n, v, targets) if masked else None,
+            d_logprobs=side.put(d_logprobs), d_entropies=side.put(d_entropies),
+        )  # fmt: skip
+        s = side.struct("Statistics", given | results)
         fine = side.call("token_statistics", s)
         side.call("token_statistics_gradient", s)
-        return {"fine": np.array([fine])} | {name: side.get(array) for name, array in (results | more).items()}
+        return written(side, fine, results)
 
     return case
 
@@ -486,28 +483,16 @@ def divergence(n: int, v: int, masked: bool = False) -> Case:
 
     def case(side: Side) -> Results:
         rng = np.random.default_rng((n, v, 1))
-        eligible = (rng.random((n, v)) < 0.5).astype(np.uint8)
-        eligible[:, 0] = 1
         results = {"out": side.nan(n), "gradient": side.nan(n, v)}
-        rows = {name: side.nan(n, 4, dtype=np.float64) for name in "pq"}
-        d = side.struct(
-            "Divergence",
-            p_logits=side.put(_logits(rng, n, v)),
-            q_logits=side.put(_logits(rng, n, v)),
-            p_ld=v,
-            q_ld=v,
-            n=n,
-            v=v,
-            temperature=0.9,
-            eligible=side.put(eligible) if masked else None,
-            seed=side.put(numbers(rng, n)),
-            p=ffi.cast("Softmax *", rows["p"].address),
-            q=ffi.cast("Softmax *", rows["q"].address),
-            **results,
-        )
+        given = dict(
+            p_logits=side.put(_logits(rng, n, v)), q_logits=side.put(_logits(rng, n, v)), p_ld=v, q_ld=v, n=n, v=v,
+            temperature=0.9, eligible=_eligible(side, rng, n, v, 0) if masked else None,
+            seed=side.put(numbers(rng, n)), p=side.nan(n, dtype=SOFTMAX), q=side.nan(n, dtype=SOFTMAX),
+        )  # fmt: skip
+        d = side.struct("Divergence", given | results)
         fine = side.call("kl_divergence", d)
         side.call("kl_divergence_gradient", d)
-        return {"fine": np.array([fine])} | {name: side.get(array) for name, array in results.items()}
+        return written(side, fine, results)
 
     return case
 
@@ -518,15 +503,10 @@ def cut(n: int, v: int, top_k: int, top_p: float) -> Case:
     def case(side: Side) -> Results:
         scaled = _logits(np.random.default_rng((n, v, 2)), n, v)
         order = np.argsort(-scaled, axis=1, kind="stable").astype(np.int64)
-        results = {
-            "eligible": side.nan(n, v, dtype=np.uint8),
-            "rank": side.nan(n, v, dtype=np.int32),
-            "log_kept": side.nan(n),
-        }
-        numbers_of = dict(n=n, v=v, top_k=top_k, top_p=top_p)
-        c = side.struct("Cut", scaled=side.put(scaled), order=side.put(order), **numbers_of, **results)
-        fine = side.call("cut_tokens", c)
-        return {"fine": np.array([fine])} | {name: side.get(array) for name, array in results.items()}
+        results = dict(eligible=side.nan(n, v, dtype=np.uint8), rank=side.nan(n, v, dtype=np.int32))
+        results["log_kept"] = side.nan(n)
+        given = dict(scaled=side.put(scaled), order=side.put(order), n=n, v=v, top_k=top_k, top_p=top_p)
+        return written(side, side.call("cut_tokens", side.struct("Cut", given | results)), results)
 
     return case
 
@@ -536,27 +516,16 @@ def sampling(n: int, v: int, masked: bool = False, temperature: float = 0.8) -> 
 
     def case(side: Side) -> Results:
         rng = np.random.default_rng((n, v, 3))
-        eligible = (rng.random((n, v)) < 0.3).astype(np.uint8)
-        eligible[:, -1] = 1
-        columns = np.argsort(rng.random((n, v)), axis=1).astype(np.int32)
         results = {"tokens": side.nan(n, dtype=np.int64), "logprobs": side.nan(n)}
-        rows = side.nan(n, 4, dtype=np.float64)
-        s = side.struct(
-            "Sampling",
-            logits=side.put(_logits(rng, n, v) / F(20)),
-            ld=v,
-            n=n,
-            v=v,
-            temperature=temperature,
-            seeds=side.put(rng.integers(0, 2**62, n)),
-            positions=side.put(rng.integers(0, 2**20, n)),
-            eligible=side.put(eligible) if masked else None,
-            columns=side.put(columns) if masked else None,
-            rows=ffi.cast("Softmax *", rows.address),
-            **results,
-        )
-        fine = side.call("sample_tokens", s)
-        return {"fine": np.array([fine])} | {name: side.get(array) for name, array in results.items()}
+        given = dict(
+            logits=side.put(_logits(rng, n, v) / F(20)), ld=v, n=n, v=v, temperature=temperature,
+            seeds=side.put(rng.integers(0, 2**62, n)), positions=side.put(rng.integers(0, 2**20, n)),
+            rows=side.nan(n, dtype=SOFTMAX),
+        )  # fmt: skip
+        if masked:
+            columns = np.argsort(rng.random((n, v)), axis=1).astype(np.int32)
+            given |= dict(eligible=_eligible(side, rng, n, v, -1, share=0.3), columns=side.put(columns))
+        return written(side, side.call("sample_tokens", side.struct("Sampling", given | results)), results)
 
     return case
 
@@ -567,7 +536,10 @@ def noise(n: int, columns: int) -> Case:
     def case(side: Side) -> Results:
         rng, out = np.random.default_rng(n), side.nan(n, columns, dtype=np.float64)
         seeds, positions = (side.put(rng.integers(0, 2**62, n)) for _ in range(2))
-        side.call("normal_noise", side.struct("Noise", seeds=seeds, positions=positions, n=n, columns=columns, out=out))
+        side.call(
+            "normal_noise",
+            side.struct("Noise", dict(seeds=seeds, positions=positions, n=n, columns=columns, out=out)),
+        )
         return {"out": side.get(out)}
 
     return case
@@ -580,29 +552,23 @@ def optimizer(sizes: Sequence[int]) -> Case:
     """The join of slots, the norm of gradients, and two steps of AdamW."""
 
     def case(side: Side) -> Results:
-        rng, found = np.random.default_rng(tuple(sizes)), {}
-        tensors = ffi.new("Trained[]", len(sizes))
-        side._alive.append(tensors)
-        arrays: dict[str, Array] = {}
+        rng, arrays = np.random.default_rng(tuple(sizes)), list[dict[str, Array]]()
         for i, n in enumerate(sizes):
-            levels = [numbers(rng, n, wild=True) for _ in range(LEVELS + 1)]
             sums = Sums(side, n)
-            sums.levels = [side.put(level) for level in levels]
+            sums.levels = [side.put(numbers(rng, n, wild=True)) for _ in range(LEVELS + 1)]
             sums.slot, sums.is_open = 5, i % 2 == 0
-            joined = sums.of_pass(5, False)
-            joined.open = i % 2 == 0
-            side.call("join_sums", joined, n)
-            arrays |= {f"g {i}": sums.levels[0], f"p {i}": side.put(numbers(rng, n))}
-            arrays |= {f"m {i}": side.put(numbers(rng, n)), f"v {i}": side.put(np.abs(numbers(rng, n, wild=True)))}
-            for name in "pgmv":
-                setattr(tensors[i], name, side.pointer(arrays[f"{name} {i}"]))
-            tensors[i].n = n
-        found["norm"] = np.array([side.call("gradient_squares", tensors, len(sizes)), *(t.square for t in tensors)])
+            side.call("join_sums", sums.of_pass(5, False), n)
+            squares = np.abs(numbers(rng, n, wild=True))
+            weights = dict(p=side.put(numbers(rng, n)), m=side.put(numbers(rng, n)), v=side.put(squares))
+            arrays.append(dict(g=sums.levels[0]) | weights)
+        tensors = side.struct("Trained", [of | dict(n=n) for of, n in zip(arrays, sizes, strict=True)])
+        norm = side.call("gradient_squares", tensors, len(sizes))
         betas = dict(beta1=0.9, rest1=0.1, beta2=0.999, rest2=0.001)
-        step = side.struct("Step", clip=0.37, keep=0.99, rate=3e-4, unroot=1.7, eps=1e-8, **betas)
+        step = side.struct("Step", dict(clip=0.37, keep=0.99, rate=3e-4, unroot=1.7, eps=1e-8) | betas)
         for _ in range(2):
             side.call("adamw", tensors, len(sizes), step)
-        return found | {name: side.get(array) for name, array in arrays.items()}
+        after = {f"{name} {i}": side.get(array) for i, of in enumerate(arrays) for name, array in of.items()}
+        return {"norm": np.array([norm, *(t.square for t in tensors)])} | after
 
     return case
 
@@ -616,7 +582,7 @@ def rounding(form: str, scaled: bool, rows: int, n: int) -> Case:
         if rows > 2:
             x[1, 0], x[2, -1] = np.inf, np.nan
         array = side.put(x)
-        side.call("round_tensor", getattr(constants, form), scaled, side.pointer(array), rows, n)
+        side.call("round_tensor", getattr(constants, form), scaled, array, rows, n)
         return {"x": side.get(array)}
 
     return case
@@ -634,12 +600,12 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
     yield "product transposed", product(19, 37, 140, transposed=True)
     yield "gradients", gradients(132, 68, (200, 2, 130, 1, 45), (0, 1, 3, 5), wild=True)
     yield "gradients transposed", gradients(37, 131, (30, 41, 128), (0, 3), transposed=True)
-    yield "model", model(LENGTHS, windows=(0, 40), qk_norm="QK_NORM_HEAD", passes=(0, 2, 5))
-    yield "model with experts", model((135, 4, 17), windows=(0, 0), experts=3, recompute=True)
-    other: dict[str, Any] = dict(norm="NORM_LAYER", activation="ACT_GELU_TANH", rotary=False, parallel=True)
-    yield "model of another kind", model((135, 3), **other)
-    yield "model of a third kind", model((40, 3), norm="NORM_RMS_OFFSET", activation="ACT_GELU")
-    yield "model over a cache", model(LENGTHS, chunks=(7, 130, 1), windows=(0, 40))
+    yield "model", model(LENGTHS, Shape(windows=(0, 40), qk_norm="QK_NORM_HEAD"), passes=(0, 2, 5))
+    yield "model with experts", model((135, 4, 17), Shape(windows=(0, 0), experts=3), recompute=True)
+    other = Shape(norm="NORM_LAYER", activation="ACT_GELU_TANH", rotary=False, parallel=True)
+    yield "model of another kind", model((135, 3), other)
+    yield "model of a third kind", model((40, 3), Shape(norm="NORM_RMS_OFFSET", activation="ACT_GELU"))
+    yield "model over a cache", cached(LENGTHS, (7, 130, 1), Shape(windows=(0, 40)))
     yield "statistics", statistics(5, 1003)
     yield "statistics at temperature 1", statistics(3, 300, temperature=1.0)
     yield "statistics masked", statistics(3, 77, masked=True, bad=True)
@@ -660,9 +626,9 @@ def large_cases() -> Iterator[tuple[str, Case]]:
     yield "large product", product(1000, 2050, 1027)
     yield "large product, transposed", product(1000, 1027, 2050, transposed=True)
     yield "large gradients", gradients(512, 1030, (700, 513, 40, 1, 300), (0, 2, 5), wild=True)
-    shape: dict[str, Any] = dict(hidden=256, heads=16, kv_heads=8, head_dim=128, inner=300, qk_norm="QK_NORM_HEAD")
-    yield "large model", model((900, 130, 513), windows=(0, 300), **shape)
-    yield "large model over a cache", model((900, 130, 1500), chunks=(800, 1, 300), windows=(0, 300), **shape)
+    wide = Shape(256, heads=16, kv_heads=8, head_dim=128, inner=300, windows=(0, 300), qk_norm="QK_NORM_HEAD")
+    yield "large model", model((900, 130, 513), wide)
+    yield "large model over a cache", cached((900, 130, 1500), (800, 1, 300), wide)
     yield "many statistics", statistics(300, 151936)
     yield "many samples", sampling(130, 151936)
     yield "large optimizer", optimizer((3_000_000, 77))
@@ -682,21 +648,21 @@ def all_cases() -> Iterator[tuple[str, Case]]:
             yield f"gradients {n}x{k} {cuts}", gradients(n, k, many, cuts, wild=k % 2 == 1)
     yield "gradients, empty slots", gradients(20, 30, (300, 129), (0, 1, 2))
     for heads, kv_heads, head_dim in ((1, 1, 2), (6, 1, 136), (9, 1, 6), (16, 8, 64), (3, 3, 12), (20, 2, 16)):
-        shape: dict[str, Any] = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=16, inner=16)
+        shape = Shape(16, heads, kv_heads, head_dim, inner=16)
         name = f"attention {heads}/{kv_heads} of {head_dim}"
-        yield name, model((129, 1, 300), windows=(0, 100), **shape)
-        yield f"{name} over a cache", model((129, 257), chunks=(1, 128, 60), **shape)
+        yield name, model((129, 1, 300), replace(shape, windows=(0, 100)))
+        yield f"{name} over a cache", cached((129, 257), (1, 128, 60), shape)
     for window in (1, 16, 128, 129, 200):
-        yield f"window {window}", model((400, 130), windows=(window,))
-        yield f"window {window} over a cache", model((400, 130), windows=(window,), chunks=(150, 1))
+        yield f"window {window}", model((400, 130), Shape(windows=(window,)))
+        yield f"window {window} over a cache", cached((400, 130), (150, 1), Shape(windows=(window,)))
     for activation in ffi.typeof("ActivationKind").relements:
         for norm in ffi.typeof("NormKind").relements:
-            more: dict[str, Any] = dict(activation=activation, norm=norm, qk_norm="QK_NORM_WHOLE")
-            yield f"{activation} {norm}", model((40, 3), transposed=norm == "NORM_LAYER", **more)
+            shape = Shape(norm=norm, qk_norm="QK_NORM_WHOLE", activation=activation, transposed=norm == "NORM_LAYER")
+            yield f"{activation} {norm}", model((40, 3), shape)
     for form in ("FORMAT_BFLOAT16", "FORMAT_FLOAT16", "FORMAT_FLOAT8_E4M3", "FORMAT_FLOAT8_E5M2", "FORMAT_INT8"):
         for scaled in (False, True):
             yield f"rounding {form} {scaled}", rounding(form, scaled, 19, 129)
-        yield f"model in {form}", model((40, 3), chunks=(17, 1), formats=(form, form, form), experts=3)
+        yield f"model in {form}", cached((40, 3), (17, 1), Shape(rounded=form, experts=3))
     for n, v in ((1, 1), (1, 5), (17, 16), (40, 33), (3, 50257), (2, 151936)):
         for masked in (False, True):
             yield f"statistics {n}x{v} {masked}", statistics(n, v, masked)

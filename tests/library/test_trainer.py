@@ -36,7 +36,7 @@ def collate(rows: list[list[int]], padding: str) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
 
 
-def trained_by_trainer(model: PreTrainedModel, micro: int, padding: str, folder: Path) -> str:
+def trained_by_trainer(model: PreTrainedModel, micro: int, padding: str, folder: Path, use_cpu: bool = True) -> str:
     """The digest of the weights after STEPS steps of transformers' Trainer."""
     from transformers import Trainer, TrainingArguments
 
@@ -51,7 +51,7 @@ def trained_by_trainer(model: PreTrainedModel, micro: int, padding: str, folder:
         report_to=[],
         save_strategy="no",
         logging_strategy="no",
-        use_cpu=True,
+        use_cpu=use_cpu,
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
@@ -73,7 +73,7 @@ def trained_by_hand(model: PreTrainedModel, micro: int, padding: str, optimizer:
         tokens = sum(len(row) - 1 for row in step)
         optimizer.zero_grad()
         for first in range(0, BATCH, micro):
-            tensors = collate(step[first : first + micro], padding)
+            tensors = {name: x.to(model.device) for name, x in collate(step[first : first + micro], padding).items()}
             logprobs = ppo_repro.logprobs(model, tensors["input_ids"], tensors["attention_mask"])
             advantages = (tensors["input_ids"] % 7 - 3) * tensors["attention_mask"]
             (-(logprobs * advantages).sum() / tokens).backward()

@@ -19,6 +19,7 @@ from ppo_repro.checks.probe import failures
 from ppo_repro.checks.probe import probe as probed
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_config, read_tree, validated
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import devices, library
@@ -34,12 +35,12 @@ from ppo_repro.runs.resume import rerun as run_again
 from ppo_repro.runs.summary import summarise
 from tests.gpu import twins
 from tests.gpu.check import DEVICES, Check, Results, unequal
-from tests.library.test_trainer import LAYOUTS, trained_by_hand, trained_by_trainer
-from tests.promises.test_preferences import TEXT
-from tests.runs.test_options import OTHER_LAYOUT, RECIPES
 from tests.support import language
 from tests.support.models import CONFIGS, CONTEXT, MIXTURES, source_model
 from tests.support.paths import ROOT, SMALL, TINY
+from tests.support.recipes import OTHER_LAYOUT, RECIPES
+from tests.support.runs import DPO
+from tests.support.trained import LAYOUTS, trained_by_hand, trained_by_trainer
 
 QUICKSTART = "0a94da79b05cd9625a9fac8e08e01d0de74b56125610591205c9cd70ba93cadf"
 KERNEL_SECONDS = 25.0
@@ -84,13 +85,12 @@ def quickstart(check: Check) -> Results:
 class _Stop(Silent):
     """Keeps a copy of a run as it is after one iteration."""
 
-    def __init__(self, out: Path, copy_to: Path) -> None:
-        self.out, self.copy_to = out, copy_to
+    def __init__(self, run_dir: Path, copy_to: Path) -> None:
+        self.run_dir, self.copy_to = run_dir, copy_to
 
     def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
         if done == 1:
-            (run_dir,) = self.out.glob("*/seed*")
-            shutil.copytree(run_dir, self.copy_to)
+            shutil.copytree(self.run_dir, self.copy_to)
 
 
 def runs_go_on(check: Check) -> Results:
@@ -100,7 +100,7 @@ def runs_go_on(check: Check) -> Results:
     for begun, other in (("cpu", "card"), ("card", "cpu")):
         part, elsewhere = check.folder / f"begun on {begun}", f"layout.device={DEVICES[other]}"
         config, out = load_config(TINY, [*settings, f"layout.device={DEVICES[begun]}"]), check.next_folder()
-        whole, _ = language.run(config, out, _Stop(out, part))
+        whole, _ = language.run(config, out, _Stop(run_folder(config, out), part))
         language.resume(part, Silent(), [elsewhere])
         again = language.rerun(whole, Silent(), [elsewhere], only=range(1, 2))
         changed = "kl.kl_coef=0.5"
@@ -122,7 +122,7 @@ def runs_go_on(check: Check) -> Results:
 def recipes(check: Check) -> Results:
     """Compare runs of PPO, GRPO, GSPO, a value head, a reward model; on the card in another layout."""
     results: Results = {"differ": 0}
-    few = ("model.warm_start_steps=4",) if check.emulated else ()
+    few = ("model.warm_start_steps=4", "ppo.iterations=1") if check.emulated else ()
     for name, overrides in RECIPES.items():
         cpu = _fingerprint(check.run(TINY, "cpu", *few, *overrides))
         card = _fingerprint(check.run(TINY, "card", *few, *overrides, *OTHER_LAYOUT))
@@ -135,7 +135,7 @@ def dpo(check: Check) -> Results:
     """Compare a DPO run on the pairs of a run, in another layout; compute the CPU's again on the card."""
     source = check.run(TINY, "cpu", "rollout.samples_per_prompt=4", "ppo.minibatch_size=4", "checkpoints.every=2")
     path = check.folder / "dpo.yaml"
-    path.write_text(TEXT.format(run=f"'{source}'"))
+    path.write_text(DPO.format(run=f"'{source}'"))
     few = ("numerics.max_context=12", "dpo.epochs=1")
 
     def trained(place: str, *overrides: str) -> Path:
@@ -155,7 +155,8 @@ def _sequences(count: int, length: int) -> tuple[list[list[int]], list[list[int]
 
 def _step(policy: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Take one optimizer step on -log p + 0.01 entropy; return log-probs and entropies before it."""
-    optimizer = Optimizer(policy, AdamWSettings(1e-3, 0.9, 0.98, 1e-8, 0.01, 1.0), "deterministic")
+    settings = AdamWSettings(learning_rate=1e-3, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
+    optimizer = Optimizer(policy, settings, "deterministic")
     found: list[tuple[Tensor, Tensor]] = []
 
     def backward() -> None:

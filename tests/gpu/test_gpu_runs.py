@@ -1,5 +1,4 @@
-"""Runs on a card: what makes a card unfit is said in one line, and whole runs over a stand-in for the driver have the
-CPU's bits."""
+"""Runs on a card: one line says what makes a card unfit, and an emulated card computes the CPU's bits."""
 
 from __future__ import annotations
 
@@ -14,10 +13,15 @@ import pytest
 import torch
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.plan import plan_run
+from ppo_repro.config.files import load_config
 from ppo_repro.numerics import build, devices
+from ppo_repro.records import manifest
 from tests.gpu.emulator import stand_in
-from tests.support.paths import ROOT
+from tests.support.language import run
+from tests.support.paths import ROOT, TINY
+from tests.support.ranks import end, start_ranks
 from tests.support.runs import small_config
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -105,7 +109,7 @@ def test_what_fails_on_a_card_ends_the_process_in_one_line(faults: str, message:
         "import ctypes; from ppo_repro.numerics import devices",
         f"library = ctypes.CDLL({str(driver)!r})",
         f"(ctypes.c_int * 4).in_dll(library, 'faults')[:] = ({faults})",
-        f"devices.open_card(0, {str(driver)!r}, stand_in=True)",
+        f"devices.open_card(0, {str(driver)!r})",
     )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
@@ -126,22 +130,42 @@ def test_the_plan_of_a_card_has_no_packed_weights() -> None:
     assert on_card.rows["weights"] == on_cpu.rows["weights"]
 
 
-# --------------------------------------------------------------------------------------------- over a stand-in
+# ---------------------------------------------------------------------------------------------- an emulated card
+
+
+@pytest.fixture(scope="module")
+def driver_of_emulated_card(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if build.this_platform() is None:
+        pytest.skip("no kernels for this platform")
+    return stand_in(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_runs_have_the_bits_of_the_cpu(tmp_path: Path) -> None:
-    """The steps of `make test-gpu` that compare, on small sizes."""
-    if build.this_platform() is None:
-        pytest.skip("no kernels for this platform")
-    command = [sys.executable, "-m", "tests.gpu.device_check", "--out", tmp_path, "--stand-in", stand_in(tmp_path)]
+def test_every_step_for_a_card_finds_the_bits_of_the_cpu(driver_of_emulated_card: Path, tmp_path: Path) -> None:
+    """`make test-gpu` but for the quickstart, on small sizes."""
+    command = [sys.executable, "-m", "tests.gpu.device_check", "--seconds", "880", "--out", tmp_path]
+    command += ["--stand-in", driver_of_emulated_card]
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True)
     results = json.loads((tmp_path / "device_check.json").read_text())
+    assert {name: step["failed"] for name, step in results.items() if "failed" in step} == {}
+    assert {name: step["differ"] for name, step in results.items() if step.get("differ")} == {}
     assert done.returncode == 0, done.stdout[-3000:]
-    assert {name: step["differ"] for name, step in results.items() if "differ" in step} == dict.fromkeys(
-        ("families", "library_calls", "runs", "resumed", "large"), 0
-    )
+    assert len(results) > 15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_processes_with_a_card_each_have_the_fingerprint_of_the_cpu(
+    driver_of_emulated_card: Path, tmp_path: Path
+) -> None:
+    overrides = ("model.warm_start_steps=4", "ppo.iterations=1")
+    alone, _ = run(load_config(TINY, overrides), tmp_path / "cpu", Silent())
+    program = ["-m", "tests.gpu.emulator.device", str(driver_of_emulated_card), "run", str(TINY)]
+    sets = [word for field in (*overrides, "layout.device=cuda") for word in ("--set", field)]
+    ended = end(start_ranks(*[[*program, "--out", str(tmp_path / "card"), "--json", *sets]] * 2))
+    assert [process.code for process in ended] == [0, 0], ended
+    assert json.loads(ended[0].out)["fingerprint"] == manifest.load(alone).fingerprint
 
 
 @pytest.mark.slow
@@ -150,4 +174,4 @@ def test_kernels_that_contract_products_and_sums_are_refused(tmp_path: Path) -> 
     with pytest.raises(
         UserError, match=r"the kernels compute 0x[0-9a-f]+ on emulated card .* where 0x83e585b3d1d31e7d"
     ):
-        devices.open_card(0, str(other), stand_in=True)
+        devices.open_card(0, str(other))

@@ -24,17 +24,8 @@ from ppo_repro.runs.run import run
 from ppo_repro.tasks.problems import arithmetic, split
 from ppo_repro.tasks.templates import encoder
 from tests.support.language import run as language_run
-from tests.support.runs import small_config
+from tests.support.runs import DPO, small_config
 
-TEXT = """
-experiment: baseline
-seed: 2
-run: {run}
-num_eval_prompts: 6
-dpo: {{beta: 0.1, epochs: 2, minibatch_size: 17, learning_rate: 2e-3}}
-numerics: {{max_context: 24}}
-layout: {{threads: 1}}
-"""
 LAYOUTS = (
     ("layout.threads=2", "layout.padding=left", "layout.update_micro_batch=4"),
     ("layout.padding=none", "layout.forward_micro_batch=5", "layout.rollout_slots=7", "layout.prefix_cache=false"),
@@ -56,7 +47,7 @@ def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_config(source: Path, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "dpo.yaml").write_text(TEXT.format(run=json.dumps(str(source))))
+    (folder / "dpo.yaml").write_text(DPO.format(run=json.dumps(str(source))))
     return folder / "dpo.yaml"
 
 

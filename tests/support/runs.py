@@ -1,4 +1,4 @@
-"""The small run the tests share."""
+"""The small run the tests share, and a DPO run on its pairs."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,17 @@ from ppo_repro.config.run import RunConfig
 from tests.support.paths import SMALL
 
 REWARD_MODEL = "{kind: trained_model, num_pairs: 24, minibatch_size: 8, learning_rate: 1e-3}"
+
+
+DPO = """
+experiment: baseline
+seed: 2
+run: {run}
+num_eval_prompts: 6
+dpo: {{beta: 0.1, epochs: 2, minibatch_size: 17, learning_rate: 2e-3}}
+numerics: {{max_context: 24}}
+layout: {{threads: 1}}
+"""
 
 
 def small_config(*overrides: str) -> RunConfig:

@@ -7,6 +7,7 @@ an operation over tensors of both devices fails, and so does NumPy over a tensor
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,19 @@ def _to(x: Tensor, device: torch.device | None) -> Tensor:
     return _Move.apply(x) if moves else x
 
 
+def _converted(x: Tensor, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    """Return what `x.to(..)` returns."""
+    if args and isinstance(args[0], str | torch.device | Tensor):
+        device, *args = args
+    if isinstance(device, Tensor):
+        kwargs["dtype"] = device.dtype
+        device = CARD if is_marked(device) else device.device
+    if device is None:
+        return x.to(*args, **kwargs)
+    device = torch.device(device)
+    return _to(x, device).to("cpu" if device.type == "cuda" else device, *args, **kwargs)
+
+
 class Devices(TorchFunctionMode):
     """Gives functions of torch the device that they are called with."""
 
@@ -75,24 +89,14 @@ class Devices(TorchFunctionMode):
             return {Tensor.device.__get__: CARD, Tensor.is_cuda.__get__: True}.get(func, 0)
         if func in (Tensor.numpy, Tensor.__array__) and is_marked(first):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
-        if func is Tensor.grad.__set__ and isinstance(args[1], Tensor) and is_marked(first) != is_marked(args[1]):
+        if func == Tensor.grad.__set__ and isinstance(args[1], Tensor) and is_marked(first) != is_marked(args[1]):
             raise RuntimeError("a gradient on another device than its tensor")
         if func is Tensor.cpu:
             return _to(first, torch.device("cpu"))
         if func is Tensor.cuda:
             return _to(first, CARD)
         if func is Tensor.to:
-            named, rest = kwargs.pop("device", None), args[1:]
-            if rest and isinstance(rest[0], str | torch.device | Tensor):
-                named, rest = rest[0], rest[1:]
-            if isinstance(named, Tensor):
-                kwargs["dtype"] = named.dtype
-                named = named.device if not is_marked(named) else CARD
-            if named is None:
-                return func(*args, **kwargs)
-            device = torch.device(named)
-            there = torch.device("cpu") if device.type == "cuda" else device
-            return func(_to(first, device), there, *rest, **kwargs)
+            return _converted(*args, **kwargs)
         if func is Tensor.__deepcopy__:
             copied = func(*args, **kwargs)
             return _mark(copied) if is_marked(first) else copied
@@ -124,14 +128,15 @@ class Places(TorchDispatchMode):
         return out
 
 
-def _backward(engine: Callable[..., Any]) -> Callable[..., Any]:
-    """Return autograd's engine with the modes inside: torch leaves a mode for the functions that the mode calls."""
+def catch_backward(put: Callable[[Any, str, Any], None]) -> None:
+    """Let the modes act in a backward pass: torch leaves a mode for the functions that the mode calls."""
+    engine = torch.autograd._engine_run_backward
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with Devices():
             return engine(*args, **kwargs)
 
-    return run
+    put(torch.autograd, "_engine_run_backward", run)
 
 
 def use_card(driver: Path) -> Card:
@@ -144,11 +149,13 @@ def use_card(driver: Path) -> Card:
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+        "max_memory_allocated": lambda: 0,
         "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
-    torch.autograd._engine_run_backward = _backward(torch.autograd._engine_run_backward)
+    catch_backward(setattr)
     # torch compares devices of saved tensors where the modes do not act
     torch.utils.checkpoint._allowed_determinism_checks_to_fns["default"] = lambda _: None
     torch.version.cuda = "emulated"
@@ -156,3 +163,10 @@ def use_card(driver: Path) -> Card:
     Devices().__enter__()
     Places().__enter__()
     return devices.card()
+
+
+if __name__ == "__main__":  # the command line with an emulated card: DRIVER, then arguments
+    from ppo_repro.commands.cli import main
+
+    use_card(Path(sys.argv.pop(1)))
+    main()

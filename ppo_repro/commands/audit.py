@@ -28,7 +28,7 @@ def add_options(
     add("dump", metavar="DUMP", type=run_folder, help=about)
     add("--model", metavar="FOLDER", type=path, help="the weights it was made with")
     add("--format", help=FORMATS)
-    add("--temperature", type=float, help="what both sides divide logits by (default 1)")
+    add("--temperature", type=float, help="what both sides divide logits by (default 1, if that explains them)")
     add("--top-p", type=float, help="of the sampler (default 1, all tokens)")
     add("--top-k", type=int, help="of the sampler (default 0, all tokens)")
     add("--min-p", type=float, help="of the sampler (default 0, all tokens)")
@@ -38,7 +38,7 @@ def add_options(
         add(f"--{side}-logprobs", choices=MEANS, default="auto", help=f"what they are of: {what}, or auto (default)")
     add("--also", metavar="FOLDER", type=path, action="append", default=[], help="older weights to try")
     add("--responses", type=int, default=64, help="how many, from the first on (default 64)")
-    add("--threads", type=int, default=1, help="of the processor (default 1)")
+    add("--threads", type=int, help="of the processor (default: one for each core)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default cpu)")
     add("--out", metavar="PARQUET", type=path, help="write the tokens, with the log-probs of the model in float64")
 
@@ -60,6 +60,7 @@ def _complete(options: argparse.Namespace) -> RunDump | None:
         options.temperature, options.top_p, options.top_k = rollout.temperature, rollout.top_p, rollout.top_k
     if options.model is None:
         raise UserError("--model FOLDER: missing; give the weights that the dump was made with")
+    options.is_temperature_given = options.temperature is not None
     for name, value in DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -74,7 +75,7 @@ def _check(options: argparse.Namespace) -> None:
         ("--min-p", options.min_p, 0 <= options.min_p < 1, "at least 0 and below 1"),
         ("--repetition-penalty", options.repetition_penalty, options.repetition_penalty > 0, "greater than 0"),
         ("--responses", options.responses, options.responses >= 1, "at least 1"),
-        ("--threads", options.threads, options.threads >= 1, "at least 1"),
+        ("--threads", options.threads, options.threads is None or options.threads >= 1, "at least 1"),
     )
     for name, value, is_good, allowed in ranges:
         if not is_good:
@@ -114,7 +115,8 @@ def audit_command(options: argparse.Namespace) -> int:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; take cpu")
-    torch.set_num_threads(options.threads)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     model, tokenizer = load_model("--model", options.model, options.device), load_tokenizer(options.model)
     padding = None
     if tokenizer is not None:
@@ -127,7 +129,8 @@ def audit_command(options: argparse.Namespace) -> int:
     others |= {f"the last matrix of the {name}": of for name, of in last_matrices(model, others).items()}
     subject = Subject(model, others, begin, end, padding, tokenizer)
     cuts = options.top_p, options.top_k, options.min_p, options.repetition_penalty
-    sampling = Sampling(options.temperature, *cuts, options.sampler_logprobs, options.trainer_logprobs)
+    means = options.sampler_logprobs, options.trainer_logprobs
+    sampling = Sampling(options.temperature, *cuts, *means, options.is_temperature_given)
     found = audit(subject, responses, sampling)
     said = lines(found, skipped)
     if options.out is not None:

@@ -8,7 +8,7 @@ float32, or of the 16 bits that it was computed or stored in. Else the answer is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -55,6 +55,7 @@ class Side:
     left: float = 0.0  # rms of what the cause leaves, on the tokens that were tried
     known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
     tried: tuple[Tried, ...] = ()  # the best first, each once
+    temperature: float | None = None  # one that explains it
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -
         for name, d in definitions.items()
     }
     reference = references[definitions["sampler"]]
+    if not sampling.is_temperature_given:
+        _check_temperature(sides.values())
     _check_unexplained(sides, entries, reference.floor)
     frames = [
         pd.DataFrame({
@@ -109,6 +112,18 @@ def _check(subject: Subject, responses: Sequence[Response]) -> None:
             raise UserError(f"row {r.row}: token {worst} is not in the model's vocabulary of {vocabulary}; {advice}")
         if positions is not None and length > positions:
             raise UserError(f"row {r.row}: {length} tokens; the model has {positions} positions; {advice}")
+
+
+def _check_temperature(sides: Iterable[Side]) -> None:
+    """Raise UserError where a temperature that nobody gave explains a side: it may be right or wrong."""
+    found = {side.name: f"{side.temperature:.4g}" for side in sides if side.temperature is not None}
+    if found:
+        said = " and ".join(f"temperature {x} explains the {name}" for name, x in found.items())
+        x = next(iter(found.values()))
+        raise UserError(
+            f"--temperature: missing, and {said}; did you forget --temperature {x}? Give the temperature of the "
+            "sampler, --temperature 1 if it was 1"
+        )
 
 
 def _check_unexplained(sides: Mapping[str, Side], entries: Mapping[str, Entries], floor: float) -> None:
@@ -256,6 +271,7 @@ def _side(
     best = [t for t in tried if t.explains]
     plain = next(t.left for t in tried if not t.deviations)
     shown = [t for t in tried if t.explains or not t.deviations or t.left <= MENTIONED * plain]
+    fits = [*best, *(t for t in tried if t.left <= search.tolerance)]
     known = facts(responses, entries, reference, search.tolerance, search.stored)
     if best and best[0].explains_zeros:
         missing = int((~recorded.isfinite()).sum())
@@ -274,6 +290,7 @@ def _side(
         left=left,
         known=tuple(known),
         tried=tuple(shown[:SHOWN]),
+        temperature=next((t.temperature for t in fits if t.temperature is not None), None),
     )
 
 

@@ -24,7 +24,17 @@ from transformers import PreTrainedModel
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.forward import Progress, States, pieces, states
 from ppo_repro.testing.audit.options import IN_BFLOAT16
-from ppo_repro.testing.audit.variants import VARIANTS, Change, Numbers, Row, Sampling, Variant, own, tempered
+from ppo_repro.testing.audit.variants import (
+    OTHER_TEMPERATURE,
+    VARIANTS,
+    Change,
+    Numbers,
+    Row,
+    Sampling,
+    Variant,
+    own,
+    tempered,
+)
 from ppo_repro.testing.audit.ways import Fed, Subject, fed, ways
 from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.dumps import Response
@@ -91,6 +101,7 @@ class Tried:
     explains: bool  # whether what it leaves is rounding
     deviations: float  # causes; one with a fitted parameter counts half more
     explains_zeros: bool = False  # whether every log-prob of exactly 0 is predicted
+    temperature: float | None = None  # one that all logits were divided by, if that is among the causes
 
 
 def rms(x: Tensor) -> float:
@@ -206,7 +217,7 @@ class Search:
         self._restrict([self._bad(i) for i in range(len(self.responses))])
         if LEAST_TOKENS <= self._tokens() < 0.95 * every:
             words = f"at {self._tokens()} of {every} tokens"
-            part = [replace(t, words=f"{words} {t.words}") for t in self._levels() if t.explains]
+            part = [replace(t, words=f"{words} {t.words}", temperature=None) for t in self._levels() if t.explains]
         self._restrict(self.entries.usable)
         return [*self._ordered(part), *whole]
 
@@ -396,7 +407,8 @@ class Search:
         deviations = len(steps) + 0.5 * sum(c.candidates is not None for c, _ in steps)
         predicted = zip(self._predicted(steps, self.some), self.some, strict=True)
         zeros = explains and all(self._explains_zeros(values, w) for values, w in predicted)
-        return Tried(" and ".join(words) or "as it is", advice, rms(left), explains, deviations, zeros)
+        temperature = next((x for c, x in steps if c.name == OTHER_TEMPERATURE), None)
+        return Tried(" and ".join(words) or "as it is", advice, rms(left), explains, deviations, zeros, temperature)
 
     def _explains_zeros(self, values: Tensor, w: Window) -> bool:
         at, numbers = slice(w.start, w.end), self.numbers[w.response]

@@ -39,6 +39,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     sampler_logprobs: str = "auto"  # or one of DEFINITIONS
     trainer_logprobs: str = "auto"
+    is_temperature_given: bool = True
 
     @property
     def is_cut(self) -> bool:
@@ -284,6 +285,7 @@ def _is_tempered(sampling: Sampling) -> bool:
 
 PAIRING = "check which tokens and logits are paired"
 TEMPERATURE = CAUSES["temperature"].mend
+OTHER_TEMPERATURE = "temperature {x:.4g} instead of {given}"
 SAME_CUTS = CAUSES["truncated_sampling"].mend
 PENALTY = CAUSES["penalty"].mend
 SAMPLED = "gather the sampled id from the log-softmax"
@@ -349,7 +351,7 @@ VARIANTS: tuple[Variant, ...] = (
         _is_tempered,
     ),
     Variant(
-        "temperature {x:.4g} instead of {given}",
+        OTHER_TEMPERATURE,
         "distribution",
         TEMPERATURE,
         lambda r, s, v, x: v / _least(x),

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.testing.audit.judge import Audit, audit, lines
 from ppo_repro.testing.audit.variants import VARIANTS, Sampling
 from ppo_repro.testing.audit.ways import Subject
@@ -202,6 +203,14 @@ def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: M
     found = audit(subject, made.dump(kept, tempered), processed)
     assert found.sampler.is_right
     assert found.trainer.cause == "of all tokens, not of the processed distribution"
+
+
+def test_a_temperature_that_nobody_gave_is_a_question(made: Material, subject: Subject) -> None:
+    values = made.logprobs()
+    with pytest.raises(UserError, match=r"temperature 0.8 explains the sampler; did you forget --temperature 0.8\?"):
+        audit(subject, made.dump(values, made.logprobs(temperature=1.0)), Sampling(is_temperature_given=False))
+    found = audit(subject, made.dump(values, made.logprobs(temperature=1.0)), Sampling())
+    assert found.sampler.cause == "temperature 0.8 instead of 1"
 
 
 # turns

@@ -233,6 +233,13 @@ def test_given_routes_are_the_definition(family: str) -> None:
     assert not np.array_equal(expected, case.by_definition()[0][0])
 
 
+def test_equal_experts_are_chosen_as_the_definition_chooses() -> None:
+    trunk = trunk_of("qwen3_moe")
+    trunk.get_parameter("layers.1.mlp.gate.weight").data.zero_()
+    case = Case(trunk, LENGTHS[:1])
+    assert_same(case.over_cache((40,))[0], case.by_definition()[0][0], "hidden states")
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_heads_compute_the_definition(bias: bool) -> None:
     """Rows of some positions of two sequences; positions, not counted rows, bound the blocks."""

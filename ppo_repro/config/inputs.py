@@ -31,32 +31,51 @@ class Inputs:
 
 def gather(config: Experiment) -> Inputs:
     """Read the digest of every input; UserError if a file cannot be read. What is not there is refused elsewhere."""
-    tree, copies, digests = config.model_dump(mode="json"), dict[str, Path](), dict[str, str]()
-    folders = dict[Path, str]()  # where the Python files of a folder are copied to: apart, as they were
+    tree, copies = config.model_dump(mode="json"), _Copies()
+    staying: dict[str, str] = {}
     for field, section, name in path_fields(tree):
         if field == INTERPRETER:
             continue
         text, colon, function = section[name].rpartition(":")
         is_function = colon and text.endswith(".py")
-        file = Path(text if is_function else section[name])
-        if file.is_file() and file.suffix == ".py":
-            place = folders.setdefault(file.parent, f"{INPUTS_FOLDER}/{len(folders) + 1}" if folders else INPUTS_FOLDER)
-            for path in (file, *modules_beside(file)):
-                copy = f"{place}/{path.relative_to(file.parent).as_posix()}"
-                copies[copy], digests[copy] = path, digest_of(path)
-            section[name] = f"{place}/{file.name}{colon}{function}" if is_function else f"{place}/{file.name}"
-        elif file.is_file() and file.stat().st_size <= LARGEST_COPY:
-            digest, copy = digest_of(file), f"{INPUTS_FOLDER}/{file.name}"
-            number = 1
-            while digests.get(copy, digest) != digest:  # another file of that name
-                number += 1
-                copy = f"{INPUTS_FOLDER}/{file.stem}-{number}{file.suffix}"
-            copies[copy], digests[copy] = file, digest
-            section[name] = copy
+        file, function = (Path(text), f":{function}") if is_function else (Path(section[name]), "")
+        if not file.is_file():
+            staying |= {f"{field}/{path.name}": digest_of(path) for path in _decisive(file)}
+        elif file.suffix == ".py":
+            section[name] = copies.add_code(file) + function
+        elif file.stat().st_size <= LARGEST_COPY:
+            section[name] = copies.add_data(file)
         else:
-            for path in [file] if file.is_file() else _decisive(file):
-                digests[f"{field}/{path.name}"] = digest_of(path)
-    return Inputs(tree, copies, digests)
+            staying[f"{field}/{file.name}"] = digest_of(file)
+    return Inputs(tree, copies.paths, {**copies.digests, **staying})
+
+
+class _Copies:
+    """Files to copy: paths and SHA-256 by name below the run folder."""
+
+    def __init__(self) -> None:
+        self.paths: dict[str, Path] = {}
+        self.digests: dict[str, str] = {}
+        self._code_folders: dict[Path, str] = {}
+
+    def add_code(self, file: Path) -> str:
+        """Add a Python file and the modules beside it; returns the name. Files of two folders stay apart."""
+        folders = self._code_folders
+        new = f"{INPUTS_FOLDER}/{len(folders) + 1}" if folders else INPUTS_FOLDER
+        place = folders.setdefault(file.parent, new)
+        for path in (file, *modules_beside(file)):
+            copy = f"{place}/{path.relative_to(file.parent).as_posix()}"
+            self.paths[copy], self.digests[copy] = path, digest_of(path)
+        return f"{place}/{file.name}"
+
+    def add_data(self, file: Path) -> str:
+        """Add another file; returns the name, which has a number if a different file has the name already."""
+        digest, copy, number = digest_of(file), f"{INPUTS_FOLDER}/{file.name}", 1
+        while self.digests.get(copy, digest) != digest:
+            number += 1
+            copy = f"{INPUTS_FOLDER}/{file.stem}-{number}{file.suffix}"
+        self.paths[copy], self.digests[copy] = file, digest
+        return copy
 
 
 def _decisive(folder: Path) -> list[Path]:

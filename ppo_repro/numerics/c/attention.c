@@ -22,11 +22,6 @@ INLINE long head_at(const Heads *h, int kv, int s) {
   return ((long)kv * h->b->capacity + h->b->base[s]) * h->m->head_dim;
 }
 
-// The first position that the query at `position` sees
-INLINE int first_seen(const Heads *h, int position) {
-  return h->window && position >= h->window ? position - h->window + 1 : 0;
-}
-
 // scores[i][j] = sum over d of x[i][d] key[j][d] for keys j in [begin, end), of which `panels` are all of a
 // head from position 0 on; begin is a multiple of 16, rows at most ROWS
 static void multiply_keys(const float *x, long x_row, int rows, const float *panels, int head_dim, int begin,
@@ -101,7 +96,7 @@ static void attend_strip(const Heads *h, int kv, int s, int row0, int row1, floa
   int rows = row1 - row0;
   int first = h->b->start[s];           // row of the batch
   int past = h->b->position[first];     // position of the first query
-  int begin = first_seen(h, past + row0 / group) / BLOCK * BLOCK;
+  int begin = first_seen(h->window, past + row0 / group) / BLOCK * BLOCK;
   int end = past + (row1 - 1) / group + 1;
   long ld = round16(end);
   float *q = memory;                    // [ROWS][head_dim]
@@ -115,7 +110,7 @@ static void attend_strip(const Heads *h, int kv, int s, int row0, int row1, floa
   multiply_keys(q, head_dim, rows, h->keys + head_at(h, kv, s), head_dim, begin, end, p, ld);
   for (int i = 0; i < rows; i++) {
     int position = past + (row0 + i) / group;
-    Keys keys = {.begin = begin, .end = end, .from = first_seen(h, position), .to = position + 1};
+    Keys keys = {.begin = begin, .end = end, .from = first_seen(h->window, position), .to = position + 1};
     h->top[at[i]] = exponentials(p + i * ld, keys, h->scale, &h->total[at[i]]);
   }
   multiply_values(p, ld, rows, h->values + head_at(h, kv, s), head_dim, begin, end, mixed, head_dim);
@@ -213,7 +208,7 @@ static void attend_backward_block(const Heads *h, const KeyHead *key_head, int h
   const Model *m = h->m;
   int head_dim = m->head_dim;
   int strips = strips_of(query1 - query0);
-  int begin = first_seen(h, query0) / BLOCK * BLOCK;
+  int begin = first_seen(h->window, query0) / BLOCK * BLOCK;
   long ld = round16(query1);
   long width = q_width(m);
   // of query 0 of this head; the next query is `width` further
@@ -232,7 +227,7 @@ static void attend_backward_block(const Heads *h, const KeyHead *key_head, int h
     for (int t = t0; t < t1; t++) {
       long row = (long)(key_head->first + t) * m->heads + head;
       float delta = (float)dot_rows(mixed + t * width, d_mixed + t * width, head_dim);
-      Keys keys = {.begin = begin, .end = (int)ld, .from = first_seen(h, t), .to = t + 1};
+      Keys keys = {.begin = begin, .end = (int)ld, .from = first_seen(h->window, t), .to = t + 1};
       softmax_backward(p + (t - t0) * ld, ds + (t - t0) * ld, keys, h->scale, h->top[row], h->total[row],
                        delta);
     }

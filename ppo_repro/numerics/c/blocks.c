@@ -25,7 +25,9 @@ static Blocks make_blocks(int rows, const int *sequence, const int *position, co
     b.length[b.count - 1]++;
   }
   b.slot[b.count] = sums->last;
-  b.in_kernels = integers_for_kernels(memory, 3L * most);
+  b.start_in_kernels = integers_for_kernels(b.start, b.count);
+  b.length_in_kernels = integers_for_kernels(b.length, b.count);
+  b.slot_in_kernels = integers_for_kernels(b.slot, b.count + 1L);
   return b;
 }
 

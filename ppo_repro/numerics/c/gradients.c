@@ -35,7 +35,6 @@ INLINE void close_slots(float *restrict parts, int from, int to, const int n) {
   }
 }
 
-INLINE int is_whole(const Sums *s) { return s->last == 1 << s->levels; }
 INLINE int parts_of(const Sums *s) { return s->levels + 2; }
 
 // Whether part 0, or part i + 1, lies in memory between two passes, when slot `slot` is next or is open

@@ -87,7 +87,9 @@ typedef struct {
   int *start;  // [count], first row
   int *length; // [count]
   int *slot;   // [count + 1]; the last is the slot with which the pass ends
-  const int *in_kernels;  // start, length and slot in memory of kernels, [rows + 1] each
+  const int *start_in_kernels;  // the same three in memory of kernels
+  const int *length_in_kernels;
+  const int *slot_in_kernels;
   const Sums *sums;
 } Blocks;
 

@@ -1,6 +1,7 @@
-// Memory of the host. Where the system gives none, the process ends with one line on standard error and
-// status 2: a kernel has no way back, and a run that ends here goes on from its last checkpoint like one that
-// was killed.
+// Memory of the host. Where the system gives none, the process ends with one line on standard error and status
+// 2. A kernel has no way back, and a run that ends here goes on from its last checkpoint like one that was
+// killed.
+#include <stdarg.h>
 #include <stdio.h>
 #include <unistd.h>
 #ifdef __linux__
@@ -9,12 +10,20 @@
 
 #include "kernels.h"
 
-static void *checked(void *memory, size_t bytes) {
-  if (memory) return memory;
-  double gigabytes = (double)bytes / 1e9;
-  fprintf(stderr, "error: no memory: the kernels asked for %.3f GB; see `ppo-repro plan`\n", gigabytes);
+__attribute__((format(printf, 1, 2), noreturn)) static void end_process(const char *format, ...) {
+  va_list values;
+  va_start(values, format);
+  fputs("error: ", stderr);
+  vfprintf(stderr, format, values);
+  fputc('\n', stderr);
   fflush(stderr);
   _exit(2);
+}
+
+static void *checked(void *memory, size_t bytes) {
+  if (!memory)
+    end_process("no memory: the kernels asked for %.3f GB; see `ppo-repro plan`", (double)bytes / 1e9);
+  return memory;
 }
 
 static void *allocate_zeros(size_t count, size_t size) {

@@ -84,6 +84,14 @@ INLINE void norm_backward(const NormKind kind, const float *w, const float *dy, 
   }
 }
 
+// A call for each kind of norm, so that the kind is a constant in its loops
+#define OF_NORM_KIND(function)                                        \
+  switch (a->kind) {                                                  \
+    case NORM_RMS: function(a, row, NORM_RMS); break;                 \
+    case NORM_RMS_OFFSET: function(a, row, NORM_RMS_OFFSET); break;   \
+    case NORM_LAYER: function(a, row, NORM_LAYER); break;             \
+  }
+
 // Norms of rows x [rows][n] -> y [rows][n], r [rows] and mean [rows]
 typedef struct {
   NormKind kind;
@@ -105,13 +113,7 @@ INLINE void norm_one(const Norm *a, int row, const NormKind kind) {
   if (!finite) set_flag(a->not_finite, a->place);
 }
 
-ROW(norm_row, Norm) {
-  switch (a->kind) {
-    case NORM_RMS: norm_one(a, row, NORM_RMS); break;
-    case NORM_RMS_OFFSET: norm_one(a, row, NORM_RMS_OFFSET); break;
-    case NORM_LAYER: norm_one(a, row, NORM_LAYER); break;
-  }
-}
+ROW(norm_row, Norm) { OF_NORM_KIND(norm_one) }
 
 // From dy to dx, both [rows][n]
 typedef struct {
@@ -132,13 +134,7 @@ INLINE void norm_backward_one(const NormBackward *a, int row, const NormKind kin
   norm_backward(kind, a->w, a->dy + at, a->x + at, a->n, a->r[row], a->mean[row], residual, a->dx + at);
 }
 
-ROW(norm_backward_row, NormBackward) {
-  switch (a->kind) {
-    case NORM_RMS: norm_backward_one(a, row, NORM_RMS); break;
-    case NORM_RMS_OFFSET: norm_backward_one(a, row, NORM_RMS_OFFSET); break;
-    case NORM_LAYER: norm_backward_one(a, row, NORM_LAYER); break;
-  }
-}
+ROW(norm_backward_row, NormBackward) { OF_NORM_KIND(norm_backward_one) }
 
 // ------------------------------------------------------------------------------------------------- rotations
 

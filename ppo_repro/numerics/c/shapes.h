@@ -13,4 +13,9 @@ INLINE int qkv_width(const Model *m) { return q_width(m) + 2 * kv_width(m); }
 INLINE long key_at(int position, int head_dim) {
   return (long)(position / COLS) * head_dim * COLS + position % COLS;
 }
+
+// The first position that the query at `position` sees; window 0: all
+INLINE int first_seen(int window, int position) {
+  return window && position >= window ? position - window + 1 : 0;
+}
 #endif

@@ -10,10 +10,6 @@
 #include "../shapes.h"
 #include "arguments.h"
 
-INLINE int first_seen(int window, int position) {
-  return window && position >= window ? position - window + 1 : 0;
-}
-
 // The first block of positions in which a query sees a key
 INLINE int first_block(int window, int position) { return first_seen(window, position) / BLOCK; }
 

@@ -5,7 +5,6 @@
 // pass: the process ends with one line and status 2, as in memory.c.
 #include <dlfcn.h>
 #include <stdio.h>
-#include <unistd.h>
 
 #include "arguments.h"
 #include "../kernels.h"
@@ -75,10 +74,7 @@ static const char *error_text(int code) {
 
 // Ends the process where the driver could not do `what`
 static void check(int code, const char *what) {
-  if (!code) return;
-  fprintf(stderr, "error: the GPU: %s: %s (%d)\n", what, error_text(code), code);
-  fflush(stderr);
-  _exit(2);
+  if (code) end_process("the GPU: %s: %s (%d)", what, error_text(code), code);
 }
 
 // --------------------------------------------------------------------------------------------------- opening
@@ -151,13 +147,10 @@ static void *allocate_on_gpu(size_t bytes) {
     size_t free_memory = 0;
     size_t all = 0;
     cuda.cuMemGetInfo_v2(&free_memory, &all);
-    fprintf(stderr,
-            "error: no memory on the GPU: the kernels asked for %.3f GB, and %.3f of %.3f GB are free; see "
-            "`ppo-repro plan`, and make layout's micro-batches smaller or set "
-            "layout.gradient_checkpointing=true\n",
-            (double)bytes / 1e9, (double)free_memory / 1e9, (double)all / 1e9);
-    fflush(stderr);
-    _exit(2);
+    end_process("no memory on the GPU: the kernels asked for %.3f GB, and %.3f of %.3f GB are free; see "
+                "`ppo-repro plan`, and make layout's micro-batches smaller or set "
+                "layout.gradient_checkpointing=true",
+                (double)bytes / 1e9, (double)free_memory / 1e9, (double)all / 1e9);
   }
   check(code, "memory");
   return (void *)(uintptr_t)memory;
@@ -185,11 +178,7 @@ static void send_integers(void);
 static void *function_of(Kernel *kernel) {
   if (kernel->function) return kernel->function;
   int code = cuda.cuModuleGetFunction(&kernel->function, gpu.module, kernel->name);
-  if (code == NOT_FOUND) {
-    fprintf(stderr, "error: the GPU has no kernel %s; set layout.device=cpu\n", kernel->name);
-    fflush(stderr);
-    _exit(2);
-  }
+  if (code == NOT_FOUND) end_process("the GPU has no kernel %s; set layout.device=cpu", kernel->name);
   check(code, kernel->name);
   check(cuda.cuFuncSetAttribute(kernel->function, DYNAMIC_SHARED_MEMORY, gpu.shared_memory), kernel->name);
   return kernel->function;

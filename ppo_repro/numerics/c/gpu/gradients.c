@@ -4,9 +4,6 @@
 #include "arguments.h"
 #include "machine.h"
 
-// The last part of a whole minibatch is the tree of all slots, and the gradient.
-INLINE int is_whole(const Sums *s) { return s->last == 1 << s->levels; }
-
 // -------------------------------------------------------------------------------------- gradient of a matrix
 
 // A thread's elements of a tile: part 0 in registers, y [8][8], and the other parts in memory of the thread

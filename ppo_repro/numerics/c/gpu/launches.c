@@ -106,20 +106,8 @@ KERNEL(column_blocks);
 KERNEL(column_slots);
 KERNEL(table_rows);
 
-typedef struct {
-  const int *start;
-  const int *length;
-  const int *slot;
-} BlocksInKernels;
-
-static BlocksInKernels in_kernels(const Blocks *b) {
-  const int each = b->rows + 1;
-  return (BlocksInKernels){b->in_kernels, b->in_kernels + each, b->in_kernels + 2 * each};
-}
-
 static void weight_gradient(const float *dy, int n, const float *x, int k, const Blocks *blocks, long grad) {
   if (grad < 0) return;
-  const BlocksInKernels b = in_kernels(blocks);
   const long tiles = blocks_for(n, TILE) * blocks_for(k, TILE);
   const long grid = tiles < gpu.multiprocessors ? tiles : gpu.multiprocessors;
   const size_t parts = (size_t)(blocks->sums->levels + 1) * TILE * TILE;
@@ -131,9 +119,9 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
       .n = n,
       .k = k,
       .blocks = blocks->count,
-      .start = b.start,
-      .length = b.length,
-      .slot = b.slot,
+      .start = blocks->start_in_kernels,
+      .length = blocks->length_in_kernels,
+      .slot = blocks->slot_in_kernels,
       .grad = grad,
       .parts = shared_scratch(SCRATCH_GRADIENT_PARTS, (size_t)grid * parts),
       .sums = *blocks->sums,
@@ -143,14 +131,13 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
 
 static void column_sums(Columns of, const Blocks *blocks, long grad) {
   if (grad < 0) return;
-  const BlocksInKernels b = in_kernels(blocks);
   const int count = blocks->count;
   ColumnArguments a = {
       .of = of,
       .blocks = count,
-      .start = b.start,
-      .length = b.length,
-      .slot = b.slot,
+      .start = blocks->start_in_kernels,
+      .length = blocks->length_in_kernels,
+      .slot = blocks->slot_in_kernels,
       .partial = shared_scratch(SCRATCH_COLUMN_BLOCKS, (size_t)count * (size_t)of.cols),
       .grad = grad,
       .sums = *blocks->sums,

@@ -125,7 +125,7 @@ class RunningSums(GradientSums):
         self._users: dict[int, list[SlotSums]] = {id(p): [] for p in self.trained.values()}
         self._published: dict[int, tuple[Tensor, int]] = {}  # the tensor that `grad` was set to, and its version
 
-    def _made(self, parameters: Sequence[Tensor]) -> SlotSums:
+    def make_sums(self, parameters: Sequence[Tensor]) -> SlotSums:
         use = _RunningUse(parameters, self)
         for p in use.parameters:
             self._users[id(p)].append(use)

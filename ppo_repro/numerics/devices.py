@@ -6,7 +6,6 @@ thread only starts kernels. A process computes on one card.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,9 @@ class Card(Kernels):
         self.capability = f"{facts.major}.{facts.minor}"
         self.driver = f"CUDA {facts.driver // 1000}.{facts.driver % 1000 // 10}"
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        function, begin = getattr(self._functions, name), self._functions.gpu_begin
-
-        def call(*arguments: Any) -> Any:
-            with self.turn:
-                begin(self._stream())
-                return function(*arguments)
-
-        setattr(self, name, call)  # the next time it is found at once
-        return call
-
-    def _stream(self) -> Any:
-        return ffi.cast("void *", torch.cuda.current_stream(self.index).cuda_stream)
+    def begin(self) -> None:
+        """Let the next call use torch's present stream."""
+        self._functions.gpu_begin(ffi.cast("void *", torch.cuda.current_stream(self.index).cuda_stream))
 
     def free_bytes(self) -> tuple[int, int]:
         """Return the free bytes of the card, and all of them."""

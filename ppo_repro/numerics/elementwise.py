@@ -24,6 +24,7 @@ _LEAST = {torch.float32: EXP_MIN, torch.float64: -708.0}
 
 
 def _mapped(function: str, x: Tensor) -> Tensor:
+    """Apply a function of elementwise.c to each element, in the dtype of x."""
     x = x.detach().contiguous()
     y = torch.empty_like(x)
     getattr(library.load(), f"{function}_{_NAMES[x.dtype]}")(pointer(x), pointer(y), x.numel())

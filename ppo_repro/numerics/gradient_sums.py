@@ -149,10 +149,11 @@ class GradientSums:
         """Return the sums of one use of some parameters. Uses of one parameter differ in their labels."""
         key = label, tuple(self._names[id(p)] for p in parameters)
         if key not in self._uses:
-            self._uses[key] = self._made(parameters)
+            self._uses[key] = self.make_sums(parameters)
         return self._uses[key]
 
-    def _made(self, parameters: Sequence[Tensor]) -> SlotSums:
+    def make_sums(self, parameters: Sequence[Tensor]) -> SlotSums:
+        """Return empty sums for one use of some parameters."""
         return SlotSums(parameters, self.slots)
 
     def begin(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -40,35 +38,35 @@ def own_cache(model: Struct, batch: Ragged, device: torch.device) -> tuple[Cache
     return Cache(model, 1, int(padded.sum()), device), ints(np.concatenate([[0], np.cumsum(padded)[:-1]]))
 
 
-@dataclass(frozen=True, kw_only=True)
 class KernelBatch:
-    """A batch, and the memory that its struct points to."""
+    """The struct of a batch, and the memory that it points to."""
 
-    struct: Struct
-    batch: Ragged
-    cache: Cache
-    base: Ints  # [S], the position in the cache at which each sequence begins
-    seen: Ints | None  # [n, mixtures x chosen], gets the experts that each token goes to; None: not wanted
+    def __init__(self, batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> None:
+        """Make the struct of a checked batch.
 
-
-def kernel_batch(batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> KernelBatch:
-    """Make the struct of a checked batch; the arguments are members of KernelBatch."""
-    members = dict(
-        tokens=len(batch.ids),
-        sequences=len(batch.start) - 1,
-        ids=pointer(batch.ids),
-        position=pointer(batch.rows.position),
-        sequence=pointer(batch.rows.sequence),
-        start=pointer(batch.start),
-        base=pointer(base),
-        slots=pointer(batch.rows.slots),
-        keys=pointer(cache.keys, cache.keys.device),
-        values=pointer(cache.values, cache.values.device),
-        capacity=cache.capacity,
-        routes=pointer(batch.routes),
-        seen=pointer(seen),
-    )
-    return KernelBatch(struct=ffi.new("Batch *", members), batch=batch, cache=cache, base=base, seen=seen)
+        Args:
+            batch: n tokens of S sequences.
+            cache: gets their keys and values.
+            base: [S], the position in the cache at which each sequence begins.
+            seen: [n, mixtures x chosen], gets the experts that each token goes to; None: not wanted.
+        """
+        self.batch, self.cache, self.base, self.seen = batch, cache, base, seen
+        members = dict(
+            tokens=len(batch.ids),
+            sequences=len(batch.start) - 1,
+            ids=pointer(batch.ids),
+            position=pointer(batch.rows.position),
+            sequence=pointer(batch.rows.sequence),
+            start=pointer(batch.start),
+            base=pointer(base),
+            slots=pointer(batch.rows.slots),
+            keys=pointer(cache.keys, cache.keys.device),
+            values=pointer(cache.values, cache.values.device),
+            capacity=cache.capacity,
+            routes=pointer(batch.routes),
+            seen=pointer(seen),
+        )
+        self.struct = ffi.new("Batch *", members)
 
 
 def check_batch(model: Struct, batch: Ragged, max_context: int) -> None:

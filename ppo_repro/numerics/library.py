@@ -40,14 +40,18 @@ class Kernels:
         self.turn = threading.RLock()  # reentrant: a finalizer may run between the lines of a call
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        function, turn = getattr(self._functions, name), self.turn
+        function = getattr(self._functions, name)
 
         def call(*arguments: Any) -> Any:
-            with turn:
+            with self.turn:
+                self.begin()
                 return function(*arguments)
 
         setattr(self, name, call)  # the next time it is found at once
         return call
+
+    def begin(self) -> None:
+        """Do what comes before each call: on a CPU nothing."""
 
 
 def cpu_words(key: str) -> list[str]:

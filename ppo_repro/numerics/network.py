@@ -22,7 +22,7 @@ from ppo_repro.numerics.attached import ATTACHED
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.families import head_of, trunk_of
 from ppo_repro.numerics.interface import Ints, constants, ints, pointer
-from ppo_repro.numerics.kernel_batch import Cache, KernelBatch, check_batch, kernel_batch, own_cache
+from ppo_repro.numerics.kernel_batch import Cache, KernelBatch, check_batch, own_cache
 from ppo_repro.numerics.linear import linear, product
 from ppo_repro.numerics.lowering import Lowered, lowered_of, shapes_of
 from ppo_repro.numerics.matrices import packed
@@ -95,8 +95,9 @@ class Network:
             Hidden states float32 [n, H], and routes int32 [n, mixtures x chosen] or None.
         """
         check_batch(self.model.struct, batch, self.lowered.max_context)
-        of = kernel_batch(batch, cache, ints(np.asarray(slots) * cache.each), self._routes(batch, seen))
-        return self._without_gradients(of), of.seen
+        base = ints(np.asarray(slots) * cache.each)
+        kernel_batch = KernelBatch(batch, cache, base=base, seen=self._routes(batch, seen))
+        return self._without_gradients(kernel_batch), kernel_batch.seen
 
     def over_batch(self, batch: Ragged, rows: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
         """Compute whole sequences, differentiably.
@@ -117,35 +118,42 @@ class Network:
             raise ValueError("rows must rise, each once")
         self.prepare()
         cache, base = own_cache(self.model.struct, batch, self.device)
-        of = kernel_batch(batch, cache, base, self._routes(batch, seen))
+        kernel_batch = KernelBatch(batch, cache, base=base, seen=self._routes(batch, seen))
         trained = [p for p in self.parameters.values() if p.requires_grad]
         if trained and torch.is_grad_enabled():
             # trained[0] only makes autograd call backward; all gradients go to GradientSums
-            return _Hidden.apply(trained[0], self, of, rows), of.seen
-        return self._without_gradients(of)[index(rows, self.device)], of.seen
+            return _Hidden.apply(trained[0], self, kernel_batch, rows), kernel_batch.seen
+        return self._without_gradients(kernel_batch)[index(rows, self.device)], kernel_batch.seen
 
     def _routes(self, batch: Ragged, wanted: bool) -> Ints | None:
+        """Return memory for the routes of a pass; None unless wanted."""
         width = self.model.struct.mixtures * self.model.struct.chosen
         return np.empty((len(batch.ids), width), np.int32) if wanted else None
 
-    def _without_gradients(self, of: KernelBatch) -> Tensor:
+    def _without_gradients(self, kernel_batch: KernelBatch) -> Tensor:
         """Return the hidden states [n, H] of a pass, which `watch` sees."""
         if self.watch is None:
-            return self.forward(of, None, KEEP_NOTHING)
-        model, n = self.model.struct, len(of.batch.ids)
+            return self.forward(kernel_batch, None, KEEP_NOTHING)
+        model, n = self.model.struct, len(kernel_batch.batch.ids)
         kept = self.memory(n, KEEP_INPUTS)
-        hidden = self.forward(of, kept, KEEP_INPUTS)
+        hidden = self.forward(kernel_batch, kept, KEEP_INPUTS)
         begins = kernels_of(self.device).layer_input_at
         starts = [begins(model, n, layer, KEEP_INPUTS) for layer in range(model.layers + 1)]
         inputs = [kept[start : start + n * model.hidden].view(n, model.hidden) for start in starts]
-        self.watch(of.batch, inputs, hidden)
+        self.watch(kernel_batch.batch, inputs, hidden)
         return hidden
 
-    def forward(self, of: KernelBatch, kept: Tensor | None, keep: int) -> Tensor:
-        """Return the hidden states [n, H]; `kept`, from `memory`, gets what `keep` says. NumericsError names a norm."""
-        hidden = torch.empty(len(of.batch.ids), self.model.struct.hidden, device=self.device)
+    def forward(self, kernel_batch: KernelBatch, kept: Tensor | None, keep: int) -> Tensor:
+        """Return the hidden states [n, H]. NumericsError names a norm whose input is not finite.
+
+        Args:
+            kernel_batch: n tokens.
+            kept: `memory` for the same tokens and `keep`; None with KEEP_NOTHING.
+            keep: what `kept` gets, the C enum `Keep`.
+        """
+        hidden = torch.empty(len(kernel_batch.batch.ids), self.model.struct.hidden, device=self.device)
         memory = pointer(kept, self.device), keep, pointer(hidden, self.device)
-        not_finite = kernels_of(self.device).model_forward(self.model.struct, of.struct, *memory)
+        not_finite = kernels_of(self.device).model_forward(self.model.struct, kernel_batch.struct, *memory)
         if not_finite:
             name = self._norm_names[not_finite - 1]
             raise NumericsError(f"the input of {name} is not finite; lower the learning rate or check the weights")
@@ -164,16 +172,16 @@ class Network:
 
 class _Hidden(Function):
     @staticmethod
-    def forward(ctx: Any, trained: Tensor, network: Network, of: KernelBatch, rows: Ints) -> Tensor:
+    def forward(ctx: Any, trained: Tensor, network: Network, kernel_batch: KernelBatch, rows: Ints) -> Tensor:
         ctx.keep = KEEP_INPUTS if network.lowered.recompute else KEEP_ALL
-        ctx.network, ctx.of, ctx.rows = network, of, rows
-        ctx.kept = network.memory(len(of.batch.ids), ctx.keep)
-        return network.forward(of, ctx.kept, ctx.keep)[index(rows, network.device)]
+        ctx.network, ctx.kernel_batch, ctx.rows = network, kernel_batch, rows
+        ctx.kept = network.memory(len(kernel_batch.batch.ids), ctx.keep)
+        return network.forward(kernel_batch, ctx.kept, ctx.keep)[index(rows, network.device)]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
-        network, batch, device = ctx.network, ctx.of.batch, ctx.network.device
+        network, batch, device = ctx.network, ctx.kernel_batch.batch, ctx.network.device
         parameters = tuple(network.parameters.values())
         sums = ATTACHED.sums_of(*parameters)
         if sums is None:
@@ -188,7 +196,7 @@ class _Hidden(Function):
         network.model.collect(use)
         with use.adding(batch.rows.slots) as c_sums:
             memory = pointer(kept, device), ctx.keep, pointer(d_hidden, device)
-            kernels_of(device).model_backward(network.model.struct, ctx.of.struct, *memory, c_sums)
+            kernels_of(device).model_backward(network.model.struct, ctx.kernel_batch.struct, *memory, c_sums)
         network.give_back(kept)
         return None, None, None, None
 

@@ -281,7 +281,7 @@ class Optimizer:
         return self._adapter is not None
 
     @property
-    def trained(self) -> int:
+    def trained_count(self) -> int:
         """Return how many numbers are trained."""
         return sum(parameter.numel() for parameter in self.adamw.parameters.values())
 

@@ -47,21 +47,24 @@ def _softmax(rows: Tensor) -> Any:
 
 
 def _dense(logits: Tensor) -> Tensor:
+    """Return logits [n, V] whose rows are contiguous; the rows may lie apart."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def _rows(logits: Tensor) -> tuple[Any, int]:
-    """Return a pointer to rows whose numbers lie in memory one after the other, and the distance of two rows."""
+    """Return a pointer to `_dense` logits, and the floats from one row to the next."""
     if logits.dtype != torch.float32:
         raise ValueError(f"logits are {logits.dtype}, where float32 is due")
     return ffi.cast("float *", logits.data_ptr()), logits.stride(0)
 
 
 def _mask(eligible: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return the mask [n, V] where the kernels read it."""
     return None if eligible is None else eligible.to(device).contiguous()
 
 
 def _arguments(logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, rows: Tensor) -> Struct:
+    """Make a struct `Statistics` without its results."""
     (z, ld), (n, v), device = _rows(logits), logits.shape, logits.device
     a = ffi.new("Statistics *", dict(logits=z, ld=ld, n=n, v=v, temperature=temperature))
     a.eligible, a.targets, a.rows = pointer(eligible, device), pointer(targets, device), _softmax(rows)

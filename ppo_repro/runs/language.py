@@ -139,7 +139,7 @@ class LanguageExecution(Execution[Iteration]):
         if every != "auto":
             return every
         state = self.prepared.state
-        trained = [of.trained for of in (state.policy_optimizer, state.value_optimizer) if of is not None]
+        trained = [of.trained_count for of in (state.policy_optimizer, state.value_optimizer) if of is not None]
         return AUTO if max(trained) <= SMALL and self.config.iterations > AUTO else 0
 
     @property
@@ -155,7 +155,7 @@ class LanguageExecution(Execution[Iteration]):
             models.append(state.reference)  # the adapter's base
         if self.prepared.reward_training is not None and self.prepared.task.reward_model is not None:
             models.append(self.prepared.task.reward_model)
-        trained = sum(of.trained for of in (state.policy_optimizer, state.value_optimizer) if of is not None)
+        trained = sum(of.trained_count for of in (state.policy_optimizer, state.value_optimizer) if of is not None)
         count = min(checkpoints.keep, self.config.iterations // self._every) if self._every else 0
         final_state = checkpoints.final_state and not self.is_checkpoint_due(self.config.iterations)
         return sum(map(parameter_bytes, models)) + trained * (count * (FLOAT + MOMENTS) + final_state * MOMENTS)

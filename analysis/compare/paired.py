@@ -18,7 +18,7 @@ from scipy import stats
 
 from ppo_repro.analysis.compare.rows import Row
 from ppo_repro.analysis.mismatch.token import unequal_bits
-from ppo_repro.analysis.pairs.runs import common_iterations
+from ppo_repro.analysis.pairs.runs import chosen_iterations
 from ppo_repro.analysis.stats import significance
 from ppo_repro.analysis.stats.clusters import ratio_of_sums, segment_sums
 from ppo_repro.analysis.stats.significance import Floats
@@ -65,7 +65,11 @@ def paired_responses(
         raise UserError(f"column = {column!r}: must be {', '.join(COLUMNS)}")
     if not has_responses(manifests(run_a, run_b)[0]):
         raise UserError(f"{run_a}: a run on an environment has no tokens; use `ppo-repro diff`")
-    selected = common_iterations(run_a, run_b, iterations)
+    selected, others = (chosen_iterations(run, iterations) for run in (run_a, run_b))
+    if len(selected) != len(others):
+        raise UserError(
+            f"{run_a} has {len(selected)} iterations, {run_b} has {len(others)}; name the iterations to compare"
+        )
     if not len(selected):
         raise UserError(f"{run_a} and {run_b}: there is no iteration to compare")
     return pd.concat([_one_iteration(run_a, run_b, column, i) for i in selected], ignore_index=True)

@@ -10,14 +10,14 @@ from ppo_repro.base.errors import UserError
 
 # the environment variables of notebooks, and the folder of the recorded run or grid that each one replaces
 RECORDED = {"PPO_RUN": "deterministic", "PPO_OTHER_RUN": "native", "PPO_GRID": "clip"}
-_RUNS = Path(__file__).resolve().parents[2] / "runs" / "notebooks"
+RUNS = Path(__file__).resolve().parents[2] / "runs" / "notebooks"
 
 
 def folder_of(variable: str) -> Path:
     """Return the folder that an environment variable names, or the recorded one; UserError if there is neither."""
     if os.environ.get(variable):
         return Path(os.environ[variable])
-    recorded = _RUNS / RECORDED[variable]
+    recorded = RUNS / RECORDED[variable]
     if variable != "PPO_GRID":
         recorded = next((path.parent for path in sorted(recorded.glob("*/*/manifest.json"))), recorded)
     if not recorded.is_dir():

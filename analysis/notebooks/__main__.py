@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from ppo_repro.analysis.notebooks import RUNS
 from ppo_repro.analysis.notebooks.execute import executed, text_of
 from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
@@ -21,7 +22,6 @@ from ppo_repro.records import manifest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-RUNS = ROOT / "runs" / "notebooks"
 NAMES = tuple(sorted(path.stem for path in HERE.glob("*.ipynb")))
 
 

@@ -34,18 +34,18 @@ def imported_pairs(
         yield frame
 
 
-def _frame(sequence: int, r: Response) -> pd.DataFrame:
-    positions = np.flatnonzero(r.counts)
-    ids = np.array(r.response_ids) if r.response_ids else np.full(len(r.counts), -1)
+def _frame(sequence: int, response: Response) -> pd.DataFrame:
+    positions = np.flatnonzero(response.counts)
+    ids = np.array(response.response_ids) if response.response_ids else np.full(len(response.counts), -1)
     columns = {
-        "iteration": np.full(len(positions), r.iteration),
+        "iteration": np.full(len(positions), response.iteration),
         "sequence": np.full(len(positions), sequence),
         "position": positions,
         "token_id": ids[positions],
-        "logprobs_a": r.sampler[positions],
-        "logprobs_b": r.trainer[positions],
+        "logprobs_a": response.sampler[positions],
+        "logprobs_b": response.trainer[positions],
     }
-    return pd.DataFrame({**columns, **{name: values[positions] for name, values in r.extra.items()}})
+    return pd.DataFrame({**columns, **{name: values[positions] for name, values in response.extra.items()}})
 
 
 def masked_tokens(chunk: pd.DataFrame) -> int:

@@ -83,11 +83,3 @@ def _old_and_first_new(run_dir: Path | str, iteration: int, allow_incomplete: bo
     joined = tokens.merge(first, on=KEY, how="inner", validate="one_to_one").sort_values(KEY, ignore_index=True)
     renamed = joined.rename(columns={"old_logprobs": "logprobs_a", "new_logprobs": "logprobs_b"})
     return renamed[[*REQUIRED, *OPTIONAL]]
-
-
-def common_iterations(run_a: Path | str, run_b: Path | str, iterations: Sequence[int] | None) -> Sequence[int]:
-    """Return `iterations`, or all iterations of two runs if None; UserError if they do not have equally many then."""
-    a, b = (len(chosen_iterations(run, None)) for run in (run_a, run_b))
-    if iterations is None and a != b:
-        raise UserError(f"{run_a} has {a} iterations, {run_b} has {b}; name the iterations to compare")
-    return range(a) if iterations is None else iterations

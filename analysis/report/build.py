@@ -47,10 +47,10 @@ def write_report(targets: Sequence[Path], out: Path | None, responses: int | Non
 
 def page_of(run_dir: Path, responses: int | None) -> str:
     """Return the report of one run of any kind as HTML; the same records give the same bytes."""
-    if manifest.load_head(run_dir).kind == DPO:
-        _require_no_tokens(responses, "a DPO run")
-        return dpo_page(run_dir)
     facts = read_facts(run_dir)
+    if facts.manifest.kind == DPO:
+        _require_no_tokens(responses, "a DPO run")
+        return dpo_page(facts)
     if facts.is_control:
         _require_no_tokens(responses, "a control run")
     return run_page(facts, DEFAULT_RESPONSES if responses is None else responses)

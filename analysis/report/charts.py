@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ppo_repro.analysis.report.markup import element, escape, number, spread
-
-Floats = npt.NDArray[np.float64]
+from ppo_repro.analysis.stats.clusters import Floats
 
 WIDTH, PLOT_HEIGHT = 400.0, 200.0
 LEFT, RIGHT, BOTTOM, TOP = 58.0, 18.0, 46.0, 28.0
@@ -275,7 +274,11 @@ def _band(plot: Plot, line: Line) -> str:
     if line.low is None or line.high is None or line.parts:
         return ""
     x, low, high = plot.across(line.x), plot.down(line.low), plot.down(line.high)
-    d = "".join(_closed(x[run], low[run], high[run]) for run in _finite_runs(low + high) if len(run) > 1)
+    d = "".join(
+        _open(np.concatenate([x[run], x[run][::-1]]), np.concatenate([low[run], high[run][::-1]])) + "Z"
+        for run in _finite_runs(low + high)
+        if len(run) > 1
+    )
     return f'<path class="band fill{line.colour % COLOURS}" d="{d}"></path>' if d else ""
 
 
@@ -287,10 +290,6 @@ def _finite_runs(y: Floats) -> list[npt.NDArray[np.int64]]:
 
 def _open(x: Floats, y: Floats) -> str:
     return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x, y, strict=True))
-
-
-def _closed(x: Floats, low: Floats, high: Floats) -> str:
-    return _open(np.concatenate([x, x[::-1]]), np.concatenate([low, high[::-1]])) + "Z"
 
 
 def _values(plot: Plot, lines: Sequence[Line]) -> dict[str, object]:

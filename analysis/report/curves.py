@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.report.charts import Line, Rule, axis_for, line_chart
 from ppo_repro.analysis.report.markup import number
 from ppo_repro.analysis.report.page import Figure
 from ppo_repro.analysis.stats import clusters
+from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
 from ppo_repro.config.run import RunConfig
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -162,14 +160,7 @@ def recorded_rows(
 def control_curves(
     iterations: pd.DataFrame, steps: pd.DataFrame, final: Mapping[str, float | int | str], returns: Mapping[int, Floats]
 ) -> pd.DataFrame:
-    """Return every metric of a control run, as rows iteration, metric, value, low, high.
-
-    Args:
-        iterations: the table `iterations`.
-        steps: the table `steps`.
-        final: the final results.
-        returns: the returns of the episodes that ended, by iteration.
-    """
+    """Return every metric of a control run as `recorded_rows` does; `returns` of the ended episodes by iteration."""
     rows = []
     for iteration, found in returns.items():
         mean, error = clusters.mean(found)

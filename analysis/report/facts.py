@@ -108,10 +108,9 @@ def clip_bounds(config: RunConfig | ControlConfig, iterations: pd.DataFrame, ste
     return ClipBounds(1.0 - last, 1.0 + last, bool(ranges.nunique() > 1))
 
 
-def repeating(
-    run_dir: Path, manifest: Manifest, environment: Mapping[str, Any], config: RunConfig | ControlConfig | DPOConfig
-) -> list[tuple[str, str]]:
+def repeating(facts: Facts) -> list[tuple[str, str]]:
     """Return name and value of each fact that identifies a run and its machine."""
+    run_dir, manifest, environment, config = facts.run_dir, facts.manifest, facts.environment, facts.config
     packages = environment.get("packages", {})
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)
     commit = str(environment.get("git_commit") or "no commit")[:12]

@@ -17,8 +17,8 @@ from ppo_repro.analysis.pairs.places import LAG, ROUTE, ROUTES, TURN
 from ppo_repro.analysis.report.charts import Axis, Line, Rule, axis_for, bar_chart, line_chart
 from ppo_repro.analysis.report.markup import number, share
 from ppo_repro.analysis.report.page import Figure
+from ppo_repro.analysis.stats.clusters import Floats
 
-Floats = npt.NDArray[np.float64]
 FLAG_WORDS = {
     "clip_high": "clipped high", "clip_low": "clipped low", "clip_dual": "clipped dual",
     "clip_cov": "drawn by Clip-Cov", "wrong_high": "wrong side, high", "wrong_low": "wrong side, low",

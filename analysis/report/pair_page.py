@@ -36,7 +36,7 @@ def pair_page(a: Path, b: Path) -> str:
     alone = (
         "One run each says nothing about the methods: compare several seeds by `python -m ppo_repro.analysis.compare`."
     )
-    again = (repeating(one.run_dir, one.manifest, one.environment, one.config) for one in facts)
+    again = map(repeating, facts)
     rows = [(name, x, "the same" if x == y else y) for (name, x), (_, y) in zip(*again, strict=True)][1:]
     about = pd.DataFrame(rows, columns=["fact", *NAMES])
     changed = scrolled(table(_different(facts), "Configuration and inputs, where they differ"))

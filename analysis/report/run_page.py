@@ -33,7 +33,7 @@ from ppo_repro.analysis.words import terms
 from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
-from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, by_phase, load_config_of, phases_of, read_note
+from ppo_repro.records.folder import by_phase, phases_of
 from ppo_repro.runs.summary import summarise
 from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
 
@@ -55,7 +55,6 @@ def run_page(facts: Facts, responses: int) -> str:
     scan = scan_run(facts, iterations, steps)
     counted = parity(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)
     cause, found = _cause(facts) if counted.unequal_old_rollout_logprobs and not facts.is_control else ([], [])
-    again = repeating(facts.run_dir, facts.manifest, facts.environment, facts.config)
     cards = (
         Card(
             "Did it learn?",
@@ -64,7 +63,7 @@ def run_page(facts: Facts, responses: int) -> str:
         ),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counted), *cause]),
         Card("What went wrong?", verdicts.troubles(facts, scan.nonfinite_ratios, scan.nonfinite_deltas)),
-        Card("How to repeat it", (), [facts_html(again)]),
+        Card("How to repeat it", (), [facts_html(repeating(facts))]),
     )
     named, forked = [curves.Curve("this run", scan.curves)], facts.forked_at
     name, things = ("return", "episodes") if facts.is_control else ("score", "responses")
@@ -179,14 +178,11 @@ def _numbers(
     return Section("numbers", "Numbers and configuration", (), (), [side_by_side, *folded])
 
 
-def dpo_page(folder: Path) -> str:
-    """Return the page of one DPO run; the same records give the same bytes."""
-    recorded = reader.open_manifest(folder)
-    text = reader.read_checked(folder / CONFIG_NAME, recorded.files[CONFIG_NAME]).decode()
-    config, environment = load_config_of(folder, recorded), read_note(folder, recorded, ENVIRONMENT_NAME)
+def dpo_page(facts: Facts) -> str:
+    """Return the page of one DPO run; the same records give the same bytes. UserError if the run is not complete."""
+    folder, recorded = facts.run_dir, facts.manifest
     steps, last = reader.read_steps(folder), [recorded.num_iterations - 1]
     pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
-    name = f"{config.experiment}/{folder.resolve().name}"
     rows = [
         ("training pairs", int((~pairs["held_out"]).sum())),
         ("held-out pairs", int(pairs["held_out"].sum())),
@@ -196,22 +192,22 @@ def dpo_page(folder: Path) -> str:
     sentences = summarise(folder).sentences
     learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in sentences]
     drawn = [_dpo_curve(steps, column) for column in DPO_STEPS]
-    again = repeating(folder, recorded, environment, config)
-    cards = (Card("Did it learn?", learnt, chart=drawn[1].chart), Card("How to repeat it", (), [facts_html(again)]))
+    again = facts_html(repeating(facts))
+    cards = (Card("Did it learn?", learnt, chart=drawn[1].chart), Card("How to repeat it", (), [again]))
     both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
     margins = {group: found["margins"].to_numpy(np.float64) for group, found in both.items() if len(found)}
     caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."
     after = figures.distribution_figure("Margins after training", margins, "margin", "pairs", caption)
     blocks = (
         scrolled(table(pd.DataFrame(rows, columns=["quantity", "value"]), "Whole run")),
-        folded_text("Configuration", text),
+        folded_text("Configuration", facts.config_text),
         folded_table("Terms in words", terms()),
     )
     sections = (
         Section("steps", "Steps", (), [*drawn, after]),
         Section("numbers", "Numbers and configuration", (), (), blocks),
     )
-    return page(name, cards, sections)
+    return page(facts.name, cards, sections)
 
 
 def _dpo_curve(steps: pd.DataFrame, column: str) -> Figure:

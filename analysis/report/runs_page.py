@@ -78,7 +78,8 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     some = f"The {MAX_LINES} of {len(settings)} settings with the highest {measure}; the table has all."
     notes = (some,) if len(settings) > MAX_LINES else ()
     about = _means(finals, measures, {setting.short: setting.whole for setting in settings})
-    table_of = scrolled(table(about, SPREAD if _has_many(finals) else "mean (smallest to largest seed)"))
+    has_intervals = finals.groupby("point").size().min() >= curves.MANY_SEEDS
+    table_of = scrolled(table(about, SPREAD if has_intervals else "mean (smallest to largest seed)"))
     compared = answer_cards(folder, finals, measure, chart) if is_grid else []
     cards = [
         *compared[:2],
@@ -159,11 +160,6 @@ def _line(setting: Setting, group: Sequence[OneRun]) -> Curve:
     runs = tuple(run.curves for run in group)
     seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()
     return Curve(setting.short, curves.over_seeds(runs, score), seeds, setting.whole)
-
-
-def _has_many(finals: pd.DataFrame) -> bool:
-    """Return whether every setting has enough seeds for an interval."""
-    return bool(finals.groupby("point").size().min() >= curves.MANY_SEEDS)
 
 
 def _band(finals: pd.DataFrame) -> str:

@@ -15,10 +15,10 @@ import pandas as pd
 
 from ppo_repro.analysis.report import curves
 from ppo_repro.analysis.report.facts import Facts
+from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.config.files import DPO
 from ppo_repro.records import reader
 
-Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats

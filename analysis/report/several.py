@@ -59,14 +59,7 @@ def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:
 
 
 def curve_sections(facts: Facts, lines: Sequence[Curve], notes: Sequence[str], band: str) -> list[Section]:
-    """Return the sections Learning and Optimisation of several runs.
-
-    Args:
-        facts: the facts of one of the runs.
-        lines: the curves.
-        notes: sentences above the figures.
-        band: a sentence about the bands.
-    """
+    """Return the sections Learning and Optimisation: figures of `lines` below `notes`; `band` explains the bands."""
     learning, optimisation = curves.BY_KIND[facts.manifest.kind]
     return [
         Section("learning", "Learning", notes, curves.metric_figures(learning, lines, band)),

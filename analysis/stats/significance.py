@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy import optimize, stats
 
-Floats = npt.NDArray[np.float64]
+from ppo_repro.analysis.stats.clusters import Floats
 
 DRAWS = 999
 POWER = 0.8

@@ -225,24 +225,24 @@ def _batch(requests: Sequence[Request], completions: Sequence[Completion]) -> To
 
 
 @torch.no_grad()
-def trained(s: SamplerTrace, trainer: PreTrainedModel) -> Captured:
+def trained(trace: SamplerTrace, trainer: PreTrainedModel) -> Captured:
     """Record the operations of one forward pass of `trainer` over all sequences, padded on the right."""
-    pairs = zip(s.requests, s.completions, strict=True)
+    pairs = zip(trace.requests, trace.completions, strict=True)
     lengths = torch.tensor([len(r.prompt_ids) + len(c.response_ids) - 1 for r, c in pairs])
     grid = _grid(torch.arange(len(lengths)), torch.zeros_like(lengths), lengths)
-    batch = _batch(s.requests, s.completions)
+    batch = _batch(trace.requests, trace.completions)
     with recording(trainer, lambda: grid) as recorded:
         logits = policy_logits(trainer, batch).cpu()
-    eligible = expand_kept(torch.cat([c.kept_tokens for c in s.completions]), logits.shape[-1])
-    logprobs, _ = token_statistics(logits, batch.targets.cpu(), s.sampling.temperature, eligible, s.mode)
+    eligible = expand_kept(torch.cat([c.kept_tokens for c in trace.completions]), logits.shape[-1])
+    logprobs, _ = token_statistics(logits, batch.targets.cpu(), trace.sampling.temperature, eligible, trace.mode)
     return _captured(trainer, batch, recorded, logits, logprobs)
 
 
-def compare_ops(s: SamplerTrace, trainer: PreTrainedModel) -> list[Op]:
+def compare_ops(trace: SamplerTrace, trainer: PreTrainedModel) -> list[Op]:
     """Compare every operation of the sampler with the same operation in a forward pass of `trainer`."""
     return [
-        _compare(s.mode, order, name, s.decoded[name], right)
-        for order, (name, right) in enumerate(trained(s, trainer).items())
+        _compare(trace.mode, order, name, trace.decoded[name], right)
+        for order, (name, right) in enumerate(trained(trace, trainer).items())
     ]
 
 

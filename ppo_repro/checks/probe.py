@@ -122,46 +122,46 @@ def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
     return total
 
 
-def _batches(s: _SampledRun, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
+def _batches(run: _SampledRun, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
     """Yield the sequences as batches of one minibatch, with the bit sets of the tokens that could be sampled."""
-    for i in range(0, len(s.requests), size):
-        requests, completions = s.requests[i : i + size], s.completions[i : i + size]
-        slots = slots_of(range(i, i + len(requests)), len(s.requests), SLOTS)
+    for i in range(0, len(run.requests), size):
+        requests, completions = run.requests[i : i + size], run.completions[i : i + size]
+        slots = slots_of(range(i, i + len(requests)), len(run.requests), SLOTS)
         batch = lay_out([r.prompt_ids for r in requests], [c.response_ids for c in completions], slots=slots)
         yield batch, torch.cat([c.kept_tokens for c in completions])
 
 
-def _score(s: _SampledRun, batch: TokenBatch, kept_tokens: Tensor) -> Tensor:
-    logits = policy_logits(s.prepared.state.policy, batch)
+def _score(run: _SampledRun, batch: TokenBatch, kept_tokens: Tensor) -> Tensor:
+    logits = policy_logits(run.prepared.state.policy, batch)
     eligible = expand_kept(kept_tokens, logits.shape[-1])
-    mode, temperature = s.config.numerics.mode, s.config.rollout.temperature
+    mode, temperature = run.config.numerics.mode, run.config.rollout.temperature
     return token_statistics(logits, batch.targets, temperature, eligible, mode)[0]
 
 
 @torch.no_grad()
-def _forward(s: _SampledRun, size: int) -> Tensor:
-    return torch.cat([_score(s, batch, kept_tokens) for batch, kept_tokens in _batches(s, size)])
+def _forward(run: _SampledRun, size: int) -> Tensor:
+    return torch.cat([_score(run, batch, kept_tokens) for batch, kept_tokens in _batches(run, size)])
 
 
 @torch.no_grad()
-def _values(s: _SampledRun, size: int) -> Tensor:
-    value_model = s.prepared.state.value_model
+def _values(run: _SampledRun, size: int) -> Tensor:
+    value_model = run.prepared.state.value_model
     if value_model is None:
         return torch.empty(0)
-    return torch.cat([value_predictions(value_model, batch) for batch, _ in _batches(s, size)])
+    return torch.cat([value_predictions(value_model, batch) for batch, _ in _batches(run, size)])
 
 
-def _weights_after_step(s: _SampledRun, size: int) -> Tensor:
+def _weights_after_step(run: _SampledRun, size: int) -> Tensor:
     """Return all policy weights after one optimizer step on the sampled tokens; the policy keeps its weights."""
-    policy = s.prepared.state.policy
+    policy = run.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     settings = AdamWSettings(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
-    optimizer = Optimizer(policy, settings, s.config.numerics.mode, SLOTS)
+    optimizer = Optimizer(policy, settings, run.config.numerics.mode, SLOTS)
 
     def backward() -> None:
-        for batch, kept_tokens in _batches(s, size):
-            logprobs = _score(s, batch, kept_tokens)
-            torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(s.logprobs)))
+        for batch, kept_tokens in _batches(run, size):
+            logprobs = _score(run, batch, kept_tokens)
+            torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(run.logprobs)))
 
     optimizer.step(backward)
     after = torch.cat([p.detach().reshape(-1).clone() for _, p in policy.named_parameters()]).cpu()
@@ -179,38 +179,38 @@ def _with_two_threads(compute: Callable[[], Tensor]) -> Tensor:
         library.use_threads(1)
 
 
-def _checks(s: _SampledRun) -> list[Check]:
+def _checks(run: _SampledRun) -> list[Check]:
     """Return every check, in the order of execution: the last check changes the policy."""
-    forward, weights, values = _forward(s, SEQUENCES), _weights_after_step(s, SEQUENCES), _values(s, SEQUENCES)
+    forward, weights, values = _forward(run, SEQUENCES), _weights_after_step(run, SEQUENCES), _values(run, SEQUENCES)
 
     def resampled(slots: int, chunk: int = 0, prefix_cache: bool = True, step: int = 1) -> tuple[int, int]:
-        again = _generate(s.config, s.prepared, s.requests[::step], slots, chunk, prefix_cache)[::step]
-        return len(s.logprobs), _differing(s.completions, again)
+        again = _generate(run.config, run.prepared, run.requests[::step], slots, chunk, prefix_cache)[::step]
+        return len(run.logprobs), _differing(run.completions, again)
 
     def compared(expected: Tensor, compute: Callable[[], Tensor]) -> tuple[int, int]:
         return len(expected), unequal_bits(expected, compute())
 
     def checkpointed() -> Tensor:
-        checkpoint_gradients(trunk_of(s.prepared.state.policy))
-        return _weights_after_step(s, SEQUENCES)
+        checkpoint_gradients(trunk_of(run.prepared.state.policy))
+        return _weights_after_step(run, SEQUENCES)
 
-    whole = partial(_forward, s, SEQUENCES)
-    step = partial(_weights_after_step, s, SEQUENCES)
+    whole = partial(_forward, run, SEQUENCES)
+    step = partial(_weights_after_step, run, SEQUENCES)
     return [
-        (CONTROL, "all at once", lambda: compared(s.logprobs, lambda: forward)),
+        (CONTROL, "all at once", lambda: compared(run.logprobs, lambda: forward)),
         *(("rollout slots", str(n), partial(resampled, n)) for n in (1, 3, 16)),
         *(("prefill chunk", str(n), partial(resampled, SEQUENCES, n)) for n in (1, 3)),
         ("prefix cache", "off", lambda: resampled(SEQUENCES, prefix_cache=False)),
         ("prefix cache", "warm, 2 slots", lambda: resampled(2)),
         ("request order", "reversed, 5 slots", lambda: resampled(5, step=-1)),
-        *(("forward", f"{n} a batch", partial(compared, forward, partial(_forward, s, n))) for n in MICRO_BATCHES),
+        *(("forward", f"{n} a batch", partial(compared, forward, partial(_forward, run, n))) for n in MICRO_BATCHES),
         *(
-            ("values", f"{n} a batch", partial(compared, values, partial(_values, s, n)))
+            ("values", f"{n} a batch", partial(compared, values, partial(_values, run, n)))
             for n in MICRO_BATCHES
             if len(values)
         ),
         *(
-            ("optimizer step", f"{n} a micro-batch", partial(compared, weights, partial(_weights_after_step, s, n)))
+            ("optimizer step", f"{n} a micro-batch", partial(compared, weights, partial(_weights_after_step, run, n)))
             for n in MICRO_BATCHES
         ),
         ("forward", "2 threads", lambda: compared(forward, partial(_with_two_threads, whole))),

@@ -101,24 +101,25 @@ class RetokenizingEngine:
         pairs = zip(completions, draws, strict=True)
         return [self._encoded(c, most if draw < self.share * 2.0**64 else 0) for c, draw in pairs]
 
-    def _encoded(self, c: Completion, most: int) -> Completion:
+    def _encoded(self, completion: Completion, most: int) -> Completion:
         """Return the completion encoded again in at most `most` tokens; as sampled if that is not possible."""
-        text = decode(self.tokenizer, c.response_ids)
-        before = spans(self.tokenizer, c.response_ids, text)
-        new = encode_again(self.tokenizer, c.response_ids, before, most, c.finish_reason == "stop") if most else None
+        ids, ended = completion.response_ids, completion.finish_reason == "stop"
+        text = decode(self.tokenizer, ids)
+        before = spans(self.tokenizer, ids, text)
+        new = encode_again(self.tokenizer, ids, before, most, ended) if most else None
         if new is None:
-            own = list(range(len(c.response_ids)))
-            new = Encoding(list(c.response_ids), before, own, own, [True] * len(own))
-        count, versions = len(new.ids), c.policy_versions
+            own = list(range(len(ids)))
+            new = Encoding(list(ids), before, own, own, [True] * len(own))
+        count, versions = len(new.ids), completion.policy_versions
         return replace(
-            c,
+            completion,
             response_ids=tuple(new.ids),
-            logprobs=new.summed(c.logprobs),
-            log_kept_mass=new.summed(c.log_kept_mass),
+            logprobs=new.summed(completion.logprobs),
+            log_kept_mass=new.summed(completion.log_kept_mass),
             kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
             policy_versions=None if versions is None else tuple(versions[source] for source in new.sources),
             text=text,
-            sampled_ids=c.response_ids,
+            sampled_ids=ids,
             is_as_sampled=tuple(new.as_sampled),
             routes=None,
         )

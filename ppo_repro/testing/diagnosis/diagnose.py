@@ -110,152 +110,156 @@ def _ratio(left: float, whole: float) -> float:
     return left / whole if whole > 0 else math.nan
 
 
-def _tier(m: MismatchSums) -> str:
-    if not m["unequal"]:
+def _tier(sums: MismatchSums) -> str:
+    if not sums["unequal"]:
         return "T0"
-    if m["largest_ulp"] <= 4 and m["largest_delta"] <= TIERS[0].max_abs:
+    if sums["largest_ulp"] <= 4 and sums["largest_delta"] <= TIERS[0].max_abs:
         return "T1"
-    mean_abs, k3 = m["delta_abs"] / m["tokens"], m["k3"] / m["tokens"]
+    mean_abs, k3 = sums["delta_abs"] / sums["tokens"], sums["k3"] / sums["tokens"]
     for tier in TIERS:
-        if mean_abs <= tier.mean_abs and m["largest_delta"] <= tier.max_abs and k3 <= tier.k3:
+        if mean_abs <= tier.mean_abs and sums["largest_delta"] <= tier.max_abs and k3 <= tier.k3:
             return tier.name
     return f"beyond {TIERS[-1].name}"
 
 
-def _evidence(m: MismatchSums) -> dict[str, float]:
-    n = m["tokens"]
-    mean = m["delta"] / n
-    clusters = m["sequences"] / (m["sequences"] - 1) if m["sequences"] > 1 else math.nan
-    variance = (m["ss"] - 2 * mean * m["sn"] + mean**2 * m["nn"]) / n**2 * clusters
-    covariance = m["ab"] - m["a"] * m["b"] / n
-    spread = (m["a_sq"] - m["a"] ** 2 / n) * (m["b_sq"] - m["b"] ** 2 / n)
-    slope, left_by_temperature = _temperature(m)
-    of_b = m["b_sq"] - m["b"] ** 2 / n
-    shift = min(_ratio(m["next_sq"], m["neighbours"]), _ratio(m["previous_sq"], m["neighbours"]))
+def _evidence(sums: MismatchSums) -> dict[str, float]:
+    n = sums["tokens"]
+    mean = sums["delta"] / n
+    clusters = sums["sequences"] / (sums["sequences"] - 1) if sums["sequences"] > 1 else math.nan
+    variance = (sums["ss"] - 2 * mean * sums["sn"] + mean**2 * sums["nn"]) / n**2 * clusters
+    covariance = sums["ab"] - sums["a"] * sums["b"] / n
+    spread = (sums["a_sq"] - sums["a"] ** 2 / n) * (sums["b_sq"] - sums["b"] ** 2 / n)
+    slope, left_by_temperature = _temperature(sums)
+    of_b = sums["b_sq"] - sums["b"] ** 2 / n
+    repeated = _ratio(sums["again_sq"], sums["again_delta_sq"])
+    shift = min(_ratio(sums["next_sq"], sums["neighbours"]), _ratio(sums["previous_sq"], sums["neighbours"]))
     return {
         "tokens": n,
-        "nonfinite": m["nonfinite"],
-        "frac_bitwise_equal": 1 - m["unequal"] / n,
-        "mean_abs": m["delta_abs"] / n,
-        "max_abs": m["largest_delta"],
+        "nonfinite": sums["nonfinite"],
+        "frac_bitwise_equal": 1 - sums["unequal"] / n,
+        "mean_abs": sums["delta_abs"] / n,
+        "max_abs": sums["largest_delta"],
         "k1": -mean,
         "k1_se": math.sqrt(max(variance, 0.0)),
-        "k3": m["k3"] / n,
+        "k3": sums["k3"] / n,
         "pearson_logp": covariance / math.sqrt(spread) if spread > 0 else math.nan,
         "temperature_ratio": 1 / (1 - slope) if slope < 1 else math.nan,
         "left_by_temperature": left_by_temperature,
         "delta_logp_slope": 1 - _ratio(covariance, of_b),
-        "left_by_kept_mass": _ratio(m["mass_sq"], m["delta_sq"]) if m["has_mass"] else math.nan,
-        "left_without_zeros": _ratio(m["delta_sq"] - m["at_zeros"], m["delta_sq"]),
-        "left_without_last": _ratio(m["delta_sq"] - m["at_last"], m["delta_sq"]),
-        "left_by_shift": _ratio(shift, m["delta_sq"] / n),
-        "left_by_sorting": _ratio(m["sorted_sq"], m["delta_sq"]),
-        "left_by_token": _ratio(m["by_token_sq"], m["by_one_slope_sq"]),
-        "repeat_over_delta": math.sqrt(_ratio(m["again_sq"], m["again_delta_sq"])) if m["has_again"] else math.nan,
-        "clean_sequences": m["clean_sequences"],
-        "dirty_sequences": m["dirty_sequences"],
-        "frac_bfloat16": m["as_bfloat16"] / n,
-        "frac_float16": m["as_float16"] / n,
+        "left_by_kept_mass": _ratio(sums["mass_sq"], sums["delta_sq"]) if sums["has_mass"] else math.nan,
+        "left_without_zeros": _ratio(sums["delta_sq"] - sums["at_zeros"], sums["delta_sq"]),
+        "left_without_last": _ratio(sums["delta_sq"] - sums["at_last"], sums["delta_sq"]),
+        "left_by_shift": _ratio(shift, sums["delta_sq"] / n),
+        "left_by_sorting": _ratio(sums["sorted_sq"], sums["delta_sq"]),
+        "left_by_token": _ratio(sums["by_token_sq"], sums["by_one_slope_sq"]),
+        "repeat_over_delta": math.sqrt(repeated) if sums["has_again"] else math.nan,
+        "clean_sequences": sums["clean_sequences"],
+        "dirty_sequences": sums["dirty_sequences"],
+        "frac_bfloat16": sums["as_bfloat16"] / n,
+        "frac_float16": sums["as_float16"] / n,
     }
 
 
-def _temperature(m: MismatchSums) -> tuple[float, float]:
+def _temperature(sums: MismatchSums) -> tuple[float, float]:
     """Return t = 1 - 1/tau of the best fit delta = t x + t^2 k, and the share of delta^2 that the fit leaves.
 
     x = b + H, k = H + log sum p^2. The fit is the parabola for log sum_v p_v^s that is 0 with slope -H at s = 1 and
     log sum p^2 at s = 2. NaN without the entropies.
     """
-    if not m["has_entropies"] or not m["delta_sq"]:
+    if not sums["has_entropies"] or not sums["delta_sq"]:
         return math.nan, math.nan
-    terms = np.array([m["delta_sq"], -2 * m["dx"], m["xx"] - 2 * m["dk"], 2 * m["xk"], m["kk"]])
+    terms = np.array([sums["delta_sq"], -2 * sums["dx"], sums["xx"] - 2 * sums["dk"], 2 * sums["xk"], sums["kk"]])
     residual = np.polynomial.Polynomial(terms)
     roots = residual.deriv().roots()
     real = roots[np.abs(roots.imag) < 1e-9].real
     best = min(real, key=lambda t: float(residual(t)), default=0.0)
-    return float(best), float(residual(best)) / m["delta_sq"]
+    return float(best), float(residual(best)) / sums["delta_sq"]
 
 
-def _is_group(m: MismatchSums, clean: str, dirty: str) -> bool:
+def _is_group(sums: MismatchSums, clean: str, dirty: str) -> bool:
     """Return whether the mismatch is in one group of sequences: clearly 10 times as large there, or only there."""
-    return _ten_times(m, clean, dirty) or _only_one_group(m, clean, dirty)
+    return _ten_times(sums, clean, dirty) or _only_one_group(sums, clean, dirty)
 
 
-def _only_one_group(m: MismatchSums, clean: str, dirty: str) -> bool:
+def _only_one_group(sums: MismatchSums, clean: str, dirty: str) -> bool:
     """Return whether no sequence of one group differs and some of the other group do, and not by accident.
 
     If z of n sequences, chosen at random, do not differ, then all u sequences of the first group are among them with
     probability C(z, u) / C(n, u).
     """
-    u, others, equal, equal_others = (int(m[name]) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal"))
+    u, others, equal, equal_others = (int(sums[name]) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal"))
     if equal < u or equal_others == others:
         return False
     return math.comb(equal + equal_others, u) <= CHANCE * math.comb(u + others, u)
 
 
-def _ten_times(m: MismatchSums, clean: str, dirty: str) -> bool:
+def _ten_times(sums: MismatchSums, clean: str, dirty: str) -> bool:
     """Return whether the mean |delta| of the sequences of one group is clearly 10 times that of the other."""
-    if min(m[clean], m[dirty]) < 2:
+    if min(sums[clean], sums[dirty]) < 2:
         return False
-    groups = [(m[name], m[f"{name}_abs"], m[f"{name}_abs_sq"]) for name in (clean, dirty)]
+    groups = [(sums[name], sums[f"{name}_abs"], sums[f"{name}_abs_sq"]) for name in (clean, dirty)]
     (m0, v0), (m1, v1) = ((s / n, max(sq - s**2 / n, 0.0) / (n - 1) / n) for n, s, sq in groups)
     return m1 >= 10 * m0 and m1 - m0 > CLEAR * math.sqrt(v0 + v1)
 
 
-def _named(m: MismatchSums, e: dict[str, float], tier: str) -> Cause | None:
+def _named(sums: MismatchSums, evidence: dict[str, float], tier: str) -> Cause | None:
     """Return the cause whose prediction fits, None if no cause fits; NaN, from a missing column, fits nothing."""
     if tier in ("T0", "T1", "T2"):
         agree: Cause = "none" if tier == "T0" else "floating_point_noise"
-        return "non_finite" if m["nonfinite"] else agree
+        return "non_finite" if sums["nonfinite"] else agree
+    # greedy sampling has log-probs of 0 too
+    is_zero_a_fault = sums["has_mass"] > 0 or sums["zeros"] < sums["tokens"]
+    by_token = sums["repeated"] >= ENOUGH_TOKENS and evidence["left_by_token"] <= LEFT_BY_TOKEN
     fits: tuple[tuple[Cause, bool], ...] = (
-        ("retokenization", _is_group(m, "same_ids", "other_ids")),
-        ("other_prompt", _is_group(m, "same_prompt", "other_prompt")),
-        ("truncated_sampling", e["left_by_kept_mass"] <= LEFT),
-        ("zero_filled", e["left_without_zeros"] <= LEFT and (m["has_mass"] > 0 or m["zeros"] < m["tokens"])),
-        ("off_by_one", e["left_by_shift"] <= LEFT),
+        ("retokenization", _is_group(sums, "same_ids", "other_ids")),
+        ("other_prompt", _is_group(sums, "same_prompt", "other_prompt")),
+        ("truncated_sampling", evidence["left_by_kept_mass"] <= LEFT),
+        ("zero_filled", evidence["left_without_zeros"] <= LEFT and is_zero_a_fault),
+        ("off_by_one", evidence["left_by_shift"] <= LEFT),
         # log-probs that agree well are nearly the same multiset too, so they must also be uncorrelated
-        ("shuffled", e["left_by_sorting"] <= LEFT and e["pearson_logp"] < 0.5),
-        ("temperature", e["left_by_temperature"] <= LEFT_BY_TEMPERATURE),
-        ("padding_leak", _is_group(m, "unpadded", "padded")),
+        ("shuffled", evidence["left_by_sorting"] <= LEFT and evidence["pearson_logp"] < 0.5),
+        ("temperature", evidence["left_by_temperature"] <= LEFT_BY_TEMPERATURE),
+        ("padding_leak", _is_group(sums, "unpadded", "padded")),
         # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias of sqrt(7) sigma at most
-        ("dropout", 0.5 <= e["repeat_over_delta"] <= 2.0),
-        ("stale_weights", _is_group(m, "fresh", "behind")),
+        ("dropout", 0.5 <= evidence["repeat_over_delta"] <= 2.0),
+        ("stale_weights", _is_group(sums, "fresh", "behind")),
         # a float32 value is by chance a bfloat16 number with probability 2^-16, a float16 number with 2^-13
-        ("reduced_precision", tier != "beyond T4" and max(e["frac_bfloat16"], e["frac_float16"]) >= 0.99),
+        ("reduced_precision", tier != "beyond T4" and max(evidence["frac_bfloat16"], evidence["frac_float16"]) >= 0.99),
         # steps may favour some tokens everywhere too
-        ("token_bias", m["repeated"] >= ENOUGH_TOKENS and e["left_by_token"] <= LEFT_BY_TOKEN and _is_fresh(m)),
+        ("token_bias", by_token and _is_fresh(sums)),
     )
     return next((cause for cause, is_good in fits if is_good), None)
 
 
-def _is_fresh(m: MismatchSums) -> bool:
-    return bool(m["has_steps"]) and not m["behind"]
+def _is_fresh(sums: MismatchSums) -> bool:
+    return bool(sums["has_steps"]) and not sums["behind"]
 
 
-def _possible(m: MismatchSums, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
+def _possible(sums: MismatchSums, evidence: dict[str, float], tier: str) -> tuple[Cause, ...]:
     """Return the causes that neither a column nor the pattern rules out, and those that a column reports everywhere."""
-    if _at_last_tokens(m, e):
+    if _at_last_tokens(sums, evidence):
         return ("forced_eos",)
-    some = min(m["clean_sequences"], m["dirty_sequences"]) >= 2  # only some sequences differ
+    some = min(sums["clean_sequences"], sums["dirty_sequences"]) >= 2  # only some sequences differ
     can: tuple[tuple[Cause, bool], ...] = (
-        ("zero_filled", bool(m["zeros"]) and m["zeros"] == m["tokens"]),
-        ("retokenization", m["other_ids"] > 0 or (some and not m["has_ids"])),
-        ("other_prompt", m["other_prompt"] > 0),
-        ("padding_leak", (some and not m["has_padding"]) or (m["padded"] > 0 and not m["unpadded"])),
+        ("zero_filled", bool(sums["zeros"]) and sums["zeros"] == sums["tokens"]),
+        ("retokenization", sums["other_ids"] > 0 or (some and not sums["has_ids"])),
+        ("other_prompt", sums["other_prompt"] > 0),
+        ("padding_leak", (some and not sums["has_padding"]) or (sums["padded"] > 0 and not sums["unpadded"])),
         ("reduced_precision", not some and tier != "beyond T4"),
-        ("stale_weights", not _is_fresh(m)),
-        ("token_bias", m["repeated"] >= ENOUGH_TOKENS and e["left_by_token"] <= LEFT_BY_TOKEN),
-        ("dropout", not some and not m["has_again"]),
+        ("stale_weights", not _is_fresh(sums)),
+        ("token_bias", sums["repeated"] >= ENOUGH_TOKENS and evidence["left_by_token"] <= LEFT_BY_TOKEN),
+        ("dropout", not some and not sums["has_again"]),
         # a line in b is no proof of a temperature: at temperature 1/2 it explained between 6 % and 47 %
-        ("temperature", not some and not m["has_entropies"]),
-        ("truncated_sampling", not some and not m["has_mass"]),
+        ("temperature", not some and not sums["has_entropies"]),
+        ("truncated_sampling", not some and not sums["has_mass"]),
     )
     return tuple(cause for cause, is_possible in can if is_possible)
 
 
-def _at_last_tokens(m: MismatchSums, e: dict[str, float]) -> bool:
+def _at_last_tokens(sums: MismatchSums, evidence: dict[str, float]) -> bool:
     """Return whether all mismatch is at last tokens of one id: an end token that replaced the sampled token."""
-    if not e["left_without_last"] <= LEFT or m["last"] == m["tokens"] or m["largest_last_ids"] > 1:
+    if not evidence["left_without_last"] <= LEFT or sums["last"] == sums["tokens"] or sums["largest_last_ids"] > 1:
         return False
     # the effective number of tokens with large squares; by chance, each is last with probability last / tokens
-    spikes = m["at_last"] ** 2 / m["at_last_4"]
-    return spikes * math.log(m["last"] / m["tokens"]) <= math.log(CHANCE)
+    spikes = sums["at_last"] ** 2 / sums["at_last_4"]
+    return spikes * math.log(sums["last"] / sums["tokens"]) <= math.log(CHANCE)

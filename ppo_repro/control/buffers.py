@@ -92,7 +92,7 @@ class ControlIteration:
     seconds: dict[str, float]  # wall time by phase: evaluation, rollout, forward, update, other
 
     def finished_returns(self) -> list[float]:
-        """Returns of the episodes that ended in this iteration, in the order in which they ended."""
+        """Return the returns of the episodes that ended in this iteration, in the order in which they ended."""
         r = self.rollout
         ended = zip(r.end_reason, r.last_step, r.environment, r.episode_return, strict=True)
         return [episode_return for reason, *_, episode_return in sorted(ended, key=lambda e: e[1:3]) if reason != "cut"]

@@ -24,13 +24,31 @@ except ImportError as missing:
 
 
 @dataclass(frozen=True)
-class ActionSpace:
-    """`count` discrete actions from `start`, or (count 0) real ones between `low` and `high`."""
+class DiscreteActions:
+    """The whole numbers `start` to `start + count - 1`."""
 
     count: int
     start: int
+
+    def taken(self, actions: NDArray[np.float32]) -> list[int]:
+        """Return the numbers that the environments take, from indices [E, 1]."""
+        numbers: list[int] = (actions[:, 0].astype(np.int64) + self.start).tolist()
+        return numbers
+
+
+@dataclass(frozen=True)
+class RealActions:
+    """Vectors between two bounds."""
+
     low: NDArray[np.float32]  # [A]
-    high: NDArray[np.float32]
+    high: NDArray[np.float32]  # [A]
+
+    def taken(self, actions: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the vectors [E, A] that the environments take: the drawn ones, clipped."""
+        return np.clip(actions, self.low, self.high)
+
+
+Actions = DiscreteActions | RealActions
 
 
 @dataclass(frozen=True)
@@ -65,15 +83,16 @@ class Environments:
             envs = [gymnasium.make(identifier, disable_env_checker=True) for _ in range(count)]
         except (gymnasium.error.Error, ImportError) as error:
             raise UserError(f"{where}: gymnasium cannot make it ({' '.join(str(error).split())})") from error
-        space, acted, nothing = envs[0].observation_space, envs[0].action_space, np.empty(0, np.float32)
+        space, acted = envs[0].observation_space, envs[0].action_space
         if not isinstance(space, Box) or len(space.shape) != 1:
             raise UserError(f"{where}: its observations are {space}; must be a Box of one axis")
         if envs[0].spec is None or envs[0].spec.max_episode_steps is None:
             raise UserError(f"{where}: has no time limit; an evaluation might never end")
+        self.actions: Actions
         if isinstance(acted, Discrete):
-            self.actions = ActionSpace(int(acted.n), int(acted.start), nothing, nothing)
+            self.actions = DiscreteActions(int(acted.n), int(acted.start))
         elif isinstance(acted, Box) and len(acted.shape) == 1:
-            self.actions = ActionSpace(0, 0, acted.low.astype(np.float32), acted.high.astype(np.float32))
+            self.actions = RealActions(acted.low.astype(np.float32), acted.high.astype(np.float32))
         else:
             raise UserError(f"{where}: its actions are {acted}; must be Discrete or a Box of one axis")
         self.name, self.copies = name, [_Copy(env) for env in envs]
@@ -81,19 +100,15 @@ class Environments:
 
     def step(self, actions: NDArray[np.float32]) -> Transition:
         """Take actions [E, A]; a copy whose episode ended is reset to the start of the next one."""
-        count, space = len(self.copies), self.actions
-        if space.count:
-            taken: Any = (actions[:, 0].astype(np.int64) + space.start).tolist()
-        else:
-            taken = np.clip(actions, space.low, space.high)
+        count = len(self.copies)
         transition = Transition(
-            np.empty_like(self.observations),
-            np.empty(count, np.float32),
-            np.empty(count, bool),
-            np.empty(count, bool),
-            np.empty(count),
+            observations=np.empty_like(self.observations),
+            rewards=np.empty(count, np.float32),
+            terminated=np.empty(count, bool),
+            truncated=np.empty(count, bool),
+            episode_returns=np.empty(count),
         )
-        for i, (copy, action) in enumerate(zip(self.copies, taken, strict=True)):
+        for i, (copy, action) in enumerate(zip(self.copies, self.actions.taken(actions), strict=True)):
             observation, reward, terminated, truncated, _ = copy.env.step(action)
             copy.steps += 1
             copy.total += float(reward)

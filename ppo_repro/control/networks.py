@@ -20,7 +20,7 @@ from torch.autograd import Function
 from ppo_repro.base import seeding
 from ppo_repro.base.errors import NumericsError
 from ppo_repro.config.control import NetworkConfig
-from ppo_repro.control.environments import ActionSpace
+from ppo_repro.control.environments import Actions, DiscreteActions
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.linear import add_to_bias, linear
 from ppo_repro.numerics.rows import Rows
@@ -168,9 +168,7 @@ def _mlp(sizes: Sequence[int], last_gain: float, seed: int, name: str) -> nn.Seq
 class Agent(nn.Module):
     """The policy, `actor` and `distribution`, and the value model, `critic`."""
 
-    def __init__(
-        self, observation_size: int, actions: ActionSpace, network: NetworkConfig, mode: str, seed: int
-    ) -> None:
+    def __init__(self, observation_size: int, actions: Actions, network: NetworkConfig, mode: str, seed: int) -> None:
         """Draw the weights of policy and value network.
 
         Args:
@@ -183,7 +181,7 @@ class Agent(nn.Module):
         super().__init__()
         self.mode = mode
         self.distribution: Categorical | DiagonalGaussian
-        if actions.count:
+        if isinstance(actions, DiscreteActions):
             self.distribution = Categorical(actions.count, mode)
         else:
             self.distribution = DiagonalGaussian(len(actions.low), mode)

@@ -64,6 +64,7 @@ def _accuracy(engine: TorchEngine, pairs: Sequence[Pair]) -> float:
 
 
 def _batches(pairs: Sequence[Pair], size: int, seed: int, epoch: int) -> list[list[Pair]]:
+    """Cut a shuffle of the pairs into batches of `size`; the rest of an epoch is left out."""
     order = permutation(len(pairs), "warm start", seed, epoch)
     return [[pairs[i] for i in order[k : k + size]] for k in range(0, len(pairs) - size + 1, size)]
 

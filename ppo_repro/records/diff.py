@@ -167,6 +167,7 @@ def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | None:
 
 
 def _count_difference(table: str, iteration: int, column: str, left: int, right: int) -> Difference | None:
+    """Return the difference of two numbers of rows or iterations; None if the numbers are equal."""
     if left == right:
         return None
     row, rows, unequal = min(left, right), max(left, right), abs(left - right)

@@ -88,6 +88,7 @@ def _reward_model(
     source: PreTrainedModel,
     watcher: Watcher,
 ) -> tuple[PreTrainedModel | None, RewardTraining | None]:
+    """Load or train the reward model, frozen; None without one. The training is None for a model that was loaded."""
     term, numerics = config.reward.model, config.numerics
     if term is None:
         return None, None

@@ -237,6 +237,7 @@ def in_chunks(compute: OfRows, hidden: Tensor, rows: Rows, vocab_size: int) -> t
 
 
 def _joined(compute: OfRows, hidden: Tensor, rows: Rows, chunks: list[slice]) -> tuple[Tensor, ...]:
+    """Apply `compute` chunk by chunk; returns its tensors [n, ...], joined."""
     computed = [compute(hidden[chunk], chunk, rows.piece(chunk)) for chunk in chunks]
     return tuple(torch.cat(column) for column in zip(*computed, strict=True))
 

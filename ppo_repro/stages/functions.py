@@ -55,6 +55,7 @@ def load_functions(config: RunConfig) -> Functions:
 
 
 def _loaded(kind: type[OwnT], field: str, own: Mapping[str, CheckedFunction], positions: Sequence[str]) -> OwnT | None:
+    """Load the function of a field; None if the field names a method of the package."""
     if field not in own:
         return None
     parameters, before = own[field].parameters, settings_of_process()

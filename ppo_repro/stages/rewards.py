@@ -186,6 +186,7 @@ def _step_rewards(config: RunConfig, rollout: Rollout) -> Tensor:
 def _kl_penalties(
     config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_coef: float, functions: Functions
 ) -> Tensor:
+    """Return kl_coef times the KL estimate on the charged tokens, [N] float32; 0 if the reward has no KL."""
     if not isinstance(config.kl, KLInReward):
         return torch.zeros_like(forward.old_logprobs)
     reverse = config.kl.direction == "reference_policy"

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from ppo_repro.config.control import NetworkConfig
-from ppo_repro.control.environments import ActionSpace
+from ppo_repro.control.environments import DiscreteActions
 from ppo_repro.control.networks import Agent, orthogonal
 
-NOTHING = np.empty(0, np.float32)
-DISCRETE = ActionSpace(3, 0, NOTHING, NOTHING)
+DISCRETE = DiscreteActions(count=3, start=0)
 
 
 def test_names_choose_the_weights() -> None:

@@ -35,7 +35,7 @@ NAMED = 3  # so many explanations that are equally good are named; with more the
 AGREE = 0.1  # sides that are nearer to each other than this part of their distance say the same
 UNKNOWN = "unknown"
 FLOOR_TOKENS = 2048  # response tokens on which stock float32 is measured
-AT_ONCE = 256  # response tokens whose logits are in memory
+AT_ONCE = 512  # response tokens whose logits are in memory
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,22 @@ def _references(subject: Subject, responses: Sequence[Response], sampling: Sampl
     return references
 
 
+def _largest(
+    model: PreTrainedModel,
+    responses: Sequence[Response],
+    sampling: Sampling,
+    definition: str,
+    reference: Reference,
+    distances: Sequence[Tensor],
+) -> float:
+    """Return the largest distance of stock float32, where it was measured and in responses with a token that is far."""
+    limit = FAR * reference.floor
+    far = [i for i, d in enumerate(distances) if i >= reference.measured and bool((d.abs() > limit).any())]
+    stock = _logprobs(model, [responses[i] for i in far], sampling, [definition], False)[definition] if far else []
+    apart = [(x - reference.logprobs[i])[torch.tensor(responses[i].counts)] for i, x in zip(far, stock, strict=True)]
+    return max([reference.largest, *(float(x[x.isfinite()].abs().amax(0)) for x in apart if len(x[x.isfinite()]))])
+
+
 def _logprobs(
     model: PreTrainedModel, responses: Sequence[Response], sampling: Sampling, names: Sequence[str], is_wide: bool
 ) -> dict[str, list[Tensor]]:
@@ -243,7 +259,9 @@ def _side(
     every, counted = torch.cat(distances), sum(int(c.sum()) for c in counts)
     largest = float(every.abs().max()) if len(every) else math.nan
     limit = RIGHT * reference.floor
-    is_right = rms(every) <= limit and not largest > max(FAR * reference.floor, 3 * reference.largest)
+    is_right = rms(every) <= limit
+    if is_right and largest > FAR * reference.floor:
+        is_right = largest <= 3 * _largest(subject.model, responses, sampling, definition, reference, distances)
     wrong = [
         i for i, d in enumerate(distances) if len(d) and (rms(d) > limit or float(d.abs().max()) > FAR * limit / 3)
     ]

@@ -513,20 +513,22 @@ class Search:
         return nullcontext() if is_narrow else float64(self._model(weights))
 
     def _model(self, weights: str) -> PreTrainedModel:
-        if weights in self.subject.options:
-            if weights != self.made[0]:
-                self.made = weights, self.subject.options[weights].make()
-            return self.made[1]
-        if not weights.startswith((COMPUTED, ROUNDED)):
-            return self.subject.others.get(weights, self.subject.model)
+        model, option = self.subject.model, self.subject.options.get(weights)
+        if option is None and not weights.startswith((COMPUTED, ROUNDED)):
+            return self.subject.others.get(weights, model)
         if weights != self.made[0]:
-            dtype = HALF[weights.rpartition(" ")[2]]
-            rounded = {id(p): p.detach().to(dtype) for p in self.subject.model.parameters()}
-            is_wide = weights.startswith(ROUNDED)
-            # parameters only: from_pretrained leaves rotary frequencies in float32
-            memo: dict[int, Any] = {i: Parameter(x.float() if is_wide else x, False) for i, x in rounded.items()}
-            self.made = weights, copy.deepcopy(self.subject.model, memo)
+            self.made = "", model  # two would need more memory
+            self.made = weights, _in_half(model, weights) if option is None else option.make()
         return self.made[1]
+
+
+def _in_half(model: PreTrainedModel, weights: str) -> PreTrainedModel:
+    """Return a copy with the weights in 16 bits, or rounded to 16 bits."""
+    dtype = HALF[weights.rpartition(" ")[2]]
+    last = torch.float32 if weights.startswith(ROUNDED) else dtype
+    # parameters only: from_pretrained leaves rotary frequencies in float32
+    memo: dict[int, Any] = {id(p): Parameter(p.detach().to(dtype).to(last), False) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
 
 
 def _is_half(cause: Variant) -> bool:

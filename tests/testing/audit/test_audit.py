@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.testing.audit import forward, judge, search
 from ppo_repro.testing.audit.judge import Audit, audit, lines
 from ppo_repro.testing.audit.variants import VARIANTS, Sampling
 from ppo_repro.testing.audit.ways import Subject
@@ -34,6 +35,7 @@ from tests.testing.audit.material import (
     EOS_ID,
     FAULTS,
     KNOWN,
+    NO_T,
     PAD_ID,
     TEMPERATURE,
     Material,
@@ -203,6 +205,50 @@ def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: M
     found = audit(subject, made.dump(kept, tempered), processed)
     assert found.sampler.is_right
     assert found.trainer.cause == "of all tokens, not of the processed distribution"
+
+
+# a large vocabulary, long responses
+
+
+def test_logits_in_pieces_give_the_same_verdict(
+    made: Material, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = FAULTS["repetition penalty"][0](made)
+    whole = judged(made, subject, bad, made.logprobs())
+    monkeypatch.setattr(forward, "PIECE", 5 * VOCAB)
+    monkeypatch.setattr(forward, "TOGETHER", 30)
+    monkeypatch.setattr(judge, "AT_ONCE", 7)
+    parts = judged(made, subject, bad, made.logprobs())
+    assert parts.sampler.cause == whole.sampler.cause == "repetition penalty 1.3"
+    assert (parts.tokens["reference"] - whole.tokens["reference"]).abs().max() < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("no temperature", NO_T),
+        ("BOS", "prompt with a BOS token before it"),
+        ("sum", "the sum over the response at every token"),
+        ("moved left by 5", "each entry is of the token +5 places on"),
+        ("reversed", "in the opposite order"),
+        ("BOS, no temperature", f"prompt with a BOS token before it and {NO_T}"),
+    ],
+)
+@pytest.mark.parametrize("start", [0, 30])
+def test_causes_of_long_responses_are_found_in_windows(
+    made: Material, subject: Subject, monkeypatch: pytest.MonkeyPatch, fault: str, cause: str, start: int
+) -> None:
+    long = material(made.model, ((5, 55), (6, 50), (4, 58)))
+    for name, size in {"FEW": 6, "MANY": 9, "LEAD": 3, "FIRST_TOKENS": 12, "TRIED_TOKENS": 27}.items():
+        monkeypatch.setattr(search, name, size)
+    bad = [
+        torch.cat([good[:start], b[start:]]) for good, b in zip(long.logprobs(), FAULTS[fault][0](long), strict=True)
+    ]
+    found = judged(long, subject, bad, long.logprobs())
+    part = re.sub(r"^at \d+ of \d+ tokens", "in part:", found.sampler.cause)
+    assert part in ({f"in part: {cause}", "unknown"} if start else {cause})
+    assert found.trainer.is_right
 
 
 def test_a_temperature_that_nobody_gave_is_a_question(made: Material, subject: Subject) -> None:

@@ -1,0 +1,70 @@
+"""Logits from a decoder's output, a few at a time and of padded passes, are those of the model's own forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit import forward
+from ppo_repro.testing.audit.forward import Progress, States, pieces, states
+from ppo_repro.testing.audit.ways import Fed, fed
+from tests.support.models import CONFIGS, MIXTURES, small_model
+
+MODELS = {**CONFIGS, **MIXTURES}
+PASSES = [fed((5, 6, 7), (8, 9, 10, 11)), fed((5, 6), (8, 9, 10)), fed((1, 2, 3), (4, 5, 6, 7), (1, 2, 3, 5, 6, 7))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [n if n == "gemma" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_logits_of_parts_are_those_of_the_whole_forward(family: str, is_padded: bool) -> None:
+    model = small_model(MODELS[family](), 3)
+    passes = PASSES[: 2 + (family != "gpt2" or not is_padded)]
+    with float64(model):
+        for i, found in states(model, passes, is_padded):
+            one = passes[i]
+            options = {} if one.positions is None else {"position_ids": torch.tensor([one.positions])}
+            expected = model(torch.tensor([one.ids]), **options).logits[0, list(one.at)]
+            parts = torch.cat([found.logits(model, k, k + 2) for k in range(0, len(one.at), 2)])
+            assert found.output is not None  # the decoder computed once
+            assert (parts - expected).abs().max() < 1e-12
+            assert not torch.equal(parts[0], expected[1])
+
+
+@torch.no_grad()
+def test_a_model_whose_logits_need_more_than_the_decoder_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(CONFIGS["llama"](), 3)
+    plain = type(model).forward
+
+    def shifted(self: torch.nn.Module, input_ids: torch.Tensor, **options: object) -> object:
+        out = plain(self, input_ids=input_ids, **options)  # type: ignore[arg-type]
+        out.logits = out.logits + input_ids[..., None]
+        return out
+
+    monkeypatch.setattr(type(model), "forward", shifted)
+    monkeypatch.setattr(forward, "_ARE_APART", {})
+    ((_, found),) = states(model, PASSES[:1])
+    assert found == States(found.values)
+    assert torch.allclose(found.values, model(input_ids=torch.tensor([PASSES[0].ids])).logits[0, 2:])
+
+
+def test_a_pass_for_some_tokens_ends_with_them() -> None:
+    one = fed((5, 6), (7, 8, 9, 10), (0, 1, 2, 3, 4))
+    assert one.within(1, 3) == Fed((5, 6, 7, 8), (1, 2), (2, 3), (8, 9), (0, 1, 2, 3))
+    assert one.within(4, 9) is None
+
+
+def test_pieces_cover_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "PIECE", 20)
+    assert list(pieces(5, 10)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert list(pieces(2, 100)) == [slice(0, 1), slice(1, 2)]
+
+
+def test_progress_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(forward, "EVERY", 0.0)
+    progress = Progress("responses", 4)
+    progress.step()
+    progress.step(3)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["audit: responses: 1 of 4, about 0 s left"]

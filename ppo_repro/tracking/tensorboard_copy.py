@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import pandas as pd
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import read_tree
 from ppo_repro.grids.cell import CELLS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, check_config, end_time, start_time
-from ppo_repro.tracking.following import POLL_SECONDS
+from ppo_repro.tracking.following import IsOver, begun, follow_cells, follow_run
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 if TYPE_CHECKING:
@@ -32,44 +29,50 @@ def lines(events: Path) -> list[str]:
     ]
 
 
-def copy(folder: Path, events: Path, is_over: Callable[[float], bool]) -> bool:
-    """Write EVENTS/<experiment>/<run> until the run is over, or EVENTS/<grid>/<cell> of each cell after the grid.
+def copy(folder: Path, events: Path, is_over: IsOver) -> bool:
+    """Write EVENTS/<experiment>/<run>, or EVENTS/<grid>/<cell> of each cell, until the run or grid is over.
 
-    The files replace our earlier files. `is_over` as in `follower.copy`. Returns False if nothing was recorded. Raises
-    UserError if records are damaged or the folder cannot be written.
+    The files replace our earlier files. Returns False if nothing was recorded. Raises UserError if records are damaged
+    or the folder cannot be written.
     """
-    over = False
-    while not (folder / manifest.FILE_NAME).exists():
-        if over:
-            return (folder / CELLS).exists() and _copy_grid(folder, events)
-        over = is_over(POLL_SECONDS)
-    experiment = str(read_tree(folder / CONFIG_NAME)["experiment"])
-    _copy_run(folder, events / experiment / folder.name, (lambda seconds: True) if over else is_over)
+    still = begun(folder, is_over)
+    if still is None:
+        return False
+    if (folder / CELLS).exists():
+        follow_cells(folder, still, lambda run_dir, row: _RunCopy(run_dir, events / folder.name / str(row["cell"])))
+    else:
+        experiment = str(read_tree(folder / CONFIG_NAME)["experiment"])
+        follow_run(_RunCopy(folder, events / experiment / folder.name), still)
     return True
 
 
-def _copy_grid(grid_dir: Path, events: Path) -> bool:
-    for row in pd.read_parquet(grid_dir / CELLS).to_dict("records"):
-        if row["run_dir"]:
-            _copy_run(grid_dir / str(row["run_dir"]), events / grid_dir.name / str(row["cell"]), lambda seconds: True)
-    return True
+class _RunCopy:
+    """The event file of one run, in the folder `events`."""
 
-
-def _copy_run(run_dir: Path, events: Path, is_over: Callable[[float], bool]) -> None:
-    """Write the event file of one run into the folder `events`."""
-    recorded, numbers = manifest.load_head(run_dir), RunNumbers(run_dir)
-    check_config(run_dir, recorded)
-    began = start_time(run_dir, recorded)
-    with closing(_writer(events)) as writer:
+    def __init__(self, run_dir: Path, events: Path) -> None:
+        recorded = manifest.load_head(run_dir)
+        check_config(run_dir, recorded)
+        self.ended, self._run_dir, self._numbers, self._writer = False, run_dir, RunNumbers(run_dir), _writer(events)
         text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
-        writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), walltime=began)
-        over = False
-        while not over:
-            over = is_over(POLL_SECONDS)  # asked before reading: the last iterations are read too
-            _add(writer, numbers.new())
-        ended = end_time(run_dir, manifest.load_head(run_dir))
-        _add(writer, numbers.ending())
-        writer.add_text("verdicts", "\n".join(f"* {said}" for said in sentences(run_dir)), walltime=ended)
+        indented = "\n".join(f"    {line}" for line in text.splitlines())
+        self._writer.add_text("config", indented, walltime=start_time(run_dir, recorded))
+
+    def catch_up(self, is_over: bool) -> None:
+        if self.ended:
+            return
+        recorded = manifest.load_head(self._run_dir)
+        self._add(self._numbers.new())
+        self.ended = is_over or recorded.status == "complete"
+        if self.ended:
+            self._add(self._numbers.ending())
+            verdicts = "\n".join(f"* {sentence}" for sentence in sentences(self._run_dir))
+            self._writer.add_text("verdicts", verdicts, walltime=end_time(self._run_dir, recorded))
+            self._writer.close()
+
+    def _add(self, found: Sequence[Scalar]) -> None:
+        for scalar in found:
+            self._writer.add_scalar(scalar.name, scalar.value, scalar.step, walltime=scalar.moment)
+        self._writer.flush()
 
 
 def _writer(events: Path) -> SummaryWriter:
@@ -84,9 +87,3 @@ def _writer(events: Path) -> SummaryWriter:
         raise UserError(
             f"--tensorboard {events}: cannot be written ({error.strerror}); choose another folder"
         ) from error
-
-
-def _add(writer: SummaryWriter, found: Sequence[Scalar]) -> None:
-    for scalar in found:
-        writer.add_scalar(scalar.name, scalar.value, scalar.step, walltime=scalar.moment)
-    writer.flush()

@@ -125,8 +125,17 @@ def warm_start(
         accuracy = _accuracy(engine, pairs[:CHECK_PROMPTS]) if due else None
         if accuracy is not None and accuracy >= config.warm_start_accuracy:
             end = step + COOL_DOWN
-        rate, sizes = optimizer.settings.learning_rate, (epoch - 1, len(minibatch), len(batch.targets))
-        steps.append(WarmStartStep(*sizes, loss, rate, grad_norm, accuracy))
+        steps.append(
+            WarmStartStep(
+                epoch=epoch - 1,
+                examples=len(minibatch),
+                tokens=len(batch.targets),
+                loss=loss,
+                learning_rate=optimizer.settings.learning_rate,
+                grad_norm=grad_norm,
+                accuracy=accuracy,
+            )
+        )
         progress(step, end, loss)
     source.load_state_dict(policy.state_dict())
     return tuple(steps)

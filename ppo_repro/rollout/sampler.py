@@ -116,7 +116,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
         logits = disturbed(logits, seeds, positions, temperature, sampling.mismatch_sigma)
     if sampling.token_bias:
         logits = biased(logits, sampling.bias_seed, temperature, sampling.token_bias)
-    kept, log_kept_mass = None, torch.zeros(len(logits))
+    eligible, kept, log_kept_mass = None, None, torch.zeros(len(logits))
     packed = torch.empty(len(logits), 0, dtype=torch.uint8)
     if sampling.cuts:
         eligible, rank, log_kept_mass = cut_tokens(_divided(logits, temperature), sampling.top_k, sampling.top_p)
@@ -126,8 +126,8 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
         tokens = first_argmax(_divided(logits, temperature)).cpu()
     else:
         tokens, logprobs = sample_tokens(logits, seeds, positions, temperature, kept)
-    if sampling.greedy or kept or mode == "native":
-        logprobs, _ = token_statistics(logits, tokens, temperature, kept and kept[0], mode)
+    if sampling.greedy or sampling.cuts or mode == "native":
+        logprobs, _ = token_statistics(logits, tokens, temperature, eligible, mode)
     return Sample(tokens, logprobs, log_kept_mass, packed)
 
 

@@ -243,6 +243,5 @@ def require_room(run_dir: Path, to_keep: int) -> None:
     if missing > free:
         raise UserError(
             f"{run_dir}: not enough room: models and checkpoints need at least {size(missing)} more, and "
-            f"{size(free)} are free; make room, lower checkpoints.keep, set checkpoints.final_state = false, or "
-            "choose another --out"
+            f"{size(free)} are free; make room there or choose another --out"
         )

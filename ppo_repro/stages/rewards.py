@@ -107,7 +107,15 @@ def sample_of(
         turns = (decode(task.tokenizer, ids, task.spelled),)
     own = "".join(turns[::2])  # without the environment's
     whole = full_text(task.tokenizer, ids) if any(task.judge.functions) else ""
-    return Sample(task.problems.by_key[key], own, finish_reason == "stop", len(ids), tuple(turns), whole, tuple(ids))
+    return Sample(
+        problem=task.problems.by_key[key],
+        response=own,
+        finished=finish_reason == "stop",
+        length=len(ids),
+        turns=tuple(turns),
+        full_text=whole,
+        ids=tuple(ids),
+    )
 
 
 def rewards_from(

@@ -49,20 +49,20 @@ def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     No weight is copied. Constants that transformers rounds to float32, for example rotary frequencies, are computed
     again. TypeError where a float32 result appears all the same.
     """
-    before, narrow = torch.get_default_dtype(), list[tuple[Module, dict[str, Tensor | None]]]()
+    before, narrow = torch.get_default_dtype(), dict[str, Module]()
     experts = getattr(model.config, "_experts_implementation", None)
     torch.set_default_dtype(torch.float64)
     try:
         model.config._experts_implementation = "eager"  # grouped products take no float64
         with _Widening():
-            for module in model.modules():
-                if _constants(module):
-                    narrow.append((module, dict(module._buffers)))
-                    _compute_constants(model, module, torch.float64)
+            for name, module in list(model.named_modules()):
+                if name and _constants(module):
+                    narrow[name] = module
+                    model.set_submodule(name, _computed_again(model, module, torch.float64, model.device))
             yield model
     finally:
-        for module, buffers in narrow:
-            module._buffers.update(buffers)
+        for name, module in narrow.items():
+            model.set_submodule(name, module)
         model.config._experts_implementation = experts
         torch.set_default_dtype(before)
 
@@ -85,9 +85,9 @@ def with_config(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
         found = type(model)(config)
     wanted, state = found.state_dict().keys(), model.state_dict()
     found.load_state_dict({name: x for name, x in state.items() if name in wanted}, assign=True)
-    for module in found.modules():
-        if _constants(module):
-            _compute_constants(found, module, torch.float32, model.device)
+    for name, module in list(found.named_modules()):
+        if name and _constants(module):
+            found.set_submodule(name, _computed_again(found, module, torch.float32, model.device))
     return found.eval()
 
 
@@ -97,15 +97,18 @@ def _constants(module: Module) -> list[str]:
     return [n for n, x in module._buffers.items() if n in kept and x is not None and x.is_floating_point()]
 
 
-def _compute_constants(
-    model: PreTrainedModel, module: Module, dtype: torch.dtype, device: torch.device | None = None
-) -> None:
-    """Compute the constants of a module again, as transformers does after it reads weights."""
+def _computed_again(model: PreTrainedModel, module: Module, dtype: torch.dtype, device: torch.device) -> Module:
+    """Return a module with the same weights, whose constants transformers computes as after it reads weights."""
+    if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
+        kind: Any = type(module)  # some also remember the longest sequence
+        fresh: Module = kind(module.config).to(device)
+        return fresh
     memo: dict[int, Any] = {id(p): Parameter(p.detach().to("meta"), False) for p in module.parameters()}
-    twin = copy.deepcopy(module, memo | {id(model.config): model.config})  # of which no weight can be written
+    found = copy.deepcopy(module, memo | {id(model.config): model.config})  # of which no weight can be written
     for name in _constants(module):
         old = module._buffers[name]
         assert old is not None
-        twin._buffers[name] = torch.empty(old.shape, dtype=dtype, device=device or old.device)
-    model._init_weights(twin)
-    module._buffers.update({name: twin._buffers[name] for name in _constants(module)})
+        found._buffers[name] = torch.empty(old.shape, dtype=dtype, device=device)
+    model._init_weights(found)
+    found._parameters, found._modules = module._parameters, module._modules
+    return found

@@ -43,10 +43,12 @@ RIGHT = 10.0  # times stock float32's distance is rounding; other kernels of flo
 FAR = 10.0  # times that for a single token
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 COMPUTED, ROUNDED = "computed in ", "weights rounded to "
+LEFT_OF_ANY = 0.5  # of the distance may be left by a cause: near rounding another could leave less by chance
 LEFT_OF_HALF = 0.5  # of the distance of 16 bits may be left by computing in 16 bits: the order of sums is not known
 LEFT_OF_PART = 0.2  # of the whole distance may be left by computing one part in 16 bits
 LEFT_OF_ROUNDED = 0.4  # of the whole distance may be left by rounding the logits of the right model
 LIKE = 0.3  # correlation with our own 16-bit errors from which errors of their size are called 16-bit rounding
+NEARLY = 0.8  # of that correlation another part may have that is then named too
 TRIED_TOKENS, FIRST_TOKENS = 256, 24  # response tokens that causes are tried on, and screened on
 FEW, MANY = 16, 32  # tokens of a window, or up to twice as many if those are the rest of the response
 LEAD = 8  # tokens of a window before its first wrong one
@@ -264,14 +266,19 @@ class Search:
         return a.stage != b.stage and not is_far and (not fitted or (len(fitted) == 1 and fitted[0].in_pairs > 0))
 
     def _ordered(self, tried: Sequence[Tried]) -> list[Tried]:
-        """Order them, the best first, each once. Of those that explain, only those with the fewest deviations do."""
+        """Order them, the best first, each once. Of those that explain, only those with the fewest deviations do.
+
+        An option of the model may have the numbers of a fitted parameter, a divisor of the logits those of a
+        temperature: both explain.
+        """
         once: dict[str, Tried] = {}
         for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
             # another cause beside one that leaves the same is not another explanation
             if t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):
                 once.setdefault(t.words, t)
-        fewest = min((t.deviations for t in tried if t.explains), default=0.0)
-        found = [replace(t, explains=t.explains and t.deviations == fewest) for t in once.values()]
+        most = min((t.deviations for t in tried if t.explains), default=0.0)
+        most += 0.5 * any(t.explains and t.words in self.subject.options for t in tried)
+        found = [replace(t, explains=t.explains and t.deviations <= most) for t in once.values()]
         return sorted(found, key=lambda t: (not t.explains, t.left))
 
     def _level(self, what: str, level: Sequence[tuple[Variant, ...]]) -> list[Tried]:
@@ -391,18 +398,20 @@ class Search:
         given = f"{self.sampling.temperature:.4g}"
         words = [c.name.format(x=x, given=given) if c.change else c.name for c, x in steps]
         explains = rms(left) <= self.tolerance and float(left.abs().max()) <= FAR * self.tolerance
+        plain = self._left((), self.some)
+        assert plain is not None
+        explains = explains and not (steps and rms(left) >= LEFT_OF_ANY * rms(plain))
         if self.stored.name and (explains or not steps):
             words.append(f"rounded to {self.stored.name}")
         for cause, _ in steps:
             if cause.name.startswith(COMPUTED):
                 explains = explains or rms(left) <= LEFT_OF_HALF * rms(self._errors(cause.name, self.some))
             elif cause.name.endswith(IN_BFLOAT16) and len(steps) == 1:
-                plain = self._left((), self.some)
-                explains = explains or (plain is not None and rms(left) <= LEFT_OF_PART * rms(plain))
+                explains = explains or rms(left) <= LEFT_OF_PART * rms(plain)
         if len(steps) == 1 and steps[0][0].name.startswith("logits rounded"):  # a few may round the other way
             unrounded: Steps = next((((c, 0.0),) for c in self.causes if c.change is tempered), ())
-            plain = self._left(unrounded, self.some)
-            explains = explains or (plain is not None and rms(left) <= LEFT_OF_ROUNDED * rms(plain))
+            exact = self._left(unrounded, self.some)
+            explains = explains or (exact is not None and rms(left) <= LEFT_OF_ROUNDED * rms(exact))
         advice = "; ".join(dict.fromkeys(c.advice for c, _ in steps)) or "record them in float32"
         deviations = len(steps) + 0.5 * sum(c.candidates is not None for c, _ in steps)
         predicted = zip(self._predicted(steps, self.some), self.some, strict=True)
@@ -430,7 +439,10 @@ class Search:
                 continue
             like = max(_correlation(left, self._errors(how + name, self.some)) for how in (COMPUTED, ROUNDED))
             if like >= max(LIKE, 3 / len(left) ** 0.5):
-                what = f"about as far as {name} rounding is ({size:.2g} nats rms), in other digits"
+                parts = [c.name for c in self.causes if c.name.endswith(IN_BFLOAT16) and name in c.name]
+                far = [p for p in parts if _correlation(left, self._errors(p, self.some)) > NEARLY * like]
+                what = " or ".join([f"about as far as {name} rounding is ({size:.2g} nats rms)", *far])
+                what += ", in other digits"
                 words = f"{judged.words} and {what}" if steps else what
                 advice = f"{judged.advice}; " * bool(steps) + CAUSES["reduced_precision"].mend
                 found = [Tried(words, advice, rms(left), True, judged.deviations + 1.5)]

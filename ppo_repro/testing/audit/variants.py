@@ -407,12 +407,6 @@ VARIANTS: tuple[Variant, ...] = (
         lambda r, x: _least(x) * (r.logits / _least(x)).tanh(),
         (5.0, 15.0, 30.0, 50.0),
     ),
-    _fitted(
-        "logits without their cap, {x:.4g} atanh(logit / {x:.4g})",
-        CAP,
-        lambda r, x: _least(x) * (r.logits / _least(x)).clamp(-1 + 1e-9, 1 - 1e-9).atanh(),
-        (15.0, 30.0, 50.0),
-    ),
     Variant(
         "normalised over {x:.0f} more tokens with a logit of 0",
         "distribution",

@@ -230,7 +230,6 @@ OUTSIDER: dict[str, tuple[Fault, str]] = {
     "a line": (of_tokens(lambda v: v * 1.7 - 0.2), UNKNOWN),
     # kinds that the table knows, in a shape that it may not
     "float16 logits": (of_logits(lambda x: x.half().double()), "logits rounded to float16"),
-    "logits without their cap": (of_logits(lambda x: 30 * (x / 30).atanh()), "logits without their cap, 30 atanh("),
     "EOS banned up to token 4": (
         lambda m: [torch.cat([a[:4], b[4:]]) for a, b in zip(filled(EOS_ID, -math.inf)(m), m.logprobs(), strict=True)],
         f"at some of 109 tokens normalised without token id {EOS_ID}",

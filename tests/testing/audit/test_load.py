@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.models.folder_files import check_config
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from ppo_repro.testing.audit.load import load_model, load_tokenizer
 from tests.support.damage import changed, computes, drawn
-from tests.support.models import CONFIGS, MIXTURES, small_model
+from tests.support.models import CONFIGS, MIXTURES, llama_config, qwen3_config, small_model
+from tests.testing.audit.families import FAMILIES, made
+
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,59 @@ def test_a_model_of_many_more_weights_than_its_files_is_refused_before_memory_is
     changed("config.json", ("n_positions",), 10**8)(folder)
     with pytest.raises(UserError, match=r"wants [0-9]+ weights, and its files have"):
         use(folder)
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+UNREAD = [
+    ("attn_logit_softcapping", 50.0),
+    ("sliding_window", 4),
+    ("residual_multiplier", 0.5),
+    ("rope_parameters.partial_rotary_factor", 0.5),
+    ("rope_parameters.attention_factor", 1.5),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), UNREAD)
+def test_an_option_that_the_class_does_not_compute_gives_no_verdict(field: str, value: float, tmp_path: Path) -> None:
+    folder = saved(small_model(llama_config(rope_parameters=PLAIN), 0), tmp_path / "model")
+    changed("config.json", tuple(field.split(".")), value)(folder)
+    with pytest.raises(
+        UserError, match=rf"config.json has {field} = {value}, which LlamaForCausalLM .* does not compute"
+    ):
+        use(folder)
+
+
+def test_a_tensor_that_the_class_does_not_use_gives_no_verdict(tmp_path: Path) -> None:
+    folder = saved(small_model(qwen3_config(), 0), tmp_path / "model")
+    changed("config.json", ("model_type",), "llama")(folder)
+    changed("config.json", ("architectures",), ["LlamaForCausalLM"])(folder)
+    with pytest.raises(UserError, match=r"k_norm\.weight, which LlamaForCausalLM of transformers does not use"):
+        use(folder)
+
+
+def test_an_output_matrix_beside_a_tied_embedding_gives_no_verdict(tmp_path: Path) -> None:
+    folder = saved(small_model(qwen3_config(tie_word_embeddings=False), 0), tmp_path / "model")
+    changed("config.json", ("tie_word_embeddings",), True)(folder)
+    with pytest.raises(UserError, match="tie_word_embeddings = true, and an output matrix that is not the embedding"):
+        use(folder)
+
+
+@pytest.mark.parametrize(("family", "chosen"), [("gemma2", "eager"), ("qwen3", "sdpa")])
+def test_fused_attention_is_taken_only_if_it_gives_the_numbers_of_the_familys_own(
+    family: str, chosen: str, tmp_path: Path
+) -> None:
+    folder = saved(made(family).model, tmp_path / "model")
+    assert load_model("--model", folder, "cpu").config._attn_implementation == chosen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_loads_with_its_own_options(family: str, tmp_path: Path) -> None:
+    use(saved(made(family).model, tmp_path / "model"))
 
 
 @pytest.mark.slow

@@ -4,82 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.judge import Audit, audit
 from ppo_repro.testing.audit.variants import Sampling
 from ppo_repro.testing.audit.ways import Subject
-from tests.support.models import VOCAB, seeded
-from tests.testing.audit.material import Material, material
-
-SHAPE: dict[str, Any] = {
-    **{"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None},
-    **{"bos_token_id": None, "eos_token_id": None},
-}
-NO_KEYS = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
-WINDOWED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-LLAMA3 = {
-    **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "original_max_position_embeddings": 16,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("gemma2", {**SHAPE, **WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 24,
-                          "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
-    "gemma3": ("gemma3_text", {**SHAPE, **WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 24, "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
-        "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}}),
-    "granite": ("granite", {**SHAPE, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0,
-                            "attention_multiplier": 0.2}),
-    "cohere": ("cohere", {**SHAPE, "logit_scale": 0.25, "use_qk_norm": True}),
-    "cohere2": ("cohere2", {**SHAPE, **WINDOWED, "logit_scale": 0.25}),
-    "llama3": ("llama", {**SHAPE, "rope_parameters": LLAMA3, "attention_bias": True, "tie_word_embeddings": False}),
-    "yarn": ("llama", {**SHAPE, "rope_parameters": YARN}),
-    "linear": ("llama", {**SHAPE, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
-    "qwen3": ("qwen3", {**SHAPE, "head_dim": 16}),
-    "qwen2": ("qwen2", SHAPE),
-    "olmo2": ("olmo2", SHAPE),
-    "gpt_neox": ("gpt_neox", {**NO_KEYS, "rotary_pct": 0.5, "hidden_act": "gelu"}),
-    "gpt_oss": ("gpt_oss", {**SHAPE, **WINDOWED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_moe": ("qwen3_moe", {**SHAPE, **EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
-    "olmoe": ("olmoe", {**SHAPE, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False}),
-    "deepseek": ("deepseek_v3", {
-        **SHAPE, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
-        "topk_group": 1, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}),
-    "mistral": ("mistral", {**SHAPE, "sliding_window": 5}),
-    "phi": ("phi", {**SHAPE, "partial_rotary_factor": 0.5, "num_key_value_heads": 4, "qk_layernorm": True}),
-    "stablelm": ("stablelm", {**SHAPE, "partial_rotary_factor": 0.5, "use_parallel_residual": True}),
-    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64,
-                      "scale_attn_by_inverse_layer_idx": True, "bos_token_id": None, "eos_token_id": None}),
-}  # fmt: skip
-
-
-@cache
-def made(family: str) -> Material:
-    kind, fields = FAMILIES[family]
-    config = AutoConfig.for_model(kind, **fields)
-    any_model: Any = AutoModelForCausalLM
-    model = any_model.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
-    generator = seeded(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                size = 0.3 if "embed" in name or "wte" in name else 1.5 / parameter.shape[-1] ** 0.5
-                parameter.copy_(size * noise)
-            else:
-                parameter.add_(0.3 * noise)
-    return material(model)
-
+from tests.testing.audit.families import FAMILIES, made
+from tests.testing.audit.material import Material
 
 Fault = Callable[[PreTrainedModel], PreTrainedModel]
 
@@ -235,3 +171,44 @@ def test_no_option_left_out_is_right_on_both_sides(family: str) -> None:
     found = judged(m, m.model, m.model)
     assert found.sampler.is_right
     assert found.trainer.is_right
+
+
+def narrow_router(model: Any) -> None:
+    """Routers whose product is in bfloat16; each family's own softmax and choice of experts follow in float32."""
+    for module in [m for m in model.modules() if "Router" in type(m).__name__]:
+        exact = module.weight.detach().clone()
+
+        def rounded(router: Any, given: Any, exact: Tensor = exact) -> tuple[Tensor, ...]:
+            router.weight.copy_(exact.bfloat16())
+            return (given[0].bfloat16().float(), *given[1:])
+
+        module.register_forward_pre_hook(rounded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "gpt_oss", "deepseek"])
+def test_a_router_in_bfloat16_is_named(family: str) -> None:
+    m = made(family)
+    found = judged(m, code(narrow_router)(m.model), m.model)
+    assert found.trainer.is_right
+    assert found.sampler.cause == "unknown" or "router computed in bfloat16" in found.sampler.cause
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        lambda x: (x / 0.8).bfloat16().log_softmax(-1),
+        lambda x: (x.bfloat16() / 0.8).log_softmax(-1),
+        lambda x: (x / 0.8).bfloat16().softmax(-1).log(),
+        lambda x: (x / 0.8).bfloat16().softmax(-1).float().log(),
+        lambda x: (x / 0.8).bfloat16().float().log_softmax(-1),
+        lambda x: x.bfloat16().float().div(0.8).log_softmax(-1),
+    ],
+)
+def test_a_log_softmax_in_bfloat16_has_no_other_cause(logprobs: Callable[[Tensor], Tensor]) -> None:
+    m = made("qwen3")
+    values = [logprobs(x)[range(len(r)), r].double() for x, r in zip(m.plain, m.responses, strict=True)]
+    found = audit(Subject(m.model, {}), m.dump(values, m.logprobs()), GIVEN)
+    assert found.trainer.is_right
+    assert found.sampler.cause == "unknown" or found.sampler.cause.startswith("logits rounded to bfloat16")

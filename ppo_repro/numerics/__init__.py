@@ -1,6 +1,6 @@
-"""Exact numerics: sums whose order does not matter, and elementary functions written out operation by operation.
+"""Deterministic numerics: every sum in one fixed order, elementary functions written out operation by operation.
 
-`from ppo_repro.numerics import exp, log, sigmoid, softplus, sqrt, tanh`: differentiable, for one's own loss.
+`from ppo_repro.numerics import exp, log, sigmoid, softplus, sqrt, tanh`: differentiable, for your own loss.
 """
 
 from importlib import import_module

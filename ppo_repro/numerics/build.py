@@ -137,7 +137,7 @@ def compile_card(where: Platform, folder: Path) -> list[Path]:
 
 
 def compile_in_place(where: Platform) -> None:
-    """Puts the libraries beside their sources, where an editable install loads them, and removes old libraries."""
+    """Put the libraries beside their sources, where an editable install loads them, and remove old libraries."""
     built = [*compile_variants(where, SOURCES), *compile_card(where, SOURCES)]
     for path in (*SOURCES.glob("kernels-*.so"), *SOURCES.glob("gpu-*")):
         if path not in built:

@@ -13,17 +13,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ppo_repro.numerics.families import MIXTURES, check_visibility, head_dim, key_value_heads, refuse, windows_of
 from ppo_repro.numerics.interface import constants
 
-ACTIVATIONS = {
-    **dict.fromkeys(("silu", "swish"), constants.ACT_SILU),
-    **dict.fromkeys(("gelu", "gelu_python"), constants.ACT_GELU),
-    **dict.fromkeys(
-        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), constants.ACT_GELU_TANH
-    ),
+ACTIVATIONS = {  # by transformers' names
+    "silu": constants.ACT_SILU,
+    "swish": constants.ACT_SILU,
+    "gelu": constants.ACT_GELU,
+    "gelu_python": constants.ACT_GELU,
+    "gelu_new": constants.ACT_GELU_TANH,
+    "gelu_fast": constants.ACT_GELU_TANH,
+    "gelu_accurate": constants.ACT_GELU_TANH,
+    "gelu_pytorch_tanh": constants.ACT_GELU_TANH,
+    "gelu_python_tanh": constants.ACT_GELU_TANH,
 }
 
 
 class _Names(NamedTuple):
-    """What a family calls the parts of its trunk; the defaults are those of Llama."""
+    """What a family calls the parts of its trunk; the defaults are Llama's names."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
@@ -38,13 +42,31 @@ class _Names(NamedTuple):
     down: str = "down_proj"
 
 
-_GPT2 = _Names(
-    *("h", "wte", "ln_1", "ln_2", "ln_f", "layer_norm_epsilon"), "attn", ("c_attn",), "c_proj", ("c_fc",), "c_proj"
-)
-_GPT_NEOX = _Names(
-    *("layers", "embed_in", "input_layernorm", "post_attention_layernorm", "final_layer_norm", "layer_norm_eps"),
-    *("attention", ("query_key_value",), "dense", ("dense_h_to_4h",), "dense_4h_to_h"),
-)
+_NAMES = {  # by model_type; other families have Llama's
+    "gpt2": _Names(
+        layers="h",
+        embedding="wte",
+        norm1="ln_1",
+        norm2="ln_2",
+        last_norm="ln_f",
+        eps="layer_norm_epsilon",
+        attention="attn",
+        qkv=("c_attn",),
+        out="c_proj",
+        up=("c_fc",),
+        down="c_proj",
+    ),
+    "gpt_neox": _Names(
+        embedding="embed_in",
+        last_norm="final_layer_norm",
+        eps="layer_norm_eps",
+        attention="attention",
+        qkv=("query_key_value",),
+        out="dense",
+        up=("dense_h_to_4h",),
+        down="dense_4h_to_h",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +123,7 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
 
 
 def _layer(names: _Names, layer: Any, window: int) -> LayerParts:
+    """Return the parts of a decoder layer, whose queries see `window` keys."""
     attention, mlp = getattr(layer, names.attention), layer.mlp
     norms = {name: getattr(layer, getattr(names, name)) for name in ("norm1", "norm2")}
     norms |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
@@ -116,28 +139,37 @@ def _layer(names: _Names, layer: Any, window: int) -> LayerParts:
     return LayerParts(norms=norms, matrices=matrices, experts=experts, window=window, scale=scale)
 
 
+def _norm_kinds(family: str, layer: LayerParts, head_dim: int) -> dict[str, float]:
+    """Return the kinds of a family's norms."""
+    kind = {
+        "gpt2": constants.NORM_LAYER,
+        "gpt_neox": constants.NORM_LAYER,
+        "gemma": constants.NORM_RMS_OFFSET,
+    }.get(family, constants.NORM_RMS)
+    of_queries, qk_kind = layer.norms.get("q_norm"), constants.QK_NORM_NONE
+    if of_queries is not None:
+        qk_kind = constants.QK_NORM_HEAD if len(of_queries.weight) == head_dim else constants.QK_NORM_WHOLE
+    return {"norm": kind, "qk_norm": qk_kind}
+
+
+def _places_of_heads(family: str, heads: int, kv_heads: int, d: int) -> dict[str, float]:
+    """Return where queries, keys and values begin in a row of qkv, and the distance of two heads; d is their width."""
+    if family == "gpt_neox":  # query, key and value of a head lie together
+        return dict(q_at=0, q_step=3 * d, k_at=d, k_step=3 * d, v_at=2 * d, v_step=3 * d)
+    return dict(q_at=0, q_step=d, k_at=heads * d, k_step=d, v_at=(heads + kv_heads) * d, v_step=d)
+
+
 def describe(trunk: PreTrainedModel) -> Description:
     """Return the description of a trunk of a known family."""
     parts, config = cast(Any, trunk), trunk.config
     family = config.model_type
-    names = {"gpt2": _GPT2, "gpt_neox": _GPT_NEOX}.get(family, _Names())
+    names = _NAMES.get(family, _Names())
     modules = zip(getattr(parts, names.layers), windows_of(config), strict=True)
     layers = tuple(_layer(names, layer, window) for layer, window in modules)
     table = getattr(parts, names.embedding)
     positions = parts.wpe.weight if family == "gpt2" else None
-    layer_norms = family in ("gpt2", "gpt_neox")
     mixture = next((cast(Any, m) for m in trunk.modules() if isinstance(m, MIXTURES)), None)
-    q_norm = layers[0].norms.get("q_norm")
     heads, kv_heads, d = config.num_attention_heads, key_value_heads(config), head_dim(config)
-    in_row: dict[str, float] = dict(q_at=0, q_step=d, k_at=heads * d, k_step=d, v_at=(heads + kv_heads) * d, v_step=d)
-    if family == "gpt_neox":  # query, key and value of a head lie together in a row
-        in_row = dict(q_at=0, q_step=3 * d, k_at=d, k_step=3 * d, v_at=2 * d, v_step=3 * d)
-    norm = constants.NORM_RMS_OFFSET if family == "gemma" else constants.NORM_RMS
-    if layer_norms:
-        norm = constants.NORM_LAYER
-    qk_norm = constants.QK_NORM_NONE
-    if q_norm is not None:
-        qk_norm = constants.QK_NORM_HEAD if len(q_norm.weight) == d else constants.QK_NORM_WHOLE
     numbers: dict[str, float] = dict(
         layers=len(layers),
         hidden=config.hidden_size,
@@ -145,8 +177,8 @@ def describe(trunk: PreTrainedModel) -> Description:
         kv_heads=kv_heads,
         head_dim=d,
         vocabulary=len(table.weight),
-        norm=norm,
-        qk_norm=qk_norm,
+        **_norm_kinds(family, layers[0], d),
+        **_places_of_heads(family, heads, kv_heads, d),
         activation=ACTIVATIONS[activation_of(config)[1]],
         gated=len(names.up) == 2,
         parallel=family == "gpt_neox" and bool(config.use_parallel_residual),
@@ -164,5 +196,5 @@ def describe(trunk: PreTrainedModel) -> Description:
         positions=positions,
         layers=layers,
         last_norm=getattr(parts, names.last_norm),
-        numbers=numbers | in_row,
+        numbers=numbers,
     )

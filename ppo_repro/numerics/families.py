@@ -47,7 +47,7 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Width of an attention head."""
+    """Return the width of an attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 

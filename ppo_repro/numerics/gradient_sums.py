@@ -125,6 +125,7 @@ class SlotSums:
         return sums
 
     def _array(self, level: int) -> Tensor:
+        """Return the memory [size] of a level, zeros at first."""
         array = self._arrays[level]
         if array is None:
             array = self._arrays[level] = torch.zeros(self.size, device=self.device)

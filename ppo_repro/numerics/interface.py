@@ -53,7 +53,7 @@ def pointer(array: Ints | Tensor | None, device: torch.device = CPU) -> Any:
         return ffi.from_buffer(_INTS, array)
     if array.device.type != device.type or not array.is_contiguous():
         layout = "contiguous" if array.is_contiguous() else f"strides {array.stride()}"
-        raise ValueError(f"{array.dtype} on {array.device}, {layout}, where a contiguous tensor on {device} is due")
+        raise ValueError(f"expected a contiguous tensor on {device}, got {array.dtype} on {array.device}, {layout}")
     return ffi.cast(_POINTERS[array.dtype], array.data_ptr())
 
 

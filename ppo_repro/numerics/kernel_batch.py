@@ -10,10 +10,6 @@ from ppo_repro.numerics.interface import Ints, Struct, ffi, ints, pointer
 from ppo_repro.numerics.rows import Ragged
 
 
-def _round16(n: int) -> int:
-    return -(-n // 16) * 16
-
-
 class Cache:
     """Keys and values of some slots of `positions` tokens each."""
 
@@ -26,7 +22,7 @@ class Cache:
             positions: of a slot, rounded up to a multiple of 16.
             device: of the kernels.
         """
-        self.each = _round16(positions)
+        self.each = -(-positions // 16) * 16
         self.capacity = slots * self.each
         floats = model.layers * model.kv_heads * self.capacity * model.head_dim
         self.keys, self.values = (torch.empty(floats, device=device) for _ in range(2))

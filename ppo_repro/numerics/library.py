@@ -163,4 +163,5 @@ def in_use() -> dict[str, str]:
 
 
 def _variant() -> Variant:
+    """Return the variant that this process loads."""
     return choose(build.this_platform(), frozenset(cpu_words("flags")), os.environ.get(CHOICE))

@@ -21,7 +21,7 @@ def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
     """Return x W^T + b, [n, N] float32 without a gradient; x [n, K] float32."""
     x, packed_matrix = x.detach().contiguous(), matrix.prepare()
     if x.dim() != 2 or x.shape[1] != packed_matrix.k:
-        raise ValueError(f"inputs {list(x.shape)}, where [n, {packed_matrix.k}] are due")
+        raise ValueError(f"expected inputs [n, {packed_matrix.k}], got {list(x.shape)}")
     y = torch.empty(len(x), packed_matrix.n, device=x.device)
     kernels_of(x.device).linear(packed_matrix, pointer(x, x.device), len(x), ffi.NULL, pointer(y, x.device))
     return y

@@ -112,7 +112,7 @@ class PackedMatrix:
         return matrix
 
     def collect(self, sums: SlotSums | None) -> None:
-        """Send gradients to these sums; None: nowhere."""
+        """Let the struct say where the gradients of weight and bias go; None: nowhere."""
         self.struct.grad = -1 if sums is None else sums.offset(*self.weights)
         self.struct.bias_grad = -1 if sums is None or not self.biases else sums.offset(*self.biases)
 

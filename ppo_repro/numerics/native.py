@@ -67,9 +67,9 @@ def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tens
 
 
 def _laid_out(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids and positions [R, L], 0 where padded, and the flat position [n] of each row of the batch.
+    """Return token ids and positions [R, L], 0 where padded, and the index [n] of each token of the batch in the R L places.
 
-    `right` and `left`: a row for each sequence; `none`: all sequences in one row.
+    `padding`: `right` or `left` give each sequence a row; `none` puts all sequences in one row.
     """
     lengths, count = batch.lengths, len(batch.lengths)
     shape = (1, int(lengths.sum())) if padding == "none" else (count, int(lengths.max()))
@@ -82,7 +82,7 @@ def _laid_out(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class NativeNetwork:
-    """The interface of `network.Network` by stock torch."""
+    """The passes of one trunk by stock torch; the methods are those of `network.Network`."""
 
     def __init__(self, trunk: PreTrainedModel) -> None:
         self.trunk = trunk
@@ -168,9 +168,9 @@ class NativeNetwork:
 
 @contextmanager
 def _recording_gradients(trunk: nn.Module) -> Iterator[None]:
-    """Layers are in training mode inside if gradients are recorded: only then does transformers checkpoint them.
+    """Put layers in training mode inside if gradients are recorded: only then does transformers checkpoint them.
 
-    Not over a cache: transformers would take it away.
+    A pass over a cache records no gradients: in training mode transformers would drop the cache.
     """
     layers = decoder_layers(trunk) if torch.is_grad_enabled() else []
     for layer in layers:

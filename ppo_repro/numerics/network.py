@@ -215,7 +215,7 @@ def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
 
 
 def forget_packed(model: nn.Module) -> None:
-    """Free the packed copies of a module's weights until its next pass, for one that rests: they are as large."""
+    """Free the packed copies of a module's weights, which are as large as the weights, until its next pass."""
     for packed_copies in ATTACHED.packed(model):
         packed_copies.forget()
     library.load().trim_heap()

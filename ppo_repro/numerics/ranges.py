@@ -53,6 +53,7 @@ def check_ranges(fields: Mapping[str, object], where: str) -> None:
 
 
 def _check(name: str, value: object, least: float, most: float, whole: bool) -> None:
+    """Raise UserError unless a value is a number, or a whole number, from `least` to `most`."""
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:  # type: ignore[operator]  # false for NaN
         kind = "a whole number" if whole else "a number"

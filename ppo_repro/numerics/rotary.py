@@ -19,7 +19,7 @@ def rotating(config: PretrainedConfig) -> int:
 
 
 def inverse_frequencies(config: PretrainedConfig) -> Tensor:
-    """Rotary frequencies theta^(-2i/D), float64 [D/2]; D is the width of a head, or its rotating part in GPT-NeoX.
+    """Return the frequencies theta^(-2i/D), float64 [D/2]; D is the width of a head, or its rotating part in GPT-NeoX.
 
     Types `default`, `linear` (position interpolation) and `llama3`; UserError names any other: `dynamic` and `longrope`
     change with the current length, so that no cached key could equal a recomputed one.

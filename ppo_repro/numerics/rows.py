@@ -31,8 +31,8 @@ class Rows:
         """Return some of the rows, in rising order."""
         return Rows(sequence=ints(self.sequence[rows]), position=ints(self.position[rows]), slots=self.slots)
 
-    def pieces(self, at_once: int) -> list[slice]:
-        """Return the rows cut into pieces of about `at_once`, never inside a block of 128 positions of a sequence."""
+    def chunks(self, at_once: int) -> list[slice]:
+        """Return the rows cut into chunks of about `at_once`, never inside a block of 128 positions of a sequence."""
         n = len(self.position)
         if n <= at_once:
             return [slice(0, n)]
@@ -44,8 +44,8 @@ class Rows:
                 cuts.append(end)
         return [slice(a, b) for a, b in pairwise(cuts)]
 
-    def piece(self, rows: slice) -> Rows:
-        """Return the rows of a piece; its last slot is that of the sequence which the next piece begins with."""
+    def of_chunk(self, rows: slice) -> Rows:
+        """Return the rows of a chunk; its last slot is the slot of the sequence with which the next chunk begins."""
         sequence = self.sequence[rows]
         first, last = int(sequence[0]), int(sequence[-1])
         after = self.slots[self.sequence[rows.stop]] if rows.stop < len(self.sequence) else self.slots[-1]
@@ -68,7 +68,7 @@ class Ragged:
 
 
 def _slot(sequence: int, minibatch: int, slots: int) -> int:
-    """Sequence i of n is in slot ((i + 1) slots - 1) // n: slot s begins with sequence floor(s n / slots)."""
+    """Return the slot of sequence i of n, ((i + 1) slots - 1) // n: slot s begins with sequence floor(s n / slots)."""
     return ((sequence + 1) * slots - 1) // minibatch
 
 
@@ -116,7 +116,7 @@ def ragged(
 
 
 def alone(rows: int, slots: Ints) -> Rows:
-    """Return rows each of which is a sequence of its own, as those of a control network."""
+    """Return rows that are a sequence each, such as the rows of a control network."""
     return Rows(sequence=ints(np.arange(rows)), position=ints(np.zeros(rows)), slots=slots)
 
 

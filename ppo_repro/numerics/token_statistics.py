@@ -54,7 +54,7 @@ def _dense(logits: Tensor) -> Tensor:
 def _rows(logits: Tensor) -> tuple[Any, int]:
     """Return a pointer to `_dense` logits, and the floats from one row to the next."""
     if logits.dtype != torch.float32:
-        raise ValueError(f"logits are {logits.dtype}, where float32 is due")
+        raise ValueError(f"expected float32 logits, got {logits.dtype}")
     return ffi.cast("float *", logits.data_ptr()), logits.stride(0)
 
 
@@ -144,6 +144,7 @@ def token_statistics(
 
 
 def _native_log_softmax(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
+    """Return log p [n, V] by stock torch; minus infinity for tokens that are not eligible."""
     scaled = logits / temperature
     if eligible is not None:
         scaled = scaled.masked_fill(~eligible, float("-inf"))
@@ -159,6 +160,7 @@ def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> 
 def _two_rows(
     p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, p: Tensor, q: Tensor
 ) -> Struct:
+    """Make a struct `Divergence` without its results; p and q are `_softmax_rows`."""
     (zp, p_ld), (zq, q_ld), (n, v) = _rows(p_logits), _rows(q_logits), p_logits.shape
     rows = dict(p_logits=zp, p_ld=p_ld, q_logits=zq, q_ld=q_ld, n=n, v=v, temperature=temperature)
     a = ffi.new("Divergence *", rows)

@@ -67,9 +67,10 @@ def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tens
 
 
 def _laid_out(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids and positions [R, L], 0 where padded, and the index [n] of each token of the batch in the R L places.
+    """Lay sequences out as R rows of L places: `right` or `left` give each sequence a padded row, `none` all one row.
 
-    `padding`: `right` or `left` give each sequence a row; `none` puts all sequences in one row.
+    Returns:
+        Token ids and positions [R, L], 0 where padded, and the place [n], from 0 to R L - 1, of each token of the batch.
     """
     lengths, count = batch.lengths, len(batch.lengths)
     shape = (1, int(lengths.sum())) if padding == "none" else (count, int(lengths.max()))

@@ -70,7 +70,7 @@ def _laid_out(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
     """Lay sequences out as R rows of L places: `right` or `left` give each sequence a padded row, `none` all one row.
 
     Returns:
-        Token ids and positions [R, L], 0 where padded, and the place [n], from 0 to R L - 1, of each token of the batch.
+        Token ids and positions [R, L], 0 where padded, and the place [n] in 0..R L - 1 of each token of the batch.
     """
     lengths, count = batch.lengths, len(batch.lengths)
     shape = (1, int(lengths.sum())) if padding == "none" else (count, int(lengths.max()))

@@ -83,7 +83,7 @@ def on_policy(facts: Facts, counted: Parity) -> list[Verdict]:
     if rows and has_ratios:
         first = counted.unequal_first_ratios
         right = f"Every ratio of the first minibatches is exactly 1 ({rows:,} {unit}, anchor {anchor})."
-        wrong = f"{share(first, rows)} of first ratios are not exactly 1 ({first:,} of {rows:,}, anchor {anchor})."
+        wrong = f"{share(first, rows)} of first-minibatch ratios are not 1 ({first:,} of {rows:,}, anchor {anchor})."
         found.append(_counted(first, right, wrong))
     if rows and has_values:
         other = counted.unequal_values

@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--tokens", type=int, default=100_000, help="sampled tokens of a family (default 100,000)")
     arguments = parser.parse_args()
-    print("| family | numerics | tokens | log-probs that differ | first ratios that are not 1 | values that differ |")
+    print("| family | numerics | tokens | log-probs that differ | ratios that are not 1 | values that differ |")
     print("|" + "---|" * 6)
     failed = False
     for family in arguments.families:

@@ -110,11 +110,12 @@ def _agreement(rows: pd.DataFrame, figures: Figures, anchor: str, has_value_mode
         figures[name] = int(rows[name].sum())
     figures["max_abs_old_rollout"] = float(rows["max_abs_old_rollout"].max())
     first = f"of {figures['first_minibatch_tokens']:,}"
+    exact = figures["first_minibatch_tokens"] - figures["unequal_first_ratios"]
     differ = f"{figures['unequal_old_rollout_logprobs']:,} of {figures['tokens']:,} training log-probs differ"
     values = f"{figures['unequal_values']:,} {first} recomputed values differ from the recorded ones"
     return [
         f"{differ} from the sampler's",
-        f"{figures['unequal_first_ratios']:,} {first} first ratios (anchor {anchor}) are not exactly 1",
+        f"{exact:,} {first} first-minibatch ratios (anchor {anchor}) are exactly 1",
         *([values] if has_value_model else []),
         f"largest |old - rollout| log-prob difference {figures['max_abs_old_rollout']:.3g} nats",
     ]

@@ -214,14 +214,17 @@ def execute(
                 tell()
             else:
                 beside.write(item.index, tables, tell)
-            if computed == 1 or is_due:  # the first iteration says how long the others may take
-                beside.settle()
             clock.lap("records")
             if is_due:
+                beside.wait()
+                clock.lap("records")
                 # of a run that is not complete the fingerprint is the last link
                 link = recorded.iterations[item.index].chain if is_recorded else written.head.fingerprint
                 written.keep_only(execution.save_checkpoint(run_dir, written.head, link))
                 clock.lap("checkpoints")
+            if computed == 1 or is_due:  # the first iteration says how long the others may take
+                beside.settle()
+                clock.lap("records")
         clock.lap(OTHER)
         beside.settle()
         clock.lap("records")
@@ -249,10 +252,15 @@ class _WritingBeside:
         """Begin to write iteration `index`; call `tell` once the iteration is on disk."""
         self._begun, self._tell = self._thread.submit(self._written.append, index, tables), tell
 
-    def settle(self) -> None:
-        """Wait until the iteration that was begun is on disk, and tell of it. Raises what the thread raised."""
+    def wait(self) -> None:
+        """Wait until the iteration that was begun is on disk. Raises what the thread raised."""
         if self._begun is not None:
             self._begun.result()
+
+    def settle(self) -> None:
+        """Wait likewise, and tell of the iteration, once."""
+        self.wait()
+        if self._begun is not None:
             self._begun = None
             self._tell()
 

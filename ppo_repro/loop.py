@@ -7,6 +7,7 @@ Letters: B responses, N response tokens of an iteration, M of a minibatch, n of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ppo_repro.config.algorithm import SeparateValue, ValueHead
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch
 from ppo_repro.models.networks import hidden_states
-from ppo_repro.models.state import TrainState
+from ppo_repro.models.state import Digests, TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
 from ppo_repro.ppo.own_functions import OwnObjective
@@ -105,7 +106,8 @@ def ppo_iterations(
         clock.lap("forward")
 
         # take the optimizer steps
-        updates = tuple(update(config, state, received, forward, advantages, ranks, clock, task.functions))
+        taken = list(update(config, state, received, forward, advantages, ranks, clock, task.functions))
+        updates = tuple(step(policy_digest=digests.policy, value_digest=digests.value) for step, digests in taken)
         state.free_update_memory()
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("digests")
@@ -136,7 +138,7 @@ def update(
     ranks: Ranks,
     clock: Clock,
     functions: Functions,
-) -> Iterator[MinibatchUpdate]:
+) -> Iterator[tuple[partial[MinibatchUpdate], Digests]]:
     """Take all optimizer steps of one iteration, in order.
 
     Policy and value model each have a number of epochs, over the same minibatches. After a minibatch with more KL
@@ -153,7 +155,8 @@ def update(
         functions: the user's own.
 
     Yields:
-        One MinibatchUpdate a minibatch, after its step.
+        One MinibatchUpdate a minibatch, after its step, without the digests of the weights; and the digests, which may
+        still be computed beside the next step.
     """
     ppo, value = config.ppo, config.value
     batch = training_batch(config, state.coefficients, rollout, forward, advantages, functions)
@@ -177,18 +180,18 @@ def update(
             if of_policy is None and of_value is None:
                 return
             clock.lap("update")
-            policy_digest, value_digest = state.digests()
+            digests = state.digests()
             clock.lap("digests")
-            yield MinibatchUpdate(
+            step_without_digests = partial(
+                MinibatchUpdate,
                 epoch=epoch,
                 minibatch=number,
                 tokens=minibatch.tokens,
                 loss_weights=minibatch.loss_weights,
                 policy=of_policy,
                 value=of_value,
-                policy_digest=policy_digest,
-                value_digest=value_digest,
             )
+            yield step_without_digests, digests
 
 
 def policy_step(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics import library
+from ppo_repro.numerics.interface import CPU
 from ppo_repro.numerics.network import forget_packed, free_memory
 from ppo_repro.numerics.optimizer import Optimizer, copy_named, weights_digest
 
@@ -81,6 +83,22 @@ def unchanged(hidden: Tensor, tokens: Tensor, stream: Stream) -> Tensor:
     return hidden
 
 
+@dataclass(frozen=True)
+class Digests:
+    """The digests of the weights after a step. Threads may still compute them: reading one waits."""
+
+    of_policy: Future[str]
+    of_value: Future[str] | None  # None without a value model
+
+    @property
+    def policy(self) -> str:
+        return self.of_policy.result()
+
+    @property
+    def value(self) -> str | None:
+        return None if self.of_value is None else self.of_value.result()
+
+
 @dataclass
 class TrainState:
     """Everything an update changes, and the frozen reference."""
@@ -97,6 +115,8 @@ class TrainState:
     hidden_hook: HiddenHook = unchanged  # what happens to the policy's last hidden states in training
     cpu_policy: PreTrainedModel | None = None  # on a card: the policy on the CPU, for cross-checks
     cross_checked: int = 0  # tokens that the CPU computed too, by this process
+    copies: list[Weights] = field(default_factory=list)  # of a card's weights, on the CPU
+    digesting: Sequence[Future[str]] = ()  # the digests of the last step
 
     def free_sampler_memory(self) -> None:
         """Free the packed weights that only the sampler needs, until the next rollout."""
@@ -127,9 +147,28 @@ class TrainState:
             return nn.Module()
         return self.value_model.head if self.has_value_head else self.value_model
 
-    def digests(self) -> tuple[str, str | None]:
-        """Return the digests of the weights of policy and value model, None without a value model; side by side."""
+    def digests(self) -> Digests:
+        """Digest the weights of policy and value model, side by side.
+
+        The digests of a CPU's weights are there on return. A card's weights are copied, and threads digest the copies
+        beside the next step.
+        """
         modules = [self.policy] if self.value_model is None else [self.policy, self.own_value_module]
-        with ThreadPoolExecutor(library.thread_count) as pool:
-            policy, *value = pool.map(lambda module: weights_digest(module.named_parameters()), modules)
-        return policy, value[0] if value else None
+        weights: list[Weights] = [dict(module.named_parameters()) for module in modules]
+        wait(self.digesting)  # they read the copies
+        on_card = self.policy.device.type == "cuda"
+        if on_card:
+            weights = self.copied(weights)
+        pool = ThreadPoolExecutor(library.thread_count)
+        self.digesting = [pool.submit(weights_digest, named.items()) for named in weights]
+        pool.shutdown(wait=not on_card)
+        policy, *value = self.digesting
+        return Digests(policy, value[0] if value else None)
+
+    def copied(self, weights: list[Weights]) -> list[Weights]:
+        """Copy the weights of a card to memory of the CPU, which the next call uses again."""
+        if not self.copies:
+            self.copies = [{n: torch.empty_like(p, device=CPU) for n, p in named.items()} for named in weights]
+        for copies, named in zip(self.copies, weights, strict=True):
+            copy_named(copies, named)
+        return self.copies

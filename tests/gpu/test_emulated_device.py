@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import Event
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from ppo_repro.models import state
+from ppo_repro.models.state import TrainState
+from ppo_repro.numerics.optimizer import weights_digest
 from tests.gpu.emulator.device import CARD, Devices, Places, catch_backward
+from tests.support.models import source_model
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +76,21 @@ def test_gradients_lie_where_their_tensors_lie() -> None:
     assert leaf.grad is not None
     assert moved.grad.device == CARD
     assert leaf.grad.device.type == "cpu"
+
+
+def test_a_digest_is_of_the_weights_after_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a card change in the next step while threads still digest their copies."""
+    changed, policy, none = Event(), torch.nn.Module.to(source_model("qwen3"), CARD), cast(Any, None)
+
+    def late(weights: Any) -> str:
+        assert changed.wait(60)
+        return weights_digest(weights)
+
+    monkeypatch.setattr(state, "weights_digest", late)
+    after_step = weights_digest(policy.named_parameters())
+    digests = TrainState(policy, none, none, none, none, none).digests()
+    with torch.no_grad():
+        next(policy.parameters()).add_(1.0)
+    changed.set()
+    assert digests.policy == after_step
+    assert digests.policy != weights_digest(policy.named_parameters())

@@ -88,7 +88,7 @@ ROWS = (
     Row("environment.id", "", "", "", "", "env env_id env_name"),
     Row("environment.num_envs", "", "", "", "", "n_envs"),
     Row("environment.steps_per_env", "", "", "", "", "n_steps num_steps"),
-    Row("dpo.beta", "beta", "", "", "", "beta"),
+    Row("dpo.beta", "beta", "", "", "in files for `ppo-repro dpo`", "beta"),
     Row("dpo.learning_rate", "learning_rate", "", "", "", "lr"),
     Row("dpo.epochs", "num_train_epochs"),
     Row("dpo.minibatch_size", "per_device_train_batch_size", "", "", "pairs", "batch_size"),
@@ -141,7 +141,7 @@ def reason(path: str) -> str | None:
 
 def table() -> Iterator[str]:
     """Yield the lines of the page's table: the fields that another framework calls otherwise."""
-    yield "| here | TRL | verl | OpenRLHF | |"
+    yield "| ppo_repro | TRL | verl | OpenRLHF | remark |"
     yield "|---|---|---|---|---|"
     for row in (row for row in ROWS if row.trl or row.verl or row.openrlhf):
         names = (

@@ -79,6 +79,9 @@ def test_a_killed_process_holds_nothing(folder: Path) -> None:
     with only_writer(folder):
         assert left.read_text().startswith(f"process {os.getpid()} ")
     assert not left.exists()
+    left.write_bytes(bytes(30))  # of a power cut
+    with only_writer(folder):
+        assert has_writer(folder)
 
 
 def held_by_hand(path: Path, content: str) -> int:

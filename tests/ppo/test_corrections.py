@@ -88,12 +88,12 @@ def test_nothing_is_changed_where_sampler_and_trainer_agree(rows: list[list[floa
     one = bits(torch.ones(len(ratios)))
     assert bits(ratios) == one
     for function in (truncated_weights, masked_weights):
-        weights, changes = function(ratios, 0.999, 1.001)
+        weights, changes = function(ratios, 1.0, 1.0)
         assert bits(weights) == one
         assert (changes == Correction.NONE).all()
     assert all(bits(normalized_weights(ratios, same[2], by_response)) == one for by_response in (False, True))
-    assert not outside_ratio(ratios, 0.999, 1.001).any()
-    assert not vetoed(ratios, same[2], 0.999).any()
+    assert not outside_ratio(ratios, 1.0, 1.0).any()
+    assert not vetoed(ratios, same[2], 1.0).any()
     for estimator in ("k2", "k3"):
         assert not any(beyond_divergence(*same, estimator, at, 1e-12).any() for at in LEVELS_OF_KL)
 

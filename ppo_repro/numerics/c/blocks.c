@@ -1,5 +1,5 @@
 // Rows of a batch on the host, in the order in which their gradients are added: blocks of a sequence, see
-// Blocks, and the rows of each id of a table.
+// Blocks, and the rows of each id of a table, see TableGradient.
 #include "kernels.h"
 
 // The blocks of `rows` rows, see Blocks: sequence and position [rows], slots as in Batch. slot[count] is the
@@ -33,47 +33,38 @@ static Blocks make_blocks(int rows, const int *sequence, const int *position, co
 
 static void free_blocks(Blocks *b) { free(b->start); }
 
-// The rows of each id stand together in `sorted`, in order: those of an id are sorted[start[id]] ..
-// sorted[start[id + 1] - 1]. slot [rows] is the slot of each row. To be freed: `start`.
-typedef struct {
-  int *start;   // [entries + 1]
-  int *sorted;  // [rows]
-  int *slot;
-} SortedRows;
-
-// A counting sort of ids [rows], which are below `entries`
-static SortedRows sort_rows(const int *ids, int entries, const Blocks *blocks) {
-  const int rows = blocks->rows;
-  SortedRows of;
-  of.start = allocate_zeros((size_t)entries + 2 + 2 * (size_t)rows, sizeof(int));
-  of.sorted = of.start + entries + 2;
-  of.slot = of.sorted + rows;
-  // count, add up, distribute: the counts stand two places further, and end where the rows of an id begin
-  for (int t = 0; t < rows; t++) of.start[ids[t] + 2]++;
-  for (int id = 0; id < entries; id++) of.start[id + 2] += of.start[id + 1];
-  for (int t = 0; t < rows; t++) of.sorted[of.start[ids[t] + 1]++] = t;
-  for (int i = 0; i < blocks->count; i++)
-    for (int t = 0; t < blocks->length[i]; t++) of.slot[blocks->start[i] + t] = blocks->slot[i];
-  return of;
+// A counting sort of the indices 0 .. n - 1 by ids [n], which are below `entries`: the indices with one id
+// are sorted[start[id]] .. sorted[start[id + 1] - 1], rising. start [entries + 2] is zeros before.
+static void sort_by_id(const int *ids, int n, int entries, int *start, int *sorted) {
+  // count, add up, distribute: the counts stand two places further, and end where the indices of an id begin
+  for (int i = 0; i < n; i++) start[ids[i] + 2]++;
+  for (int id = 0; id < entries; id++) start[id + 2] += start[id + 1];
+  for (int i = 0; i < n; i++) sorted[start[ids[i] + 1]++] = i;
 }
 
 // The gradient of a table, see TableGradient: ids [rows] are below `entries`.
 static void table_gradient(const float *dx, int width, float scale, const int *ids, int entries, int skipped,
                            const Blocks *blocks, long grad) {
   if (grad < 0) return;
-  SortedRows rows = sort_rows(ids, entries, blocks);
+  const int rows = blocks->rows;
+  int *start = allocate_zeros((size_t)entries + 2 + 2 * (size_t)rows, sizeof(int));
+  int *sorted = start + entries + 2;
+  int *slot = sorted + rows;  // of each row
+  sort_by_id(ids, rows, entries, start, sorted);
+  for (int i = 0; i < blocks->count; i++)
+    for (int t = 0; t < blocks->length[i]; t++) slot[blocks->start[i] + t] = blocks->slot[i];
   TableGradient of = {
       .dx = dx,
       .width = width,
       .scale = scale,
       .entries = entries,
       .skipped = skipped,
-      .start = integers_for_kernels(rows.start, entries + 1L),
-      .sorted = integers_for_kernels(rows.sorted, blocks->rows),
-      .slot = integers_for_kernels(rows.slot, blocks->rows),
+      .start = integers_for_kernels(start, entries + 1L),
+      .sorted = integers_for_kernels(sorted, rows),
+      .slot = integers_for_kernels(slot, rows),
       .grad = grad,
       .sums = *blocks->sums,
   };
   sum_table_rows(&of);
-  free(rows.start);
+  free(start);
 }

@@ -11,8 +11,7 @@ INLINE double sigmoid64(double x) { return 1.0 / (1.0 + exp64(-x)); }
 
 // ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|)
 INLINE double softplus64(double x) {
-  double size = as_double(as_bits64(x) & 0x7fffffffffffffffu);
-  return (x > 0 ? x : 0) + log1p64(exp64(-size));
+  return (x > 0 ? x : 0) + log1p64(exp64(-size64(x)));
 }
 
 MAP(exp_float32, float, exp32)

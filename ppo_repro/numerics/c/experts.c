@@ -224,7 +224,7 @@ typedef struct {
   const int *place_in_kernels;
 } Dispatch;
 
-// A counting sort of routes [tokens][chosen]
+// Choices i of route [tokens][chosen], sorted by expert
 static Dispatch make_dispatch(const Model *m, const int *route_in_kernels, int tokens) {
   const int rows = tokens * m->chosen;
   const int *route = on_host(route_in_kernels, (size_t)rows * sizeof(int));
@@ -232,12 +232,11 @@ static Dispatch make_dispatch(const Model *m, const int *route_in_kernels, int t
   d.start = allocate_zeros((size_t)(m->experts + 2 + 2 * (long)rows), sizeof(int));
   d.token = d.start + m->experts + 2;
   d.place = d.token + rows;
-  for (int i = 0; i < rows; i++) d.start[route[i] + 2]++;
-  for (int e = 0; e < m->experts; e++) d.start[e + 2] += d.start[e + 1];
-  // start[e + 1] is the next free row of expert e, and in the end the first row of expert e + 1
-  for (int i = 0; i < rows; i++) {
-    d.place[i] = d.start[route[i] + 1]++;
-    d.token[d.place[i]] = i / m->chosen;
+  sort_by_id(route, rows, m->experts, d.start, d.token);
+  for (int row = 0; row < rows; row++) {
+    const int i = d.token[row];  // the choice that has this row
+    d.place[i] = row;
+    d.token[row] = i / m->chosen;
   }
   d.token_in_kernels = integers_for_kernels(d.token, rows);
   d.place_in_kernels = integers_for_kernels(d.place, rows);

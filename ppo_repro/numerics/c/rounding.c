@@ -94,14 +94,13 @@ ROW(rounding_row, Rounding) { round_row(a->format, a->scaled, a->x + (long)row *
 // What follows runs on the host, see operations.h.
 #ifndef GPU_KERNELS
 
-// Rows x [rows][n] in place
-static void round_rows(NumberFormat format, float *x, int rows, int n) {
-  if (format == FORMAT_FLOAT32) return;
-  for_rows(rows, rounding_row, &(Rounding){.format = format, .scaled = 1, .x = x, .n = n});
-}
-
+// Rows x [rows][n] in place; `scaled` as in round_row
 void round_tensor(NumberFormat format, int scaled, float *x, long rows, long n) {
   if (format == FORMAT_FLOAT32) return;
   for_rows((int)rows, rounding_row, &(Rounding){.format = format, .scaled = scaled, .x = x, .n = (int)n});
+}
+
+static void round_rows(NumberFormat format, float *x, int rows, int n) {
+  round_tensor(format, 1, x, rows, n);
 }
 #endif

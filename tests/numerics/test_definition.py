@@ -20,28 +20,10 @@ from ppo_repro.numerics.definition.model import Model, parameters
 from ppo_repro.numerics.definition.network import forward, gradients
 from ppo_repro.numerics.definition.product import product
 from ppo_repro.numerics.definition.row_sums import row_sum
-from tests.support.models import (
-    CONFIGS,
-    MIXTURES,
-    VOCAB,
-    gpt2_config,
-    gpt_neox_config,
-    llama_config,
-    olmoe_config,
-    qwen3_moe_config,
-    small_model,
-)
+from tests.support.models import CONFIGS, MIXTURES, VARIANTS, VOCAB, small_model
 from tests.support.paths import ROOT
 
 F = np.float32
-VARIANTS = {
-    "llama biases, gelu": lambda: llama_config(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
-    "gpt2 unscaled": lambda: gpt2_config(scale_attn_weights=False),
-    "gpt2 scaled by layer": lambda: gpt2_config(scale_attn_by_inverse_layer_idx=True),
-    "gpt_neox sequential": lambda: gpt_neox_config(use_parallel_residual=False, attention_bias=False),
-    "qwen3_moe sparse": lambda: qwen3_moe_config(mlp_only_layers=[], norm_topk_prob=False, num_experts_per_tok=1),
-    "olmoe normalised": lambda: olmoe_config(norm_topk_prob=True),
-}
 FAMILIES = {**CONFIGS, **MIXTURES, **VARIANTS}
 LENGTHS = (3, 41, 1)  # of sequences; the windows of the models are 5 and 6 keys
 

@@ -65,7 +65,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(load_config(TINY, QUICK), tmp_path_factory.mktemp("tiny"), Silent())[0]
 
 
-@pytest.mark.parametrize("processes", [2, *(pytest.param(size, marks=slow) for size in (1, 4, 8))])
+@pytest.mark.parametrize("processes", [2, *(pytest.param(size, marks=slow) for size in (1, 8))])
 def test_no_number_of_processes_changes_the_fingerprint(tiny_run: Path, tmp_path: Path, processes: int) -> None:
     assert fingerprint(processes, TINY, tmp_path, *QUICK) == manifest.load(tiny_run).fingerprint
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import sys
@@ -64,6 +65,7 @@ _SCALES = re.compile("scal|multiplier")  # their usual values are powers of a he
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "quick_gelu")
 VECTORS = (0.0, 1.0, -math.inf)  # that may stand for a vector which a stack does not know
 FEW = 16  # experts and groups, of which one more or less may be taken
+_NO_CONSTANT = re.compile("eps|dropout|^p$|norm_type|embed_scale|aux_loss|attention_scaling|jitter")
 _ROUTER = re.compile("(Router|Gate|Gating)$")
 IN_BFLOAT16 = "computed in bfloat16, all else in float32"
 PROBE = 4  # tokens that show whether a model computes
@@ -77,12 +79,13 @@ class Option:
     words: str
     advice: str
     make: Callable[[], PreTrainedModel]
+    count: int = 1  # of options that it leaves out
 
 
 def left_out(model: PreTrainedModel) -> dict[str, Option]:
     """Return by its words each change of the model that can be built and gives finite logits."""
     found: dict[str, Option] = {}
-    for option in (*_of_config(model), *_of_norms(model), *_of_vectors(model), *_unsaid(model)):
+    for option in (*_of_config(model), *_of_norms(model), *_of_vectors(model), *_of_constants(model), *_unsaid(model)):
         if option.words not in found and _computes(option):
             found[option.words] = option
     return found
@@ -111,10 +114,17 @@ def _logits(make: Callable[[], PreTrainedModel]) -> Tensor | None:
 def _of_config(model: PreTrainedModel) -> Iterator[Option]:
     text, read = model.config.get_text_config(), fields_read(model)
     defaults = {f.name: f.default for f in dataclasses.fields(text) if f.default is not dataclasses.MISSING}
+    left: dict[str, Change] = {}
     for field, value in sorted(text.to_dict().items()):
         if field in read and not _OTHER_FIELDS.search(field):
-            for path, old, new in _changes(text, field, value, defaults.get(field)):
-                yield _of_field(model, path, old, new)
+            for change in _changes(text, field, value, defaults.get(field)):
+                option = _of_fields(model, [change])
+                yield option
+                if change.is_off and change.field not in left and _computes(option):
+                    left[change.field] = change
+    for count in sorted({2, len(left)} - {0, 1}):
+        for some in itertools.combinations(left.values(), count):
+            yield _of_fields(model, some)
 
 
 def fields_read(model: PreTrainedModel) -> set[str]:
@@ -150,10 +160,10 @@ def not_computed(model: PreTrainedModel) -> dict[str, Any]:
     of_kinds = {key: inner for key, inner in rope.items() if isinstance(inner, dict)} or {"": rope}
     for kind, inner in of_kinds.items():
         for key in [key for key, value in inner.items() if key.endswith("factor") and not _is_off(value)]:
-            path = ("rope_parameters", *([kind] if kind else []), key)
-            without, whole = _logits(_of_field(model, path, inner[key], None).make), _logits(lambda: model)
+            change = Change(("rope_parameters", *([kind] if kind else []), key), inner[key], None)
+            without, whole = _logits(_of_fields(model, [change]).make), _logits(lambda: model)
             if without is not None and whole is not None and torch.equal(without, whole):
-                found[".".join(path)] = inner[key]
+                found[change.field] = inner[key]
     return found
 
 
@@ -161,23 +171,65 @@ def _is_off(value: object) -> bool:
     return value in (None, False, 0, 1, "default")
 
 
-Path = tuple[str, ...]
+@dataclass(frozen=True)
+class Change:
+    """Another value of a field, or of an entry of a field; None: without the entry."""
+
+    path: tuple[str, ...]
+    old: Any
+    new: Any
+
+    @property
+    def field(self) -> str:
+        """Return the path as config.json names it."""
+        return ".".join(self.path)
+
+    @property
+    def is_off(self) -> bool:
+        """Say whether an option whose meaning is known is left out."""
+        return self.field in WITHOUT and _is_off(self.new)
+
+    @property
+    def words(self) -> str:
+        """Say what is computed otherwise."""
+        if self.is_off:
+            return f"{WITHOUT[self.field]} ({self.field})"
+        return f"{self.field} {_short(self.new)} instead of {_short(self.old)}"
+
+    def apply(self, config: PretrainedConfig) -> None:
+        """Write the value; it may be one that the configuration refuses."""
+        if len(self.path) == 1:
+            setattr(config, self.path[0], self.new)
+            return
+        entry = copy.deepcopy(getattr(config, self.path[0]))
+        inner = entry
+        for key in self.path[1:-1]:
+            inner = inner[key]
+        if isinstance(inner, PretrainedConfig):
+            setattr(inner, self.path[-1], self.new)
+        elif self.new is None:
+            del inner[self.path[-1]]
+        else:
+            inner[self.path[-1]] = self.new
+        setattr(config, self.path[0], entry)
 
 
-def _changes(config: PretrainedConfig, field: str, value: Any, default: Any) -> Iterator[tuple[Path, Any, Any]]:
-    """Return the path, the value and another value for each of a field's alternatives, in a dict of each entry's."""
+def _changes(config: PretrainedConfig, field: str, value: Any, default: Any) -> Iterator[Change]:
+    """Return the alternatives of a field, in a dict of each entry."""
     if not isinstance(value, dict):
-        yield from (((field,), value, other) for other in _others(config, field, value, default))
+        yield from (Change((field,), value, other) for other in _others(config, field, value, default))
         return
     if value.get("rope_type", "default") != "default" and "attention_factor" not in value:
-        yield (field, "attention_factor"), None, 1.0
+        yield Change((field, "attention_factor"), None, 1.0)
     for key, inner in sorted(value.items()):
-        standard = "default" if key == "rope_type" else 1.0 if key.endswith("factor") else None
-        for path, old, new in _changes(config, key, inner, standard):
-            yield (field, *path), old, new
+        if not _OTHER_FIELDS.search(key):
+            standard = "default" if key == "rope_type" else 1.0 if key.endswith("factor") else None
+            for change in _changes(config, key, inner, standard):
+                yield Change((field, *change.path), change.old, change.new)
     nested = {key: inner for key, inner in value.items() if isinstance(inner, dict)}
     for key, inner in nested.items():
-        yield from (((field, key), inner, other) for name, other in nested.items() if name != key and other != inner)
+        others = (other for name, other in nested.items() if name != key and other != inner)
+        yield from (Change((field, key), inner, other) for other in others)
 
 
 def _others(config: PretrainedConfig, field: str, value: Any, default: Any) -> list[Any]:
@@ -212,27 +264,18 @@ def _others(config: PretrainedConfig, field: str, value: Any, default: Any) -> l
     return [x for x in found if x is not None or value is not None]
 
 
-def _of_field(model: PreTrainedModel, path: Path, old: Any, new: Any) -> Option:
+def _of_fields(model: PreTrainedModel, changes: Sequence[Change]) -> Option:
     def make() -> PreTrainedModel:
         config = copy.deepcopy(model.config)
         config._attn_implementation = "eager"
-        text = config.get_text_config()
-        entry = copy.deepcopy(getattr(text, path[0]))
-        inner = entry
-        for key in path[1:-1]:
-            inner = inner[key]
-        if len(path) > 1:
-            inner[path[-1]] = new
-            if new is None:
-                del inner[path[-1]]
         with quiet():
-            setattr(text, path[0], entry if len(path) > 1 else new)
+            for change in changes:
+                change.apply(config.get_text_config())
             return with_config(model, config)
 
-    field = ".".join(path)
-    is_off = _is_off(new) and field in WITHOUT
-    words = f"{WITHOUT[field]} ({field})" if is_off else f"{field} {_short(new)} instead of {_short(old)}"
-    return Option(words, f"compute with {field} {_short(old)} on both sides, as config.json says", make)
+    said = " and ".join(f"{change.field} {_short(change.old)}" for change in changes)
+    words = " and ".join(change.words for change in changes)
+    return Option(words, f"compute with {said} on both sides, as config.json says", make, len(changes))
 
 
 def _short(value: object) -> str:
@@ -260,22 +303,32 @@ def _is_norm(module: Module) -> bool:
     return "norm" in type(module).__name__.lower() and not list(module.children())
 
 
+def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return parameters and saved buffers by name, the model's own tensors."""
+    return dict(model.state_dict(keep_vars=True))
+
+
 def _changed(model: PreTrainedModel, change: Callable[[str, Tensor], Tensor | None]) -> Callable[[], PreTrainedModel]:
-    """Return what makes a copy with other parameters where `change` gives one, and which shares all others."""
+    """Return what makes a copy with other weights where `change` gives one, and which shares all others."""
 
     def make() -> PreTrainedModel:
-        memo: dict[int, Any] = {}
-        for name, parameter in model.named_parameters():
-            other = change(name, parameter.detach())
-            memo[id(parameter)] = parameter if other is None else Parameter(other, False)
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+        for name, x in _weights(model).items():
+            other = change(name, x.detach())
+            if other is not None:
+                memo[id(x)] = Parameter(other, False) if isinstance(x, Parameter) else other
         return copy.deepcopy(model, memo)
 
     return make
 
 
+def _copy(model: PreTrainedModel) -> PreTrainedModel:
+    return _changed(model, lambda name, x: None)()
+
+
 def _without(model: PreTrainedModel, names: Sequence[str]) -> Callable[[], PreTrainedModel]:
     def make() -> PreTrainedModel:
-        found = _changed(model, lambda name, x: None)()
+        found = _copy(model)
         for name in names:
             found.set_submodule(name, Identity())
         return found
@@ -304,7 +357,7 @@ def _of_norms(model: PreTrainedModel) -> Iterator[Option]:
 
 def _of_vectors(model: PreTrainedModel) -> Iterator[Option]:
     scales = {f"{name}.weight" for name, module in model.named_modules() if _is_norm(module)}
-    kinds = _kinds([name for name, x in model.named_parameters() if x.dim() < 2 and name not in scales])
+    kinds = _kinds([name for name, x in _weights(model).items() if x.dim() < 2 and name not in scales])
     advice = "load every tensor of the folder on both sides"
     biases = [kind for kind in kinds if kind.endswith("bias")]
     together: dict[str, list[str]] = {}
@@ -344,33 +397,80 @@ class _Narrow(TorchFunctionMode):
         return func(*narrow).to(args[0].dtype)
 
 
-def _in_bfloat16(model: PreTrainedModel, names: Sequence[str]) -> Callable[[], PreTrainedModel]:
+def _in_bfloat16(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Narrow():
+        return forward(*args, **kwargs)
+
+
+def _wrapped(
+    model: PreTrainedModel, names: Sequence[str], wrapper: Callable[..., Any], *first: Any
+) -> Callable[[], PreTrainedModel]:
+    """Return what makes a copy in which wrapper(*first, forward, *args) is the forward of some modules."""
+
     def make() -> PreTrainedModel:
-        found = _changed(model, lambda name, x: None)()
+        found = _copy(model)
         for name in names:
             module = found.get_submodule(name)
-            module.forward = functools.partial(_narrowly, module.forward)
+            module.forward = functools.partial(wrapper, *first, module.forward)
         return found
 
     return make
 
 
-def _narrowly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _Narrow():
-        return forward(*args, **kwargs)
+def _weighted(weigh: Callable[[Tensor, Tensor], Tensor], forward: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+    """Let a router weigh its experts otherwise: weigh(logits [n, E], those of the experts that it took [n, k])."""
+    logits, weights, experts = forward(hidden)
+    router = forward.__self__
+    exact = linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, getattr(router, "bias", None))
+    return logits, weigh(exact, exact.gather(-1, experts)).to(weights.dtype), experts
+
+
+_WEIGHTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "by the softmax over all experts": lambda every, taken: (taken - every.logsumexp(-1, keepdim=True)).exp(),
+    "by the softmax over the experts taken": lambda every, taken: taken.softmax(-1),
+    "by the sigmoid": lambda every, taken: taken.sigmoid(),
+    "equally": lambda every, taken: torch.full_like(taken, 1 / taken.shape[-1]),
+}
+
+
+class _Nothing(Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.zeros_like(hidden)
+
+
+def _of_constants(model: PreTrainedModel) -> Iterator[Option]:
+    """Numbers that the code of the model has, or computes from sizes."""
+    fields = set(model.config.get_text_config().to_dict())
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, float) and key not in fields and not _NO_CONSTANT.search(key):
+                numbers.setdefault((_kind(name), key), []).append(name)
+    for (kind, key), names in numbers.items():
+        for value in (1.0, math.inf):
+
+            def make(key: str = key, names: Sequence[str] = names, value: float = value) -> PreTrainedModel:
+                found = _copy(model)
+                for name in names:
+                    setattr(found.get_submodule(name), key, value)
+                return found
+
+            old = getattr(model.get_submodule(names[0]), key)
+            words = f"{kind}.{key} {value} instead of {_short(old)}"
+            yield Option(words, f"compute with {kind}.{key} {_short(old)} on both sides", make)
 
 
 def _unsaid(model: PreTrainedModel) -> Iterator[Option]:
-    same: Any = functools.partial(_changed, model, lambda name, x: None)
+    same: Any = functools.partial(_copy, model)
 
     def tied() -> PreTrainedModel:
-        found = same()()
+        found = same()
         found.get_output_embeddings().weight = found.get_input_embeddings().weight
         return found
 
     def scaled(by: Callable[[Tensor], Tensor]) -> Callable[[], PreTrainedModel]:
         def make() -> PreTrainedModel:
-            found = same()()
+            found = same()
             embeddings = found.get_input_embeddings()
             embeddings.embed_scale = by(embeddings.embed_scale)
             embeddings._non_persistent_buffers_set.discard("embed_scale")  # not to be computed again
@@ -389,19 +489,53 @@ def _unsaid(model: PreTrainedModel) -> Iterator[Option]:
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
     for part, names in (("router", routers), ("output matrix", heads)):
         if names:
-            yield Option(f"{part} {IN_BFLOAT16}", of_dtype, _in_bfloat16(model, names))
+            yield Option(f"{part} {IN_BFLOAT16}", of_dtype, _wrapped(model, names, _in_bfloat16))
+    for words, weigh in _WEIGHTS.items() if routers else ():
+        advice = "weigh the experts by the same function of the router's logits on both sides"
+        yield Option(f"experts weighed {words}", advice, _wrapped(model, routers, _weighted, weigh))
+    shared = [name for name in kinds if re.search(r"shared_experts?$", name)]
+    if shared:
+
+        def unshared() -> PreTrainedModel:
+            found = _copy(model)
+            for name in shared:
+                found.set_submodule(name, _Nothing())
+            return found
+
+        yield Option("without the shared experts", "compute the shared experts on both sides", unshared)
     yield Option(
         "rotary positions in the other order of pairs",
         "rotate the same pairs on both sides: halves of a head, or neighbours",
-        lambda: _other_pairs(same()()),
+        lambda: _patched(same(), "apply_rotary_pos_emb", _other_pairs),
+    )
+    yield Option(
+        "queries with the keys of other heads",
+        "let neighbouring heads of queries share a head of keys and values on both sides",
+        lambda: _patched(same(), "repeat_kv", lambda repeat: lambda x, count: x.repeat(1, count, 1, 1)),
     )
 
 
-def _other_pairs(model: PreTrainedModel) -> PreTrainedModel:
-    """Let rotary positions turn neighbours where the model turns halves of a head, and the other way round."""
+def _patched(model: PreTrainedModel, name: str, change: Callable[[Any], Any]) -> PreTrainedModel:
+    """Let a model compute with another function in place of one that its code calls by name."""
     code: Any = sys.modules[type(model).__module__]
-    rotate: Callable[..., tuple[Tensor, Tensor]] = code.apply_rotary_pos_emb
-    forward = model.forward
+    own, forward = getattr(code, name), model.forward
+    other = change(own)
+    model.config._attn_implementation = "eager"  # torch's fused attention repeats heads by itself
+
+    @functools.wraps(forward)
+    def forward_so(*args: Any, **kwargs: Any) -> Any:
+        setattr(code, name, other)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            setattr(code, name, own)
+
+    model.forward = forward_so
+    return model
+
+
+def _other_pairs(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a rotation of neighbours where `rotate` turns halves of a head, and the other way round."""
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         width, one = cos.shape[-1], torch.zeros_like(q)
@@ -413,13 +547,4 @@ def _other_pairs(model: PreTrainedModel) -> PreTrainedModel:
         rotated = rotate(q[..., there], k[..., there], cos, sin, *args, **kwargs)
         return rotated[0][..., there.argsort()], rotated[1][..., there.argsort()]
 
-    @functools.wraps(forward)
-    def forward_so(*args: Any, **kwargs: Any) -> Any:
-        code.apply_rotary_pos_emb = turned
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            code.apply_rotary_pos_emb = rotate
-
-    model.forward = forward_so
-    return model
+    return turned

@@ -414,6 +414,7 @@ class Search:
             explains = explains or (exact is not None and rms(left) <= LEFT_OF_ROUNDED * rms(exact))
         advice = "; ".join(dict.fromkeys(c.advice for c, _ in steps)) or "record them in float32"
         deviations = len(steps) + 0.5 * sum(c.candidates is not None for c, _ in steps)
+        deviations += sum(of[c.name].count - 1 for c, _ in steps if c.name in (of := self.subject.options))
         predicted = zip(self._predicted(steps, self.some), self.some, strict=True)
         zeros = explains and all(self._explains_zeros(values, w) for values, w in predicted)
         temperature = next((x for c, x in steps if c.name == OTHER_TEMPERATURE), None)

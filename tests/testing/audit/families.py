@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         **SHAPE, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
         "topk_group": 1, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}),
+    "mixtral": ("mixtral", {**SHAPE, "num_local_experts": 6, "num_experts_per_tok": 3}),
     "mistral": ("mistral", {**SHAPE, "sliding_window": 5}),
     "phi": ("phi", {**SHAPE, "partial_rotary_factor": 0.5, "num_key_value_heads": 4, "qk_layernorm": True}),
     "stablelm": ("stablelm", {**SHAPE, "partial_rotary_factor": 0.5, "use_parallel_residual": True}),
@@ -64,7 +65,7 @@ def made(family: str) -> Material:
     model = any_model.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
     generator = seeded(3)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.state_dict(keep_vars=True).items():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
                 size = 0.3 if "embed" in name or "wte" in name else 1.5 / parameter.shape[-1] ** 0.5

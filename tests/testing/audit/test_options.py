@@ -77,6 +77,20 @@ def interleaved(model: PreTrainedModel) -> PreTrainedModel:
     return each("k_proj", change)(each("q_proj", change)(model))
 
 
+def equally(model: Any) -> None:
+    """Experts with equal weights."""
+    for module in [m for m in model.modules() if "Router" in type(m).__name__]:
+        module.register_forward_hook(lambda router, given, out: (out[0], torch.full_like(out[1], 1 / 3), out[2]))
+
+
+def tiled(model: Any) -> None:
+    """Heads of queries in the order in which head h uses key/value head h % 2."""
+    for attention in [m for m in model.modules() if type(m).__name__.endswith("Attention")]:
+        for linear, dim in ((attention.q_proj, 0), (attention.o_proj, 1)):
+            heads = linear.weight.chunk(4, dim)
+            linear.weight.copy_(torch.cat([heads[h] for h in (0, 2, 1, 3)], dim))
+
+
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 CASES: dict[str, tuple[str, Fault, str]] = {
     "attention soft cap": ("gemma2", config(attn_logit_softcapping=None), "attn_logit_softcapping"),
@@ -140,6 +154,29 @@ CASES: dict[str, tuple[str, Fault, str]] = {
     "gelu, gemma": ("gemma2", config(hidden_activation="gelu"), "hidden_activation gelu instead of"),
     "deepseek factor": ("deepseek", config(routed_scaling_factor=1.0), "routed_scaling_factor"),
     "deepseek groups": ("deepseek", config(n_group=1), "n_group"),
+    "DeepSeek's correction": ("deepseek", each("gate", lambda g: g.e_score_correction_bias.zero_()), "e_score"),
+    "shared experts": (
+        "deepseek",
+        each("shared_experts", lambda e: e.down_proj.weight.zero_()),
+        "without the shared experts",
+    ),
+    "equal experts": ("mixtral", code(equally), "experts weighed equally"),
+    "scale of attention": (
+        "qwen3",
+        each("self_attn", lambda a: setattr(a, "scaling", 1.0)),
+        "self_attn.scaling 1.0 instead of 0.25",
+    ),
+    "heads of keys": ("yarn", code(tiled), "queries with the keys of other heads"),
+    "both soft caps": (
+        "gemma2",
+        config(attn_logit_softcapping=None, final_logit_softcapping=None),
+        "(attn_logit_softcapping) and logits without their soft cap (final_logit_softcapping)",
+    ),
+    "all of Granite": (
+        "granite",
+        config(embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0),
+        "(embedding_multiplier) and logits without their divisor (logits_scaling) and residuals",
+    ),
     "scale by layer": ("gpt2", config(scale_attn_by_inverse_layer_idx=False), "scale_attn_by_inverse_layer_idx"),
 }
 QUICK = {"attention soft cap", "interleaved rope"}

@@ -98,7 +98,7 @@ def test_other_weights_are_wrong_and_named_where_they_are_given(cli: Cli, dump: 
 REAL = {
     "float32": ("", ""),
     "float32 --raw": ("temperature 1 instead of 0.8", ""),
-    "bfloat16": ("bfloat16", "bfloat16"),  # "computed in" it, or "about as far as" it rounds: the processor decides
+    "bfloat16": ("bfloat16", "bfloat16"),  # "computed in" it, or "as large as" its rounding: the processor decides
     "float32 --checkpointing": ("only the token before (no key/value cache)", ""),
 }
 

@@ -19,6 +19,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.numerics import build, devices
 from ppo_repro.records import manifest
 from tests.gpu.emulator import stand_in
+from tests.gpu.emulator.device import current_stream
 from tests.support.language import run
 from tests.support.paths import ROOT, TINY
 from tests.support.ranks import end, start_ranks
@@ -106,7 +107,8 @@ def test_a_card_that_is_too_old_or_absent_is_refused(
 )
 def test_what_fails_on_a_card_ends_the_process_in_one_line(faults: str, message: str, driver: Path) -> None:
     lines = (
-        "import ctypes; from ppo_repro.numerics import devices",
+        "import ctypes, torch; from ppo_repro.numerics import devices",
+        "from tests.gpu.emulator.device import current_stream; torch.cuda.current_stream = current_stream",
         f"library = ctypes.CDLL({str(driver)!r})",
         f"(ctypes.c_int * 4).in_dll(library, 'faults')[:] = ({faults})",
         f"devices.open_card(0, {str(driver)!r})",
@@ -169,7 +171,8 @@ def test_two_processes_with_a_card_each_have_the_fingerprint_of_the_cpu(
 
 
 @pytest.mark.slow
-def test_kernels_that_contract_products_and_sums_are_refused(tmp_path: Path) -> None:
+def test_kernels_that_contract_products_and_sums_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     other = stand_in(tmp_path, "source", "-ffp-contract=fast")
     with pytest.raises(
         UserError, match=r"the kernels compute 0x[0-9a-f]+ on emulated card .* where 0x83e585b3d1d31e7d"

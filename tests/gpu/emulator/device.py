@@ -139,6 +139,11 @@ def catch_backward(put: Callable[[Any, str, Any], None]) -> None:
     put(torch.autograd, "_engine_run_backward", run)
 
 
+def current_stream(device: object = None) -> SimpleNamespace:
+    """Return the stream of an emulated card."""
+    return SimpleNamespace(cuda_stream=0)
+
+
 def use_card(driver: Path) -> Card:
     """Give this process a card over a library in place of the driver, until it ends."""
     functions: dict[str, Any] = {
@@ -151,7 +156,7 @@ def use_card(driver: Path) -> Card:
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda: None,
         "max_memory_allocated": lambda: 0,
-        "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
+        "current_stream": current_stream,
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)

@@ -442,8 +442,7 @@ class Search:
             if like >= max(LIKE, 3 / len(left) ** 0.5):
                 parts = [c.name for c in self.causes if c.name.endswith(IN_BFLOAT16) and name in c.name]
                 far = [p for p in parts if _correlation(left, self._errors(p, self.some)) > NEARLY * like]
-                what = " or ".join([f"about as far as {name} rounding is ({size:.2g} nats rms)", *far])
-                what += ", in other digits"
+                what = " or ".join([f"as large as {name} rounding ({size:.2g} nats rms)", *far]) + ", with other bits"
                 words = f"{judged.words} and {what}" if steps else what
                 advice = f"{judged.advice}; " * bool(steps) + CAUSES["reduced_precision"].mend
                 found = [Tried(words, advice, rms(left), True, judged.deviations + 1.5)]

@@ -73,8 +73,8 @@ def write_dump(path: Path, rows: pd.DataFrame, sampler: Values, trainer: Values)
     rows.assign(rollout_logprobs=sides[0], old_logprobs=sides[1]).to_parquet(path)
 
 
-def measured(model: Path, dump: Path, threads: int) -> tuple[float, int, str]:
-    """Audit a dump in a process of its own; returns seconds, bytes of the largest resident set, the verdict."""
+def measured(model: Path, dump: Path, threads: int) -> tuple[float, float, int, str]:
+    """Audit a dump in a process of its own; returns seconds, of all processors too, bytes at the peak, the verdict."""
     start = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "ppo_repro", "audit", dump, "--model", model, "--threads", str(threads)],
@@ -86,7 +86,7 @@ def measured(model: Path, dump: Path, threads: int) -> tuple[float, int, str]:
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     verdict = said.strip().splitlines()[-1] if said else f"exit {process.returncode}"
-    return time.perf_counter() - start, 1024 * used.ru_maxrss, verdict
+    return time.perf_counter() - start, used.ru_utime + used.ru_stime, 1024 * used.ru_maxrss, verdict
 
 
 def main() -> None:
@@ -111,11 +111,11 @@ def main() -> None:
     if not numbers.is_file():
         np.save(numbers, scored(model, rows))
     right = np.load(numbers)
-    print("| outcome | s | GB | verdict |\n|---|---|---|---|")
+    print("| outcome | s | CPU s | GB | verdict |\n|---|---|---|---|---|")
     for outcome in arguments.outcome or OUTCOMES:
         write_dump(dump, rows, OUTCOMES[outcome](right), right)
-        seconds, memory, verdict = measured(model, dump, arguments.threads)
-        print(f"| {outcome} | {seconds:.0f} | {memory / 1e9:.2f} | {verdict} |", flush=True)
+        seconds, of_all, memory, verdict = measured(model, dump, arguments.threads)
+        print(f"| {outcome} | {seconds:.0f} | {of_all:.0f} | {memory / 1e9:.2f} | {verdict} |", flush=True)
 
 
 if __name__ == "__main__":

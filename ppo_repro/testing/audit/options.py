@@ -13,6 +13,7 @@ import itertools
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -268,7 +269,7 @@ def _of_fields(model: PreTrainedModel, changes: Sequence[Change]) -> Option:
     def make() -> PreTrainedModel:
         config = copy.deepcopy(model.config)
         config._attn_implementation = "eager"
-        with quiet():
+        with quiet(), warnings.catch_warnings(action="ignore"):  # of matrices without elements
             for change in changes:
                 change.apply(config.get_text_config())
             return with_config(model, config)

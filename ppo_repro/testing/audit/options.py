@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Identity, Module, Parameter
-from torch.nn.functional import linear
+from torch.nn import Identity, LayerNorm, Module, Parameter
+from torch.nn.functional import linear, rms_norm
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
@@ -350,10 +350,24 @@ def _of_norms(model: PreTrainedModel) -> Iterator[Option]:
             )
     for kind, names in kinds.items():
         yield Option(f"without the norm {kind}", advice, _without(model, names))
-    scales = {f"{name}.weight" for names in kinds.values() for name in names}
+    every = [name for names in kinds.values() for name in names]
+    layer_norms = [name for name in every if isinstance(model.get_submodule(name), LayerNorm)]
+    yield Option("norms that subtract the mean", advice, _wrapped(model, every, _centred))
+    yield Option("norms that do not subtract the mean", advice, _wrapped(model, layer_norms, _not_centred))
+    scales = {f"{name}.weight" for name in every}
     for words, by in (("norms that scale by weight, not 1 + weight", -1.0), ("by 1 + weight, not weight", 1.0)):
         words = words if by < 0 else f"norms that scale {words}"
         yield Option(words, advice, _changed(model, lambda name, x, by=by: x + by if name in scales else None))  # type: ignore[misc]
+
+
+def _centred(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return forward(x - x.mean(-1, keepdim=True))
+
+
+def _not_centred(forward: Any, x: Tensor) -> Tensor:
+    norm = forward.__self__
+    scaled = rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)
+    return scaled if norm.bias is None else scaled + norm.bias
 
 
 def _of_vectors(model: PreTrainedModel) -> Iterator[Option]:

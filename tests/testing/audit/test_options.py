@@ -166,6 +166,21 @@ CASES: dict[str, tuple[str, Fault, str]] = {
         each("self_attn", lambda a: setattr(a, "scaling", 1.0)),
         "self_attn.scaling 1.0 instead of 0.25",
     ),
+    "norms with a mean": (
+        "qwen3",
+        each("norm", lambda n: n.register_forward_pre_hook(lambda _, x: (x[0] - x[0].mean(-1, keepdim=True),))),
+        "norms that subtract the mean",
+    ),
+    "norms without a mean": (
+        "gpt_neox",
+        each(
+            "norm",
+            lambda n: n.register_forward_hook(
+                lambda m, x, out: x[0] * (x[0].square().mean(-1, keepdim=True) + m.eps).rsqrt() * m.weight + m.bias
+            ),
+        ),
+        "norms that do not subtract the mean",
+    ),
     "heads of keys": ("yarn", code(tiled), "queries with the keys of other heads"),
     "both soft caps": (
         "gemma2",

@@ -343,35 +343,39 @@ class Search:
         weights, way = (by_stage.get(stage, none)[0].name for stage in ("weights", "input"))
         distribution, quantity, unit = (by_stage.get(stage, none) for stage in ("distribution", "quantity", "unit"))
         is_plain = not (weights or way or distribution[0].name or quantity[0].name)
-        windows, found = self._rows(weights, way, some), []
-        parts = None if is_plain else self._parts((weights, way, some is self.few), windows, distribution, quantity)
+        parts = None if is_plain else self._parts(weights, way, some, distribution, quantity)
+        plain, found = self._rows("", "", some), []
         for k, w in enumerate(some):
             values, at = self.numbers[w.response].reference, slice(w.start, w.end)
             if parts is not None:
                 values = torch.full_like(values, math.nan)
                 values[at] = parts[k]
             change, x = unit[0].change, unit[1]
-            found.append((values if change is None else change(windows[k][0], self.sampling, values, x))[at])
+            found.append((values if change is None else change(plain[k][0], self.sampling, values, x))[at])
         return found
 
     def _parts(
         self,
-        of: tuple[str, str, bool],
-        windows: Sequence[Sequence[Row]],
+        weights: str,
+        way: str,
+        some: Sequence[Window],
         distribution: tuple[Variant, float],
         quantity: tuple[Variant, float],
     ) -> list[Tensor]:
         """Return the quantity of the tokens of each window, by default their own log-probs."""
         (changed, x), (wanted, y) = distribution, quantity
-        change, pick, key = changed.change or self.definition, wanted.change, (of, changed.name, x)
+        change, pick = changed.change or self.definition, wanted.change
+        key = weights, way, some is self.few, changed.name, x
 
         def scaled(row: Row) -> Tensor:
             return change(row, self.sampling, row.logits, x)
 
         if pick is None:
             if key not in self.own:
+                windows = self._rows(weights, way, some)
                 self.own[key] = [torch.cat([own(row, scaled(row)).double() for row in rows]) for rows in windows]
             return self.own[key]
+        windows = self._rows(weights, way, some)
         if self.logp[0] != key:
             self.logp = key, [[scaled(row).log_softmax(-1) for row in rows] for rows in windows]
         pairs = zip(windows, self.logp[1], strict=True)

@@ -100,6 +100,9 @@ class Devices(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             copied = func(*args, **kwargs)
             return _mark(copied) if is_marked(first) else copied
+        if func is torch.nn.functional.one_hot and is_marked(first):  # makes its zeros without a tensor of the card
+            with torch._C._DisableTorchDispatch():
+                return _mark(func(*args, **kwargs))
         if torch.device(kwargs.get("device") or "cpu").type != "cuda":
             return func(*args, **kwargs)
         assert kwargs.get("generator") is None, "a generator of the CPU"

@@ -1,1 +1,1 @@
-"""What every other folder stands on: errors, files, output, interrupts, clocks, random streams, processes."""
+"""Modules that every other folder uses: errors, files, output, interrupts, clocks, random streams, processes."""

@@ -1,4 +1,4 @@
-"""Modules of `ppo_repro.analysis`, imported at their first use: no run needs them."""
+"""Imports of modules of `ppo_repro.analysis` at their first use, because no run needs them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ppo_repro.base.errors import UserError
 
 
 def analysis(module: str, *packages: str) -> Any:
-    """Return a module of the analyses.
+    """Import a module of `ppo_repro.analysis` and return it.
 
-    Raises UserError if it, or one of the packages that it needs beside ours, is not installed.
+    Raises UserError if the module, or one of the other `packages` that it needs, is not installed.
     """
     command = module.partition(".")[0]
     for package in packages:

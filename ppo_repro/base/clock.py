@@ -1,4 +1,4 @@
-"""Where the wall time goes: a clock gives every second between its start and its last lap to a phase."""
+"""A clock of wall time: it adds every second between its start and its last lap to a phase."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ OTHER = "other"  # what lies between the phases that have a name
 
 
 def now() -> float:
-    """Return the seconds from some fixed point on; tests put another function in its place."""
+    """Return the seconds since a fixed moment; tests replace this function."""
     return time.perf_counter()
 
 
 def moment() -> float:
-    """Return the present time, in seconds since the beginning of 1970, UTC."""
+    """Return the present time in seconds since 1970, UTC."""
     return time.time()
 
 
@@ -26,12 +26,12 @@ def as_text(seconds: float) -> str:
 
 
 def from_text(text: str) -> float:
-    """Return the moment of such a text. Raises ValueError where it is none."""
+    """Return the moment of an ISO 8601 text, in seconds since 1970, UTC. Raises ValueError for any other text."""
     return datetime.fromisoformat(text).timestamp()
 
 
 class Clock:
-    """Wall seconds by phase; they add up to the time from the start to the last lap."""
+    """Wall seconds by phase; their sum is the time from the start to the last lap."""
 
     def __init__(self) -> None:
         self.started = moment()
@@ -43,14 +43,16 @@ class Clock:
         self.seconds[phase] += self._elapsed()
 
     def divide(self, parts: Mapping[str, float]) -> None:
-        """Add the time since the last lap to the phases of another clock that ran meanwhile, the rest to OTHER."""
+        """Divide the time since the last lap: each phase of `parts` gets its seconds, and OTHER gets the remaining
+        seconds.
+        """
         elapsed = self._elapsed()
         for phase, spent in parts.items():
             self.seconds[phase] += spent
         self.seconds[OTHER] += elapsed - sum(parts.values())
 
     def with_total(self) -> dict[str, float]:
-        """Return the phases, OTHER behind those with a name, and their sum as `total`."""
+        """Return the seconds of each phase, OTHER last, and their sum as `total`."""
         last = {OTHER: self.seconds[OTHER]} if OTHER in self.seconds else {}
         named = {phase: spent for phase, spent in self.seconds.items() if phase != OTHER}
         return {**named, **last, "total": sum(self.seconds.values())}

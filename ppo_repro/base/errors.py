@@ -1,4 +1,4 @@
-"""The errors a user can see, by exit code."""
+"""Errors that a user can see, by exit code."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ _OUT_OF_MEMORY = ("allocate memory", "not enough memory", "std::bad_alloc", "out
 
 
 class UserError(Exception):
-    """Wrong input or files of the user; one line, what is complete stays. Exit code 2."""
+    """The user's input or files are wrong. The message is one line, and the run keeps its complete iterations. Exit
+    code 2.
+    """
 
 
 class Mistakes(UserError):
-    """Several mistakes of the user's, of which each gets a line; as one text they stand one after the other."""
+    """The user made several mistakes; `lines` has one line for each, and the message joins the lines."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("; ".join(lines))
@@ -22,7 +24,8 @@ class Mistakes(UserError):
 
 
 class FunctionFailed(UserError):
-    """A function of the user's failed on an input of a run; `field` of the configuration names it."""
+    """A function of the user failed on an input of a run; `field` is the configuration's field that names the function.
+    """
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
@@ -34,19 +37,19 @@ class PromiseBroken(Exception):
 
 
 class NumericsError(UserError):
-    """A number is not finite: settings led there."""
+    """A number is not finite, and the user's settings are the cause."""
 
 
 class Terminated(KeyboardInterrupt):
-    """The process was asked to end by SIGTERM; ends a run as Ctrl-C does. Exit code 143."""
+    """SIGTERM asked the process to end; a run ends as after Ctrl-C. Exit code 143."""
 
 
 class RankLost(KeyboardInterrupt):
-    """Another process of this run is gone or does not answer; ends a run as Ctrl-C does. Exit code 3."""
+    """Another process of this run is gone or does not answer; the run ends as after Ctrl-C. Exit code 3."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an allocation failed: in Python, NumPy, Arrow, torch or the system, wrapped or not."""
+    """Return whether an error, or its cause, is a failed allocation in Python, NumPy, Arrow, torch or the system."""
     while error is not None:
         said = any(words in str(error).lower() for words in _OUT_OF_MEMORY)
         if isinstance(error, MemoryError) or (said and not isinstance(error, UserError)):

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, and their digests."""
+"""Writing files and folders completely or not at all, and computing their digests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RESTORE = "restore it, or remove the sums if you changed the folder yourself"
 
 
 def check_path(text: str) -> str:
-    """Return the text. Raises ValueError if it cannot be a path of this machine."""
+    """Return `text`. Raises ValueError if this machine cannot have a path with this text."""
     if "://" in text or re.search("[\0\ud800-\udfff]", text):
         raise ValueError("must be a path on this machine, in UTF-8")
     return text
@@ -34,9 +34,9 @@ def check_path(text: str) -> str:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write a file to; it replaces `path` when the block ends, whole and durable, or not at all.
+    """Yield a path to write to. When the block ends, the file replaces `path`, complete and durable, or not at all.
 
-    UserError with path and reason where writing fails.
+    Raises UserError with path and reason if writing fails.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -53,13 +53,13 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def atomic_write(path: Path, data: bytes | memoryview) -> None:
-    """Replace a file completely or leave it as it was; raises UserError with path and reason."""
+    """Replace a file completely or leave it as it was. Raises UserError with path and reason if writing fails."""
     with whole_file(path) as temporary:
         temporary.write_bytes(data)
 
 
 def require_ours(path: Path, mark: str = '="ppo-repro') -> None:
-    """Raise UserError if there is a file at `path` that does not begin with `mark`, or none can be written."""
+    """Raise UserError if `path` cannot be written, or is a file that does not begin with `mark`."""
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}; make it, or choose another file")
     try:
@@ -74,7 +74,7 @@ def require_ours(path: Path, mark: str = '="ppo-repro') -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the renames inside a folder, survive a power cut; raises OSError."""
+    """Make a file, or the renames inside a folder, survive a power cut. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,14 +83,14 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make a folder and everything in it survive a power cut; raises OSError."""
+    """Make a folder and everything in it survive a power cut. Raises OSError."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, unless it is there; it survives a power cut. Raises OSError."""
+    """Make a folder and its parents if they do not exist, so that they survive a power cut. Raises OSError."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in made:
@@ -99,9 +99,9 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill; it replaces `folder` when the block ends, whole or not at all.
+    """Yield an empty folder to fill. When the block ends, this folder replaces `folder`, complete or not at all.
 
-    Raises UserError where writing fails. The old `folder` stays until everything new is on disk.
+    The old `folder` stays until the new one is on disk. Raises UserError if writing fails.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     try:
@@ -120,7 +120,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder if it exists. It is renamed first, so that a kill leaves no half of it; raises OSError."""
+    """Remove a folder if it exists. Raises OSError.
+
+    The folder is renamed first, so that a kill never leaves half of a folder under this name.
+    """
     doomed = folder.with_name(folder.name + ".removed")
     if doomed.exists():  # of a killed process
         shutil.rmtree(doomed)
@@ -138,27 +141,27 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path) -> bytes:
-    """Read a file whole. Raises OSError as `open_regular`."""
+    """Return the content of a file. Raises OSError, also if it is a FIFO, a socket or a device."""
     with open_regular(path) as file:
         return file.read()
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, read in chunks; raises OSError."""
+    """Return the SHA-256 of a file, read in chunks. Raises OSError."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_sums(folder: Path) -> None:
-    """Write SHA256SUMS over every file of a folder, in the format of `sha256sum -c`; raises OSError."""
+    """Write SHA256SUMS for every file of a folder, in the format of `sha256sum -c`. Raises OSError."""
     lines = [f"{file_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS_NAME).write_text("".join(lines), encoding="utf-8")
 
 
 def check_sums(folder: Path) -> set[str]:
-    """Return the names that SHA256SUMS lists, its own too; UserError for the first file that it does not match or list.
+    """Check a folder against its SHA256SUMS, and return the listed names with SHA256SUMS itself.
 
-    Without SHA256SUMS nothing is checked, and no name returned.
+    Returns an empty set if there is no SHA256SUMS. Raises UserError for the first unlisted, unreadable or changed file.
     """
     path = folder / SUMS_NAME
     if not path.exists():
@@ -187,12 +190,12 @@ def check_sums(folder: Path) -> set[str]:
 
 
 def sealed(tree: Mapping[str, Any]) -> str:
-    """Return JSON whose last field is the SHA-256 of the JSON without it: a function of the content, to the byte."""
+    """Return JSON whose last field is the SHA-256 of the JSON without this field. Equal trees give equal bytes."""
     return _json({**tree, OWN_DIGEST: hashlib.sha256(_json(tree).encode()).hexdigest()})
 
 
 def is_whole(text: str, tree: Mapping[str, Any]) -> bool:
-    """Return whether `text`, which was read as `tree`, is to the byte what `sealed` made."""
+    """Return whether `text` has exactly the bytes that `sealed` makes of `tree`, which was parsed from `text`."""
     return sealed({name: value for name, value in tree.items() if name != OWN_DIGEST}) == text
 
 
@@ -201,9 +204,9 @@ def _json(tree: Mapping[str, Any]) -> str:
 
 
 def folders_with(root: Path, name: str) -> Iterator[Path]:
-    """Yield every folder with a file `name` in and below `root`, in no order.
+    """Yield every folder with a file `name` in and below `root`, in no particular order.
 
-    Nothing inside them is looked at, no link followed, nor what a killed process left.
+    Skips symbolic links, folders inside a folder it yields, and leftovers of killed processes.
     """
     for folder, subfolders, files in os.walk(root):
         if name in files:
@@ -213,7 +216,7 @@ def folders_with(root: Path, name: str) -> Iterator[Path]:
 
 
 def require_new(run_dir: Path, manifest: str) -> None:
-    """Raise UserError where something has the name of a run that is to begin. `manifest`: a file every run has."""
+    """Raise UserError if the path of a new run exists already. `manifest` is the name of a file that every run has."""
     if run_dir.is_dir() and not (run_dir / manifest).exists():
         raise UserError(
             f"{run_dir}: exists without {manifest}, and nothing in it is removed; restore that file, "

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM as exceptions in the main thread.
 
-An import of torch, and Pydantic, may turn the exception into another one or drop it. `was_heard` says that a signal
-came, so that the command line reports the other exception as the interrupt that it is.
+An import of torch or Pydantic may replace the exception with another one or drop it. `was_heard` tells whether a
+signal came, so that the command line reports the other exception as an interrupt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def leave_alone() -> None:
-    """Let a signal end this process at once from now on: there is no more to say."""
+    """Let a signal end this process at once from now on, because the command has nothing more to print."""
     for number in _SIGNALS:
         if signal.getsignal(number) is _interrupt:
             signal.signal(number, signal.SIG_DFL)
@@ -38,7 +38,8 @@ def leave_alone() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let signals wait: in this thread until the block ends, in a process that is started in it until `install`."""
+    """Block signals: in this thread until the block ends, and in processes started inside it until they call `install`.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -47,7 +48,7 @@ def held() -> Iterator[None]:
 
 
 def was_heard() -> KeyboardInterrupt | None:
-    """Return the interrupt that a signal asked for, None if none came."""
+    """Return the interrupt that a signal asked for; None if no signal came."""
     if not _heard:
         return None
     return Terminated() if signal.SIGTERM in _heard else KeyboardInterrupt()

@@ -1,4 +1,4 @@
-"""JSON Lines of the user's: one object per line, every line checked, mistakes named as FILE:LINE."""
+"""Reading a user's JSON Lines: one object per line. Every line is checked, and messages name FILE:LINE."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Line:
 
 
 def read_lines(name: str, path: Path, constants: bool = False) -> Iterator[Line]:
-    """Yield the lines of a file in UTF-8 that are not blank; a byte-order mark is skipped.
+    """Yield the lines of a UTF-8 file that are not blank; a byte-order mark is skipped.
 
-    constants: whether NaN, Infinity and -Infinity are numbers, as some programs write them; JSON has none.
-    Raises UserError for a file that cannot be read (as `name`), is empty, or has a line that is no JSON object.
+    constants: accept NaN, Infinity and -Infinity as numbers, which some programs write although JSON has none.
+    Raises UserError if the file (`name` in messages) cannot be read or is empty, or if a line is not a JSON object.
     """
     any_line = False
     try:
@@ -75,7 +75,7 @@ def _parsed(where: str, content: bytes, constants: bool) -> dict[str, Any]:
 
 
 def text_field(where: str, name: str, value: object) -> str:
-    """Return a text that every part of a run can carry. Raises UserError for other types, lone surrogates and NUL."""
+    """Return `value` if it is a text without lone surrogates and NUL. Raises UserError otherwise."""
     if not isinstance(value, str):
         found = "is missing or null" if value is None else f"= {shown(repr(value))}"
         raise UserError(f"{where}: field '{name}' {found}; must be a text")

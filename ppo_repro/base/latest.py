@@ -1,4 +1,4 @@
-"""`latest`: what stands for the newest recorded run wherever a run folder is taken."""
+"""The word `latest`, which stands for the newest recorded run in every command that takes a run folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MANIFEST = "manifest.json"
 
 
 def run_named(text: str | Path) -> Path:
-    """Return the folder of a run; `latest` is the newest one in `runs`, unless something here has that name.
+    """Return the folder of a run; `latest` is the newest run in `runs`, unless the current folder has a file of that
+    name.
 
     Raises ValueError if the text cannot be a path, UserError if there is no run.
     """
@@ -22,7 +23,7 @@ def run_named(text: str | Path) -> Path:
 
 
 def latest_run(root: Path = RUNS) -> Path:
-    """Find the run below `root` that was written last. Raises UserError where there is none."""
+    """Return the run below `root` that was written last. Raises UserError if there is none."""
     found = list(folders_with(root, MANIFEST))
     if not found:
         raise UserError(f"{LATEST}: there is no run in {root}; give the folder of a run, or go to where {root} is")
@@ -30,7 +31,7 @@ def latest_run(root: Path = RUNS) -> Path:
 
 
 def written_at(run_dir: Path) -> float:
-    """Return the time when the manifest was written last, in seconds since 1970; 0 if it is gone."""
+    """Return the time of the manifest's last write, in seconds since 1970; 0 if there is no manifest."""
     try:
         return (run_dir / MANIFEST).stat().st_mtime
     except OSError:  # removed meanwhile

@@ -34,7 +34,8 @@ COMMAND_CHARACTERS = 200  # of the holder's command line that are told
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which need not be there yet; UserError, naming the holder, if there is another one.
+    """Hold the lock of a folder, which need not exist yet. Raises UserError, naming the holder, if another process has
+    it.
 
     Readers need no lock.
     """
@@ -57,9 +58,9 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def has_writer(folder: Path) -> bool:
-    """Say whether a process is writing a folder; False if the lock cannot be read.
+    """Return whether a process is writing a folder; False if the lock cannot be read.
 
-    A process of another machine counts if the file system shares flock, as NFS does.
+    Processes of other machines count if the file system shares flock, as NFS does.
     """
     try:
         descriptor = os.open(_lock_of(folder), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -77,27 +78,27 @@ def has_writer(folder: Path) -> bool:
 
 
 def require_no_writer(folder: Path) -> None:
-    """Raise UserError, naming the process, if one is writing a folder."""
+    """Raise UserError, naming the process, if a process is writing a folder."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while has_writer(folder):
         _refuse_or_wait(folder, deadline)
 
 
 def locked_in(folder: Path) -> Iterator[Path]:
-    """Return the folders two levels below `folder`, made or not yet, that a process is writing."""
+    """Yield the folders two levels below `folder` that a process is writing, even if they do not exist yet."""
     for path in folder.glob(f"*/*{SUFFIX}"):
         if has_writer(target := path.with_name(path.name.removesuffix(SUFFIX))):
             yield target
 
 
 def _lock_of(folder: Path) -> Path:
-    """Return the lock's file; the same for every path to the folder."""
+    """Return the path of the lock file; every path to the folder gives the same one."""
     real = Path(os.path.realpath(folder))
     return real.with_name(real.name + SUFFIX)
 
 
 def _acquire(folder: Path, path: Path) -> int:
-    """Return the descriptor of the lock's file, which says now that this process is the holder."""
+    """Take the lock, write this process into the lock file as the holder, and return the file's descriptor."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     try:
         while (descriptor := _try(path)) is None:
@@ -116,7 +117,7 @@ def _acquire(folder: Path, path: Path) -> int:
 
 
 def _try(path: Path) -> int | None:
-    """Return the descriptor of the lock's file if this process has the lock now, else None; raises OSError."""
+    """Try to take the lock; return the descriptor of its file, or None if another process has it. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,14 +134,14 @@ def _try(path: Path) -> int | None:
 
 
 def _command() -> str:
-    """Return the command line of this process, without secrets, on one line of modest length."""
+    """Return the command line of this process on one short line, without secrets."""
     program, *arguments = sys.argv or [""]
     name = Path(program).name.replace("__main__.py", "ppo-repro")  # of `python -m ppo_repro`
     return printable(masked(shlex.join([name, *arguments])))[:COMMAND_CHARACTERS]
 
 
 def _said(path: Path) -> bytes:
-    """Return what the lock's file says; empty if it is gone."""
+    """Return the content of the lock file; empty if the file is gone."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -148,12 +149,12 @@ def _said(path: Path) -> bytes:
 
 
 def _is_ours(content: bytes) -> bool:
-    """Say whether a file may be the lock of an earlier process; a power cut can leave zeros."""
+    """Return whether a file may be the lock of an earlier process; a power cut can leave zeros."""
     return not content.strip(b"\0") or _HOLDER.fullmatch(content) is not None
 
 
 def _lives(said: bytes) -> bool:
-    """Say whether the process that a lock's file names lives on this machine."""
+    """Return whether the process that a lock file names lives on this machine."""
     found = _HOLDER.fullmatch(said)
     if found is None or found[2].decode() != socket.gethostname():
         return False
@@ -167,7 +168,7 @@ def _lives(said: bytes) -> bool:
 
 
 def _refuse_or_wait(folder: Path, deadline: float) -> None:
-    """Raise UserError as soon as the holder of a folder's lock can be named, at the deadline in any case; else wait."""
+    """Raise UserError once the holder of a folder's lock can be named, or the deadline is over; otherwise wait."""
     said = _said(_lock_of(folder))
     if not _lives(said) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)

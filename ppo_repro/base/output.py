@@ -1,6 +1,6 @@
-"""What a command says: on stdout lines for people, or one JSON object; on stderr mistakes. Never a password.
+"""The output of a command: on stdout lines for people or one JSON object, on stderr mistakes; never a password.
 
-Every text is escaped where it is written: file names, models and users' functions cannot control a terminal.
+Every text is escaped when it is printed, so that file names, models and users' functions cannot control a terminal.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _OPTION = re.compile(rf"({_OPTION_NAME}(?:=|[\"']?,?\s+[\"']?))[^\s\"',\]]+", re
 
 
 def tell(text: str, end: str = "\n", secrets: bool = False) -> None:
-    """Print text on stdout, at once. Raises UserError where that fails.
+    """Print text on stdout at once. Raises UserError if that fails.
 
-    Do nothing where nobody reads on, as after `| head -1`. `secrets` prints the values that `masked` hides.
+    Prints nothing if the reader is gone, as after `| head -1`. `secrets` prints the values that `masked` hides.
     """
     try:
         print(visible(text if secrets else masked(text)), end=end, flush=True)
@@ -47,7 +47,7 @@ def tell(text: str, end: str = "\n", secrets: bool = False) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as one line, like every other mistake."""
+    """A parser that reports a wrong command line on one line, like every other mistake."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; try {self.prog} --help")
@@ -63,13 +63,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print one object on one line; NaN and infinities as words, characters that do not print as JSON escapes."""
+    """Print an object on one line: NaN and infinities as words, unprintable characters as JSON escapes."""
     line = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
     tell("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line))
 
 
 def print_result(as_json: bool, value: dict[str, Any], lines: Sequence[str]) -> None:
-    """Print the result as JSON or as text."""
+    """Print `value` as JSON or, unless `as_json`, print `lines` as text."""
     if as_json:
         print_json(value)
     else:
@@ -77,14 +77,14 @@ def print_result(as_json: bool, value: dict[str, Any], lines: Sequence[str]) -> 
 
 
 def visible(text: str) -> str:
-    """Return the text with escapes for what a terminal obeys instead of printing, except line ends and tabs."""
+    """Return the text with the characters that control a terminal escaped, except line ends and tabs."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
 
 
 def printable(text: str) -> str:
-    """Return the text on one line, with escapes for what a terminal does not print but obeys."""
+    """Return the text on one line, with the characters that control a terminal escaped."""
     line = " ".join(text.splitlines())
     return "".join(c if c.isprintable() else _escaped(c) for c in line)
 
@@ -94,7 +94,7 @@ def _escaped(character: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text of the user's for a message: on one line, cut where it is long."""
+    """Return a user's text for a message: on one line, a long text cut."""
     return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)")
 
 
@@ -107,7 +107,7 @@ def size(count: int) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return the value with NaN and infinities as words: JSON has no numbers for them."""
+    """Return the value with NaN and infinities replaced by words, because JSON has no numbers for them."""
     if isinstance(value, dict):
         return {key: finite(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -116,19 +116,19 @@ def finite(value: Any) -> Any:
 
 
 def speaks() -> bool:
-    """Return whether this is the first process of a run, or none of several: a launcher has not numbered it as one."""
+    """Return whether this process prints: it is the only process of a run, or a launcher numbered it 0."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
 
 
 def say(line: str) -> None:
-    """Print one line on stderr; of several processes only the first one speaks."""
+    """Print one line on stderr; if a run has several processes, only the first one prints."""
     if speaks():
         say_anyway(line)
 
 
 def say_anyway(line: str) -> None:
-    """Print one line on stderr, from any process. A line that cannot be printed is dropped: no run ends for that."""
+    """Print one line on stderr from any process. A line that cannot be printed is dropped and does not end the run."""
     try:
         print(printable(masked(line)), file=sys.stderr, flush=True)
     except OSError:
@@ -136,10 +136,7 @@ def say_anyway(line: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message on one line of modest length.
-
-    It may quote several lines, of a user's own exception for example.
-    """
+    """Return the message of an error on one line; a long message loses its middle."""
     text = printable(str(error))
     if len(text) <= LONGEST_LINE:
         return text
@@ -148,9 +145,10 @@ def one_line(error: BaseException) -> str:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr usable for any text. A stream that was closed leads nowhere.
+    """Make stdout and stderr usable for any text; a closed stream is opened on the null device.
 
-    A file that is opened later would take its number, and what a library prints would end up in the file.
+    Otherwise the next file that is opened would get the stream's number, and a library's prints would go into that
+    file.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -163,18 +161,18 @@ def prepare_streams() -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Send the rest of a stream nowhere, also what it holds still."""
+    """Send the rest of a stream, its unwritten buffer included, to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def did_you_mean(word: str, allowed: Sequence[str]) -> str:
-    """Return `; did you mean X?` where one of the allowed words is close, or nothing."""
+    """Return `; did you mean X?` if an allowed word is close to `word`, else an empty text."""
     close = closest(word, allowed)
     return f"; did you mean {close}?" if close else ""
 
 
 def closest(word: str, allowed: Sequence[str], like: float = LIKE) -> str | None:
-    """Return the allowed word that is most like `word`, None where none shares `like` of its letters."""
+    """Return the allowed word most like `word`; None if no word has at least the similarity `like` (0 to 1)."""
     folded = {name.lower().replace("-", "_"): name for name in allowed}
     found = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=like)
     return folded[found[0]] if found else None
@@ -186,5 +184,5 @@ def has_password(text: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """Return the text with `***` in place of the login of every URI in it, and of the value of every secret option."""
+    """Return the text with `***` in place of the login in every URI and the value of every secret option."""
     return _OPTION.sub(r"\1***", _PARAMETER.sub(r"\1***", _LOGIN.sub("//***@", text)))

@@ -1,4 +1,4 @@
-"""Rows of a user's Parquet file, as the lines of a JSON Lines file."""
+"""Rows of a user's Parquet file, in the form of the lines of a JSON Lines file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AT_ONCE = 1000  # rows
 
 
 def is_parquet(path: Path) -> bool:
-    """Return whether a file is Parquet by its name, or by how it begins."""
+    """Return whether a file is Parquet, by its name or its first bytes."""
     if path.suffix == ".parquet":
         return True
     try:
@@ -26,9 +26,9 @@ def is_parquet(path: Path) -> bool:
 
 
 def read_rows(name: str, path: Path) -> Iterator[Line]:
-    """Yield the rows of a file, without the columns that are null there.
+    """Yield the rows of a file, each without the columns that are null in it.
 
-    Raises UserError for a file that cannot be read (as `name`), is empty, or has a value that JSON does not have.
+    Raises UserError if the file (`name` in messages) cannot be read or is empty, or if a value does not exist in JSON.
     """
     import pyarrow as pa  # a second that no other kind of prompts needs
     import pyarrow.parquet as pq

@@ -1,4 +1,4 @@
-"""What a person sees while a run works; everything goes to stderr."""
+"""Progress of a run for a person, on stderr."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECENT = 10  # iterations from which comes how long the others may take: respons
 
 
 class ConsoleProgress(Progress, Watcher):
-    """Progress bars; where stderr is no terminal, a line after the first iteration and every tenth of the work."""
+    """Progress bars; if stderr is no terminal, one line after the first iteration and after each tenth of the work."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -71,7 +71,7 @@ class ConsoleProgress(Progress, Watcher):
         self._show(what, step, total, f"loss {loss:.3f} nats/pair")
 
     def check(self, what: str, done: int, total: int) -> None:
-        """Count one finished check of a probe."""
+        """Count a finished check of a probe."""
         self._show("checks", done, total, what)
 
     def warning(self, text: str) -> None:

@@ -1,6 +1,6 @@
-"""Several processes (ranks) on one run, as torchrun starts them: which sequences each computes, and what they exchange.
+"""Several processes (ranks) on one run, as torchrun starts them: how they divide sequences and exchange results.
 
-torchrun's agent ends all processes of a run in which one has failed.
+If one process fails, torchrun's agent ends all processes of the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _joined_others = False  # whether this process has been one of several
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size` processes. All of them must call the same methods in the same order."""
+    """This process among the `size` processes of a run, which all must call the same methods in the same order."""
 
     rank: int
     size: int
@@ -44,12 +44,12 @@ class Ranks:
     def mine(self, count: int) -> range:
         """Return this rank's indices of `count` sequences.
 
-        floor(rank count / size) .. floor((rank + 1) count / size) - 1.
+        They are floor(rank count / size) to floor((rank + 1) count / size) - 1.
         """
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def everyone(self, value: T) -> list[T]:
-        """Return one picklable value of each rank, in rank order. Raises RankLost where a rank is gone."""
+        """Return one picklable value of each rank, in rank order. Raises RankLost if a rank is gone."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -58,16 +58,16 @@ class Ranks:
         return values
 
     def gather(self, values: Sequence[T]) -> list[T]:
-        """Return the values of all ranks, in rank order. Raises RankLost where a rank is gone."""
+        """Join the values of all ranks in rank order, and return them. Raises RankLost if a rank is gone."""
         return [value for of_rank in self.everyone(list(values)) for value in of_rank]
 
     def first(self, compute: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-        """Return the result of `compute` on rank 0, on every rank; the others do not call it."""
+        """Call `compute` on rank 0 alone, and return its result on every rank."""
         value: Any = compute(*arguments) if self.is_first else None
         return self.everyone(value)[0]
 
     def require_same(self, what: str, value: object) -> None:
-        """Raise PromiseBroken, naming the rank, where `value` is not the same on every rank."""
+        """Raise PromiseBroken, naming the rank, if `value` is not the same on every rank. `what` names the value."""
         values = self.everyone(value)
         other = next((rank for rank, theirs in enumerate(values) if theirs != values[0]), None)
         if other is not None:
@@ -76,7 +76,7 @@ class Ranks:
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks; shapes and dtypes must be the same on every rank.
 
-        Exact for integers. For floating point gloo chooses the order, and with it the bits.
+        Integer sums are exact. For floating point, gloo chooses the order of the sum, which decides its bits.
         """
         if self.size == 1:
             return
@@ -120,7 +120,7 @@ def _losing() -> Iterator[None]:
 
 @contextmanager
 def joined(rank: int, size: int) -> Iterator[Ranks]:
-    """Connect the processes of this run over gloo. Raises UserError where they cannot connect."""
+    """Connect the processes of this run over gloo. Raises UserError if they cannot connect."""
     if size == 1:
         yield ALONE
         return
@@ -143,7 +143,7 @@ def joined(rank: int, size: int) -> Iterator[Ranks]:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit with `code`; without the interpreter's cleanup where this process was one of several.
+    """Exit with `code`. If other processes joined, skip the interpreter's cleanup.
 
     gloo's threads may still hold tensors then, and abort the process when they release them
     (https://github.com/pytorch/pytorch/pull/179291).

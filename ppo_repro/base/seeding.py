@@ -1,6 +1,7 @@
 """Counter-based random streams: every draw is a pure function of the run seed and the stream's name.
 
-Only raw generator words are used: NumPy guarantees their bits across versions, but not those of its distributions.
+Only raw generator words are used, because NumPy guarantees their bits across versions, but not the bits of its
+distributions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def permutation(size: int, *name: int | str) -> NDArray[np.int64]:
 def bell(count: int, *name: int | str) -> NDArray[np.float64]:
     """Return `count` bell-shaped draws of mean 0 and variance 1: the centred sum of four 16-bit uniform numbers.
 
-    Integer sums and one multiplication, so the bits do not depend on the machine.
+    A draw takes integer sums and one multiplication, so its bits do not depend on the machine.
     """
     raw = words(count, *name)
     total = sum(((raw >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64) for shift in (0, 16, 32, 48))
@@ -40,12 +41,12 @@ def bell(count: int, *name: int | str) -> NDArray[np.float64]:
 
 
 def sample_seed(run_seed: int, iteration: int, prompt_key: str, sample_index: int) -> int:
-    """Return the sampler's seed of one response, in [0, 2^63); every response of a run has its own.
+    """Return the sampler's seed of one response, in [0, 2^63); every response of a run has another seed.
 
     Args:
         run_seed: the seed of the run.
         iteration: from 0 on.
         prompt_key: names the prompt.
-        sample_index: number of the response among those to this prompt in this iteration.
+        sample_index: number of the response among the responses to this prompt in this iteration.
     """
     return int.from_bytes(_digest(("sample", run_seed, iteration, prompt_key, sample_index), 8), "little") >> 1

@@ -1,6 +1,6 @@
-"""A user's Python file: executed as it is now, with the modules beside it, and its mistakes by file and line.
+"""Executing a user's Python file and the modules beside it, and reporting mistakes by file and line.
 
-Rewards and tasks run in a child process (`tasks/child.py`), everything else in the process of the run.
+Rewards and tasks run in a child process (`tasks/child.py`), all other functions in the process of the run.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ELSEWHERE = frozenset(sys.stdlib_module_names) | {"ppo_repro"}
 
 
 class RefusedError(Exception):
-    """A value that a user's function must not return, or a wrong signature; the message says what is allowed."""
+    """A user's function has a wrong signature or returned a wrong value; the message tells what is allowed."""
 
 
 @dataclass(frozen=True)
 class UserCallable:
-    """A function or class of a user's file that runs in this process."""
+    """A function or class of a user's file, called in this process."""
 
     field: str  # of the configuration
     file: Path
@@ -47,17 +47,18 @@ class UserCallable:
 
     @property
     def where(self) -> str:
-        """Field, file and line."""
+        """Return field, file and line as text."""
         return f"{self.field}: {self.file}{self.line}"
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call it. UserError names the line of the file that raised."""
+        """Call the user's function. Raises UserError, naming the line of the file, if it raises."""
         return self.guarded(self.value, *arguments, **named)
 
     def guarded(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call `call`, such as a method of an object of this class. UserError names the line of the file that raised.
+        """Call `call`, such as a method of an object of this class. Raises UserError, naming the line of the file, if
+        it raises.
 
-        Ctrl-C, an error of this package for the user and a lack of memory stay what they are.
+        Ctrl-C, a UserError and a lack of memory pass unchanged.
         """
         try:
             with redirect_stdout(sys.stderr):
@@ -71,12 +72,16 @@ class UserCallable:
             raise self.refused(f"raised {described(error)}{where}", line_of(error, str(self.file))) from error
 
     def refused(self, what: str, line: str = "") -> FunctionFailed:
-        """Return the error that says what is wrong with it, at a line of its file or where it begins."""
+        """Return an error that names the field, the file, its line (by default the function's first) and the mistake
+        `what`.
+        """
         return FunctionFailed(f"{self.field}: {self.file}{line or self.line}: {self.name} {what}", self.field)
 
 
 def file_and_name(field: str, path: str) -> tuple[Path, str]:
-    """Return file and name of `FILE.py:NAME`; UserError if it is none, or there is no such file."""
+    """Split `FILE.py:NAME` into file and name. Raises UserError if the text is not of this form or the file does not
+    exist.
+    """
     file, colon, name = path.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         raise UserError(f"{field} = {path!r}: must be FILE.py:NAME, with the name of a function or class in the file")
@@ -88,16 +93,16 @@ def file_and_name(field: str, path: str) -> tuple[Path, str]:
 def load_callable(
     field: str, path: str, positions: Sequence[str], parameters: Mapping[str, Any] | None = None
 ) -> UserCallable:
-    """Execute the file of `FILE.py:NAME` in this process and return what NAME is.
+    """Execute the file of `FILE.py:NAME` in this process and return the function or class NAME.
 
     Args:
         field: of the configuration, for errors.
         path: `FILE.py:NAME`.
-        positions: names of what NAME gets by position.
-        parameters: what NAME gets by name.
+        positions: names of NAME's positional arguments.
+        parameters: NAME's arguments by name.
 
     Raises:
-        UserError: names field, file and line if the file fails to load, has no such name, or NAME cannot be called so.
+        UserError: the file fails to load, has no such name, or NAME cannot be called so; names field, file and line.
     """
     file, name = file_and_name(field, path)
     try:
@@ -119,13 +124,13 @@ def load_callable(
 
 
 def check_call(name: str, value: object, positions: Sequence[str], parameters: Mapping[str, Any]) -> None:
-    """Raise RefusedError unless a function can be called as it will be.
+    """Raise RefusedError unless a function accepts the arguments it will be called with.
 
     Args:
         name: of the function, for errors.
         value: the function.
-        positions: names of what it gets by position.
-        parameters: what it gets by name.
+        positions: names of its positional arguments.
+        parameters: its arguments by name.
     """
     if not callable(value):
         raise RefusedError(f"{name} is no function; make it one or rename it")
@@ -139,7 +144,7 @@ def check_call(name: str, value: object, positions: Sequence[str], parameters: M
 
 
 def begin_of(value: object, file: Path) -> str:
-    """Return `:LINE` where a function or class begins; "" if that is not in the file."""
+    """Return `:LINE`, the first line of a function or class; "" if the file does not contain it."""
     if inspect.isclass(value):
         try:
             return f":{inspect.getsourcelines(value)[1]}"
@@ -152,8 +157,8 @@ def begin_of(value: object, file: Path) -> str:
 def execute(file: Path) -> ModuleType:
     """Execute a file as it is now and return its module. Raises what the file raises.
 
-    What its code imports is looked for beside the file first, then where Python looks; each file has its own modules,
-    so that two files may have different modules of one name beside them.
+    Its imports are looked up beside the file first, then on Python's path. Each file has its own modules, so that the
+    folders of two files may have different modules of one name.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -169,9 +174,10 @@ def execute(file: Path) -> ModuleType:
 
 
 def modules_beside(file: Path) -> tuple[Path, ...]:
-    """Return the files beside a file that its code imports, and theirs, in the order of their names.
+    """Return the files beside a file that it imports, directly or through other modules, sorted by name.
 
-    Of a package all its Python files. What cannot be parsed imports nothing; loading says what is wrong with it.
+    All Python files of an imported package count. A file that cannot be parsed imports nothing; loading reports its
+    error.
     """
     folder, found, left = file.parent, set[Path](), [file]
     while left:
@@ -185,7 +191,7 @@ def modules_beside(file: Path) -> tuple[Path, ...]:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """Yield the first names of what a file imports, at any depth of its code."""
+    """Yield the first name of each module that a file imports, anywhere in its code."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -212,7 +218,7 @@ def _is_beside(folder: Path, name: str) -> bool:
 
 
 def _importer(package: str, folder: Path) -> Callable[..., ModuleType]:
-    """Return the `__import__` of the files in a folder, whose modules are those of `package`."""
+    """Return the `__import__` for the files in a folder, whose modules are loaded below `package`."""
 
     def find(
         name: str,
@@ -231,7 +237,7 @@ def _importer(package: str, folder: Path) -> Callable[..., ModuleType]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules beside a user's file."""
+    """A finder of the modules beside a user's file."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -245,7 +251,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module from its source as it is now, with the imports of the file that it lies beside."""
+    """A loader that reads a module's current source, and gives it the imports of the user's file beside it."""
 
     def get_code(self, fullname: str) -> CodeType:
         return _compiled(str(self.path))
@@ -261,7 +267,7 @@ def _compiled(file: str) -> CodeType:
 
 
 def raised_by_user(error: BaseException) -> str | None:
-    """Return `FILE:LINE` of the last line of a user's file that an error went through in this process, if any."""
+    """Return `FILE:LINE` of the last line of a user's file in the traceback of an error; None if there is none."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = zip(frames, traceback.extract_tb(error.__traceback__), strict=True)
     found = [f"{line.filename}:{line.lineno}" for frame, line in lines if _is_users(frame.f_globals)]
@@ -273,7 +279,7 @@ def _is_users(module: Mapping[str, Any]) -> bool:
 
 
 def line_of(error: BaseException, file: str) -> str:
-    """Return `:LINE`, the last line of the file that an error went through; "" if it went through none."""
+    """Return `:LINE`, the last line of the file in the traceback of an error; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return f":{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -281,7 +287,7 @@ def line_of(error: BaseException, file: str) -> str:
 
 
 def place_beside(error: BaseException, file: str) -> str:
-    """Return `, NAME.py:LINE` if an error comes from a module beside the file; "" otherwise."""
+    """Return `, NAME.py:LINE` if a module beside the file raised the error; "" otherwise."""
     frames = traceback.extract_tb(error.__traceback__)
     found = (error.filename, error.lineno) if isinstance(error, SyntaxError) else ("", 0)
     if not found[0] and frames:
@@ -291,7 +297,9 @@ def place_beside(error: BaseException, file: str) -> str:
 
 
 def uncopied(before: Collection[str]) -> list[str]:
-    """Return the files of modules that were imported after those of `before` and are neither installed nor beside."""
+    """Return the files of modules imported since `before` was taken that are neither installed nor beside the user's
+    file.
+    """
     homes = Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[1]
     new = {name: module for name, module in list(sys.modules.items()) if name not in before}
     files = [getattr(module, "__file__", None) for name, module in new.items() if not name.startswith(_PREFIX)]
@@ -301,7 +309,7 @@ def uncopied(before: Collection[str]) -> list[str]:
 
 
 def described(error: BaseException) -> str:
-    """Describe type and message of an error on one line; a SyntaxError has the version of Python."""
+    """Return type and message of an error on one line, for a SyntaxError with the version of Python."""
     try:
         message = error.msg if isinstance(error, SyntaxError) else str(error)
     except BaseException:  # the message is made by the user's code

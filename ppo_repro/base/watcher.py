@@ -1,42 +1,42 @@
-"""What is told of every step of a run, and may show it to a person."""
+"""The interface through which a run reports its steps, for example to show them to a person."""
 
 from __future__ import annotations
 
 
 class Watcher:
-    """Told of every step of a run; this one shows nothing."""
+    """Receives every step of a run; this base class shows nothing."""
 
     def prompts(self, done: int, total: int) -> None:
-        """Take note that `done` of `total` prompts are encoded."""
+        """Report that `done` of `total` prompts are encoded."""
 
     def warm_start(self, step: int, total: int, loss: float) -> None:
-        """Take note of a supervised step: its number from 1, the last step, and the loss in nats per token."""
+        """Report supervised step `step` (from 1) of `total`, and its loss in nats per token."""
 
     def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
-        """Take note of a recorded iteration.
+        """Report a recorded iteration.
 
         Args:
-            done: iterations that are recorded now.
+            done: number of iterations recorded so far.
             total: iterations of the run.
-            figures: what a person sees of the iteration.
+            figures: results of the iteration, as text for a person.
             seconds: wall time of the iteration.
         """
 
     def servers(self, waited: int, limit: int) -> None:
-        """Take note that servers have been starting for `waited` of at most `limit` seconds."""
+        """Report that servers have been starting for `waited` of at most `limit` seconds."""
 
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
-        """Take note of a step on preference pairs.
+        """Report a step of training on preference pairs.
 
         Args:
-            what: is trained.
+            what: name of the training.
             step: its number, from 1.
-            total: the last step.
+            total: number of steps.
             loss: before the step, nats per pair.
         """
 
     def warning(self, text: str) -> None:
-        """Take note of what a person should hear, one sentence."""
+        """Report a warning for a person, one sentence."""
 
 
 Silent = Watcher

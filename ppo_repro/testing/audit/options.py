@@ -1,7 +1,7 @@
 """The model of an audit with one option of its architecture left out or changed, as another stack may compute it.
 
 Nothing here knows a family. Options are the fields of its configuration that the model reads; its norms, biases and
-vectors; and choices that no configuration says: the order of rotary pairs, the factor of embeddings, the output matrix.
+vectors; and choices that no configuration says, for example the order of rotary pairs or the weights of experts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _USUAL: Mapping[str, Sequence[float]] = {  # of fields that end so; 0 and 1 say 
 _SCALES = re.compile("scal|multiplier")  # their usual values are powers of a head's width
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "quick_gelu")
 VECTORS = (0.0, 1.0, -math.inf)  # that may stand for a vector which a stack does not know
-FEW = 16  # experts and groups, of which one more or less may be taken
+FEW = 16  # experts, groups or kinds of layers, of which others may be taken
 _NO_CONSTANT = re.compile("eps|dropout|^p$|norm_type|embed_scale|aux_loss|attention_scaling|jitter")
 _ROUTER = re.compile("(Router|Gate|Gating)$")
 IN_BFLOAT16 = "computed in bfloat16, all else in float32"
@@ -195,7 +195,16 @@ class Change:
         """Say what is computed otherwise."""
         if self.is_off:
             return f"{WITHOUT[self.field]} ({self.field})"
+        if isinstance(self.new, list):
+            return f"{self.field} {self._order(self.new)}"
         return f"{self.field} {_short(self.new)} instead of {_short(self.old)}"
+
+    def _order(self, new: list[Any]) -> str:
+        if all(x == new[0] for x in new):
+            return f"{_short(new[0])} everywhere"
+        if new == self.old[::-1]:
+            return "in the opposite order"
+        return f"moved {'back' if new == [*self.old[1:], self.old[0]] else 'on'} by one place"
 
     def apply(self, config: PretrainedConfig) -> None:
         """Write the value; it may be one that the configuration refuses."""
@@ -241,14 +250,13 @@ def _others(config: PretrainedConfig, field: str, value: Any, default: Any) -> l
     elif isinstance(value, str):
         candidates = [*(ACTIVATIONS if value in ACT2FN else ()), default]
     elif isinstance(value, list) and value:
-        kinds = list(dict.fromkeys(map(str, value)))
-        whole = [[x] * len(value) for x in value if str(x) in kinds]
-        turned = [[*value[k:], *value[:k]] for k in (1, -1)]
-        swapped = [[value[len(value) - 1 - i] for i in range(len(value))]]
-        candidates = [x for i, x in enumerate([*whole, *turned, *swapped]) if x not in whole[:i]]
+        kinds = [x for i, x in enumerate(value) if x not in value[:i]]
+        whole = kinds if len(kinds) <= FEW else [1.0]  # as a factor of each frequency
+        candidates = [[x] * len(value) for x in whole]
+        candidates += [[*value[1:], *value[:1]], [*value[-1:], *value[:-1]], value[::-1]] * (len(kinds) <= FEW)
     elif isinstance(value, int | float):
         candidates = [default, *usual, None] if usual else [default, None, 1, 1.0, 0, 0.0]
-        if _SCALES.search(field):
+        if _SCALES.search(field) and getattr(config, "num_attention_heads", None):
             own = config.hidden_size // config.num_attention_heads
             widths = {getattr(config, "head_dim", None) or own, own}
             candidates += [scale for w in widths for scale in (w, w**0.5, w**-0.5, 1 / w)]
@@ -293,7 +301,7 @@ def _kind(name: str) -> str:
 
 
 def _kinds(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group names by kind, and the kinds of one attention or one layer of experts together."""
+    """Group names by kind."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(_kind(name), []).append(name)

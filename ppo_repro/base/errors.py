@@ -24,8 +24,7 @@ class Mistakes(UserError):
 
 
 class FunctionFailed(UserError):
-    """A function of the user failed on an input of a run; `field` is the configuration's field that names the function.
-    """
+    """A function of the user failed on an input of a run; `field` of the configuration names the function."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)

@@ -59,7 +59,7 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
 
 
 def require_ours(path: Path, mark: str = '="ppo-repro') -> None:
-    """Raise UserError if `path` cannot be written, or is a file that does not begin with `mark`."""
+    """Raise UserError if `path` has no folder, or is a file without `mark` in its first 300 bytes."""
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}; make it, or choose another file")
     try:

@@ -38,8 +38,7 @@ def leave_alone() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Block signals: in this thread until the block ends, and in processes started inside it until they call `install`.
-    """
+    """Block signals: in this thread until the block ends, in processes started inside it until they call `install`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield

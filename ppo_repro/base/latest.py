@@ -14,8 +14,7 @@ MANIFEST = "manifest.json"
 
 
 def run_named(text: str | Path) -> Path:
-    """Return the folder of a run; `latest` is the newest run in `runs`, unless the current folder has a file of that
-    name.
+    """Return the path of a run folder; `latest` is the newest run in `runs`, unless a file here has that name.
 
     Raises ValueError if the text cannot be a path, UserError if there is no run.
     """

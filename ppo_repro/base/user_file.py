@@ -55,10 +55,10 @@ class UserCallable:
         return self.guarded(self.value, *arguments, **named)
 
     def guarded(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call `call`, such as a method of an object of this class. Raises UserError, naming the line of the file, if
-        it raises.
+        """Call `call`, such as a method of an object of this class.
 
-        Ctrl-C, a UserError and a lack of memory pass unchanged.
+        Raises UserError, naming the line of the file, if it raises. Ctrl-C, a UserError and a lack of memory pass
+        unchanged.
         """
         try:
             with redirect_stdout(sys.stderr):

@@ -1,1 +1,1 @@
-"""Runs as a whole: executing, repeating, comparing."""
+"""Runs as a whole: executing, resuming, repeating and checking them."""

@@ -1,6 +1,6 @@
-"""Log-probs of a text by the unmodified model in float64, by stock transformers and by a policy of ours.
+"""Log-probs of a text by the unmodified model in float64, by stock transformers and by one of our policies.
 
-The reference is the transformers class itself in float64, each sequence alone under the masks that the model makes.
+The reference is the transformers class in float64. It computes each sequence alone, with the model's own masks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTH = 64  # tokens of a sequence that a run measures
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of some prompts and of a response to each; the n response tokens are scored, in order."""
+    """Token ids of some prompts and of a response to each; the n response tokens are scored in order."""
 
     prompts: Sequence[Sequence[int]]
     responses: Sequence[Sequence[int]]
@@ -38,7 +38,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Scores:
-    """Logits [n, V] that predict the response tokens, and the log-probs [n] of those, nats; in their own dtype."""
+    """Logits [n, V] that predict the response tokens, and the tokens' log-probs [n] in nats, in the model's dtype."""
 
     logits: Tensor
     logprobs: Tensor
@@ -46,7 +46,7 @@ class Scores:
 
 @torch.no_grad()
 def stock_scores(model: PreTrainedModel, text: Text) -> Scores:
-    """Score by the unmodified model in its dtype, each sequence alone; the softmax is in float32 at least."""
+    """Score a text by the unmodified model in its dtype, each sequence alone, with a softmax in float32 or float64."""
     logits, logprobs = [], []
     for prompt, response in zip(text.prompts, text.responses, strict=True):
         ids = torch.tensor([[*prompt, *response[:-1]]], device=model.device)
@@ -57,28 +57,28 @@ def stock_scores(model: PreTrainedModel, text: Text) -> Scores:
 
 
 def reference_scores(model: PreTrainedModel, text: Text) -> Scores:
-    """Score by the unmodified model in float64."""
+    """Score a text by the unmodified model in float64."""
     with float64(model):
         return stock_scores(model, text)
 
 
 @torch.no_grad()
 def policy_scores(policy: PreTrainedModel, text: Text) -> Scores:
-    """Score by a policy in deterministic numerics."""
+    """Score a text by a policy in deterministic numerics."""
     batch = lay_out(text.prompts, text.responses, "right")
     logits = policy_logits(policy, batch)
     return Scores(logits, token_statistics(logits, batch.targets, 1.0, None, "deterministic")[0])
 
 
 def spacing(x: Tensor) -> Tensor:
-    """Return the distance of neighbouring float32 numbers at each x, float64."""
+    """Return the distance between neighbouring float32 numbers at each x, in float64 and the shape of x."""
     return torch.from_numpy(np.spacing(x.abs().to(torch.float32).numpy()).astype(np.float64))
 
 
 def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context: int) -> Text:
-    """Return sequences of 64 tokens, or of the whole context: prompts by key, strung together where they are shorter.
+    """Make sequences of 64 tokens, or of `max_context` if that is shorter; short prompts are joined, sorted by key.
 
-    The first token of each is its prompt, all others are scored.
+    The first token of each sequence is its prompt; all other tokens are scored.
     """
     length = min(LENGTH, max_context)
     prompts = cycle(prompt_ids[key] for key in sorted(prompt_ids))
@@ -92,10 +92,7 @@ def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context
 def policy_accuracy(
     config: RunConfig, prompt_ids: Mapping[str, Sequence[int]], policy: PreTrainedModel
 ) -> Accuracy | None:
-    """Measure how far a policy's log-probs are from float64 on a run's prompts.
-
-    None where nothing is to be measured.
-    """
+    """Measure how far a policy's log-probs are from float64 on a run's prompts; None if the run measures nothing."""
     numerics = config.numerics
     if numerics.mode == "native" or not numerics.accuracy_sequences:
         return None
@@ -104,9 +101,9 @@ def policy_accuracy(
 
 @torch.no_grad()
 def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
-    """Compare log-probs of `text` by a deterministic policy, by its unmodified model in float32, and by it in float64.
+    """Compare the log-probs of `text` by a deterministic policy and its unmodified model in float32 with float64.
 
-    The policy is not changed. Logits of one sequence at a time are in memory.
+    The policy does not change. Memory holds the logits of one sequence at a time.
     """
     stock = stock_model(policy)
     columns = []

@@ -1,7 +1,7 @@
-"""Checkpoints: a safetensors file with everything that decides the rest of a run, to the bit; and saved models.
+"""Checkpoints, safetensors files from which a run continues to the same bits; and saved models.
 
-The file appears whole or not at all, and the manifest lists its SHA-256. Random streams are functions of seed and
-iteration, so the iteration number is enough for them.
+A checkpoint file appears complete or not at all, and the manifest lists its SHA-256. Random streams are functions of
+seed and iteration, so a checkpoint stores only the iteration number for them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NOTHING = OptimizerState(first={}, second={}, steps={})
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run after `iteration` iterations. Tensors by parameter name; what is adapted follows from its factors."""
+    """A run after `iteration` iterations. Tensors are by parameter name; adapted weights follow from their factors."""
 
     iteration: int
     chain: str  # of the recorded iterations up to here
@@ -52,14 +52,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Start:
-    """What a run goes on from."""
+    """The state from which a run continues."""
 
     checkpoint: Checkpoint
     reference: Path | None  # the model that the run started as; None if its configuration makes or loads it
 
 
 def take(state: TrainState, chain: str, task: Mapping[str, str]) -> Checkpoint:
-    """Take the checkpoint of a state; its tensors are the live ones, so save it before the next step."""
+    """Make the checkpoint of a state. It refers to the live tensors, so save it before the next step."""
     return Checkpoint(
         iteration=state.iteration,
         chain=chain,
@@ -79,15 +79,15 @@ def _value_weights(state: TrainState) -> Mapping[str, Tensor]:
 
 
 def _restore_weights(optimizer: Optimizer, module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restore the weights that the optimizer's own state does not make again; a saved model has all of them."""
+    """Restore the weights that the optimizer's own state does not determine; a saved model has all weights."""
     targets = optimizer.weights_to_keep(module)
     copy_named(targets, {n: saved[n] for n in targets if n in saved} if optimizer.is_adapted else saved)
 
 
 def restore(saved: Checkpoint, state: TrainState, task: Mapping[str, str]) -> None:
-    """Load a checkpoint into `state`, which was made from the same configuration; UserError where it does not fit.
+    """Load a checkpoint into `state`, made from the same configuration. Raises UserError if they do not fit.
 
-    `task`: digests of what the state samples; those that the checkpoint has must be the same.
+    `task`: digests of the prompts and other inputs; a digest that the checkpoint also has must be equal.
     """
     if changed := [name for name, digest in saved.task.items() if task[name] != digest]:
         raise UserError(
@@ -115,7 +115,7 @@ def restore(saved: Checkpoint, state: TrainState, task: Mapping[str, str]) -> No
 
 
 def save(saved: Checkpoint, path: Path) -> str:
-    """Write a checkpoint, whole and durable or not at all; returns its SHA-256. UserError where writing fails."""
+    """Write a checkpoint completely or not at all, and return its SHA-256. Raises UserError if writing fails."""
     optimizers = {"policy_optimizer": saved.policy_optimizer, "value_optimizer": saved.value_optimizer}
     groups = {"policy": saved.policy, "value_model": saved.value_model, "versions": saved.versions}
     for name, state in optimizers.items():
@@ -138,7 +138,7 @@ def save(saved: Checkpoint, path: Path) -> str:
 
 
 def load(path: Path, digest: str) -> Checkpoint:
-    """Read a checkpoint with this SHA-256. Raises UserError where it is missing, damaged or of another version."""
+    """Read the checkpoint with this SHA-256. Raises UserError if it is missing, damaged or of another version."""
     check_file(path, digest)
     tensors: dict[str, dict[str, Tensor]] = {}
     try:
@@ -175,9 +175,9 @@ def load(path: Path, digest: str) -> Checkpoint:
 
 
 def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:
-    """Load the newest checkpoint that is there, None without one; UserError where it or the reference is damaged.
+    """Load the newest checkpoint; None if there is none. Raises UserError if it or the reference is damaged.
 
-    An older one is not taken instead: the user decides that, by removing what the message names.
+    An older checkpoint is never loaded instead: the user decides that by removing the files that the message names.
     """
     there = starts_of(run_dir, recorded)
     if not there:
@@ -195,9 +195,9 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:
 
 
 def load_start(run_dir: Path, recorded: Manifest, name: str | None) -> Start:
-    """Load what the checkpoint of this name below the run folder holds, None: what the run ended with.
+    """Load the checkpoint `name` below the run folder; None loads the state in which the run ended.
 
-    Raises UserError where a file of it is damaged.
+    Raises UserError if one of its files is damaged.
     """
     if name is None:
         check_sums(run_dir / FINAL)
@@ -215,7 +215,10 @@ def load_start(run_dir: Path, recorded: Manifest, name: str | None) -> Start:
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a model and its tokenizer as a transformers folder, whole or not at all. UserError where that fails."""
+    """Save a model and its tokenizer as a transformers folder, completely or not at all.
+
+    Raises UserError if that fails.
+    """
     with whole_folder(folder) as temporary:
         write_model(model, temporary)
         tokenizer.save_pretrained(temporary)
@@ -223,12 +226,12 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's parameters, a tied one once."""
+    """Return the bytes of a module's parameters; tied parameters count once."""
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def listed(run_dir: Path, *folders: Path) -> dict[str, str]:
-    """Return the SHA-256 of the SHA256SUMS of folders by path below the run folder, as the manifest lists them."""
+    """Return the digest of each folder's SHA256SUMS, by path relative to the run folder."""
     sums = [folder / SUMS_NAME for folder in folders]
     return {path.relative_to(run_dir).as_posix(): file_digest(path) for path in sums}
 
@@ -236,7 +239,7 @@ def listed(run_dir: Path, *folders: Path) -> dict[str, str]:
 def require_room(run_dir: Path, to_keep: int) -> None:
     """Raise UserError if the disk lacks room for `to_keep` bytes of models and checkpoints.
 
-    What an earlier process of the run left of them counts as written.
+    Models and checkpoints that an earlier process of the run left count as written.
     """
     kept = sum(path.stat().st_size for path in (run_dir / CHECKPOINTS_NAME).rglob("*") if path.is_file())
     missing, free = to_keep - kept, shutil.disk_usage(run_dir).free

@@ -1,7 +1,7 @@
-"""Control runs, for the runner: execution, and the columns of the five tables.
+"""Control runs for the runner: their execution and the columns of their five tables.
 
-There are no checkpoints: the state inside an environment cannot be saved in general. A run that was ended is
-computed again from its beginning, which takes minutes, and compared as far as it is recorded.
+There are no checkpoints, because in general the state inside an environment cannot be saved. A resumed run is computed
+again from its beginning, which takes minutes, and compared with its records.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAST = 100  # training episodes in the mean that CleanRL reports
 
 @dataclass(frozen=True)
 class ControlExecution(Execution[ControlIteration]):
-    """A control run that is prepared, and the returns of its episodes so far, in the order in which they ended."""
+    """A prepared control run, and the returns of its episodes so far, in the order in which they ended."""
 
     config: ControlConfig
     state: ControlState
@@ -92,7 +92,7 @@ class ControlExecution(Execution[ControlIteration]):
 
 @dataclass(frozen=True)
 class ControlKind(RunKind[ControlConfig, ControlIteration]):
-    """Control runs: one process, no input files."""
+    """Control runs, which have one process and no input files."""
 
     name = CONTROL
     changeable = ("layout", "records")

@@ -1,4 +1,4 @@
-"""DPO for the runner: a policy trained on preference pairs, an epoch an iteration."""
+"""DPO for the runner: a policy trained on preference pairs; an iteration is an epoch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from ppo_repro.tasks.templates import encoder, end_token_warning
 
 @dataclass(frozen=True)
 class Epoch:
-    """Everything one epoch produced."""
+    """The results of one epoch."""
 
     index: int
     eval_accuracy: float | None  # before the first epoch only; None if there is no run with a task
@@ -60,7 +60,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class DPOExecution(Execution[Epoch]):
-    """A DPO run that is prepared."""
+    """A prepared DPO run."""
 
     config: DPOConfig
     policy: PreTrainedModel
@@ -75,7 +75,10 @@ class DPOExecution(Execution[Epoch]):
     watcher: Watcher
 
     def iterations(self) -> Iterator[Epoch]:
-        """Train the policy in place; yields after each epoch. Log-probs are of the whole distribution."""
+        """Train the policy in place, and yield after each epoch.
+
+        Log-probs are of the distribution without top-k and top-p.
+        """
         config, policy, pairs, trained = self.config, self.policy, self.pairs, self.trained
         dpo, layout, mode = config.dpo, config.layout, config.numerics.mode
         losses_of = training.dpo_losses_of(
@@ -174,7 +177,7 @@ class DPOExecution(Execution[Epoch]):
 
 @dataclass(frozen=True)
 class DPOKind(RunKind[DPOConfig, Epoch]):
-    """DPO runs: one process. There are no checkpoints: a resumed run is computed again from its beginning."""
+    """DPO runs, which have one process and no checkpoints: a resumed run is computed again from its beginning."""
 
     name = DPO
     changeable = ("layout",)
@@ -239,10 +242,10 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
 
 
 def pairs_of_run(run_dir: Path) -> list[Preference]:
-    """Pair every two responses of one iteration to one prompt with different scores, the higher score preferred.
+    """Pair every two responses to one prompt in one iteration whose scores differ; the higher score is preferred.
 
-    In the order of the records; equal pairs of one prompt and iteration count once. UserError if the run is damaged,
-    incomplete or has no such pair.
+    Pairs are in the order of the records; equal pairs of one prompt and iteration count once. Raises UserError if the
+    run is damaged, is incomplete or has no such pair.
     """
     columns = ["iteration", "prompt_key", "prompt_ids", "response_ids", "scores"]
     rows = reader.read_sequences(run_dir, columns=columns)
@@ -263,10 +266,10 @@ def pairs_of_run(run_dir: Path) -> list[Preference]:
 
 
 def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:
-    """Return KL(policy || reference) per response, nats, on one sampled response to every held-out prompt.
+    """Estimate KL(policy || reference) per response, in nats, on one sampled response to every held-out prompt.
 
-    At every position the divergence over the whole distribution sampled from, exactly; summed over a response,
-    mean over responses. An unbiased estimate of the divergence of the two distributions over responses.
+    At every position the divergence over the whole sampling distribution is exact. It is summed over each response and
+    averaged over the responses, which estimates the divergence between the distributions over responses without bias.
     """
     problems, ids = prepared.task.problems.held_out, prepared.task.prompt_ids
     prompts = Prompts(
@@ -283,9 +286,9 @@ def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:
 
 
 def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[RunConfig, Prepared]:
-    """Return the policy and reference as the run had them before its first step, with numerics and layout of this one.
+    """Return the recorded run's policy and reference before its first step, with this run's numerics and layout.
 
-    They are made again or from its checkpoints. Raises PromiseBroken if they are not what the manifest says.
+    They are made again or loaded from the run's checkpoints. Raises PromiseBroken if they differ from the manifest.
     """
     recorded = reader.open_manifest(run_dir)
     of_run = build_config(located_tree(run_dir, recorded), str(run_dir / CONFIG_NAME)).model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""Mistakes in the inputs of a language run that are found without torch, which takes seconds to import."""
+"""Checks of a language run's inputs without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ppo_repro.tasks.problems import load_source
 
 
 def require_inputs(config: RunConfig) -> None:
-    """Raise UserError for prompts, a model folder or the file of a function that a run could not use.
+    """Raise UserError if a run could not use its prompts, its model folder or the file of a user's function.
 
-    No function of the user's is called.
+    No function of the user is called.
     """
     for field, section, name in path_fields(config.model_dump(mode="json")):
         if ".py:" in section[name]:

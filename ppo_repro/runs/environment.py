@@ -1,4 +1,4 @@
-"""What a run was computed with and from: versions, processor, threads, code. Not in the fingerprint."""
+"""The environment of a run: versions, processor, threads, code. It is not part of the fingerprint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pand
 
 
 def _git(*arguments: str) -> str:
-    """Return the output of a git command in the checkout of this package; empty where there is none."""
+    """Return the output of a git command in the checkout of this package; empty if there is no checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""  # installed from a wheel: a repository further up is another project
@@ -38,7 +38,7 @@ def _git(*arguments: str) -> str:
 
 
 def code_digest() -> str:
-    """Return the SHA-256 over the source files of this package, whether git knows them or not."""
+    """Return the SHA-256 of this package's source files, tracked by git or not."""
     root = Path(__file__).resolve().parents[1]
     sums = [
         f"{path.relative_to(root).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}"
@@ -48,7 +48,7 @@ def code_digest() -> str:
 
 
 def describe_environment(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> dict[str, Any]:
-    """Describe everything needed to understand why two runs might differ."""
+    """Return all facts outside the configuration that can make two runs differ."""
     status, packages = _git("status", "--porcelain"), list(PACKAGES)
     if isinstance(config, RunConfig) and isinstance(config.task, ReasoningGymTask) and find_spec("reasoning_gym"):
         packages.append("reasoning-gym")

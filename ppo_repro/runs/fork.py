@@ -1,4 +1,4 @@
-"""A new run that goes on from a checkpoint of another one: its records begin with those of its origin."""
+"""Forks: new runs that continue from a checkpoint of another run and begin with a copy of its records."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def fork(
     beside: AbstractContextManager[object] = NOTHING,
     label: Label = UNLABELLED,
 ) -> dict[str, float]:
-    """Make the run of a plan and compute it to its end; returns wall seconds by phase and in total.
+    """Make the run of a plan and compute it to its end. Returns wall seconds by phase and in total.
 
-    Of several processes the first one records.
+    If there are several processes, the first one records.
 
     Args:
-        kind: as this process computes it.
+        kind: the kind of run, in this process.
         plan: origin, checkpoint, configuration.
         clock: gets the phases.
-        beside: what is open while this process has the run's lock.
+        beside: a context that is open while this process has the run's lock.
         label: of the new run.
 
     Raises:
@@ -58,7 +58,7 @@ def fork(
 
 
 def _start(plan: Fork) -> Start:
-    """Return the origin's checkpoint; coefficients whose fields were changed begin anew, and prompts may be others."""
+    """Return the origin's checkpoint; coefficients whose fields changed are reset, and prompts may differ."""
     name, first = starts_of(plan.source, plan.recorded).get(plan.origin.iteration), first_coefficients(plan.config)
     start = load_start(plan.source, plan.recorded, name)
     coefficients = start.checkpoint.coefficients
@@ -71,7 +71,7 @@ def _start(plan: Fork) -> Start:
 
 
 def _take_over(plan: Fork, start: Start, folder: Path) -> int:
-    """Put checkpoint, reference and records of the origin into a folder that was laid out; how many iterations."""
+    """Copy checkpoint, reference and records of the origin into a new run folder; return the number of iterations."""
     recorded, source, at = plan.recorded, plan.source, plan.origin.iteration
     before = [table for i in range(at) for table in manifest.recorded_at(recorded, i)]
     before += [table for table in manifest.recorded_at(recorded, None) if table.table.name == WARM_START]
@@ -108,7 +108,7 @@ def _take_over(plan: Fork, start: Start, folder: Path) -> int:
 
 
 def _same_file(source: Path, target: Path) -> None:
-    """Link a file, which no run changes in place, or copy it where a file system has no links."""
+    """Link a file, which no run changes in place; copy it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a kind of run gives the runner: `runs.language`, `runs.control` and `runs.dpo` do."""
+"""The interface between the runner and the kinds of run: `runs.language`, `runs.control` and `runs.dpo`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Files = dict[str, str]  # SHA-256 by path below the run folder, as the manifest 
 
 
 class Computed(Protocol):
-    """An iteration, whatever else it holds."""
+    """The fields that every kind of iteration has."""
 
     @property
     def index(self) -> int: ...
@@ -41,9 +41,9 @@ Item = TypeVar("Item", bound=Computed)
 
 
 class Execution(ABC, Generic[Item]):
-    """A run that is prepared: it computes its iterations one by one, and then its final results.
+    """A prepared run: it computes its iterations one by one, and then its final results.
 
-    This one keeps no models in its run folder.
+    By default it saves no models and no checkpoints in its run folder.
     """
 
     @abstractmethod
@@ -55,55 +55,58 @@ class Execution(ABC, Generic[Item]):
 
     @abstractmethod
     def progress(self, item: Item) -> str:
-        """Describe an iteration in words that a person sees."""
+        """Describe an iteration for a person."""
 
     @abstractmethod
     def ending(self, clock: Clock) -> tuple[Final, Tables]:
-        """Return the final results and side tables; `clock` gets the phases it takes."""
+        """Return the final results and side tables; `clock` gets the phases of computing them."""
 
     def preparation_tables(self) -> Tables:
-        """Return the tables of what came before the first iteration.
+        """Return the tables of the training before the first iteration.
 
         They are empty if a resumed run did not prepare again.
         """
         return {}
 
     def notes(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return JSON files by name, outside the fingerprint."""
+        """Return JSON files by name, which are outside the fingerprint."""
         return {}
 
     def closing_notes(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return likewise what is known at the end."""
+        """Return JSON files by name that are complete only at the end of the run, outside the fingerprint."""
         return {}
 
     def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
-        """Keep what no iteration changes; the files of the run then."""
+        """Save the models that no iteration changes, and return `files` with their digests."""
         return dict(files)
 
     def bytes_to_keep(self) -> int:
-        """Return the bytes of the models and checkpoints that a complete run keeps, at least."""
+        """Return a lower bound for the bytes of the models and checkpoints in a complete run folder."""
         return 0
 
     def is_checkpoint_due(self, iteration: int) -> bool:
-        """Return whether a checkpoint comes after `iteration` iterations."""
+        """Return whether a checkpoint is saved after `iteration` iterations."""
         return False
 
     def save_checkpoint(self, run_dir: Path, head: Head, link: str) -> Files:
-        """Keep the state as it is now; `link`: the last one of the chain."""
+        """Save the present state, and return the run's files with their digests.
+
+        `link`: last link of the records' chain.
+        """
         return dict(head.files)
 
     def put_policy(self, folder: Path) -> bool:
-        """Put the policy as it is now into a folder; False if there is none that could be loaded from there."""
+        """Write the present policy into a folder; return False if no program could load it from there."""
         return False
 
     def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
-        """Keep what was trained."""
+        """Save the trained models, and return `files` with their digests. `link`: last link of the records' chain."""
         return dict(files)
 
 
 @dataclass(frozen=True)
 class RunKind(ABC, Generic[Config, Item]):
-    """One kind of run, and how this process takes part in it."""
+    """A kind of run, and the part that this process takes in it."""
 
     watcher: Watcher
     ranks: Ranks = ALONE
@@ -111,14 +114,14 @@ class RunKind(ABC, Generic[Config, Item]):
     changeable: ClassVar[Sequence[str]]  # groups of fields that a rerun or a resumed run may change
 
     def over(self, run_dir: Path, iterations: int) -> Self:
-        """Return this kind for a run that has recorded `iterations` in `run_dir`, and goes on or is repeated."""
+        """Return a copy of this kind that reuses the `iterations` recorded in `run_dir`."""
         return self
 
     @abstractmethod
     def open(
         self, config: Config, run_dir: Path | None, start: Start | None = None
     ) -> AbstractContextManager[Execution[Item]]:
-        """Open an execution from `start`, None: from the first iteration, prepared on entry.
+        """Open an execution from `start`; None prepares it on entry and begins with the first iteration.
 
         `run_dir` is None in every process that does not record.
         """

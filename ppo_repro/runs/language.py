@@ -62,7 +62,7 @@ PROMPTS = "prompts and answers"  # what a fork may change
 
 @dataclass(frozen=True)
 class LanguageExecution(Execution[Iteration]):
-    """A language run that is prepared."""
+    """A prepared language run."""
 
     config: RunConfig
     prepared: Prepared
@@ -134,7 +134,7 @@ class LanguageExecution(Execution[Iteration]):
 
     @cached_property
     def _every(self) -> int:
-        """Return the iterations from one checkpoint to the next; 0 for none."""
+        """Return the number of iterations between checkpoints; 0 if there are none."""
         every = self.config.checkpoints.every
         if every != "auto":
             return every
@@ -144,7 +144,10 @@ class LanguageExecution(Execution[Iteration]):
 
     @property
     def _keeps_reference(self) -> bool:
-        """Return whether checkpoints need the reference. The reference of an adapted folder is loaded again."""
+        """Return whether checkpoints need a copy of the reference.
+
+        The reference of an adapted model folder is loaded again.
+        """
         is_adapted = self.prepared.lora is not None
         return self._every > 0 and not (is_adapted and isinstance(self.config.model, ModelFolder))
 
@@ -161,7 +164,7 @@ class LanguageExecution(Execution[Iteration]):
         return sum(map(parameter_bytes, models)) + trained * (count * (FLOAT + MOMENTS) + final_state * MOMENTS)
 
     def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
-        """Keep the reference, which no step changes, once for all checkpoints."""
+        """Save the reference, which no step changes, once for all checkpoints."""
         folder = run_dir / REFERENCE
         if not self._keeps_reference:
             return dict(files)
@@ -173,7 +176,7 @@ class LanguageExecution(Execution[Iteration]):
         return self._every > 0 and iteration % self._every == 0
 
     def save_checkpoint(self, run_dir: Path, head: Head, link: str) -> Files:
-        """Write a checkpoint; `link` is the last one in the chain. Only the newest ones are listed then."""
+        """Write a checkpoint, and list only the newest ones. `link` is the last link of the records' chain."""
         state = self.prepared.state
         name = f"{CHECKPOINTS_NAME}/iteration-{state.iteration:06d}.safetensors"
         digest = checkpoint.save(checkpoint.take(state, link, self.task), run_dir / name)
@@ -189,9 +192,9 @@ class LanguageExecution(Execution[Iteration]):
         return True
 
     def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
-        """Save the trained policy and value model, the adapter in peft's format, and a reward model that was made here.
+        """Save the trained policy and value model, the adapter in peft's format, and a trained reward model.
 
-        And the optimizers' state, where no checkpoint of the last iteration has it.
+        If no checkpoint of the last iteration has the optimizers' state, save that too.
         """
         prepared, state, folder = self.prepared, self.prepared.state, run_dir / FINAL
         made = [folder]
@@ -223,7 +226,7 @@ class LanguageExecution(Execution[Iteration]):
 
 @dataclass(frozen=True)
 class LanguageKind(RunKind[RunConfig, Iteration]):
-    """Language runs as this process, one of `ranks`, computes them."""
+    """Language runs, as this process, one of `ranks`, computes them."""
 
     recorded: Recorded | None = None  # the run itself, where it goes on or is repeated
     name = LANGUAGE
@@ -234,7 +237,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
 
     @contextmanager
     def open(self, config: RunConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[LanguageExecution]:
-        """Open an execution. Raises PromiseBroken where a rank begins with other weights than the first one."""
+        """Open an execution. Raises PromiseBroken if a rank begins with other weights than the first one."""
         with ExitStack() as stack:
             # what is wrong with it is said before the minutes of a warm start
             own = stack.enter_context(own_engine(config, self.ranks, self.recorded))
@@ -267,8 +270,8 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
 def _quick_collections() -> Iterator[None]:
     """Hide the objects that exist now from the garbage collector, so that `gc.collect` is quick inside the block.
 
-    safetensors and json leave cycles of objects behind with every checkpoint. The collector looks at all objects only
-    when there are a quarter more of them, or 70,000: thousands of iterations, over which memory would grow.
+    safetensors and json leave cycles of objects behind with every checkpoint. By itself, the collector looks at all
+    objects only when there are a quarter more of them, or 70,000, so memory would grow over thousands of iterations.
     """
     gc.freeze()
     try:
@@ -283,7 +286,7 @@ def _cut(rollout: Rollout) -> str | None:
 
 
 def _without_text(rollout: Rollout, has_text: Tensor) -> str | None:
-    """Say how many sampled tokens the tokenizer lacks; models often have more rows than their tokenizer tokens."""
+    """Return a sentence on how many sampled tokens the tokenizer lacks, as models often have more rows than tokens."""
     ids = rollout.response_ids
     lacking = ids[~has_text[ids]]
     if not len(lacking):
@@ -295,7 +298,7 @@ def _without_text(rollout: Rollout, has_text: Tensor) -> str | None:
 
 
 def _task_digests(prepared: Prepared) -> dict[str, str]:
-    """Return the SHA-256 of what a run that goes on must find again, by its name."""
+    """Return the SHA-256, by name, of the inputs that must be the same when the run continues."""
     task = prepared.task
     splits = task.problems.train, task.problems.held_out
     return {

@@ -1,4 +1,4 @@
-"""From a configuration to a run ready to iterate: task, networks, optimizers, engine."""
+"""Preparing a run from its configuration: task, networks, optimizers, engine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Prepared:
 def _source(
     config: RunConfig, problems: Split, start_folder: Path | None, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model that policy, value model and reference are copies of at the start, before any warm start."""
+    """Return the model from which policy, value model and reference are copied, before any warm start."""
     model, max_context = config.model, config.numerics.max_context
     if start_folder is not None:
         source, tokenizer = load_folder(start_folder)
@@ -88,7 +88,7 @@ def _reward_model(
     source: PreTrainedModel,
     watcher: Watcher,
 ) -> tuple[PreTrainedModel | None, RewardTraining | None]:
-    """Load or train the reward model, frozen; None without one. The training is None for a model that was loaded."""
+    """Load or train the frozen reward model; None if there is none. The training is None for a loaded model."""
     term, numerics = config.reward.model, config.numerics
     if term is None:
         return None, None
@@ -117,9 +117,9 @@ def _reward_model(
 def _networks(
     config: RunConfig, source: PreTrainedModel, reward_model: PreTrainedModel | None, share: bool, ranks: Ranks
 ) -> tuple[TrainState, PreTrainedModel, Lora | None]:
-    """Make the state before the first step, the policy as the sampler has it, and its adapters.
+    """Make the state before the first step, the policy as the sampler has it, and the policy's adapters.
 
-    `share`: adapted models use the weights of frozen ones where they do not train.
+    `share`: let adapted models use the weights of frozen models for all weights that they do not train.
     """
     mode, max_context, slots = config.numerics.mode, config.numerics.max_context, SLOTS // ranks.size
     policy = networks.make_policy(source, mode, max_context)
@@ -163,7 +163,7 @@ def _value_model(
     reward_model: PreTrainedModel | None,
     share: bool,
 ) -> tuple[networks.ValueModel, Lora | None]:
-    """Make a value model with a trunk of its own, and its adapters; `share` as in `_networks`."""
+    """Make a value model with a trunk of its own, and its adapters; `share` is the argument of `_networks`."""
     mode, max_context = config.numerics.mode, config.numerics.max_context
     if settings.init == "reward_model":
         assert reward_model is not None
@@ -189,7 +189,7 @@ def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
 
 
 def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:
-    """Return adapters of a model if the configuration has some, over the weights of `base` unless it is None."""
+    """Add adapters to a model if `config` is not None; unless `base` is None, share its frozen weights."""
     if config is None:
         return None
     lora = add_lora(model, config.rank, config.alpha, config.target_modules, seed)
@@ -197,7 +197,7 @@ def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTr
 
 
 def _check_routes(config: RunConfig, source: PreTrainedModel) -> None:
-    """Raise UserError where a mixture of experts has stock servers, or a model without router is to replay routes."""
+    """Raise UserError for a mixture of experts on stock servers, or replayed routes of a model without router."""
     kind, mixture, engine = type(source).__name__, bool(routers(source)), config.rollout.engine
     if mixture and isinstance(engine, SGLangServers) and engine.numerics == "stock":
         raise UserError(
@@ -211,7 +211,7 @@ def _check_routes(config: RunConfig, source: PreTrainedModel) -> None:
 def _engine(
     config: RunConfig, source: PreTrainedModel, sampled: PreTrainedModel, end_tokens: frozenset[int]
 ) -> TorchEngine:
-    """Make the built-in engine on the policy as the sampler has it, or on a stock copy of it."""
+    """Make the built-in engine on the sampler's policy, or on a stock copy of it."""
     layout, max_context, stock = config.layout, config.numerics.max_context, config.mismatch.sampler.stock
     policy, live = sampled, None
     if stock is not None:
@@ -229,7 +229,7 @@ def _engine(
 
 
 def usable_device(name: str, mode: str, ranks: Ranks) -> torch.device:
-    """Return torch's device for `layout.device`; UserError if the numerics do not compute there."""
+    """Return torch's device for `layout.device`. Raises UserError if the numerics do not compute there."""
     device = torch_device(name, ranks.rank)
     if mode == "deterministic":
         kernels_of(device)
@@ -249,12 +249,11 @@ def prepare(
 
     Args:
         config: the run.
-        watcher: is told of each step of a warm start.
-        start_folder: the model that policy, value model and reference started as, where an earlier process of this run
-            left it; it replaces the model of the configuration and its warm start.
-        share: adapted models have one copy of the weights that they do not train with the reference, or with the reward
-            model that the value model starts as. Not for a caller that trains otherwise than by the optimizers in the
-            state.
+        watcher: receives each step of a warm start.
+        start_folder: the model that an earlier process of this run left as the start of policy, value model and
+            reference; it replaces the model of the configuration and its warm start.
+        share: let adapted models share the weights that they do not train with the reference, or with the reward model
+            from which the value model starts. Only for callers that train by the optimizers in the state.
         ranks: the processes of the run.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A recorded run again: going on to the fingerprint of the uninterrupted run, and executing it anew to compare."""
+"""Resuming a run, to the fingerprint of the uninterrupted run, and executing a recorded run again to compare."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ppo_repro.runs.verify import remove_unfinished, verify
 
 @dataclass(frozen=True)
 class Resumed:
-    """What was there when a run was resumed."""
+    """The state of a run when it was resumed."""
 
     start: int  # iterations of the checkpoint, 0 without one
     recorded: int  # iterations recorded by then; those from `start` on were computed again and compared
@@ -51,18 +51,18 @@ def resume(
 ) -> Resumed:
     """Continue a run from its newest checkpoint, or from the beginning, until it is complete.
 
-    Of several processes the first one records.
+    If there are several processes, the first one records.
 
     Args:
-        kind: what kind of run it is.
+        kind: the kind of run.
         run_dir: the recorded run.
         overrides: fields, as after --set, that must not change a bit.
-        elsewhere: a folder in which models may lie by now.
-        beside: what is open while this process has the run's lock.
+        elsewhere: another folder to search for models that moved.
+        beside: a context that is open while this process has the run's lock.
 
     Raises:
-        UserError: another process writes the run, it is finished, a file of it is damaged, an input is nowhere or an
-            override could change a result; then nothing has changed.
+        UserError: another process writes the run, the run is finished, one of its files is damaged, an input is missing
+            or an override could change a result. The run folder is unchanged then.
         PromiseBroken: an iteration computed again differs from its record.
     """
     clock, ranks = Clock(), kind.ranks
@@ -115,15 +115,18 @@ def recorded_config(
     elsewhere: Path | None,
     model_too: bool = True,
 ) -> Config:
-    """Read the configuration of a recorded run, its inputs found.
+    """Read the configuration of a recorded run, and find its inputs.
 
     Args:
-        kind: what kind of run it is, and which fields may change.
+        kind: the kind of run, which decides the fields that may change.
         run_dir: the recorded run.
         recorded: its manifest.
-        overrides: fields, as after --set; UserError for one that may not change.
-        elsewhere: a folder in which models may lie by now.
-        model_too: whether the model of the policy is needed.
+        overrides: fields, as after --set.
+        elsewhere: another folder to search for models that moved.
+        model_too: find the model of the policy too.
+
+    Raises:
+        UserError: an input is missing, or an override names a field that may not change.
     """
     groups = " and ".join(kind.changeable)
     for override in overrides:
@@ -139,9 +142,9 @@ def recorded_config(
 
 
 def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str, str]:
-    """Return the files of the manifest without unequal bits that ended the run and checkpoints that the user removed.
+    """Return the manifest's files without the dump of unequal bits and without checkpoints that the user removed.
 
-    Without any checkpoint or model where the run begins again.
+    If the run begins again (`start` is 0), all checkpoints and models are left out.
     """
     dropped = PurePath(folder.CHECKPOINTS_NAME if start == 0 else folder.UNEQUAL)
     return {
@@ -153,10 +156,11 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
 
 
 def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
-    """Raise UserError where the engine of `config` would sample other bits than the one of `recorded`.
+    """Raise UserError if the engine of `config` would sample other bits than the engine of `recorded`.
 
-    In deterministic numerics both programs give the same bits. In others the program, its device, its arguments and
-    the number of servers that share its batches may each change a bit; addresses, transport and timeouts do not.
+    In deterministic numerics the built-in engine and SGLang give the same bits. In other numerics the engine, its
+    device,
+    its arguments and the number of servers may each change a bit; addresses, transport and timeouts do not.
     """
     before, now = _sampler(recorded), _sampler(config)
     if before != now:
@@ -167,7 +171,7 @@ def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
 
 
 def _sampler(config: RunConfig) -> str:
-    """Describe what decides which bits are sampled."""
+    """Return a description of all settings that decide the sampled bits."""
     engine = config.rollout.engine
     if isinstance(engine, OwnEngine):
         file, _, name = engine.path.rpartition(":")
@@ -184,7 +188,7 @@ def _sampler(config: RunConfig) -> str:
 
 @dataclass(frozen=True)
 class Rerun:
-    """What running again showed."""
+    """The result of executing a run again."""
 
     difference: Difference | None
     fingerprint: str  # of the records and of the new execution after them, as far as it went
@@ -202,19 +206,20 @@ def rerun(
 ) -> Rerun:
     """Execute a recorded configuration again, in memory, and compare every buffer with the files.
 
-    Of a fork only its own iterations are computed. What the user's own engine sampled is taken from the records. Stops
-    at the first difference. Of several processes the first one compares; all return the same.
+    For a fork, only its own iterations are computed. Samples of a user's own engine are read from the records. The
+    first
+    difference stops the rerun. If there are several processes, the first one compares and all return its result.
 
     Args:
-        kind: what kind of run it is.
+        kind: the kind of run.
         run_dir: the recorded run, which may be incomplete if `only` is given.
         overrides: fields, as after --set, that must not change a bit.
-        elsewhere: a folder in which models may lie by now.
-        only: indices from 0 of the iterations to compute, after those since the newest checkpoint before them; None:
-            all, and the final results.
+        elsewhere: another folder to search for models that moved.
+        only: indices from 0 of the iterations to compare; iterations since the newest checkpoint before them are
+            computed too. None: all iterations, and the final results.
 
     Raises:
-        UserError: the run is incomplete or damaged, an input is nowhere, iterations of `only` are not recorded, or an
+        UserError: the run is incomplete or damaged, an input is missing, iterations of `only` are not recorded, or an
             override could change a result.
     """
     recorded = reader.open_manifest(run_dir, allow_incomplete=only is not None)
@@ -257,7 +262,7 @@ def rerun(
 
 
 def _require_own(only: range, begun: int, run_dir: Path, recorded: Manifest) -> None:
-    """Raise UserError unless all of these iterations are recorded, after the `begun` ones that a fork took over."""
+    """Raise UserError unless all iterations of `only` are recorded, and none is of the `begun` ones of a fork's origin."""
     if begun <= only.start and only.stop <= recorded.num_iterations:
         return
     of_origin = f"; the {begun} iterations before them are of the run from which it was forked" if begun else ""

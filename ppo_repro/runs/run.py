@@ -1,4 +1,4 @@
-"""A run from its first iteration to its last: computes, records, keeps models."""
+"""Running from the first iteration to the last: computing, recording, saving models."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def run(
 ) -> tuple[Path, dict[str, float]]:
     """Execute a configuration and record everything; a run that fails midway keeps its complete iterations.
 
-    Of several processes the first one records.
+    If there are several processes, the first one records.
 
     Args:
-        kind: what kind of run it is.
+        kind: the kind of run.
         config: its configuration.
         out: the folder of runs.
-        clock: one that runs already, whose phases count too.
-        beside: what is open while this process has the run's lock.
+        clock: a running clock, whose phases count too.
+        beside: a context that is open while this process has the run's lock.
         label: of the run.
 
     Returns:
@@ -85,17 +85,17 @@ def compute_new(
     start: Start | None = None,
     fill: Callable[[Path], int] = lambda folder: 0,
 ) -> None:
-    """Lay a run out, execute it, and record it; every process but the first one only computes.
+    """Make the folder of a new run, execute the run and record it; only the first process records.
 
     Args:
-        kind: what kind of run it is.
+        kind: the kind of run.
         config: its configuration.
         run_dir: its folder, whose lock the caller has.
         inputs: configuration and files.
         digest: of configuration and inputs.
         clock: gets the phases.
         label: of the run.
-        start: a checkpoint to go on from.
+        start: a checkpoint from which the run continues.
         fill: puts records of earlier iterations into the folder and returns their number.
 
     Raises:
@@ -116,13 +116,13 @@ def compute_new(
 
 
 def require_same_start(ranks: Ranks, config: RunConfig | ControlConfig | DPOConfig, inputs: Mapping[str, str]) -> None:
-    """Raise PromiseBroken, naming the process, where configuration or input files differ."""
+    """Raise PromiseBroken, naming the process, if configuration or input files differ between processes."""
     ranks.require_same("configuration", config.digest())
     ranks.require_same("input files", sorted(inputs.values()))
 
 
 def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
-    """Compute everything and record nothing, as every process of a run but the first one does."""
+    """Compute a run without recording it; every process except the first one does this."""
     with opened as execution:
         for _ in execution.iterations():
             pass
@@ -131,10 +131,11 @@ def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
 
 @contextmanager
 def _new_run(temporary: Path, run_dir: Path, label: Label, fill: Callable[[Path], int]) -> Iterator[None]:
-    """Fill a folder that was laid out, label it and give it its name.
+    """Fill the folder of a new run, label it and rename it to `run_dir`.
 
-    An exception may come at any instant, as Ctrl-C does: no folder is left that says "running". A run with no complete
-    iteration after those that `fill` brought is removed, unless its bits were unequal, which is to be looked at.
+    An exception such as Ctrl-C may come at any moment: it never leaves a folder whose status is "running". A run
+    without
+    a complete iteration of its own is removed, unless unequal bits ended it, which the user may want to examine.
     """
     begun = 0
     try:
@@ -154,9 +155,9 @@ def _new_run(temporary: Path, run_dir: Path, label: Label, fill: Callable[[Path]
 
 
 def mark_ended(run_dir: Path, error: BaseException) -> None:
-    """Note in the manifest that `error` ended the run, and what was kept of unequal bits; what is recorded stays.
+    """Write into the manifest that `error` ended the run, and which files of unequal bits were saved.
 
-    Where the note cannot be written either, the manifest keeps saying "running", and `error` is what is reported.
+    If writing fails, the manifest still says "running", and the caller reports `error`. Records never change.
     """
     with suppress(UserError, OSError):
         # from the disk: the error may have come after the file was written and before our copy was updated
@@ -169,7 +170,7 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
 
 
 def raise_with_repair(run_dir: Path, error: BaseException) -> None:
-    """Raise `error` again, with what to do, if a function of the user's failed."""
+    """Raise `error` again; if a function of the user failed, the message also says what to do."""
     if isinstance(error, FunctionFailed) and error.field not in OUR_FILES:
         raise FunctionFailed(f"{error}; {how_to_repair(run_dir, error.field)}", error.field) from error
 
@@ -181,19 +182,19 @@ def execute(
     opened: AbstractContextManager[Execution[Item]],
     clock: Clock,
 ) -> None:
-    """Record an execution in its run folder until it is complete; every second of it is in a phase of `clock`.
+    """Record an execution in its run folder until it is complete; `clock` assigns every second to a phase.
 
     Args:
-        kind: what kind of run it is.
+        kind: the kind of run.
         config: its configuration.
         run_dir: its folder.
         opened: the execution, which is entered here.
         clock: gets the phases.
 
     Raises:
-        PromiseBroken: an iteration that is recorded already is compared instead; names the first cell that differs.
-        UnequalBits: an iteration does not keep what deterministic numerics promise; it is not recorded.
-        UserError: the disk lacks room for the models and checkpoints that the run keeps.
+        PromiseBroken: an iteration that is already recorded differs when it is computed again; names the first cell.
+        UnequalBits: an iteration breaks a promise of deterministic numerics; it is not recorded.
+        UserError: the disk lacks room for the run's models and checkpoints.
     """
     recorded, written, computed = manifest.load(run_dir), RunWriter(run_dir), 0
     # where an error ends the block, the thread writes what it has begun
@@ -241,7 +242,7 @@ def execute(
 
 
 class _WritingBeside:
-    """Writes the tables of an iteration in a thread, while the next iteration is computed."""
+    """Writes the tables of an iteration in a thread while the next iteration is computed."""
 
     def __init__(self, written: RunWriter, thread: ThreadPoolExecutor) -> None:
         self._written, self._thread = written, thread
@@ -253,12 +254,12 @@ class _WritingBeside:
         self._begun, self._tell = self._thread.submit(self._written.append, index, tables), tell
 
     def wait(self) -> None:
-        """Wait until the iteration that was begun is on disk. Raises what the thread raised."""
+        """Wait until the begun iteration is on disk. Raises what the thread raised."""
         if self._begun is not None:
             self._begun.result()
 
     def settle(self) -> None:
-        """Wait likewise, and tell of the iteration, once."""
+        """Wait until the begun iteration is on disk, and call its `tell` once. Raises what the thread raised."""
         self.wait()
         if self._begun is not None:
             self._begun = None
@@ -266,7 +267,7 @@ class _WritingBeside:
 
 
 def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -> None:
-    """Record what came before the first iteration; what is recorded already is compared instead."""
+    """Record the preparation tables; if they are recorded already, compare them."""
     for name, tree in execution.notes().items():
         written.note(name, tree)
     written.list_files(execution.keep_start(written.run_dir, written.head.files))
@@ -277,14 +278,14 @@ def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -
 
 
 def require_as_recorded(difference: Difference | None) -> None:
-    """Raise PromiseBroken, which names the cell, where what was computed again differs from its record."""
+    """Raise PromiseBroken, naming the cell, unless `difference` is None."""
     if difference is not None:
         raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
 
 
 @contextmanager
 def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None]:
-    """Keep tokens and policy if bits are unequal in this block, and let the error say where they are."""
+    """Save tokens and policy if UnequalBits is raised in this block, and name the files in its message."""
     try:
         yield
     except UnequalBits as error:

@@ -1,7 +1,7 @@
-"""The engine that a language run samples with: built in, SGLang servers, or the user's own; and recorded samples.
+"""The engine that samples for a language run: built-in, SGLang servers, the user's own, or recorded samples.
 
-The user's engine promises no bits, so asking it again would show nothing. A run that goes on or is repeated takes what
-it sampled from the records, and computes everything that follows from it again.
+A user's engine promises no bits, so it cannot sample the same tokens again. A resumed or repeated run reads its samples
+from the records, and computes everything that follows from them again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ppo_repro.runs.prepare import Prepared
 
 @dataclass(frozen=True)
 class Recorded:
-    """The iterations that a run has recorded, from 0."""
+    """The recorded iterations of a run, from 0."""
 
     run_dir: Path
     iterations: int
@@ -38,7 +38,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class RecordedSampler:
-    """Returns what was sampled in the iterations that are recorded; samples with `engine` after them."""
+    """Returns the recorded samples of recorded iterations, and samples with `engine` after them."""
 
     recorded: Recorded
     state: TrainState  # knows the iteration
@@ -72,9 +72,9 @@ def _recorded_completions(run_dir: Path, iteration: int) -> dict[tuple[int, tupl
 
 @contextmanager
 def own_engine(config: RunConfig, ranks: Ranks, recorded: Recorded | None) -> Iterator[EngineProcess | None]:
-    """Make the user's engine, which ends with the block; None where nobody asks it.
+    """Start the user's engine, which ends with the block; yield None in a process that does not use it.
 
-    The first of several processes has it. Raises UserError where its file, its class or a method of it is wrong.
+    The first of several processes uses it. Raises UserError if its file, its class or one of its methods is wrong.
     """
     settings, is_recorded = config.rollout.engine, recorded is not None and recorded.iterations >= config.iterations
     if not isinstance(settings, OwnEngine) or is_recorded or not ranks.is_first:
@@ -97,7 +97,7 @@ def rollout_engine(
     watcher: Watcher,
     ranks: Ranks,
 ) -> Iterator[Engine]:
-    """Yield the engine of a run; what it started ends with the block. The first of several processes has it.
+    """Yield the engine of a run, and stop what it started when the block ends. The first of several processes owns it.
 
     Args:
         config: names the engine.
@@ -105,8 +105,8 @@ def rollout_engine(
         own: the user's engine, if the run has one.
         run_dir: for logs, notes and weights; None for a temporary folder.
         recorded: samples that need not be drawn.
-        watcher: is told what is waited for.
-        ranks: the first one samples where the engine is outside.
+        watcher: receives the waiting times of servers.
+        ranks: the first one samples if the engine is not built in.
     """
     settings, built_in = config.rollout.engine, prepared.engine
     if isinstance(settings, SGLangServers):
@@ -156,7 +156,7 @@ def _servers(
 
 @contextmanager
 def _place(run_dir: Path | None, name: str) -> Iterator[Path]:
-    """Yield a folder of this name in the run folder, or in a temporary one without a run folder."""
+    """Yield a folder `name` in the run folder, or a temporary folder if `run_dir` is None."""
     if run_dir is not None:
         yield run_dir / name
         return

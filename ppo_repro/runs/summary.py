@@ -1,4 +1,4 @@
-"""What a finished run of any kind says about itself, computed from its records alone; never imports torch."""
+"""The summary of a finished run of any kind, computed from its records alone, without torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Summary:
-    """A complete run in figures by name, which `--json` prints, and in words, one sentence per line."""
+    """A complete run in figures by name, which `--json` prints, and in sentences, one per line."""
 
     figures: Figures
     sentences: list[str]
@@ -71,10 +71,10 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary
 
 
 def score_of(run_dir: Path, head: Head) -> float | None:
-    """Return the one number by which a run is compared with others of its kind; None if there is none so far.
+    """Return the number by which runs of this kind are compared; None if there is none so far.
 
-    Language: the mean score of the held-out responses, at last. Gymnasium: the mean return of the likeliest actions, or
-    of the last episodes. DPO: the share of held-out pairs in the right order.
+    Language: the last mean score of the held-out responses. Gymnasium: the mean return of the likeliest actions, or of
+    the last episodes. DPO: the share of held-out pairs in the right order.
     """
     found = [head.final.get(name) for name in ("eval_score", "eval_return", "last_100_return")]
     if head.num_iterations and not any(map(_is_number, found)):
@@ -92,9 +92,9 @@ def _is_number(value: float | int | str | None) -> TypeGuard[float]:
 
 
 def _speeds(figures: Figures, unit: str) -> list[str]:
-    """Return the seconds by phase, with tokens per second where a phase handles tokens.
+    """Return lines of seconds by phase, with tokens per second for phases that handle tokens.
 
-    Phases that show 0.0 s are left out.
+    Phases that would show 0.0 s are left out.
     """
     lines = []
     for phase, seconds in figures["seconds"].items():
@@ -105,7 +105,7 @@ def _speeds(figures: Figures, unit: str) -> list[str]:
 
 
 def _agreement(rows: pd.DataFrame, figures: Figures, anchor: str, has_value_model: bool) -> list[str]:
-    """Say how far sampler and trainer agree; nothing is said of values where there is no value model."""
+    """Return lines on how far sampler and trainer agree, with values only if there is a value model."""
     for name in ("unequal_old_rollout_logprobs", "first_minibatch_tokens", "unequal_values", "unequal_first_ratios"):
         figures[name] = int(rows[name].sum())
     figures["max_abs_old_rollout"] = float(rows["max_abs_old_rollout"].max())
@@ -160,7 +160,7 @@ def _change(what: str, figures: Figures) -> str:
 
 
 def change(before: float, after: float) -> str:
-    """Say how a number changed, in three digits: `rose from 0.246 to 0.637`, `stayed at 0.000`."""
+    """Return how a number changed, in three digits: `rose from 0.246 to 0.637`, `stayed at 0.000`."""
     first, last = f"{before:.3f}", f"{after:.3f}"
     if first == last:
         return f"stayed at {last}"
@@ -168,14 +168,14 @@ def change(before: float, after: float) -> str:
 
 
 def cut_at_the_limit(fraction: float) -> str:
-    """Say how many responses were cut."""
+    """Return a phrase on the fraction of responses that reached the length limit."""
     return f"{fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
 
 
 def is_judged(run_dir: Path) -> bool:
     """Return whether responses of a language run are right or wrong.
 
-    Its prompts have answers, or its task a verifier, and no function of the user's alone is the reward.
+    They are if the prompts have answers or the task has a verifier, unless a user's function is the only reward.
     """
     reward = load_recorded_config(run_dir).reward
     answers = reader.read_sequences(run_dir, columns=["answer"], iterations=[0], allow_incomplete=True)["answer"]
@@ -184,7 +184,7 @@ def is_judged(run_dir: Path) -> bool:
 
 
 def not_promised(config: RunConfig) -> list[str]:
-    """Say what is promised, and what is not, of a run whose engine promises no bits; nothing of other runs."""
+    """Return lines on the limits of a run whose engine promises no bits; empty for other runs."""
     engine = config.rollout.engine_without_promise
     if not engine:
         return []
@@ -193,7 +193,7 @@ def not_promised(config: RunConfig) -> list[str]:
 
 
 def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
-    """Describe a control run: tokens are environment steps; returns are undiscounted."""
+    """Describe a control run, whose tokens are environment steps; returns are undiscounted."""
     final, agreement = recorded.final, _agreement(rows, figures, "rollout", has_value_model=True)
     before, after = float(rows["eval_return"].iloc[0]), float(final["eval_return"])
     figures |= {
@@ -211,7 +211,7 @@ def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fig
 
 
 def _dpo(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
-    """Describe a DPO run: tokens are the pairs of all epochs."""
+    """Describe a DPO run, whose tokens are the pairs of all epochs."""
     final = recorded.final
     loss = reader.read_steps(run_dir, columns=["loss"])["loss"]
     held_out = reader.read_table("margins", run_dir, iterations=[0], columns=["held_out"])["held_out"]
@@ -239,7 +239,7 @@ def _dpo(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures
 
 
 def iteration_lines(run_dir: Path, kind: Kind, count: int) -> pd.DataFrame:
-    """Return the telling columns of up to `count` iterations, evenly spread, the first and last included."""
+    """Return the most important columns of up to `count` iterations, evenly spaced, with the first and the last."""
     columns = COLUMNS[kind]
     if kind == LANGUAGE and not is_judged(run_dir):
         columns = tuple(name for name in columns if "accuracy" not in name)

@@ -1,4 +1,4 @@
-"""Whether every file of a run folder is what was written."""
+"""Checking that every file of a run folder has the recorded bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNFINISHED = re.compile(
 
 @dataclass(frozen=True)
 class Verified:
-    """What a run folder holds, all of it undamaged. Paths are below the folder."""
+    """The contents of an undamaged run folder; paths are relative to it."""
 
     status: str
     fingerprint: str
@@ -49,7 +49,7 @@ class Verified:
     not_promised: tuple[str, ...] = ()  # of a run whose engine promises no bits
 
     def lines(self) -> list[str]:
-        """Describe it, one sentence per line."""
+        """Describe the contents, one sentence per line."""
         lines = [
             f"whole: {self.status}, {self.iterations} iterations in {self.tables} table files, "
             f"{self.checkpoints} checkpoints, {self.model_folders} model folders, fingerprint {self.fingerprint}"
@@ -65,9 +65,9 @@ class Verified:
 
 
 def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
-    """Compare every file with its digest; UserError names the first one that is damaged, missing or not of the run.
+    """Compare every file with its digest. Raises UserError for the first damaged, missing or foreign file.
 
-    Nothing is computed again; `rerun` does that. `recorded`: the manifest, None: as it is in the folder.
+    Computes nothing again, unlike `rerun`. `recorded`: the manifest; None reads it from the folder.
     """
     recorded = recorded or manifest.load(run_dir)
     check_links(run_dir)
@@ -109,7 +109,10 @@ def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
 
 
 def remove_unfinished(run_dir: Path, recorded: Manifest, contents: Verified) -> None:
-    """Remove what ended processes had begun to write: a complete run lists all it has. UserError where that fails."""
+    """Remove unfinished files of ended processes from a complete run, which lists all its files.
+
+    Raises UserError if that fails.
+    """
     if contents.unfinished_line:
         manifest.cut_log(run_dir, recorded.log_bytes)
     try:

@@ -210,6 +210,7 @@ def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: M
 # a large vocabulary, long responses
 
 
+@pytest.mark.slow
 def test_logits_in_pieces_give_the_same_verdict(
     made: Material, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

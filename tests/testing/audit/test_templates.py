@@ -50,7 +50,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("words", [w if w == NO_DEFAULT else pytest.param(w, marks=pytest.mark.slow) for w in FAULTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", FAULTS)
 def test_a_fault_of_the_chat_template_is_named(tokenizer: PreTrainedTokenizerBase, words: str) -> None:
     model = small_model(qwen3_config(), 4)
     right, wrong = ([tokenizer(of(q)).input_ids for q in QUESTIONS] for of in FAULTS[words])

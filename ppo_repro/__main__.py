@@ -1,4 +1,4 @@
-"""The process of a command: no signal finds it where the command line cannot answer."""
+"""The entry point of `python -m ppo_repro`, which holds signals back until the command line can handle them."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Hold signals while modules are imported, and leave them alone once the command has ended."""
+    """Hold signals while modules are imported, run the command, and stop handling signals after it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     _leave_out_the_current_folder()
     from ppo_repro.base import interrupts
@@ -22,9 +22,9 @@ def main() -> None:
 
 
 def _leave_out_the_current_folder() -> None:
-    """Forget the folder that `python -m` looks in first: what is found must not depend on how a command is started.
+    """Remove the folder that `python -m` puts first into the import path, so that every start finds the same modules.
 
-    It stays where this package itself is found there.
+    The folder stays if this package itself is in it.
     """
     first, here = sys.path[0], os.getcwd()
     if not sys.flags.safe_path and first in ("", here) and Path(__file__).parents[1] != Path(here):

@@ -28,7 +28,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Spans:
-    """Where the text of each token of one response lies; `char_start[t] == char_end[t]` for a token without text."""
+    """The place of each token in the text of a response; `char_start[t] == char_end[t]` for a token without text."""
 
     char_start: list[int]
     char_end: list[int]
@@ -40,7 +40,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Episode:
-    """All that follows a prompt where the environment speaks too. The last token is a sampled one."""
+    """The turns of model and environment after a prompt. The last token is sampled."""
 
     ids: tuple[int, ...]  # sampled tokens and those that the environment put in, in order
     is_forced: tuple[bool, ...]  # which ones the environment put in
@@ -49,9 +49,10 @@ class Episode:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The sampled responses. A token's log-prob is that of the distribution it was drawn from.
+    """The sampled responses. A token's log-prob is its log-prob in the distribution from which it was drawn.
 
-    Only sampled tokens are among the N: what the environment puts in is in `episodes`, and has no row anywhere.
+    The N tokens are the sampled ones. Tokens that the environment puts in are in `episodes`, and have no row in any
+    table.
     """
 
     prompts: Prompts
@@ -75,7 +76,7 @@ class Rollout:
     in_losses: Tensor | None = None  # [N] bool, the tokens that have a loss; None: all
 
     def whole(self, sequence: int) -> tuple[int, ...]:
-        """Return all tokens of a sequence after its prompt."""
+        """Return all tokens of a sequence after its prompt, the environment's tokens included."""
         if self.episodes is not None:
             return self.episodes[sequence].ids
         start = int(self.lengths[:sequence].sum())
@@ -86,9 +87,9 @@ class Rollout:
         return [ids.tolist() for ids in self.response_ids.split(self.lengths.tolist())]
 
     def token_routes(self) -> Tensor:
-        """Return the experts of the inputs that predict the tokens, [N, M k] int32: k in each of M layers, rising.
+        """Return the experts of the inputs that predict the tokens, [N, M k] int32: k of each of M layers, ascending.
 
-        Inputs are all tokens of a sequence but the last. [N, 0] where no routes are known.
+        The inputs are all tokens of a sequence except the last. The shape is [N, 0] if no routes are known.
         """
         if self.routes is None:
             return torch.empty(len(self.response_ids), 0, dtype=torch.int32)
@@ -109,7 +110,7 @@ class Rollout:
         return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
 
     def groups(self) -> Tensor:
-        """Return the number of each sequence's prompt in the iteration, [B] int64."""
+        """Return the prompt of each sequence, numbered within the iteration, [B] int64."""
         numbers = {key: number for number, key in enumerate(dict.fromkeys(self.prompts.keys))}
         return torch.tensor([numbers[key] for key in self.prompts.keys], dtype=torch.int64)
 
@@ -125,7 +126,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """The training-side forward of policy, reference and value model before any update."""
+    """The trainer's forward pass of policy, reference and value model before any update."""
 
     old_logprobs: Tensor  # [N] float32
     ref_logprobs: Tensor  # [N] float32
@@ -139,7 +140,7 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Scores of responses, and the rewards of tokens after placement, KL penalty and whitening."""
+    """Scores of responses, and rewards of tokens after placement, KL penalty and whitening."""
 
     scores: Tensor  # [B] float64
     score_parts: tuple[tuple[float, ...], ...]  # [B] unweighted value of every reward term
@@ -161,7 +162,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """One optimizer step of the policy, and its losses before the step. M tokens in the minibatch."""
+    """One optimizer step of the policy on the M tokens of a minibatch, and its losses before the step."""
 
     new_logprobs: Tensor  # [M] float32
     ratios: Tensor  # [M] float32, exp(new_logprobs - anchor)
@@ -198,7 +199,7 @@ class ValueUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class MinibatchUpdate:
-    """One minibatch. M tokens in it."""
+    """The updates of policy and value model on a minibatch of M tokens."""
 
     epoch: int
     minibatch: int
@@ -212,7 +213,7 @@ class MinibatchUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """Everything one iteration produced."""
+    """The results of all stages of one iteration."""
 
     index: int
     evaluation: Evaluation | None  # None in iterations without one
@@ -227,7 +228,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Greedy decoding of the E held-out prompts, and how the responses were judged."""
+    """Greedy responses to the E held-out prompts, and their scores."""
 
     keys: tuple[str, ...]  # [E] stable name of the prompt in its task
     texts: tuple[str, ...]  # [E]
@@ -262,11 +263,15 @@ class ReturnStatistics:
 
     @property
     def scale(self) -> float:
-        """Return the population standard deviation, at least 1e-4; 1 before there are returns."""
+        """Return the population standard deviation, at least 1e-4; 1 if there are no returns yet."""
         return max(math.sqrt(self.squares / self.count), 1e-4) if self.count else 1.0
 
     def joined(self, returns: Sequence[float]) -> ReturnStatistics:
-        """Return the statistics of these and further returns together. Chan, Golub and LeVeque, 1983."""
+        """Return the statistics of these and new returns, of which there must be at least one.
+
+        With n old and m new returns and d the new mean minus the old mean, mean' = mean + d m / (n + m) and squares' =
+        squares + new squares + d^2 n m / (n + m). Chan, Golub and LeVeque, 1983.
+        """
         new = len(returns)
         total = self.count + new
         mean = math.fsum(returns) / new
@@ -281,7 +286,7 @@ class ReturnStatistics:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What changes between iterations besides the weights. A coefficient that the configuration lacks is 0."""
+    """Values besides the weights that change between iterations. A coefficient that the configuration lacks is 0."""
 
     kl_coef: float
     clip_range: float

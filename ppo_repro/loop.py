@@ -1,7 +1,7 @@
 """PPO. Read this file first: rollout, scores, rewards, advantages, epochs, minibatches, ratio, clip, step.
 
 The types between the stages are in `buffers.py`, the mathematics is in `ppo/`, the stages are in `stages/`.
-Letters: B responses, N response tokens of an iteration, M of a minibatch, n of a micro-batch.
+Letters: B responses and N response tokens of an iteration, M tokens of a minibatch, n tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from ppo_repro.stages.updates import (
 
 
 def as_sampled(rollout: Rollout) -> Rollout:
-    """Return the rollout as it was sampled; `receive` is where faults/trainer.py puts its functions."""
+    """Return the rollout unchanged; deliberate faults pass another `receive` to the loop (faults/trainer.py)."""
     return rollout
 
 
@@ -66,18 +66,18 @@ def ppo_iterations(
     ranks: Ranks,
     receive: Callable[[Rollout], Rollout] = as_sampled,
 ) -> Iterator[Iteration]:
-    """Run PPO from `state.iteration` on, training `state` in place; yields each iteration after its update.
+    """Run PPO from `state.iteration` on, train `state` in place, and yield each iteration after its update.
 
     The processes of a run divide the responses among them; after each stage every process has the results of all
     responses.
 
     Args:
         config: the run's configuration.
-        task: prompts, and what scores the responses.
+        task: the prompts, and the functions that score the responses.
         state: networks, optimizers and coefficients; its `iteration` is the next one to run.
         engine: samples with the policy in `state`.
         ranks: the processes of the run.
-        receive: what happens to a rollout between sampler and trainer; nothing unless faults are deliberate.
+        receive: changes a rollout between sampler and trainer; only deliberate faults need it.
 
     Raises:
         PromiseBroken: the weights of two processes differ after an update.
@@ -142,21 +142,22 @@ def update(
     """Take all optimizer steps of one iteration, in order.
 
     Policy and value model each have a number of epochs, over the same minibatches. After a minibatch with more KL
-    than `early_stop_kl` the policy takes no further step, nor does a value head on its trunk.
+    than `early_stop_kl`, the policy takes no further step, and neither does a value head on its trunk.
 
     Args:
         config: the run's configuration.
-        state: its weights change in place, alike on every rank.
+        state: its weights change in place, equally on every rank.
         rollout: the responses as the trainer received them.
         forward: log-probs and values before the first step.
         advantages: advantages and value targets.
-        ranks: each computes the gradients of its share of a minibatch.
+        ranks: each computes the gradients of its responses in a minibatch.
         clock: gets the phases `update` and `digests`.
         functions: the user's own.
 
     Yields:
-        One MinibatchUpdate a minibatch, after its step, without the digests of the weights; and the digests, which may
-        still be computed beside the next step.
+        After each step, a MinibatchUpdate without the digests of the weights; and these digests, which threads may
+            still
+        compute during the next step.
     """
     ppo, value = config.ppo, config.value
     batch = training_batch(config, state.coefficients, rollout, forward, advantages, functions)
@@ -197,7 +198,7 @@ def update(
 def policy_step(
     config: RunConfig, state: TrainState, batch: TrainingBatch, minibatch: Minibatch, ranks: Ranks
 ) -> tuple[PolicyUpdate, ValueUpdate | None]:
-    """Take one optimizer step of the policy, and of the value head on its trunk if it has one.
+    """Take one optimizer step of the policy, which includes the value head if it is on the policy's trunk.
 
     Args:
         config: the run's configuration.
@@ -207,7 +208,7 @@ def policy_step(
         ranks: the gradients of all ranks are added.
 
     Returns:
-        What the step recorded, of the policy and of the value head; None without a head.
+        The updates of the policy and of the value head; None without a head.
     """
     stream, chosen = ("update", *minibatch.step), None
     if batch.objective.chooses_tokens:
@@ -316,7 +317,7 @@ def value_step(
 
 
 def value_loss(batch: TrainingBatch, tokens: Tensor, new_values: Tensor) -> ValueColumns:
-    """Compute 1/2 (V - R)^2, plain or clipped, of n tokens, in squared units of the returns' scale."""
+    """Return 1/2 (V - R)^2, plain or clipped, of n tokens: [n] float32, in squared units of the returns' scale."""
     assert batch.old_values is not None
     assert batch.returns is not None
     losses, clipped = value_losses(new_values, batch.old_values[tokens], batch.returns[tokens], batch.value_clip_range)
@@ -334,7 +335,7 @@ def optimizer_step(
 ) -> tuple[float, Columns]:
     """Take one AdamW step on the weighted sum of a minibatch's losses.
 
-    Losses are not reduced in autograd: the backward pass of each token starts from its weight.
+    The losses are not summed in autograd: the backward pass of each token starts from its weight.
 
     Args:
         optimizer: of the policy or of the value model.

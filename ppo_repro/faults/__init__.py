@@ -1,1 +1,1 @@
-"""Mismatches made on purpose, around the sampler and around the trainer's rollout; the loop does not know them."""
+"""Deliberate mismatches, around the sampler and around the trainer's rollout; the loop does not know them."""

@@ -1,4 +1,4 @@
-"""Responses decoded and encoded again before training, as in stacks that pass on texts in place of token ids."""
+"""Responses decoded and encoded again before training, as in stacks that pass texts instead of token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ppo_repro.tasks.tokenizer import decode, spans
 
 @dataclass(frozen=True)
 class Encoding:
-    """T tokens of a response, encoded from its text, and their relation to the S sampled tokens."""
+    """T tokens encoded from the text of a response, and their relation to the S sampled tokens."""
 
     ids: list[int]  # [T]
     spans: Spans  # of these tokens
@@ -27,7 +27,7 @@ class Encoding:
     as_sampled: list[bool]  # [T] the same token was sampled
 
     def summed(self, logprobs: Tensor) -> Tensor:
-        """Return the sum of the values of the sampled tokens that each token owns, [T] float32."""
+        """Sum the values [S] of the sampled tokens that belong to each new token: [T] float32."""
         parts: list[list[float]] = [[] for _ in self.ids]
         for owner, value in zip(self.owners, logprobs.tolist(), strict=True):
             parts[owner].append(value)
@@ -39,7 +39,7 @@ def encode_again(
 ) -> Encoding | None:
     """Encode the decoded text of a response again, and add its end token.
 
-    Special tokens inside a response are in no text, and are lost.
+    Special tokens inside a response have no text, and are lost.
 
     Args:
         tokenizer: the run's tokenizer.
@@ -102,7 +102,7 @@ class RetokenizingEngine:
         return [self._encoded(c, most if draw < self.share * 2.0**64 else 0) for c, draw in pairs]
 
     def _encoded(self, completion: Completion, most: int) -> Completion:
-        """Return the completion encoded again in at most `most` tokens; as sampled if that is not possible."""
+        """Encode a completion again in at most `most` tokens; return it unchanged if that is not possible."""
         ids, ended = completion.response_ids, completion.finish_reason == "stop"
         text = decode(self.tokenizer, ids)
         before = spans(self.tokenizer, ids, text)

@@ -1,4 +1,4 @@
-"""Faults of the sampler: older weights, one flipped bit, another first token."""
+"""Deliberate faults of the sampler: older weights, one flipped bit, another first token."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FIRST_TEXT_ID = 2  # our tokenizers begin with <pad> and <eos>
 
 
 def disturbed(config: RunConfig, engine: Engine, state: TrainState, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """Return the run's sampler with the faults of the configuration's section `mismatch`.
+    """Return the run's sampler with the faults in the configuration's section `mismatch`.
 
     Args:
         config: the run.
         engine: the run's sampler.
         state: the policy and its older versions; a flipped bit changes the policy at once.
-        tokenizer: the tokenizer that encodes responses again.
+        tokenizer: encodes responses again.
 
     Returns:
-        The engine with its faults; `engine` itself if there is none.
+        The engine with its faults; `engine` itself if there are none.
     """
     lag, share = config.mismatch.sampler.lag, config.mismatch.trainer.retokenize
     if config.mismatch.flip == "bit" and state.iteration == 0:
@@ -66,7 +66,7 @@ class FlippingEngine:
 
 @dataclass(frozen=True)
 class LaggingEngine:
-    """An engine whose policy is `lag` iterations behind when it samples. Greedy evaluation has the newest weights."""
+    """An engine that samples with the policy of `lag` iterations ago. Greedy evaluation uses the newest weights."""
 
     engine: Engine
     state: TrainState  # has the policy of the engine

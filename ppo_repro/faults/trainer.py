@@ -1,4 +1,4 @@
-"""Faults of the trainer, which the section `mismatch.trainer` asks for."""
+"""Deliberate faults of the trainer, which the section `mismatch.trainer` configures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ppo_repro.models.state import HiddenHook, Stream, unchanged
 
 
 def received(faults: TrainerFaults, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-    """Return the rollout that the trainer gets, with the faults that change it; `rollout` itself without faults."""
+    """Return the rollout as the trainer gets it: changed by the faults, or `rollout` itself without faults."""
     prompts = rollout.prompts
     if faults.prompts_differ:
         ids = tuple(training_prompt(faults, tokenizer, prompt) for prompt in prompts.prompt_ids)
@@ -32,7 +32,7 @@ def received(faults: TrainerFaults, rollout: Rollout, tokenizer: PreTrainedToken
 
 
 def with_loss_mask(faults: TrainerFaults, rollout: Rollout) -> Rollout:
-    """Take the end token of each response that stopped out of the losses, unless `faults.eos_in_loss`."""
+    """Unless `faults.eos_in_loss`, leave the end token of each stopped response out of the losses."""
     if faults.eos_in_loss:
         return rollout
     in_losses = torch.ones(len(rollout.response_ids), dtype=torch.bool)
@@ -42,7 +42,7 @@ def with_loss_mask(faults: TrainerFaults, rollout: Rollout) -> Rollout:
 
 
 def training_prompt(faults: TrainerFaults, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the trainer's tokens before a response."""
+    """Return the token ids before a response as the trainer sees them: `ids` with the faults applied."""
     before, after = (
         tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         for text in (faults.prompt_before, faults.prompt_after)
@@ -79,9 +79,9 @@ def check_training_prompts(
 
 
 def dropout(probability: float, seed: int) -> HiddenHook:
-    """Return a hook for hidden states [n, H]: a number becomes 0 with probability p, otherwise it is divided by 1 - p.
+    """Return a hook for hidden states [n, H]: a number becomes 0 with `probability` p, else it is divided by 1 - p.
 
-    The zeros of a token follow from the seed, the stream and the token's number in its iteration alone.
+    The zeros of a token depend only on the seed, the stream and the token's number in its iteration.
     """
     if not probability:
         return unchanged

@@ -1,4 +1,4 @@
-"""Columns of arrays and lists to Arrow tables of a schema, and those to Parquet."""
+"""Conversion of arrays and lists to Arrow tables of a schema, and of Arrow tables to Parquet."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def to_arrow(
     columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | pa.Array | None],
     level: RecordLevel = "deep",
 ) -> pa.Table:
-    """Build a table from a copy of its columns; None is null in every row. ValueError naming table and column.
+    """Build a table from a copy of its columns; a column that is None is null in every row.
 
-    Columns above `level` are left out; those of a level or a feature may be missing. No value is cast where that could
-    change a bit.
+    Columns above `level` are left out; columns of a level or feature may be missing. No value is cast if the cast could
+    change a bit. Raises ValueError, naming table and column.
     """
     if unknown := columns.keys() - {column.name for column in table.columns}:
         raise ValueError(f"table {table.name}, column {min(unknown)}: not in the schema")
@@ -62,7 +62,7 @@ def to_arrow(
 
 
 def to_parquet(data: pa.Table) -> memoryview:
-    """Return the content of the Parquet file, every bit of every value as in the table."""
+    """Return the content of a Parquet file with every bit of every value of the table."""
 
     def of_types(*kinds: str) -> list[str]:
         return [field.name for field in data.schema if str(field.type) in kinds]
@@ -83,7 +83,7 @@ def to_parquet(data: pa.Table) -> memoryview:
 def _to_array(column: schema.Column, values: Any, rows: int) -> pa.Array:
     """Return an array of the column's type, whose memory no later write can change.
 
-    Raises ValueError for values of another type.
+    Raises ValueError if the values are of another type.
     """
     expected = digests.ARROW_TYPES[column.kind]
     if values is None:

@@ -1,6 +1,6 @@
-"""From the stages of a language run to the columns of its tables, at the level that the configuration asks for.
+"""Conversion of a language run's stages to the columns of its tables, at the configured level.
 
-The only module of records/ that knows tensors and stages.
+No other module of records/ knows tensors and stages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def unequal_bits(a: Tensor, b: Tensor) -> int:
 
 
 def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
-    """Make the five tables of one iteration, and the held-out responses where there are some."""
+    """Make the five tables of one iteration, and a sixth with the held-out responses if the iteration has some."""
     level = config.records.level
     columns = {
         "sequences": _sequences(item),
@@ -69,7 +69,7 @@ def tables_at(
         index: of the iteration, in every row.
         tables: their schemas.
         columns: by table and name.
-        level: columns that it leaves out are not made.
+        level: the level of the records; columns above it are not made.
     """
     made = {}
     for table in tables:
@@ -84,7 +84,7 @@ def int32(values: Any) -> np.ndarray:
 
 
 def fields_of(table: schema.Table, *stages: Any) -> Columns:
-    """Return the columns that are fields of a stage by the same name; the rows of a matrix become lists."""
+    """Return the table's columns that are fields of one of the stages; the rows of a matrix become lists."""
     found = {c.name: getattr(stage, c.name) for stage in stages for c in table.columns if hasattr(stage, c.name)}
     for name, value in found.items():
         if isinstance(value, Tensor):
@@ -93,36 +93,36 @@ def fields_of(table: schema.Table, *stages: Any) -> Columns:
 
 
 def rows_of(table: schema.Table, items: Sequence[Any]) -> Columns:
-    """Return the columns that are fields of the items by the same name; an item is a row."""
+    """Return the table's columns that are fields of the items; each item is a row."""
     return {c.name: [getattr(i, c.name) for i in items] for c in table.columns if hasattr(items[0], c.name)}
 
 
 def _by_step(item: Iteration, model: str, name: str) -> list[Any]:
-    """Return a field of the policy's or the value model's step of each minibatch; None without a step."""
+    """Return field `name` of the `model`'s step in each minibatch; None if this model took no step."""
     steps = [getattr(u, model) for u in item.updates]
     return [None if step is None else getattr(step, name) for step in steps]
 
 
 def _by_token(item: Iteration, model: str, name: str) -> pa.Array:
-    """Return a per-token column of the policy's or the value model's steps; null where there was none."""
+    """Return per-token field `name` of the `model`'s steps; null for minibatches without a step of this model."""
     columns, sizes = _by_step(item, model, name), [len(u.tokens) for u in item.updates]
     values = torch.cat([torch.zeros(n) if c is None else c for n, c in zip(sizes, columns, strict=True)])
     return pa.array(values.numpy(), mask=np.repeat([column is None for column in columns], sizes))
 
 
 def _in_words(item: Iteration, name: str, words: Callable[[Tensor], list[str]]) -> list[str | None]:
-    """Return a per-token column of codes of the policy's steps in words; null where there was none."""
+    """Return a per-token column of codes of the policy's steps as words; None for minibatches without a policy step."""
     columns = zip(item.updates, _by_step(item, "policy", name), strict=True)
     return [word for u, codes in columns for word in ([None] * len(u.tokens) if codes is None else words(codes))]
 
 
 def of_minibatches(updates: Sequence[Any], name: str) -> np.ndarray:
-    """Return a field of each minibatch for each of its tokens."""
+    """Return field `name` of each minibatch, repeated for each of its tokens."""
     return np.repeat(int32([getattr(u, name) for u in updates]), [len(u.tokens) for u in updates])
 
 
 def cells_of(lengths: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return (sequence, position in it) of every token of sequences of these lengths, int32."""
+    """Return (sequence, position in the sequence), int32 [N] each, of every token of sequences of these lengths."""
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     starts = torch.cumsum(lengths, 0) - lengths
     return int32(sequence), int32(torch.arange(len(sequence)) - starts[sequence])
@@ -161,7 +161,7 @@ def _sequences(item: Iteration) -> Columns:
 
 
 def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
-    """Return the columns of episodes of several turns; none where there are no such episodes."""
+    """Return the columns of episodes of several turns; no columns if there are none."""
     if episodes is None:
         return {}
     forced = [[int(put_in) for put_in in episode.is_forced] for episode in episodes]
@@ -184,7 +184,7 @@ def _tokens(item: Iteration, with_kept: bool) -> Columns:
 
 
 def _kept(bits: np.ndarray) -> pa.Array | None:
-    """Return bit sets [N, W] uint8 as lists of ids; null where they have no width."""
+    """Return bit sets [N, W] uint8 as lists of token ids; None if W is 0."""
     if bits.shape[1] == 0:
         return None
     ids, counts = [], []
@@ -196,7 +196,10 @@ def _kept(bits: np.ndarray) -> pa.Array | None:
 
 
 def offsets_of(counts: np.ndarray) -> np.ndarray:
-    """Return where each list begins and the last one ends, [N + 1] int32; UserError beyond 2^31 - 1, Arrow's limit."""
+    """Return the start of each list and the end of the last one, [N + 1] int32.
+
+    Raises UserError beyond 2^31 - 1, Arrow's limit.
+    """
     offsets = np.cumsum(np.concatenate([[0], counts]), dtype=np.int64)
     if offsets[-1] > _MOST_IN_LISTS:
         raise UserError(
@@ -207,7 +210,7 @@ def offsets_of(counts: np.ndarray) -> np.ndarray:
 
 
 def _lists(rows: Tensor) -> list[np.ndarray] | None:
-    """Return the rows [N, K] as lists of K; null for K = 0."""
+    """Return the rows [N, K] as lists of K numbers; None if K is 0."""
     return list(rows.numpy()) if rows.shape[1] else None
 
 
@@ -256,14 +259,14 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
 def count_disagreement(
     rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_values: Tensor | None
 ) -> Columns:
-    """Count what may not differ: log-probs of sampler and trainer, ratios of the first minibatch and 1, values.
+    """Count the unequal bits between sampler and trainer log-probs, first-minibatch ratios and 1, old and new values.
 
     Args:
         rollout: of a language or control run.
         forward: of the same iteration.
         tokens: [M] int64, the tokens of the first minibatch.
         ratios: [M] float32, before any optimizer step.
-        new_values: [M] float32, likewise; None without a value model.
+        new_values: [M] float32, before any optimizer step; None without a value model.
     """
     old, sampled, values = forward.old_logprobs, rollout.rollout_logprobs, forward.values
     return {
@@ -314,7 +317,7 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
 
 
 def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Table]:
-    """Return the table `evaluations` of one evaluation, by name; `iteration` is the one it came before."""
+    """Return the table `evaluations`, by name, of the evaluation before `iteration`."""
     count = len(evaluation.keys)
     columns: Columns = {
         "sequence": range(count),
@@ -333,7 +336,7 @@ def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Tab
 def preparation_tables(
     warm_start: Sequence[WarmStartStep], training: RewardTraining | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, pa.Table]:
-    """Return the tables of what was trained before PPO, by name; none of a training that did not take place."""
+    """Return the tables of the training before PPO, by name; a training that did not take place has no table."""
     columns: dict[str, Columns] = {}
     if warm_start:
         steps = rows_of(schema.WARM_START_STEPS, warm_start)
@@ -352,7 +355,7 @@ def preparation_tables(
 
 
 def pair_columns(pairs: Sequence[Preference], trained: int, tokenizer: PreTrainedTokenizerBase) -> Columns:
-    """Return the columns of preference pairs, of which the first `trained` are trained on."""
+    """Return the columns of preference pairs; the first `trained` pairs are the training pairs."""
     return {
         **rows_of(schema.PAIRS, pairs),
         "pair": np.arange(len(pairs), dtype=np.int32),

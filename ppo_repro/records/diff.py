@@ -1,4 +1,4 @@
-"""Where two recorded runs first differ, bit by bit: table, iteration, column, row and both values."""
+"""The first bit in which two recorded runs differ: table, iteration, column, row and both values."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ _CONTEXT = 12
 
 @dataclass(frozen=True)
 class Difference:
-    """The first cell that differs; `key` are the left run's key columns there, `rows` the rows compared.
+    """The first cell that differs; `key` has the left run's key columns of this cell.
 
-    Beyond cells: column `(rows)` counts the rows of a table, table `(run)` the iterations, table `(final)`
-    holds the results after the last iteration, one per column.
+    `rows` is the number of compared rows. Three names mean more than a cell: column `(rows)` counts the rows of a
+    table,
+    table `(run)` counts the iterations, and table `(final)` has the results after the last iteration, one per column.
     """
 
     table: str
@@ -72,17 +73,17 @@ class Difference:
 
 
 def setup_changes(left_dir: Path, right_dir: Path) -> dict[str, list[Any]]:
-    """Return [left, right] of each field, input's SHA-256 and origin in which two runs differ.
+    """Return [left, right] of each field, input digest and origin in which two runs differ.
 
-    Raises UserError if one is damaged.
+    Raises UserError if one of the runs is damaged.
     """
     return changes(*(setup_of(run_dir, manifest.load_head(run_dir)) for run_dir in (left_dir, right_dir)))
 
 
 def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference | None:
-    """Compare two runs, complete or not, in the order in which the data was computed.
+    """Find the first difference of two runs, complete or not, in the order of computation; None if they are equal.
 
-    Raises UserError where a file is missing or damaged: what it holds is not what either run computed.
+    Raises UserError if a file is missing or damaged, because its content is not what the run computed.
     """
     left_root, right_root = Path(left_dir), Path(right_dir)
     left, right = manifest.load(left_root), manifest.load(right_root)
@@ -102,13 +103,16 @@ def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference 
 def from_recorded(
     run_dir: Path, recorded: Manifest, iteration: int | None, computed: Mapping[str, pa.Table]
 ) -> Difference | None:
-    """Find the first cell in which tables of one moment differ from the recorded ones; UserError for damaged records.
+    """Find the first cell in which computed tables differ from the recorded tables of the same moment.
 
     Args:
         run_dir: the recorded run.
         recorded: its manifest.
-        iteration: None: before the first one; the number of iterations: after the last one.
+        iteration: None is the moment before the first iteration; the number of iterations is after the last one.
         computed: tables by name.
+
+    Raises:
+        UserError: the records are damaged.
     """
     left, moment = reader.read_moment(run_dir, recorded, iteration), BEFORE if iteration is None else iteration
     # a table that only one side has is no result: which side tables are recorded is configuration
@@ -119,7 +123,7 @@ def from_recorded(
 
 
 def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table, iteration: int) -> Difference | None:
-    """Find the lowest row of the first column whose bits differ, of the columns that both sides have.
+    """Find the lowest row of the first column whose bits differ, among the columns that both tables have.
 
     Args:
         table: the schema.
@@ -128,7 +132,7 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
         iteration: for the report of the difference.
 
     Raises:
-        ValueError: values are of another type than the schema's.
+        ValueError: values do not have the schema's type.
     """
     if difference := _count_difference(table.name, iteration, ROWS, left.num_rows, right.num_rows):
         return difference
@@ -157,7 +161,7 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
 
 
 def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | None:
-    """Return the values of a column, null in every row if it is missing; None if a run may leave it out, and did."""
+    """Return a column, all null if the file lacks it; None if the run was allowed to leave it out and did."""
     if column.name in data.column_names:
         values = digests.plain(column.kind, data.column(column.name))
     else:
@@ -167,7 +171,7 @@ def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | None:
 
 
 def _count_difference(table: str, iteration: int, column: str, left: int, right: int) -> Difference | None:
-    """Return the difference of two numbers of rows or iterations; None if the numbers are equal."""
+    """Return the difference between two numbers of rows or iterations; None if the numbers are equal."""
     if left == right:
         return None
     row, rows, unequal = min(left, right), max(left, right), abs(left - right)

@@ -1,7 +1,7 @@
 """SHA-256 over column values in row order, never over file bytes.
 
-Another Parquet or Arrow version, chunking, dictionary encoding or compression gives the same digest;
-any other bit of any value, another row order or another column name gives another one.
+Another Parquet or Arrow version, chunking, dictionary encoding or compression gives the same digest. Another bit of a
+value, another row order or another column name gives another digest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FINGERPRINT_SEED: str = hashlib.sha256(_FORMAT.encode()).hexdigest()
 
 
 def plain(kind: str, array: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray:
-    """Convert values to the one Arrow type of `kind`; raises ValueError where they are of another kind."""
+    """Convert values to the Arrow type of `kind`. Raises ValueError if they are of another kind."""
     chunked = array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
     if pa.types.is_dictionary(chunked.type):
         chunked = chunked.cast(chunked.type.value_type)
@@ -54,7 +54,10 @@ def plain(kind: str, array: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray:
 
 
 def raw_values(kind: str, array: pa.ChunkedArray | pa.Array) -> npt.NDArray[Any]:
-    """View fixed-width values as unsigned integers of the same bits, null as zero. Raises ValueError on other kinds."""
+    """Return fixed-width values as unsigned integers of the same bits, null as zero.
+
+    Raises ValueError for other kinds.
+    """
     if kind == "string" or kind in ELEMENTS:
         raise ValueError(f"{kind} has no fixed width")
     chunks = [_bits(chunk) for chunk in plain(kind, array).chunks]
@@ -71,7 +74,7 @@ def list_lengths(array: pa.ChunkedArray) -> npt.NDArray[np.int64]:
 def column_digest(kind: str, array: pa.ChunkedArray | pa.Array, *, nullable: bool = False) -> bytes:
     """Return the digest of one column's values in row order.
 
-    Raises ValueError where the values are not of `kind`, or null where `nullable` does not allow it.
+    Raises ValueError if the values are not of `kind`, or if one is null and not `nullable`.
     """
     column = plain(kind, array)
     if column.null_count and not nullable:
@@ -86,7 +89,7 @@ def column_digest(kind: str, array: pa.ChunkedArray | pa.Array, *, nullable: boo
 
 
 def table_digest(table: schema.Table, data: pa.Table) -> str:
-    """Return the hex digest of the columns that are results; raises ValueError naming table and column."""
+    """Return the hex digest of the columns that are results. Raises ValueError, naming table and column."""
     names = [c.name for c in table.columns if c.name in data.column_names or not c.may_be_missing]
     if sorted(data.column_names) != sorted(names):
         raise ValueError(f"table {table.name}: has columns {data.column_names}, expected {names}")
@@ -114,7 +117,7 @@ def scalar_digest(value: float | int | str) -> str:
 
 
 def chain(previous: str, digests: Mapping[str, str]) -> str:
-    """Compute the next link after `previous`: hex digest over it and the named digests, sorted by name."""
+    """Return the link after `previous`: the hex digest of `previous` and the named digests, sorted by name."""
     content = _framed(previous) + b"".join(_framed(name, digests[name]) for name in sorted(digests))
     return hashlib.sha256(content).hexdigest()
 

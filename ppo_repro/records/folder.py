@@ -1,4 +1,4 @@
-"""The files of a run folder that are not tables: configuration, notes, checkpoints. Checked against the manifest."""
+"""Reading the files of a run folder that are not tables, checked against the manifest."""
 
 from __future__ import annotations
 
@@ -43,61 +43,58 @@ LARGEST_RATIO = 4.0  # of errors of log-probs; above it the run says so
 
 
 def checkpoints_of(head: Head) -> dict[int, str]:
-    """Return the checkpoints that the manifest lists: path below the run folder by iteration, oldest first."""
+    """Return the checkpoints in the manifest: path relative to the run folder, by iteration, oldest first."""
     named = [(CHECKPOINT.fullmatch(name), name) for name in sorted(head.files)]
     return {int(match[1]): name for match, name in named if match}
 
 
 def starts_of(run_dir: Path, head: Head) -> dict[int, str]:
-    """Return what a run can go on from: the checkpoints that are there, and the one that a fork began with."""
+    """Return the checkpoints from which a run can continue, by iteration; a fork also has the one it began with."""
     forked = {} if head.origin is None else {head.origin.iteration: FORKED_FROM}
     return {number: name for number, name in (forked | checkpoints_of(head)).items() if (run_dir / name).exists()}
 
 
 def check_config(run_dir: Path, recorded: Head) -> Path:
-    """Return the path of config.yaml. Raises UserError unless it is what was written when the run was started."""
+    """Return the path of config.yaml. Raises UserError unless the file is as written when the run was started."""
     reader.read_checked(run_dir / CONFIG_NAME, recorded.files[CONFIG_NAME])
     return run_dir / CONFIG_NAME
 
 
 def load_recorded_config(run_dir: Path | str) -> RunConfig:
-    """Load the configuration a language run was started with.
+    """Load the configuration with which a language run was started.
 
-    Raises UserError where it or the manifest is missing or damaged.
+    Raises UserError if the file or the manifest is missing or damaged.
     """
     path = check_config(Path(run_dir), manifest.load_head(Path(run_dir)))
     return build_config(read_tree(path, (), ("run",)), str(path))
 
 
 def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig | DPOConfig:
-    """Load the configuration a run of any kind was started with. Raises UserError where it is missing or damaged."""
+    """Load the configuration with which a run of any kind was started. Raises UserError if it is missing or damaged."""
     path = check_config(run_dir, recorded)
     return validated(MODELS[recorded.kind], read_tree(path), str(path))
 
 
 def read_note(run_dir: Path, recorded: Head, name: str) -> dict[str, Any]:
-    """Read a JSON file of a run folder, checked against the manifest; UserError where it is missing or damaged."""
+    """Read a JSON file of a run folder and check its digest. Raises UserError if it is missing or damaged."""
     tree: dict[str, Any] = json.loads(reader.read_checked(run_dir / name, recorded.notes[name]))
     return tree
 
 
 def resumed_notes(recorded: Head) -> list[str]:
-    """Return the name of the note of every time the run was resumed."""
+    """Return the names of the notes that resumed processes wrote, in order."""
     return sorted(name for name in recorded.notes if Path(name).match(RESUMED))
 
 
 def read_environments(run_dir: Path, recorded: Head) -> list[dict[str, Any]]:
-    """Read environment.json, then those of every time the run was resumed.
-
-    Raises UserError where one is missing or damaged.
-    """
+    """Read environment.json, then the notes of resumed processes. Raises UserError if one is missing or damaged."""
     resumed = [read_note(run_dir, recorded, name)["environment"] for name in resumed_notes(recorded)]
     return [read_note(run_dir, recorded, ENVIRONMENT_NAME), *resumed]
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Distances of the policy's log-probs from the unmodified model in float64 before the first step, nats."""
+    """Differences in nats between the policy's log-probs and the unmodified model in float64, before the first step."""
 
     tokens: int  # scored
     deterministic_rms: float
@@ -108,11 +105,11 @@ class Accuracy:
 
     @property
     def is_low(self) -> bool:
-        """Return whether the log-probs are farther from float64 than they should be."""
+        """Return whether the differences from float64 are larger than expected."""
         return not self.ratio <= LARGEST_RATIO  # nor may the ratio be NaN
 
     def sentence(self) -> str:
-        """Return the measurement in words."""
+        """Return the measurement as a sentence."""
         return (
             f"log-probs of {self.tokens:,} tokens are {self.deterministic_rms:.2g} nats (rms) from the model in "
             f"float64, {self.deterministic_max:.2g} at most; stock float32 {self.stock_rms:.2g} and "
@@ -121,13 +118,13 @@ class Accuracy:
 
 
 def read_accuracy(run_dir: Path, recorded: Head) -> Accuracy | None:
-    """Read accuracy.json, None if nothing was measured. Raises UserError where the file is damaged."""
+    """Read accuracy.json; None if the run measured no accuracy. Raises UserError if the file is damaged."""
     return Accuracy(**read_note(run_dir, recorded, ACCURACY_NAME)) if ACCURACY_NAME in recorded.notes else None
 
 
 @dataclass(frozen=True)
 class OnCard:
-    """The card that completed a run, and how the CPU checked it: one difference would have ended the run."""
+    """The card that completed a run, and the CPU's check of it; a difference would have ended the run."""
 
     name: str
     capability: str  # compute capability
@@ -135,7 +132,7 @@ class OnCard:
     cross_checked: int  # tokens whose log-probs the CPU computed too
 
     def sentence(self) -> str:
-        """Return the card and the check in words."""
+        """Return the card and the check as a sentence."""
         return (
             f"computed on {self.name} (compute capability {self.capability}, {self.driver}); {self.cross_checked:,} "
             "tokens computed on the CPU too, 0 differ"
@@ -143,7 +140,7 @@ class OnCard:
 
 
 def read_card(run_dir: Path, recorded: Head) -> OnCard | None:
-    """Read card.json, None for a run that no card completed. Raises UserError where the file is damaged."""
+    """Read card.json; None for a run that no card completed. Raises UserError if the file is damaged."""
     return OnCard(**read_note(run_dir, recorded, CARD_NAME)) if CARD_NAME in recorded.notes else None
 
 
@@ -156,12 +153,12 @@ class Times:
 
 
 def read_times(run_dir: Path, recorded: Head) -> Times | None:
-    """Read times.json, None for a run that is not complete. Raises UserError where the file is damaged."""
+    """Read times.json; None for a run that is not complete. Raises UserError if the file is damaged."""
     return Times(**read_note(run_dir, recorded, TIMES_NAME)) if TIMES_NAME in recorded.notes else None
 
 
 def phases_of(rows: pd.DataFrame) -> dict[str, float]:
-    """Return the wall seconds by phase of some rows of the table `iterations`; without phases that no row has."""
+    """Sum the wall seconds by phase over rows of the table `iterations`; phases that no row has are left out."""
     named = {c.removeprefix("seconds_"): rows[c] for c in rows.columns if c.startswith("seconds_")}
     return {phase: float(spent.sum()) for phase, spent in named.items() if not spent.isna().all()}
 
@@ -169,8 +166,8 @@ def phases_of(rows: pd.DataFrame) -> dict[str, float]:
 def by_phase(run_dir: Path, recorded: Head, in_iterations: Mapping[str, float]) -> dict[str, float]:
     """Return the wall seconds by phase of a run whose tables sum to `in_iterations`.
 
-    Of a run by one process they add up to its wall time. Of a resumed one the phases of iterations are those of all
-    recorded iterations, and the others (preparation, records, ...) those of its last process.
+    If one process computed the run, they add up to its wall time. For a resumed run, phases of iterations count all
+    recorded iterations, and the other phases (preparation, records, ...) count the last process.
     """
     times = read_times(run_dir, recorded)
     if times is None:
@@ -186,7 +183,10 @@ def start_time(run_dir: Path, recorded: Head) -> float:
 
 
 def end_time(run_dir: Path, recorded: Head) -> float:
-    """Return when the run ended, in seconds since 1970: after the last phase, or with its last complete iteration."""
+    """Return the time when the run ended, in seconds since 1970.
+
+    It is the end of the last phase or, if the run is not complete, of the last complete iteration.
+    """
     last_process, times = _moments(run_dir, recorded)[-1], read_times(run_dir, recorded)
     if times is not None:
         return last_process + sum(times.seconds.values())
@@ -196,5 +196,5 @@ def end_time(run_dir: Path, recorded: Head) -> float:
 
 
 def _moments(run_dir: Path, recorded: Head) -> list[float]:
-    """Return the times when each process of the run began."""
+    """Return the times at which the processes of the run began, in seconds since 1970."""
     return [from_text(tree[STARTED]) for tree in read_environments(run_dir, recorded)]

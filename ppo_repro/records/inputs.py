@@ -1,6 +1,6 @@
-"""The inputs of a recorded run, found again by their digests; what two runs differ in; forks, which change some.
+"""Finding the inputs of a recorded run by their digests, comparing the setups of two runs, and planning forks.
 
-config.yaml in the run folder names the copies of inputs, by paths that start there.
+config.yaml in the run folder names the copies of inputs by paths relative to this folder.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ FIXED = ("seed", "model", "lora", "value.kind", "value.init", "value.lora", "num
 def located_tree(
     run_dir: Path, recorded: Head, elsewhere: Path | None = None, model_too: bool = True
 ) -> dict[str, Any]:
-    """Read the recorded configuration as a tree that names the inputs that the run had.
+    """Read the recorded configuration as a tree, with the paths at which the run's inputs are now.
 
-    Copies are compared with their digests. What was not copied is looked for where it was, at the same place beside the
-    run folder, and below `elsewhere`.
+    Copies are compared with their digests. Inputs that were not copied are searched at their old path, at the same
+    relative path near the run folder, and below `elsewhere`.
 
     Args:
         run_dir: the recorded run.
         recorded: its manifest.
-        elsewhere: a folder in which models may lie by now.
+        elsewhere: another folder to search for models that moved.
         model_too: whether the model of the policy is needed.
 
     Raises:
-        UserError: a file is nowhere, or has changed.
+        UserError: a file is missing or has changed.
     """
     check_config(run_dir, recorded)
     tree: dict[str, Any] = files.read_tree(run_dir / CONFIG_NAME)
@@ -61,7 +61,7 @@ def located_tree(
 
 
 def _found(run_dir: Path, field: str, path: Path, wanted: Mapping[str, str], elsewhere: Path | None) -> Path:
-    """Return the path of a file, or of a folder with files, that have these digests."""
+    """Find a file, or a folder with files, that has the wanted digests, and return its path."""
     is_file = set(wanted) == {path.name}
     for place in _places(run_dir, path.parent if is_file else path, elsewhere):
         if all((place / n).is_file() and digest_of(place / n) == digest for n, digest in wanted.items()):
@@ -74,7 +74,7 @@ def _found(run_dir: Path, field: str, path: Path, wanted: Mapping[str, str], els
 
 
 def _places(run_dir: Path, folder: Path, elsewhere: Path | None) -> Iterator[Path]:
-    """Yield folders to search: the recorded one, its like around the run folder, everything below `elsewhere`."""
+    """Yield folders to search: the recorded folder, its like beside the run's parents, all folders below `elsewhere`."""
     yield folder
     for parent in run_dir.resolve().parents:
         for length in range(1, len(folder.parts)):
@@ -93,36 +93,36 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return [before, after] of every entry of two flat mappings that differs; None where one lacks it."""
+    """Return [before, after] of every entry in which two flat mappings differ; None stands for a missing entry."""
     names = dict.fromkeys([*before, *after])
     return {n: [before.get(n), after.get(n)] for n in names if before.get(n) != after.get(n)}
 
 
 def change_lines(changed: Mapping[str, list[Any]]) -> list[str]:
-    """Return each change in words, digests cut."""
+    """Return each change as text, with shortened digests."""
     return [f"{name}: {shown(before)} -> {shown(after)}" for name, (before, after) in changed.items()]
 
 
 def shown(value: Any) -> str:
-    """Return a value in words; of a digest the beginning."""
+    """Return a value as text; a digest is shortened."""
     if value is None:
         return "none"
     return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else str(value)
 
 
 def forked_from(origin: Origin, name: str) -> str:
-    """Return the origin of a fork in words; `name`: what its folder is called."""
+    """Return the origin of a fork as text; `name` is the origin's folder name."""
     return f"{name} after iteration {origin.iteration}, fingerprint {origin.fingerprint[:12]}..."
 
 
 def origin_lines(origin: Origin) -> list[str]:
-    """Return where a fork comes from and what it changed, in words."""
+    """Return the origin of a fork and its changed fields as lines of text."""
     return [f"forked from {forked_from(origin, origin.run)}", *(f"  {line}" for line in change_lines(origin.changed))]
 
 
 @dataclass(frozen=True)
 class Fork:
-    """A fork that can begin."""
+    """The plan of a fork."""
 
     config: RunConfig
     source: Path  # folder of the run that it goes on from
@@ -132,14 +132,14 @@ class Fork:
 
 
 def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path, elsewhere: Path | None) -> Fork:
-    """Plan a run that goes on from a checkpoint of another one.
+    """Plan a run that continues from a checkpoint of another run.
 
     Args:
         source: the recorded run.
-        at: iterations of the checkpoint, None: the newest one.
+        at: iterations of the checkpoint; None: the newest one.
         overrides: changed fields, as after --set.
         out: the folder of runs.
-        elsewhere: a folder in which models may lie by now.
+        elsewhere: another folder to search for models that moved.
 
     Raises:
         UserError: there is no such checkpoint, nothing is left to compute, or a field cannot be changed.
@@ -172,7 +172,7 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
 
 
 def _is_same_folder(field: str, old: Inputs, new: Inputs) -> bool:
-    """Return whether a field names a folder whose files are the same in both, wherever it lies."""
+    """Return whether a field names folders with the same files in both runs, wherever the folders are."""
     files_of = ({n: d for n, d in inputs.digests.items() if n.startswith(f"{field}/")} for inputs in (old, new))
     before, after = files_of
     return before == after != {}

@@ -1,4 +1,4 @@
-"""What a person calls a run: label.json in the run folder, under no digest, so that it can change at any time."""
+"""Name, notes and tags that a person gives a run: label.json in the run folder. No digest covers this file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Line = Annotated[str, StringConstraints(strip_whitespace=True, max_length=60, pa
 
 
 class Label(Section):
-    """Name, notes and tags of a run, all empty unless somebody gave them."""
+    """Name, notes and tags of a run; all are empty by default."""
 
     name: Line = ""
     notes: Annotated[str, Field(max_length=2000)] = ""
     tags: Many[Line] = ()
 
     def lines(self) -> list[str]:
-        """Return what the label has, one line each."""
+        """Return the nonempty fields of the label, one line each."""
         fields = {"name": self.name, "tags": ", ".join(self.tags), "notes": self.notes}
         return [f"{field:<12}{text}" for field, text in fields.items() if text]
 
@@ -34,13 +34,16 @@ UNLABELLED = Label()
 
 
 def label_of(name: str | None, notes: str | None, tags: list[str] | None, before: Label = UNLABELLED) -> Label:
-    """Return a label with some of its fields changed; an empty text removes. UserError for what is too long.
+    """Return a copy of a label with some fields changed; an empty text removes a field.
 
     Args:
-        name: one line; None: as before.
-        notes: None: as before.
-        tags: one line each; None: as before.
+        name: one line; None: unchanged.
+        notes: any text; None: unchanged.
+        tags: one line each; None: unchanged.
         before: the label to change.
+
+    Raises:
+        UserError: a text is too long.
     """
     given = {"name": name, "notes": notes, "tags": None if tags is None else tuple(filter(None, tags))}
     try:
@@ -53,7 +56,7 @@ def label_of(name: str | None, notes: str | None, tags: list[str] | None, before
 
 
 def read_label(run_dir: Path) -> Label:
-    """Read the label of a run; empty if it has none. UserError if the file is damaged."""
+    """Read the label of a run; it is empty if the run has none. Raises UserError if the file is damaged."""
     path = run_dir / LABEL_NAME
     try:
         return Label.model_validate_json(path.read_bytes())
@@ -66,7 +69,7 @@ def read_label(run_dir: Path) -> Label:
 
 
 def write_label(run_dir: Path, label: Label) -> None:
-    """Write the label of a run, or remove it if it is empty. UserError if that fails."""
+    """Write the label of a run; an empty label removes the file. Raises UserError if that fails."""
     path = run_dir / LABEL_NAME
     if label != UNLABELLED:
         atomic_write(path, label.model_dump_json(indent=1).encode() + b"\n")

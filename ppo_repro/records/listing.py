@@ -1,4 +1,4 @@
-"""The state of a recorded run, and how it goes on. Nothing heavy is imported, so that --help is quick."""
+"""The state of a recorded run, and hints on how to continue it. Imports are few, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ppo_repro.base.lock import has_writer
 
 
 def state_of(run_dir: Path, status: str) -> str:
-    """Return the status of a manifest; `killed` if it is `running` and no process of this machine writes the run."""
+    """Return the status of a manifest; `killed` if it is `running` but no process is writing the run."""
     return "killed" if status == "running" and not has_writer(run_dir) else status
 
 
 def how_to_go_on(run_dir: Path, resume: str) -> str:
-    """Say from which iteration `resume`, a command, continues an ended process, and what it computes again."""
+    """Return a sentence: from which iteration the command `resume` continues a run, and what it computes again."""
     if not (run_dir / MANIFEST).exists():
         return "nothing was recorded; start it again"
     from ppo_repro.records import manifest
@@ -30,7 +30,10 @@ def how_to_go_on(run_dir: Path, resume: str) -> str:
 
 
 def how_to_repair(run_dir: Path, field: str) -> str:
-    """Say how to go on after the user's function of this field failed: `resume` calls the copy that the run has."""
+    """Return a sentence on how to continue after the user's function of `field` failed.
+
+    `resume` calls the copy of the function in the run folder.
+    """
     from ppo_repro.records import manifest
     from ppo_repro.records.folder import starts_of
 

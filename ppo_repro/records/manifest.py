@@ -42,7 +42,7 @@ _CONFIG = ConfigDict(extra="forbid", strict=True)
 # slots: readers keep one entry per table and iteration in memory, and a pydantic model takes 4 times the space
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class TableEntry:
-    """One recorded file. Entries are equal where the results are: the bytes of a file depend on timings too."""
+    """A recorded file. Entries are equal if the results are equal, even if the files differ because of timings."""
 
     rows: Annotated[int, Field(ge=0)]
     digest: str  # of the values
@@ -51,7 +51,7 @@ class TableEntry:
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class IterationEntry:
-    """One recorded iteration; `chain` follows from the iteration before and the digests of `tables`."""
+    """A recorded iteration; `chain` follows from the previous iteration's link and the digests of `tables`."""
 
     iteration: Annotated[int, Field(ge=0)]
     tables: dict[str, TableEntry]
@@ -63,7 +63,7 @@ _ENTRY = TypeAdapter(IterationEntry)
 
 
 class Origin(BaseModel, extra="forbid", strict=True, frozen=True):
-    """Where a forked run comes from: the iterations before `iteration` are those of the other run."""
+    """The origin of a fork: the run from which it copied the iterations before `iteration`."""
 
     run: str  # its folder when the fork was made
     iteration: Annotated[int, Field(ge=1)]  # the first one that the fork computed
@@ -72,9 +72,9 @@ class Origin(BaseModel, extra="forbid", strict=True, frozen=True):
 
 
 class Head(BaseModel, extra="forbid", strict=True, frozen=True):
-    """The content of manifest.json without its own digest; all that a process keeps in memory, however long the run.
+    """The content of manifest.json without its own digest; a process needs no more memory, however long the run.
 
-    `fingerprint` is the last link of the chain; of a complete run the link over `final` that follows it.
+    `fingerprint` is the last link of the chain; for a complete run, it is one more link over `final`.
     """
 
     schema_version: int
@@ -96,23 +96,23 @@ class Head(BaseModel, extra="forbid", strict=True, frozen=True):
 
 
 class Manifest(Head):
-    """The whole run, as readers have it."""
+    """The whole manifest: its head and all recorded iterations."""
 
     iterations: tuple[IterationEntry, ...]
 
 
 def note_content(tree: Mapping[str, Any]) -> bytes:
-    """Return the content of environment.json, accuracy.json, times.json or a resumed-NNN.json."""
+    """Return the JSON content of a note, such as environment.json or times.json."""
     return (json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def content_digest(content: bytes | memoryview) -> str:
-    """Return the SHA-256 of the bytes of a file, as the manifest has it."""
+    """Return the SHA-256 of the content of a file, in hex."""
     return hashlib.sha256(content).hexdigest()
 
 
 def tables_of(head: Head) -> tuple[schema.Table, ...]:
-    """Return the tables of a run, in the order in which their data is computed."""
+    """Return the tables of a run, in the order of computation."""
     return _TABLES[head.kind][0]
 
 
@@ -127,28 +127,28 @@ def has_responses(head: Head) -> bool:
 
 
 def table_path(run_dir: Path, table_name: str, iteration: int | None) -> Path:
-    """Return the file of one table of one iteration; None: of what came before the first iteration."""
+    """Return the file of a table of an iteration; `iteration` None is the moment before the first iteration."""
     moment = "preparation" if iteration is None else f"iteration={iteration:06d}"
     return run_dir / "records" / table_name / f"{moment}.parquet"
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedTable:
-    """One recorded file of a table."""
+    """A recorded file of a table."""
 
     table: schema.Table
     iteration: int | None  # None before the first iteration; the number of iterations after the last one
     entry: TableEntry
 
     def path(self, run_dir: Path) -> Path:
-        """Return the path of the file below the run folder."""
+        """Return the path of the file in the run folder."""
         return table_path(run_dir, self.table.name, self.iteration)
 
 
 def recorded_at(recorded: Manifest, iteration: int | None) -> Iterator[RecordedTable]:
     """Yield the recorded tables of one moment in the order of computation, side tables first.
 
-    `iteration`: None before the first one, the number of iterations after the last one.
+    `iteration`: None is the moment before the first iteration; the number of iterations is after the last one.
     """
     entries: Mapping[str, TableEntry] = recorded.preparation if iteration is None else recorded.ending
     if iteration is not None and iteration < recorded.num_iterations:
@@ -165,13 +165,13 @@ def recorded_tables(recorded: Manifest) -> Iterator[RecordedTable]:
 
 
 def table_names(recorded: Manifest) -> list[str]:
-    """Return the tables of a run, and the side tables that it recorded."""
+    """Return the names of a run's tables and its recorded side tables."""
     names = [*(table.name for table in tables_of(recorded)), *(f.table.name for f in recorded_tables(recorded))]
     return list(dict.fromkeys(names))
 
 
 def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
-    """Return the chain link of an iteration that follows the link `previous`."""
+    """Return the chain link of an iteration with these tables, after the link `previous`."""
     return digests.chain(previous, {name: entry.digest for name, entry in tables.items()})
 
 
@@ -182,17 +182,17 @@ def to_line(entry: IterationEntry) -> bytes:
 
 
 def extended(digest: str, line: bytes) -> str:
-    """Return the digest of the log with one more line: SHA-256 over the digest before and the line.
+    """Return the digest of the log after one more line: the SHA-256 of the digest before and the line.
 
-    The digest is empty for no line.
+    The digest of an empty log is an empty text.
     """
     return hashlib.sha256(digest.encode() + line).hexdigest()
 
 
 def cut_log(run_dir: Path, size: int, data: bytes = b"") -> None:
-    """Cut the log to its first `size` bytes, append `data` and flush it to the disk. Raises UserError where that fails.
+    """Cut the log to its first `size` bytes, append `data` and flush it to the disk. Raises UserError if that fails.
 
-    The first `size` bytes are safe at any moment. The appended ones count only once the manifest says so.
+    The first `size` bytes are safe at any moment. The appended bytes count only once the manifest counts them.
     """
     path = run_dir / LOG_NAME
     try:
@@ -212,7 +212,7 @@ def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[Iterati
     Args:
         run_dir: has the log.
         count: number of iterations.
-        size: bytes that they take; a line after them is of an iteration that was not finished.
+        size: their bytes; later bytes belong to an unfinished iteration.
         digest: of these bytes.
 
     Raises:
@@ -230,19 +230,19 @@ def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[Iterati
 
 
 def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str]) -> str:
-    """Return the fingerprint of a complete run: one more link, over the final results."""
+    """Return the fingerprint of a complete run: the link over the final results, after `last_link`."""
     return digests.chain(last_link, {name: digests.scalar_digest(value) for name, value in final.items()})
 
 
 def save(head: Head, run_dir: Path) -> None:
-    """Write manifest.json atomically; final results keep their type, floats their bits. UserError if writing fails."""
+    """Write manifest.json atomically; final results keep their types and bits. Raises UserError if writing fails."""
     atomic_write(run_dir / FILE_NAME, sealed(head.model_dump(exclude={"iterations"})).encode())
 
 
 def load_head(run_dir: Path) -> Head:
     """Read and check manifest.json alone, in a time that does not depend on the length of the run.
 
-    Raises UserError where it is missing, damaged or of another version.
+    Raises UserError if it is missing, damaged or of another version.
     """
     path = run_dir / FILE_NAME
     if not run_dir.is_dir():
@@ -273,7 +273,7 @@ def load_head(run_dir: Path) -> Head:
 
 
 def load(run_dir: Path) -> Manifest:
-    """Read and check manifest and iterations; UserError where they are missing, damaged or of another version."""
+    """Read and check manifest and iterations. Raises UserError if they are missing, damaged or of another version."""
     head = load_head(run_dir)
     iterations = read_log(run_dir, head.num_iterations, head.log_bytes, head.log_digest)
     link, names = digests.FINGERPRINT_SEED, {table.name for table in tables_of(head)}

@@ -1,4 +1,4 @@
-"""Recorded runs as pandas frames, checked against their manifest. Never imports torch."""
+"""Recorded runs as pandas frames, checked against their manifest, without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OTHER_BYTES = "has another SHA-256 than when it was written; the file was chang
 
 
 def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manifest:
-    """Read the manifest of a run; raises UserError where it is damaged, or incomplete and that is not allowed."""
+    """Read the manifest of a run. Raises UserError if it is damaged, or incomplete without `allow_incomplete`."""
     recorded = manifest.load(Path(run_dir))
     if recorded.status != "complete" and not allow_incomplete:
         raise UserError(
@@ -37,7 +37,7 @@ def read_moment(run_dir: Path, recorded: Manifest, iteration: int | None, verify
     Args:
         run_dir: the recorded run.
         recorded: its manifest.
-        iteration: None: before the first one; the number of iterations: after the last one.
+        iteration: None is the moment before the first iteration; the number of iterations is after the last one.
         verify: whether bytes and values are compared with their digests.
 
     Raises:
@@ -79,7 +79,10 @@ def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) 
 
 
 def to_frame(columns: Sequence[schema.Column], tables: Sequence[pa.Table]) -> pd.DataFrame:
-    """Join the tables to one frame, bit for bit; null becomes NaN or None. ValueError where pandas has no null."""
+    """Join the tables to one frame, bit for bit; null becomes NaN or None.
+
+    Raises ValueError for a null in a column of a dtype that has no null in pandas.
+    """
     rows = sum(table.num_rows for table in tables)
     series = {column.name: _to_series(column, tables) for column in columns}
     return pd.DataFrame(series, index=pd.RangeIndex(rows), columns=[column.name for column in columns])
@@ -139,7 +142,7 @@ def _to_series(column: schema.Column, tables: Sequence[pa.Table]) -> Any:
 
 
 def _checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] | None) -> tuple[schema.Column, ...]:
-    """Return the columns with these names, all by default; raises UserError on an unknown name."""
+    """Return the columns with these names; None stands for all. Raises UserError for an unknown name."""
     if columns is None:
         return table.columns
     by_name = {column.name: column for column in table.columns}
@@ -166,7 +169,7 @@ def _checked_iterations(run_dir: Path, recorded: Manifest, iterations: Sequence[
 
 
 def read_checked(path: Path, digest: str) -> bytes:
-    """Read the content of a recorded file. Raises UserError unless its bytes have this SHA-256."""
+    """Return the content of a recorded file. Raises UserError unless its bytes have this SHA-256."""
     try:
         content = read_regular(path)
     except OSError as error:

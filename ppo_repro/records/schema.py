@@ -1,6 +1,6 @@
-"""The tables: their columns, types, units and meaning. Ragged: one row per real token.
+"""The tables: their columns, types, units and meaning. Tables are ragged, with one row per real token.
 
-No Arrow and no pandas here: the writer turns this into Arrow schemas, the reader into pandas dtypes.
+This module imports neither Arrow nor pandas: the writer makes Arrow schemas of it, the reader makes pandas dtypes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Column:
 
     @property
     def may_be_missing(self) -> bool:
-        """Return whether a file may lack it; null then stands for its values."""
+        """Return whether a file may lack this column, whose values are then null."""
         return self.nullable and (self.only_with is not None or not self.in_fingerprint)
 
     @property
     def is_compared(self) -> bool:
-        """Return whether `diff` and `rerun` compare it."""
+        """Return whether `diff` and `rerun` compare this column."""
         return self.in_fingerprint or self.also_compared
 
 
@@ -58,13 +58,13 @@ def full(name: str, kind: str, unit: str, description: str) -> Column:
 
 
 def deep(name: str, kind: str, unit: str, description: str) -> Column:
-    """Declare a result that only `deep` records; arguments as in `full`."""
+    """Declare a result that only `deep` records; the arguments are the same as for `full`."""
     return replace(full(name, kind, unit, description), level="deep")
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table; `key` names the columns that identify a row."""
+    """A table; `key` names the columns that identify a row."""
 
     name: str
     grain: str
@@ -72,11 +72,11 @@ class Table:
     columns: tuple[Column, ...]
 
     def named(self, *names: str) -> tuple[Column, ...]:
-        """Return the columns with these names in the order of this table, for a table that has them too."""
+        """Return the columns with these names, in the order of this table, for use in another table."""
         return tuple(column for column in self.columns if column.name in names)
 
     def always(self, *names: str) -> tuple[Column, ...]:
-        """Return the columns with these names, for a table in which they are never null."""
+        """Return the columns with these names as columns that are never null, for use in another table."""
         return tuple(replace(column, nullable=False) for column in self.named(*names))
 
 

@@ -1,4 +1,4 @@
-"""What several runs differ in, as short labels for lists and pages of runs."""
+"""Short labels of the differences between several runs, for lists and pages of runs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Setup = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What sets a run apart from others: a label of at most WORDS words, and every field that differs."""
+    """The differences between a run and other runs: a label of at most WORDS words, and all fields that differ."""
 
     short: str
     whole: str
 
 
 def setup_of(run_dir: Path, head: Head) -> dict[str, Any]:
-    """Read what a run was started with: fields by dotted name, SHA-256 of inputs, origin of a fork.
+    """Read the setup of a run: fields by dotted name, SHA-256 of inputs, origin of a fork.
 
-    Raises UserError where config.yaml is damaged.
+    Raises UserError if config.yaml is damaged.
     """
     setup = {**flat(read_yaml(check_config(run_dir, head))), **head.inputs}
     if head.origin is not None:
@@ -40,10 +40,11 @@ def setup_of(run_dir: Path, head: Head) -> dict[str, Any]:
 
 
 def settings_of(setups: Sequence[Setup]) -> list[Setting]:
-    """Return what each of some runs differs in, both texts empty where nothing does; equal settings, equal labels.
+    """Return the setting of each run among these; both texts are empty if the runs do not differ.
 
-    A setting is a setup without the seed and without what changes no result. Runs of several experiments have the
-    experiment as their first word, and then what differs within the experiment.
+    A setting leaves out the seed and all fields that change no result. Equal settings have equal labels. If the runs
+    are
+    of several experiments, a label begins with the experiment; the other words tell differences within it.
     """
     kept = [{name: value for name, value in setup.items() if _counts(name, setup)} for setup in setups]
     wholes = list(_wholes(kept))
@@ -58,15 +59,15 @@ def settings_of(setups: Sequence[Setup]) -> list[Setting]:
 
 
 def _counts(name: str, setup: Setup) -> bool:
-    """Return whether a field makes another setting: not the seed, what is written, or a layout that changes no bit."""
+    """Return whether a field makes another setting; the seed, `records` and layouts that change no bit do not."""
     exact = setup.get("numerics.mode") == "deterministic"
     return name != "seed" and not name.startswith(("records.", "checkpoints.", *(("layout.",) if exact else ())))
 
 
 def _differing(setups: Sequence[Setup]) -> list[str]:
-    """Return the entries in which setups differ; the entries that every setup has come first.
+    """Return the entries in which setups differ, first the entries that every setup has.
 
-    The digest of an input counts where every run has the input: otherwise a field says that they have other ones.
+    The digest of an input counts only if every run has the input; otherwise the field that names the input differs.
     """
     names = dict.fromkeys(name for setup in setups for name in setup)
     found = [name for name in names if len(_values(name, setups)) > 1]
@@ -75,7 +76,7 @@ def _differing(setups: Sequence[Setup]) -> list[str]:
 
 
 def _values(name: str, setups: Sequence[Setup]) -> set[str]:
-    """Return the values of an entry, without the value of a run whose layout does not count."""
+    """Return the values of an entry, except for runs whose layout changes no bit."""
     is_layout = name.startswith("layout.")
     return {json.dumps(setup.get(name)) for setup in setups if name in setup or not is_layout}
 
@@ -87,7 +88,7 @@ def _wholes(setups: Sequence[Setup]) -> Iterator[str]:
 
 
 def _words(setups: Sequence[Setup], most: int) -> list[list[str]]:
-    """Return at most `most` words for each setup: first the fields that tell most of the setups apart, then others."""
+    """Return at most `most` words for each setup, from the fields that distinguish most setups first."""
     names = [name for name in _differing(setups) if name != EXPERIMENT]
     chosen: list[str] = []
     while len(chosen) < min(most, len(names)):
@@ -106,7 +107,7 @@ def _key(setup: Setup, names: Sequence[str]) -> str:
 
 
 def _leaf(name: str, names: Sequence[str]) -> str:
-    """Return the shortest end of a dotted name that no other name has; of an input the name of the file."""
+    """Return the shortest end of a dotted name that no other name has; for an input, return the file's name."""
     parts = [PurePath(name).name] if "/" in name else name.split(".")
     for count in range(1, len(parts)):
         end = ".".join(parts[-count:])
@@ -129,7 +130,7 @@ def _short(value: Any) -> str:
 
 
 def _distinct(shorts: Sequence[str], wholes: Sequence[str]) -> list[str]:
-    """Return the short labels, with a number where two settings would have the same label."""
+    """Return the short labels; if two settings have the same label, number them."""
     numbers: dict[str, dict[str, int]] = {}
     found = []
     for short, whole in zip(shorts, wholes, strict=True):

@@ -1,4 +1,4 @@
-"""Writing a run: first the files, then the manifest that lists them, so that a killed run stays readable."""
+"""Writing a run: files first, then the manifest that lists them, so that a killed run stays readable."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def lay_out_run(
     config_digest: str,
     kind: Kind,
 ) -> Path:
-    """Make a run folder with an empty manifest under a temporary name, which is returned.
+    """Make a run folder with an empty manifest under a temporary name, and return its path.
 
-    `publish_run` gives it its name, so that it appears whole or not at all. The caller has the lock of `run_dir`.
+    `publish_run` renames the folder, so that the run appears completely or not at all. The caller has the lock of
+    `run_dir`.
 
     Args:
-        run_dir: the name that it will have.
+        run_dir: the final name of the folder.
         inputs: configuration, files to copy, digests.
-        environment: for the note on where the run was made.
+        environment: for the note environment.json.
         config_digest: of the configuration and its inputs.
         kind: of the run.
 
@@ -82,7 +83,7 @@ def lay_out_run(
 
 
 def publish_run(temporary: Path, run_dir: Path) -> None:
-    """Rename what `lay_out_run` made to the run folder. Raises UserError where that fails."""
+    """Rename the folder that `lay_out_run` made to `run_dir`. Raises UserError if that fails."""
     try:
         sync_tree(temporary)
         os.rename(temporary, run_dir)
@@ -96,7 +97,7 @@ def _cannot_write(path: Path, error: OSError) -> UserError:
 
 
 class RunWriter:
-    """Writes into one run folder, whose lock this process holds. UserError where writing fails.
+    """Writes into one run folder, whose lock this process has. Its methods raise UserError if writing fails.
 
     `head` is the manifest as it is on disk.
     """
@@ -106,11 +107,11 @@ class RunWriter:
         self.head = manifest.load_head(run_dir)
 
     def prepare(self, tables: Mapping[str, pa.Table]) -> None:
-        """Record the tables of what came before the first iteration."""
+        """Record the tables of the training before the first iteration."""
         self._save(preparation={**self.head.preparation, **self._written(None, tables)})
 
     def append(self, iteration: int, tables: Mapping[str, pa.Table]) -> None:
-        """Record the next iteration: its tables, then its line of the log, then the manifest that counts it."""
+        """Record the next iteration: its tables, then its line in the log, then the manifest, which counts it."""
         head, entries = self.head, self._written(iteration, tables)
         assert head.status == "running"
         assert head.num_iterations == iteration
@@ -127,18 +128,18 @@ class RunWriter:
         )
 
     def note(self, name: str, tree: Mapping[str, Any]) -> None:
-        """Write a JSON file beside the records, which is in no fingerprint."""
+        """Write a JSON file beside the records, outside the fingerprint."""
         content = manifest.note_content(tree)
         atomic_write(self.run_dir / name, content)
         self._save(notes={**self.head.notes, name: manifest.content_digest(content)})
 
     def list_files(self, files: Mapping[str, str]) -> None:
-        """List these files, and no others, with their SHA-256; paths below the run folder."""
+        """List exactly these files in the manifest: SHA-256 by path relative to the run folder."""
         if files != self.head.files:
             self._save(files=dict(files))
 
     def keep_only(self, files: Mapping[str, str]) -> None:
-        """List these files, then remove what was listed before and no longer is."""
+        """List exactly these files in the manifest, and remove the files that are no longer listed."""
         gone = sorted(self.head.files.keys() - files.keys())
         self.list_files(files)
         try:
@@ -150,11 +151,14 @@ class RunWriter:
             raise UserError(f"{self.run_dir}: cannot be changed ({error.strerror}); make it writable") from error
 
     def mark(self, status: Status) -> None:
-        """Say that the run is running, interrupted or failed."""
+        """Write into the manifest that the run is running, interrupted or failed."""
         self._save(status=status)
 
     def finish(self, final: Mapping[str, float | int | str], tables: Mapping[str, pa.Table]) -> None:
-        """Close the run with its final results and the tables after the last iteration; ValueError on other results."""
+        """Close the run with its final results and the tables after the last iteration.
+
+        Raises ValueError for other results.
+        """
         for name, value in final.items():
             # pydantic would turn numpy integers into floats
             if type(value) not in (float, int, str):
@@ -164,7 +168,7 @@ class RunWriter:
         self._save(status="complete", final=dict(final), fingerprint=fingerprint, ending=ending)
 
     def _written(self, iteration: int | None, tables: Mapping[str, pa.Table]) -> dict[str, TableEntry]:
-        """Write one file of each table."""
+        """Write one file of each table, and return their entries."""
         known = {t.name: t for t in (*manifest.tables_of(self.head), *manifest.side_tables_of(self.head))}
         entries = {}
         for name, data in tables.items():

@@ -262,7 +262,7 @@ def rerun(
 
 
 def _require_own(only: range, begun: int, run_dir: Path, recorded: Manifest) -> None:
-    """Raise UserError unless all iterations of `only` are recorded, and none is of the `begun` ones of a fork's origin."""
+    """Raise UserError unless all iterations of `only` are recorded and none of the `begun` ones of a fork's origin."""
     if begun <= only.start and only.stop <= recorded.num_iterations:
         return
     of_origin = f"; the {begun} iterations before them are of the run from which it was forked" if begun else ""

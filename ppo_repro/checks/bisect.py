@@ -303,7 +303,7 @@ def trace_sampler(
 
 
 def first_unequal(run_dir: Path) -> ResponseIndex | None:
-    """Return the first response with unequal bits, None if a run has none; UserError if the file is damaged."""
+    """Return the first response with unequal bits, None if a run has none. Raises UserError if the file is damaged."""
     path = run_dir / UNEQUAL / UNEQUAL_TOKENS
     if not path.is_file():
         return None

@@ -149,7 +149,10 @@ class Shape:
 
 
 def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
-    """Return the policy, the separate value model if there is one, and all models. UserError for an unknown model."""
+    """Return the policy, the separate value model if there is one, and all models.
+
+    Raises UserError for an unknown model.
+    """
     max_context = config.numerics.max_context
     if isinstance(config.model, ModelFolder):
         path = config.model.path
@@ -173,7 +176,10 @@ def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
 
 
 def plan_run(config: RunConfig, processes: int = 1) -> Plan:
-    """Return the memory of a run in each of `processes`, on the CPU or on its card; UserError for an unknown model."""
+    """Return the memory of a run in each of `processes`, on the CPU or on its card.
+
+    Raises UserError for an unknown model.
+    """
     policy, value, models = _shapes(config)
     layout, sampler, context = config.layout, config.mismatch.sampler, config.numerics.max_context
     deterministic, on_card = config.numerics.mode == "deterministic", layout.device != "cpu"

@@ -70,7 +70,7 @@ def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watche
 
 
 def _executed_by(kind: Kind, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
-    """Return the executor of a kind of run; UserError for several processes if the kind works in one."""
+    """Return the executor of a kind of run. Raises UserError for several processes if the kind works in one."""
     if kind == "language":
         from ppo_repro.runs.language import LanguageKind
 

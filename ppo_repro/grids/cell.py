@@ -60,7 +60,7 @@ def run_of(folder: Path) -> Path | None:
 
 
 def state_of(folder: Path) -> State:
-    """Return the state of the cell's run on disk; raises UserError if its manifest is damaged."""
+    """Return the state of the cell's run on disk. Raises UserError if its manifest is damaged."""
     run_dir, last = run_of(folder), last_result(folder)
     if run_dir is not None:
         status = manifest.load(run_dir).status

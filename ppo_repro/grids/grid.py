@@ -125,7 +125,10 @@ def _check_unchanged(cell: Cell, folder: Path) -> None:
 
 
 def write_tables(grid_dir: Path, cells: Sequence[Cell]) -> pd.DataFrame:
-    """Write both tables, each completely or not at all; returns the table of cells. UserError on damaged records."""
+    """Write both tables, each completely or not at all; returns the table of cells.
+
+    Raises UserError on damaged records.
+    """
     table = pd.DataFrame([_cell_row(grid_dir, cell) for cell in cells])
     for name, frame in ((CELLS, table), (RESULTS, _results_table(grid_dir, table))):
         buffer = io.BytesIO()
@@ -157,7 +160,7 @@ def _cell_row(grid_dir: Path, cell: Cell) -> dict[str, object]:
 
 
 def _results_table(grid_dir: Path, table: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per iteration of each complete cell; raises UserError on damaged records."""
+    """Return one row per iteration of each complete cell. Raises UserError on damaged records."""
     cell_columns = ["cell", *(c for c in table.columns if c.startswith("axis.")), "seed", "fingerprint", "code_digest"]
     frames = []
     for row in table[table["state"] == "complete"].to_dict("records"):

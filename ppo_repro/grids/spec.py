@@ -129,7 +129,7 @@ def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) 
 
 
 def load_grid(path: Path) -> Grid:
-    """Read a grid file and expand it into cells; raises UserError for any mistake, before anything runs."""
+    """Read a grid file and expand it into cells. Raises UserError for any mistake, before anything runs."""
     file = validated(GridFile, read_tree(path, commands=("grid",)), str(path))
     if not NAME.match(path.stem):
         raise UserError(f"{path}: the file name is the grid's name; use letters, digits, '.', '_' and '-'")

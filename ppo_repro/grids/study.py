@@ -112,7 +112,7 @@ def first_difference(committed: Mapping[str, ResultRow], now: Mapping[str, Resul
 
 
 def _answer(study: Path, *arguments: str) -> str:
-    """Run a study's program and return its output; UserError with its last line if it fails."""
+    """Run a study's program and return its output. Raises UserError with its last line if it fails."""
     command: Sequence[str] = (sys.executable, "-m", f"{study.parent.name}.{study.name}.answer", *arguments)
     done = subprocess.run(command, capture_output=True, text=True, cwd=study.parent.parent, check=False)
     if done.returncode:

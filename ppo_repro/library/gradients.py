@@ -48,7 +48,10 @@ class Passes:
         return Passes(self._modules, self._shapes)
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Check the model before a pass and forget its packed weights; UserError if the kernels cannot compute it."""
+        """Check the model before a pass and forget its packed weights.
+
+        Raises UserError if the kernels cannot compute it.
+        """
         self._check_modules(model)
         _check_weights(model)
         if shapes_of(model) != self._shapes:  # another vocabulary, for example

@@ -84,7 +84,7 @@ def _same_shape(name: str, x: Tensor, ids: Tensor) -> Tensor:
 def layout_of(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Layout:
-    """Return the layout of padded or packed rows for a deterministic model; UserError names the first mistake.
+    """Return the layout of padded or packed rows for a deterministic model. Raises UserError for the first mistake.
 
     Args:
         model: a model of `deterministic`.
@@ -131,7 +131,7 @@ def layout_of(
 
 
 def _positions(given: Tensor, real: Tensor) -> Tensor:
-    """Return positions, 0 at padding; UserError unless they count from 0 in every sequence."""
+    """Return positions, 0 at padding. Raises UserError unless they count from 0 in every sequence."""
     positions = given.to(torch.int64).masked_fill(~real, 0)
     before = torch.cat([torch.full_like(positions[:, :1], -1), positions[:, :-1]], 1)
     goes_on = torch.cat([torch.zeros_like(real[:, :1]), real[:, :-1]], 1) & (positions == before + 1)
@@ -206,7 +206,10 @@ def max_context(model: PreTrainedModel) -> int:
 
 
 def begin_pass(model: PreTrainedModel) -> None:
-    """Prepare a deterministic model for a pass with its present weights; UserError if it cannot compute with them."""
+    """Prepare a deterministic model for a pass with its present weights.
+
+    Raises UserError if it cannot compute with them.
+    """
     passes_of(model).begin(model)
     trunk, lowered = trunk_of(model), cast(Lowered, lowered_of(model))
     if lowered.recompute != model.is_gradient_checkpointing:

@@ -158,7 +158,7 @@ def _encoded(
 
 
 def _token_ids(name: str, ids: Sequence[int], model: PreTrainedModel) -> tuple[int, ...]:
-    """Return token ids as integers; raises UserError unless all are in the vocabulary."""
+    """Return token ids as integers. Raises UserError unless all are in the vocabulary."""
     vocab_size = model.config.vocab_size
     values = ids.tolist() if isinstance(ids, Tensor) else ids
     if not isinstance(values, Collection) or not all(is_whole(i) and 0 <= i < vocab_size for i in values):

@@ -31,8 +31,8 @@ Reward = Callable[[str, str, str], float]
 def reward_path(reward: Reward | str, folder: Path) -> str:
     """Return `FILE.py:FUNCTION` of a reward: its own file, or a new file in `folder` for a function of a notebook.
 
-    The new file has the function's source, the imports and the plain constants that it uses. UserError if it uses
-    anything else, because the file would not compute the same.
+    The new file has the function's source, the imports and the plain constants that it uses. Raises UserError if it
+    uses anything else, because the file would not compute the same.
     """
     if isinstance(reward, str):
         return reward

@@ -20,7 +20,7 @@ _methods: dict[str, UserCallable] = {}  # the methods of this process's engine
 
 
 def make(field: str, path: str, parameters: Mapping[str, Any]) -> None:
-    """Make the engine from `FILE.py:CLASS`; raises UserError if the class or one of its methods is missing or wrong."""
+    """Make the engine from `FILE.py:CLASS`. Raises UserError if the class or one of its methods is missing or wrong."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # a server may reserve more memory than it uses
     found = load_callable(field, path, (), parameters)

@@ -25,7 +25,9 @@ class EngineSampling:
 
 
 def checked_responses(value: Any, prompts: int, sampling: EngineSampling) -> list[Response]:
-    """Return the responses of `generate` as plain data; RefusedError names the first wrong response and its fault.
+    """Return the responses of `generate` as plain data.
+
+    Raises RefusedError, which names the first wrong response and its fault.
 
     Lists may be tuples, arrays or tensors. A response that ends with an end token gets the finish reason `stop`, even
     at the limit, where some programs say `length`.

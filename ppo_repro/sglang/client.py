@@ -32,7 +32,10 @@ class Call:
             raise self._lost(error) from error
 
     def json(self) -> Any:
-        """Wait for the answer and parse it, None if empty; UserError if no answer comes or the server refuses."""
+        """Wait for the answer and parse it, None if empty.
+
+        Raises UserError if no answer comes or the server refuses.
+        """
         try:
             response = self._connection.getresponse()
             status, text = response.status, response.read().decode("utf-8", "replace")

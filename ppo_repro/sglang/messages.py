@@ -44,7 +44,7 @@ def routed_layers(policy: PreTrainedModel) -> RoutedLayers:
 
 
 def read_routes(text: Any, inputs: int, routed: RoutedLayers) -> Tensor:
-    """Read routes [inputs, M k] int32 as in `Completion.routes`; ValueError if `text` is no such array."""
+    """Read routes [inputs, M k] int32 as in `Completion.routes`. Raises ValueError if `text` is no such array."""
     if not isinstance(text, str):
         raise ValueError("returned no routed_experts; start the server with --enable-return-routed-experts")
     try:
@@ -119,7 +119,9 @@ def read_completions(
     url: str,
     routed: RoutedLayers | None = None,
 ) -> list[Completion]:
-    """Read the completions of a `/generate` answer, in the order of the requests; UserError names its fault.
+    """Read the completions of a `/generate` answer, in the order of the requests.
+
+    Raises UserError, which names its fault.
 
     Args:
         answer: the server's answer, parsed JSON.

@@ -1,4 +1,4 @@
-"""The child process in which a user's functions run.
+"""Main program of the child process in which a user's functions run.
 
 Requests and replies are JSON objects on a connection to the run. A reply has a `value`, or in `error` one line for the
 user. The process starts fast: it imports torch and NumPy only if a file of the user imports them.
@@ -49,7 +49,7 @@ _functions: dict[tuple[str, str], Function] = {}  # by field of the configuratio
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn."""
+    """One turn of a transcript, by the model or the environment."""
 
     role: Literal["model", "environment"]
     text: str
@@ -67,22 +67,22 @@ class Transcript:
 
     @property
     def last(self) -> str:
-        """The text of the last turn."""
+        """Return the text of the last turn."""
         return self.turns[-1].text
 
     @property
     def text(self) -> str:
-        """The text of all turns, joined."""
+        """Return the joined text of all turns."""
         return "".join(turn.text for turn in self.turns)
 
     @property
     def own(self) -> str:
-        """The text of the model's turns, joined."""
+        """Return the joined text of the model's turns."""
         return "".join(turn.text for turn in self.turns if turn.role == "model")
 
 
 def make_transcript(row: CallRow) -> Transcript:
-    """Return the transcript in a row of `problems.row_of`."""
+    """Return the transcript of a row, which `problems.row_of` made."""
     turns = tuple(Turn("environment" if i % 2 else "model", text) for i, text in enumerate(row["turns"]))
     return Transcript(row["key"], row["prompt"], row["answer"], json.loads(row["fields"]), turns)
 
@@ -90,7 +90,7 @@ def make_transcript(row: CallRow) -> Transcript:
 def number(value: Any) -> float:
     """Convert a bool, a number, a scalar of NumPy or a 0-d tensor to a float.
 
-    RefusedError for any other type, for NaN and infinities, and beyond float32.
+    Raises RefusedError for any other type, for NaN and infinities, and for numbers beyond float32.
     """
     plain = value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
     try:
@@ -137,7 +137,7 @@ def _named(function: Function, values: Mapping[str, Any]) -> Any:
 
 
 def _plain(function: Function, row: CallRow, options: CallRow) -> float:
-    """Call a reward with the values that its parameters name, by the names and aliases of `PLAIN`."""
+    """Call a reward with the values that its parameters name; PLAIN lists the names and aliases."""
     transcript = make_transcript(row)
     values = {
         **{name: row[name] for name in ("prompt", "response", "answer", "full_text")},
@@ -150,7 +150,7 @@ def _plain(function: Function, row: CallRow, options: CallRow) -> float:
 
 
 class _Withheld:
-    """Stands for a value that no score may depend on, in a function that takes **others."""
+    """Placeholder that raises RefusedError when used, for a value that no score may depend on."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -163,7 +163,7 @@ _WITHHELD = "asks for {}, which is not given: a score must follow from prompt an
 
 
 def _left_out(name: str) -> Callable[..., None]:
-    """Return TRL's function of this name, which prints once for each column or metric that no run records it."""
+    """Return a stand-in for TRL's function `name`; it prints once for each metric that runs do not record it."""
 
     def log(key: str, *values: Any) -> None:
         if (name, key) not in _said:
@@ -319,7 +319,7 @@ def _loop() -> Any:
 
 
 def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Execute the file; return `:LINE` of each function of `calls` that the file has, "" if the line is unknown."""
+    """Execute the file; return `:LINE` by function of `calls` that the file defines, "" if the line is unknown."""
     os.chdir(folder)  # another file may have left it
     before = set(sys.modules)
     module, lines = execute(Path(file)), {}
@@ -385,7 +385,7 @@ def _answers(request: dict[str, Any]) -> Iterable[dict[str, object]]:
 
 
 def _ready() -> None:
-    """Set this process up: it ends with the run, ends first if memory runs out, and ignores Ctrl-C and SIGTERM."""
+    """Prepare this process to end with the run, to end first if memory runs out, and to ignore Ctrl-C and SIGTERM."""
     for number_ in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number_, lambda *_: None)
     with suppress(OSError, AttributeError):
@@ -399,7 +399,7 @@ def _ready() -> None:
 
 
 class _Visible(io.TextIOWrapper):
-    """A stream for the output of the user's code, which cannot control the terminal by printing a response."""
+    """Output stream of the user's code, with control characters escaped: a response cannot control the terminal."""
 
     def write(self, text: str) -> int:
         super().write(visible(text))

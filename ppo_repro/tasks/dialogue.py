@@ -39,7 +39,7 @@ def around_reply(task: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 class Conversations:
-    """The environment's side of some requests; `said` has the environment's texts in each request, by index."""
+    """Environment's turns in some requests; `said` has the environment's texts by the index of the request."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Conversations:
         Args:
             config: the run.
             tokenizer: encodes the environment's texts.
-            spelled: special tokens that texts spell out.
+            spelled: special tokens that decoded texts show.
             step: the user's environment; None: an episode has one turn.
             problems: the prompt of each episode.
-            warned: names of the warnings that this run has printed, each once.
+            warned: names of the warnings that this run has already printed.
         """
         self.config, self.tokenizer, self.spelled = config, tokenizer, spelled
         self.step, self.problems = step, problems
@@ -76,7 +76,10 @@ class Conversations:
         return any(one in text for one in stop)
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """Call `step` and encode its text; None ends the episode. FunctionFailed if `step` fails or has no room."""
+        """Call `step` and encode its text; None if the episode ends.
+
+        Raises FunctionFailed if `step` fails or has no room.
+        """
         try:
             return self._reply(index, turns)
         except UserError as error:

@@ -52,5 +52,5 @@ def entries(dataset: str, settings: dict[str, Any], seed: int, size: int) -> lis
 
 
 def score(key: str, answer: str | None) -> float:
-    """Return the data set's score of an answer, usually from 0 to 1; None stands for no answer."""
+    """Return the data set's score of an answer to entry `key`, usually from 0 to 1; None stands for no answer."""
     return float(_dataset.score_answer(answer, _entries[key]))

@@ -1,4 +1,4 @@
-"""The prompts of a run and their answers, split into training and held-out prompts; the functions of a task."""
+"""Load the prompts of a run with their answers and functions, and split them into training and held-out prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROLES = {"system", "user", "assistant", "tool"}
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt; its key names it everywhere, whatever the order of the file."""
+    """One prompt; its key identifies it in records and does not depend on the order of the file."""
 
     key: str
     prompt: str
@@ -38,14 +38,14 @@ class Problem:
 
     @property
     def solution(self) -> str:
-        """The steps and the answer: the text that the warm start teaches."""
+        """Return the steps and the answer: the text that the warm start teaches."""
         return " ".join((*self.steps, self.answer))
 
 
 def row_of(
     problem: Problem, turns: Sequence[str], response: str = "", full_text: str = "", ids: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return the row that the process of the user's functions gets for one response.
+    """Return the data about one response that is sent to the process of the user's functions.
 
     Args:
         problem: the prompt.
@@ -61,19 +61,19 @@ def row_of(
 
 @dataclass(frozen=True)
 class Split:
-    """The problems of a task."""
+    """Training and held-out problems of a task."""
 
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
 
     @cached_property
     def by_key(self) -> dict[str, Problem]:
-        """Every problem by its key."""
+        """Return every problem by its key."""
         return {problem.key: problem for problem in (*self.train, *self.held_out)}
 
     @cached_property
     def has_answers(self) -> bool:
-        """True if any problem has an answer."""
+        """Return whether any problem has an answer."""
         return any(problem.answer for problem in self.by_key.values())
 
 
@@ -122,7 +122,9 @@ def column_steps(prompt: str, base: int) -> tuple[str, ...]:
 
 
 def make_problem(where: str, fields: Mapping[str, object], chat_template: bool = False) -> Problem:
-    """Make the problem in the fields of a JSON object; UserError names `where` and the field that is wrong.
+    """Make the problem in the fields of a JSON object.
+
+    Raises UserError, with `where` and the wrong field.
 
     With `chat_template` a prompt may be a list of chat messages; its text has one line per message.
     """
@@ -145,7 +147,7 @@ def make_problem(where: str, fields: Mapping[str, object], chat_template: bool =
 
 
 def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str]]:
-    """Return the messages of a prompt; UserError for anything else, or for roles in an impossible order."""
+    """Return the messages of a prompt. Raises UserError for anything else, or for roles in an impossible order."""
     if not chat_template:
         raise UserError(
             f"{where}: field 'prompt' is a list of messages; set task.chat_template = true, which renders it"
@@ -164,9 +166,9 @@ def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str
 
 
 def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
-    """Return the problems of (where, name, problem).
+    """Return the problems of entries (where, name, problem).
 
-    Raises UserError for a key or prompt that appears twice: it could be trained on and held out.
+    Raises UserError for a key or prompt that appears twice, because it could be trained on and held out.
     """
     problems, first = [], dict[tuple[str, str], str]()
     for where, name, problem in entries:
@@ -184,7 +186,7 @@ def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
 def read_file(path: Path, chat_template: bool = False) -> list[Problem]:
     """Read one problem per line, or per row of a Parquet file; all problems have answers, or none has one.
 
-    UserError names file and line of the first mistake.
+    Raises UserError, with file and line, for the first mistake.
     """
     read = read_rows if is_parquet(path) else read_lines
     lines = [replace(line, fields=_with_answer(line)) for line in read("task.path", path)]
@@ -208,7 +210,10 @@ def _with_answer(line: Line) -> dict[str, Any]:
 
 
 def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Split:
-    """Hold out `num_eval_prompts` problems, chosen by keys and seed alone; UserError if none is left to train on."""
+    """Hold out `num_eval_prompts` problems, chosen by keys and seed alone.
+
+    Raises UserError if none is left to train on.
+    """
     ordered = sorted(problems, key=lambda p: p.key)
     if num_eval_prompts >= len(ordered):
         raise UserError(
@@ -239,7 +244,7 @@ def choose(problems: tuple[Problem, ...], count: int, seed: int, iteration: int)
 
 @dataclass(frozen=True)
 class Source:
-    """The problems of a task, and its functions."""
+    """Problems of a task, and the user's functions for it."""
 
     problems: Split
     verifier: UserFunction | None = None  # the task's verifier; None if answers are compared
@@ -247,7 +252,7 @@ class Source:
 
 
 def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None) -> Source:
-    """Load the problems of a task section, split by `seed`; UserError names the first mistake.
+    """Load the problems of a task section, split by `seed`. Raises UserError for the first mistake.
 
     The task's file runs in `process`, or in a new process if that is None.
     """
@@ -298,7 +303,10 @@ def _load_file(task: PythonTask, process: UserProcess) -> dict[str, UserFunction
 
 
 def _read_prompts(prompts: UserFunction, chat_template: bool) -> list[Problem]:
-    """Call `prompts()` twice; UserError names an entry that is no prompt, or says that the calls differ."""
+    """Call `prompts()` twice.
+
+    Raises UserError if an entry is no prompt, or the two calls differ.
+    """
     first, second = (prompts([{}], seed)[0] for seed in (1, 2))
     if first != second:
         raise UserError(

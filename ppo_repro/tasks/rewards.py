@@ -1,4 +1,4 @@
-"""The score of a response: rules, the user's Python functions, and the scores of a reward model."""
+"""Compute the score of a response by rules, the user's Python functions and the scores of a reward model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FORMAT = re.compile(
 
 
 def extracted(response: str, extraction: AnswerExtraction) -> str | None:
-    """Return the answer in a response: the whole text, its last number without commas, or its last answer tags' text.
+    """Return the answer in a response: the whole text, the last number without commas, or the last answer tags' text.
 
     None if the response has no number or no answer tags.
     """
@@ -72,7 +72,7 @@ def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
 
 
 def right_steps(response: str, steps: Sequence[str]) -> list[int]:
-    """Return the end, in characters, of each right step: the n-th word of the response if it is the n-th step."""
+    """Return the end, in characters, of each right step; step n is right if it equals word n of the response."""
     ends, end = [], -1
     for word, step in zip(response.split(" "), steps, strict=False):
         end += 1 + len(word)
@@ -83,7 +83,7 @@ def right_steps(response: str, steps: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A response with everything needed to judge it."""
+    """Response with all data that a reward needs."""
 
     problem: Problem
     response: str  # the text of the model's turns
@@ -95,13 +95,13 @@ class Sample:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The row that a user's function judges."""
+        """Return the data that a user's function receives."""
         return row_of(self.problem, self.turns, self.response, self.full_text, self.ids)
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on some responses, one entry each."""
+    """Scores of some responses, one entry per response."""
 
     scores: list[float]
     term_values: list[list[float]]  # the unweighted value of each reward term
@@ -119,7 +119,7 @@ class Judge:
 
     @property
     def asked_texts(self) -> tuple[str, ...]:
-        """The tags that the reward looks for in a response."""
+        """Return the tags that the reward looks for in a response."""
         has_format = any(isinstance(term, FormatReward) for term in self.config.terms)
         return TAGS if has_format or self.extraction == "answer_tags" else ()
 
@@ -131,7 +131,7 @@ def formatted_answer(response: str) -> str | None:
 
 
 def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judge:
-    """Load the user's functions of a reward; UserError names the first mistake.
+    """Load the user's functions of a reward. Raises UserError for the first mistake.
 
     The functions run in `process`, or in a new process if that is None.
     """
@@ -146,8 +146,8 @@ def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judg
 def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
     """Return the judge with the verifier and the answer extraction of a task.
 
-    Raises UserError if a term needs a verifier or answers that the task does not have, or if a user's function returns
-    two results for the same input: the answer, and an empty text, to two prompts.
+    Raises UserError if a term needs a verifier or answers that the task does not have. Raises UserError if a user's
+    function returns two results for the same input; the inputs are the answers and empty texts of two prompts.
     """
     asks_verifier = any(isinstance(term, Verifier) for term in judge.config.terms)
     if isinstance(task, PythonTask) and source.verifier is None and asks_verifier:
@@ -196,7 +196,7 @@ def _values(
 
 
 def _correct(judge: Judge, samples: Sequence[Sample], columns: Sequence[Sequence[float]]) -> Iterator[bool]:
-    """Yield whether each response is right, finished or not, by the verifier if a term asks it, or by its answer."""
+    """Yield whether each response, finished or not, is right: by the verifier if a term asks it, else by its answer."""
     terms = judge.config.terms
     verified = next((values for term, values in zip(terms, columns, strict=True) if isinstance(term, Verifier)), None)
     has_format = any(isinstance(term, FormatReward) for term in terms)
@@ -211,13 +211,13 @@ def _correct(judge: Judge, samples: Sequence[Sample], columns: Sequence[Sequence
 
 
 def judge_samples(judge: Judge, samples: Sequence[Sample], model_scores: Sequence[float]) -> Judgement:
-    """Compute score = sum of weight times value over the reward terms; then apply the rules for cut responses.
+    """Compute score = sum_k weight_k value_k over the reward terms; then apply the rules for cut responses.
 
     A response is correct if it ended by itself with the right answer. If a term asks the task's verifier, 1 or more
     means right. If a format is rewarded, the text between the answer tags must be the answer. Otherwise the extracted
     answer must be the answer. `model_scores` are the scores of a reward model, one per response, or empty.
 
-    Raises UserError if a user's function raises or returns anything but a number, or a score is beyond float32.
+    Raises UserError if a user's function raises or does not return a number, or if a score is beyond float32.
     """
     config, finished = judge.config, [sample.finished for sample in samples]
     columns = [_values(i, term, judge, samples, model_scores) for i, term in enumerate(config.terms)]
@@ -236,7 +236,7 @@ def judge_samples(judge: Judge, samples: Sequence[Sample], model_scores: Sequenc
 def weighted_scores(
     config: RewardConfig, term_values: Sequence[Sequence[float]], finished: Sequence[bool]
 ) -> list[float]:
-    """Return the sum of weight times value over the reward terms, minus the penalty of a response that was cut.
+    """Return sum_k weight_k value_k over the reward terms, minus the penalty if the response was cut.
 
     A sum beyond float64 is infinite.
     """

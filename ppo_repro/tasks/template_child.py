@@ -1,7 +1,7 @@
-"""The chat template of a tokenizer, in a child process: a template may loop for ever, or fill the memory.
+"""Render a tokenizer's chat template in a child process, because a template may loop for ever or fill the memory.
 
-Beside its arguments a template can read the time and random numbers. The configuration has the time, and the child
-seeds the generators before each call: a prompt follows from the inputs of a run.
+A template can also read the time and random numbers. The configuration sets the time, and the child seeds the
+generators before each call. So a prompt depends only on the inputs of a run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ time.tzset()
 
 
 def _clock(moment: str | None, section: str) -> Callable[[str], str]:
-    """Return the function that a template calls for the time."""
+    """Return the function that gives a template the time `moment`, in a format."""
 
     def strftime_now(form: str) -> str:
         if moment is None:
@@ -70,7 +70,7 @@ def render(
     time: str | None,
     section: str,
 ) -> str:
-    """Return the text of a chat; UserError if the template fails.
+    """Return the text of a chat. Raises UserError if the template fails.
 
     Args:
         turns: role and content of each turn.

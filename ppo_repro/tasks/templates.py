@@ -1,4 +1,4 @@
-"""Prompts as text and as token ids: chat templates, control tokens, end tokens, prompts that are too long."""
+"""Turn prompts into text and token ids: chat templates, control tokens, end tokens, prompts that are too long."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def rendered(
         tokenizer: the tokenizer with the template.
         chats: messages with role and content.
         cue: whether the text ends with the beginning of the model's turn.
-        arguments: more arguments of the template; None: no more.
+        arguments: further arguments of the template; None for none.
         time: the time that the template reads, in ISO format; None: a template that reads the time fails.
         section: the part of the configuration before the fields' names in messages.
 
     Raises:
-        UserError: the template fails, needs more than 10 s or 1 GiB, reads the time and there is none, does not read
-            an argument, or writes an address of memory.
+        UserError: the template fails, needs more than 10 s or 1 GiB, reads a time that is not set, does not read an
+            argument, or writes an address of memory.
     """
     try:
         about = {
@@ -88,16 +88,16 @@ def rendered_for(
         task: section of the configuration.
         tokenizer: the tokenizer with the template.
         chats: messages with role and content.
-        section: as for `rendered`.
+        section: the part of the configuration before the fields' names in messages.
 
     Raises:
-        UserError: as `rendered`.
+        UserError: in the cases of `rendered`.
     """
     return rendered(tokenizer, chats, True, task.template_arguments, task.template_time, section)
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, section: str = SECTION) -> Encode:
-    """Return the function from problems to the token ids of their prompts.
+    """Return the function that maps a problem to the token ids of its prompt.
 
     Raises UserError if a chat template is missing or leaves something out, and for control tokens in a prompt.
     """
@@ -136,7 +136,10 @@ def _require_whole(task: TaskConfig, problem: Problem, chat: Chat, text: str, se
 
 
 def chat_of(task: TaskConfig, problem: Problem) -> Chat:
-    """Return the prompt as chat messages, after the configuration's system prompt; UserError for two system prompts."""
+    """Return the prompt as chat messages, after the configuration's system prompt.
+
+    Raises UserError for two system prompts.
+    """
     messages = [{"role": "user", "content": problem.prompt}]
     if problem.messages is not None:
         messages = json.loads(problem.messages)
@@ -152,7 +155,7 @@ def chat_of(task: TaskConfig, problem: Problem) -> Chat:
 def control_tokens_of(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Callable[[str, str], None]:
     """Return the function that refuses a text, named by its first argument, with control tokens of the tokenizer.
 
-    The function does nothing if the task allows them.
+    The function does nothing if the task allows control tokens.
     """
     from ppo_repro.tasks.tokenizer import special_tokens
 
@@ -174,17 +177,17 @@ def control_tokens_of(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> C
 def encode_all(
     problems: Split, encode: Encode, config: RunConfig, vocab_size: int, watcher: Watcher
 ) -> tuple[Split, dict[str, Ids]]:
-    """Encode every prompt; return the problems that have room, and the token ids of their prompts by key.
+    """Encode every prompt; return the problems whose prompts fit, and the token ids of their prompts by key.
 
     Args:
         problems: all problems.
-        encode: the function of `encoder`.
+        encode: the function that `encoder` returns.
         config: the run; `task.overlong` says whether a prompt that is too long is dropped.
         vocab_size: token ids are below it.
-        watcher: gets the progress, and the number of dropped prompts.
+        watcher: shows the progress and the number of dropped prompts.
 
     Raises:
-        UserError: names the first prompt that the engine cannot serve.
+        UserError: the engine cannot serve a prompt; the message names the first one.
     """
     from ppo_repro.rollout.engine import Request, Sampling, TooLongError, check_request
 

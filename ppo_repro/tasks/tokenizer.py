@@ -70,7 +70,7 @@ def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-    """Return the tokens of a text; UserError if the tokenizer fails at it."""
+    """Return the token ids of a text. Raises UserError if the tokenizer fails."""
     try:
         return tuple(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     except (KeyboardInterrupt, MemoryError):
@@ -84,7 +84,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens:
 def all_token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: bool = True
 ) -> list[tuple[int, ...]]:
-    """Encode texts together; UserError names the first text that the tokenizer fails at."""
+    """Encode texts together. Raises UserError for the first text at which the tokenizer fails."""
     try:
         return [tuple(ids) for ids in tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]]
     except (KeyboardInterrupt, MemoryError):
@@ -141,10 +141,10 @@ def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str
 
 
 def spans(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> Spans:
-    """Find the position of each token in the text of a response, in characters, UTF-8 bytes and words.
+    """Return the position of each token in the text of a response, in characters, UTF-8 bytes and words.
 
-    A word begins at the first token, at a token whose text begins with white space or follows it, and before and
-    after a special token. Tokens that share a character belong to the same word.
+    A word begins at the first token, at a token whose text begins with white space or follows it, and before and after
+    a special token. Tokens that share a character belong to the same word.
     """
     ends = _char_ends(tokenizer, ids, text)
     starts = [0, *ends][:-1]

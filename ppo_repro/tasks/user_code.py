@@ -1,4 +1,4 @@
-"""The user's functions, called in a child process; an error names file, line and prompt."""
+"""Call the user's functions in a child process; an error names file, line and prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ppo_r
 
 
 class UserProcess:
-    """The child process of a run, started with the first file that is loaded; it ends with this object."""
+    """Child process of a run; the first loaded file starts the process, and the end of this object ends it."""
 
     def __init__(self) -> None:
         self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
@@ -35,13 +35,13 @@ class UserProcess:
     def ask(
         self, request: Mapping[str, Any], replies: int, seconds: float, lost: Callable[[int, str], str]
     ) -> list[Any]:
-        """Return the replies to a request, one per row. Raises UserError for the first error.
+        """Send a request and return the replies, one per row. Raises UserError for the first error.
 
         Args:
             request: the request as JSON data.
             replies: number of rows.
-            seconds: wall time for each row.
-            lost: returns the message from row and cause if the child ends or a reply does not come.
+            seconds: limit of the wall time for each row.
+            lost: makes the error message from row and cause if the child ends or does not reply.
         """
         if self._child is None:
             self._child = _start()
@@ -123,7 +123,7 @@ def _how_ended(child: subprocess.Popen[bytes]) -> str:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function of a user's file that the child has loaded."""
+    """Function of a user's file, which the child process has loaded."""
 
     process: UserProcess
     field: str  # field of the configuration
@@ -136,13 +136,13 @@ class UserFunction:
 
     @property
     def where(self) -> str:
-        """Field, file and line."""
+        """Return field, file and line, for messages."""
         return f"{self.field}: {self.file}{self.line}"
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
         """Call the function for each row of arguments; functions of the convention `scores` get all rows at once.
 
-        `seed` seeds the global generators before each call. UserError names field, file, line and prompt if the
+        `seed` seeds the global generators before each call. Raises UserError, with field, file, line and prompt, if the
         function raises, returns a wrong value, takes too long, or ends its process.
         """
         seconds = CALL_SECONDS if self.seconds is None else self.seconds
@@ -164,14 +164,16 @@ class UserFunction:
 def load(
     process: UserProcess, field: str, file: Path, calls: Mapping[str, str], options: Mapping[str, Any] | None = None
 ) -> dict[str, UserFunction]:
-    """Execute a file in the child and return the functions of `calls` that it has; UserError if it fails to load.
+    """Execute a file in the child and return the functions of `calls` that the file defines.
+
+    Raises UserError if the file fails to load.
 
     Args:
         process: the child.
         field: field of the configuration, for errors.
         file: the user's file.
-        calls: the convention of each function by name.
-        options: options of the conventions.
+        calls: the calling convention of each function, by name.
+        options: options of the conventions; None for none.
     """
     request = {"field": field, "file": str(file), "calls": dict(calls), "folder": os.getcwd()}
     (lines,) = process.ask(request, 1, CALL_SECONDS, lambda row, how: f"{field}: {file} fails to load (it {how})")
@@ -179,13 +181,13 @@ def load(
 
 
 def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
-    """Load the function of `FILE.py:FUNCTION`; UserError names its fault.
+    """Load the function of `FILE.py:FUNCTION`. Raises UserError with its fault.
 
     Args:
         process: the child.
         field: field of the configuration, for errors.
         path: `FILE.py:FUNCTION`.
-        term: the reward term with the convention of the call; None: prompt, response and answer.
+        term: the reward term with the calling convention; None: the function gets prompt, response and answer.
     """
     file, name = file_and_name(field, path)
     call, options = ("function", {}) if term is None else (term.kind, term.model_dump(mode="json"))
@@ -198,8 +200,8 @@ def load_function(process: UserProcess, field: str, path: str, term: CalledRewar
 def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError, with the prompt and the last text, if two calls give different results.
 
-    The second call has the opposite order and other seeds of the global generators: results that depend on earlier
-    calls or on an unseeded draw differ.
+    The second call has the opposite order and another seed of the global generators. So results differ if they depend
+    on earlier calls or on an unseeded draw.
     """
     first, second = function(rows, 1), function(rows[::-1], 2)[::-1]
     for row, one, other in zip(rows, first, second, strict=True):

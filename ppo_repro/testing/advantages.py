@@ -1,4 +1,4 @@
-"""A user's advantage estimator compared with its definition: tokens that do not count must not change the advantages.
+"""Compare a user's advantage estimator with its definition; tokens that do not count must not change the advantages.
 
 The definitions are loops over the tokens of one response that count, in float64.
 """
@@ -28,10 +28,11 @@ LENGTHS, GROUPS = (5, 1, 4, 6, 2, 3), (0, 0, 1, 1, 1, 2)
 
 @dataclass(frozen=True)
 class PaddedAdvantageBatch:
-    """The argument of an estimator: R responses of L positions.
+    """Batch that a user's estimator receives: R responses of L positions.
 
-    `rewards`, `values` [R, L]; `mask` [R, L] bool, False at padding and at tokens that do not count, where they may
-    hold anything; `scores` [R], the sum of a response's rewards; `groups` [R] int64, the prompt of each response.
+    `rewards`, `values` [R, L]: any number at padding and at tokens that do not count; `mask` [R, L] bool: False at
+    these positions; `scores` [R]: the sum of a response's rewards; `groups` [R] int64: the number of each response's
+    prompt.
     """
 
     rewards: Tensor
@@ -53,16 +54,16 @@ def definition(
     divisor: Divisor = "n",
     epsilon: float = 1e-6,
 ) -> list[list[float]]:
-    """Return the advantages of the tokens that count, by definition.
+    """Compute the advantages of the tokens that count, in float64, by the formula of an estimator.
 
     gae (Schulman et al., 2016): A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t and V = 0
     after the last token. rewards_to_go: sum over k >= t of gamma^(k - t) r_k. group_mean: score minus the mean score of
-    the group. group_normalised (Shao et al., 2024): the same divided by std + epsilon, where std^2 is the sum of
+    the group. group_normalised (Shao et al., 2024): (score minus mean) / (std + epsilon), where std^2 is the sum of
     squared deviations over the divisor; 0 in a group of equal scores.
 
     Args:
         kind: name of the estimator.
-        responses: rewards and values of the tokens of each response.
+        responses: rewards and values of the tokens of each response; all these tokens count.
         groups: number of the prompt of each response.
         gamma: discount.
         lam: lambda of GAE.
@@ -105,7 +106,7 @@ def check_advantages(
     epsilon: float = 1e-6,
     seed: int = 0,
 ) -> dict[str, str]:
-    """Return the first token at which an estimator differs from its definition on random responses, by layout.
+    """Compare an estimator with its definition on random responses, in several layouts.
 
     Args:
         estimator: a function from a PaddedAdvantageBatch to advantages [R, L].
@@ -117,9 +118,10 @@ def check_advantages(
         seed: seed of the responses.
 
     Returns:
-        Sentences by layout; empty if the estimator conforms.
+        A sentence by layout about the first token that differs; empty if the estimator conforms.
 
-    Raises what the estimator raises.
+    Raises:
+        Exception: any exception of the estimator.
 
     >>> from ppo_repro.testing import check_advantages
     >>> def to_go(batch):

@@ -1,4 +1,4 @@
-"""The causes of different log-probs in sampler and trainer, for the audit and the diagnosis. Never imports torch.
+"""Causes of different log-probs in sampler and trainer, for the audit and the diagnosis. Never imports torch.
 
 The diagnosis names a cause from the pattern of the differences. The audit computes the predictions of many variants of
 a cause, and gives the advice of this list, or advice of its own for a variant.
@@ -36,14 +36,14 @@ Cause = Literal[
 
 @dataclass(frozen=True)
 class About:
-    """The fault, and its remedy, in words."""
+    """Description of a fault and of its remedy."""
 
     what: str
     mend: str
 
     @property
     def advice(self) -> str:
-        """Both as a sentence."""
+        """Return fault and remedy as one sentence."""
         return f"{self.what}; {self.mend}."
 
 

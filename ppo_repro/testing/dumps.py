@@ -1,4 +1,4 @@
-"""The reader of dumps: responses with the log-probs of sampler and trainer, from files of any training stack.
+"""Read dumps: responses with the log-probs of sampler and trainer, from files of any training stack.
 
 A dump is JSON Lines, Parquet, a `.pt` file of tensors and lists (whose code is never run) or a data frame. A row is a
 response or a token. A missing column is an error, and so are lists of different lengths. Only a `.pt` file imports
@@ -89,12 +89,15 @@ class Response:
 
     @property
     def turns(self) -> npt.NDArray[np.int64]:
-        """The turn of each token, from 1; a turn begins where tokens begin to count."""
+        """Return the turn of each token [n], from 1; a turn begins at a token that counts after one that does not."""
         return np.cumsum(np.diff(self.counts.astype(np.int64), prepend=0) == 1)
 
 
 def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Names:
-    """Return the names of a format, or of the only format with the dump's log-probs; UserError for none or several."""
+    """Return the column names of a format, or of the only format that fits.
+
+    Raises UserError if none or several fit.
+    """
     there = set(columns)
     if form is not None:
         if form not in FORMATS:
@@ -111,9 +114,10 @@ def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Nam
 
 
 def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = None) -> Iterator[Response]:
-    """Yield the responses of a dump in which a token counts, in order.
+    """Yield in order the responses of a dump that have a token that counts.
 
-    `names` is a `Names`, a format of FORMATS, or None to recognise the format by the columns. UserError names the row.
+    `names` is a `Names`, a format of FORMATS, or None to recognise the format by the columns. Raises UserError, which
+    names the row.
     """
     where = str(source) if isinstance(source, Path | str) else "the frame"
     rows: Iterator[Any]  # of a frame the columns need not be texts
@@ -133,7 +137,7 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
 
 
 def impossible(values: npt.NDArray[np.float32]) -> str:
-    """Return why numbers cannot be log-probs of sampled tokens, "" if they can. NaN and infinities are ignored."""
+    """Return the reason why numbers cannot be log-probs, "" if they can be. NaN and infinities are ignored."""
     finite = values[np.isfinite(values)]
     above = finite[finite > ROUNDING]
     if above.size:
@@ -222,7 +226,7 @@ def _response(where: str, number: int, row: DumpRow, names: Names) -> Response |
 
 
 def _array(where: str, name: str, values: Any, kind: Kind) -> Array:
-    """Return a list of a row as float64, or int64; null becomes NaN in log-probs."""
+    """Return a list of numbers as an array of float64 or int64; null becomes NaN in log-probs."""
     is_float = kind == "log-probs in nats"
     try:
         array = np.array([np.nan if v is None else v for v in values] if is_float else values)

@@ -1,4 +1,4 @@
-"""Assertions on recorded runs, on log-probs that any stack dumped, and on a golden run. Never imports torch.
+"""Assertions for pytest on recorded runs, on dumps of any stack, and on a golden run. Never imports torch.
 
 Pairs are frames with a row for each token: iteration, sequence, position, and the float32 log-probs sampler and trainer
 (nats).
@@ -51,7 +51,10 @@ def run_pairs(run: Path | str) -> pd.DataFrame:
 
 
 def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) -> pd.DataFrame:
-    """Return a dump's tokens that count; the sequence is the row of the response, from 0. UserError names the row."""
+    """Return a dump's tokens that count as pairs; the sequence is the row of the response, from 0.
+
+    Raises UserError, which names the row.
+    """
     frames = [pd.DataFrame(columns=COLUMNS, dtype=np.float32)]
     for r in read_dump(source, names):
         positions = np.flatnonzero(r.counts)
@@ -61,7 +64,7 @@ def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) ->
 
 
 def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
-    """Return each measure of `assert_mismatch_below`, NaN for a mean of no token, and the row of a token to show."""
+    """Return each measure of `assert_mismatch_below`, with the row of its worst token; a mean of no token is NaN."""
     finite = np.isfinite(pairs["sampler"]) & np.isfinite(pairs["trainer"])
     delta = (pairs["trainer"].astype(np.float64) - pairs["sampler"])[finite]
     unequal = _unequal(pairs["sampler"], pairs["trainer"]) & finite
@@ -76,7 +79,7 @@ def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
 
 
 def _suspicious(pairs: pd.DataFrame) -> str:
-    """Return why numbers cannot be the log-probs of two sides, "" if they can."""
+    """Return the reason why numbers cannot be the log-probs of two sides, "" if they can be."""
     for name in ("sampler", "trainer"):
         if why := impossible(pairs[name].to_numpy()):
             return f"{name}: {why}"
@@ -107,7 +110,7 @@ def assert_mismatch_below(
         max_abs: limit of the largest |delta|, in nats.
         k3: limit of the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer).
         frac_unequal: limit of the share of tokens that differ in any bit.
-        nonfinite: limit of the number of tokens without two finite log-probs.
+        nonfinite: limit of the number of tokens with a log-prob that is not finite.
         names: the names of the columns; None: the dump has the columns of a known stack.
 
     Raises:
@@ -147,7 +150,7 @@ def assert_mismatch_below(
 
 
 class Golden(BaseModel):
-    """The digests of a golden run; `tables` has the digest of each table for each iteration."""
+    """Digests of a golden run; `tables` has the digest of each table for each iteration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -172,7 +175,7 @@ def golden_of(run: Path | str) -> Golden:
 
 
 def _changed(golden: Golden, now: Golden) -> str:
-    """Return the first difference between two runs, in words; "" if there is none."""
+    """Describe the first difference between two runs; "" if there is none."""
     for iteration, (old, new) in enumerate(zip(golden.tables, now.tables, strict=False)):
         for name in new:
             if old.get(name) != new[name]:
@@ -187,8 +190,9 @@ def _changed(golden: Golden, now: Golden) -> str:
 def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:
     """Assert that a run has the digests of a golden run, in every table of every iteration and in its final results.
 
-    If there is no golden file, it is written, and the assertion fails once. AssertionError names the first table and
-    iteration that differ, and the changes of the environment. Raises UserError if the run is incomplete or damaged.
+    If there is no golden file, it is written, and the assertion fails once. Raises AssertionError, which names the
+    first table and iteration that differ, and the changes of the environment. Raises UserError if the run is incomplete
+    or damaged.
     """
     __tracebackhide__ = True
     path, now = Path(golden_path), golden_of(run)

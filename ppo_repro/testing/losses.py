@@ -1,6 +1,6 @@
-"""A user's loss, called as trainers call it: with micro-batches, padding, tool tokens, ranks and narrow dtypes.
+"""Check a user's loss in the ways that trainers call it: micro-batches, padding, tool tokens, ranks, narrow dtypes.
 
-An optimizer step should follow from the tokens that count alone.
+The optimizer step must depend only on the tokens that count.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
 
 @dataclass(frozen=True)
 class LossBatch:
-    """The argument of a loss: one micro-batch of R rows of L positions.
+    """Micro-batch that a user's loss receives: R rows of L positions.
 
-    `new_logprobs` [R, L] in nats, with a gradient; `columns` [R, L] each, of the same dtype; `mask` [R, L] bool, False
-    at padding and at tokens that do not count, where the columns may hold anything; `sequences` [R, L] int64, the
-    response of a token, -1 at padding (a packed row has several responses). `step_tokens` is the number of tokens that
-    count, and `step_sequences` the number of responses, in all micro-batches and ranks of the optimizer step.
+    `new_logprobs` [R, L] in nats, with a gradient; `columns` have [R, L] each, in the same dtype; `mask` [R, L] bool,
+    False at padding and at tokens that do not count, where columns have arbitrary numbers; `sequences` [R, L] int64,
+    the index of a token's response, -1 at padding (a packed row has several responses). `step_tokens` is the number of
+    tokens that count, and `step_sequences` the number of responses, in all micro-batches and ranks of the optimizer
+    step.
     """
 
     new_logprobs: Tensor
@@ -48,7 +49,7 @@ Loss = Callable[[LossBatch], Tensor]
 
 
 class _Layout(NamedTuple):
-    """A layout of a step's responses; with `micro_batch` 0 all responses of a rank are one micro-batch."""
+    """Layout of a step's responses; `micro_batch` 0: all responses of a rank are one micro-batch."""
 
     micro_batch: int = 0
     padding: Literal["right", "left", "packed"] = "right"
@@ -83,14 +84,14 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class DrawnResponses:
-    """Responses of N tokens together: their `lengths`, columns [N] float64, and the tokens that count, [N] bool."""
+    """Responses with N tokens in total: their `lengths`, columns [N] float64, and the tokens that count, [N] bool."""
 
     lengths: Sequence[int]
     columns: dict[str, Tensor]
     mask: Tensor
 
     def describe(self, index: int) -> str:
-        """Return sequence and position of a token as text."""
+        """Return sequence and position of token `index` as text."""
         sequence = 0
         while index >= self.lengths[sequence]:
             index, sequence = index - self.lengths[sequence], sequence + 1
@@ -98,7 +99,7 @@ class DrawnResponses:
 
 
 class _Step(NamedTuple):
-    """The loss of one optimizer step and its gradient with respect to `new_logprobs`, in the order of the rollout."""
+    """Loss of one optimizer step, and its gradient with respect to `new_logprobs`, in the order of the rollout."""
 
     value: float
     gradients: Tensor  # [N] float64
@@ -202,7 +203,7 @@ def lay_out(
     number = torch.arange(indices.numel(), dtype=torch.float64).reshape(indices.shape)
 
     def column(name: str, k: int) -> Tensor:
-        """Return column k with its own junk under the mask; new log-probs (k = 0) stay finite, as a model's do."""
+        """Return column k with random junk at masked tokens; new log-probs (k = 0) stay finite, like a model's."""
         filled = torch.where(there, rollout.columns[name][indices.clamp(min=0)], 0.0)
         if layout.junk == "not finite" and k:
             filled = torch.where(mask, filled, NOT_FINITE[(number.long() + k) % 3])
@@ -225,7 +226,8 @@ def lay_out(
 def _extremes(rollout: DrawnResponses) -> Iterator[tuple[str, DrawnResponses]]:
     """Yield the rollout with one extreme token, and its description: a large or tiny log-ratio, an advantage of 0.
 
-    Columns that end in `_logprobs` are new - log-ratio at the token. If the advantage is 0, columns `is_...` are 0 too.
+    At this token, columns that end in `_logprobs` are new_logprobs - log-ratio. If the advantage is 0, columns `is_...`
+    are 0 too.
     """
     token = int(rollout.mask.nonzero()[:, 0][int(rollout.mask.sum()) // 2])
     for x in LOG_RATIOS:
@@ -244,7 +246,7 @@ def _extremes(rollout: DrawnResponses) -> Iterator[tuple[str, DrawnResponses]]:
 
 
 def _difference(found: _Step, expected: _Step, rollout: DrawnResponses, dtype: torch.dtype = torch.float64) -> str:
-    """Return the differences beyond the tolerance, as text; "" if there are none.
+    """Describe the differences beyond the tolerance; "" if there are none.
 
     Args:
         found: the step to check.
@@ -278,7 +280,7 @@ def check_loss(
     combine: Literal["mean", "sum"],
     dtypes: Sequence[torch.dtype] = (torch.float32,),
 ) -> dict[str, str]:
-    """Return the changes of value or gradient of `loss`, by layout, dtype or extreme token; empty if it conforms.
+    """Call a loss in many layouts, and return each change of its value or gradient.
 
     Args:
         loss: a function of `LossBatch` that returns a scalar, in any unit.
@@ -288,8 +290,12 @@ def check_loss(
             transformers, DDP), or their `sum`.
         dtypes: dtypes beside float64; each is compared with float64 of the same numbers.
 
-    A loss that is not finite on the frame itself has one entry, and no layout is tried. Raises UserError for a frame or
-    a loss that cannot be used.
+    Returns:
+        A sentence by layout, dtype or extreme token; empty if the loss conforms. A loss that is not finite on the frame
+            itself has one entry, and no layout is tried.
+
+    Raises:
+        UserError: the frame or the loss cannot be used.
 
     >>> import pandas as pd
     >>> from ppo_repro.testing import check_loss

@@ -18,7 +18,7 @@ FIELD = "--track"
 
 
 def load(path: str) -> Callable[..., Any]:
-    """Load the function of `FILE.py:FUNCTION`; UserError names its fault."""
+    """Load the function of `FILE.py:FUNCTION`. Raises UserError, which names its fault."""
     return load_callable(FIELD, path, ["metrics"])
 
 
@@ -26,7 +26,7 @@ def copy(folder: Path, path: str, is_over: Callable[[float], bool]) -> int:
     """Call the function with each iteration until the run or grid is over; return the number of calls.
 
     The function gets a dict: `run`, the folder of the run, `iteration`, and every number of that row of the table
-    `iterations`. UserError names file and line if the function raises.
+    `iterations`. Raises UserError, which names file and line if the function raises.
     """
     from ppo_repro.grids.cell import CELLS
     from ppo_repro.tracking.following import begun, follow_cells, follow_run

@@ -32,7 +32,7 @@ class NoAttention(AttentionBackend):
 def make_backend(runner: Any) -> NoAttention:
     """Make the backend of a model runner whose model is ready.
 
-    UserError names the first wrong setting of the server.
+    Raises UserError, which names the first wrong setting of the server.
     """
     from sglang.srt.mem_cache import allocation
     from sglang.srt.model_executor import forward_batch_info

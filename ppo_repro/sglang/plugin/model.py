@@ -71,7 +71,10 @@ class PpoReproForCausalLM(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy float32 weights under transformers' names; ValueError for an unknown name, a wrong shape or type."""
+        """Copy float32 weights under transformers' names.
+
+        Raises ValueError for an unknown name, a wrong shape or type.
+        """
         known = dict(self.policy.named_parameters(remove_duplicate=False))
         for name, weight in weights:
             if name not in known:

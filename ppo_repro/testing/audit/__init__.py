@@ -1,1 +1,1 @@
-"""Which side of another stack is wrong: its log-probs beside those of the unmodified model in float64."""
+"""Find the side of another stack that is wrong: compare its log-probs with the unmodified model's in float64."""

@@ -1,5 +1,4 @@
-"""What can be said about the numbers of a side without knowing the cause: where they are right, and how they are
-off."""
+"""Describe wrong log-probs of a side without a cause: their positions, and the form of their errors."""
 
 from __future__ import annotations
 
@@ -18,14 +17,17 @@ MANY = 0.8  # of the tokens after a point that have to differ
 def facts(
     responses: Sequence[Response], entries: Entries, reference: Reference, tolerance: float, stored: Stored
 ) -> list[str]:
-    """Return sentences about wrong log-probs, those that narrow the cause most first; "right" means equal to rounding.
+    """Return sentences about wrong log-probs; "right" means equal up to rounding.
 
     Args:
         responses: prompts and tokens.
         entries: recorded log-probs in nats, and which are usable.
-        reference: what they should be.
-        tolerance: in nats.
-        stored: the number format that they have.
+        reference: the right log-probs, in nats.
+        tolerance: largest rounding error, in nats.
+        stored: the number format of the log-probs.
+
+    Returns:
+        Sentences; the first ones narrow the cause most.
     """
     found = [f"every number is a {stored.name} number" if "float" in stored.name else f"every number has {stored.name}"]
     found = found if stored.name else []
@@ -54,7 +56,10 @@ def facts(
 
 
 def _where(wrong: Sequence[tuple[int, Tensor, Tensor]]) -> list[str]:
-    """Say whether all is right up to a token: by tokens of the prompt, positions, and which of these are wrong."""
+    """Say up to which token all responses are right.
+
+    `wrong`: (tokens of the prompt, positions [n], is wrong [n] bool).
+    """
     first = [int(bad.nonzero()[0]) for _, _, bad in wrong]
     if len(wrong) > 1 and all(k == len(bad) - 1 for k, (_, _, bad) in zip(first, wrong, strict=True)):
         return ["wrong at the last token of the response alone"]
@@ -70,7 +75,7 @@ def _where(wrong: Sequence[tuple[int, Tensor, Tensor]]) -> list[str]:
 
 
 def _how(ideal: Tensor, off: Tensor, tolerance: float) -> list[str]:
-    """Say what kind of distance the wrong tokens have: constant, a factor, of one sign."""
+    """Describe the errors `off` [n] in nats: constant, proportional to `ideal` [n], or of one sign."""
     found: list[str] = []
     if len(off) < 3:
         return found

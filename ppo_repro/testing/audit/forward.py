@@ -1,4 +1,4 @@
-"""What a model says after passes: hidden states, and logits of a few tokens at a time by the model's own forward.
+"""Hidden states of forward passes, and logits of a few tokens at a time by the model's own forward.
 
 Logits of a large vocabulary need more time and memory than the layers below. So the decoder computes once, and the rest
 of the model's forward computes logits from the decoder's output where they are needed.
@@ -29,26 +29,26 @@ EVERY = 10.0  # seconds between two lines of progress
 
 @dataclass(frozen=True)
 class States:
-    """What predicts n tokens: the decoder's output there [n, H], or the logits [n, V] of a model that has none."""
+    """Outputs that predict n tokens: hidden states [n, H] of the decoder, or logits [n, V] of a model without one."""
 
     values: Tensor
     output: Any = None  # the decoder's, of which `values` are the last hidden states; None: `values` are logits
 
     def logits(self, model: PreTrainedModel, start: int = 0, end: int | None = None) -> Tensor:
-        """Return the logits of some of the tokens."""
+        """Return the logits [end - start, V] of tokens `start` to `end`."""
         values = self.values[start:end]
         return values if self.output is None else _head(model, model.get_decoder(), self.output, values[None])[0]
 
 
 class Progress:
-    """Says how far a long computation is, and about how long it still takes."""
+    """Print the progress of a long computation, with an estimate of the seconds left."""
 
     def __init__(self, what: str, total: int) -> None:
         self.what, self.total, self.done = what, total, 0
         self.began = self.said = time.monotonic()
 
     def step(self, done: int = 1) -> None:
-        """Count so many more; a line after some seconds."""
+        """Count `done` more steps, and print a line if the last line is old."""
         self.done += done
         now = time.monotonic()
         if now - self.said >= EVERY and self.done < self.total:
@@ -58,9 +58,9 @@ class Progress:
 
 
 def states(model: PreTrainedModel, passes: Sequence[Fed], is_padded: bool = False) -> Iterator[tuple[int, States]]:
-    """Compute passes, those of one length together; yields their indices, each with what predicts its targets.
+    """Compute passes, in batches of one length; yield the index of each pass and the states that predict its targets.
 
-    `is_padded`: passes of any length are computed together, each filled up at its end.
+    If `is_padded`, a batch has passes of any length, padded on the right.
     """
     order = sorted(range(len(passes)), key=lambda k: (passes[k].positions is None, len(passes[k].ids)))
     for _, alike in groupby(order, lambda k: (passes[k].positions is None, is_padded or len(passes[k].ids))):
@@ -74,7 +74,7 @@ def states(model: PreTrainedModel, passes: Sequence[Fed], is_padded: bool = Fals
 
 
 def pieces(length: int, vocabulary: int) -> Iterator[slice]:
-    """Split so many tokens into runs of at most PIECE logits."""
+    """Split `length` tokens into slices of at most PIECE logits."""
     size = max(1, PIECE // vocabulary)
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
@@ -111,7 +111,7 @@ def _keeping(model: PreTrainedModel, last: int) -> dict[str, int]:
 
 @contextmanager
 def _outputs(decoder: nn.Module) -> Iterator[list[Any]]:
-    """Collect what the decoder returns inside the block."""
+    """Yield a list that collects the decoder's outputs while the block runs."""
     found: list[Any] = []
     handle = decoder.register_forward_hook(lambda module, given, output: found.append(output))
     try:
@@ -135,7 +135,7 @@ _ARE_APART: dict[type[PreTrainedModel], bool] = {}
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module | None:
-    """Return the decoder if the logits are a function of its output, which is tried once for each class; else None."""
+    """Return the decoder if its output determines the logits, else None; a trial decides, once for each class."""
     decoder = model.get_decoder()
     if type(model) not in _ARE_APART:
         _ARE_APART[type(model)] = decoder is not model and _is_apart(model, decoder)

@@ -1,8 +1,9 @@
-"""Which side is wrong, and why: each side beside the unmodified model in float64, and the causes that have its size.
+"""Judge each side against the unmodified model in float64, and search the cause of wrong log-probs.
 
-A side is right if its rms distance is at most 10 times that of stock float32 on the same tokens, and no token is far
-off. Otherwise every cause (`variants`) predicts numbers. A cause is named only if what it leaves is rounding: of
-float32, or of the 16 bits that it was computed or stored in. Else the answer is `unknown`, with what is known.
+A side is right if its rms distance is at most 10 times the distance of stock float32 on the same tokens, and no token
+is far off. Otherwise every cause (`variants`) predicts numbers. A cause is named only if the remaining error is
+rounding: of float32, or of the 16-bit format of the computation or of the file. Else the verdict is `unknown`, with
+facts about the numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ AT_ONCE = 512  # response tokens whose logits are in memory
 
 @dataclass(frozen=True)
 class Side:
-    """The verdict about sampler or trainer. Distances are |its log-prob - the model's in float64| in nats."""
+    """Verdict about sampler or trainer.
+
+    A distance is |log-prob of the side - log-prob of the model in float64| in nats.
+    """
 
     name: str
     definition: str  # of DEFINITIONS, by which it was judged
@@ -60,10 +64,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Audit:
-    """Both verdicts, and the tokens that count.
+    """Verdicts about sampler and trainer, and the tokens that count.
 
-    `tokens` has a row for each, in order: row, turn, position, token_id, and the log-probs reference, sampler, trainer
-    (nats).
+    `tokens` has one row per token: row, turn, position, token_id, and the log-probs reference, sampler, trainer (nats).
     """
 
     responses: int
@@ -75,7 +78,7 @@ class Audit:
 
 @torch.no_grad()
 def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -> Audit:
-    """Judge both sides of a dump. UserError where the model cannot have been the one of the dump."""
+    """Judge both sides of a dump. Raises UserError if the dump cannot come from this model."""
     _check(subject, responses)
     references = _references(subject, responses, sampling)
     definitions = _definitions(responses, references, sampling)
@@ -115,7 +118,7 @@ def _check(subject: Subject, responses: Sequence[Response]) -> None:
 
 
 def _check_temperature(sides: Iterable[Side]) -> None:
-    """Raise UserError where a temperature that nobody gave explains a side: it may be right or wrong."""
+    """Raise UserError if a temperature explains a side and the user gave none: the side may be right or wrong."""
     found = {side.name: f"{side.temperature:.4g}" for side in sides if side.temperature is not None}
     if found:
         said = " and ".join(f"temperature {x} explains the {name}" for name, x in found.items())
@@ -127,7 +130,7 @@ def _check_temperature(sides: Iterable[Side]) -> None:
 
 
 def _check_unexplained(sides: Mapping[str, Side], entries: Mapping[str, Entries], floor: float) -> None:
-    """Raise UserError where both sides say the same, and it is something else than the model."""
+    """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
     if any(side.cause != UNKNOWN for side in sides.values()):
         return
     a, b = entries.values()
@@ -144,9 +147,9 @@ def _check_unexplained(sides: Mapping[str, Side], entries: Mapping[str, Entries]
 
 
 def _references(subject: Subject, responses: Sequence[Response], sampling: Sampling) -> dict[str, Reference]:
-    """Return references by each definition that the sampling tells apart, or that was asked for.
+    """Return the reference of each definition that the settings distinguish, or that the user asked for.
 
-    Stock float32 computes the first tokens alone, which is enough to know its size.
+    Stock float32 computes only the first tokens, because these suffice to estimate its rounding error.
     """
     asked = {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto"}
     names = list(dict.fromkeys([*distinct(sampling), *sorted(asked)]))
@@ -173,7 +176,7 @@ def _largest(
     reference: Reference,
     distances: Sequence[Tensor],
 ) -> float:
-    """Return the largest distance of stock float32, where it was measured and in responses with a token that is far."""
+    """Return the largest distance (nats) of stock float32 over the first responses and those with a far token."""
     limit = FAR * reference.floor
     far = [i for i, d in enumerate(distances) if i >= reference.measured and bool((d.abs() > limit).any())]
     stock = _logprobs(model, [responses[i] for i in far], sampling, [definition], False)[definition] if far else []
@@ -221,10 +224,10 @@ def _distances(entries: Entries, reference: Reference) -> list[Tensor]:
 def _definitions(
     responses: Sequence[Response], references: Mapping[str, Reference], sampling: Sampling
 ) -> dict[str, str]:
-    """Choose the distribution by which each side is judged: the one it was said to have, or the nearest to both sides.
+    """Choose the definition of each side's log-probs: the user's, or else the nearest one to both sides.
 
-    Both sides have to mean the same, and the tokens were sampled at the temperature: raw log-probs are right only where
-    that was said.
+    Both sides must have the same definition. Tokens were sampled at the temperature, so log-probs at temperature 1 are
+    right only if the user declared them.
     """
     asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
     rounding = RIGHT * max(reference.floor for reference in references.values())  # the same for all: it is no reason
@@ -313,13 +316,13 @@ def _side(
 
 
 def verdict(found: Audit) -> str:
-    """Which side is wrong."""
+    """Return the sentence that names the wrong side."""
     wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
     return {0: "both sides are right", 1: f"the {''.join(wrong)} is wrong", 2: "both sides are wrong"}[len(wrong)]
 
 
 def lines(found: Audit, skipped: int = 0) -> list[str]:
-    """Describe the audit, the verdict last."""
+    """Return the printed lines of the audit, the verdict last; `skipped` is the number of responses left out."""
     left_out = f" ({skipped:,} without a token that counts left out)" if skipped else ""
     sides = (found.sampler, found.trainer)
     return [

@@ -1,4 +1,4 @@
-"""Any causal model of transformers from a folder, in float32, without code from the folder and without the network."""
+"""Load any causal model of transformers from a folder, in float32, without running its code or using the network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FROM_DISK = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
-    """Load the model of a folder that `check_config` let pass, in evaluation mode. UserError says what is wrong."""
+    """Load the model of a folder after `check_config`, in evaluation mode. Raises UserError if that fails."""
     where = f"{option} {folder}"
     found = check_weights(folder, where)
     loaded: Any = AutoModelForCausalLM
@@ -58,7 +58,7 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
 
 
 def _check_computed(model: PreTrainedModel, where: str) -> None:
-    """Raise UserError for what config.json asks for and the model's code does not compute."""
+    """Raise UserError for options of config.json that the model's code ignores."""
     for field, value in not_computed(model).items():
         raise UserError(
             f"{where}: config.json has {field} = {value}, which {type(model).__name__} of transformers does not "
@@ -76,7 +76,7 @@ def _check_computed(model: PreTrainedModel, where: str) -> None:
 
 @torch.no_grad()
 def _take_fused_attention(model: PreTrainedModel) -> None:
-    """Let torch's fused attention, which takes less memory, compute where it gives the numbers of the family's own."""
+    """Switch to torch's fused attention, which needs less memory, if its results agree with the model's attention."""
     ids = torch.arange(PROBE)[None] % int(model.config.get_text_config().vocab_size)
     stock: Any = model
     with float64(model):
@@ -93,7 +93,7 @@ def _take_fused_attention(model: PreTrainedModel) -> None:
 
 
 def last_matrices(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> dict[str, PreTrainedModel]:
-    """Return the model with the output matrix of each of `others` that has the same shape; the rest is shared."""
+    """Return models with the output matrix of each of `others` that has the same shape; other weights are shared."""
     found, own = {}, model.get_output_embeddings()
     for name, other in others.items():
         head = other.get_output_embeddings()
@@ -104,7 +104,7 @@ def last_matrices(model: PreTrainedModel, others: Mapping[str, PreTrainedModel])
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a folder; None if it has none that loads, and a line on stderr if there is one."""
+    """Load the tokenizer of a folder; None if there is none, or, with a line on stderr, if it does not load."""
     try:
         with reading("its tokenizer"):
             return AutoTokenizer.from_pretrained(folder, **FROM_DISK)

@@ -1,4 +1,4 @@
-"""What an audit needs of a recorded run: an iteration's responses and the weights that they were sampled with."""
+"""Read the input of an audit from a recorded run: an iteration's responses, and the weights that sampled them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ppo_repro.runs.checkpoint import load
 
 @dataclass(frozen=True)
 class RunDump:
-    """The responses of one iteration, and what they were sampled with."""
+    """Responses of one iteration, and the settings and weights that sampled them."""
 
     iteration: int
     rows: pd.DataFrame  # a row per response, with the columns of the format `ppo_repro`
@@ -31,7 +31,7 @@ class RunDump:
     config: RunConfig
 
     def weights(self, start: PreTrainedModel) -> PreTrainedModel:
-        """Return the model that sampled; `start`: the loaded `model`."""
+        """Return the model that sampled; `start` is the model before training."""
         if self.checkpoint is None:
             return start
         model = copy.deepcopy(start)
@@ -40,9 +40,9 @@ class RunDump:
 
 
 def dump_of_run(run_dir: Path) -> RunDump:
-    """Return what the newest iteration sampled whose weights a checkpoint has; else the first iteration.
+    """Return the newest iteration whose weights are in a checkpoint; else the first iteration.
 
-    Raises UserError for a run without responses, or one that kept no weights.
+    Raises UserError for a run without responses or without saved weights.
     """
     recorded = reader.open_manifest(run_dir, allow_incomplete=True)
     if recorded.kind != LANGUAGE or not recorded.iterations:

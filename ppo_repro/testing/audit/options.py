@@ -1,4 +1,4 @@
-"""The model of an audit with one option of its architecture left out or changed, as another stack may compute it.
+"""Change one option of a model's architecture, because another stack may leave it out or compute it otherwise.
 
 Nothing here knows a family. Options are the fields of its configuration that the model reads; its norms, biases and
 vectors; and choices that no configuration says, for example the order of rotary pairs or the weights of experts.
@@ -75,7 +75,7 @@ _SHOWN = 60  # characters of a value
 
 @dataclass(frozen=True)
 class Option:
-    """One change of the model. `make` returns a copy that shares the weights; nothing may write to them."""
+    """One change of the model. `make` returns a copy with shared weights, which nobody may write to."""
 
     words: str
     advice: str
@@ -84,7 +84,7 @@ class Option:
 
 
 def left_out(model: PreTrainedModel) -> dict[str, Option]:
-    """Return by its words each change of the model that can be built and gives finite logits."""
+    """Return each change of the model that can be built and gives finite logits, by its description."""
     found: dict[str, Option] = {}
     for option in (*_of_config(model), *_of_norms(model), *_of_vectors(model), *_of_constants(model), *_unsaid(model)):
         if option.words not in found and _computes(option):
@@ -99,7 +99,7 @@ def _computes(option: Option) -> bool:
 
 @torch.no_grad()
 def _logits(make: Callable[[], PreTrainedModel]) -> Tensor | None:
-    """Return logits of some tokens; None for a model that cannot be built or does not compute."""
+    """Return logits [1, PROBE, V] of some tokens; None if the model cannot be built or its forward fails."""
     try:
         made: Any = make()
         ids = torch.arange(PROBE, device=made.device)[None] % int(made.config.get_text_config().vocab_size)
@@ -129,7 +129,7 @@ def _of_config(model: PreTrainedModel) -> Iterator[Option]:
 
 
 def fields_read(model: PreTrainedModel) -> set[str]:
-    """Return the names of the fields of its configuration that a model reads while it is built and computes."""
+    """Return the names of the configuration's fields that a model reads in its constructor and its forward."""
     config, read = copy.deepcopy(model.config), set[str]()
     text = config.get_text_config()
     kind: Any = type(text)
@@ -147,10 +147,9 @@ def fields_read(model: PreTrainedModel) -> set[str]:
 
 
 def not_computed(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the options of architecture that the configuration of a model sets and its code does not read.
+    """Return the architecture's options that the configuration sets but the model's code never reads.
 
-    transformers keeps fields of config.json that a class does not know, and factors of rotary positions that a type of
-    scaling does not have.
+    transformers accepts unknown fields in config.json, and rotary factors that a type of scaling does not use.
     """
     config, read = model.config.get_text_config(), fields_read(model)
     asked = {field: getattr(config, field, None) for field in ASKED}
@@ -174,7 +173,7 @@ def _is_off(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Change:
-    """Another value of a field, or of an entry of a field; None: without the entry."""
+    """Another value of a field, or of an entry of a field; the value None removes the entry."""
 
     path: tuple[str, ...]
     old: Any
@@ -182,17 +181,17 @@ class Change:
 
     @property
     def field(self) -> str:
-        """Return the path as config.json names it."""
+        """Return the path with dots, as in `rope_scaling.factor`."""
         return ".".join(self.path)
 
     @property
     def is_off(self) -> bool:
-        """Say whether an option whose meaning is known is left out."""
+        """Return whether the change turns off an option of WITHOUT."""
         return self.field in WITHOUT and _is_off(self.new)
 
     @property
     def words(self) -> str:
-        """Say what is computed otherwise."""
+        """Describe the change."""
         if self.is_off:
             return f"{WITHOUT[self.field]} ({self.field})"
         if isinstance(self.new, list):
@@ -207,7 +206,7 @@ class Change:
         return f"moved {'back' if new == [*self.old[1:], self.old[0]] else 'on'} by one place"
 
     def apply(self, config: PretrainedConfig) -> None:
-        """Write the value; it may be one that the configuration refuses."""
+        """Write the value into the configuration without its validation."""
         if len(self.path) == 1:
             setattr(config, self.path[0], self.new)
             return
@@ -225,7 +224,7 @@ class Change:
 
 
 def _changes(config: PretrainedConfig, field: str, value: Any, default: Any) -> Iterator[Change]:
-    """Return the alternatives of a field, in a dict of each entry."""
+    """Yield the alternatives of a field; if its value is a dict, the alternatives of each entry."""
     if not isinstance(value, dict):
         yield from (Change((field,), value, other) for other in _others(config, field, value, default))
         return
@@ -296,7 +295,7 @@ def _short(value: object) -> str:
 
 
 def _kind(name: str) -> str:
-    """Return the name with * for the index of a layer."""
+    """Return the name with * in place of the index of a layer."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -313,12 +312,12 @@ def _is_norm(module: Module) -> bool:
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and saved buffers by name, the model's own tensors."""
+    """Return the model's parameters and saved buffers by name, without a copy."""
     return dict(model.state_dict(keep_vars=True))
 
 
 def _changed(model: PreTrainedModel, change: Callable[[str, Tensor], Tensor | None]) -> Callable[[], PreTrainedModel]:
-    """Return what makes a copy with other weights where `change` gives one, and which shares all others."""
+    """Return a function that copies the model with change(name, weight); if that is None, the weight is shared."""
 
     def make() -> PreTrainedModel:
         memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
@@ -405,7 +404,7 @@ def _filled(model: PreTrainedModel, names: set[str], value: float) -> Callable[[
 
 
 class _Narrow(TorchFunctionMode):
-    """Multiplies by matrices in bfloat16."""
+    """Run matrix products in bfloat16 while the block runs."""
 
     def __torch_function__(
         self,
@@ -428,7 +427,7 @@ def _in_bfloat16(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _wrapped(
     model: PreTrainedModel, names: Sequence[str], wrapper: Callable[..., Any], *first: Any
 ) -> Callable[[], PreTrainedModel]:
-    """Return what makes a copy in which wrapper(*first, forward, *args) is the forward of some modules."""
+    """Return a function that copies the model with wrapper(*first, forward, *args) as some modules' forward."""
 
     def make() -> PreTrainedModel:
         found = _copy(model)
@@ -441,7 +440,7 @@ def _wrapped(
 
 
 def _weighted(weigh: Callable[[Tensor, Tensor], Tensor], forward: Any, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Let a router weigh its experts otherwise: weigh(logits [n, E], those of the experts that it took [n, k])."""
+    """Replace a router's weights by weigh(logits [n, E], logits of the chosen experts [n, k]) -> [n, k]."""
     logits, weights, experts = forward(hidden)
     router = forward.__self__
     exact = linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, getattr(router, "bias", None))
@@ -462,7 +461,7 @@ class _Nothing(Module):
 
 
 def _of_constants(model: PreTrainedModel) -> Iterator[Option]:
-    """Numbers that the code of the model has, or computes from sizes."""
+    """Yield changes of constants that the model's code contains or computes from sizes."""
     fields = set(model.config.get_text_config().to_dict())
     numbers: dict[tuple[str, str], list[str]] = {}
     for name, module in model.named_modules():
@@ -539,7 +538,7 @@ def _unsaid(model: PreTrainedModel) -> Iterator[Option]:
 
 
 def _patched(model: PreTrainedModel, name: str, change: Callable[[Any], Any]) -> PreTrainedModel:
-    """Let a model compute with another function in place of one that its code calls by name."""
+    """Replace a function that the model's code calls by name with `change` of it, and return the model."""
     code: Any = sys.modules[type(model).__module__]
     own, forward = getattr(code, name), model.forward
     other = change(own)
@@ -558,7 +557,7 @@ def _patched(model: PreTrainedModel, name: str, change: Callable[[Any], Any]) ->
 
 
 def _other_pairs(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a rotation of neighbours where `rotate` turns halves of a head, and the other way round."""
+    """Return the rotation of neighbouring entries if `rotate` pairs the halves of a head, and the reverse."""
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         width, one = cos.shape[-1], torch.zeros_like(q)

@@ -1,7 +1,8 @@
-"""The search for the causes of one wrong side: what each predicts, and whether what it leaves is rounding.
+"""Search the causes of one wrong side: predict numbers from each cause, and check whether the error left is rounding.
 
-All causes, then all pairs of causes of different stages, are computed on a few tokens; those that leave little, on
-more. Tokens are tried in windows, of neighbouring tokens of a response, that begin shortly before its first wrong one.
+All causes, then all pairs of causes of different stages, are computed on a few tokens. The causes that leave small
+errors are computed on more tokens. The tokens are windows of neighbouring tokens that begin shortly before the first
+wrong token of a response.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ Steps = tuple[tuple[Variant, float], ...]  # causes of different stages, each wi
 
 @dataclass(frozen=True)
 class Entries:
-    """The numbers of one side, float64 [n] for each response, and which of them count and are numbers, bool [n]."""
+    """Log-probs of one side: for each response values float64 [n], and usable bool [n]."""
 
     values: list[Tensor]
     usable: list[Tensor]
@@ -68,7 +69,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class Reference:
-    """Log-probs [n] of each response in float64, and how far stock float32 is from them: rms and largest, nats."""
+    """Right log-probs float64 [n] of each response, and the rms and largest error of stock float32, nats."""
 
     logprobs: list[Tensor]
     floor: float
@@ -78,14 +79,14 @@ class Reference:
 
 @dataclass(frozen=True)
 class Stored:
-    """The format with fewer bits than float32 that all numbers of a side have, if any."""
+    """Narrower number format than float32 that holds all numbers of a side; without a name if there is none."""
 
     name: str = ""
     mantissa: int = 23  # bits; 0: `decimals` decide
     decimals: int = 9
 
     def half_spacing(self, x: Tensor) -> Tensor:
-        """Return half the distance of neighbouring numbers of the format at each x."""
+        """Return half the distance between neighbouring numbers of the format at each x."""
         if not self.name:
             return torch.zeros_like(x)
         if not self.mantissa:
@@ -95,7 +96,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Tried:
-    """One explanation: its causes in words, what to do, and the rms of what it leaves, nats."""
+    """One explanation: its causes and a remedy in words, and the rms of the remaining error, nats."""
 
     words: str
     advice: str
@@ -107,12 +108,12 @@ class Tried:
 
 
 def rms(x: Tensor) -> float:
-    """Root of the mean square; 0 of nothing."""
+    """Return the root of the mean square of x; 0 if x is empty."""
     return float(x.square().mean().sqrt()) if x.numel() else 0.0
 
 
 def stored_as(values: Tensor) -> Stored:
-    """Return the narrow format that all these numbers have, if any."""
+    """Return the narrowest format that holds all these numbers, `Stored()` if they need float32."""
     numbers = values[values.isfinite() & (values != 0)].float()
     if len(numbers) < LEAST_TOKENS:
         return Stored()
@@ -128,7 +129,7 @@ def stored_as(values: Tensor) -> Stored:
 
 @dataclass(frozen=True)
 class Window:
-    """Neighbouring tokens of one response, of the response's index."""
+    """Tokens `start` to `end` of the response with index `response`."""
 
     response: int
     start: int
@@ -136,7 +137,7 @@ class Window:
 
 
 class Search:
-    """Explanations of one side, tried on tokens of the responses in which it is wrong."""
+    """Search for explanations of one side, on tokens of its wrong responses."""
 
     def __init__(
         self,
@@ -152,14 +153,14 @@ class Search:
         """Begin the search for the cause of wrong log-probs.
 
         Args:
-            name: of the side.
+            name: name of the side.
             subject: the model, and others that may have been used instead.
             responses: prompts and tokens.
             sampling: settings of the stack.
-            definition: what its log-probs are, of the tokens or of the tokens after cuts.
-            reference: the log-probs as they should be, in nats.
+            definition: maps logits to the distribution of the side's log-probs.
+            reference: the right log-probs, in nats.
             entries: the recorded log-probs, and which are usable.
-            wrong: indices of the responses with a wrong one.
+            wrong: indices of the responses with a wrong log-prob.
         """
         self.name, self.subject, self.responses, self.sampling = name, subject, responses, sampling
         self.definition, self.reference, self.entries = definition, reference, entries
@@ -211,7 +212,7 @@ class Search:
         return tuple(found)
 
     def explain(self) -> list[Tried]:
-        """Return explanations, the best first; if none explains all tokens that are tried, of the wrong ones alone."""
+        """Return explanations of all tried tokens, or else of the wrong tokens only; the best come first."""
         whole = self._ordered(self._levels())
         if any(t.explains for t in whole):
             return whole
@@ -248,7 +249,7 @@ class Search:
         return tried
 
     def _errors(self, name: str, some: Sequence[Window]) -> Tensor:
-        """Return how far the model in 16 bits is off at the usable tokens."""
+        """Return the errors (nats) of the model in 16 bits at the usable tokens."""
         key = name, some is self.few
         if key not in self.halves:
             cause = next(c for c in self.causes if c.name == name)
@@ -258,7 +259,7 @@ class Search:
         return self.halves[key]
 
     def _is_pair(self, a: Variant, b: Variant) -> bool:
-        """Say whether to try both together; what 16 bits do is so small that the other one is near by itself."""
+        """Return whether to try both causes together; a 16-bit error is small, so its partner must come near alone."""
         fitted = [c for c in (a, b) if c.candidates is not None]
         is_far = _is_half(a) and b.name not in self.near
         if a.name in self.subject.options and (b.stage != "distribution" or (fitted and b.in_pairs == 0)):
@@ -266,10 +267,10 @@ class Search:
         return a.stage != b.stage and not is_far and (not fitted or (len(fitted) == 1 and fitted[0].in_pairs > 0))
 
     def _ordered(self, tried: Sequence[Tried]) -> list[Tried]:
-        """Order them, the best first, each once. Of those that explain, only those with the fewest deviations do.
+        """Sort explanations, the best first, without duplicates; those with more deviations lose `explains`.
 
-        An option of the model may have the numbers of a fitted parameter, a divisor of the logits those of a
-        temperature: both explain.
+        An option of the model may predict the same numbers as a fitted parameter (a divisor of the logits acts as a
+        temperature). Then both explain.
         """
         once: dict[str, Tried] = {}
         for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
@@ -282,7 +283,7 @@ class Search:
         return sorted(found, key=lambda t: (not t.explains, t.left))
 
     def _level(self, what: str, level: Sequence[tuple[Variant, ...]]) -> list[Tried]:
-        """Return each combination with its best parameters: on a few tokens, and those that leave little on all."""
+        """Fit each combination of causes on a few tokens, and return the best ones computed on all tried tokens."""
         screened: list[tuple[float, Steps]] = []
         progress = Progress(f"{self.name}, {what}", len(level))
         # in this order logits and their softmax are computed once
@@ -306,7 +307,7 @@ class Search:
         return tried
 
     def _with_parameters(self, causes: tuple[Variant, ...]) -> Steps | None:
-        """Return the causes with the parameter that fits best on a few tokens; None if none is proposed."""
+        """Return the causes with the parameter that fits best on a few tokens; None if no value is proposed."""
         plain = tuple((c, 0.0) for c in causes)
         index = next((k for k, c in enumerate(causes) if c.candidates is not None), None)
         if index is None:
@@ -321,7 +322,7 @@ class Search:
         return self._refined(options[min(left)[1]], self.few) if left else None
 
     def _refined(self, steps: Steps, some: Sequence[Window]) -> Steps:
-        """Return the steps with the parameter that is to be refined at its least squares."""
+        """Return the steps after a least-squares fit of the parameter that has `refine`."""
         index = next((k for k, (c, _) in enumerate(steps) if c.refine), None)
         if index is None:
             return steps
@@ -337,7 +338,7 @@ class Search:
         return at(float(fit.x[0]))
 
     def _predicted(self, steps: Steps, some: Sequence[Window]) -> list[Tensor]:
-        """Return what would be recorded in each window, NaN where the causes say nothing about a token."""
+        """Return the predicted numbers of each window; NaN for tokens without a prediction."""
         by_stage = {c.stage: (c, x) for c, x in steps}
         none = Variant("", "weights", ""), 0.0
         weights, way = (by_stage.get(stage, none)[0].name for stage in ("weights", "input"))
@@ -362,7 +363,7 @@ class Search:
         distribution: tuple[Variant, float],
         quantity: tuple[Variant, float],
     ) -> list[Tensor]:
-        """Return the quantity of the tokens of each window, by default their own log-probs."""
+        """Return the quantity of each token, by window; without a `quantity` its log-prob."""
         (changed, x), (wanted, y) = distribution, quantity
         change, pick = changed.change or self.definition, wanted.change
         key = weights, way, some is self.few, changed.name, x
@@ -385,7 +386,7 @@ class Search:
         ]
 
     def _left(self, steps: Steps, some: Sequence[Window]) -> Tensor | None:
-        """recorded - predicted; None if less than a third of the tokens has a prediction."""
+        """Return recorded - predicted; None if fewer than a third of the tokens have a prediction."""
         left, usable = [], 0
         for values, w in zip(self._predicted(steps, some), some, strict=True):
             at, numbers = slice(w.start, w.end), self.numbers[w.response]
@@ -429,7 +430,7 @@ class Search:
         return bool((values[numbers.counts[at] & (numbers.recorded[at] == 0)].abs() <= self.tolerance).all())
 
     def _as_half(self, steps: Steps, left: Tensor) -> list[Tried]:
-        """Return the same if what is left is like the rounding of 16 bits, in its size and at the same tokens."""
+        """Return an explanation with 16-bit rounding added, if the remaining errors have its size and its pattern."""
         judged, plain = self._judged(steps, left), self._left((), self.some)
         is_half = any(_is_half(c) for c, _ in steps)
         if judged.explains or is_half or plain is None or (steps and rms(left) > LEFT_OF_HALF * rms(plain)):
@@ -456,7 +457,7 @@ class Search:
         return []
 
     def _reordered(self) -> list[Tried]:
-        """Find numbers that belong to other responses, or to other tokens of the same response."""
+        """Explain the numbers as log-probs of other responses, or of other tokens of the same response."""
         usable = [numbers.usable.cpu() for numbers in self.numbers]
         recorded = {i: self.entries.values[i][usable[i]] for i in self.wrong}
         expected = [e[u] for e, u in zip(self.reference.logprobs, usable, strict=True)]
@@ -475,7 +476,7 @@ class Search:
         return [Tried(words, "check how tokens and log-probs are joined", 0.0, True, 1.5) for words in found]
 
     def _rows(self, weights: str, way: str, some: Sequence[Window]) -> list[list[Row]]:
-        """Return the rows of each window, in pieces; logits of the plain model and the last other ones are kept."""
+        """Return the rows of each window; cache the logits of the plain model and of the last changed model."""
         key = weights, way, some is self.few
         if key not in self.rows:
             for other in [k for k in self.rows if any(k[:2])]:
@@ -496,7 +497,7 @@ class Search:
             yield Row(logits[at], targets[at], r.prompt_ids, before, self.numbers[w.response])
 
     def _states(self, weights: str, way: str, some: Sequence[Window]) -> list[tuple[States, Tensor]]:
-        """Return what predicts the tokens of each window, and the targets: of `way` they may be other tokens."""
+        """Return the states that predict each window's tokens, and the targets, which a way may change."""
         key = weights, way, some is self.few
         if key in self.states:
             return self.states[key]
@@ -524,7 +525,7 @@ class Search:
         return found
 
     def _as_computed(self, weights: str, way: str, is_few: bool) -> AbstractContextManager[Any]:
-        """Compute plain rows and those of a verdict in float64; float32 is enough to see what comes near."""
+        """Compute the model in float64 while the block runs, except for screening, where float32 suffices."""
         is_narrow = weights.startswith(COMPUTED) or _precision(weights, way, is_few) == torch.float32
         return nullcontext() if is_narrow else float64(self._model(weights))
 

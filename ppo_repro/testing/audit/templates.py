@@ -1,4 +1,4 @@
-"""A prompt as another chat template, or none, would have made it: what stacks get wrong most often."""
+"""Render a prompt with another chat template, or with none: the most frequent fault of stacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _USER, _MODEL, _LATER, _SYSTEM = (f"ppo-repro-{word}" for word in ("content", "a
 
 
 def templated(tokenizer: Any, prompts: Sequence[Ids]) -> dict[str, list[Ids]]:
-    """Return by its words each change of the prompts by the tokenizer's chat template; () where a prompt has none."""
+    """Return the prompts after each change of the chat template, by description; () for a prompt without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return {}
 

@@ -1,13 +1,13 @@
-"""What a wrong log-prob may be: the variants of each cause, with the numbers that each predicts.
+"""The variants of each cause of wrong log-probs, and the numbers that each variant predicts.
 
-A log-prob is made in stages, and a variant replaces one of them:
+A log-prob is computed in stages, and a variant replaces one stage:
 
     weights, input -> logits -> distribution (temperature, penalties, cuts) -> quantity (whose log-prob) -> unit (what
     is recorded)
 
 A prediction is float64 [n] for each response. Some variants have a parameter: `candidates` proposes values from the
-numbers, and with `refine` the best one is improved by least squares. Whether a variant is named is decided in `search`,
-by size.
+numbers, and with `refine` the best value is improved by least squares. `search` decides by the size of the remaining
+error which variant is named.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Stage = Literal["weights", "input", "distribution", "quantity", "unit"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """What the stack says it sampled with, and what each side's log-probs are of ("auto": it is found)."""
+    """Sampling settings of the stack, and the definition of each side's log-probs; with "auto" the audit chooses it."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -43,13 +43,13 @@ class Sampling:
 
     @property
     def is_cut(self) -> bool:
-        """Say whether an option beside the temperature changes the distribution."""
+        """Return whether an option beside the temperature changes the distribution."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0 or self.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What was recorded of one response of n tokens, and what should have been: float64 [n] in nats, bool [n]."""
+    """Recorded and right log-probs of one response of n tokens: float64 [n] in nats, bool [n]."""
 
     recorded: Tensor
     usable: Tensor  # finite, and judged
@@ -59,7 +59,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Row:
-    """What a model said about k neighbouring tokens of one response, and what was recorded of the response."""
+    """Logits of k neighbouring tokens of one response, and the recorded numbers of the response."""
 
     logits: Tensor  # [k, V]
     targets: Tensor  # [k]
@@ -69,17 +69,17 @@ class Row:
 
     @property
     def here(self) -> slice:
-        """Return where in the response the k tokens are."""
+        """Return the positions of the k tokens in the response."""
         return slice(len(self.before), len(self.before) + len(self.targets))
 
     @property
     def wanted(self) -> Tensor:
-        """Return the recorded numbers of the k tokens."""
+        """Return the recorded numbers [k] of the tokens."""
         return self.numbers.recorded[self.here]
 
     @property
     def usable(self) -> Tensor:
-        """Say which of the k tokens are judged."""
+        """Return which of the k tokens are judged, bool [k]."""
         return self.numbers.usable[self.here]
 
     @cached_property
@@ -107,7 +107,7 @@ Candidates = Callable[[Sequence[Row], Sampling], Sequence[float]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One entry. `name` may hold {x}, the parameter, and {given}, the temperature that was given."""
+    """One variant. `name` may contain {x}, the parameter, and {given}, the user's temperature."""
 
     name: str
     stage: Stage
@@ -123,17 +123,17 @@ class Variant:
 
 
 def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, first: Collection[str] = ()) -> Tensor:
-    """Put -inf where a cut drops a token.
+    """Set the logits of tokens that a cut drops to -inf.
 
     Args:
         scaled: logits / temperature [n, V].
-        top_k: tokens that stay, 0 for all.
+        top_k: number of tokens that stay, 0 for all.
         top_p: probability that stays, 1 for all.
-        min_p: tokens stay that are as likely as this share of the likeliest.
-        first: the cuts, of "top-k" and "min-p", that come before top-p, which then keeps `top_p` of what they leave.
+        min_p: tokens stay if p >= min_p times the largest p; 0 for all.
+        first: the cuts among "top-k" and "min-p" that come before top-p; top-p then counts only their tokens.
 
     Returns:
-        [n, V].
+        Logits [n, V].
     """
     limits, vocabulary = dict[str, Tensor](), scaled.shape[-1]
     if top_k > 0:
@@ -159,22 +159,22 @@ def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, first: Collectio
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Return logits of tokens seen before, divided by the penalty, or multiplied if below 0 (Keskar et al., 2019)."""
+    """Divide the logits of tokens with `seen` > 0 by the penalty, or multiply them if below 0 (Keskar et al., 2019)."""
     return torch.where(seen > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def tempered(row: Row, s: Sampling, logits: Tensor, x: float = 0.0) -> Tensor:
-    """Return logits / temperature, over all tokens."""
+    """Return logits / temperature."""
     return logits / s.temperature
 
 
 def raw(row: Row, s: Sampling, logits: Tensor, x: float = 0.0) -> Tensor:
-    """Return the model's own distribution, at temperature 1."""
+    """Return the logits, whose softmax is the model's distribution at temperature 1."""
     return logits
 
 
 def _processed(first: Collection[str] = (), is_cut_first: bool = False) -> Change:
-    """Make what tokens are sampled from: logits after penalty, temperature and cuts, or the temperature last."""
+    """Return the function that applies penalty, temperature and cuts to logits; if `is_cut_first`, cuts come first."""
 
     def change(row: Row, s: Sampling, logits: Tensor, x: float) -> Tensor:
         if s.repetition_penalty != 1.0:
@@ -198,7 +198,7 @@ DEFINITIONS: dict[str, Change] = {
 
 
 def distinct(sampling: Sampling) -> list[str]:
-    """Return the definitions that differ with these settings; without the raw one, which only a user can mean."""
+    """Return the definitions that differ with these settings, except `raw`, which only a user can ask for."""
     both, by_share = sampling.top_k > 0 and sampling.top_p < 1.0, sampling.top_p < 1.0 or sampling.min_p > 0.0
     is_last = sampling.temperature != 1.0 and by_share  # where it matters whether the temperature is
     differ = True, sampling.is_cut, both, sampling.min_p > 0.0 and sampling.top_p < 1.0, is_last, both and is_last
@@ -211,7 +211,7 @@ def own(row: Row, logits: Tensor) -> Tensor:
 
 
 def _without_token(rows: Sequence[Row], sampling: Sampling) -> Sequence[float]:
-    """Find the token whose probability is what recorded - log p = -log(1 - p of that token) says."""
+    """Find the token q that fits recorded - log p = -log(1 - p_q) best."""
     left, off = [], []
     for row in rows:
         logp = (row.logits / sampling.temperature).log_softmax(-1)
@@ -221,7 +221,7 @@ def _without_token(rows: Sequence[Row], sampling: Sampling) -> Sequence[float]:
 
 
 def _added_zeros(rows: Sequence[Row], sampling: Sampling) -> Sequence[float]:
-    """Find how many logits of 0 more lower every log-prob by log(1 + count / sum exp(logits))."""
+    """Find the count of extra zero logits that lower every log-prob by log(1 + count / sum exp(logits))."""
     counts = []
     for row in rows:
         scaled = row.logits / sampling.temperature
@@ -240,7 +240,7 @@ def _added_probability(rows: Sequence[Row], sampling: Sampling) -> Sequence[floa
 
 
 def moved(x: Tensor, by: int) -> Tensor:
-    """x[i + by] at i, NaN where there is none."""
+    """Return y with y[i] = x[i + by], NaN if x has no such entry."""
     found = torch.full_like(x, torch.nan)
     if by >= 0:
         found[: max(len(x) - by, 0)] = x[by:]
@@ -250,7 +250,7 @@ def moved(x: Tensor, by: int) -> Tensor:
 
 
 def _paired(row: Row, logp: Tensor, token: int, logits: int) -> Tensor:
-    """Return the log-prob of the token so many positions on, by the logits so many positions on."""
+    """Return at position i the log-prob of target i + `token` by the logits at i + `logits`; NaN outside."""
     index = torch.arange(len(logp), dtype=torch.float64, device=logp.device)
     of_token, of_logits = moved(index, token), moved(index, logits)
     values = logp[of_logits.nan_to_num(0.0).long(), row.targets[of_token.nan_to_num(0.0).long()]]
@@ -306,7 +306,7 @@ def _distribution(
 
 
 def _fitted(name: str, advice: str, change: Callable[[Row, float], Tensor], first: Sequence[float]) -> Variant:
-    """Take `change` of the row's logits, before the temperature divides them; the parameter is refined."""
+    """Return a variant that applies change(row, x) to the logits and divides by the temperature; x is refined."""
 
     def changed(r: Row, s: Sampling, v: Tensor, x: float) -> Tensor:
         return change(r, x) / s.temperature
@@ -315,7 +315,7 @@ def _fitted(name: str, advice: str, change: Callable[[Row, float], Tensor], firs
 
 
 def _cut(option: str, limits: Sequence[float], keep: Callable[[Tensor, float], Tensor]) -> Variant:
-    """Return the softmax over the tokens that one cut leaves, at usual limits."""
+    """Return a variant whose softmax has only the tokens that one cut leaves, at the usual limits."""
     name = f"normalised over the tokens that {option} keeps (try --{option} {{x:.4g}})"
     return Variant(name, "distribution", SAME_CUTS, lambda r, s, v, x: keep(v / s.temperature, x), lambda *_: limits)
 
@@ -325,7 +325,7 @@ def _quantity(name: str, change: Callable[[Row, Tensor], Tensor]) -> Variant:
 
 
 def _unit(name: str, change: Callable[[Tensor], Tensor], advice: str = OWN) -> Variant:
-    """Take `change` of the numbers of the tokens that count."""
+    """Return a variant that applies `change` to the numbers of the tokens that count."""
 
     def counted(r: Row, s: Sampling, v: Tensor, x: float) -> Tensor:
         found, counts = torch.full_like(v, torch.nan), r.numbers.counts

@@ -1,4 +1,4 @@
-"""What a model may have been fed: as dumped, or with other tokens before a response token, or other positions."""
+"""Inputs that a model may have received: the dumped tokens, other tokens before a response token, other positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppo_repro.testing.dumps import Response
 
 @dataclass(frozen=True)
 class Subject:
-    """The model of an audit, other weights by name, and what its prompts may have been changed with."""
+    """Model of an audit, other weights by name, and the tokens and tokenizer that may have changed its prompts."""
 
     model: PreTrainedModel
     others: Mapping[str, PreTrainedModel]
@@ -28,12 +28,12 @@ class Subject:
 
     @cached_property
     def options(self) -> dict[str, Option]:
-        """Return by its words each change of the model's architecture, of which a copy can be made."""
+        """Return each change of the model's architecture that can be built, by its description."""
         return left_out(self.model)
 
     @property
     def positions(self) -> int | None:
-        """Return how many the model has; None: any number."""
+        """Return the number of positions of the model; None for no limit."""
         return getattr(self.model.config, "max_position_embeddings", None)
 
 
@@ -41,7 +41,7 @@ class Subject:
 class Fed:
     """One forward pass: `ids` at `positions` (None: from 0); the output at `at[k]` predicts `targets[k]`.
 
-    That is taken for the log-prob of the response token `tokens[k]`.
+    The log-prob of `targets[k]` is compared with the recorded log-prob of response token `tokens[k]`.
     """
 
     ids: tuple[int, ...]
@@ -51,7 +51,7 @@ class Fed:
     positions: tuple[int, ...] | None = None
 
     def within(self, start: int, end: int) -> Fed | None:
-        """Return the pass for the response tokens from `start` to before `end` alone; None if it has none of them."""
+        """Return the pass for response tokens `start` to `end` (exclusive) only; None if it predicts none of them."""
         some = [k for k, token in enumerate(self.tokens) if start <= token < end]
         if not some:
             return None
@@ -64,7 +64,7 @@ Way = Callable[[int], Sequence[Fed] | None]  # of the index of a response; None:
 
 
 def fed(before: Ids, response: Ids, positions: Ids | None = None) -> Fed:
-    """Feed all response tokens after `before`, in one pass; without a token before, the first has no prediction."""
+    """Return one pass over `before` and the response; if `before` is empty, the first token has no prediction."""
     tokens = tuple(range(0 if before else 1, len(response)))
     at = tuple(len(before) - 1 + t for t in tokens)
     targets = tuple(response[t] for t in tokens)
@@ -72,7 +72,7 @@ def fed(before: Ids, response: Ids, positions: Ids | None = None) -> Fed:
 
 
 def ways(responses: Sequence[Response], subject: Subject) -> dict[str, list[list[Fed]]]:
-    """Return by its words each way that changes a response and fits the model's positions; Feds of each response."""
+    """Return the passes of each response, by description of a way; a way changes a response and fits the model."""
     plain = [[fed(r.prompt_ids, r.response_ids)] for r in responses]
     found: dict[str, list[list[Fed]]] = {}
 
@@ -162,7 +162,7 @@ def _one_by_one(r: Response, has_positions: bool) -> Sequence[Fed]:
 
 
 def _seeing(responses: Sequence[Response], keep: Callable[[int, int, bool], bool]) -> Way:
-    """keep(turn of a token, turn that is scored, whether it counts): whether it is in the context of that turn."""
+    """Return the way in which turn t sees a token if keep(turn of the token, t, whether the token counts)."""
 
     def way(i: int) -> Sequence[Fed] | None:
         r, passes = responses[i], []
@@ -185,7 +185,7 @@ def _seeing(responses: Sequence[Response], keep: Callable[[int, int, bool], bool
 
 
 def _encoded_again(tokenizer: Any, r: Response) -> Sequence[Fed] | None:
-    """Decode and encode prompt and response again, each by itself; tokens are matched by their index."""
+    """Decode and encode prompt and response again, separately; match tokens by index."""
     prompt, response = (
         tuple(tokenizer(tokenizer.decode(list(ids)), add_special_tokens=False).input_ids)
         for ids in (r.prompt_ids, r.response_ids)

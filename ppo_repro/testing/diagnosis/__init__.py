@@ -1,1 +1,1 @@
-"""Why do sampler and trainer disagree? The fault that explains the pattern of their log-probs."""
+"""Find the fault that explains the differences between the log-probs of sampler and trainer."""

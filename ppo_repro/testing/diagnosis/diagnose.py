@@ -1,4 +1,4 @@
-"""Why do sampler and trainer disagree? From the pattern of `delta = logprobs_b - logprobs_a` to a named cause.
+"""Name the cause of a mismatch from the pattern of `delta = logprobs_b - logprobs_a`.
 
 The diagnosis names a cause only if the cause predicts the numbers and leaves at most 1 % of the sum of delta^2, or if
 one group of sequences differs 10 times as much as the others. Otherwise the verdict is `unknown`, with the possible
@@ -37,7 +37,10 @@ INPUTS: dict[Cause, str] = {
 
 @dataclass(frozen=True)
 class Tier:
-    """Limits in nats, all of which must hold. They were measured on tiny models on CPUs: other models need others."""
+    """Limits in nats, all of which must hold.
+
+    We measured them on tiny models on CPUs; other models need other limits.
+    """
 
     name: str
     mean_abs: float
@@ -67,7 +70,7 @@ ENOUGH_TOKENS = 50
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The cause whose prediction fits, or `unknown`; then `possible` has the causes that nothing rules out."""
+    """The cause whose prediction fits, or `unknown`, with all causes that remain possible."""
 
     verdict: Cause
     possible: tuple[Cause, ...]
@@ -90,7 +93,10 @@ def diagnose(pairs: pd.DataFrame) -> Diagnosis:
 
 
 def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
-    """Diagnose chunks of whole sequences, with one chunk in memory at a time; columns and UserError as `diagnose`."""
+    """Diagnose chunks of whole sequences, with one chunk in memory at a time.
+
+    Columns and errors are the same as in `diagnose`.
+    """
     sums = [measure(frame) for chunk in chunks for _, frame in chunk.groupby("iteration", sort=True)]
     if not sum(frame["tokens"] for frame in sums):
         raise UserError("pairs have no token with two finite log-probs; there is nothing to compare")
@@ -177,14 +183,14 @@ def _temperature(sums: MismatchSums) -> tuple[float, float]:
 
 
 def _is_group(sums: MismatchSums, clean: str, dirty: str) -> bool:
-    """Return whether the mismatch is in one group of sequences: clearly 10 times as large there, or only there."""
+    """Return whether the mismatch of group `dirty` is clearly 10 times that of group `clean`, or `clean` has none."""
     return _ten_times(sums, clean, dirty) or _only_one_group(sums, clean, dirty)
 
 
 def _only_one_group(sums: MismatchSums, clean: str, dirty: str) -> bool:
-    """Return whether no sequence of one group differs and some of the other group do, and not by accident.
+    """Return whether, beyond chance, no sequence of `clean` differs and some sequences of `dirty` do.
 
-    If z of n sequences, chosen at random, do not differ, then all u sequences of the first group are among them with
+    If z of n sequences, chosen at random, do not differ, then all u sequences of the first group are among the z with
     probability C(z, u) / C(n, u).
     """
     u, others, equal, equal_others = (int(sums[name]) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal"))
@@ -194,7 +200,7 @@ def _only_one_group(sums: MismatchSums, clean: str, dirty: str) -> bool:
 
 
 def _ten_times(sums: MismatchSums, clean: str, dirty: str) -> bool:
-    """Return whether the mean |delta| of the sequences of one group is clearly 10 times that of the other."""
+    """Return whether the mean |delta| of the sequences of `dirty` is clearly 10 times the mean of `clean`."""
     if min(sums[clean], sums[dirty]) < 2:
         return False
     groups = [(sums[name], sums[f"{name}_abs"], sums[f"{name}_abs_sq"]) for name in (clean, dirty)]
@@ -203,7 +209,10 @@ def _ten_times(sums: MismatchSums, clean: str, dirty: str) -> bool:
 
 
 def _named(sums: MismatchSums, evidence: dict[str, float], tier: str) -> Cause | None:
-    """Return the cause whose prediction fits, None if no cause fits; NaN, from a missing column, fits nothing."""
+    """Return the cause whose prediction fits, None if no cause fits.
+
+    Evidence is NaN if a column is missing; NaN never fits.
+    """
     if tier in ("T0", "T1", "T2"):
         agree: Cause = "none" if tier == "T0" else "floating_point_noise"
         return "non_finite" if sums["nonfinite"] else agree
@@ -257,7 +266,7 @@ def _possible(sums: MismatchSums, evidence: dict[str, float], tier: str) -> tupl
 
 
 def _at_last_tokens(sums: MismatchSums, evidence: dict[str, float]) -> bool:
-    """Return whether all mismatch is at last tokens of one id: an end token that replaced the sampled token."""
+    """Return whether only last tokens of one id differ: an end token replaced the sampled token."""
     if not evidence["left_without_last"] <= LEFT or sums["last"] == sums["tokens"] or sums["largest_last_ids"] > 1:
         return False
     # the effective number of tokens with large squares; by chance, each is last with probability last / tokens

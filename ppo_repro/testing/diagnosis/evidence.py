@@ -1,7 +1,7 @@
-"""The evidence of a diagnosis: sums over the tokens of one iteration, by name.
+"""Compute the evidence of a diagnosis: sums over the tokens of one iteration, by name.
 
 `delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
-`added` adds the sums of iterations. `has_*` is 1 if there is an optional column; `largest_*` are maxima.
+`added` adds the sums of iterations. `has_*` is 1 if the frame has an optional column; `largest_*` are maxima.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ MismatchSums = defaultdict[str, float]
 
 
 def measure(pairs: pd.DataFrame) -> MismatchSums:
-    """Return the sums of one iteration; UserError on missing columns, log-probs not in float32, or repeated tokens."""
+    """Return the sums of one iteration.
+
+    Raises UserError on missing columns, log-probs not in float32, or repeated tokens.
+    """
     _check(pairs)
     pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
     finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
@@ -54,7 +57,7 @@ def measure(pairs: pd.DataFrame) -> MismatchSums:
 
 
 def added(measured: Sequence[MismatchSums]) -> MismatchSums:
-    """Return the sums of several iterations together; a column that is missing in one of them counts as missing."""
+    """Add the sums of several iterations; an optional column that one iteration lacks counts as missing."""
     combine = {"largest": max, "has": min}
     names = {name: combine.get(name.partition("_")[0], sum) for one in measured for name in one}
     return defaultdict(float, {name: float(how(one[name] for one in measured)) for name, how in names.items()})
@@ -154,7 +157,7 @@ def _positions(
 
 
 def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> dict[str, float]:
-    """Return the squares that the fit delta = slope * (1 - p) leaves; an error of a token's logit moves delta so.
+    """Return the sums of squares left by the fit delta = slope * (1 - p), the effect of a wrong logit of a token.
 
     The slope of a token is fitted without this token, because noise must not explain itself.
     """
@@ -199,7 +202,7 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float
 
 
 def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Sum the mean |delta| of sequences with a column of 0, and of the others: number, sum, squares, zeros."""
+    """Return number, sum, sum of squares and zeros of the sequences' mean |delta|, for column = 0 and column > 0."""
     sums: dict[str, float] = {}
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
     for column, has, without, with_ in (

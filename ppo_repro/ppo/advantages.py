@@ -16,15 +16,16 @@ def gae(
 ) -> Tensor:
     """Compute GAE, A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t.
 
-    Source: Schulman et al., 2016. t counts decisions: what an environment puts in between two tokens is part of the
-    transition, without an error or a discount of its own.
+    Source: Schulman et al., 2016. t counts decisions: the tokens that an environment puts in between two of them belong
+    to
+    the transition, and have no error or discount of their own.
 
     Args:
         rewards: [N] float32, of all tokens, sequence after sequence.
         values: [N] float32, V before each token.
         lengths: [B] int64, tokens of each sequence; their sum is N.
-        final_values: [B] float32, V after the last step: 0 where the episode ended there, the value of the next state
-            where it was only cut off.
+        final_values: [B] float32, V after the last step: 0 if the episode ended, the value of the next state if the
+            episode was only cut off.
         gamma: discount per token.
         gae_lambda: 0 is the one-step error, TD(0); 1 is the Monte Carlo return minus the value.
 
@@ -52,8 +53,9 @@ def gae(
 def group_advantages(scores: Sequence[float], groups: Sequence[Hashable], scale: bool) -> list[float]:
     """Return (s_i - mean of its group) [/ (std of its group + 1e-6) with `scale`], one per response.
 
-    Shao et al., 2024 (GRPO). Population standard deviation. Without `scale` it is Dr. GRPO's (Liu et al., 2025). Sums
-    are correctly rounded, so the order within a group does not matter; a group of equal scores gets exactly 0.
+    std is the population standard deviation. With `scale`: GRPO (Shao et al., 2024); without: Dr. GRPO (Liu et al.,
+    2025).
+    Sums are correctly rounded, so the order within a group does not matter; a group of equal scores gets exactly 0.
     """
     assert len(scores) == len(groups)
     members: dict[Hashable, list[float]] = {}
@@ -68,9 +70,9 @@ def group_advantages(scores: Sequence[float], groups: Sequence[Hashable], scale:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the correctly rounded sum over the number.
+    """Return the correctly rounded sum divided by the count; of equal values, the value itself.
 
-    Equal values are their own mean, which the division may miss by rounding.
+    The division may miss it by rounding.
     """
     return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
 
@@ -78,7 +80,8 @@ def _mean(values: Sequence[float]) -> float:
 def whiten(values: Tensor, shift: bool = True) -> Tensor:
     """Return (x - mean) / sqrt(var + 1e-8) [+ mean without `shift`] with the population variance.
 
-    [N] float32 -> [N] float32, independent of the order of the elements; equal elements become exactly 0, or stay.
+    [N] float32 -> [N] float32. The order of the elements does not matter. Equal elements become exactly 0; without
+    `shift` they do not change.
     """
     assert values.shape == (values.numel(),)
     mean = _mean(values.tolist())
@@ -89,7 +92,7 @@ def whiten(values: Tensor, shift: bool = True) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float | None:
-    """Return 1 - Var(returns - values) / Var(returns), both [N]; None where the returns do not vary."""
+    """Return 1 - Var(returns - values) / Var(returns), both [N]; None if the returns do not vary."""
     assert values.shape == returns.shape == (values.numel(),)
 
     def variance(x: Tensor) -> float:

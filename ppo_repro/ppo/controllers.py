@@ -1,4 +1,4 @@
-"""Coefficients that the measured KL changes between iterations, and learning-rate factors by iteration."""
+"""Coefficients that follow the measured KL between iterations, and factors of the learning rate by iteration."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def adaptive_kl_coef(kl_coef: float, kl: float, target_kl: float, sequences: int
     Args:
         kl_coef: beta of this iteration.
         kl: KL(policy || reference) per sequence in nats: summed over tokens, mean over sequences.
-        target_kl: the wanted KL, likewise.
+        target_kl: the desired KL per sequence, nats.
         sequences: n, the sequences of the iteration.
-        horizon: sequences over which beta may change by 20 %. n / horizon counts as 1 at most: more could make beta
-            negative.
+        horizon: sequences over which beta may change by 20 %. n / horizon counts as 1 at most, because more could make
+            beta negative.
     """
     error = min(max(kl / target_kl - 1.0, -0.2), 0.2)
     return kl_coef * (1.0 + error * min(sequences / horizon, 1.0))
 
 
 def adaptive_penalty_coef(penalty_coef: float, kl: float, target_kl: float, first: float) -> float:
-    """Return beta / 2 if KL < target / 1.5, 2 beta if KL > 1.5 target. Schulman et al., 2017, section 4.
+    """Return beta / 2 if KL < target / 1.5, 2 beta if KL > 1.5 target, else beta. Schulman et al., 2017, section 4.
 
     Args:
         penalty_coef: beta of this iteration.
         kl: KL(old || new) after the update, per token, nats.
-        target_kl: the wanted KL, likewise.
-        first: beta of the first iteration. beta stays within a factor of 2^20 of it: a beta that has become 0 or
-            infinite could not come back.
+        target_kl: the desired KL per token, nats.
+        first: beta of the first iteration. beta stays within a factor of 2^20 of it, because a beta of 0 or infinity
+            could never change again.
     """
     if kl < target_kl / 1.5:
         penalty_coef /= 2.0
@@ -44,14 +44,14 @@ def adaptive_penalty_coef(penalty_coef: float, kl: float, target_kl: float, firs
 
 
 def adaptive_clip_range(clip_range: float, kl: float, target_kl: float, smallest: float, largest: float) -> float:
-    """Return eps / 2 if KL > 1.5 target, 2 eps if KL < target / 1.5, then clamped to [smallest, largest].
+    """Return eps / 2 if KL > 1.5 target, 2 eps if KL < target / 1.5, else eps; clamped to [smallest, largest].
 
-    Without the bounds, repeated doubling would make 1 - eps negative, and then nothing is clipped from below.
+    Without the bounds, repeated doubling would make 1 - eps negative, so that no ratio is clipped from below.
 
     Args:
         clip_range: eps of this iteration.
         kl: KL(old || new) after the update, per token, nats.
-        target_kl: the wanted KL, likewise.
+        target_kl: the desired KL per token, nats.
         smallest: lower bound of eps.
         largest: upper bound of eps.
     """
@@ -63,10 +63,10 @@ def adaptive_clip_range(clip_range: float, kl: float, target_kl: float, smallest
 
 
 def rate_factor(schedule: str, iteration: int, iterations: int, warmup_iterations: int) -> float:
-    """Return the factor on the learning rate: a linear warm-up, then the schedule.
+    """Return the factor of the learning rate: a linear warm-up, then the schedule.
 
     Warm-up over w iterations: (i + 1) / (w + 1). Then with u = (i - w) / (iterations - w): constant 1, linear 1 - u,
-    cosine (1 + cos(pi u)) / 2. The cosine is `elementwise.cos_sin`, because the C library's differs between machines.
+    cosine (1 + cos(pi u)) / 2. `elementwise.cos_sin` computes the cosine, because the C library's differs by machine.
 
     Args:
         schedule: constant, linear or cosine.

@@ -1,9 +1,10 @@
-"""Corrections for tokens that another policy sampled: importance weights, rejection, and what they did to each token.
+"""Corrections for tokens that another policy sampled: importance weights, rejection, and their effect on each token.
 
-delta = log pi_old - log pi_rollout of a token, and w = exp(delta), of a whole response the product over its tokens, or
-their geometric mean. pi_old is the policy before the update, pi_rollout the sampler. Weights are constants: no
-gradient flows through them. Where both policies agree every weight is exactly 1 and nothing is rejected. A ratio that
-is not a number raises NumericsError.
+delta = log pi_old - log pi_rollout of a token, and w = exp(delta); for a whole response, w is the product or the
+geometric mean over its tokens. pi_old is the policy before the update, pi_rollout the sampler. No gradient flows
+through
+weights. If both policies agree, every weight is exactly 1 and no token is rejected. A ratio that is not a number raises
+NumericsError.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ppo_repro.ppo import kl
 
 
 class Correction(IntEnum):
-    """What the corrections did to a token, the later of these where there were several. One per token."""
+    """The effect of the corrections on a token; if several changed it, the last one."""
 
     NONE = 0  # the weight is w, or 1 without importance weights
     TRUNCATED_HIGH = 1  # the weight is the upper bound
@@ -42,28 +43,29 @@ REMOVING = (Correction.MASKED_HIGH, Correction.MASKED_LOW, Correction.REJECTED)
 
 
 def correction_names(corrections: Tensor) -> list[str]:
-    """Return the names of corrections as they are recorded, such as `masked_low`; corrections [n] uint8."""
+    """Return the recorded names of corrections [n] uint8, such as `masked_low`."""
     names = [correction.name.lower() for correction in Correction]
     return [names[correction] for correction in corrections.tolist()]
 
 
 def removes_loss(corrections: Tensor) -> Tensor:
-    """Tell where the weight is 0, so that the token has no loss. Bool, in the shape of the corrections."""
+    """Return where the weight is 0, so that the token has no loss: bool, in the shape of `corrections`."""
     return torch.isin(corrections, torch.tensor(REMOVING, dtype=torch.uint8))
 
 
 def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, level: str) -> Tensor:
-    """Compute w = pi_old / pi_rollout of each token or of its response; exactly 1 where the log-probs are equal.
+    """Compute w = pi_old / pi_rollout of each token or of its response; exactly 1 if the log-probs are equal.
 
     Sums are correctly rounded, so the order of tokens in memory cannot matter. verl, slime and TRL have the same
-    levels; AReaL's sequence level is the geometric one. verl and slime clamp the logarithm to [-20, 20], here it is
-    [-87, 88].
+    levels; AReaL's sequence level is `geometric`. verl and slime clamp the logarithm to [-20, 20]; this function clamps
+    it
+    to [-87, 88].
 
     Args:
         old_logprobs: [N] float32, of the trainer before the update, nats.
         rollout_logprobs: [N] float32, of the sampler, nats.
         lengths: [B] int64, tokens of each response; their sum is N.
-        level: with delta the difference of the two, token: exp(delta); sequence: exp(sum of delta over the response);
+        level: with delta = old - rollout log-prob, token: exp(delta); sequence: exp(sum of delta over the response);
             geometric: exp(mean of delta), the length-normalised ratio.
 
     Returns:
@@ -81,7 +83,7 @@ def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: T
 
 
 def _refuse_nan(name: str, values: Tensor) -> None:
-    """Raise NumericsError for NaN, which no comparison finds too large or too small."""
+    """Raise NumericsError for NaN, because a comparison with a bound never finds NaN."""
     missing = torch.nonzero(torch.isnan(values)).flatten()
     if len(missing):
         raise NumericsError(
@@ -97,11 +99,13 @@ def _bounds(low: float, high: float | None) -> tuple[Tensor, Tensor]:
 
 
 def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> Corrections:
-    """Return w [N] float32 within [floor, cap]. Truncated importance sampling.
+    """Clamp w [N] float32 to [floor, cap], or [floor, infinity] if `cap` is None: truncated importance sampling.
 
-    cap None: no bound. Ionides, 2008, for a sampler's tokens Yao et al., 2025 (TIS): min(w, cap). Without bounds it is
-    the weight of decoupled PPO (Hilton et al., 2022, section 3; AReaL). With a floor slime's `tis_mode: clip` and TRL's
-    `vllm_importance_sampling_clip_min`; verl and AReaL have none.
+    Ionides, 2008; for a sampler's tokens Yao et al., 2025 (TIS): min(w, cap). Without bounds w is the weight of
+    decoupled
+    PPO (Hilton et al., 2022, section 3; AReaL). slime's `tis_mode: clip` and TRL's `vllm_importance_sampling_clip_min`
+    have
+    a floor; verl and AReaL have none.
     """
     low, high = _bounds(floor, cap)
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
@@ -111,11 +115,13 @@ def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> Correc
 
 
 def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> Corrections:
-    """Return w [N] float32 where floor <= w <= cap, and 0 elsewhere. Masked importance sampling.
+    """Return w [N] float32 if floor <= w <= cap, else 0: masked importance sampling.
 
-    By token with both bounds IcePop (Ling Team, 2025, arXiv 2510.18855), by response Liu et
-    al., 2025, "When Speed Kills Stability". verl and slime bound both sides, by default with 1 / cap; AReaL and earlier
-    TRL only above, which is a floor of 0.
+    By token with both bounds it is IcePop (Ling Team, 2025, arXiv 2510.18855), by response Liu et al., 2025, "When
+    Speed
+    Kills Stability". verl and slime bound both sides, by default with 1 / cap; AReaL and earlier TRL bound only the
+    upper
+    side, which is a floor of 0.
     """
     low, high = _bounds(floor, cap)
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
@@ -125,11 +131,13 @@ def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> Correctio
 
 
 def normalized_weights(weights: Tensor, lengths: Tensor, by_response: bool) -> Tensor:
-    """Return the weights over their mean, [N] float32: self-normalised importance sampling over an iteration.
+    """Divide the weights [N] float32 of an iteration by their mean: self-normalised importance sampling.
 
-    The mean is over tokens, or `by_response` over responses, which have one weight each; zeros count. Weights that are
-    all 0 stay. verl's `rollout_is_batch_normalize`, slime's `tis_batch_normalize`; both take the batch of a step's
-    rollout, and verl leaves rejected tokens in the mean, as is done here.
+    The mean is over tokens, or with `by_response` over responses, which have one weight each; zeros count. If all
+    weights
+    are 0, they stay 0. This is verl's `rollout_is_batch_normalize` and slime's `tis_batch_normalize`; both use the
+    batch of
+    a step's rollout. Rejected tokens are in the mean, as in verl.
     """
     assert weights.shape == (int(lengths.sum()),)
     assert lengths.dim() == 1
@@ -139,10 +147,10 @@ def normalized_weights(weights: Tensor, lengths: Tensor, by_response: bool) -> T
 
 
 def outside_ratio(ratios: Tensor, low: float, high: float) -> Tensor:
-    """Find tokens with w < low or w > high, [N] bool; at a level of responses all tokens of a response alike.
+    """Return which tokens have w < low or w > high, [N] bool; at a level of responses, all tokens of a response agree.
 
-    Rejection sampling of verl (`rollout_rs`) and slime (`use_rs`). The level geometric is Geo-RS. verl compares -log w
-    with the logarithms of its bounds, so that its "0.6_1.4" is [1/1.4, 1/0.6] here.
+    This is rejection sampling in verl (`rollout_rs`) and slime (`use_rs`); the level geometric is Geo-RS. verl compares
+    -log w with the logarithms of its bounds, so that its "0.6_1.4" is [1/1.4, 1/0.6] here.
     """
     lowest, highest = _bounds(low, high)
     return (ratios < lowest) | (ratios > highest)
@@ -151,20 +159,20 @@ def outside_ratio(ratios: Tensor, low: float, high: float) -> Tensor:
 def beyond_divergence(
     old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, estimator: str, level: str, above: float
 ) -> Tensor:
-    """Find tokens whose estimate of KL(rollout || old) is too large.
+    """Return which tokens have an estimate of KL(rollout || old) above a bound.
 
-    verl's `rollout_rs` of the names token_k2, seq_sum_k3, seq_mean_k3, seq_max_k3 and so on.
+    verl's `rollout_rs` names such rules token_k2, seq_sum_k3, seq_mean_k3, seq_max_k3 and so on.
 
     Args:
         old_logprobs: [N] float32, of the trainer before the update, nats.
         rollout_logprobs: [N] float32, of the sampler, nats.
         lengths: [B] int64, tokens of each response; their sum is N.
-        estimator: with delta the difference of the two, k2: delta^2 / 2; k3: exp(delta) - 1 - delta.
+        estimator: with delta = old - rollout log-prob, k2: delta^2 / 2; k3: exp(delta) - 1 - delta.
         level: of the token, or the sum, mean or maximum (max) over its response.
-        above: the largest estimate that is not too large, nats.
+        above: the largest estimate that is accepted, nats.
 
     Returns:
-        [N] bool; at a level of responses all tokens of a response alike.
+        [N] bool; at a level of responses, all tokens of a response agree.
     """
     assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),)
     assert lengths.dim() == 1
@@ -180,7 +188,10 @@ def beyond_divergence(
 
 
 def vetoed(token_ratios: Tensor, lengths: Tensor, below: float) -> Tensor:
-    """Find the tokens of responses that have a token with w < below, [N] bool: verl's and slime's veto (1e-4 there)."""
+    """Return which tokens are in a response that has a token with w < below, [N] bool.
+
+    This is the veto of verl and slime, with `below` 1e-4 there.
+    """
     assert token_ratios.shape == (int(lengths.sum()),)
     assert lengths.dim() == 1
     below_it = token_ratios < _bounds(below, None)[0]

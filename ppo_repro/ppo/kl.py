@@ -1,8 +1,8 @@
 """Estimators of a KL divergence from log-probs of sampled tokens. Schulman, "Approximating KL Divergence", 2020.
 
-The tokens are drawn from p, and `log_ratio` x = log p - log q in any shape. Each function estimates KL(p || q) per
-token in nats, or with `reverse` KL(q || p), which with rho = q/p = exp(-x) is the mean under p of rho log rho. rho is
-bounded by [e^-87, e^88], so that every estimator nears its limit at infinite x; NaN stays NaN.
+The tokens are drawn from p, and `log_ratio` is x = log p - log q in any shape. Each function estimates KL(p || q) per
+token in nats, or with `reverse` KL(q || p), which is the mean under p of rho log rho with rho = q/p = exp(-x). rho is
+clamped to [e^-87, e^88], so that every estimator nears its limit at infinite x; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SERIES_TERMS = 16
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """Return x: unbiased for KL(p || q), any sign. Shape and dtype of the input."""
+    """Return x: unbiased for KL(p || q), of any sign, in shape and dtype of `log_ratio`."""
     return log_ratio
 
 
@@ -29,7 +29,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """Return rho - 1 - log rho = exp(-x) - 1 + x: unbiased for KL(p || q), never negative. Float64.
 
-    For |x| <= 1 it is the power series: there exp(-x) - 1 + x loses its digits in floating point.
+    For |x| <= 1 the power series is used, because exp(-x) - 1 + x loses digits there in floating point.
     """
     x = log_ratio.to(torch.float64).clamp(min=-EXP_MAX)
     series = torch.full_like(x, 1.0)
@@ -47,7 +47,7 @@ def reverse_k1(log_ratio: Tensor) -> Tensor:
 def reverse_k3(log_ratio: Tensor) -> Tensor:
     """Return rho log rho - rho + 1: unbiased for KL(q || p), never negative, 1 for infinite x. Float64.
 
-    For x <= 1 it is rho times k3 of the inverse ratio, so that small x have their digits.
+    For x <= 1 the result is rho times k3 of the inverse ratio, so that small x lose no digits.
     """
     x, rho = log_ratio.to(torch.float64).clamp(max=-EXP_MIN), _rho(log_ratio)
     return torch.where(x > 1.0, 1.0 - (1.0 + x) * rho, rho * k3(-x))
@@ -58,7 +58,7 @@ def _rho(log_ratio: Tensor) -> Tensor:
 
 
 def estimate(kind: str, log_ratio: Tensor, reverse: bool = False) -> Tensor:
-    """Compute the estimator `kind` (k1, k2 or k3) of KL(p || q), with `reverse` of KL(q || p), as float32."""
+    """Compute the estimator `kind` (k1, k2 or k3) of KL(p || q), or with `reverse` of KL(q || p), as float32."""
     forward = {"k1": k1, "k2": k2, "k3": k3}
     backward = {"k1": reverse_k1, "k2": k2, "k3": reverse_k3}
     return (backward if reverse else forward)[kind](log_ratio).to(torch.float32)
@@ -67,9 +67,10 @@ def estimate(kind: str, log_ratio: Tensor, reverse: bool = False) -> Tensor:
 def loss(kind: str, new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Compute the estimator `kind` of KL(new || reference) as a differentiable per-token loss, [n] float32, nats.
 
-    k1: log pi - log ref, whose gradient has mean zero under pi: as a loss it constrains nothing.
-    k2: half the square; its gradient, (log pi - log ref) grad log pi, is that of KL(pi || ref) on-policy.
-    k3: ref/pi - 1 - log(ref/pi); its gradient is that of KL(ref || pi). Tang and Munos, 2025.
+    k1: log pi - log ref. Its gradient has mean zero under pi, so as a loss it constrains nothing.
+    k2: (log pi - log ref)^2 / 2. Its gradient (log pi - log ref) grad log pi is on-policy the gradient of KL(pi ||
+    ref).
+    k3: ref/pi - 1 - log(ref/pi). Its gradient is on-policy the gradient of KL(ref || pi). Tang and Munos, 2025.
     """
     assert new_logprobs.shape == ref_logprobs.shape == (new_logprobs.numel(),)
     x = new_logprobs - ref_logprobs
@@ -77,7 +78,7 @@ def loss(kind: str, new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3_loss(log_ratio: Tensor) -> Tensor:
-    """Return `k3` as a differentiable float32 loss with its derivative, 1 - exp(-x), within 1 ulp at every x."""
+    """Return `k3` as a differentiable float32 loss; its derivative 1 - exp(-x) is accurate to 1 ulp at every x."""
     return _K3.apply(log_ratio)
 
 

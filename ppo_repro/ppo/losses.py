@@ -1,4 +1,4 @@
-"""The loss of the value model, and the weight of each token's losses in their sum."""
+"""The loss of the value model, and the weights with which the losses of tokens are summed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ppo_repro.ppo.objectives import float32
 def value_losses(
     new_values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return 1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2), and where the clip decides.
+    """Return 1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2), and which tokens are clipped.
 
     Args:
-        new_values: V, [n] float32, differentiable; its gradient is exactly zero where the second branch is larger.
+        new_values: V, [n] float32, differentiable; its gradient is exactly zero if the second branch is larger.
         old_values: V_old before the update, [n] float32.
         returns: R, [n] float32.
         clip_range: eps; None: 1/2 (V - R)^2.
 
     Returns:
-        The losses [n] float32, not reduced, and [n] bool, true where the second branch is strictly larger.
+        The losses [n] float32, not reduced, and [n] bool, true if the second branch is strictly larger.
     """
     assert new_values.shape == old_values.shape == returns.shape == (new_values.numel(),)
     clipped = torch.zeros(new_values.shape, dtype=torch.bool)
@@ -42,8 +42,8 @@ def loss_weights(aggregation: str, lengths: Tensor, counted: Tensor | None = Non
     token_mean: 1 / M. sequence_mean: 1 / (S length), the mean over sequences of their token means.
     sequence_sum: 1 / S, the mean over sequences of their token sums.
 
-    `counted` [M] bool: other tokens have weight 0 and are in no length and in no M, and S is without sequences that
-    have no counted token, as in verl's `agg_loss`. Without any all weights are 0.
+    `counted` [M] bool: as in verl's `agg_loss`, other tokens have weight 0 and count in no length and not in M, and
+    sequences without counted tokens do not count in S. If no token is counted, all weights are 0.
     """
     assert lengths.shape == (lengths.numel(),)
     whole = torch.repeat_interleave(torch.arange(len(lengths)), lengths)

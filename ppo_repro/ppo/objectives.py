@@ -1,6 +1,6 @@
-"""The objectives: each one's surrogate loss, its penalty, and which tokens lose their gradient.
+"""The objectives: surrogate loss, penalty, and the tokens whose gradient is removed.
 
-PolicyGradient, Penalty, Clip (PPO), SequenceClip (GSPO), Cispo, ClipCov and KLCov change some answers of Objective.
+PolicyGradient, Penalty, Clip (PPO), SequenceClip (GSPO), Cispo, ClipCov and KLCov override methods of Objective.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppo_repro.ppo.kl import k3_loss
 
 
 class ClipFlag(IntEnum):
-    """Where a token's ratio lies relative to the bounds, and whether its gradient is removed. One per token."""
+    """The position of a token's ratio relative to the bounds, and whether its gradient is removed."""
 
     NONE = 0  # unchanged: inside the bounds, or the advantage is 0
     CLIP_HIGH = 1  # above the upper bound, gradient removed
@@ -39,13 +39,13 @@ REMOVING = (ClipFlag.CLIP_HIGH, ClipFlag.CLIP_LOW, ClipFlag.CLIP_DUAL, ClipFlag.
 
 
 def flag_names(flags: Tensor) -> list[str]:
-    """Return the names of clip flags as they are recorded, such as `clip_high`; flags [n] uint8."""
+    """Return the recorded names of clip flags [n] uint8, such as `clip_high`."""
     names = [flag.name.lower() for flag in ClipFlag]
     return [names[flag] for flag in flags.tolist()]
 
 
 def removes_gradient(flags: Tensor) -> Tensor:
-    """Tell where the policy gradient is removed. Bool, in the shape of the flags."""
+    """Return which flags mean that the policy gradient is removed: bool, in the shape of `flags`."""
     return torch.isin(flags, torch.tensor(REMOVING, dtype=torch.uint8))
 
 
@@ -60,7 +60,7 @@ def float32(number: float) -> Tensor:
 
 
 def probability_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
-    """Return r = exp(log pi_new - log pi_anchor), [n] float32; exactly 1 where both are the same number."""
+    """Return r = exp(log pi_new - log pi_anchor), [n] float32; exactly 1 if both log-probs are equal."""
     assert new_logprobs.shape == anchor_logprobs.shape == (new_logprobs.numel(),)
     return differentiable_exp(new_logprobs - anchor_logprobs)
 
@@ -68,21 +68,21 @@ def probability_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
 class Objective:
     """The surrogate -r A without a bound: conservative policy iteration. Schulman et al., 2017, equation 6.
 
-    Other objectives change some of its answers. Tensors are [n], of the tokens of whole responses; losses are
-    float32 per token and not reduced: the caller gives each token's gradient its weight.
+    Other objectives override its methods. Tensors are [n], of the tokens of whole responses. Losses are float32 per
+    token and not reduced: the caller gives each token's gradient its weight.
     """
 
     chooses_tokens: ClassVar[bool] = False  # whether it changes tokens that depend on all tokens of their minibatch
 
     def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
-        """Return r at each token; `responses` int64 numbers the response of each token."""
+        """Return r of each token; `responses` [n] int64 is the number of each token's response."""
         return probability_ratios(new_logprobs, anchor_logprobs)
 
     def choose(self, new_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, order: Tensor) -> Tensor:
-        """Choose the tokens of a minibatch that are changed.
+        """Choose the tokens of a minibatch that the objective treats differently.
 
         Args:
-            new_logprobs: [M] float32, of the policy as it is now.
+            new_logprobs: [M] float32, of the present policy.
             anchor_logprobs: [M] float32, the denominator of the ratio.
             advantages: [M] float32.
             order: [M] int64, a random permutation.
@@ -95,28 +95,28 @@ class Objective:
     def surrogates(
         self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
     ) -> Tensor:
-        """Return the loss in ratio and advantage, [n] float32.
+        """Return the surrogate loss of each token without the penalty, [n] float32.
 
         Args:
             ratios: [n] float32.
             advantages: [n] float32.
-            new_logprobs: [n] float32, of the policy as it is now.
-            chosen: [n] bool, what `choose` chose; None for objectives that choose nothing.
+            new_logprobs: [n] float32, of the present policy.
+            chosen: [n] bool, the result of `choose`; None for objectives that choose nothing.
         """
         assert ratios.shape == advantages.shape == (ratios.numel(),)
         return -(ratios * advantages)
 
     def penalties(self, log_ratios: Tensor, chosen: Tensor | None = None) -> Tensor | None:
-        """Return what is added to the surrogates; None if the objective has no penalty."""
+        """Return the penalty of each token, which is added to its surrogate, [n] float32; None if there is none."""
         return None
 
     def flags(self, ratios: Tensor, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """Return the ClipFlag of each token, uint8."""
+        """Return the ClipFlag of each token, [n] uint8."""
         return no_flags(ratios)
 
 
 class PolicyGradient(Objective):
-    """-log pi A. Williams, 1992."""
+    """The loss -log pi A. Williams, 1992."""
 
     def surrogates(
         self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
@@ -127,7 +127,7 @@ class PolicyGradient(Objective):
 
 @dataclass(frozen=True)
 class Penalty(Objective):
-    """-r A + beta (r - 1 - log r). Schulman et al., 2017, equation 8.
+    """The loss -r A + beta (r - 1 - log r). Schulman et al., 2017, equation 8.
 
     The penalty (k3) is an unbiased estimate of KL(anchor || new) from tokens drawn from the anchor. Its gradient
     in log pi_new, beta (r - 1), is in expectation the divergence's, and zero before the first step.
@@ -141,9 +141,9 @@ class Penalty(Objective):
 
 @dataclass(frozen=True)
 class Clip(Objective):
-    """-min(r A, clip(r, 1 - low, 1 + high) A). Schulman et al., 2017, equation 7; high > low: Yu et al., 2025.
+    """The loss -min(r A, clip(r, 1 - low, 1 + high) A). Schulman et al., 2017, eq. 7; high > low: Yu et al., 2025.
 
-    With `dual` c > 1 + high it is -max(min(r A, clip(r) A), c A) where A < 0 (Ye et al., 2020, equation 8).
+    With `dual` c > 1 + high it is -max(min(r A, clip(r) A), c A) for A < 0 (Ye et al., 2020, equation 8).
     """
 
     low: float
@@ -178,7 +178,7 @@ class Clip(Objective):
 
 
 class _SequenceRatio(Function):
-    """The response's ratio at each token, whose derivative in a token's log-prob is the ratio, at that token alone."""
+    """Gives each token its response's ratio; the derivative in the token's own log-prob is the ratio, in others 0."""
 
     @staticmethod
     def forward(ctx: Any, log_ratios: Tensor, lengths: Tensor) -> Tensor:
@@ -195,11 +195,12 @@ class _SequenceRatio(Function):
 
 @dataclass(frozen=True)
 class SequenceClip(Clip):
-    """Clip s = exp(mean over the response of log pi_new - log pi_anchor). Zheng et al., 2025, arXiv 2507.18071.
+    """The clip of s = exp(mean over the response of log pi_new - log pi_anchor). Zheng et al., 2025.
 
-    s is equation 7, differentiated as GSPO-token's sg[s] pi / sg[pi] (equation 14): the gradient at a token is s times
-    that of its own log-prob. Where the tokens of a response have one advantage and one loss weight, this is the
-    gradient of GSPO itself (equation 5). verl's `gspo` clamps the logarithm at 10.
+    arXiv 2507.18071: s is equation 7, differentiated as GSPO-token's sg[s] pi / sg[pi] (equation 14): the gradient at a
+    token is s times the gradient of its own log-prob. If the tokens of a response have one advantage and one loss
+    weight,
+    this is the gradient of GSPO itself (equation 5). verl's `gspo` clamps the logarithm at 10.
     """
 
     def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
@@ -210,10 +211,11 @@ class SequenceClip(Clip):
 
 @dataclass(frozen=True)
 class Cispo(Objective):
-    """-sg[clip(r, floor, cap)] A log pi_new. MiniMax, 2025, arXiv 2506.13585, equations 4 and 5.
+    """The loss -sg[clip(r, floor, cap)] A log pi_new. MiniMax, 2025, arXiv 2506.13585, equations 4 and 5.
 
-    No gradient flows through the ratio, and every token has one. The paper and verl write the bounds as 1 - eps_low and
-    1 + eps_high; the paper and TRL have no lower bound, here floor 0.
+    No gradient flows through the ratio, and every token has a gradient. The paper and verl write the bounds as 1 -
+    eps_low
+    and 1 + eps_high; the paper and TRL have no lower bound, which is floor 0 here.
     """
 
     floor: float
@@ -234,10 +236,10 @@ class Cispo(Objective):
 
 
 def covariances(new_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Return (log pi_new - mean)(A - mean) per token, means over the whole minibatch; [M] float64.
+    """Return (log pi_new - mean)(A - mean) per token, with means over the whole minibatch; [M] float64.
 
     A step along tokens of high covariance lowers the entropy. verl computes the means, the number of tokens and the
-    choice for each micro-batch, so that there a memory setting changes which tokens are changed.
+    choice for each micro-batch, so that a memory setting changes the chosen tokens.
     Cui et al., 2025, "The Entropy Mechanism", arXiv 2505.22617, section 4.2.
     """
     assert new_logprobs.shape == advantages.shape == (new_logprobs.numel(),)
@@ -252,15 +254,15 @@ def _chosen(picked: Tensor, tokens: int) -> Tensor:
 
 
 def _count(share: float, tokens: int) -> int:
-    """Return how many tokens a share of a minibatch is: rounded down and at least 1, as in the published code."""
+    """Return share x tokens, rounded down and at least 1, as in the published code."""
     return max(int(share * tokens), 1)
 
 
 @dataclass(frozen=True)
 class ClipCov(Clip):
-    """The clip, and no gradient for a random `share` of the tokens among those with lowest < covariance < highest.
+    """Clip-Cov: the clip, and a random `share` of the tokens with lowest < covariance < highest has no gradient.
 
-    This is Clip-Cov. Tokens whose gradient the clip removes are not drawn, as in the published code.
+    Tokens whose gradient the clip removes are not drawn, as in the published code.
     """
 
     chooses_tokens: ClassVar[bool] = True
@@ -290,10 +292,11 @@ class ClipCov(Clip):
 
 @dataclass(frozen=True)
 class KLCov(Objective):
-    """-r A + beta |log r| on the `share` of tokens with the largest covariance; of equal ones the first.
+    """The loss -r A, plus beta |log r| on the `share` of tokens with the largest covariance.
 
-    The published code and verl take |log r|, where the paper writes KL(old || new) (Cui et al., 2025, section 4.2). Its
-    gradient in log pi_new is beta or -beta, and 0 where the ratio is 1.
+    Among equal covariances the first tokens count. The published code and verl take |log r|, where the paper writes
+    KL(old || new) (Cui et al., 2025, section 4.2). Its gradient in log pi_new is beta or -beta, and 0 if the ratio is
+    1.
     """
 
     chooses_tokens: ClassVar[bool] = True

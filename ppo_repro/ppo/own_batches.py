@@ -1,4 +1,4 @@
-"""What the user's functions are called with: tokens of whole responses, one response after the other, no padding.
+"""The batches that the user's functions get: tokens of whole responses, one response after the other, no padding.
 
 Log-probs and entropies are in nats. Sums and means by response or prompt are rounded once, so their bits are the same
 on every machine.
@@ -17,7 +17,7 @@ from ppo_repro.numerics.sums import run_sums
 
 
 class _ResponseSums(Function):
-    """The sums of consecutive runs of tokens, rounded once; each token gets its response's gradient."""
+    """Sums consecutive tokens, each sum rounded once; in the backward pass each token gets its response's gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class _ResponseSums(Function):
 
 
 class _OfTokens(Function):
-    """The value of its response at each token; a response gets the sum of its tokens' gradients, rounded once."""
+    """Gives each token its response's value; backward, the response gets the sum of its tokens' gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class _OfTokens(Function):
 
 @dataclass(frozen=True)
 class Tokens:
-    """n tokens of R whole responses."""
+    """The n tokens of R whole responses."""
 
     responses: Tensor  # [n] int64, number of the response in the iteration
     groups: Tensor  # [n] int64, number of its prompt in the iteration
@@ -55,12 +55,12 @@ class Tokens:
 
     @property
     def response_lengths(self) -> Tensor:
-        """Tokens of each response, [R] int64."""
+        """Return the number of tokens of each response, [R] int64."""
         return self.lengths[self.positions == 0]
 
     @property
     def response_groups(self) -> Tensor:
-        """Return the number of the prompt of each response, [R] int64."""
+        """Return the number of each response's prompt, [R] int64."""
         return self.groups[self.positions == 0]
 
     def response_sums(self, values: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Tokens:
         return self.response_sums(values) / self.response_lengths.to(values.dtype)
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """Return the value of its response at each token: [R] -> [n], differentiable, with exact sums of gradients."""
+        """Return for each token its response's value: [R] -> [n], differentiable, with exact sums of gradients."""
         return _OfTokens.apply(values, self.response_lengths)
 
 
@@ -80,7 +80,7 @@ class Tokens:
 class ObjectiveBatch(Tokens):
     """The tokens of a micro-batch, for an objective.
 
-    Which responses are together depends on the layout of a run, so the loss of a response must not depend on others.
+    The layout of a run decides which responses are together, so a response's loss must not depend on other responses.
     """
 
     new_logprobs: Tensor  # [n] float32, of the policy that is trained; has a gradient
@@ -103,7 +103,7 @@ class AdvantageBatch(Tokens):
     scores: Tensor  # [R] float64, of each response
 
     def group_sums(self, values: Tensor) -> Tensor:
-        """Return at each response the sum over all responses to its prompt: [R] -> [R]."""
+        """Return for each response the sum over all responses to its prompt: [R] -> [R]."""
         numbers = torch.unique(self.response_groups, return_inverse=True)[1]
         order = torch.argsort(numbers, stable=True)
         sums = run_sums(values[order], torch.bincount(numbers))
@@ -111,7 +111,7 @@ class AdvantageBatch(Tokens):
 
     @property
     def group_sizes(self) -> Tensor:
-        """Responses to its prompt, at each response, [R] int64."""
+        """Return for each response the number of responses to its prompt, [R] int64."""
         numbers = torch.unique(self.response_groups, return_inverse=True)[1]
         return torch.bincount(numbers)[numbers]
 

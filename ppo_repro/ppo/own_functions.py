@@ -1,4 +1,4 @@
-"""The user's functions: called with a batch, and what they return is checked.
+"""Calls of the user's functions with a batch, and checks of their results.
 
 def loss(batch: ObjectiveBatch, ...) -> Tensor | tuple[Tensor, Tensor]: ...
 def advantages(batch: AdvantageBatch, ...) -> Tensor: ...
@@ -26,20 +26,20 @@ _FLOAT32 = (torch.float32,)
 
 @dataclass(frozen=True)
 class Own:
-    """A function of the user's, called with `parameters` by name."""
+    """A user's function, called with `parameters` by name."""
 
     function: UserCallable
     parameters: Mapping[str, Any]
 
     def refused(self, what: str) -> UserError:
-        """Return the error that says what is wrong with the function."""
+        """Return an error that names the function and its mistake `what`."""
         return self.function.refused(what)
 
     def _called(self, *arguments: object) -> Any:
         return self.function(*arguments, **self.parameters)
 
     def _numbers(self, found: object, lengths: Mapping[int, str], dtypes: Sequence[torch.dtype] = _FLOAT32) -> Tensor:
-        """Return a tensor of one of the lengths and one of the dtypes; UserError for anything else."""
+        """Return `found` if it is a tensor of one of the lengths and dtypes. Raises UserError otherwise."""
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         allowed = f"must be a {names} tensor {' or '.join(f'[{n}], {of}' for n, of in lengths.items())}"
         if not isinstance(found, Tensor):
@@ -58,13 +58,13 @@ class Own:
 
 
 def place_of(tokens: Tokens, index: int) -> str:
-    """Name response and position of a token."""
+    """Return the response and the position of a token as text."""
     return f" at response {int(tokens.responses[index])}, position {int(tokens.positions[index])}"
 
 
 @dataclass(frozen=True)
 class OwnObjective(Own):
-    """An objective; the loop multiplies its losses by the corrections, and adds KL and entropy as for others."""
+    """A user's objective; the loop multiplies its losses by the corrections, and adds KL and entropy terms."""
 
     chooses_tokens: ClassVar[bool] = False
 
@@ -73,10 +73,11 @@ class OwnObjective(Own):
         return probability_ratios(new_logprobs, anchor_logprobs)
 
     def losses(self, batch: ObjectiveBatch) -> tuple[Tensor, Tensor]:
-        """Call the function; returns its loss of each token, [n] float32, and the ClipFlag of each token, uint8.
+        """Call the function; return its loss of each token, [n] float32, and the ClipFlag of each token, uint8.
 
-        The loss of a response becomes that of each of its tokens. Flags are UNKNOWN unless the function says which
-        tokens it cut: bool [n], or a ClipFlag each, uint8 [n]. UserError for anything else that it returns.
+        The loss of a response becomes the loss of each of its tokens. Flags are UNKNOWN unless the function also
+        returns
+        which tokens it clipped: bool [n], or ClipFlags, uint8 [n]. Raises UserError for other results.
         """
         found, flags = self._called(batch), None
         if isinstance(found, tuple):
@@ -105,10 +106,10 @@ class OwnObjective(Own):
 
 @dataclass(frozen=True)
 class OwnAdvantages(Own):
-    """An estimator of advantages."""
+    """A user's estimator of advantages."""
 
     def advantages(self, batch: AdvantageBatch) -> Tensor:
-        """Call the function; returns the advantages [n] float32. UserError for anything else that it returns."""
+        """Call the function; return the advantages [n] float32. Raises UserError for other results."""
         tokens, responses = len(batch.responses), len(batch.response_lengths)
         of = {responses: "one for each response", tokens: "an advantage for each token"}
         found = self._numbers(self._called(batch), of)
@@ -117,22 +118,22 @@ class OwnAdvantages(Own):
 
 @dataclass(frozen=True)
 class OwnEstimator(Own):
-    """An estimator of KL(policy || reference)."""
+    """A user's estimator of KL(policy || reference)."""
 
     def estimate(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """Call the function; returns the KL of each token, [n] float32, nats. UserError for anything else."""
+        """Call the function; return the KL of each token, [n] float32, nats. Raises UserError for other results."""
         found = self._called(logprobs, ref_logprobs)
         return self._finite(self._numbers(found, {len(logprobs): "a KL for each token, in nats"}))
 
 
 @dataclass(frozen=True)
 class OwnPlacement(Own):
-    """A placement of scores on tokens."""
+    """A user's placement of scores on tokens."""
 
     def place(self, batch: ScoreBatch) -> Tensor:
-        """Call the function; returns its rewards before the KL penalty, [n] float32 or float64, as float64.
+        """Call the function; return its rewards before the KL penalty, [n] float32 or float64, as float64.
 
-        UserError for anything else that it returns.
+        Raises UserError for other results.
         """
         of = {len(batch.responses): "a reward for each token"}
         found = self._numbers(self._called(batch), of, (torch.float32, torch.float64))

@@ -1,6 +1,6 @@
-"""Losses of preference pairs, one per pair. They are not reduced here: the caller weighs each pair's gradient.
+"""Losses of preference pairs, one per pair. They are not reduced here: the caller weights each pair's gradient.
 
-In a pair, y_w is preferred to y_l. Log-probs are those of whole responses: sums over their tokens, in nats.
+In a pair, y_w is preferred to y_l. Log-probs of a response are sums over its tokens, in nats.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bradley_terry_losses(chosen_scores: Tensor, rejected_scores: Tensor) -> Tens
 def dpo_margins(
     chosen_logprobs: Tensor, rejected_logprobs: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float
 ) -> Tensor:
-    """Return the implicit reward of y_w minus that of y_l, per pair. Rafailov et al., 2023, eq. 5.
+    """Return the implicit reward of y_w minus the implicit reward of y_l, per pair. Rafailov et al., 2023, eq. 5.
 
     The implicit reward of a response is beta (log pi - log ref), up to a constant of the prompt.
 
@@ -70,17 +70,17 @@ def dpo_margins(
 
 
 def dpo_losses(margins: Tensor) -> Tensor:
-    """Return -log sigma(margin) per pair, [P], of `dpo_margins`. Rafailov et al., 2023, eq. 7.
+    """Return -log sigma(margin) per pair, [P], from the margins [P] of `dpo_margins`. Rafailov et al., 2023, eq. 7.
 
-    The gradient in log pi(y_w) is -beta sigma(-margin), in log pi(y_l) the opposite: a pair counts the more, the
-    more wrong its order is. A large beta keeps the optimum, ref exp(r / beta), close to the reference.
+    The gradient in log pi(y_w) is -beta sigma(-margin), in log pi(y_l) the opposite: it grows as the pair's order gets
+    more wrong. A large beta holds the optimum, ref exp(r / beta), close to the reference.
     """
     assert margins.shape == (margins.numel(),)
     return differentiable_softplus(-margins)
 
 
 def preference_accuracy(margins: Tensor) -> float:
-    """Return the share of pairs whose margin is positive; a margin of exactly 0 counts one half. margins [P]."""
+    """Return the share of margins [P] that are positive; a margin of exactly 0 counts one half."""
     assert margins.shape == (margins.numel(),)
     right, tied = int((margins > 0).sum()), int((margins == 0).sum())
     return (right + 0.5 * tied) / len(margins)

@@ -15,7 +15,7 @@ def last_tokens(lengths: Tensor) -> Tensor:
 
 
 def word_lengths(word_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Return the tokens of each word, in order, [W] int64; word_ids [N] count words within each response."""
+    """Return the tokens of each word, in order, [W] int64; `word_ids` [N] count words within each response."""
     assert word_ids.shape == (int(lengths.sum()),)
     assert lengths.dim() == 1
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -54,9 +54,9 @@ def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charg
         penalties: [N] float32, kl_coef times the KL of each token.
         lengths: [B] int64, tokens of each response; their sum is N.
         word_ids: [N] int64, the word of each token, counted within its response.
-        charge: token: each on its own token. word: the sum of a word on its last token. length_normalized: each
-            divided by the length of its response, so that a response pays its mean. last_sum, last_mean: sum or mean
-            of a response on its last token.
+        charge: token: each penalty on its own token. word: the sum over a word on its last token. length_normalized:
+            each penalty divided by the length of its response, so that a response pays its mean. last_sum, last_mean:
+            sum or mean over a response on its last token.
 
     Returns:
         The charged penalties, [N] float32.
@@ -75,10 +75,9 @@ def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charg
 
 
 def token_rewards(placed: Tensor, kl_penalties: Tensor) -> Tensor:
-    """Return r_t = placed_t - kl_penalties_t, [N] float32.
+    """Return r_t = placed_t - kl_penalties_t, rounded once: [N] float64 and [N] float32 -> [N] float32.
 
-    With the score on the last token: Ouyang et al., 2022, equation 2. placed [N] float64, rounded once; kl_penalties
-    [N] float32.
+    With the score on the last token, this is Ouyang et al., 2022, equation 2.
     """
     assert placed.shape == kl_penalties.shape == (placed.numel(),)
     return placed.to(torch.float32) - kl_penalties

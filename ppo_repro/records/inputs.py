@@ -74,7 +74,7 @@ def _found(run_dir: Path, field: str, path: Path, wanted: Mapping[str, str], els
 
 
 def _places(run_dir: Path, folder: Path, elsewhere: Path | None) -> Iterator[Path]:
-    """Yield folders to search: the recorded folder, its like beside the run's parents, all folders below `elsewhere`."""
+    """Yield folders to search: the recorded folder, its like near the run folder, all folders below `elsewhere`."""
     yield folder
     for parent in run_dir.resolve().parents:
         for length in range(1, len(folder.parts)):

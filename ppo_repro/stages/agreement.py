@@ -1,7 +1,6 @@
-"""What deterministic numerics promise of every iteration: sampler and trainer have the same bits.
+"""Checks of the promises of deterministic numerics in every iteration: sampler and trainer have the same bits.
 
-The trainer also agrees with itself. An iteration in which one of both fails is not recorded: the promise is kept, or
-the run ends.
+The trainer also agrees with itself. If a check fails, the iteration is not recorded and the run ends.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ppo_repro.config.run import RunConfig
 
 
 class Column(NamedTuple):
-    """A column of the records."""
+    """Values of a column of the records, with its name."""
 
     name: str
     values: Tensor  # float32
@@ -36,14 +35,14 @@ class Unequal:
     right: Column  # [K]
 
     def describe(self) -> str:
-        """Name the place and both values, exact to the last bit, on one line."""
+        """Return the first difference and both values, exact to the last bit, on one line."""
         left, right = (f"{column.name} {_exactly(column.values[0])}" for column in (self.left, self.right))
         where = f"iteration {self.iteration}, response {self.sequence[0]}, token {self.position[0]}"
         return f"{where}: {left}, {right}; {len(self.sequence)} of {self.compared} tokens differ"
 
 
 class UnequalBits(PromiseBroken):
-    """Two columns of an iteration differ that deterministic numerics promise to be equal."""
+    """Two columns differ in an iteration although deterministic numerics promise that they are equal."""
 
     def __init__(self, message: str, found: Unequal) -> None:
         super().__init__(message)
@@ -55,12 +54,12 @@ def _exactly(value: Tensor) -> str:
 
 
 def differing(a: Tensor, b: Tensor) -> Tensor:
-    """Find the elements of two float32 tensors that differ in any bit, bool."""
+    """Return which elements of two float32 tensors differ in any bit: bool, in their shape."""
     return a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)
 
 
 def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Column, tokens: Tensor) -> None:
-    """Raise UnequalBits where two columns differ in any bit.
+    """Raise UnequalBits if two columns differ in any bit.
 
     Args:
         iteration: for the message.
@@ -88,20 +87,20 @@ def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Colu
 
 
 def require_ratios_of_one(iteration: int, lengths: Tensor, ratios: Tensor, tokens: Tensor) -> None:
-    """Raise UnequalBits where a ratio before the first step is not exactly 1.
+    """Raise UnequalBits if a ratio before the first step is not exactly 1.
 
     Args:
         iteration: for the error.
-        lengths: tokens of each response.
+        lengths: [B] int64, tokens of each response.
         ratios: [M] float32.
-        tokens: [M], which of the iteration's tokens they are of.
+        tokens: [M] int64, index of the ratios into all tokens of the iteration.
     """
     expected = Column("expected", torch.ones_like(ratios))
     require_same_bits(iteration, lengths, Column("ratios", ratios), expected, tokens)
 
 
 def sampler_is_exact(config: RunConfig) -> bool:
-    """Return whether the sampler's log-probs are promised to be the trainer's.
+    """Return whether the log-probs of sampler and trainer are promised to be equal.
 
     If they are not, their difference is measured.
     """
@@ -120,13 +119,13 @@ def sampler_is_exact(config: RunConfig) -> bool:
 
 
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:
-    """Raise UnequalBits where a token's log-prob is not the sampler's, if that is promised.
+    """Raise UnequalBits if log-probs of sampler and trainer differ although they are promised to be equal.
 
     Args:
-        config: says whether it is promised.
+        config: tells whether this is promised.
         iteration: for the error.
-        rollout: the sampler's log-probs.
-        forward: the trainer's.
+        rollout: has the sampler's log-probs.
+        forward: has the trainer's log-probs.
     """
     if sampler_is_exact(config):
         sampled = Column("rollout_logprobs", rollout.rollout_logprobs)
@@ -137,16 +136,16 @@ def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, 
 def require_first_step_agrees(
     config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass, first: MinibatchUpdate
 ) -> None:
-    """Raise UnequalBits where the first minibatch has a ratio other than 1, or another value than the forward pass.
+    """Raise UnequalBits if a first-minibatch ratio is not 1, or a value differs from the forward pass.
 
-    With the old anchor this is between two passes of the trainer, and promised whatever samples, but not with
-    dropout.
+    In native numerics nothing is checked. With `ratio_anchor: old` ratios are checked for every sampler, except with
+    dropout. Otherwise they are checked only if the sampler is exact.
 
     Args:
-        config: says what is promised.
+        config: tells what is promised.
         iteration: for the error.
         rollout: the responses.
-        forward: values before the first step.
+        forward: has the values before the first step.
         first: the first minibatch of the iteration.
     """
     if config.numerics.mode != "deterministic":

@@ -1,4 +1,4 @@
-"""Stage `Coefficients`: what changes between iterations besides the weights."""
+"""Stage `Coefficients`: values besides the weights that change between iterations."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def next_coefficients(
     updates: Sequence[MinibatchUpdate],
     sequences: int,
 ) -> Coefficients:
-    """Compute the coefficients of the next iteration, from the KL and the returns of this one.
+    """Compute the coefficients of the next iteration from the KL and the returns of this iteration.
 
     Args:
         config: names the controllers.
-        coefficients: those of this iteration.
+        coefficients: of this iteration.
         forward: gives the KL to the reference, for the adaptive KL controller.
         advantages: gives the returns, for their running statistics.
         updates: give the KL of the last epoch, for an adaptive clip range or penalty.
@@ -83,7 +83,7 @@ def learning_rates(config: RunConfig, iteration: int) -> tuple[float, float | No
 
 
 def set_learning_rates(state: TrainState, config: RunConfig) -> None:
-    """Give the optimizers the learning rates of the iteration that `state` is in."""
+    """Set the optimizers' learning rates for the iteration of `state`."""
     policy, value = learning_rates(config, state.iteration)
     state.policy_optimizer.settings = replace(state.policy_optimizer.settings, learning_rate=policy)
     if state.value_optimizer is not None and value is not None:
@@ -91,7 +91,7 @@ def set_learning_rates(state: TrainState, config: RunConfig) -> None:
 
 
 def last_kl(updates: Sequence[MinibatchUpdate]) -> float:
-    """Return KL(anchor || new), k3, token mean over the last epoch of the policy. The last step itself is not in it."""
+    """Return KL(anchor || new) in nats: the mean of k3 over the policy's last epoch, before each of its steps."""
     steps = [(u.epoch, len(u.tokens), u.policy.approx_kl) for u in updates if u.policy is not None]
     last_epoch = [(tokens, approx_kl) for epoch, tokens, approx_kl in steps if epoch == steps[-1][0]]
     return math.fsum(tokens * approx_kl for tokens, approx_kl in last_epoch) / sum(tokens for tokens, _ in last_epoch)

@@ -1,4 +1,4 @@
-"""What the CPU computes too when a card computes a run: log-probs of some tokens of each iteration, drawn by seed."""
+"""The CPU's check of a run on a card: it recomputes log-probs of some tokens of each iteration, drawn by seed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from ppo_repro.stages.agreement import Column, require_same_bits
 
 @torch.no_grad()
 def cross_check(config: RunConfig, state: TrainState, rollout: Rollout, forward: ForwardPass, ranks: Ranks) -> None:
-    """Compute the old log-probs of `numerics.cross_check` tokens on the CPU; UnequalBits where one differs.
+    """Recompute the old log-probs of `numerics.cross_check` tokens on the CPU, and compare them.
 
     Args:
         config: gives the number of tokens and the seed that draws them.
-        state: its `cpu_policy` takes the policy's weights; its `cross_checked` counts. Without a `cpu_policy` nothing
-            is computed.
+        state: its `cpu_policy` takes the policy's weights; its `cross_checked` counts tokens. Without a `cpu_policy`
+            nothing is computed.
         rollout: the responses as the trainer received them.
         forward: has the log-probs of the card.
         ranks: the first process computes.
+
+    Raises:
+        UnequalBits: a log-prob differs.
     """
     if state.cpu_policy is None or not ranks.is_first:
         return
@@ -46,10 +49,10 @@ def cross_check(config: RunConfig, state: TrainState, rollout: Rollout, forward:
 
 
 def _drawn(config: RunConfig, iteration: int, rollout: Rollout) -> tuple[TokenBatch, Tensor]:
-    """Draw responses until there are enough tokens; of the last response only the first tokens are computed.
+    """Draw responses until there are enough tokens; only the first tokens of the last response are computed.
 
     Returns:
-        The responses as a batch, and the index [n] of their tokens into the rollout's.
+        The responses as a batch, and the index [n] int64 of their tokens into the rollout's tokens.
     """
     left, starts = config.numerics.cross_check, rollout.starts()
     prompts, responses, forced, routes, tokens = [], [], [], [], []

@@ -1,7 +1,7 @@
 """Stage `ForwardPass`: policy, reference and value model on a whole rollout, before any update.
 
-`policy_pass` is the same pass in an update. Logits are computed chunk by chunk: of a large vocabulary they are never
-whole in memory.
+`policy_pass` is the policy's pass in an update. Logits are computed chunk by chunk, so that the logits of a large
+vocabulary are never completely in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OfRows = Callable[[Tensor, slice, Rows], tuple[Tensor, ...]]
 
 
 class Distributions(NamedTuple):
-    """What policy and reference say about n response tokens, float32 [n] each; KLs and entropies in nats."""
+    """Results of policy and reference for n response tokens, float32 [n] each; KLs and entropies in nats."""
 
     logprobs: Tensor  # of the policy
     ref_logprobs: Tensor
@@ -46,7 +46,7 @@ class Distributions(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What the networks say about n response tokens before an update."""
+    """Results of the networks for n response tokens before an update."""
 
     of_tokens: Distributions
     routes: Tensor  # [n, M k] int32, of the policy; [n, 0] below level deep
@@ -54,7 +54,7 @@ class Scores(NamedTuple):
 
 
 class PolicyPass(NamedTuple):
-    """What the policy says about n response tokens in an update."""
+    """Results of the policy for n response tokens in an update."""
 
     hidden: Tensor  # [n, H]
     logprobs: Tensor  # [n] float32, nats
@@ -66,11 +66,12 @@ class PolicyPass(NamedTuple):
 def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks: Ranks) -> ForwardPass:
     """Score every response token by policy, reference and value model, before any update.
 
-    Each rank scores its own sequences and gets all scores. The packed weights of the reference are freed before a value
-    model of its own is packed: the weights of all three together would be the most that a run needs.
+    Each rank scores its own sequences and gets all scores. The packed weights of the reference are freed before the
+    packed
+    weights of a separate value model are made, which limits the memory peak.
 
     Args:
-        state: the networks; nothing changes.
+        state: the networks; they do not change.
         rollout: the responses as the trainer received them, N tokens.
         config: `layout.forward_micro_batch` sequences are scored at a time.
         ranks: the processes of the run.
@@ -106,7 +107,7 @@ def _charges_reverse(config: RunConfig) -> bool:
 def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> Tensor:
     """Return V [n] float32 before each token from the hidden states [n, H] of the value model's trunk.
 
-    V = mean + scale times the value model's prediction; the prediction itself without statistics of returns.
+    V = mean + scale x prediction, or the prediction itself if returns are not normalised.
     """
     assert state.value_model is not None
     predictions, returns = values_of(state.value_model, hidden, m.batch), state.coefficients.returns
@@ -114,7 +115,7 @@ def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> 
 
 
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> Scores:
-    """Score the tokens of a micro-batch by policy and reference, and by a value head on the policy's trunk."""
+    """Score the tokens of a micro-batch by policy, reference, and any value head on the policy's trunk."""
     trunk = trunk_of(state.policy)
     with_routes = config.records.level == "deep" and bool(routers(trunk))
     hidden, seen = seen_states(trunk, m.batch, replay=True, seen=with_routes)
@@ -161,11 +162,11 @@ def _distributions(
 
 
 def policy_pass(config: RunConfig, state: TrainState, rollout: Rollout, m: MicroBatch, stream: Stream) -> PolicyPass:
-    """Run the policy over a micro-batch of n tokens, differentiably.
+    """Run the policy over a micro-batch of n tokens, with gradients.
 
     Args:
         config: gives numerics mode and KL term.
-        state: holds policy, reference and the hook that may change hidden states.
+        state: has policy, reference and the hook that may change hidden states.
         rollout: gives the temperature and the tokens that top-k and top-p keep.
         m: the micro-batch.
         stream: names the pass for the hook.
@@ -194,13 +195,13 @@ def policy_pass(config: RunConfig, state: TrainState, rollout: Rollout, m: Micro
 def kl_terms_of(
     config: RunConfig, batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, exact_kl: Tensor | None
 ) -> Tensor | None:
-    """Return kl_coef KL(policy || reference) of n tokens, exact or estimated; None unless the loss has it.
+    """Return kl_coef KL(policy || reference) of n tokens, [n] float32; None unless the loss has a KL term.
 
     Args:
         config: names the estimator.
         batch: has kl_coef and the reference's log-probs.
-        tokens: [n], which of the iteration's tokens.
-        new_logprobs: [n] float32, of the policy as it is now.
+        tokens: [n] int64, index into the iteration's tokens.
+        new_logprobs: [n] float32, of the present policy.
         exact_kl: [n] in nats, for the estimator `exact`.
     """
     if not isinstance(config.kl, KLInLoss):
@@ -215,9 +216,9 @@ def kl_terms_of(
 
 
 def in_chunks(compute: OfRows, hidden: Tensor, rows: Rows, vocab_size: int) -> tuple[Tensor, ...]:
-    """Apply a function to hidden states, LOGITS_AT_ONCE elements of logits at a time, and join its tensors.
+    """Apply a function to chunks of hidden states with at most LOGITS_AT_ONCE logits each, and join its tensors.
 
-    If there are several chunks, a backward pass computes each again, in order, and holds the logits of one.
+    If there are several chunks, a backward pass computes each chunk again, in order, and holds the logits of only one.
 
     Args:
         compute: takes hidden states [r, H], the slice of the n rows, and their places; returns tensors [r, ...].
@@ -237,7 +238,7 @@ def in_chunks(compute: OfRows, hidden: Tensor, rows: Rows, vocab_size: int) -> t
 
 
 def _joined(compute: OfRows, hidden: Tensor, rows: Rows, chunks: list[slice]) -> tuple[Tensor, ...]:
-    """Apply `compute` chunk by chunk; returns its tensors [n, ...], joined."""
+    """Apply `compute` chunk by chunk, and return its joined tensors [n, ...]."""
     computed = [compute(hidden[chunk], chunk, rows.of_chunk(chunk)) for chunk in chunks]
     return tuple(torch.cat(column) for column in zip(*computed, strict=True))
 

@@ -1,4 +1,4 @@
-"""The user's functions that the loop calls, loaded once when a run is prepared or replayed."""
+"""Loading the user's functions that the loop calls, once when a run is prepared or repeated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OwnT = TypeVar("OwnT", bound=Own)
 
 @dataclass(frozen=True)
 class Functions:
-    """The user's functions; None where the package's own are configured."""
+    """The user's functions; None if the configuration names a method of the package."""
 
     objective: OwnObjective | None = None
     advantages: OwnAdvantages | None = None
@@ -44,7 +44,7 @@ def about_tokens(rollout: Rollout, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def load_functions(config: RunConfig) -> Functions:
-    """Execute the files of the user's functions. UserError names field, file and line of what cannot be used."""
+    """Execute the files of the user's functions. Raises UserError, naming field, file and line, for unusable ones."""
     own = config.functions
     return Functions(
         objective=_loaded(OwnObjective, "ppo.objective", own, ["batch"]),
@@ -65,7 +65,7 @@ def _loaded(kind: type[OwnT], field: str, own: Mapping[str, CheckedFunction], po
 
 
 def settings_of_process() -> dict[str, object]:
-    """Return what a user's file could change for the whole run, which shares its process."""
+    """Return the settings of the process that a user's file could change for the whole run."""
     return {
         "torch's default dtype": torch.get_default_dtype(),
         "torch's number of threads": torch.get_num_threads(),
@@ -76,7 +76,7 @@ def settings_of_process() -> dict[str, object]:
 
 
 def require_settings(function: UserCallable, before: Mapping[str, object]) -> None:
-    """Raise UserError if the settings of the process are no longer `before`."""
+    """Raise UserError, naming the function, if the settings of the process are no longer `before`."""
     for name, value in settings_of_process().items():
         if value != before[name]:
             raise function.refused(f"or its file changes {name}, which the whole run shares; let it leave that")

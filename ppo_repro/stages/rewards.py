@@ -1,7 +1,8 @@
-"""Stages `Rewards`, `Advantages` and `Evaluation`: what responses are worth.
+"""Stages `Rewards`, `Advantages` and `Evaluation`: the worth of responses.
 
-Rewards: judge the responses, place the scores, charge the KL penalty, whiten. Advantages: of each token, and value
-targets. Evaluation: judge greedy responses to the held-out prompts.
+Rewards: judge the responses, place the scores on tokens, charge the KL penalty, whiten. Advantages: compute each
+token's
+advantage and value target. Evaluation: judge greedy responses to the held-out prompts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def judge(
     samples: Sequence[Sample],
     ranks: Ranks,
 ) -> Judgement:
-    """Judge responses. Each rank runs the reward model on its share; everything else is computed on one rank.
+    """Judge responses. Each rank runs the reward model on its responses; one rank computes everything else.
 
     Args:
         config: gives the layout.
@@ -71,7 +72,7 @@ def compute_rewards(
         rollout: B responses.
         forward: gives the log-probs of policy and reference.
         kl_coef: weight of the KL penalty in this iteration.
-        ranks: each runs the reward model on its share.
+        ranks: each runs the reward model on its responses.
     """
     ids, sampled = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))], rollout.sampled()
     samples = [
@@ -92,10 +93,10 @@ def compute_rewards(
 def sample_of(
     task: Task, key: str, ids: Sequence[int], text: str, finish_reason: str, episode: Episode | None
 ) -> Sample:
-    """Collect what is judged of a response: the model's own words, with the special tokens that rewards look for.
+    """Return the part of a response that is judged: the model's own words, with the special tokens that rewards need.
 
     Args:
-        task: gives tokenizer, problems and what rewards look for.
+        task: gives tokenizer, problems and the special tokens.
         key: of the prompt.
         ids: the sampled tokens.
         text: of all tokens, the environment's included.
@@ -137,7 +138,7 @@ def rewards_from(
         functions: the user's own.
 
     Returns:
-        Rewards of the N tokens, float32, and what they were made of.
+        Rewards of the N tokens, float32, and their components.
     """
     scores = torch.tensor(judged.scores, dtype=torch.float64)
     penalties = _kl_penalties(config, rollout, forward, kl_coef, functions)
@@ -158,7 +159,7 @@ def rewards_from(
 def _placed_scores(
     config: RunConfig, scores: Tensor, rollout: Rollout, forward: ForwardPass, functions: Functions
 ) -> Tensor:
-    """Return the scores [B] on their tokens, [N] float64."""
+    """Return the scores [B] placed on tokens, [N] float64."""
     at_steps, placement = _step_rewards(config, rollout), config.reward.placement
     rest = scores - torch.zeros_like(scores).index_add_(0, rollout.sequence_of_token(), at_steps)
     if isinstance(placement, str):
@@ -178,7 +179,7 @@ def _placed_scores(
 
 
 def _step_rewards(config: RunConfig, rollout: Rollout) -> Tensor:
-    """Return the parts of scores that are given at the ends of steps, [N] float64."""
+    """Return the scores of right steps, placed at the ends of the steps, [N] float64."""
     rewards = torch.zeros(len(rollout.response_ids), dtype=torch.float64)
     weight = sum(t.weight for t in config.reward.terms if isinstance(t, StepsReward) and t.placement == "step_ends")
     if not weight or not isinstance(config.task, ColumnAdditionTask):
@@ -247,11 +248,11 @@ def _advantage_batch(rollout: Rollout, rewards: Rewards, values: Tensor | None) 
 
 
 def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
-    """Judge the greedy responses to the held-out prompts.
+    """Sample greedy responses to the held-out prompts, and judge them.
 
     Args:
         config: the run.
-        task: held-out prompts, and what scores the responses.
+        task: the held-out prompts, and the functions that score the responses.
         engine: samples.
         ranks: each samples and judges some of the responses.
     """

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Task:
-    """The prompts of a run, what scores the responses, and the user's functions that the loop calls."""
+    """The prompts of a run, the functions that score responses, and the user's functions that the loop calls."""
 
     problems: Split
     prompt_ids: dict[str, tuple[int, ...]]  # by problem key
@@ -80,7 +80,7 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
 
 
 def require_undisturbed(config: RunConfig) -> None:
-    """Raise UserError if the configuration makes sampler and trainer differ, which hides their real mismatch."""
+    """Raise UserError if the configuration makes sampler and trainer differ, which would hide their real mismatch."""
     sigma = config.rollout.mismatch_sigma
     if sigma is not None:
         raise UserError(
@@ -92,7 +92,7 @@ def require_undisturbed(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class Answered:
-    """A completion as text."""
+    """A completion, with its text."""
 
     completion: Completion
     text: str  # of all its tokens, without special ones
@@ -100,7 +100,7 @@ class Answered:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Return all tokens after the prompt."""
+        """Return all tokens after the prompt, the environment's included."""
         return self.completion.response_ids if self.episode is None else self.episode.ids
 
 
@@ -113,16 +113,16 @@ def generate(
     seeds: Sequence[int],
     ranks: Ranks,
 ) -> list[Answered]:
-    """Generate one answer to each problem, in their order; each rank generates its own, with the turns between.
+    """Generate one answer to each problem, in their order.
 
     Args:
         config: gives stop texts and limits of episodes.
         task: gives prompts, tokenizer and the environment's step.
         engine: samples.
-        problems: one a response.
-        sampling: temperature, cuts and largest length.
-        seeds: one a response.
-        ranks: the processes of the run; every one returns all answers.
+        problems: one per answer.
+        sampling: temperature, top-k and top-p, and the largest length.
+        seeds: one per answer.
+        ranks: each generates some answers, with the environment's turns, and returns all answers.
     """
     mine = ranks.mine(len(problems))
     requests = [Request(task.prompt_ids[problems[i].key], seeds[i]) for i in mine]
@@ -145,7 +145,7 @@ def _text(task: Task, completion: Completion) -> str:
 
 
 def known(values: Sequence[T | None]) -> tuple[T, ...] | None:
-    """Return the values of all responses; None if they have none."""
+    """Return the values of all responses; None if they are None."""
     return tuple(value for value in values if value is not None) or None
 
 
@@ -184,7 +184,7 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
 
 
 def _spans(task: Task, answer: Answered) -> Spans:
-    """Find the text of each sampled token in the text of all."""
+    """Find the place of each sampled token in the text of all tokens."""
     of_all = spans(task.tokenizer, answer.ids, answer.text)
     if answer.episode is None:
         return of_all

@@ -1,4 +1,4 @@
-"""Stage `TrainingBatch`: what the minibatches of an iteration train on, and how they are cut from it."""
+"""Stage `TrainingBatch`: the data on which an iteration trains, and its division into minibatches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ppo_repro.stages.functions import BUILT_IN, Functions, about_tokens
 
 
 def objective_of(config: RunConfig, coefficients: Coefficients, functions: Functions) -> Objective | OwnObjective:
-    """Return the objective that the configuration names, with the coefficients in force."""
+    """Return the configured objective, with this iteration's coefficients."""
     match config.ppo.objective:
         case ClipObjective() as o:
             return Clip(o.clip_range, o.high, o.dual_clip)
@@ -70,7 +70,7 @@ def objective_of(config: RunConfig, coefficients: Coefficients, functions: Funct
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """The N response tokens of an iteration with everything that a loss needs besides what the networks say.
+    """The N response tokens of an iteration with all inputs of a loss except the networks' outputs.
 
     Values and returns are in reward units.
     """
@@ -99,7 +99,7 @@ def training_batch(
     advantages: Advantages,
     functions: Functions = BUILT_IN,
 ) -> TrainingBatch:
-    """Gather what the update of one iteration trains on.
+    """Collect the data on which the update of one iteration trains.
 
     Args:
         config: the run.
@@ -139,13 +139,13 @@ def training_batch(
 def objective_batch(
     batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, entropies: Tensor, ratios: Tensor
 ) -> ObjectiveBatch:
-    """Collect what an objective of the user's is called with, for n tokens of whole responses, [n] each.
+    """Collect the arguments of a user's objective for n tokens of whole responses, [n] each.
 
     Args:
         batch: the iteration, N tokens.
-        tokens: [n], which of them.
-        new_logprobs: [n] float32, of the policy as it is now.
-        entropies: [n] float32, likewise.
+        tokens: [n] int64, index into the N tokens.
+        new_logprobs: [n] float32, of the present policy, nats.
+        entropies: [n] float32, of the present policy, nats.
         ratios: [n] float32, new to anchor.
     """
     rollout, corrected = batch.rollout, batch.corrections
@@ -164,9 +164,9 @@ def objective_batch(
 
 
 def corrections_of(config: RunConfig, rollout: Rollout, forward: ForwardPass) -> Corrections | None:
-    """Return importance weights, times 0 for rejected tokens; None if neither is configured.
+    """Return importance weights, which are 0 for rejected tokens; None if neither is configured.
 
-    The mean of normalised weights is over all tokens of the iteration, the rejected included.
+    The mean of normalised weights is over all tokens of the iteration, including rejected tokens.
     """
     settings, rejection = config.ppo.importance_weights, config.ppo.rejection
     if settings is None and not rejection:
@@ -187,7 +187,7 @@ def corrections_of(config: RunConfig, rollout: Rollout, forward: ForwardPass) ->
 
 
 def _rejected(entry: Rejection, old: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
-    """Find the tokens that an entry rejects, [N] bool."""
+    """Return which tokens an entry of the configuration rejects, [N] bool."""
     if isinstance(entry, DivergenceRejection):
         return corrections.beyond_divergence(old, sampled, lengths, entry.estimator, entry.level, entry.above)
     if isinstance(entry, RatioRejection):
@@ -197,12 +197,12 @@ def _rejected(entry: Rejection, old: Tensor, sampled: Tensor, lengths: Tensor) -
 
 
 def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int) -> list[Tensor]:
-    """Cut a shuffle of 0..sequences-1 into minibatches, each sorted.
+    """Cut a random permutation of 0..sequences-1 into minibatches, and sort each.
 
     Args:
         sequences: responses of the iteration.
         size: responses of a minibatch.
-        seed: of the run; every iteration and epoch has a shuffle of its own.
+        seed: of the run; every iteration and epoch has its own permutation.
         iteration: from 0.
         epoch: from 0.
 
@@ -214,7 +214,7 @@ def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int
 
 
 class Step(NamedTuple):
-    """Names one optimizer step of a run, and the random streams of the step; each number counts from 0."""
+    """The number of one optimizer step of a run, which names its random streams; each field counts from 0."""
 
     iteration: int
     epoch: int
@@ -243,12 +243,12 @@ def minibatch_of(
     step: Step,
     micro_batches: Sequence[MicroBatch] = (),
 ) -> Minibatch:
-    """Cut the minibatch of one step out of the batch.
+    """Make the minibatch of one step.
 
     Args:
         config: gives the aggregation of the loss.
         batch: the N tokens of the iteration.
-        sequences: [S] int64, the responses of the minibatch, rising.
+        sequences: [S] int64, the responses of the minibatch, ascending.
         step: names the step.
         micro_batches: of this rank's responses; empty if no model computes the step.
     """
@@ -266,7 +266,7 @@ def micro_batches_of_rank(config: RunConfig, rollout: Rollout, sequences: Tensor
     Args:
         config: gives the layout.
         rollout: the responses of the iteration.
-        sequences: [S] int64, the responses of the minibatch, rising.
+        sequences: [S] int64, the responses of the minibatch, ascending.
         ranks: the processes of the run.
     """
     layout = config.layout
@@ -276,15 +276,15 @@ def micro_batches_of_rank(config: RunConfig, rollout: Rollout, sequences: Tensor
 
 
 def chosen_tokens(config: RunConfig, batch: TrainingBatch, minibatch: Minibatch, new_logprobs: Tensor) -> Tensor:
-    """Choose the tokens that Clip-Cov or KL-Cov changes in a minibatch.
+    """Choose the tokens of a minibatch that Clip-Cov or KL-Cov treats differently.
 
-    Tokens that are in no loss are in no mean and are not chosen. The random order is a stream of the run's seed.
+    Tokens without loss count in no mean and are not chosen. The random order comes from the run's seed.
 
     Args:
         config: has the seed.
         batch: the iteration, N tokens.
         minibatch: names M of them.
-        new_logprobs: [M] float32, of the policy as it is now.
+        new_logprobs: [M] float32, of the present policy.
 
     Returns:
         [N] bool.

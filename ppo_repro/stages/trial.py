@@ -1,7 +1,7 @@
-"""The user's functions on drawn batches, before a run begins: nothing but the tokens themselves may change a loss.
+"""A trial of the user's functions on random batches before a run begins: only the tokens themselves may change a loss.
 
-Like `ppo_repro.testing.check_loss`, for the calls that this run will make: micro-batches of whole
-responses and several processes. A function never sees padding.
+The checks are like `ppo_repro.testing.check_loss`, with the calls of this run: micro-batches of whole responses and
+several processes. A function never sees padding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MACHINE_DEPENDENT = {
 
 
 class _Seen(TorchDispatchMode):
-    """Notes the operations on floating-point tensors in a block, those of a backward pass included."""
+    """Notes the operations on floating-point tensors inside a block, including a backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Seen(TorchDispatchMode):
 
 
 class _Result(NamedTuple):
-    """What some calls gave for all drawn tokens, float32 [n] each."""
+    """The results of some calls for all drawn tokens, float32 [n] each."""
 
     losses: Tensor
     logprob_gradients: Tensor
@@ -80,7 +80,7 @@ Batch = TypeVar("Batch", bound=Tokens)
 
 
 def try_functions(config: RunConfig, functions: Functions) -> None:
-    """Call the user's functions on drawn batches. UserError names file, line and what is wrong with the first."""
+    """Call the user's functions on random batches. Raises UserError, naming file and line, for the first mistake."""
     checked = {field for field, own in config.functions.items() if own.checked}
     if not checked:
         return
@@ -98,7 +98,7 @@ def try_functions(config: RunConfig, functions: Functions) -> None:
 
 
 def _try_losses(config: RunConfig, own: Own, call: OfTokens, drawn: ObjectiveBatch, trains: bool) -> None:
-    """Try a function that is called with micro-batches; `trains`: it has a gradient."""
+    """Try a function that is called with micro-batches; `trains` means that its result needs a gradient."""
     whole = [torch.arange(len(drawn.responses))]
 
     def result(batch: ObjectiveBatch, micro_batches: Sequence[Tensor], seed: int = 1) -> _Result:
@@ -165,7 +165,7 @@ def _refused(own: Own, what: str) -> UserError:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and torch in a block; they are left as they were."""
+    """Seed the global generators of Python, NumPy and torch inside a block, and restore their states after it."""
     state, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     torch.manual_seed(seed)
     random.seed(seed)
@@ -179,7 +179,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _drawn(config: RunConfig) -> ObjectiveBatch:
-    """Draw responses as this run may have them: one of a single token, one as long as may be, groups of one prompt."""
+    """Draw responses that this run may have: one with a single token, one of full length, several to one prompt."""
     longest, samples = min(LONGEST, config.rollout.max_response_tokens), config.rollout.samples_per_prompt
     lengths = 1 + torch.from_numpy((words(RESPONSES, "trial", "lengths") % longest).astype("int64"))
     lengths[0], lengths[-2], lengths[-1] = 1, longest, 1
@@ -215,7 +215,7 @@ def _drawn(config: RunConfig) -> ObjectiveBatch:
 
 
 def _layouts(config: RunConfig, drawn: ObjectiveBatch) -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """Yield the names of layouts, and the tokens of each call of the function."""
+    """Yield the name of each layout, and the tokens of each call of the function."""
     size = config.layout.update_micro_batch
     for n in sorted({1, 2, 3, *([size] if 0 < size < RESPONSES else [])}):
         yield f"micro batch {n}", [_tokens_of(drawn, range(i, min(i + n, RESPONSES))) for i in range(0, RESPONSES, n)]
@@ -227,7 +227,7 @@ def _tokens_of(drawn: ObjectiveBatch, responses: Sequence[int]) -> Tensor:
 
 
 def _drawn_rewards(config: RunConfig, tokens: ObjectiveBatch) -> list[AdvantageBatch]:
-    """Return batches for advantages: drawn rewards, rewards that are all equal, and large ones."""
+    """Return batches for advantages: random rewards, equal rewards, and large rewards."""
     has_values = not isinstance(config.value, NoValue)
     rewards = [tokens.advantages, torch.ones_like(tokens.advantages), tokens.advantages * 1e6]
     return [
@@ -242,7 +242,7 @@ def _drawn_rewards(config: RunConfig, tokens: ObjectiveBatch) -> list[AdvantageB
 
 
 def _drawn_scores(tokens: ObjectiveBatch) -> list[ScoreBatch]:
-    """Return batches for a placement: drawn scores, and scores that are all 0."""
+    """Return batches for a placement: random scores, and scores that are all 0."""
     scores = tokens.response_sums(tokens.advantages).to(torch.float64)
     return [
         ScoreBatch(
@@ -266,7 +266,7 @@ def _about(tokens: Tokens) -> dict[str, Tensor]:
 def _result(
     own: Own, call: OfTokens, drawn: ObjectiveBatch, micro_batches: Sequence[Tensor], trains: bool, seed: int
 ) -> _Result:
-    """Call a function for each micro-batch."""
+    """Call a function for each micro-batch, and join its results."""
     empty = torch.zeros(len(drawn.responses))
     result = _Result(empty, empty.clone(), empty.clone())
     with _seeded(seed):
@@ -277,7 +277,10 @@ def _result(
 
 
 def _micro_batch(own: Own, call: OfTokens, drawn: ObjectiveBatch, tokens: Tensor, trains: bool) -> _Result:
-    """Return losses and gradients of some tokens; UserError for what the function may not return or do."""
+    """Return losses and gradients of some tokens.
+
+    Raises UserError if the function returns or does something forbidden.
+    """
     columns = {field.name: getattr(drawn, field.name)[tokens] for field in fields(ObjectiveBatch)}
     new, entropies = (columns[name].clone().requires_grad_(trains) for name in ("new_logprobs", "entropies"))
     ratios = probability_ratios(new, columns["anchor_logprobs"])
@@ -302,9 +305,9 @@ def _micro_batch(own: Own, call: OfTokens, drawn: ObjectiveBatch, tokens: Tensor
 
 
 def _extremes(drawn: ObjectiveBatch) -> Iterator[tuple[str, ObjectiveBatch]]:
-    """Yield the batch with one extreme token, and what it is: log-ratios near 0 and large, advantages of any sign.
+    """Yield a description and the batch with one extreme token: log-ratios near 0 or large, advantages of both signs.
 
-    With the largest ratios, near the end of float32, the advantages are small: a factor of 1000 in a loss is harmless.
+    With the largest ratios, near the end of float32, the advantages are small, so that a loss may multiply by 1000.
     """
     token = len(drawn.responses) // 2
     for x in LOG_RATIOS:
@@ -322,7 +325,7 @@ _LOGPROBS = ("new_logprobs", "anchor_logprobs", "old_logprobs", "rollout_logprob
 
 
 def _difference(found: _Result, expected: _Result, drawn: ObjectiveBatch, tolerance: float) -> str:
-    """Say what differs by more than the tolerance, relative to the largest; "" if nothing does."""
+    """Describe which losses and gradients differ by more than `tolerance` times the largest; "" if none do."""
     changes = []
     for name, a, b in zip(("loss", "gradient", "gradient in entropies"), found, expected, strict=True):
         apart = (a - b).abs()

@@ -1,4 +1,4 @@
-"""Stage `MinibatchUpdate`: what one optimizer step leaves, from the columns of its minibatch."""
+"""Stage `MinibatchUpdate`: the record of one optimizer step, from the columns of its minibatch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ppo_repro.stages.training_batch import Minibatch, TrainingBatch
 
 
 class PolicyColumns(NamedTuple):
-    """The policy's part of the losses of n tokens, float32 [n] each, flags uint8."""
+    """The terms of the policy's losses of n tokens, float32 [n] each, flags uint8."""
 
     losses: Tensor
     new_logprobs: Tensor
@@ -32,7 +32,7 @@ class PolicyColumns(NamedTuple):
 
 
 class ValueColumns(NamedTuple):
-    """The value model's part, [n] each."""
+    """The terms of the value model's losses of n tokens, [n] each."""
 
     losses: Tensor  # float32, before value_coef
     new_values: Tensor  # float32
@@ -40,7 +40,7 @@ class ValueColumns(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What a pass over some tokens gives for the records; None for a network that the step does not train."""
+    """The columns of a pass over some tokens; None for a network that the step does not train."""
 
     policy: PolicyColumns | None = None
     value: ValueColumns | None = None
@@ -52,7 +52,7 @@ def joined(columns: Sequence[Columns]) -> Columns:
 
 
 def detached(columns: Columns) -> Columns:
-    """Take columns out of autograd."""
+    """Detach columns from autograd."""
     return tree_map(lambda column: None if column is None else column.detach(), columns)
 
 
@@ -63,7 +63,7 @@ def policy_update(
     columns: PolicyColumns,
     grad_norm: float,
 ) -> PolicyUpdate:
-    """Sum the columns of a step of the policy up, by the weights of its minibatch.
+    """Sum the columns of a policy step with the weights of its minibatch.
 
     Args:
         config: coefficients that do not change.
@@ -103,7 +103,10 @@ def policy_update(
 
 
 def value_update(minibatch: Minibatch, columns: ValueColumns, grad_norm: float | None) -> ValueUpdate:
-    """Sum the columns [M] of the value model up; `grad_norm` is None if its head shares the policy's step."""
+    """Sum the columns [M] of a value model's step with the weights of its minibatch.
+
+    `grad_norm` is None if the value head is on the policy's trunk.
+    """
     return ValueUpdate(
         new_values=columns.new_values,
         clipped=columns.clipped,
@@ -115,5 +118,5 @@ def value_update(minibatch: Minibatch, columns: ValueColumns, grad_norm: float |
 
 
 def _total(values: Tensor, weights: Tensor) -> float:
-    """Return the sum of a minibatch's per-token losses, weighted, correctly rounded."""
+    """Return the weighted sum of per-token losses [M], correctly rounded."""
     return math.fsum((values.to(torch.float64) * weights.to(torch.float64)).tolist())

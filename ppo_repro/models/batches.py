@@ -1,4 +1,4 @@
-"""Sequences as a forward pass takes them: the tokens of each, and the positions that predict response tokens."""
+"""Batches of a forward pass: the tokens of each sequence, and the positions that predict response tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppo_repro.numerics.rows import Ragged, Rows, ragged
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Some sequences, with n response tokens to score, in sequence order."""
+    """Some sequences with n response tokens to score, in sequence order."""
 
     sequences: Ragged  # all tokens of each but the last, which predicts nothing
     predictors: Ints  # [n] rows whose logits predict the tokens
@@ -25,7 +25,7 @@ class TokenBatch:
 
     @property
     def rows(self) -> Rows:
-        """Return the sequence and the position of each predictor."""
+        """Return the sequence and the position of each of the n predicting inputs."""
         return self.sequences.rows.at(self.predictors)
 
 
@@ -39,13 +39,13 @@ def lay_out(
 ) -> TokenBatch:
     """Lay out a batch of S sequences, each a prompt and a response.
 
-    The last response token is not an input: nothing is predicted from it.
+    The last response token is no input, because it predicts no token.
 
     Args:
         prompts: [S] token ids, ragged.
         responses: [S] token ids, ragged, at least one each.
         padding: right, left or none; for native numerics.
-        is_forced: [S] ragged, response tokens that are inputs like the prompt's, and are not scored; None: none is.
+        is_forced: [S] ragged, response tokens that are inputs but are not scored, like the prompt's; None: none.
         routes: [S] int32 [inputs, M k], experts of each sequence's inputs; None: the routers choose.
         slots: [S + 1] as in `Rows`, for a pass with gradients.
     """
@@ -76,7 +76,7 @@ def micro_batches(
     replay: bool = False,
     slots: Ints | None = None,
 ) -> list[MicroBatch]:
-    """Lay out the given sequences of a rollout in micro-batches; empty without sequences.
+    """Lay out the given sequences of a rollout in micro-batches; without sequences there are none.
 
     Args:
         rollout: N response tokens.

@@ -1,4 +1,4 @@
-"""The files of a model folder, checked before transformers reads them, which fills gaps with defaults."""
+"""Checks of the files of a model folder before transformers reads them and fills gaps with defaults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_WEIGHTS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv
 def check_config(folder: Path, where: str) -> None:
     """Raise UserError, beginning with `where`, unless config.json may describe a model in plain floating point.
 
-    Every number in it that says how large something is, is in its range; every file of the folder can be read whole.
+    Every number in it that is a size must be in its range, and every file of the folder must be readable.
     """
     if (folder / ADAPTER).is_file():
         raise UserError(f"{where}: has {ADAPTER}: an adapter; merge it into its base model and save that")
@@ -53,7 +53,7 @@ def check_config(folder: Path, where: str) -> None:
 
 
 def _check_files(folder: Path, where: str) -> None:
-    """Raise UserError for what is no regular file, which might be read for ever, and for texts that are too large."""
+    """Raise UserError for texts that are too large, and for special files, which might never end."""
     try:
         paths = sorted([*folder.iterdir(), *(folder / _TEMPLATES).glob("*")])
     except OSError as error:
@@ -70,7 +70,7 @@ def _check_files(folder: Path, where: str) -> None:
 
 
 def _how_to_get(folder: Path) -> str:
-    """Say what to do about a folder that is not there: a path of two names is what the Hub calls a model."""
+    """Return a hint for a folder that does not exist; a path of two names may be a model of the Hub."""
     named = folder.relative_to(Path.cwd()).parts if folder.is_relative_to(Path.cwd()) else folder.parts
     if len(named) != 2 or folder.parent.is_dir():
         return "; give the folder of a model on this machine"
@@ -86,9 +86,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def check_tokenizer(folder: Path, vocab_size: int, where: str) -> None:
-    """Raise UserError, beginning with `where`, for a tokenizer that is missing, is no JSON or wants code.
+    """Raise UserError, beginning with `where`, if a tokenizer is missing, is not JSON or needs code from the folder.
 
-    Also for a token outside the model's vocabulary, because a file is read into a list of all ids up to the largest.
+    It is also raised for a token outside the model's vocabulary, because a tokenizer lists all ids up to the largest.
     """
     for name in _OBJECTS:
         if (folder / name).exists():
@@ -103,7 +103,7 @@ def check_tokenizer(folder: Path, vocab_size: int, where: str) -> None:
 
 
 def check_tokens(ids: Mapping[str, object], vocab_size: int, where: str) -> None:
-    """Raise UserError, beginning with `where`, for the first token whose id is none of the model's."""
+    """Raise UserError, beginning with `where`, for the first token whose id is outside the model's vocabulary."""
     for token, i in ids.items():
         if type(i) is not int or not 0 <= i < vocab_size:
             raise UserError(
@@ -113,9 +113,9 @@ def check_tokens(ids: Mapping[str, object], vocab_size: int, where: str) -> None
 
 
 def check_weights(folder: Path, where: str) -> int:
-    """Return how many numbers the weights of a folder have.
+    """Return the number of weights in a folder.
 
-    Raise UserError, beginning with `where`, for weights that are missing, damaged or not supported.
+    Raises UserError, beginning with `where`, if weights are missing, damaged or not supported.
     """
     if (folder / GENERATION).exists():
         _read_object(folder / GENERATION, where)
@@ -134,7 +134,7 @@ def check_weights(folder: Path, where: str) -> int:
 def check_size(expected: int, found: int, where: str) -> None:
     """Raise UserError, beginning with `where`, if a model has many more weights than its files.
 
-    Before memory for all of them is taken.
+    The check comes before the memory for the weights is allocated.
     """
     if expected > MAX_LEFT_OUT * found:
         raise UserError(f"{where}: its config.json wants {expected} weights, and its files have {found}; restore it")
@@ -174,7 +174,7 @@ def _check_index(folder: Path, where: str) -> int:
 
 
 def _check_kinds(path: Path, where: str) -> int:
-    """Return how many numbers a file has; UserError unless each tensor is in a format that loads exactly."""
+    """Return the number of weights in a file. Raises UserError unless each tensor's format loads exactly."""
     try:
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -189,5 +189,5 @@ def _check_kinds(path: Path, where: str) -> int:
 
 
 def _short(value: object) -> str:
-    """Put a text on one line, cut to the length of a line."""
+    """Return a text on one line, cut to the length of a line."""
     return " ".join(str(value).split())[:80] if isinstance(value, Exception) else repr(value)[:80]

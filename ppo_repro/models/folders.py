@@ -1,4 +1,4 @@
-"""Model folders that are written and read here: models, adapters in the format of peft, value models, reward models."""
+"""Writing and reading model folders: models, adapters in peft's format, value models, reward models."""
 
 from __future__ import annotations
 
@@ -36,16 +36,19 @@ _FORMAT = {"format": "pt"}  # what transformers wants to read in a file of a mod
 
 
 def write_model(model: PreTrainedModel, folder: Path, original_format: bool = True) -> None:
-    """Write a model into a folder that exists, in files of at most FILE_BYTES of weights, but for a larger tensor.
+    """Write a model into an existing folder, in files with at most FILE_BYTES of weights (or one larger tensor).
 
-    `original_format`: a mixture's experts as published checkpoints have them. Raises OSError.
+    `original_format`: write the experts of a mixture in the format of published checkpoints. Raises OSError.
     """
     state = {name: x.cpu() for name, x in model.state_dict().items()}
     model.save_pretrained(folder, state_dict=state, max_shard_size=FILE_BYTES, save_original_format=original_format)
 
 
 def try_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Save all but the weights, which a run does at its end. UserError, beginning with `where`, if that fails."""
+    """Save all files of a model except its weights into a temporary folder, because a run saves them at its end.
+
+    Raises UserError, beginning with `where`, if that fails.
+    """
     with TemporaryDirectory(prefix="ppo-repro-") as folder:
         try:
             model.config.save_pretrained(folder)
@@ -62,7 +65,7 @@ def try_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wher
 def write_sampled(
     policy: PreTrainedModel, end_ids: Collection[int], folder: Path, original_format: bool = True
 ) -> None:
-    """Write the policy with the run's end tokens into a folder that exists, for a program that samples.
+    """Write the policy with the run's end tokens into an existing folder, for a sampling program.
 
     A generation configuration is left out, because it may have other end tokens.
 
@@ -70,7 +73,7 @@ def write_sampled(
         policy: its weights.
         end_ids: end tokens.
         folder: in transformers' format.
-        original_format: a mixture's experts as published checkpoints have them.
+        original_format: write the experts of a mixture in the format of published checkpoints.
 
     Raises:
         OSError: the folder cannot be written.
@@ -83,9 +86,11 @@ def write_sampled(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write float32 tensors as a safetensors file, one by one; returns its SHA-256. Raises OSError.
+    """Write float32 tensors one by one as a safetensors file, and return its SHA-256. Raises OSError.
 
-    safetensors holds the whole file in memory. Digested before it is written, so that an error of the disk shows.
+    safetensors would hold the whole file in memory. The digest is of the bytes before writing, so that it reveals
+    errors
+    of the disk.
     """
     tensors = dict(sorted(tensors.items()))  # the file is a function of what is in it
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -110,7 +115,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module by name, without gradients; a tied one once."""
+    """Return the parameters of a module by name, without gradients; tied parameters appear once."""
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
@@ -135,9 +140,9 @@ def save_adapter(lora: Lora, folder: Path, base_model: str) -> None:
 
 
 def save_value_model(parameters: Mapping[str, Tensor], config: PretrainedConfig | None, folder: Path) -> None:
-    """Write the parameters of a value model, or of a head on the policy's trunk; `config` of its own trunk.
+    """Write the parameters of a value model, with the `config` of its trunk, or of a value head (`config` None).
 
-    The folder appears whole or not at all. Raises UserError where that fails.
+    The folder appears completely or not at all. Raises UserError if that fails.
     """
     with whole_folder(folder) as temporary:
         write_tensors(temporary / VALUE_TENSORS, parameters, _FORMAT)
@@ -149,7 +154,7 @@ def save_value_model(parameters: Mapping[str, Tensor], config: PretrainedConfig 
 
 
 def load_value_parameters(folder: Path) -> dict[str, Tensor]:
-    """Return the parameters that `save_value_model` wrote. Raises UserError where they are missing or damaged."""
+    """Return the parameters that `save_value_model` wrote. Raises UserError if they are missing or damaged."""
     check_sums(folder)
     try:
         return safetensors.torch.load_file(folder / VALUE_TENSORS)
@@ -161,7 +166,7 @@ def load_value_parameters(folder: Path) -> dict[str, Tensor]:
 def load_reward_model(folder: Path, mode: str, max_context: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load reward model and tokenizer of a transformers folder, without code from it and without the network.
 
-    Raises UserError where the class is not one of `CLASSIFIERS`, there is more than one label, or it cannot be read.
+    Raises UserError if the class is not in `CLASSIFIERS`, has more than one label, or cannot be read.
     """
     where = f"reward model {folder}"
     model, tokenizer = load_as(folder, AutoModelForSequenceClassification, CLASSIFIERS, where)
@@ -171,7 +176,7 @@ def load_reward_model(folder: Path, mode: str, max_context: int) -> tuple[PreTra
 
 
 def require_same_tokens(policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase) -> None:
-    """Raise UserError unless both vocabularies are equal: the reward model scores token ids, not text."""
+    """Raise UserError unless both vocabularies are equal, because the reward model scores token ids, not text."""
     ours, theirs = policy.get_vocab(), reward.get_vocab()
     if ours != theirs:
         token = min(set(ours.items()) ^ set(theirs.items()))[0]
@@ -182,10 +187,11 @@ def require_same_tokens(policy: PreTrainedTokenizerBase, reward: PreTrainedToken
 
 
 def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a folder for AutoModelForSequenceClassification, whole or not at all. Raises UserError where that fails.
+    """Save a folder for AutoModelForSequenceClassification, completely or not at all.
 
-    transformers' own forward reads the score at the last token that is not `pad_token_id`. Where that is the end
-    token, its scores differ from these.
+    transformers' own forward reads the score at the last token that is not `pad_token_id`. If that is the end token,
+    its
+    scores differ from ours. Raises UserError if saving fails.
     """
     with whole_folder(folder) as temporary:
         model.save_pretrained(temporary, state_dict={name: x.cpu() for name, x in model.state_dict().items()})

@@ -44,25 +44,25 @@ AutoClass = type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification
 
 
 def load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the causal model in float32 and the tokenizer of a folder; UserError says what is wrong."""
+    """Load the causal model in float32 and the tokenizer of a folder. Raises UserError if one of them is unusable."""
     return load_as(path, AutoModelForCausalLM, CAUSAL_MODELS, f"model.path = {path}")
 
 
 def load_as(
     folder: Path, auto_class: AutoClass, classes: Sequence[type[PreTrainedModel]], where: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load float32 model and tokenizer of a folder.
+    """Load the float32 model and the tokenizer of a folder.
 
     Weights saved in bfloat16 or float16 are float32 numbers too, so they load without rounding.
 
     Args:
         folder: in transformers' format.
         auto_class: loads the model.
-        classes: one of which it must be.
+        classes: the allowed classes of the model.
         where: begins every error.
 
     Raises:
-        UserError: the folder is damaged, does not fit together, or has another model.
+        UserError: the folder is damaged or inconsistent, or has another model.
     """
     config, expected = _read_config(folder, classes, where)
     check_sums(folder)
@@ -96,7 +96,7 @@ def load_as(
 
 
 def _check_tensors(model: PreTrainedModel, report: dict[str, Any], where: str) -> None:
-    """Raise UserError unless every weight came from the folder, whole and finite, and nothing there was left over."""
+    """Raise UserError unless every weight came from the folder, complete and finite, and no tensor is left over."""
     for name in sorted(report["missing_keys"]):  # transformers fills them with random numbers
         raise UserError(f"{where}: has no tensor {name}; save the model again")
     for name, saved, expected in sorted(report["mismatched_keys"]):
@@ -133,7 +133,7 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Let transformers read files without a word. Raises UserError, beginning with `where`, if it cannot."""
+    """Silence transformers while it reads files. Raises UserError, beginning with `where`, if reading fails."""
     try:
         with quiet():
             yield
@@ -145,7 +145,7 @@ def reading(where: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let transformers work without a word."""
+    """Silence transformers inside the block."""
     before, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -158,12 +158,12 @@ def quiet() -> Iterator[None]:
 
 
 def read_model_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> PretrainedConfig:
-    """Return the configuration of a model folder, which needs nothing but config.json. UserError as in `load_as`."""
+    """Return the configuration of a model folder; only config.json is needed. Raises the UserErrors of `load_as`."""
     return _read_config(folder, classes, where)[0]
 
 
 def _read_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> tuple[PretrainedConfig, int]:
-    """Return the configuration of a model folder, and how many weights its model has."""
+    """Return the configuration of a model folder, and the number of its model's weights."""
     check_config(folder, where)
     with reading(where):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -188,9 +188,9 @@ def _read_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: 
 
 
 def _count(config: PretrainedConfig, kind: type[PreTrainedModel], where: str) -> int:
-    """Return how many weights a model has. Raises UserError if none can be made, or the kernels could not compute it.
+    """Return the number of a model's weights without allocating them.
 
-    Takes no memory for weights. Stock torch cannot compute such a model either.
+    Raises UserError if no model can be made, or its sizes are beyond our kernels and stock torch.
     """
     try:
         check_ranges(vars(config), "model config")
@@ -212,9 +212,9 @@ def _unreadable(where: str, error: BaseException) -> UserError:
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end a response: those of the tokenizer and of the generation config.
+    """Return the tokens that end a response: the end tokens of the tokenizer and of the generation config.
 
-    UserError without any.
+    Raises UserError if there are none.
     """
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = [*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id]

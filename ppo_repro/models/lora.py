@@ -1,11 +1,11 @@
 """Low-rank adapters that are always merged, so that sampler and trainer still agree on every bit. Hu et al., 2022.
 
-The model holds the merged weights W' = W + s B A, A [r, K], B [N, r], and every forward pass uses them; other
+The model has the merged weights W' = W + s B A, A [r, K], B [N, r], and every forward pass uses them; other
 implementations compute x W^T + s (x A^T) B^T in training and merge for generation, which round differently. A backward
 pass collects the gradient of W' as in full training. The optimizer steps on A and B and merges again. That saves
 optimizer moments and checkpoint size, but no gradient memory.
 
-A policy has nothing but adapters to train. A value model also has its head, which starts from nothing.
+A policy trains only its adapters. A value model also trains its head, whose weights are new.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Lora:
         return self.alpha / self.rank
 
     def factors(self) -> dict[str, Tensor]:
-        """Return a and B of every layer, not copied."""
+        """Return A and B of every layer, not copied."""
         return {
             f"{name}.lora_{which}.weight": tensor
             for name, layer in self.layers.items()
@@ -69,25 +69,25 @@ class Lora:
         }
 
     def trained(self) -> dict[str, Tensor]:
-        """Return everything that is trained: the factors, and the parameters trained whole."""
+        """Return all trained parameters: the factors, and the parameters trained without factors."""
         return {**self.factors(), **self.whole}
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply [M, N] by [N, K]: sum_n a[m, n] b[n, k], in deterministic numerics by the rule of linear layers."""
+        """Multiply [M, N] by [N, K]: sum_n a[m, n] b[n, k]; deterministic numerics use the rule of linear layers."""
         return product(a, PackedMatrix([b.contiguous()], transposed=True)) if self.deterministic else a @ b
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Set the model's weights to W + s (B A); where B A is zero, W' has the bits of W, its sign included."""
+        """Set each weight W' to W + s (B A), and to the bits of W wherever B A is 0 (-0 stays -0)."""
         for layer in self.layers.values():
             added = self._product(layer.b, layer.a)
             merged = torch.where(added == 0, layer.base, layer.base + added * self.scale)
             layer.weight.copy_(merged.t() if layer.transposed else merged)
 
     def gradients(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return gradients of all that is trained, from the model's gradients; zeros for a weight without one.
+        """Return gradients of all trained parameters from the model's gradients; zeros for a weight without gradient.
 
-        dA = s (B^T dW') and dB = s (dW' A^T) are functions of dW' alone, so no layout of the work shows in them.
+        dA = s (B^T dW') and dB = s (dW' A^T) are functions of dW' alone, so the layout never changes them.
         """
         gradients = {name: collected[name] for name in self.whole if name in collected}
         for name, layer in self.layers.items():
@@ -100,7 +100,7 @@ class Lora:
 
 
 def linear_layers(model: Adaptable) -> dict[str, nn.Module]:
-    """Return the linear layers of attention and MLP by name: all but the head, whose weight may be the embedding."""
+    """Return the linear layers of attention and MLP by name, without the head, whose weight may be the embedding."""
     head = model.head if isinstance(model, ValueModel) else model.get_output_embeddings()
     return {
         name: layer
@@ -112,7 +112,7 @@ def linear_layers(model: Adaptable) -> dict[str, nn.Module]:
 def choose_layers(model: Adaptable, target_modules: Sequence[str], section: str = "lora") -> dict[str, nn.Module]:
     """Return the linear layers whose name is a target or ends in `.target`; all if `target_modules` is empty.
 
-    UserError names a target that matches no layer, and the section of the configuration that has it.
+    Raises UserError, naming `section` of the configuration, for a target that matches no layer.
     """
     layers = linear_layers(model)
     if not target_modules:
@@ -139,7 +139,7 @@ def initial_a(rank: int, columns: int, seed: int, name: str) -> Tensor:
         rank: r.
         columns: K, the inputs of the adapted layer.
         seed: of the run.
-        name: of the layer; each has numbers of its own.
+        name: of the layer; each layer has its own random numbers.
     """
     integers = (words(rank * columns, "lora A", seed, name) >> np.uint64(64 - _UNIFORM_BITS)).astype(np.int64)
     centred = (2 * integers + 1 - (1 << _UNIFORM_BITS)).astype(np.float64)
@@ -147,12 +147,12 @@ def initial_a(rank: int, columns: int, seed: int, name: str) -> Tensor:
 
 
 def add_lora(model: Adaptable, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> Lora:
-    """Adapt linear layers of a model from `make_policy` or of a value model, and freeze all its other parameters.
+    """Adapt linear layers of a policy or value model, and freeze all its other parameters.
 
     No weight changes: A is drawn by `initial_a` and B is zero. The head of a value model stays trainable.
 
     Args:
-        model: changes in place.
+        model: from `make_policy`, or a value model; changes in place.
         rank: r, columns of B and rows of A.
         alpha: the update B A is scaled by alpha / r.
         target_modules: ends of layer names, as in peft; empty for all linear layers of attention and MLP.
@@ -187,12 +187,14 @@ def add_lora(model: Adaptable, rank: int, alpha: float, target_modules: Sequence
 
 
 def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
-    """Let an adapted model use the weights of a frozen one where it does not train; returns the adapter that does.
+    """Let an adapted model share the weights that it does not train with a frozen model; return the new adapter.
 
-    The base of every adapted layer is then the frozen model's own weight, and every other parameter of the model is
-    that of the frozen one, but for those trained whole and those that are one matrix of the kernels with an adapted
-    one. `base` is the reference of a policy; of a value model it is the trunk that it started as. Nobody may change a
-    frozen parameter from here on. ValueError names a weight of which the two models have different bits.
+    The frozen model's weights replace the base of every adapted layer and every other parameter, except parameters that
+    are trained without factors or that lie in one matrix with an adapted weight. `base` is the reference of a policy,
+    or
+    the trunk from which a value model started. No code may change a frozen parameter afterwards. Raises ValueError,
+    naming
+    a weight, if the two models have different bits.
     """
     prefix = "trunk." if isinstance(model, ValueModel) else ""
     own_trunk = model.trunk if isinstance(model, ValueModel) else model
@@ -226,6 +228,6 @@ def _require_same_bits(name: str, ours: Tensor, theirs: Tensor) -> None:
 
 
 def shape_of(layer: nn.Module) -> tuple[int, int]:
-    """Return outputs and inputs of a linear layer."""
+    """Return the numbers of outputs and inputs (N, K) of a linear layer."""
     first, second = layer.get_parameter("weight").shape
     return (second, first) if isinstance(layer, Conv1D) else (first, second)

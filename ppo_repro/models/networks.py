@@ -36,9 +36,9 @@ class ValueModel(nn.Module):
 
 
 def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrainedModel:
-    """Copy `source` for training in the given numerics; dropout is off, whatever the model's config says.
+    """Copy `source` for training in the given numerics, without dropout, whatever the model's config says.
 
-    Raises UserError if the model is not covered.
+    Raises UserError if the kernels do not support the model.
     """
     check_visibility(source.config, max_context)
     model = copy.deepcopy(source).eval()
@@ -51,7 +51,7 @@ def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrai
 
 
 def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> ValueModel:
-    """Make a value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0.
+    """Make a value model whose trunk starts as the policy's; the head's weights are bell-shaped, std 0.1 / sqrt(H).
 
     Args:
         source: an unmodified float32 model, which is copied.
@@ -64,7 +64,7 @@ def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed:
 
 
 def make_value_head(size: int, seed: int) -> nn.Linear:
-    """Make a scalar head on hidden states of `size` H: weights bell-shaped, std 0.1 / sqrt(H), bias 0."""
+    """Make a scalar head on hidden states of `size` H: bell-shaped weights with std 0.1 / sqrt(H), bias 0."""
     head = nn.Linear(size, 1)
     draw_head(head.weight, "value head", seed)
     nn.init.zeros_(head.bias)
@@ -79,7 +79,7 @@ def draw_head(weight: Tensor, name: str, seed: int) -> None:
 
 
 def checkpoint_gradients(trunk: PreTrainedModel) -> None:
-    """Keep, from now on, no activations inside decoder layers; the backward pass computes them again."""
+    """Let the trunk keep no activations inside decoder layers; its backward pass computes them again."""
     lowered = lowered_of(trunk)
     if lowered is not None:
         lower(trunk, replace(lowered, recompute=True))
@@ -94,7 +94,7 @@ def checkpoint_gradients(trunk: PreTrainedModel) -> None:
 def hidden_states(trunk: PreTrainedModel, batch: TokenBatch, replay: bool = False) -> Tensor:
     """Compute the final hidden states [n, H] at the positions that predict the response tokens.
 
-    `replay`: tokens take the routes of the batch, where it has some, through the trunk's mixtures of experts.
+    `replay`: the trunk's mixtures of experts use the routes of the batch, if it has any.
     """
     return seen_states(trunk, batch, replay, seen=False)[0]
 
@@ -102,16 +102,16 @@ def hidden_states(trunk: PreTrainedModel, batch: TokenBatch, replay: bool = Fals
 def seen_states(
     trunk: PreTrainedModel, batch: TokenBatch, replay: bool, seen: bool = True
 ) -> tuple[Tensor, Ints | None]:
-    """Compute `hidden_states`, and which experts were chosen.
+    """Compute `hidden_states`, and return the chosen experts too.
 
     Args:
         trunk: of a policy or value model.
-        batch: the sequences, and the n rows that are wanted.
+        batch: the sequences, and the n rows to return.
         replay: whether the batch's recorded routes replace the router's choice.
-        seen: whether routes are wanted.
+        seen: whether to return routes.
 
     Returns:
-        Hidden states [n, H] float32; routes of all inputs [.., M k], None unless wanted.
+        Hidden states [n, H] float32; routes of all inputs [.., M k], None unless `seen`.
     """
     network = network_of(trunk)
     sequences = batch.sequences if replay else replace(batch.sequences, routes=None)
@@ -121,12 +121,12 @@ def seen_states(
 
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Compute logits [n, V] float32, at the positions that predict the response tokens."""
+    """Compute the logits [n, V] float32 at the positions that predict the response tokens."""
     return logits(policy, hidden_states(trunk_of(policy), batch), batch.rows)
 
 
 def scalar(head: nn.Linear, hidden: Tensor, rows: Rows, deterministic: bool) -> Tensor:
-    """Compute the output [n] of a head with one number, on the CPU.
+    """Compute the output [n] float32 of a head with one output, on the CPU.
 
     Args:
         head: [1, H] with or without bias.
@@ -140,15 +140,15 @@ def scalar(head: nn.Linear, hidden: Tensor, rows: Rows, deterministic: bool) -> 
 def sequence_scores(
     classifier: PreTrainedModel, sequences: Sequence[Sequence[int]], padding: str, slots: Ints | None = None
 ) -> Tensor:
-    """Compute scores [S] float32 of a classifier with one label, each at the last token of its sequence.
+    """Compute the scores [S] float32 of a classifier with one label, each at the last token of its sequence.
 
-    The stock forward looks for the last token that is not `pad_token_id`; here the layout says where the last one is.
+    The stock forward looks for the last token that is not `pad_token_id`; here the layout gives the last position.
 
     Args:
         classifier: from `make_reward_model`.
-        sequences: S of them, token ids.
+        sequences: S sequences of token ids.
         padding: `right`, `left` or `none`.
-        slots: the slot in which each sequence's gradient is added; None without gradients.
+        slots: [S + 1] as in `Rows`, for a pass with gradients; None without gradients.
     """
     # the token after the last one is no input
     batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots)
@@ -167,7 +167,7 @@ def values_of(value_model: ValueModel, hidden: Tensor, batch: TokenBatch) -> Ten
 
 
 def precision_of(config: SamplerPrecision) -> Precision:
-    """Return what each kind of number is rounded to, as the configuration names formats."""
+    """Return the number format of each kind of number, from the formats that the configuration names."""
     narrow_inputs = config.activations in NARROW
     return Precision(
         weights=config.weights,
@@ -180,9 +180,9 @@ def precision_of(config: SamplerPrecision) -> Precision:
 
 
 def rounded_view(policy: PreTrainedModel, precision: Precision) -> PreTrainedModel:
-    """Return a model over the very parameters of another one that rounds.
+    """Return a model with the same parameters as `policy` that rounds to `precision`.
 
-    If there is nothing to round, the model itself is returned.
+    If `precision` rounds nothing, the result is `policy` itself.
     """
     lowered = lowered_of(policy)
     if lowered is None or precision == Precision():

@@ -1,6 +1,6 @@
-"""A reward model: a transformers sequence classifier with one label, read at the last token of prompt + response.
+"""The reward model: a transformers sequence classifier with one label, read at the last token of prompt + response.
 
-In deterministic numerics a score depends on its own sequence alone, whatever else is in the batch.
+In deterministic numerics a score depends only on its own sequence, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 
 
 def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> PreTrainedModel:
-    """Make a reward model that starts with the trunk of a causal model; its head is bell-shaped, std 0.1 / sqrt(H).
+    """Make a reward model from the trunk of a causal model; its head is bell-shaped, std 0.1 / sqrt(H).
 
     Args:
         source: an unmodified float32 model, which is copied.
@@ -27,7 +27,7 @@ def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed
         seed: of the head.
 
     Raises:
-        UserError: the family has no classifier or is not covered.
+        UserError: the family has no classifier, or the kernels do not support it.
     """
     if type(source) not in CLASSIFIER_OF:
         known = ", ".join(c.__name__ for c in CLASSIFIER_OF)
@@ -48,12 +48,15 @@ def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pa
 
     Args:
         model: from `make_reward_model`.
-        sequences: B of them, token ids; ValueError if one is empty.
+        sequences: B sequences of token ids.
         padding: `right`, `left` or `none`.
         micro_batch: sequences at a time, 0 for all at once.
 
     Returns:
         [B] float32.
+
+    Raises:
+        ValueError: a sequence is empty.
     """
     if not all(len(sequence) for sequence in sequences):
         raise ValueError("an empty sequence has no last token")
@@ -63,7 +66,7 @@ def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pa
 
 
 def value_model_from(reward_model: PreTrainedModel, mode: str, max_context: int) -> ValueModel:
-    """Make a value model that starts as a copy of the reward model, so that V after the last token is the score.
+    """Make a value model from a copy of the reward model, so that V after the last token is the score.
 
     Its head also has a bias, which starts at 0. Ouyang et al., 2022, section 3.5.
     """

@@ -1,4 +1,4 @@
-"""The one mutable object of a run, and the policy's earlier weights for a sampler that is behind."""
+"""The one mutable object of a run, and the policy's earlier weights for a sampler that lags behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Weights = dict[str, Tensor]  # of everything in the policy that is trained: with
 
 @dataclass
 class Versions:
-    """The versions that a sampler may still need; version v is the policy after v iterations, the newest the policy."""
+    """The versions of the policy that a sampler may still need; version v is the policy after v iterations."""
 
     live: Mapping[str, Tensor]  # the policy's, not copied
     depth: int  # how far behind a sampler may be
@@ -34,20 +34,20 @@ class Versions:
 
     @property
     def newest(self) -> int:
-        """Return the version that the policy is now."""
+        """Return the present version of the policy."""
         return max(self.kept)
 
     def keep(self, version: int) -> None:
-        """Copy the policy, which is `version` now."""
+        """Copy the policy's present weights as `version`."""
         self.kept[version] = {name: tensor.detach().clone() for name, tensor in self.live.items()}
 
     def forget(self, version: int) -> None:
-        """Forget what no sampler needs once the policy is `version`."""
+        """Remove the versions that no sampler needs once the policy is `version`."""
         self.kept = {v: weights for v, weights in self.kept.items() if v >= version - self.depth}
 
     @contextmanager
     def at(self, version: int) -> Iterator[None]:
-        """Give the policy the weights of `version` inside the block, and the newest again after it."""
+        """Give the policy the weights of `version` inside the block, and its newest weights again after the block."""
         newest = self.newest
         if version == newest:
             yield
@@ -63,11 +63,11 @@ class Versions:
         self.merge()
 
     def tensors(self) -> Weights:
-        """Return all kept weights, named `version/parameter`."""
+        """Return the weights of all stored versions, named `version/parameter`."""
         return {f"{v}/{name}": t for v, weights in self.kept.items() for name, t in weights.items()}
 
     def restore(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Take kept weights back for a policy that is `version`; ValueError where they are not those it needs."""
+        """Restore stored versions for a policy that is `version`. Raises ValueError if they are not the needed ones."""
         kept: dict[int, Weights] = {}
         for name, tensor in tensors.items():
             number, _, parameter = name.partition("/")
@@ -79,13 +79,13 @@ class Versions:
 
 
 def unchanged(hidden: Tensor, tokens: Tensor, stream: Stream) -> Tensor:
-    """Return the policy's last hidden states [n, H] of `tokens` [n] as they are."""
+    """Return the policy's last hidden states [n, H] of `tokens` [n] unchanged."""
     return hidden
 
 
 @dataclass(frozen=True)
 class Digests:
-    """The digests of the weights after a step. Threads may still compute them: reading one waits."""
+    """The digests of the weights after a step. Threads may still compute them; reading one waits for it."""
 
     of_policy: Future[str]
     of_value: Future[str] | None  # None without a value model
@@ -101,7 +101,7 @@ class Digests:
 
 @dataclass
 class TrainState:
-    """Everything an update changes, and the frozen reference."""
+    """All objects that an update changes, and the frozen reference."""
 
     policy: PreTrainedModel
     value_model: ValueModel | None  # None for advantages without values
@@ -124,7 +124,7 @@ class TrainState:
             forget_packed(self.sampler)
 
     def free_update_memory(self) -> None:
-        """Free what only optimizer steps need, until the next ones."""
+        """Free the memory that only optimizer steps need, until the next step."""
         self.policy_optimizer.rest()
         if self.value_optimizer is not None:
             self.value_optimizer.rest()
@@ -139,19 +139,20 @@ class TrainState:
 
     @property
     def own_value_module(self) -> nn.Module:
-        """Return what of the value model is not the policy's: all, or a head on the policy's trunk.
+        """Return the modules of the value model that are not the policy's: the whole model, or only its head.
 
-        Without a value model there is nothing.
+        The result is empty without a value model.
         """
         if self.value_model is None:
             return nn.Module()
         return self.value_model.head if self.has_value_head else self.value_model
 
     def digests(self) -> Digests:
-        """Digest the weights of policy and value model, side by side.
+        """Compute digests of the weights of policy and value model, in parallel.
 
-        The digests of a CPU's weights are there on return. A card's weights are copied, and threads digest the copies
-        beside the next step.
+        For weights on a CPU the digests are complete on return. Weights on a card are copied, and threads compute the
+        digests
+        of the copies during the next step.
         """
         modules = [self.policy] if self.value_model is None else [self.policy, self.own_value_module]
         weights: list[Weights] = [dict(module.named_parameters()) for module in modules]
@@ -166,7 +167,7 @@ class TrainState:
         return Digests(policy, value[0] if value else None)
 
     def copied(self, weights: list[Weights]) -> list[Weights]:
-        """Copy the weights of a card to memory of the CPU, which the next call uses again."""
+        """Copy weights from a card to memory of the CPU, which the next call reuses."""
         if not self.copies:
             self.copies = [{n: torch.empty_like(p, device=CPU) for n, p in named.items()} for named in weights]
         for copies, named in zip(self.copies, weights, strict=True):

@@ -1,7 +1,8 @@
-"""The unmodified model of transformers with the weights of a policy, and any model in float64.
+"""The unmodified transformers model with a policy's weights, and any model in float64.
 
-In float64 every number is: norms, routers and rotary positions too, which transformers computes in float32 in every
-model.
+In float64, everything is computed in float64, including norms, routers and rotary positions, which transformers
+computes
+in float32 in every model.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class _Widening(TorchFunctionMode):
 
 @contextmanager
 def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Let `model` compute in float64 throughout inside the block: float32 weights are widened where they are used.
+    """Let `model` compute in float64 inside the block; float32 weights are widened when they are used.
 
     No weight is copied. Constants that transformers rounds to float32, for example rotary frequencies, are computed
-    again. TypeError where a float32 result appears all the same.
+    again. Raises TypeError if a float32 result still appears.
     """
     before, narrow = torch.get_default_dtype(), dict[str, Module]()
     experts = getattr(model.config, "_experts_implementation", None)
@@ -68,7 +69,7 @@ def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
-    """Return the unmodified model with the weights of `policy`, whose memory it shares: nothing may write to them."""
+    """Return the unmodified model with the weights of `policy`. They share memory, so no code may write to them."""
     config = copy.deepcopy(policy.config)
     config._attn_implementation = "sdpa"
     config._experts_implementation = "eager"
@@ -77,9 +78,9 @@ def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
 
 
 def with_config(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """Return a model of another configuration with the weights of `model`, whose memory it shares.
+    """Return a model of another configuration that shares the weights of `model`.
 
-    Weights that the configuration does not want are left out. RuntimeError if it wants others, or other shapes.
+    Weights that the configuration lacks are left out. Raises RuntimeError if it needs other weights or other shapes.
     """
     with torch.device("meta"):
         found = type(model)(config)
@@ -92,13 +93,13 @@ def with_config(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
 
 
 def _constants(module: Module) -> list[str]:
-    """Return the names of buffers that hold floating-point constants, which no state has."""
+    """Return the names of buffers with floating-point constants, which no state dict contains."""
     kept = module._non_persistent_buffers_set
     return [n for n, x in module._buffers.items() if n in kept and x is not None and x.is_floating_point()]
 
 
 def _computed_again(model: PreTrainedModel, module: Module, dtype: torch.dtype, device: torch.device) -> Module:
-    """Return a module with the same weights, whose constants transformers computes as after it reads weights."""
+    """Return a module with the same weights, whose constants are computed as transformers does after loading."""
     if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
         kind: Any = type(module)  # some also remember the longest sequence
         fresh: Module = kind(module.config).to(device)

@@ -1,4 +1,4 @@
-"""A small Qwen3, or a small mixture of experts, made from scratch: configuration, tokenizer and initial weights."""
+"""A small Qwen3 or mixture of experts, made from scratch: configuration, tokenizer and initial weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ppo_repro.tasks.tokenizer import decode, train_tokenizer
 def make_tokenizer(problems: Sequence[Problem], vocab_size: int, kind: str = "bpe") -> PreTrainedTokenizerBase:
     """Train a tokenizer on prompt and solution of the training problems, in the order of their keys.
 
-    `kind` as in `model.tokenizer`. Raises UserError where it needs more than `vocab_size` tokens.
+    `kind` is `model.tokenizer` of the configuration. Raises UserError if it needs more than `vocab_size` tokens.
     """
     corpus = [p.prompt + p.solution for p in sorted(problems, key=lambda p: p.key)]
     tokenizer = train_tokenizer(kind, corpus, vocab_size)
@@ -57,7 +57,7 @@ def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_i
         model: its section of the configuration.
         vocab_size: tokens of the tokenizer, unused ones included.
         max_context: positions.
-        eos_token_id: the end token, None without one.
+        eos_token_id: the end token, None if there is none.
     """
     heads: dict[str, Any] = {"head_dim": model.hidden_size // model.num_attention_heads}
     shape: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Supervised training of a new policy until some answers are right, so that PPO has a signal."""
+"""Supervised training of a new policy until it gives some right answers, so that PPO has a signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Pair = tuple[list[int], list[int]]  # prompt tokens, answer tokens with the end 
 
 @dataclass(frozen=True)
 class WarmStartStep:
-    """One supervised step."""
+    """The record of one supervised step."""
 
     epoch: int
     examples: int
@@ -42,7 +42,7 @@ class WarmStartStep:
 def _cross_entropy_step(
     policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: str
 ) -> tuple[float, float]:
-    """Take one step on -log p(answer token), token mean; returns the loss before it and the gradient norm."""
+    """Take one step on -log p(answer token), token mean; return the loss before the step and the gradient norm."""
     losses: list[torch.Tensor] = []
 
     def backward() -> None:
@@ -55,7 +55,7 @@ def _cross_entropy_step(
 
 
 def _accuracy(engine: TorchEngine, pairs: Sequence[Pair]) -> float:
-    """Return the share of prompts whose greedy response is the answer, token for token."""
+    """Return the share of prompts whose greedy response equals the answer, token for token."""
     longest = max(len(answer) for _, answer in pairs)
     requests = [Request(tuple(prompt), 0) for prompt, _ in pairs]
     completions = engine.generate(requests, Sampling(1.0, 0, 1.0, longest, greedy=True))
@@ -64,7 +64,7 @@ def _accuracy(engine: TorchEngine, pairs: Sequence[Pair]) -> float:
 
 
 def _batches(pairs: Sequence[Pair], size: int, seed: int, epoch: int) -> list[list[Pair]]:
-    """Cut a shuffle of the pairs into batches of `size`; the rest of an epoch is left out."""
+    """Cut a random permutation of the pairs into batches of `size`; an incomplete last batch is left out."""
     order = permutation(len(pairs), "warm start", seed, epoch)
     return [[pairs[i] for i in order[k : k + size]] for k in range(0, len(pairs) - size + 1, size)]
 
@@ -78,17 +78,19 @@ def warm_start(
     seed: int,
     progress: Callable[[int, int, float], None],
 ) -> tuple[WarmStartStep, ...]:
-    """Train `source` in place to give the answers; returns the steps.
+    """Train `source` in place to give the answers; return the record of each step.
 
-    Cross-entropy on answer and end token with AdamW. The learning rate rises over 30 steps, stays constant until the
-    greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero over 20 steps.
+    The loss is cross-entropy on answer and end token; the optimizer is AdamW. The learning rate rises over 30 steps,
+    stays
+    constant until the greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero over
+    20.
 
     Args:
         source: a float32 model.
         tokenizer: encodes prompts and answers.
         problems: to learn from.
         config: steps, batch size, learning rate, accuracy.
-        numerics: in which it is trained.
+        numerics: of the training.
         seed: of the order.
         progress: called with step, last step and loss in nats per token after each step.
     """

@@ -1,1 +1,1 @@
-"""Real models and texts that packages carry, made into folders that a run can use."""
+"""Turn real models and texts from packages into folders that a run can use."""

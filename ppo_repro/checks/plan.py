@@ -1,7 +1,7 @@
-"""The memory of a run, as one table by purpose and phase, without loading a weight.
+"""Plan the memory of a run as one table by purpose and phase, without loading a weight.
 
-Weights, moments and gradients are counted exactly. The other numbers are estimates for prompts and responses of the
-longest allowed length; native numerics are assumed to need as much as the kernels.
+Weights, moments and gradients are exact. The other numbers are estimates for prompts and responses of the longest
+allowed length. The plan assumes that native numerics need as much memory as the kernels.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Model:
-    """One model of a run; numbers of floats."""
+    """Sizes of one model of a run, in numbers of floats."""
 
     name: str
     weights: int  # without the weights that it shares
@@ -71,12 +71,12 @@ class Plan:
     rows: dict[str, dict[str, int]]
 
     def total(self, phase: str, rows: tuple[str, ...] | None = None) -> int:
-        """Return the bytes of a phase, over some rows or all, without the process itself."""
+        """Return the bytes of a phase, summed over some or all rows, without the process itself."""
         return sum(row.get(phase, 0) for name, row in self.rows.items() if rows is None or name in rows)
 
     @property
     def certain(self) -> int:
-        """The bytes that the run certainly needs at one time."""
+        """Return the bytes that the run certainly needs at one time."""
         return max(self.total(phase, EXACT_ROWS) for phase in PHASES)
 
     @property
@@ -89,7 +89,7 @@ class Plan:
 
 
 class Shape:
-    """A causal model without memory, and the kernels' view of it."""
+    """Causal model without allocated weights, and the kernels' description of its shape."""
 
     def __init__(self, config: PretrainedConfig, max_context: int) -> None:
         with torch.device("meta"):  # every shape, no memory
@@ -105,11 +105,11 @@ class Shape:
         return self.kernels.packed_floats() + library.load().panel_floats(outputs, self.struct.hidden)
 
     def trained(self, name: str, lora: LoraConfig | None, section: str, is_value: bool = False) -> Model:
-        """Count a policy, or a value model, whose head is a score with a bias; an adapter leaves the trunk shared.
+        """Return the sizes of a policy, or of a value model, whose head is a score with a bias.
 
         Args:
             name: name of the row in the plan.
-            lora: the adapter, None without one.
+            lora: the adapter, with which the trunk stays shared; None for no adapter.
             section: section of the configuration, for errors.
             is_value: whether to count a value model.
         """
@@ -126,22 +126,22 @@ class Shape:
         return Model(name, adapted + trained, trained, frozen, adapted + own_head, packed)
 
     def frozen(self, name: str, labels: int | None = None) -> Model:
-        """Count a reference model, or with `labels` a classifier."""
+        """Return the sizes of a reference model, or of a classifier with `labels` labels."""
         parameters, outputs = self.parameters, self.struct.vocabulary
         if labels is not None:
             parameters, outputs = parameters - self.own_head + labels * self.struct.hidden, labels
         return Model(name, parameters, 0, parameters, 0, self.packed(outputs))
 
     def cache(self, tokens: int) -> int:
-        """Return the bytes of the keys and values of some tokens, a multiple of 16."""
+        """Return the bytes of the keys and values of `tokens` tokens, a multiple of 16."""
         return 2 * FLOAT * self.struct.layers * self.struct.kv_heads * self.struct.head_dim * tokens
 
     def forward(self, tokens: int) -> int:
-        """Return the bytes of a pass without gradients."""
+        """Return the bytes of a pass without gradients over `tokens` tokens."""
         return FLOAT * (self.kernels.kept_floats(tokens, KEEP_NOTHING) + 2 * tokens * self.struct.hidden)
 
     def step(self, tokens: int, recompute: bool) -> int:
-        """Return the bytes of a pass with gradients."""
+        """Return the bytes of a pass with gradients over `tokens` tokens."""
         widest = max(matrix.struct.n for matrix in self.kernels.matrices)
         kept = self.kernels.kept_floats(tokens, KEEP_INPUTS if recompute else KEEP_ALL)
         backward = tokens * (6 * self.struct.hidden + 3 * widest)
@@ -176,7 +176,7 @@ def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
 
 
 def plan_run(config: RunConfig, processes: int = 1) -> Plan:
-    """Return the memory of a run in each of `processes`, on the CPU or on its card.
+    """Return the memory plan for each of `processes` of a run, on the CPU or on its card.
 
     Raises UserError for an unknown model.
     """
@@ -257,7 +257,7 @@ def lines(plan: Plan) -> list[str]:
 
 
 def memory_limit() -> int | None:
-    """Return the bytes of this machine, or of its control group if it has fewer; None if they are not known."""
+    """Return the memory in bytes of this machine, or of its control group if that has less; None if unknown."""
     limits = []
     with suppress(OSError, ValueError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

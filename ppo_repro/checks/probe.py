@@ -1,4 +1,4 @@
-"""Does every promise hold on this machine, for this model and configuration?
+"""Check every promise on this machine, for one model and configuration.
 
 Each promise is checked twice. In deterministic numerics no bit may differ. Native numerics are the negative control:
 cached decoding and the full forward pass must differ there, or the check could not find a difference at all.
@@ -46,7 +46,7 @@ Check = tuple[str, str, Callable[[], tuple[int, int]]]
 
 
 def plain(config: RunConfig, mode: Mode) -> RunConfig:
-    """Return the configuration in a mode, with its device in the default layout, and without a warm start."""
+    """Return the configuration in a mode, with its device, the default layout, and no warm start."""
     model = config.model
     if isinstance(model, TinyModel):
         model = model.model_copy(update={"warm_start_steps": 0})
@@ -60,7 +60,7 @@ def plain(config: RunConfig, mode: Mode) -> RunConfig:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One promise under one condition: numbers compared, and numbers that differ in any bit in each mode."""
+    """One promise under one condition: how many numbers were compared, and how many differ in each mode."""
 
     promise: str
     condition: str
@@ -71,7 +71,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Probed:
-    """The result of a probe."""
+    """Result of a probe: one row per check."""
 
     rows: list[CheckResult]
     accuracy: Accuracy | None  # of the deterministic log-probs; None if it was not measured
@@ -79,7 +79,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class _SampledRun:
-    """A prepared run in one mode, with the responses it sampled in the default layout."""
+    """Prepared run in one mode, with its responses sampled in the default layout."""
 
     config: RunConfig
     prepared: Prepared
@@ -123,7 +123,7 @@ def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
 
 
 def _batches(run: _SampledRun, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
-    """Yield the sequences as batches of one minibatch, with the bit sets of the tokens that could be sampled."""
+    """Yield the sequences of one minibatch in batches of `size`, each with the bit sets of its kept tokens."""
     for i in range(0, len(run.requests), size):
         requests, completions = run.requests[i : i + size], run.completions[i : i + size]
         slots = slots_of(range(i, i + len(requests)), len(run.requests), SLOTS)
@@ -152,7 +152,7 @@ def _values(run: _SampledRun, size: int) -> Tensor:
 
 
 def _weights_after_step(run: _SampledRun, size: int) -> Tensor:
-    """Return all policy weights after one optimizer step on the sampled tokens; the policy keeps its weights."""
+    """Return all policy weights after one optimizer step on the sampled tokens, and restore the policy."""
     policy = run.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     settings = AdamWSettings(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
@@ -180,7 +180,7 @@ def _with_two_threads(compute: Callable[[], Tensor]) -> Tensor:
 
 
 def _checks(run: _SampledRun) -> list[Check]:
-    """Return every check, in the order of execution: the last check changes the policy."""
+    """Return all checks in the order of execution; the last check changes the policy."""
     forward, weights, values = _forward(run, SEQUENCES), _weights_after_step(run, SEQUENCES), _values(run, SEQUENCES)
 
     def resampled(slots: int, chunk: int = 0, prefix_cache: bool = True, step: int = 1) -> tuple[int, int]:
@@ -220,9 +220,10 @@ def _checks(run: _SampledRun) -> list[Check]:
 
 
 def probe(config: RunConfig, progress: Progress) -> Probed:
-    """Check every promise for the model and prompts of `config`, in both modes. UserError as `require_undisturbed`.
+    """Check every promise for the model and prompts of `config`, in both modes.
 
-    `progress` is called after every check with its name, its number from 1, and the number of all checks.
+    `progress` is called after every check with its name, its number from 1, and the number of all checks. Raises
+    UserError if `require_undisturbed` does.
     """
     require_undisturbed(config)
     found: dict[str, list[tuple[str, str, int, int]]] = {}
@@ -253,6 +254,6 @@ def failures(rows: Sequence[CheckResult]) -> list[str]:
 
 
 def render(rows: Sequence[CheckResult]) -> str:
-    """Return the table as text."""
+    """Return the rows as a text table."""
     heads = {"unequal_deterministic": "unequal, deterministic", "unequal_native": "unequal, native"}
     return str(pd.DataFrame(rows).rename(columns=heads).to_string(index=False))

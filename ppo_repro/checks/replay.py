@@ -1,6 +1,6 @@
-"""Replay proves that the records suffice: it computes the stages of a recorded run again and compares every bit.
+"""Replay a run: compute its stages again from the records and compare every bit, which proves that the records suffice.
 
-Each stage starts from the records of the stages before it, and calls the functions that the run itself used.
+Each stage starts from the records of earlier stages and calls the same functions as the run.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class Records:
         return bool(values.null_count < len(values))
 
     def tensor(self, table: str, column: str, rows: slice = slice(None)) -> Tensor:
-        """Return some rows of a column without nulls as a tensor."""
+        """Return some rows of a column as a tensor; the column has no nulls."""
         return torch.from_numpy(np.array(self.tables[table].column(column).to_numpy()[rows]))
 
     def tensor_or_none(self, table: str, column: str, rows: slice = slice(None)) -> Tensor | None:
-        """Return some rows of a column as a tensor; None if one of them is null."""
+        """Return some rows of a column as a tensor; None if one of these rows is null."""
         is_there = self.tables[table].column(column).is_valid().to_numpy()[rows].all()
         return self.tensor(table, column, rows) if is_there else None
 
@@ -128,7 +128,7 @@ def _read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
 
 
 def _rollout(records: Records) -> buffers.Rollout:
-    """Return the sampled responses, without the sets of kept tokens, which no later stage reads."""
+    """Return the sampled responses; the sets of kept tokens are absent, because no later stage reads them."""
     count = records.tables["tokens"].num_rows
 
     def of(column: str) -> tuple[Any, ...]:
@@ -160,7 +160,7 @@ def _rollout(records: Records) -> buffers.Rollout:
 
 
 def _episodes(records: Records, table: str) -> tuple[buffers.Episode, ...] | None:
-    """Return the episodes without the texts of turns, which are in no record; None if there is no environment."""
+    """Return the episodes, without the unrecorded texts of turns; None if the run has no environment."""
     if not records.has(table, "episode_ids"):
         return None
     rows = zip(records.values(table, "episode_ids"), records.values(table, "is_forced"), strict=True)
@@ -179,7 +179,7 @@ def _forward(records: Records) -> buffers.ForwardPass:
 
 
 def _rewards(records: Records) -> buffers.Rewards:
-    """Return scores and rewards; a column that was not recorded is 0 and is not compared."""
+    """Return scores and rewards; a column without records is 0, and the replay does not compare it."""
     zeros = torch.zeros(records.tables["tokens"].num_rows)
     placed, raw = (records.tensor_or_none("tokens", name) for name in ("placed_scores", "raw_rewards"))
     return buffers.Rewards(
@@ -194,7 +194,7 @@ def _rewards(records: Records) -> buffers.Rewards:
 
 
 def _evaluation(records: Records) -> buffers.Evaluation | None:
-    """Return the held-out responses; None if there was no evaluation, or its responses are not recorded."""
+    """Return the held-out responses; None if the run has no evaluation, or did not record its responses."""
     if "evaluations" not in records.tables:
         return None
     names = ("prompt_key", "prompt", "answer", "prompt_ids", "response_ids", "response", "finish_reason", "scores")
@@ -204,7 +204,7 @@ def _evaluation(records: Records) -> buffers.Evaluation | None:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The result of a replay."""
+    """Result of a replay."""
 
     iterations: int  # computed again, including the iteration with the difference
     compared: Mapping[Stage, int]  # values by stage, up to the difference
@@ -213,7 +213,7 @@ class Recomputed:
 
 
 def stages_of(name: str) -> tuple[Stage, ...]:
-    """Return the stages of a command line, one or `all`. Raises UserError on any other name."""
+    """Return the stage with this name, or all stages for `all`. Raises UserError on any other name."""
     chosen = tuple(stage for stage in STAGES if name in (stage, ALL))
     if not chosen:
         raise UserError(f"STAGE = {name!r}: must be {', '.join(STAGES)} or {ALL}")
@@ -221,10 +221,10 @@ def stages_of(name: str) -> tuple[Stage, ...]:
 
 
 def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
-    """Compute stages of a recorded language run again, from its records and config.yaml alone; no model is loaded.
+    """Compute stages of a recorded language run again, from its records and config.yaml alone, without a model.
 
-    A fork is computed from its first own iteration on. Digests are not verified, because the replay itself names a
-    changed value. Raises UserError if the run cannot be computed again.
+    The replay of a fork begins with the fork's first own iteration. Digests are not verified, because the replay itself
+    finds a changed value. Raises UserError if the run cannot be computed again.
     """
     recorded = reader.open_manifest(run_dir, allow_incomplete=True)
     if not manifest.has_responses(recorded):
@@ -270,12 +270,12 @@ def lines(recomputed: Recomputed) -> list[str]:
 
 
 def _has_exact_kl(config: RunConfig) -> bool:
-    """Return whether the loss has a KL over the whole vocabulary, which no record holds."""
+    """Return whether the loss has a KL over the whole vocabulary, which is not recorded."""
     return isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact"
 
 
 def _require_columns(run_dir: Path, config: RunConfig, records: Records, stages: Collection[Stage]) -> None:
-    """Raise UserError for the first stage that needs a column above level `lean` which was not recorded."""
+    """Raise UserError for the first stage that needs a column which level `lean` did not record."""
     kl, needs = config.kl, dict[str, tuple[str, str]]()
     if isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy":
         needs["rewards"] = "tokens", "reverse_ref_kl"
@@ -324,7 +324,7 @@ def _recorded_iteration(
 def _again(
     config: RunConfig, item: buffers.Iteration, stages: Collection[Stage], functions: Functions
 ) -> buffers.Iteration:
-    """Return the iteration with rewards and advantages computed again, each from the records of the stage before."""
+    """Return the iteration with recomputed rewards and advantages, each from the records of the stage before."""
     rewards, advantages = item.rewards, item.advantages
     if "rewards" in stages:
         # the values of the reward terms, which the task's verifier gave, are recorded
@@ -339,7 +339,7 @@ def _again(
 
 
 def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[buffers.MinibatchUpdate]:
-    """Yield the recorded steps, with their minibatches shuffled by the seed."""
+    """Yield the recorded optimizer steps; the seed determines their minibatches."""
     steps, count = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows
     lengths = batch.rollout.lengths
     end, stopped = 0, False
@@ -396,7 +396,7 @@ def _policy(
 def _compare(
     config: RunConfig, recorded: Manifest, records: Records, computed: Mapping[str, pa.Table], stage: Stage
 ) -> tuple[int, Difference | None]:
-    """Count the compared values of a stage, and find the first difference."""
+    """Return the number of compared values of a stage, and the first difference."""
     skipped = {("updates", "kl_terms")} if _has_exact_kl(config) else set()
     if "evaluations" not in records.tables:
         skipped |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}

@@ -1,1 +1,1 @@
-"""The command line: parse, call, print."""
+"""Implement the command line: parse arguments, call the package, print results."""

@@ -1,4 +1,4 @@
-"""The commands and their options."""
+"""Define the commands and their options."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _iterations(text: str) -> range:
 
 
 def _shared(*names: str, **settings: Any) -> argparse.ArgumentParser:
-    """Return an argument that several commands have."""
+    """Return a parser with one argument that several commands have."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(*names, **settings)
     return parser

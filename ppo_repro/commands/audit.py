@@ -1,4 +1,4 @@
-"""`ppo-repro audit`: which side of another stack is wrong."""
+"""Implement `ppo-repro audit`, which finds the wrong side of another stack."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_options(
 
 
 def _complete(options: argparse.Namespace) -> RunDump | None:
-    """Fill in model and sampling from a run folder, or the defaults of a dump; returns what a run has.
+    """Fill in model and sampling from a run folder, or the defaults of a dump; return the run's data, None for a dump.
 
     Raises UserError for an option that the run's configuration answers, and for a dump without a model.
     """

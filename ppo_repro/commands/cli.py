@@ -1,4 +1,4 @@
-"""The command line: errors in one line each, exit codes."""
+"""Execute a command line, with errors in one line each and exit codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS_TO_SPEAK = 2  # torchrun ends all processes when one ends: the one that 
 
 
 def exit_code_of(argv: Sequence[str]) -> int:
-    """Execute a command line and return its exit code; an error is printed as one line on stderr."""
+    """Execute a command line, print an error as one line on stderr, and return the exit code."""
     try:
         interrupts.install()
         return _command(argv)
@@ -69,7 +69,7 @@ def _failed(error: Exception) -> int:
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:
-    """Print the cause of an interruption, and the way to go on; return the exit code."""
+    """Print the cause of an interruption and the command to resume; return the exit code."""
     if isinstance(error, RankLost):
         say(f"stopped: {one_line(error)}")
         return 3

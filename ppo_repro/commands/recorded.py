@@ -58,7 +58,7 @@ def _listed(run_dir: Path) -> dict[str, Any]:
 
 
 def _lines(runs: list[dict[str, Any]], root: Path) -> list[str]:
-    """Return a table of the runs, without empty columns."""
+    """Return the lines of a table of runs, without empty columns."""
     if not runs:
         return [f"no run in {root}"]
     columns = {

@@ -47,7 +47,7 @@ def processes() -> tuple[int, int]:
 
 @contextmanager
 def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watcher]]:
-    """Yield the processes of this command, and the watcher, which prints progress in the first process.
+    """Yield the processes of this command, and the watcher that prints progress in the first process.
 
     Ctrl-C prints how to resume the run `begun`.
     """
@@ -70,7 +70,10 @@ def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watche
 
 
 def _executed_by(kind: Kind, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
-    """Return the executor of a kind of run. Raises UserError for several processes if the kind works in one."""
+    """Return the RunKind that executes a configuration.
+
+    Raises UserError for several processes if the kind works in one.
+    """
     if kind == "language":
         from ppo_repro.runs.language import LanguageKind
 

@@ -1,1 +1,1 @@
-"""Many runs that answer one question: the grid file, its cells, and the executors that run the cells."""
+"""Run many experiments that answer one question: the grid file, its cells, and the executors that run the cells."""

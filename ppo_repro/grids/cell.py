@@ -1,4 +1,4 @@
-"""One cell of a grid on disk, and the executor that runs cells as processes of this machine."""
+"""Run one cell of a grid, and run cells as processes of this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ State = Literal["missing", "running", "interrupted", "failed", "complete"]
 
 @dataclass(frozen=True)
 class Order:
-    """The order to run one cell, on any machine that has access to the folder."""
+    """Instruction to run one cell, for any machine that has access to the folder."""
 
     name: str
     folder: str
@@ -42,7 +42,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Result:
-    """The end of the last attempt at a cell."""
+    """Exit code, duration and message of the last attempt at a cell."""
 
     name: str
     exit_code: int  # 0 for success, negative for the signal that killed it
@@ -73,7 +73,7 @@ def state_of(folder: Path) -> State:
 
 
 def start_cell(order: Order) -> subprocess.Popen[bytes]:
-    """Start the cell's process in its own session; it ends when the caller's end of its stdin closes."""
+    """Start or resume the cell's run in a process of its own session. The process ends when its stdin closes."""
     forget_result(order)
     launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # a cell is no process of torchrun
     numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(order.threads))
@@ -95,7 +95,7 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
 
 
 def finish_cell(order: Order, process: subprocess.Popen[bytes], started: float) -> Result:
-    """Wait for the cell's process and record its end; the message is the last error line of its log."""
+    """Wait for the cell's process, and record its exit code and the last error line of its log."""
     with process:  # closes its stdin
         exit_code = process.wait()
     message = ""
@@ -107,22 +107,22 @@ def finish_cell(order: Order, process: subprocess.Popen[bytes], started: float) 
 
 
 def lost_cell(order: Order, message: str) -> Result:
-    """Record that the end of the cell is unknown, because its machine or its job is gone."""
+    """Record that nobody knows the end of the cell, because its machine or its job is gone."""
     return record_result(order, LOST, 0.0, message)
 
 
 def forget_result(order: Order) -> None:
-    """Remove the result of the attempt before this one."""
+    """Remove the result of the previous attempt."""
     (Path(order.folder) / RESULT).unlink(missing_ok=True)
 
 
 def record_result(order: Order, exit_code: int, seconds: float, message: str) -> Result:
-    """Write the end of the cell into the cell's folder.
+    """Write the result of the cell into the cell's folder, and return it.
 
     Args:
         order: the cell.
         exit_code: exit code of the cell's process.
-        seconds: wall time.
+        seconds: wall time of the attempt.
         message: the last error line, empty on success.
     """
     result = Result(order.name, exit_code, seconds, message)
@@ -132,7 +132,7 @@ def record_result(order: Order, exit_code: int, seconds: float, message: str) ->
 
 
 def run_cell(order: Order) -> Result:
-    """Run or finish a cell in a new process, on any machine that has access to the cell's folder."""
+    """Run or resume a cell in a new process and wait for its end; any machine with access to the folder can do so."""
     started = time.perf_counter()
     # a cluster may still be ending the last attempt
     while any(locked_in(Path(order.folder))) and time.perf_counter() - started < WRITER_SECONDS:
@@ -141,7 +141,7 @@ def run_cell(order: Order) -> Result:
 
 
 def last_result(folder: Path) -> Result | None:
-    """Return the end of the last attempt, None if none is recorded. Raises UserError if the file is damaged."""
+    """Return the result of the last attempt, None if none is recorded. Raises UserError if the file is damaged."""
     path = folder / RESULT
     if not path.exists():
         return None
@@ -155,20 +155,20 @@ Results = Generator[Result, None, None]
 
 
 class Executor(Protocol):
-    """Runs cells somewhere. They may end in any order."""
+    """Interface of the executors, which run cells in any order."""
 
     def check(self) -> None:
         """Raise UserError if no cell could run; nothing has been written by then."""
         ...
 
     def run(self, orders: Sequence[Order]) -> Results:
-        """Yield each result when its cell ends; ends the cells when it is closed."""
+        """Yield each result when its cell ends. Closing the generator ends the cells that still run."""
         ...
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Up to `workers` cells at once on this machine, each in its own process."""
+    """Executor that runs up to `workers` cells at once on this machine, each in its own process."""
 
     workers: int
 

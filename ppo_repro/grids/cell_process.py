@@ -1,6 +1,6 @@
-"""The process of one cell: `python -m ppo_repro.grids.cell_process ARGUMENTS` runs `ppo-repro ARGUMENTS`.
+"""Main program of one cell: `python -m ppo_repro.grids.cell_process ARGUMENTS` runs `ppo-repro ARGUMENTS`.
 
-Its stdin is a pipe to the process that started it, and it ends when that process ends.
+The stdin of this process is a pipe to its parent; the process ends when the parent ends.
 """
 
 from __future__ import annotations

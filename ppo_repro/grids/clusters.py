@@ -1,4 +1,4 @@
-"""Cells on many machines: as Ray tasks, or as a Slurm job array that submitit submits.
+"""Run cells on many machines: as Ray tasks, or as a Slurm job array that submitit submits.
 
 `squeue` and the cell's folder tell the state of a job. submitit itself asks `sacct`, which answers only on a cluster
 with an accounting database, and only after minutes.
@@ -29,7 +29,7 @@ MORE_NODES = 3  # times that a cell starts again because its node died; any othe
 
 @dataclass(frozen=True)
 class Ray:
-    """Cells as Ray tasks with one CPU per thread; the address `local` starts a Ray of `workers` CPUs here."""
+    """Executor that runs cells as Ray tasks with one CPU per thread; `local` starts Ray with `workers` CPUs here."""
 
     address: str
     workers: int
@@ -88,7 +88,7 @@ Jobs = dict[str, Order]  # by the id of the job, or of the task of an array: 12 
 
 
 class CellJob:
-    """Runs one cell in a job; when the job's time is over, submitit calls `checkpoint` to submit the cell again."""
+    """Job that runs one cell; when the job's time is over, submitit calls `checkpoint` to submit the cell again."""
 
     def __call__(self, order: Order) -> Result:
         return run_cell(order)
@@ -101,7 +101,7 @@ class CellJob:
 
 @dataclass(frozen=True)
 class Slurm:
-    """Cells as one job array; `parameters` go to submitit's AutoExecutor."""
+    """Executor that runs cells as one Slurm job array; `parameters` go to submitit's AutoExecutor."""
 
     log_folder: Path
     workers: int
@@ -125,7 +125,7 @@ class Slurm:
             _cancel(jobs, self.log_folder)
 
     def _submit(self, orders: Sequence[Order]) -> Jobs:
-        """Submit a job for each order; with no order only check the parameters."""
+        """Submit a job for each order; without orders, only check the parameters."""
         import submitit
         from submitit.core.utils import FailedJobError
 
@@ -143,7 +143,7 @@ class Slurm:
 
 
 def _ask(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of Slurm; a command that takes longer than ANSWER_SECONDS fails."""
+    """Run a Slurm command, which fails after ANSWER_SECONDS."""
     limited = ["timeout", str(ANSWER_SECONDS), command, *arguments]
     return subprocess.run(limited, capture_output=True, text=True, check=False)
 
@@ -153,7 +153,7 @@ def _arrays(jobs: Jobs) -> list[str]:
 
 
 def _queued(jobs: Jobs) -> set[str] | None:
-    """Return the jobs that are in the queue; None if the cluster does not answer at the moment."""
+    """Return the ids of the jobs that are in the queue; None if the cluster does not answer."""
     answer = _ask("squeue", "--noheader", "--array", f"--jobs={','.join(_arrays(jobs))}", "--format=%i")
     if answer.returncode:
         return set() if "Invalid job id" in answer.stderr else None
@@ -161,7 +161,7 @@ def _queued(jobs: Jobs) -> set[str] | None:
 
 
 def _until_ended(jobs: Jobs, log_folder: Path) -> Results:
-    """Take each job that has ended out of `jobs` and yield its result.
+    """Remove each job from `jobs` when it has ended, and yield its result.
 
     A job that Slurm has put back into the queue has not ended.
     """
@@ -185,7 +185,7 @@ def _lost(order: Order, job: str, log_folder: Path) -> Result:
 
 
 def _cancel(jobs: Jobs, log_folder: Path) -> None:
-    """Cancel all jobs, wait until they have left the queue, and record the end of cells that did not record it."""
+    """Cancel all jobs, wait until they have left the queue, and record a lost result for cells without one."""
     if not jobs:
         return
     _ask("scancel", *_arrays(jobs))

@@ -34,7 +34,7 @@ CHANGING = ("code_digest", "python", "packages", "machine", "cpu_capability", "t
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one call of `run_grid`."""
+    """Result of one call of `run_grid`."""
 
     table: pd.DataFrame  # cells.parquet
     ran: tuple[str, ...]  # cells that this call started
@@ -56,7 +56,7 @@ def run_grid(
 
     Args:
         grid: the cells.
-        out: the folder of all grids.
+        out: the folder that has one folder per grid.
         executor: runs cells, here or on a cluster.
         keep_changed: keep complete cells that other code, packages or input files computed.
         beside: a context that is open while this call has the grid's lock.
@@ -125,7 +125,7 @@ def _check_unchanged(cell: Cell, folder: Path) -> None:
 
 
 def write_tables(grid_dir: Path, cells: Sequence[Cell]) -> pd.DataFrame:
-    """Write both tables, each completely or not at all; returns the table of cells.
+    """Write both tables, each completely or not at all, and return the table of cells.
 
     Raises UserError on damaged records.
     """

@@ -1,4 +1,4 @@
-"""The grid file: a question, a base configuration, axes and seeds; and its expansion into cells."""
+"""Read a grid file (a question, a base configuration, axes and seeds) and expand it into cells."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _choices(axis: str, values: Any) -> list[Choice]:
 
 
 def _cell_name(choices: tuple[Choice, ...], seed: int) -> str:
-    """Name a cell axis=label,...,seed=n, in characters that every file system accepts."""
+    """Return a cell's name `axis=label,...,seed=n`, in characters that every file system accepts."""
     labels = [f"{choice.axis.rsplit('.', 1)[-1]}={choice.label}" for choice in choices]
     return re.sub(r"[^A-Za-z0-9._=,+-]", "_", ",".join([*labels, f"seed={seed}"]))[:200]
 

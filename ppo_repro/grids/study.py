@@ -1,4 +1,4 @@
-"""A study: a grid, the committed results of its cells, the program that makes them from runs, and a page.
+"""Reproduce a study: a grid, the committed results of its cells, the program that makes them, and a page.
 
 `STUDY/NAME.yaml` is the grid, and `results.csv` has one row per cell. `python -m FOLDER.NAME.answer` makes results.csv
 from runs, and prints the tables of the page `README.md`.
@@ -28,7 +28,7 @@ ResultRow = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Reproduction:
-    """The result of running some cells again."""
+    """Result of running some cells of a study again."""
 
     cells: tuple[str, ...]
     difference: str  # the first different fingerprint, measure or table; empty if there is none
@@ -48,7 +48,7 @@ def reproduce(study: Path, count: int, seed: int, out: Path, workers: int) -> Re
         workers: cells at once.
 
     Raises:
-        UserError: the study is not whole.
+        UserError: the study's files are missing, wrong or incomplete.
     """
     study = study.absolute()
     grid, committed = load_grid(study / f"{study.name}.yaml"), read_results(study / RESULTS)
@@ -83,12 +83,12 @@ def read_results(path: Path) -> dict[str, ResultRow]:
 
 
 def chosen_cells(grid: Grid, committed: Mapping[str, ResultRow], count: int, seed: int) -> tuple[Cell, ...]:
-    """Choose cells in deterministic numerics, and add the cells that their measures compare them with.
+    """Choose cells in deterministic numerics, and add the cells with which their measures compare them.
 
     Args:
         grid: all cells.
         committed: rows of the results by cell, with the column BESIDE.
-        count: number of cells before others are added.
+        count: number of chosen cells, without the added cells.
         seed: seed of the choice.
 
     Raises:
@@ -103,7 +103,7 @@ def chosen_cells(grid: Grid, committed: Mapping[str, ResultRow], count: int, see
 
 
 def first_difference(committed: Mapping[str, ResultRow], now: Mapping[str, ResultRow]) -> str:
-    """Return the first value of `now` that differs from the committed one, in words; empty if none does."""
+    """Describe the first value of `now` that differs from the committed value; "" if all are equal."""
     for cell, row in now.items():
         for column, value in row.items():
             if value != (before := committed[cell].get(column)):
@@ -112,7 +112,7 @@ def first_difference(committed: Mapping[str, ResultRow], now: Mapping[str, Resul
 
 
 def _answer(study: Path, *arguments: str) -> str:
-    """Run a study's program and return its output. Raises UserError with its last line if it fails."""
+    """Run a study's program and return its output. If it fails, raises UserError with the last line."""
     command: Sequence[str] = (sys.executable, "-m", f"{study.parent.name}.{study.name}.answer", *arguments)
     done = subprocess.run(command, capture_output=True, text=True, cwd=study.parent.parent, check=False)
     if done.returncode:

@@ -1,1 +1,1 @@
-"""The Python interface, `import ppo_repro`: deterministic models in your own code, and runs from a notebook."""
+"""Implement `import ppo_repro`: deterministic models in your own code, and runs from a notebook."""

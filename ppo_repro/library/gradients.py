@@ -1,8 +1,8 @@
-"""Checks around each pass of a deterministic model, and its gradients in `.grad`.
+"""Check a deterministic model around each pass, and add its gradients to `.grad`.
 
-Each pass packs the weights again and sees every change, also through `.data`, NumPy or another library. Gradients go to
-the `grad` of parameters. One slot stays open: a gradient is one chain of additions over all sequences since
-`zero_grad`. A batch of eight sequences and eight batches of one give the same bits.
+Each pass packs the weights again, so it sees every change, also through `.data`, NumPy or another library. Gradients go
+to the `grad` of parameters. A gradient is one chain of additions over all sequences since `zero_grad`. So a batch of
+eight sequences and eight batches of one give the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def modules_of(model: nn.Module) -> Modules:
 
 
 class Passes:
-    """The state of one deterministic model between passes: its modules, shapes, trained weights, sums."""
+    """State of one deterministic model between passes: its modules, shapes, trained weights and gradient sums."""
 
     def __init__(self, modules: Modules, shapes: dict[str, torch.Size]) -> None:
         self._modules, self._shapes = modules, shapes
@@ -101,7 +101,10 @@ def _versions(model: PreTrainedModel) -> list[int]:
 
 
 class Watched(Function):
-    """The logits of a pass; its backward raises RuntimeError if a weight has changed since, or if it runs twice."""
+    """Function for the logits of a pass.
+
+    Its backward raises RuntimeError if a weight has changed, or if it runs twice.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, model: PreTrainedModel) -> Tensor:
@@ -121,7 +124,7 @@ class Watched(Function):
 
 
 class RunningSums(GradientSums):
-    """Sums that begin with the `grad` of each parameter, and become its `grad` after each backward pass."""
+    """Gradient sums that start from the `grad` of each parameter and replace this `grad` after each backward pass."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__(parameters, slots=1)
@@ -135,7 +138,7 @@ class RunningSums(GradientSums):
         return use
 
     def go_on(self, use: SlotSums) -> None:
-        """Set the sums of all uses to `grad`, which may be None after `zero_grad`, or a tensor of the caller."""
+        """Start the sums of all uses from `grad`, which may be None after `zero_grad`, or a tensor of the caller."""
         for p in use.parameters:
             if p.grad is None:
                 self._published.pop(id(p), None)
@@ -154,7 +157,7 @@ class RunningSums(GradientSums):
                 use.view(p).copy_(value)
 
     def publish(self, use: SlotSums) -> None:
-        """Set `grad` to the sum over all uses; with one use, `grad` is the memory of the sum itself."""
+        """Set `grad` to the sum over all uses; with one use, `grad` shares the memory of the sum."""
         for p in use.parameters:
             first, *others = (each.view(p) for each in self._users[id(p)])
             published = self._published.get(id(p), (None, 0))[0]

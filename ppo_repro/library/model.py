@@ -1,4 +1,4 @@
-"""`deterministic` copies a transformers model; no batch layout changes the copy's results."""
+"""Copy a transformers model by `deterministic`; no batch layout changes the copy's results."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ MAX_THREADS, MAX_CONTEXT = 1024, 32768  # as in a configuration
 
 @dataclass(frozen=True)
 class Layout:
-    """R rows of L positions, on the CPU; padding is token 0 at position 0."""
+    """Batch of R rows of L positions, on the CPU; padding is token 0 at position 0."""
 
     input_ids: Tensor  # [R, L] int64
     position_ids: Tensor  # [R, L] int64, from 0 in each sequence
     real: Tensor  # [R, L] bool, False for padding
 
     def sequences(self) -> Ragged:
-        """Return the sequences, row after row; their gradients are one chain, which the next batch continues."""
+        """Return the sequences in the order of rows; their gradients are one chain, which the next batch continues."""
         starts = np.flatnonzero(self.position_ids[self.real].numpy() == 0)
         tokens = [part.tolist() for part in np.split(self.input_ids[self.real].numpy(), starts[1:])]
         return ragged(tokens, slots=ints(np.zeros(len(tokens) + 1)))
 
     def follows(self) -> Tensor:
-        """Return whether the next position of the row belongs to the same sequence, bool [R, L]."""
+        """Return a bool [R, L]: whether the next position of the row belongs to the same sequence."""
         next_goes_on = self.real[:, 1:] & self.real[:, :-1] & (self.position_ids[:, 1:] > 0)
         return torch.cat([next_goes_on, torch.zeros_like(self.real[:, :1])], 1)
 
@@ -131,7 +131,7 @@ def layout_of(
 
 
 def _positions(given: Tensor, real: Tensor) -> Tensor:
-    """Return positions, 0 at padding. Raises UserError unless they count from 0 in every sequence."""
+    """Return positions [R, L], 0 at padding. Raises UserError unless they count from 0 in every sequence."""
     positions = given.to(torch.int64).masked_fill(~real, 0)
     before = torch.cat([torch.full_like(positions[:, :1], -1), positions[:, :-1]], 1)
     goes_on = torch.cat([torch.zeros_like(real[:, :1]), real[:, :-1]], 1) & (positions == before + 1)
@@ -201,7 +201,7 @@ def passes_of(model: PreTrainedModel) -> Passes:
 
 
 def max_context(model: PreTrainedModel) -> int:
-    """Return the most tokens in a sequence of a deterministic model."""
+    """Return the largest number of tokens in a sequence of a deterministic model."""
     return cast(Lowered, lowered_of(model)).max_context
 
 
@@ -217,7 +217,7 @@ def begin_pass(model: PreTrainedModel) -> None:
 
 
 def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:
-    """Compute logits [n, V] float32 of a deterministic model at flat positions `places` [n] int64; differentiable."""
+    """Compute differentiable logits [n, V] float32 of a deterministic model at flat positions `places` [n] int64."""
     begin_pass(model)
     batch, tokens = layout.sequences(), ints((layout.real.reshape(-1).cumsum(0) - 1)[places])
     hidden, _ = cast(Network, network_of(model)).over_batch(batch, tokens)
@@ -226,7 +226,7 @@ def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:
 
 
 class _Sum(Function):
-    """sum_t x_t, correctly rounded in float64, then to float32; each term has the gradient of the sum."""
+    """Compute sum_t x_t, correctly rounded to float64, then to float32; each term has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class _Sum(Function):
 
 
 def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: Tensor | int | None) -> Tensor:
-    """Return the sum of -log p(label) over the labels that count, divided by their number or by `items`; nats."""
+    """Return the sum of -log p(label), in nats, over the labels that count, divided by their number or by `items`."""
     whole = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.dtype == torch.bool)
     if not whole or labels.shape != layout.real.shape:
         raise UserError(f"labels: must be whole numbers {list(layout.real.shape)}, as input_ids")
@@ -284,7 +284,7 @@ def _forward(
     output_hidden_states: bool | None = None,
     return_dict: bool | None = None,
 ) -> CausalLMOutput:
-    """Compute logits, and with labels the loss, as `deterministic` describes."""
+    """Compute the logits, and the loss if there are labels; `deterministic` describes the arguments."""
     refused = {
         "past_key_values": past_key_values is not None,
         "inputs_embeds": inputs_embeds is not None,

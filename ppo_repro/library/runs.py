@@ -1,4 +1,4 @@
-"""Recorded runs in Python: find, open and compare runs, read tables as pandas frames. Never imports torch."""
+"""Find, open and compare recorded runs, and read tables as pandas frames. Never imports torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A recorded run; each property reads the run's folder again, because a run in progress changes.
+    """Recorded run; each property reads the run's folder again, because a run in progress changes.
 
-    At a prompt it shows its folder, state, results and fingerprint.
+    At a Python prompt, a run shows its folder, state, results and fingerprint.
     """
 
     path: Path
@@ -51,40 +51,40 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`running`, `complete`, `interrupted` or `failed`."""
+        """Return `running`, `complete`, `interrupted` or `failed`."""
         return self._head.status
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over every recorded bit, so far if the run is not complete."""
+        """Return the SHA-256 over every bit that the run has recorded until now."""
         return self._head.fingerprint
 
     @property
     def num_iterations(self) -> int:
-        """The number of recorded iterations."""
+        """Return the number of recorded iterations."""
         return self._head.num_iterations
 
     @property
     def final(self) -> Mapping[str, float | int | str]:
-        """The results after the last iteration, such as `eval_accuracy`; empty until then."""
+        """Return the results after the last iteration, for example `eval_accuracy`; empty until then."""
         return self._head.final
 
     @property
     def config(self) -> RunConfig | ControlConfig | DPOConfig:
-        """The configuration that the run was started with."""
+        """Return the configuration of the run."""
         return load_config_of(self.path, self._head)
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The names of the tables that `table` reads; their columns are described in ppo_repro/records/README.md."""
+        """Return the names of the tables that `table` reads; ppo_repro/records/README.md describes their columns."""
         return tuple(manifest.table_names(manifest.load(self.path)))
 
     def table(
         self, name: str, columns: Sequence[str] | None = None, iterations: Sequence[int] | None = None
     ) -> pd.DataFrame:
-        """Return the rows of a table, bit for bit, of all iterations or some; the run may be incomplete.
+        """Return the rows of a table, bit for bit, of all or some iterations; the run may be incomplete.
 
-        Raises UserError for an unknown name, column or iteration, and if a file does not have its recorded digest.
+        Raises UserError for an unknown name, column or iteration, or if a file does not have its recorded digest.
         """
         return read_table(name, self.path, columns=columns, iterations=iterations, allow_incomplete=True)
 
@@ -93,11 +93,11 @@ RunOrPath = Run | Path | str
 
 
 def open_run(path: RunOrPath) -> Run:
-    """Return the recorded run in a folder, complete or not; `latest` is the newest in `runs`.
+    """Return the recorded run in a folder, complete or not; `latest` means the newest run in `runs`.
 
     Raises UserError if there is no run, or its manifest is damaged.
 
-    Source: the format is described in ppo_repro/records/README.md.
+    Source: ppo_repro/records/README.md describes the format.
 
     >>> import ppo_repro
     >>> run = ppo_repro.open_run(EXAMPLE_RUN)
@@ -125,10 +125,10 @@ def latest_run(root: Path | str = "runs") -> Run:
 def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:
     """Return the first difference of two runs, in the order of computation; None if all bits are the same.
 
-    `.describe()` of the difference is one line; `.table`, `.iteration`, `.column`, `.row`, `.left`, `.right` are its
-    parts. Raises UserError if a file is missing or damaged, or the runs are of different kinds.
+    `.describe()` returns the difference as one line; its parts are `.table`, `.iteration`, `.column`, `.row`, `.left`,
+    `.right`. Raises UserError if a file is missing or damaged, or the runs are of different kinds.
 
-    Source: the digests that are compared are described in ppo_repro/records/README.md.
+    Source: ppo_repro/records/README.md describes the digests that `diff` compares.
 
     >>> import ppo_repro
     >>> print(ppo_repro.diff(EXAMPLE_RUN, EXAMPLE_RUN))

@@ -1,4 +1,4 @@
-"""Sampling from a deterministic model, and its log-probs of given tokens, which are the same numbers."""
+"""Sample from a deterministic model, and compute its log-probs of existing tokens: the same numbers."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def logprobs(
     position_ids: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Compute log softmax(logits / temperature) of each token; differentiable.
+    """Compute the differentiable log-prob of each token, log softmax(logits / temperature).
 
-    Every number has the same bits in every layout, and equals `generate`'s number if top-k and top-p cut nothing.
+    Every log-prob has the same bits in every layout, and equals the log-prob of `generate` if top-k and top-p cut
+    nothing.
 
     Args:
         model: a model of `deterministic`.
@@ -51,7 +52,7 @@ def logprobs(
         temperature: above 0.
 
     Returns:
-        Nats, float32 [R, L]; 0 at padding and at the first token of a sequence, which nothing predicts.
+        Log-probs in nats, float32 [R, L]; 0 at padding and at the first token of a sequence, which nothing predicts.
 
     Raises:
         UserError: a stock model, wrong shapes, ids outside the vocabulary, holes in the mask, or a temperature of 0 or

@@ -1,4 +1,4 @@
-"""`train`, which runs PPO from a notebook, and the file that it makes of a notebook's reward."""
+"""Run PPO from a notebook by `train`, and write a notebook's reward to a file."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Reward = Callable[[str, str, str], float]
 
 
 def reward_path(reward: Reward | str, folder: Path) -> str:
-    """Return `FILE.py:FUNCTION` of a reward: its own file, or a new file in `folder` for a function of a notebook.
+    """Return `FILE.py:FUNCTION` of a reward; a notebook's function is first written to a new file in `folder`.
 
-    The new file has the function's source, the imports and the plain constants that it uses. Raises UserError if it
-    uses anything else, because the file would not compute the same.
+    The new file has the function's source, and the imports and plain constants that the function uses. Raises UserError
+    if the function uses anything else, because the file would not compute the same.
     """
     if isinstance(reward, str):
         return reward
@@ -84,7 +84,7 @@ OnIteration = Callable[[Any], object]  # takes a row of the table `iterations`, 
 
 
 class _Progress(ConsoleProgress):
-    """The progress that `ppo-repro run` shows, and a call of the user's function after each iteration."""
+    """Watcher that shows the progress of `ppo-repro run` and calls the user's function after each iteration."""
 
     def __init__(self, run_dir: Path, on_iteration: OnIteration | None) -> None:
         super().__init__()
@@ -108,16 +108,16 @@ def train(
     """Run PPO as `ppo-repro run` does, record every buffer, and return the run.
 
     Args:
-        config: a YAML file or its tree as a dict, also as PyYAML reads it.
-        reward: replaces the terms of the reward: a function of prompt, response and answer, or 'FILE.py:FUNCTION';
-            a function of a notebook is written to OUT/rewards/ with the modules and constants that it uses.
+        config: a YAML file, or its content as a dict, also as PyYAML reads it.
+        reward: replaces the terms of the reward: a function of prompt, response and answer, or 'FILE.py:FUNCTION'; a
+            notebook's function is written to OUT/rewards/ with the modules and constants that the function uses.
         on_iteration: called with the row of the table `iterations` after each iteration; its errors end the run, and
             `ppo-repro resume RUN` continues the run.
-        overrides: changed fields, as `{"ppo.epochs": 2}` or as after --set.
+        overrides: changed fields, `{"ppo.epochs": 2}`, or a list of texts as after --set.
         out: the folder of runs.
 
     Raises:
-        UserError: in one line, for a wrong configuration or reward, and for a run that exists.
+        UserError: the configuration or the reward is wrong, or the run exists; the message is one line.
 
     Source: the loop is ppo_repro/loop.py; ppo_repro/config/README.md names papers.
 

@@ -1,1 +1,1 @@
-"""Sampling with the user's engine: a Python class that gets weights and prompts, and returns responses."""
+"""Sample with the user's engine: a Python class that receives weights and prompts, and returns responses."""

@@ -1,6 +1,6 @@
-"""The user's engine in its child process; `engine.py` is the side of the run.
+"""Run the user's engine in a child process; `engine.py` is the run's side.
 
-Settings that the engine makes for its process, such as torch's threads, do not reach the trainer.
+The engine's settings for its process, for example torch's threads, do not affect the trainer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _methods: dict[str, UserCallable] = {}  # the methods of this process's engine
 
 
 def make(field: str, path: str, parameters: Mapping[str, Any]) -> None:
-    """Make the engine from `FILE.py:CLASS`. Raises UserError if the class or one of its methods is missing or wrong."""
+    """Create the engine from `FILE.py:CLASS`.
+
+    Raises UserError if the class or one of its methods is missing or wrong.
+    """
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # a server may reserve more memory than it uses
     found = load_callable(field, path, (), parameters)
@@ -46,7 +49,7 @@ def load(folder: str) -> None:
 
 
 def generate(prompts: list[list[int]], sampling: Mapping[str, Any], seeds: list[int]) -> list[Response]:
-    """Return one response per prompt. Raises UserError, with file and line, if the engine returns anything else."""
+    """Return one response per prompt. If the engine returns anything else, raises UserError with file and line."""
     method, wanted = _methods["generate"], EngineSampling(**{**sampling, "end_ids": tuple(sampling["end_ids"])})
     value = method(prompts, wanted, seeds)
     try:

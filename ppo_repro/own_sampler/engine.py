@@ -1,6 +1,6 @@
-"""The user's engine as a sampler: its process, its weights, its responses.
+"""Sample with the user's engine: its process, its weights, its responses.
 
-The run promises nothing about the engine's numbers: its tokens and log-probs are recorded as they are. A response in a
+The run promises nothing about the engine's numbers, and records its tokens and log-probs unchanged. A response in a
 wrong form ends the run (`responses.py`).
 """
 
@@ -32,10 +32,10 @@ _SEEDS = 2**32  # NumPy takes seeds below this
 
 
 class EngineProcess:
-    """A user's engine in its own process, which `end` ends."""
+    """User's engine in its own process, which runs until `end`."""
 
     def __init__(self, settings: OwnEngine) -> None:
-        """Start the process and make the engine in it. Raises UserError, with file and line, if that fails."""
+        """Start the process and create the engine. If that fails, raises UserError with file and line."""
         file_and_name(FIELD, settings.path)
         self.settings, self.process = settings, UserProcess()
         user_code.load(self.process, FIELD, _CHILD, dict.fromkeys(("make", *METHODS), "text"))
@@ -68,7 +68,7 @@ class EngineProcess:
 
 
 class OwnSampler:
-    """Samples with the user's engine, which gets the weights of `policy` whenever they have changed."""
+    """Sampler that uses the user's engine, and sends it the weights of `policy` whenever they have changed."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class OwnSampler:
         max_context: int,
         folder: Path,
     ) -> None:
-        """Begin without weights in the engine.
+        """Connect an engine that has no weights yet.
 
         Args:
             engine: the user's engine, in its process.
@@ -87,7 +87,7 @@ class OwnSampler:
             tokenizer: the tokenizer that is written beside the weights.
             end_ids: end tokens.
             max_context: tokens of prompt and response together.
-            folder: where the folder of weights is written.
+            folder: the folder below which the weights are written.
         """
         self.engine, self.policy, self.tokenizer, self.end_ids = engine, policy, tokenizer, end_ids
         self.max_context, self.model_folder = max_context, folder / MODEL
@@ -122,7 +122,7 @@ class OwnSampler:
 
 
 def sampled(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
-    """Return a completion that top-k and top-p did not cut."""
+    """Return a completion whose distribution top-k and top-p did not cut."""
     return Completion(
         response_ids=tuple(ids),
         logprobs=torch.tensor(logprobs, dtype=torch.float32),

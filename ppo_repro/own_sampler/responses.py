@@ -1,4 +1,7 @@
-"""The arguments and the checked responses of a user's engine. The child process imports this file: no torch here."""
+"""Define the arguments and check the responses of a user's engine.
+
+The child process imports this file: no torch here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ ONE_EACH = "one (ids, logprobs, finish_reason) for each prompt"
 
 @dataclass(frozen=True)
 class EngineSampling:
-    """The distribution to sample from: softmax(logits / temperature) over the whole vocabulary; no top-k, no top-p."""
+    """Distribution to sample from: softmax(logits / temperature) over the whole vocabulary, without top-k and top-p."""
 
     temperature: float
     max_response_tokens: int  # the end token included
@@ -27,10 +30,10 @@ class EngineSampling:
 def checked_responses(value: Any, prompts: int, sampling: EngineSampling) -> list[Response]:
     """Return the responses of `generate` as plain data.
 
-    Raises RefusedError, which names the first wrong response and its fault.
+    Raises RefusedError, with the fault, for the first wrong response.
 
     Lists may be tuples, arrays or tensors. A response that ends with an end token gets the finish reason `stop`, even
-    at the limit, where some programs say `length`.
+    at the length limit, where some engines return `length`.
     """
     responses = _plain(value)
     if not isinstance(responses, list | tuple):

@@ -1,1 +1,1 @@
-"""Sampling with SGLang servers: the trainer's side. `plugin` is the part that runs inside the servers."""
+"""Sample with SGLang servers from the trainer's side; `plugin` runs inside the servers."""

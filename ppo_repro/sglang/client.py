@@ -1,4 +1,4 @@
-"""HTTP with an SGLang server: one request, one answer."""
+"""Send HTTP requests to an SGLang server and read the answers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ppo_repro.base.errors import UserError
 
 
 class Call:
-    """A request that has been sent; only `json` waits for the answer, so several servers work at the same time."""
+    """Request that has been sent; only `json` waits for the answer, so several servers work at the same time."""
 
     def __init__(self, url: str, path: str, timeout: float, body: Any = None) -> None:
-        """Send a request; the answer is read later.
+        """Send a request; `json` reads the answer later.
 
         Args:
             url: address of the server.
@@ -32,7 +32,7 @@ class Call:
             raise self._lost(error) from error
 
     def json(self) -> Any:
-        """Wait for the answer and parse it, None if empty.
+        """Wait for the answer and return its JSON data, None if the answer is empty.
 
         Raises UserError if no answer comes or the server refuses.
         """
@@ -65,7 +65,10 @@ class Call:
 
 
 def ask(url: str, path: str, timeout: float, body: Any = None) -> dict[str, Any]:
-    """Ask a server for a JSON object; arguments as in `Call`. Raises UserError for any other answer."""
+    """Return the JSON object that a server answers to a `Call` with these arguments.
+
+    Raises UserError for another answer.
+    """
     answer = Call(url, path, timeout, body).json()
     if not isinstance(answer, dict):
         raise UserError(f"{url}{path}: the answer is not a JSON object; is this an SGLang server?")

@@ -1,4 +1,4 @@
-"""The command line, environment and interpreter of a server. All functions but `look_into` are pure."""
+"""Build the command line and the environment of a server, and inspect its interpreter. Only `look_into` has effects."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(json.dumps({{
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The interpreter of the servers and its packages."""
+    """Python interpreter of the servers, and its packages."""
 
     python: str
     packages: Mapping[str, str | None]
@@ -63,7 +63,7 @@ def numerics_digest(package: Path) -> str:
 
 
 def look_into(engine: SGLangServers) -> Interpreter:
-    """Ask the servers' interpreter for its packages. Raises UserError if no server can run with them."""
+    """Return the servers' interpreter with its packages. Raises UserError if no server can run with these packages."""
     python = engine.python or sys.executable
     wrong = f"rollout.engine.python = {python}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -1,8 +1,8 @@
-"""An engine that samples with SGLang servers: it keeps their weights current, divides requests and checks answers.
+"""Sample with SGLang servers: keep their weights current, divide requests between them, check their answers.
 
-A server gets the digest of the weights as their version and returns it with every response. In deterministic numerics
-it also computes the digest of its weights, by the trainer's function. Stock SGLang cannot compute the digest, and it
-silently skips a tensor whose name it does not know.
+A server receives the digest of the weights as their version, and returns the version with every response. In
+deterministic numerics the server also computes the digest of its weights, by the trainer's function. Stock SGLang
+cannot compute the digest, and silently skips a tensor with an unknown name.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, rout
 
 
 def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path, deterministic: bool) -> None:
-    """Write the policy as a folder for a server, with the run's end tokens. Raises UserError if that fails.
+    """Write the policy and the run's end tokens as a model folder for a server. Raises UserError if that fails.
 
     Args:
         policy: the model.
@@ -106,13 +106,13 @@ def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path
 
 
 def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
-    """Raise UserError unless a server has the weights that it was sent.
+    """Check that a server has the weights that the run sent.
 
     Args:
         url: address of the server.
         digest: digest of the weights, which is their version.
         deterministic: whether to compare the digest that the server itself computes.
-        timeout: seconds.
+        timeout: seconds until the answer begins.
 
     Raises:
         PromiseBroken: the server's weights have another digest.
@@ -132,7 +132,7 @@ def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
 
 
 class SGLangEngine:
-    """Samples with SGLang servers, which get the weights of `policy` whenever they have changed.
+    """Engine that samples with SGLang servers, and sends them the weights of `policy` whenever they have changed.
 
     Each server gets a range of consecutive requests, so that the samples of a prompt share its cache.
     """
@@ -163,7 +163,7 @@ class SGLangEngine:
         self._server_digests: dict[str, str] = {}  # digest of each server's weights, by URL
 
     def open(self, waiting: Waiting, temporary: Path) -> None:
-        """Start servers with the policy's weights, or take the servers given by URL; check and note their settings.
+        """Start servers with the policy's weights, or use the servers given by URL; check and record their settings.
 
         Raises UserError if a server does not start or does not have the settings that the run needs.
         """
@@ -219,7 +219,7 @@ class SGLangEngine:
         ]
 
     def _ask(self, servers: Sequence[Server], bodies: Sequence[Mapping[str, Any]], digest: str) -> list[Any]:
-        """Return the answer of each server to its requests. All servers work at the same time."""
+        """Return the answer of each server to its request. All servers work at the same time."""
         calls: list[Call] = []
         answers: list[Any] = []
         try:
@@ -237,7 +237,7 @@ class SGLangEngine:
         return answers
 
     def _write(self, digest: str) -> None:
-        """Write the model folder for servers unless it has the weights of this digest."""
+        """Write the model folder for the servers, unless the folder already has the weights with this digest."""
         if self._folder_digest != digest:
             write_folder(self.policy, self.stop_ids, self.model_folder, self._is_deterministic)
             self._folder_digest = digest

@@ -1,7 +1,9 @@
-"""The body of `/generate` and its answer. A wrong request can kill a server, so every field is checked first.
+"""Make requests to `/generate` and read the answers.
 
-Every field of an answer that is used is checked as well: a response of the wrong length, from other weights, or with a
-log-prob that is not a float32 ends the run.
+A wrong request can kill a server, so every field is checked first.
+
+Every used field of an answer is checked too: a response of the wrong length, from other weights, or with a log-prob
+that is not a float32 ends the run.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ppo_repro.sglang.plugin import kept_tokens
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """The shape of a model's routes; SGLang returns experts for every layer, zeros for a dense one."""
+    """Shape of a model's routes; SGLang returns experts for every layer, zeros for a dense layer."""
 
     layers: int
     mixtures: tuple[int, ...]  # the layers with a router
@@ -44,7 +46,7 @@ def routed_layers(policy: PreTrainedModel) -> RoutedLayers:
 
 
 def read_routes(text: Any, inputs: int, routed: RoutedLayers) -> Tensor:
-    """Read routes [inputs, M k] int32 as in `Completion.routes`. Raises ValueError if `text` is no such array."""
+    """Decode the routes of `Completion.routes`, int32 [inputs, M k]. Raises ValueError if `text` has another form."""
     if not isinstance(text, str):
         raise ValueError("returned no routed_experts; start the server with --enable-return-routed-experts")
     try:
@@ -119,9 +121,9 @@ def read_completions(
     url: str,
     routed: RoutedLayers | None = None,
 ) -> list[Completion]:
-    """Read the completions of a `/generate` answer, in the order of the requests.
+    """Return the completions of a `/generate` answer, in the order of the requests.
 
-    Raises UserError, which names its fault.
+    Raises UserError, with the fault, for a wrong answer.
 
     Args:
         answer: the server's answer, parsed JSON.

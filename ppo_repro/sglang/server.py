@@ -1,4 +1,4 @@
-"""The servers that a run starts: processes that end with the run, their logs, the reason of their end."""
+"""Start and end the servers of a run, and read their logs for the reason of a server's death."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Waiting = Callable[[int], None]  # seconds waited so far
 
 @dataclass(frozen=True)
 class Server:
-    """One server."""
+    """One SGLang server: its address, process and log."""
 
     url: str
     process: subprocess.Popen[bytes] | None = None  # leader of a process group; None for a server given by URL
@@ -36,7 +36,7 @@ class Server:
 
 
 def free_port() -> int:
-    """Find a free loopback port."""
+    """Return a free loopback port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -72,7 +72,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path, por
 
 
 def end(server: Server) -> None:
-    """Kill a server that the run started, with all processes of its group; a server has nothing to save."""
+    """Kill a server that the run started, with all processes of its group; servers save nothing."""
     if server.process is not None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.process.pid, signal.SIGKILL)
@@ -80,7 +80,7 @@ def end(server: Server) -> None:
 
 
 def wait_until_ready(server: Server, timeout_s: int, waiting: Waiting) -> None:
-    """Wait until a server is healthy. Raises UserError if it ends before or takes too long."""
+    """Wait until a server is healthy. Raises UserError if the server ends or takes longer than `timeout_s` seconds."""
     started, reported = time.monotonic(), 0
     while not _is_healthy(server.url):
         waited = time.monotonic() - started
@@ -108,9 +108,9 @@ def _is_healthy(url: str) -> bool:
 
 
 def death(server: Server) -> str | None:
-    """Return a sentence about the end of a server that the run started, and print the last lines of its log.
+    """Return a sentence about the death of a server that the run started, and print the last lines of its log.
 
-    None if the server was given by URL, or has not ended.
+    Returns None if the user started the server, or if the server still runs.
     """
     if server.process is None:
         return None

@@ -1,1 +1,1 @@
-"""Copies of recorded runs and grids in MLflow, W&B and TensorBoard, and for a function of the user."""
+"""Copy recorded runs and grids to MLflow, W&B, TensorBoard, or a function of the user."""

@@ -1,6 +1,6 @@
-"""Copies of a recorded run or grid, or of a run in progress, which a process beside the run makes.
+"""Copy a recorded run or grid, or a run in progress, by a process beside the run.
 
-Because of the process, a slow or dead server or a function that fails cannot stop or break the run.
+A slow or dead server, or a function that fails, cannot stop the run, because it has a process of its own.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databrick
 
 @dataclass(frozen=True)
 class Target:
-    """A place for copies."""
+    """Destination of copies: an MLflow store, W&B, TensorBoard or a function."""
 
     kind: str
     place: str  # URI, folder or FILE.py:FUNCTION; empty for W&B, whose client has settings for it
 
     @property
     def option(self) -> str:
-        """The option of `ppo-repro track` for this place."""
+        """Return the option of `ppo-repro track` for this place."""
         option = "--tensorboard" if self.kind == TENSORBOARD else "--uri"
         return f"{option} {shlex.quote(masked(self.place or self.kind))}"
 
 
 @dataclass
 class Copies:
-    """The places of finished copies: lines for people, and the same as fields for JSON."""
+    """Addresses of finished copies: printed lines, and the same as fields for JSON."""
 
     lines: list[str] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Copies:
 def targets_of(tracks: Sequence[str], tensorboard: Path | None) -> tuple[Target, ...]:
     """Return the places of `--track` and `--tensorboard`.
 
-    Raises UserError, before a run begins, for an impossible place or a package that is not installed.
+    Raises UserError for an impossible place or a package that is not installed.
     """
     targets = [_target(track) for track in dict.fromkeys(tracks)]
     if len({target.kind for target in targets}) < len(targets):
@@ -110,7 +110,7 @@ def _check_uri(uri: str, source: str) -> None:
 
 
 def copy(folder: Path, target: Target, is_over: Callable[[float], bool] = lambda seconds: True) -> Copies:
-    """Copy a run or grid until it is over; the result has no lines if nothing was recorded.
+    """Copy a run or grid until it is over, and return the copies; without records there are no lines.
 
     `is_over` waits for at most the given seconds, and returns whether the process that writes records has ended. Raises
     UserError if records are damaged or the target cannot be written.
@@ -142,7 +142,7 @@ def copy(folder: Path, target: Target, is_over: Callable[[float], bool] = lambda
 
 @contextmanager
 def followed(folder: Path, copies: Copies, targets: Sequence[Target]) -> Iterator[None]:
-    """Copy the run or grid of this block by a process for each target, and add the places of the copies to `copies`.
+    """Start a process per target that copies the run of this block, and add the addresses of the copies to `copies`.
 
     A failure is printed, not raised.
     """
@@ -197,7 +197,7 @@ def _say(problem: str, folder: Path, target: Target) -> None:
 
 
 def main(folder: Path, target: Target) -> None:
-    """Copy the run or grid until stdin closes; exit with 1 and the reason on stdout if that fails."""
+    """Copy the run or grid until stdin closes; if that fails, print the reason on stdout and exit with 1."""
     ended = threading.Event()
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""The part that all trackers share: copies of a run or of a grid's cells in progress."""
+"""Follow a run or a grid's cells in progress; all trackers share this code."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ IsOver = Callable[[float], bool]
 
 
 class RunCopy(Protocol):
-    """The copy of one run."""
+    """Interface of a copy of one run."""
 
     ended: bool
 
     def catch_up(self, is_over: bool) -> None:
-        """Copy the records since the last call, and the final results if the run is complete or over."""
+        """Copy the records since the last call; if the run is complete, or `is_over`, copy the final results too."""
         ...
 
 
@@ -31,7 +31,7 @@ Copy = TypeVar("Copy", bound=RunCopy)
 
 
 def begun(folder: Path, is_over: IsOver) -> IsOver | None:
-    """Wait until a run or grid has begun; return the function to ask from then on, None if nothing was recorded."""
+    """Wait until a run or grid has begun; return the `is_over` to use from then on, None if nothing was recorded."""
     over = False
     while not any((folder / name).exists() for name in (manifest.FILE_NAME, CELLS)):
         if over:
@@ -70,5 +70,5 @@ def follow_cells(
 
 
 def labels_of(row: dict[str, Any]) -> dict[str, str]:
-    """Return the labels of a cell's axes, by `axis.NAME`."""
+    """Return the labels of a cell's axes by the columns `axis.NAME` of the table."""
     return {name: str(label) for name, label in row.items() if name.startswith("axis.")}

@@ -1,4 +1,4 @@
-"""A function of the user, called with the metrics of each iteration, in a process beside the run or grid.
+"""Call a function of the user with the metrics of each iteration, in a process beside the run or grid.
 
 An error of the function does not reach the run.
 """
@@ -43,7 +43,7 @@ def copy(folder: Path, path: str, is_over: Callable[[float], bool]) -> int:
 
 
 class _Calls:
-    """The calls about one run."""
+    """Copy of one run, made by calls of the user's function."""
 
     def __init__(self, run_dir: Path, follow: Callable[..., Any]) -> None:
         from ppo_repro.tracking.numbers import RunNumbers

@@ -1,4 +1,4 @@
-"""Copies of runs and grids in MLflow, while they work or later.
+"""Copy runs and grids to MLflow, during the run or later.
 
 The copies are made from the records: a copy that failed can be made later. Nothing is read back from MLflow.
 """
@@ -53,7 +53,7 @@ ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "r
 
 @dataclass(frozen=True)
 class Place:
-    """A run in an MLflow store."""
+    """Address of a run in an MLflow store."""
 
     experiment_id: str
     run_id: str
@@ -101,7 +101,7 @@ def _unwritable(uri: str, error: Exception) -> UserError:
 
 
 def copy(folder: Path, uri: str, is_over: IsOver) -> Place | None:
-    """Copy a run or a grid, and the page about it, until it is over; None if nothing was recorded.
+    """Copy a run or a grid with its HTML page until it is over, and return the address; None if nothing was recorded.
 
     An earlier copy is replaced. Raises UserError if the records are damaged or the store does not answer.
     """
@@ -126,7 +126,7 @@ def copy(folder: Path, uri: str, is_over: IsOver) -> Place | None:
 
 
 class _Copy:
-    """A new run in the store, in place of an earlier copy of the folder."""
+    """New run in the store, which replaces an earlier copy of the folder."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class _Copy:
 
 
 class _RunCopy(_Copy):
-    """The copy of one run; a cell of a grid has another `experiment` and `name`."""
+    """Copy of one run in MLflow; a cell of a grid has another `experiment` and `name`."""
 
     def __init__(self, client: MlflowClient, run_dir: Path, experiment: str = "", name: str = "", **tags: str) -> None:
         recorded = manifest.load_head(run_dir)
@@ -200,7 +200,7 @@ class _RunCopy(_Copy):
 
 
 def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
-    """Copy a grid: a parent run with the question, and a child for each cell that began; return the parent."""
+    """Copy a grid as a parent run with the question and a child run per cell; return the parent's address."""
     tree = read_tree(grid_dir / "grid.yaml")
     params = {name: tree[name] for name in ("question", "expectation", "base", "seeds", "read_with", "axes")}
     started = (grid_dir / "grid.yaml").stat().st_mtime

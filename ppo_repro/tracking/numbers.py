@@ -1,4 +1,4 @@
-"""The numbers of a run, each with a name and a moment, and the sentences about the run."""
+"""Read the numbers of a run, each with a name and a moment, and the sentences about the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS = ["iteration", "epoch", "minibatch", "ended_at"]
 
 @dataclass(frozen=True)
 class Scalar:
-    """One number; `moment` in seconds since 1970."""
+    """One number of a run; `moment` in seconds since 1970."""
 
     name: str
     value: float
@@ -27,7 +27,7 @@ class Scalar:
 
 
 class RunNumbers:
-    """The numbers of a recorded run, or of a run in progress."""
+    """Reader of the numbers of a recorded run, or of a run in progress."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._iterations, self._steps = run_dir, 0, 0
@@ -46,7 +46,7 @@ class RunNumbers:
         return _columns(iterations, "iteration", new, moments) + _columns(steps, "step", numbers, step_moments)
 
     def ending(self) -> list[Scalar]:
-        """Return the final results, accuracy and seconds, and the point after the last iteration of each curve."""
+        """Return the final results, accuracy and seconds, and each curve's point after the last iteration."""
         recorded = manifest.load_head(self._run_dir)
         moment = end_time(self._run_dir, recorded)
         final = {name: float(value) for name, value in recorded.final.items() if not isinstance(value, str)}
@@ -79,7 +79,7 @@ def _columns(table: pd.DataFrame, group: str, steps: Sequence[int], moments: Seq
 
 
 def sentences(run_dir: Path) -> list[str]:
-    """Return the sentences that `show` prints of a complete run, or the progress of another; then the fingerprint."""
+    """Return the sentences of `show` about a complete run, or another run's progress, and the fingerprint."""
     recorded = manifest.load_head(run_dir)
     found = [f"{recorded.status} after {recorded.num_iterations} complete iterations"]
     if recorded.status == "complete":

@@ -1,4 +1,4 @@
-"""Recorded runs and grids as TensorBoard event files, written while they work or later."""
+"""Write recorded runs and grids as TensorBoard event files, during the run or later."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def lines(events: Path) -> list[str]:
 def copy(folder: Path, events: Path, is_over: IsOver) -> bool:
     """Write EVENTS/<experiment>/<run>, or EVENTS/<grid>/<cell> of each cell, until the run or grid is over.
 
-    The files replace our earlier files. Returns False if nothing was recorded. Raises UserError if records are damaged
-    or the folder cannot be written.
+    New files replace earlier copies. Returns False if nothing was recorded. Raises UserError if records are damaged or
+    the folder cannot be written.
     """
     still = begun(folder, is_over)
     if still is None:
@@ -47,7 +47,7 @@ def copy(folder: Path, events: Path, is_over: IsOver) -> bool:
 
 
 class _RunCopy:
-    """The event file of one run, in the folder `events`."""
+    """Copy of one run as an event file in the folder `events`."""
 
     def __init__(self, run_dir: Path, events: Path) -> None:
         recorded = manifest.load_head(run_dir)
@@ -76,7 +76,7 @@ class _RunCopy:
 
 
 def _writer(events: Path) -> SummaryWriter:
-    """Return a new event file that replaces our earlier ones. Raises UserError if it cannot be made."""
+    """Create an event file that replaces earlier copies. Raises UserError if the file cannot be created."""
     from tensorboardX import SummaryWriter
 
     try:

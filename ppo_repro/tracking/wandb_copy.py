@@ -1,4 +1,4 @@
-"""Copies of runs and grids in Weights & Biases, while they work or later, by the client of Weights & Biases.
+"""Copy runs and grids to Weights & Biases by its client, during the run or later.
 
 The client reads its settings: WANDB_MODE=offline writes files that `wandb sync` sends later, WANDB_PROJECT names the
 project, `wandb login` logs in. Nothing is read back.
@@ -36,7 +36,7 @@ KEPT = (manifest.FILE_NAME, manifest.LOG_NAME, CONFIG_NAME, ENVIRONMENT_NAME)
 
 @dataclass(frozen=True)
 class Place:
-    """The new runs of the client; the URL of an offline run is empty."""
+    """Addresses of the client's new runs; the URL of an offline run is empty."""
 
     group: str  # name of the grid; empty for a run
     runs: Sequence[tuple[str, str]]  # URL, and folder of the client
@@ -56,7 +56,7 @@ class Place:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Turn an error of the client in this block into a UserError, without a key."""
+    """Convert the client's errors in this block to UserError; the message contains no key."""
     from wandb.errors import Error
 
     try:
@@ -69,7 +69,7 @@ def answering() -> Iterator[None]:
 
 
 def copy(folder: Path, is_over: IsOver) -> Place | None:
-    """Copy a run or a grid until it is over; None if nothing was recorded.
+    """Copy a run or a grid until it is over, and return the addresses; None if nothing was recorded.
 
     An earlier copy of the same folder is replaced. Raises UserError if records are damaged or the client fails.
     """
@@ -92,7 +92,7 @@ def copy(folder: Path, is_over: IsOver) -> Place | None:
 
 
 class _RunCopy:
-    """The copy of one run; a cell of a grid has a `name` and a `group`."""
+    """Copy of one run in W&B; a cell of a grid has a `name` and a `group`."""
 
     def __init__(self, run_dir: Path, name: str = "", group: str = "", about: dict[str, Any] | None = None) -> None:
         recorded = manifest.load_head(run_dir)
@@ -160,7 +160,7 @@ class _RunCopy:
 
 
 def _begin(**about: Any) -> wandb.Run:
-    """Begin a run of the client, which prints nothing and collects nothing about the machine."""
+    """Begin a run of the client; the client prints nothing and collects no data about the machine."""
     import wandb
 
     settings = wandb.Settings(

@@ -1,4 +1,5 @@
-"""Deterministic numerics inside SGLang, through its own plugin mechanism; read `register` first.
+"""Run deterministic numerics inside SGLang, through SGLang's plugin mechanism; read `register` first.
 
-Only SGLang's processes import all of it; the trainer's side, `ppo_repro.sglang`, imports `names` and `kept_tokens`.
+Only SGLang's processes import the whole package; the trainer's side, `ppo_repro.sglang`, imports `names` and
+`kept_tokens`.
 """

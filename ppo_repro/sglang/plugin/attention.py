@@ -1,6 +1,6 @@
-"""The attention backend: it connects the model with SGLang's pools, and refuses to start with a wrong setting.
+"""Define the attention backend, which connects the model with SGLang's pools and refuses wrong settings.
 
-The kernels read a cache that is filled from the pools (see `pool`), so the backend computes nothing.
+The kernels read a cache that `pool` fills from SGLang's pools, so the backend computes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ppo_repro.sglang.plugin.sampler import DeterministicSampler
 
 
 class NoAttention(AttentionBackend):
-    """Prepares and computes nothing, because `PpoReproForCausalLM.forward` does."""
+    """Attention backend that computes nothing, because `PpoReproForCausalLM.forward` computes the attention."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Do nothing: the model reads the batch itself."""
@@ -30,9 +30,9 @@ class NoAttention(AttentionBackend):
 
 
 def make_backend(runner: Any) -> NoAttention:
-    """Make the backend of a model runner whose model is ready.
+    """Return the backend for a model runner whose model is ready.
 
-    Raises UserError, which names the first wrong setting of the server.
+    Raises UserError for the first wrong setting of the server.
     """
     from sglang.srt.mem_cache import allocation
     from sglang.srt.model_executor import forward_batch_info

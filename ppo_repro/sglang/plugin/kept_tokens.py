@@ -1,4 +1,4 @@
-"""The tokens that top-k and top-p kept: written by a deterministic SGLang server for each token, read by the run."""
+"""Exchange the tokens that top-k and top-p kept: a deterministic SGLang server writes them, the run reads them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Entry = list[Any]  # base64 of the bits of the kept tokens, log-prob among these
 
 
 def shortest(number: float) -> float:
-    """Return the shortest decimal number with the same float32; SGLang has `top_p` as a float32."""
+    """Return the shortest decimal number with the same float32, because SGLang stores `top_p` as a float32."""
     return float(str(np.float32(number)))
 
 
 def written(sample: Sample) -> list[Entry]:
-    """Return an entry for each row of a sample from a cut distribution; JSON keeps its float32 numbers."""
+    """Return one JSON entry for each row of a sample from a cut distribution; JSON preserves its float32 numbers."""
     sets = [base64.b64encode(row.tobytes()).decode("ascii") for row in sample.kept_tokens.numpy()]
     numbers = zip(sample.logprobs.tolist(), sample.log_kept_mass.tolist(), strict=True)
     return [[kept, *pair] for kept, pair in zip(sets, numbers, strict=True)]
 
 
 def read(entries: Any, tokens: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Read logprobs [T], log_kept_mass [T] and kept_tokens [T, ceil(V/8)] of T sampled tokens, as in `Completion`.
+    """Return logprobs [T], log_kept_mass [T] (nats) and kept_tokens [T, ceil(V/8)] of T sampled tokens.
 
-    Raises ValueError unless `entries` are entries of `written` for these tokens.
+    Raises ValueError unless `written` made `entries` for these tokens.
     """
     if not isinstance(entries, list) or len(entries) != len(tokens):
         raise ValueError("returned no kept tokens beside those of a cut distribution; is its numerics deterministic?")

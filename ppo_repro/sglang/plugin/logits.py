@@ -1,4 +1,4 @@
-"""Logits of hidden states, and log-probs of a request's input tokens."""
+"""Compute logits of hidden states, and log-probs of a request's input tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppo_repro.numerics.token_statistics import token_statistics
 
 
 class Logits(LogitsProcessor):
-    """SGLang chooses the rows, and the policy's head computes their logits, all logits of the server."""
+    """Logits processor of SGLang, which chooses the rows; the policy's head computes all logits of the server."""
 
     def __init__(self, config: PretrainedConfig, policy: PreTrainedModel) -> None:
         super().__init__(config)
@@ -26,7 +26,7 @@ class Logits(LogitsProcessor):
 
 
 class _InputLogprobs:
-    """Log-probs of input tokens, at temperature 1: of prompts, and in batches that also sample."""
+    """Processor for the log-probs of input tokens at temperature 1, also in batches that sample."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         self.policy = policy
@@ -42,7 +42,7 @@ class _InputLogprobs:
         logits_metadata: Any,
         skip_chunking_for_dp_attn: bool = False,
     ) -> tuple[LogprobResult, Tensor]:
-        """Return the log-probs of the input tokens, and the logits to sample from; SGLang fixes the parameters."""
+        """Return the input tokens' log-probs (nats) and the logits to sample from; SGLang defines the parameters."""
         if logits_metadata.extend_return_top_logprob or logits_metadata.extend_token_ids_logprob:
             raise RuntimeError("deterministic numerics in SGLang: log-probs of other tokens are not supported")
         found = logits(self.policy, pruned_states.contiguous())

@@ -1,4 +1,4 @@
-"""The model class of deterministic numerics: an unmodified transformers model, which the trainer's kernels compute."""
+"""Define SGLang's model class for deterministic numerics: a transformers model, which the trainer's kernels compute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PADDED = ("intermediate_size", "moe_intermediate_size")
 
 
 class PpoReproForCausalLM(nn.Module):
-    """A model with SGLang's interface, around the model that the trainer computes.
+    """Model with SGLang's interface around the trainer's model.
 
     The attention backend sets `cache` once SGLang has made its pools.
     """
@@ -47,7 +47,7 @@ class PpoReproForCausalLM(nn.Module):
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch) -> Any:
-        """Compute logits after the last token of each request, as a LogitsProcessorOutput; fill SGLang's pool.
+        """Return the logits after the last token of each request in a LogitsProcessorOutput, and fill SGLang's pool.
 
         `input_ids` and `positions`, int64 [N], are the new tokens of all requests, request after request.
         """
@@ -71,7 +71,7 @@ class PpoReproForCausalLM(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy float32 weights under transformers' names.
+        """Copy float32 weights, which have transformers' names, into the model.
 
         Raises ValueError for an unknown name, a wrong shape or type.
         """
@@ -90,7 +90,7 @@ class PpoReproForCausalLM(nn.Module):
             raise ValueError(f"weight {min(self._missing)}: missing")
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100, tp_size: int = 1) -> list[Any]:
-        """Return the first `truncate_size` rows of a weight; for the name DIGEST, the digest of all weights."""
+        """Return the first `truncate_size` rows of a weight, or, for the name DIGEST, the digest of all weights."""
         if name == DIGEST:
             return list(weights_digest(self.policy.named_parameters()).encode())
         return list(self.policy.get_parameter(name)[:truncate_size].tolist())

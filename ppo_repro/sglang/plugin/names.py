@@ -1,4 +1,4 @@
-"""The names that the trainer and its servers share."""
+"""Names that the trainer and its servers share."""
 
 ATTENTION_BACKEND = "ppo_repro"
 ARCHITECTURE = "PpoReproForCausalLM"

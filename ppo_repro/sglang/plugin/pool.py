@@ -1,4 +1,4 @@
-"""Keys and values, by token in SGLang's pool, and by request in the kernels' cache."""
+"""Copy keys and values between SGLang's pool (by token) and the kernels' cache (by request)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ppo_repro.numerics.network import Network
 
 
 class PoolCache:
-    """A cache with a slot for each entry of SGLang's request table, and the pool from which it can be filled.
+    """Cache with a slot for each row of SGLang's request table, filled from SGLang's pool.
 
     Prefixes, retracted requests and chunks come from the pool. Each token written to the pool gets a new stamp, and a
-    slot has the stamps of its tokens. If a stamp differs from the stamp at the token's location in the pool, the slot
-    copies the token again. A token is therefore copied once for each request, not once for each step.
+    slot stores the stamps of its tokens. If a stamp differs from the stamp at the token's location in the pool, the
+    slot copies the token again. So a token is copied once for each request, not once for each step.
     """
 
     def __init__(self, network: Network, table: Tensor, pool: Any, width: int) -> None:
@@ -37,7 +37,7 @@ class PoolCache:
         self.clock = 0
 
     def take_pasts(self, slots: Tensor, lengths: Tensor) -> None:
-        """Before a pass, copy changed tokens of the pool into slots [R]; the first `lengths` [R] of each, int64."""
+        """Before a pass, copy changed tokens from the pool into slots [R]: the first `lengths` [R] of each, int64."""
         rows, positions = (torch.arange(int(lengths.max())) < lengths[:, None]).nonzero(as_tuple=True)
         places = slots[rows] * self.cache.each + positions
         locations = self.table[slots[rows], positions].long()
@@ -51,7 +51,7 @@ class PoolCache:
         self.stamps[places] = self.written[locations]
 
     def give(self, slots: Tensor, positions: Tensor, locations: Tensor) -> None:
-        """After a pass, copy its tokens, at positions [N] of slots [N], to locations [N] of the pool, int64."""
+        """After a pass, copy its N tokens from positions [N] of slots [N] to locations [N] of the pool, all int64."""
         places = slots * self.cache.each + positions
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             self.pool.get_key_buffer(layer)[locations] = keys[:, places // 16, :, places % 16]

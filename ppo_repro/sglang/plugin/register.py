@@ -1,8 +1,8 @@
-"""The entry point that each process of SGLang calls before it parses arguments.
+"""Define the entry point that each process of SGLang calls before it parses arguments.
 
-The entry point adds names and wraps two functions; it changes no server without `--attention-backend ppo_repro`.
-SGLang logs and ignores every exception of a plugin. So a failure must show later: without the names the server refuses
-to start, and `attention.make_backend` checks everything else.
+The entry point adds names and wraps two functions; it changes no server without `--attention-backend ppo_repro`. SGLang
+logs and ignores every exception of a plugin. So a failure must show later: without the names the server refuses to
+start, and `attention.make_backend` checks everything else.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def _make_sampler() -> Sampler:
 
 
 def _plain_memory(dims: tuple[int, ...], dtype: torch.dtype, device: str, *_: Any, **__: Any) -> torch.Tensor:
-    """Return memory for a server's numbers per token; SGLang's function would register it with a CUDA driver."""
+    """Allocate memory for a server's numbers per token; SGLang's function would need a CUDA driver."""
     import torch
 
     return torch.empty(dims, dtype=dtype, device=device)
 
 
 def _without_kernels(original: Callable[[Any], None], runner: Any) -> None:
-    """Leave out the batch-invariant kernels for torch's products, which deterministic numerics do not use."""
+    """Skip the batch-invariant kernels for torch's products in deterministic numerics, which do not use them."""
     if runner.device != "cpu" and not is_asked_for():
         original(runner)
 

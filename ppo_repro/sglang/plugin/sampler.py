@@ -1,4 +1,4 @@
-"""The torch engine's sampler as a sampler of SGLang."""
+"""Use the torch engine's sampler as a sampler of SGLang."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ppo_repro.sglang.plugin.kept_tokens import KEPT, Entry, shortest, written
 
 
 class DeterministicSampler(Sampler):
-    """A token is a function of logits, seed and position; log-probs are defined as in SGLang.
+    """Sampler whose token depends on logits, seed and position alone; log-probs have SGLang's definition.
 
-    The log-prob is log_softmax(logits / temperature), not renormalised over the tokens that top-k and top-p keep. If
-    these cut, each token also has the kept tokens, the log-prob among them and the log of their mass.
+    The log-prob is log_softmax(logits / temperature), not renormalised over the tokens that top-k and top-p keep. If a
+    cut drops tokens, each sampled token also has the kept tokens, its log-prob among these, and the log of their mass.
     """
 
     def forward(
@@ -78,7 +78,7 @@ def _refuse(info: SamplingBatchInfo, other_logprobs: bool) -> None:
 
 
 def _groups(info: SamplingBatchInfo) -> list[tuple[Tensor, Sampling]]:
-    """Return groups of rows with the same sampling; in SGLang top_k = 1 means greedy."""
+    """Group the rows [n] by equal sampling settings; in SGLang top_k = 1 means greedy."""
     temperatures = info.temperatures.flatten().tolist()
     kinds = list(zip(temperatures, info.top_ks.tolist(), info.top_ps.tolist(), strict=True))
     groups = []

@@ -1,7 +1,7 @@
-"""Python imports this at start-up of an SGLang server on a CPU, and never on a GPU.
+"""Declare two operators of torchvision when an SGLang server starts on a CPU; a GPU server never imports this file.
 
-SGLang imports torchvision. PyPI builds torchvision for CUDA, and its operators do not load beside a CPU torch. So this
-file declares two operators, which a text model never calls.
+SGLang imports torchvision. PyPI builds torchvision for CUDA, and its operators do not load beside a CPU torch. A text
+model never calls them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
-    """Declares, once, the operators without which `import torchvision` fails."""
+    """Import hook that declares, once, the operators without which `import torchvision` fails."""
 
     def __init__(self) -> None:
         self.library = None

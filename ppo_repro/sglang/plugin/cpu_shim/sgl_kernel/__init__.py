@@ -1,7 +1,7 @@
-"""A stand-in for SGLang's compiled CPU kernels, of which PyPI has no build, with all that text models need.
+"""Replace SGLang's compiled CPU kernels, which PyPI does not have, by the functions that text models need.
 
 The hash of the seeded sampler works; any other function raises an error when it is called. `convert_weight_packed` is
-missing, and SGLang uses its PyTorch layers without it.
+missing, so SGLang uses its PyTorch layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _library.impl("murmur_hash32_cpu", _hash, "CPU")
 def assign_req_to_token_pool_cpu(
     requests: Tensor, table: Tensor, starts: Tensor, ends: Tensor, locations: Tensor, width: int
 ) -> None:
-    """Write each request's new locations into its row of the table; `locations` has them request after request."""
+    """Write `locations` [N] into the table: the next ends[r] - starts[r] of them go to row requests[r]."""
     lengths = (ends - starts).tolist()
     for request, start, part in zip(requests.tolist(), starts.tolist(), locations.split(lengths), strict=True):
         table[request, start : start + len(part)] = part.to(table.dtype)

@@ -245,8 +245,8 @@ def policy_loss(
 
     w is the importance weight of the token, 1 unless importance weights are configured.
 
-    The surrogate is what the user's objective returns, if there is one. For PPO's clip it is -min(r A,
-    clip(r, 1 - eps, 1 + eps) A) with r = pi_new / pi_anchor (Schulman et al., 2017, equation 7).
+    The surrogate is what the user's objective returns, if there is one. For PPO's clip it is -min(r A, clip(r, 1 - eps,
+    1 + eps) A) with r = pi_new / pi_anchor (Schulman et al., 2017, equation 7).
 
     Args:
         config: gives `entropy_coef`.

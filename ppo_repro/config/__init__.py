@@ -1,1 +1,1 @@
-"""Every field a user can set."""
+"""All fields that a user can set."""

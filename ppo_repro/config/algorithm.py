@@ -1,6 +1,6 @@
 """The algorithm's part of a configuration: objective, corrections, advantages, value model, KL, optimizers.
 
-Where methods differ in their fields, `kind` chooses one, so that no field is without effect.
+If methods have different fields, `kind` chooses a method, so that every field has an effect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WeightCap = Annotated[float, Field(gt=1, allow_inf_nan=False)]  # both policies 
 
 
 class Clipped(Section):
-    """A ratio between 1 - clip_range and 1 + clip_range_high."""
+    """The clip of the ratio to [1 - clip_range, 1 + clip_range_high]."""
 
     clip_range: ClipBound = Field(0.2, description="Ratios below 1 - clip_range are not pushed further down.")
     clip_range_high: Positive | None = Field(
@@ -107,7 +107,7 @@ class CispoObjective(Section):
 
 
 class ClipCovObjective(Clipped):
-    """Clip-Cov: a random few of the tokens with high covariance of log-prob and advantage have no gradient."""
+    """Clip-Cov: some random tokens among those with high covariance of log-prob and advantage have no gradient."""
 
     kind: Literal["clip_cov"] = Field(description="Draw tokens of high covariance, and drop their gradient.")
     share: Share = Field(2e-4, description="Share of a minibatch's tokens that are drawn, at least one token.")
@@ -168,7 +168,7 @@ Objective = Annotated[
 class ImportanceWeights(Section):
     """Importance weights: each token's surrogate loss is multiplied by w = pi_old / pi_rollout.
 
-    w and what is computed from it are constants in the loss: no gradient flows through them.
+    Weights are constants in the loss: no gradient flows through them.
     """
 
     kind: Literal["truncated", "masked"] = Field(description="Clip w to [floor, cap], or set w outside to 0.")
@@ -187,14 +187,14 @@ class ImportanceWeights(Section):
 
     @property
     def lowest(self) -> float:
-        """Return the lower bound, 0 for none: floor, or for masked weights by default 1 / cap."""
+        """Return the lower bound of w: `floor`, else 1 / cap for masked weights, else 0."""
         if self.floor is None and self.kind == "masked" and self.cap is not None:
             return 1.0 / self.cap
         return self.floor or 0.0
 
 
 class RatioRejection(Section):
-    """Tokens, or whole responses, whose w is outside [low, high] are rejected."""
+    """Reject tokens, or whole responses, whose w is outside [low, high]."""
 
     kind: Literal["ratio"] = Field(description="Reject by w.")
     level: RatioLevel = Field(
@@ -205,7 +205,7 @@ class RatioRejection(Section):
 
 
 class DivergenceRejection(Section):
-    """Tokens, or whole responses, with a large estimate of KL(rollout || old) are rejected."""
+    """Reject tokens, or whole responses, with a large estimate of KL(rollout || old)."""
 
     kind: Literal["divergence"] = Field(description="Reject by an estimate of the KL.")
     estimator: Literal["k2", "k3"] = Field("k3", description="Of KL(rollout || old), from the sampled token.")
@@ -214,7 +214,7 @@ class DivergenceRejection(Section):
 
 
 class VetoRejection(Section):
-    """Whole responses with a token that the trainer finds far less likely than the sampler are rejected."""
+    """Reject whole responses with a token that is far less likely for the trainer than for the sampler."""
 
     kind: Literal["veto"] = Field(description="Reject a response by its smallest w of a token.")
     below: Annotated[float, Field(gt=0, lt=1)] = Field(1e-4, description="A single w below this rejects the response.")
@@ -224,7 +224,7 @@ Rejection = Annotated[RatioRejection | DivergenceRejection | VetoRejection, Fiel
 
 
 class GaeAdvantages(Section):
-    """Generalized advantage estimation from the value model; 0 is TD(0), 1 is Monte Carlo minus the value."""
+    """Generalized advantage estimation from the value model; lambda 0 is TD(0), 1 is Monte Carlo minus the value."""
 
     kind: Literal["gae"] = Field("gae", description="Estimate advantages per token with a value model.")
     gamma: Fraction = Field(1.0, description="Discount per token.")
@@ -233,7 +233,7 @@ class GaeAdvantages(Section):
 
 
 class GroupAdvantages(Section):
-    """GRPO, without `scale` Dr. GRPO: the score relative to the other responses to its prompt. No value model."""
+    """GRPO, without `scale` Dr. GRPO: the score minus the mean score of the responses to its prompt; no value model."""
 
     kind: Literal["group"] = Field(description="Compare the responses to a prompt with each other.")
     scale: bool = Field(True, description="Divide by the group's standard deviation; false: only subtract its mean.")
@@ -257,7 +257,7 @@ class LoraConfig(Section):
 
 
 class PredictedValue(Section):
-    """How any value model is trained."""
+    """Fields for training any value model."""
 
     clip_range: Positive | None = Field(0.2, description="Clip range around the old prediction; null: squared error.")
     normalize_returns: bool = Field(False, description="Predict returns by running mean and standard deviation.")
@@ -290,13 +290,13 @@ ValueConfig = Annotated[SeparateValue | ValueHead | NoValue, Field(discriminator
 
 
 class FixedController(Section):
-    """kl_coef stays."""
+    """A constant kl_coef."""
 
     kind: Literal["fixed"] = Field("fixed", description="Keep kl_coef.")
 
 
 class AdaptiveController(Section):
-    """kl_coef follows KL(policy || reference) per response. Ziegler et al., 2019."""
+    """A kl_coef that follows KL(policy || reference) per response. Ziegler et al., 2019."""
 
     kind: Literal["adaptive"] = Field(description="Move kl_coef towards a wanted KL.")
     target_kl: Positive = Field(description="Wanted KL, summed over each response, mean over responses, nats.")
@@ -307,14 +307,14 @@ Controller = Annotated[FixedController | AdaptiveController, Field(discriminator
 
 
 class FunctionEstimator(CheckedFunction):
-    """A function of your own: log-probs of policy and reference in, the KL of each token out."""
+    """A function of your own that returns the KL of each token from the log-probs of policy and reference."""
 
 
 AnyEstimator = Annotated[Annotated[KLEstimator, WORD] | Annotated[FunctionEstimator, FUNCTION], WORD_OR_FUNCTION]
 
 
 class KLInReward(Section):
-    """KL between policy and reference, estimated before the update and subtracted from the rewards."""
+    """KL(policy || reference), estimated before the update and subtracted from the rewards."""
 
     placement: Literal["reward"] = Field("reward", description="Charge the KL in the rewards.")
     kl_coef: NonNegative = Field(0.05, description="Weight of the penalty.")
@@ -341,7 +341,7 @@ class KLInLoss(Section):
 
 
 class NoKL(Section):
-    """No KL penalty; the divergence is recorded all the same."""
+    """No KL penalty; KL(policy || reference) is still recorded."""
 
     placement: Literal["none"] = Field(description="Charge no KL.")
 

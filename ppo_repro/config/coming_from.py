@@ -1,4 +1,4 @@
-"""Fields of TRL, verl and OpenRLHF beside the fields here: a page is made of this table, and mistakes suggest by it.
+"""A table of the fields of TRL, verl and OpenRLHF and their names here, for a page and for suggestions after mistakes.
 
 Sources, read in November 2026: GRPOConfig, DPOConfig, ModelConfig and the experimental PPOConfig of huggingface/trl;
 TrainingArguments of transformers; _generated_ppo_trainer.yaml and rollout_correction.yaml in verl/trainer/config of
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One field here, and the names that mean it elsewhere."""
+    """A field of this package, and the names of the same field in other frameworks."""
 
     ours: str  # as after --set
     trl: str = ""  # names with a space between them
@@ -24,7 +24,7 @@ class Row:
 
     @property
     def names(self) -> list[str]:
-        """Every other name of this field."""
+        """Return all names of this field in other frameworks."""
         return " ".join((self.trl, self.verl, self.openrlhf, self.also)).split()
 
 
@@ -119,9 +119,9 @@ NO_FIELD = {  # names that belong to nothing here by intention, and why
 
 
 def meant(path: str, known: Collection[str]) -> list[str]:
-    """Return the fields of `known` that a name of another framework means; `path`: as it was written, with dots.
+    """Return the fields of `known` with the same meaning as a dotted path of another framework.
 
-    Names that end the path count, the longest of them; if there is none, names that end with the path.
+    The longest names that end the path count; if there are none, names that end with the path.
     """
     written, found = path.lower().replace("-", "_").split("."), list[tuple[int, str]]()
     for row in ROWS:
@@ -135,12 +135,12 @@ def meant(path: str, known: Collection[str]) -> list[str]:
 
 
 def reason(path: str) -> str | None:
-    """Return why there is no field of this name by intention, None if there is no reason."""
+    """Return why there is deliberately no field of this name; None if there is no such reason."""
     return NO_FIELD.get(path.rpartition(".")[2].lower().replace("-", "_"))
 
 
 def table() -> Iterator[str]:
-    """Yield the lines of the page's table: the fields that another framework calls otherwise."""
+    """Yield the lines of the page's table: fields that have another name in another framework."""
     yield "| ppo_repro | TRL | verl | OpenRLHF | remark |"
     yield "|---|---|---|---|---|"
     for row in (row for row in ROWS if row.trl or row.verl or row.openrlhf):

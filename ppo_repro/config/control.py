@@ -23,7 +23,7 @@ from ppo_repro.config.section import (
 
 
 class EnvironmentConfig(Section):
-    """What is stepped, and how far in one iteration."""
+    """The Gymnasium environment, and the number of its steps in one iteration."""
 
     id: str = Field(min_length=1, description="Gymnasium id, for example CartPole-v1.")
     num_envs: Count = Field(description="Copies that are stepped side by side.")
@@ -60,20 +60,20 @@ class ControlPPOConfig(Section):
 
 
 class ControlEvaluationConfig(Section):
-    """Whole episodes with the likeliest action, before the first iteration and after the last one."""
+    """Evaluation: whole episodes with the likeliest action, before the first iteration and after the last one."""
 
     episodes: Index = Field(20, description="Episodes played each time; 0 for none.")
 
 
 class ControlLayoutConfig(Section):
-    """How the work is cut up. In deterministic numerics nothing here can change a result."""
+    """The division of the work. In deterministic numerics no field here can change a result."""
 
     update_micro_batch: Index = Field(0, description="Steps per backward pass; 0 takes the minibatch.")
     threads: Threads = Field(1, description="CPU threads.")
 
 
 class ControlConfig(Experiment):
-    """One control run."""
+    """The configuration of one control run."""
 
     environment: EnvironmentConfig
     network: NetworkConfig = NetworkConfig()

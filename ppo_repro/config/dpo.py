@@ -22,9 +22,9 @@ class DPOUpdate(Section):
 
 
 class DPOConfig(Experiment, Templated):
-    """DPO of the policy that a recorded run started from, or of a model folder, on preference pairs.
+    """DPO on preference pairs, of the policy from which a recorded run started, or of a model folder.
 
-    Micro-batches of the layout count sequences, of which a pair has two; pairs are never parted.
+    Micro-batches of the layout count sequences, two per pair; a pair is never split.
     """
 
     run: PathText | None = Field(None, description="Folder of the recorded run; null: `model` and `pairs`.")
@@ -45,5 +45,5 @@ class DPOConfig(Experiment, Templated):
 
     @property
     def iterations(self) -> int:
-        """Return the number of epochs: an iteration of a DPO run is an epoch."""
+        """Return the number of epochs, because an iteration of a DPO run is an epoch."""
         return self.dpo.epochs

@@ -1,4 +1,4 @@
-"""The fields of configurations, read from the sections: what `ppo-repro fields` prints."""
+"""The fields of configurations, read from the sections, for `ppo-repro fields`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text",
 
 @dataclass(frozen=True)
 class Field:
-    """One field."""
+    """The description of one field."""
 
     name: str
     allowed: str  # `whole number from 1`
@@ -45,7 +45,10 @@ class Group:
 
 
 def groups(sections: Sequence[str] = ()) -> list[Group]:
-    """Return the groups of some sections and below them, of all if none is named. UserError for an unknown section."""
+    """Return the groups of these sections and of all sections below them; without `sections` all groups.
+
+    Raises UserError for an unknown section.
+    """
     every = [
         *_groups(RunConfig, "", "A file for `run`: PPO on a language model."),
         *_groups(ControlConfig, "control", "A file for `control`: PPO on a Gymnasium environment."),
@@ -62,7 +65,7 @@ def groups(sections: Sequence[str] = ()) -> list[Group]:
 
 
 def _groups(model: type[BaseModel], path: str, meaning: str) -> Iterator[Group]:
-    """Yield the group of a section that has a value, then the groups of the sections in it."""
+    """Yield the group of a section if it has a value, then the groups of the sections in it."""
     kind, fields = "", []
     for name, info in model.model_fields.items():
         if (tag := tag_of(info)) is not None:
@@ -80,12 +83,12 @@ def _groups(model: type[BaseModel], path: str, meaning: str) -> Iterator[Group]:
 
 
 def _holds_value(field: FieldInfo) -> bool:
-    """Return whether a field may hold a number or a word, not only a section."""
+    """Return whether a field may have a number or a word as its value, not only a section."""
     return not sections_of(field.annotation) or _has_words(field.annotation)
 
 
 def _has_words(annotation: Any) -> bool:
-    """Return whether one of several types of a field is a choice of words."""
+    """Return whether one of the types of a field is a choice of words."""
     parts = get_args(annotation)
     return get_origin(annotation) is not Literal and any(get_origin(p) is Literal or _has_words(p) for p in parts)
 
@@ -121,9 +124,9 @@ def text(sections: Sequence[str] = ()) -> list[str]:
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every field that holds a value, once.
+    """Yield the dotted path of every field that has a value, once.
 
-    A group with several kinds gives the fields of all kinds.
+    For a group with several kinds, the fields of all kinds are yielded.
     """
     paths = dict[str, None]()
     for name, field in model.model_fields.items():
@@ -142,6 +145,6 @@ def sections_of(annotation: Any) -> tuple[type[BaseModel], ...]:
 
 
 def tag_of(field: FieldInfo) -> str | None:
-    """Return the kind that a field chooses among several, None if the field chooses none."""
+    """Return the kind that a field selects among several; None if the field selects none."""
     values = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     return values[0] if len(values) == 1 else None

@@ -1,4 +1,4 @@
-"""Configurations from YAML and to YAML: the three kinds of run, `--set`, and relative paths."""
+"""Reading and writing configurations as YAML: three kinds of run, `--set`, and relative paths."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_any(path: Path, overrides: Sequence[str], command: str) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig]:
-    """Return the configuration that a command takes, with its kind: `run` takes every kind.
+    """Return the configuration that a command takes, with its kind; the command `run` takes every kind.
 
-    Raises UserError as `load_config`.
+    Raises UserError if anything is wrong.
     """
     tree = read_tree(path, overrides, ("run", CONTROL, DPO) if command == "run" else (command,))
     kind = kind_of(tree, command)
@@ -48,24 +48,24 @@ def load_any(path: Path, overrides: Sequence[str], command: str) -> tuple[Kind, 
 
 
 def kind_of(tree: object, command: str = "run") -> Kind:
-    """Return the kind of run that a parsed file is for, by its fields; if they do not say, what `command` runs."""
+    """Return the kind of run of a parsed file, by its fields; if they do not decide, the kind that `command` runs."""
     kinds: dict[str, Kind] = {CONTROL: CONTROL, DPO: DPO}
     return kinds.get(_command_of(tree) or command, LANGUAGE)
 
 
 def _command_of(tree: object) -> str | None:
-    """Return the command that takes a parsed file, by the fields it has; None if they do not say."""
+    """Return the command that takes a parsed file, by its fields; None if they do not decide."""
     commands = {COMMANDS[name] for name in COMMANDS if isinstance(tree, dict) and name in tree}
     return commands.pop() if len(commands) == 1 else None
 
 
 def build_config(tree: Any, source: str) -> RunConfig:
-    """Return the configuration of PPO from a parsed tree. Raises UserError as `validated`."""
+    """Return the PPO configuration of a parsed tree. Raises UserError with a line for every mistake."""
     return validated(RunConfig, tree, source)
 
 
 def validated(model: type[Model], tree: Any, source: str) -> Model:
-    """Return a parsed tree as a model, with absolute paths: a recorded one must not depend on the current folder.
+    """Check a parsed tree and return it as a `model` with absolute paths, which do not depend on the current folder.
 
     Raises UserError with a line for every mistake: field, value, what is allowed.
     """
@@ -79,10 +79,10 @@ def validated(model: type[Model], tree: Any, source: str) -> Model:
 
 
 def read_tree(path: Path, overrides: Sequence[str] = (), commands: Sequence[str] = ()) -> Any:
-    """Parse a YAML file of one of `commands`, of any if there is none, and apply `a.b=c` overrides.
+    """Parse a YAML file and apply `a.b=c` overrides. The file must be for one of `commands`, or for any if it is empty.
 
-    Relative paths in the file start at its folder, paths in overrides at the current folder. UserError if anything is
-    wrong.
+    Relative paths in the file start at its folder, paths in overrides at the current folder. Raises UserError if
+    anything is wrong.
     """
     tree = read_yaml(found(path))
     from_folder(tree, path.parent)
@@ -95,7 +95,7 @@ def read_tree(path: Path, overrides: Sequence[str] = (), commands: Sequence[str]
 
 
 def found(path: Path) -> Path:
-    """Return the configuration `quickstart` of the package unless there is one here; any other path as it is."""
+    """Return the path; `quickstart` is the package's configuration, unless a file here has that name."""
     if str(path) != "quickstart" or path.exists():
         return path
     # the wheel has it below the package, a checkout in experiments
@@ -104,7 +104,7 @@ def found(path: Path) -> Path:
 
 
 def path_fields(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield every field of a parsed configuration that has a path: its dotted name, its section, its name there."""
+    """Yield for every path in a parsed configuration its dotted field, its section, and its name in the section."""
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for name, value in children:
         # an interpreter without a slash is looked up on PATH
@@ -116,14 +116,14 @@ def path_fields(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def from_folder(tree: Any, folder: Path) -> None:
-    """Let the relative paths in a parsed configuration start at a folder; `run: latest` is the newest run here."""
+    """Make the relative paths in a parsed configuration start at `folder`; `run: latest` is the newest run here."""
     for _, section, name in path_fields(tree):
         is_latest = name == "run" and section[name] == LATEST
         section[name] = os.path.abspath(folder / (Path.cwd() / run_named(LATEST) if is_latest else section[name]))
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Apply `a.b=c` overrides to a parsed configuration; Mistakes has a line for each wrong one."""
+    """Apply `a.b=c` overrides to a parsed configuration. Raises Mistakes with a line for each wrong override."""
     wrong = []
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -146,7 +146,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Put `value` at the dotted `path` of a parsed tree; raises UserError where a value is in the way."""
+    """Set the dotted `path` of a parsed tree to `value`. Raises UserError if the path leads through a plain value."""
     node: Any = tree
     *parents, leaf = path.split(".")
     if not leaf or not all(parents) or len(parents) > 20:

@@ -1,4 +1,4 @@
-"""The files that a configuration names: copied into the run folder, digested, and part of the folder's name."""
+"""The files that a configuration names: they are copied into the run folder and digested."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGEST_COPY = 64_000_000  # bytes
 
 @dataclass(frozen=True)
 class Inputs:
-    """The files that a configuration names."""
+    """The files that a configuration names, and their digests."""
 
     tree: Mapping[str, Any]  # the configuration as config.yaml in the run folder has it
     copies: Mapping[str, Path]  # by name below the run folder
@@ -30,7 +30,7 @@ class Inputs:
 
 
 def gather(config: Experiment) -> Inputs:
-    """Read the digest of every input; UserError if a file cannot be read. What is not there is refused elsewhere."""
+    """Compute the digest of every input. Raises UserError for an unreadable file; other code refuses missing files."""
     tree, copies = config.model_dump(mode="json"), _Copies()
     staying: dict[str, str] = {}
     for field, section, name in path_fields(tree):
@@ -51,7 +51,7 @@ def gather(config: Experiment) -> Inputs:
 
 
 class _Copies:
-    """Files to copy: paths and SHA-256 by name below the run folder."""
+    """Files to copy: paths and SHA-256 by name relative to the run folder."""
 
     def __init__(self) -> None:
         self.paths: dict[str, Path] = {}
@@ -59,7 +59,10 @@ class _Copies:
         self._code_folders: dict[Path, str] = {}
 
     def add_code(self, file: Path) -> str:
-        """Add a Python file and the modules beside it; returns the name. Files of two folders stay apart."""
+        """Add a Python file and the modules beside it, and return its name.
+
+        Each source folder has its own target folder.
+        """
         folders = self._code_folders
         new = f"{INPUTS_FOLDER}/{len(folders) + 1}" if folders else INPUTS_FOLDER
         place = folders.setdefault(file.parent, new)
@@ -69,7 +72,7 @@ class _Copies:
         return f"{place}/{file.name}"
 
     def add_data(self, file: Path) -> str:
-        """Add another file; returns the name, which has a number if a different file has the name already."""
+        """Add a data file, and return its name, which gets a number if a different file has the same name."""
         digest, copy, number = digest_of(file), f"{INPUTS_FOLDER}/{file.name}", 1
         while self.digests.get(copy, digest) != digest:
             number += 1
@@ -79,7 +82,7 @@ class _Copies:
 
 
 def _decisive(folder: Path) -> list[Path]:
-    """Return the files that say what a folder is: the manifest of a recorded run, or all of a model that is loaded."""
+    """Return the files that identify a folder: the manifest of a recorded run, or all files of a model."""
     recorded = folder / "manifest.json"
     if recorded.is_file() or not folder.is_dir():  # loading refuses what is no folder
         return [recorded] if recorded.is_file() else []
@@ -87,7 +90,7 @@ def _decisive(folder: Path) -> list[Path]:
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, read once while it does not change. Raises UserError if it cannot be read."""
+    """Return the SHA-256 of a file. Raises UserError if the file cannot be read or changes meanwhile."""
     try:
         about = path.stat()
         return _digest(path.resolve(), about.st_mtime_ns, about.st_size)
@@ -101,9 +104,10 @@ def _digest(path: Path, modified: int, size: int) -> str:
 
 
 def run_digest(inputs: Inputs, origin: str = "") -> str:
-    """Digest configuration, inputs and origin (the fingerprint from which a fork goes on) to 12 hex digits.
+    """Return 12 hex digits of a digest of configuration, inputs and origin.
 
-    Paths of inputs do not count, their bytes do. Without any it is the digest of the configuration.
+    `origin` is the fingerprint from which a fork continues. The bytes of inputs count, their paths do not. Without
+    inputs and origin, the result is the digest of the configuration.
     """
     if not inputs.digests and not origin:
         return short_digest(canonical_json(inputs.tree))

@@ -1,4 +1,4 @@
-"""The groups of fields that change no result: layout, records, checkpoints."""
+"""The groups of fields that never change a result: layout, records, checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RecordLevel = Literal["lean", "full", "deep"]
 
 
 class LayoutConfig(Section):
-    """How the work is cut up. In deterministic numerics nothing here can change a result."""
+    """The division of the work. In deterministic numerics no field here can change a result."""
 
     rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
     prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
@@ -28,7 +28,7 @@ class LayoutConfig(Section):
 
 
 class RecordsConfig(Section):
-    """How much of what a run computes is written down. Changes no result, no fingerprint and no digest."""
+    """How much of a run is recorded. No field here changes a result, a fingerprint or a digest."""
 
     level: RecordLevel = Field(
         "full",
@@ -37,7 +37,7 @@ class RecordsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Where an ended run can be resumed. Changes no result."""
+    """The iterations after which an ended run can be resumed. No field here changes a result."""
 
     every: Index | Literal["auto"] = Field(
         "auto", description="After every n-th iteration; 0: never; `auto`: 10 up to 10 million parameters, else 0."

@@ -1,4 +1,4 @@
-"""One line for each mistake in a configuration: the field, its value, what is allowed, and what to do."""
+"""Messages about mistakes in a configuration, one line each: field, value, what is allowed, what to do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MUST = {
 def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationError) -> list[str]:
     """Return one line for each mistake that pydantic found in the tree of a `model`, in the order of its fields.
 
-    The fields of a section that belong to another kind of it share a line, and so do the types that a value may have.
+    Fields of a section that belong to another kind of it share a line, and so do the allowed types of a value.
     """
     by_value: dict[str, str] = {}
     for line in dict.fromkeys(line for details in error.errors() for line in _lines(model, tree, details)):
@@ -91,7 +91,7 @@ def _written(tree: Any, details: ErrorDetails) -> list[int | str]:
 
 
 def _sections_at(model: type[BaseModel], steps: Sequence[int | str]) -> tuple[type[BaseModel], ...]:
-    """Return the kinds that the section at a path may have."""
+    """Return the possible kinds of the section at a path."""
     sections: tuple[type[BaseModel], ...] = (model,)
     for step in (step for step in steps if isinstance(step, str)):
         having = [section.model_fields[step] for section in sections if step in section.model_fields]
@@ -100,14 +100,14 @@ def _sections_at(model: type[BaseModel], steps: Sequence[int | str]) -> tuple[ty
 
 
 def _tags(kinds: Sequence[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]]:
-    """Return the field that chooses one of several kinds, and the kinds by the value that chooses each."""
+    """Return the field that selects one of several kinds, and the kinds by the field's values."""
     tagged = {name: tag_of(field) for name, field in kinds[0].model_fields.items()}
     chooser = next(name for name, tag in tagged.items() if tag is not None)
     return chooser, {str(tag_of(kind.model_fields[chooser])): kind for kind in kinds}
 
 
 def _without_kind(model: type[BaseModel], steps: Sequence[int | str], section: Mapping[str, Any]) -> list[str]:
-    """Return the lines for a section that names no kind: the kinds, and the fields that no kind has."""
+    """Return the lines for a section that names no kind: the possible kinds, and the fields that no kind has."""
     path, (chooser, kinds) = ".".join(map(str, steps)), _tags(_sections_at(model, steps))
     known = {name for kind in kinds.values() for name in kind.model_fields}
     fitting = [tag for tag, kind in kinds.items() if known & section.keys() <= kind.model_fields.keys()]
@@ -128,7 +128,7 @@ def _unknown_kind(model: type[BaseModel], steps: Sequence[int | str], tag: str) 
 def _unknown(model: type[BaseModel], tree: Any, steps: Sequence[int | str], details: ErrorDetails) -> list[str]:
     """Return the lines for a field that its section does not have.
 
-    A section of another framework, as in `algorithm: {lam: 1}`, has a line for each field in it that has one here.
+    For a section of another framework, such as `algorithm: {lam: 1}`, each of its known fields has a line.
     """
     *above, name = steps
     kinds, path = _sections_at(model, above), ".".join(map(str, steps))
@@ -142,7 +142,7 @@ def _unknown(model: type[BaseModel], tree: Any, steps: Sequence[int | str], deta
 
 
 def _of_another_kind(kinds: Sequence[type[BaseModel]], tree: Any, above: Sequence[int | str], chosen: str) -> str:
-    """Return the line for all fields of a section that its chosen kind does not have, with the option that works."""
+    """Return the line for all fields of a section that its chosen kind does not have, and an override that works."""
     section = tree
     for step in above:
         section = section[step]
@@ -179,9 +179,9 @@ def _leaves(path: str, value: Any) -> list[str]:
 
 
 def _same(path: str, known: Sequence[str]) -> list[str]:
-    """Return the fields that another framework calls as this path, or that have its name in another section.
+    """Return the fields that this path means in another framework, or that have its name in another section.
 
-    Of several fields, those come alone that share most sections with the path.
+    Of several fields, only the fields that share most sections with the path are returned.
     """
     plain = _plain(path)
     found = coming_from.meant(plain, {*known, *_sections_in(known)})
@@ -191,7 +191,7 @@ def _same(path: str, known: Sequence[str]) -> list[str]:
 
 
 def _alike(path: str, known: Sequence[str]) -> list[str]:
-    """Return the field or section beside a path that is called like it, or fields much like it elsewhere."""
+    """Return the field or section beside a path with a similar name, or fields elsewhere with very similar names."""
     section, _, name = _plain(path).rpartition(".")
     beside = {_last(other): other for other in (*known, *_sections_in(known)) if other.rpartition(".")[0] == section}
     like = closest(name, list(beside))
@@ -202,7 +202,7 @@ def _alike(path: str, known: Sequence[str]) -> list[str]:
 
 
 def _plain(path: str) -> str:
-    """Return a path without the numbers of entries in lists."""
+    """Return a path without the indices of list entries."""
     return re.sub(r"\.\d+", "", path)
 
 
@@ -211,11 +211,11 @@ def _last(path: str) -> str:
 
 
 def _sections_in(known: Sequence[str]) -> list[str]:
-    """Return the path of every section that some fields are in."""
+    """Return the path of every section that contains one of these fields."""
     return list(dict.fromkeys(other[: dot.start()] for other in known for dot in re.finditer(r"\.", other)))
 
 
 def _shared(path: str, other: str) -> int:
-    """Return how many sections two dotted paths have in common, from the left."""
+    """Return the number of leading sections that two dotted paths have in common."""
     pairs = list(zip(path.split(".")[:-1], other.split(".")[:-1], strict=False))
     return next((count for count, (own, its) in enumerate(pairs) if own != its), len(pairs))

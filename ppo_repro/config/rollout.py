@@ -1,4 +1,4 @@
-"""What is sampled, by which program, and what is made to differ from the trainer: `rollout` and `mismatch`."""
+"""The sections `rollout` and `mismatch`: samples, engine, and deliberate differences from the trainer."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class BuiltInEngine(Section):
 
 
 class SGLangServers(Section):
-    """SGLang servers, which the run starts and ends or which run already; in deterministic numerics with torch's bits.
+    """SGLang servers, which a run starts or which run already; in deterministic numerics with the bits of `torch`.
 
-    Zheng et al., 2024. Servers are trusted: whoever reaches one can change its weights.
+    Zheng et al., 2024. Servers are trusted: everybody who reaches one can change its weights.
     """
 
     kind: Literal["sglang"] = Field(description="Sample with SGLang servers.")
@@ -66,14 +66,14 @@ class SGLangServers(Section):
 
 
 class OwnEngine(Called):
-    """A class of the user's with `load(folder)` and `generate(prompts, sampling, seeds)`; its bits are not promised."""
+    """A class of your own with `load(folder)` and `generate(prompts, sampling, seeds)`; its bits are not promised."""
 
     kind: Literal["function"] = Field(description="Sample with a Python class.")
     timeout_s: Count = Field(600, description="Longest wait for one call of the class, seconds.")
 
 
 class RolloutConfig(Section):
-    """What is sampled in one iteration, and from which distribution."""
+    """The responses of one iteration, and the distribution from which they are sampled."""
 
     prompts_per_iteration: Count = Field(description="Prompts per iteration; a task with fewer gives some again.")
     samples_per_prompt: Count = Field(description="Responses sampled for each prompt.")
@@ -87,7 +87,7 @@ class RolloutConfig(Section):
 
     @property
     def engine_without_promise(self) -> str:
-        """Return the setting that names an engine whose bits are not promised; empty for other engines."""
+        """Return the setting that names an engine whose bits are not promised; empty if they are promised."""
         if self.engine.kind == "function":
             return f"rollout.engine.path = {self.engine.path.rpartition('/')[2]}"
         is_stock = self.engine.kind == "sglang" and self.engine.numerics == "stock"
@@ -112,7 +112,7 @@ class RolloutConfig(Section):
 
 
 class TrainerFaults(Section):
-    """What the trainer takes otherwise than the sampler did."""
+    """Deliberate differences of the trainer from the sampler."""
 
     top_p_scored: bool = Field(True, description="Renormalise over the tokens that top-k and top-p kept.")
     temperature_scored: bool = Field(True, description="Divide logits by the temperature, as the sampler does.")
@@ -129,13 +129,13 @@ class TrainerFaults(Section):
 
     @property
     def scores_otherwise(self) -> bool:
-        """Return whether a log-prob of the trainer may be another one than the sampler's."""
+        """Return whether the trainer's log-prob of a token may differ from the sampler's."""
         cuts = not (self.top_p_scored and self.temperature_scored)
         return cuts or self.prompts_differ or self.retokenize > 0 or self.dropout > 0
 
 
 class SamplerPrecision(Section):
-    """The formats that the sampler rounds numbers to, as a stack of that precision does. Products stay exact."""
+    """The formats to which the sampler rounds numbers, like a stack of that precision. Products stay exact."""
 
     weights: Format = Field("float32", description="Of weights; 8 bits: of linear layers of attention and MLP only.")
     activations: Format = Field("float32", description="Of activations; 8 bits: only of the inputs of these layers.")
@@ -156,7 +156,7 @@ class SamplerPrecision(Section):
 
 
 class SamplerFaults(Section):
-    """What makes the sampler another policy than the one that is trained."""
+    """Deliberate differences of the sampler's policy from the trained policy."""
 
     lag: Index = Field(0, description="Iterations that the sampler's weights are behind, fewer at first; 0: none.")
     token_bias: Positive | None = Field(None, description="Size of an error of each token's logit; null: none.")
@@ -171,7 +171,7 @@ class SamplerFaults(Section):
 
 
 class MismatchConfig(Section):
-    """What is made to differ between sampler and trainer; nothing by default. Every cause is part of the run."""
+    """Deliberate differences between sampler and trainer; none by default. All of them are part of the run."""
 
     sampler: SamplerFaults = SamplerFaults()
     trainer: TrainerFaults = TrainerFaults()
@@ -181,10 +181,10 @@ class MismatchConfig(Section):
 
     @property
     def bound(self) -> str:
-        """Return the setting by which stock torch samples, whose bits depend on the machine; empty without it."""
+        """Return the setting that makes stock torch sample, whose bits depend on the machine; empty otherwise."""
         return "" if self.sampler.stock is None else f"mismatch.sampler.stock = {self.sampler.stock}"
 
     @property
     def same_precision(self) -> bool:
-        """Return whether a forward pass of sampler and trainer gives the same bits, as far as precision goes."""
+        """Return whether sampler and trainer use the same precision in a forward pass."""
         return self.sampler.stock is None and not self.sampler.precision.rounds

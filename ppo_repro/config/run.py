@@ -1,4 +1,4 @@
-"""The configuration of a language run: frozen, strict. `config.files` reads it."""
+"""The configuration of a language run, frozen and strict. `config.files` reads it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ExpertsConfig(Section):
 
 
 class TinyModel(Section):
-    """A small Qwen3 made from nothing, with its own tokenizer, warm-started on the task by supervision."""
+    """A small Qwen3 made from scratch, with its own tokenizer and a supervised warm start on the task."""
 
     kind: Literal["tiny"] = Field(description="Make the policy here instead of loading one.")
     hidden_size: Width = Field(description="Width of the residual stream.")
@@ -104,19 +104,19 @@ class ModelFolder(Section):
 
 
 class EvaluationConfig(Section):
-    """Greedy decoding of the held-out prompts."""
+    """Evaluation: greedy responses to the held-out prompts."""
 
     every: Count = Field(5, description="Evaluate before every n-th iteration; before and after always.")
 
 
 class NumericsConfig(NumericsMode):
-    """How numbers are computed."""
+    """The way in which numbers are computed."""
 
     max_context: Context = Field(description="Longest prompt plus response, tokens; it changes no number.")
 
 
 class RunNumericsConfig(NumericsConfig):
-    """How numbers are computed, and whether a run measures how accurate they are."""
+    """The way in which numbers are computed, and whether a run measures their accuracy."""
 
     accuracy_sequences: Index = Field(
         4, description="Sequences whose log-probs a deterministic run compares with float64 at its start; 0 for none."
@@ -127,7 +127,7 @@ class RunNumericsConfig(NumericsConfig):
 
 
 class RunConfig(Experiment):
-    """One run."""
+    """The configuration of one language run."""
 
     model: TinyModel | ModelFolder = Field(discriminator="kind")
     task: TaskConfig = Field(discriminator="kind")
@@ -176,7 +176,7 @@ class RunConfig(Experiment):
 
     @property
     def asks_for_routes(self) -> bool:
-        """Return whether the sampler is to say which experts computed each token of a mixture."""
+        """Return whether the sampler must return the experts that computed each token of a mixture."""
         return self.records.level == "deep" or self.ppo.replay_routes
 
     @model_validator(mode="before")

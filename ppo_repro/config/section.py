@@ -1,6 +1,6 @@
 """`Section`, the base of every group of configuration fields, and `Experiment`, the base of a whole configuration.
 
-Types of numbers, names and paths come first.
+The module begins with types of numbers, names and paths.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ PathText = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 
 
 class Section(BaseModel):
-    """A frozen group of fields; an unknown field or a value of another type is refused."""
+    """A frozen group of fields, which refuses unknown fields and values of other types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Called(Section):
-    """What is the user's own: a function or class, and what it is called with."""
+    """A function or class of your own, and its parameters."""
 
     path: PathText = Field(description="`FILE.py:NAME`.")
     parameters: dict[str, JsonValue] = Field({}, description="Its further parameters, by name.")
 
 
 class CheckedFunction(Called):
-    """A function of your own, tried on drawn batches before a run begins."""
+    """A function of your own, which a run tries on random batches before it begins."""
 
     kind: Literal["function"] = Field(description="Call a Python function.")
     checked: bool = Field(True, description="Refuse what depends on the layout, or on more than its input.")
@@ -74,7 +74,7 @@ WORD, FUNCTION, WORD_OR_FUNCTION = Tag("word"), Tag("function"), Discriminator(_
 
 
 class NumericsMode(Section):
-    """How numbers are computed."""
+    """The mode of the numerics."""
 
     mode: Literal["deterministic", "native"] = Field(
         "deterministic", description="One written order for every sum, so layout cannot matter, or stock torch."
@@ -82,13 +82,13 @@ class NumericsMode(Section):
 
 
 class Experiment(Section):
-    """A whole configuration: what it is called, its seed, and a digest of all its fields but `records`."""
+    """A whole configuration: its name, its seed, and a digest of all its fields except `records`."""
 
     experiment: Name = Field(description="Name of the experiment; the folder its results share.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
 
     def canonical_json(self) -> str:
-        """Return sorted, compact JSON without `records`: configurations of the same run give equal text."""
+        """Return sorted, compact JSON without `records`; configurations of the same run give equal text."""
         return canonical_json(self.model_dump(mode="json"))
 
     def digest(self) -> str:
@@ -106,12 +106,12 @@ def canonical_json(tree: Mapping[str, Any]) -> str:
 
 
 def short_digest(text: str) -> str:
-    """Return the first 12 hex digits of the SHA-256."""
+    """Return the first 12 hex digits of a text's SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def with_default_kinds(tree: Any, defaults: Sequence[tuple[str, str, str]]) -> Any:
-    """Fill default fields into a tree: for each (group, field, value), where the group leaves the field out."""
+    """Fill default fields into a tree: for each (group, field, value), set the field if the group leaves it out."""
     if not isinstance(tree, dict):
         return tree
     tree = dict(tree)

@@ -1,4 +1,4 @@
-"""What is asked and what it is worth: the `task` and `reward` sections."""
+"""The sections `task` and `reward`: prompts, and scores of responses."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ NOT_ARGUMENTS = (
 
 
 class Term(Section):
-    """One summand of the score."""
+    """A summand of the score."""
 
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
 
 
 class ExactMatch(Term):
-    """1 if the response equals the answer and ended by itself, 0 otherwise."""
+    """1 if the response equals the answer and ends with an end token, 0 otherwise."""
 
     kind: Literal["exact_match"] = Field("exact_match", description="Compare the response with the answer.")
 
 
 class StepsReward(Term):
-    """The share of the task's intermediate steps that a response has, each at its place; 1 if all are right."""
+    """The share of the task's intermediate steps that a response has, each in its position; 1 if all are right."""
 
     kind: Literal["steps"] = Field(description="Compare the steps before the answer.")
     placement: Literal["score", "step_ends"] = Field(
@@ -55,7 +55,7 @@ class StepsReward(Term):
 
 
 class FormatReward(Term):
-    """1 for the form of R1, `<think>...</think><answer>...</answer>`, and 1 more if the answer is right."""
+    """1 for R1's format `<think>...</think><answer>...</answer>`, and 1 more if the answer is right."""
 
     kind: Literal["format"] = Field(description="Check the form, and the answer inside it.")
 
@@ -68,7 +68,7 @@ class LengthReward(Term):
 
 
 class FunctionReward(Term):
-    """A function of the user's, called by the names of its parameters."""
+    """A function of your own, called with the arguments that its parameters name."""
 
     kind: Literal["function"] = Field(description="Call a Python function.")
     path: PathText = Field(description="`FILE.py:FUNCTION`.")
@@ -95,7 +95,7 @@ CalledReward = FunctionReward | TrlReward | VerlReward
 
 
 class Verifier(Term):
-    """What the task's own verifier says: of reasoning-gym's data set, or `score` of a Python task."""
+    """The score of the task's own verifier: reasoning-gym's, or `score` of a Python task."""
 
     kind: Literal["verifier"] = Field(description="Ask the verifier that the task brings.")
 
@@ -108,7 +108,7 @@ class RewardModelFolder(Term):
 
 
 class RewardModelTraining(Section):
-    """Pairs of a file, or made by a rule from the task, and the Bradley-Terry training of a reward model on them."""
+    """Bradley-Terry training of a reward model on the pairs of a file, or on pairs made by a rule from the task."""
 
     num_pairs: Count | None = Field(None, description="Preference pairs to make from training prompts.")
     pairs: PathText | None = Field(None, description="Lines with `prompt`, `chosen`, `rejected`; a tenth is held out.")
@@ -127,7 +127,7 @@ class RewardModelTraining(Section):
 
 
 class TrainedRewardModel(RewardModelTraining, Term):
-    """A reward model made here before PPO: the policy's trunk, trained on pairs of a right and a wrong answer."""
+    """A reward model trained before PPO: the policy's trunk, trained on pairs of a right and a wrong answer."""
 
     kind: Literal["trained_model"] = Field(description="Train a reward model here.")
 
@@ -146,7 +146,7 @@ RewardTerm = Annotated[
 
 
 class FunctionPlacement(CheckedFunction):
-    """A function of your own: scores of responses in, the reward of each token out, before the KL penalty."""
+    """A function of your own that returns each token's reward, before the KL penalty, from the scores of responses."""
 
 
 AnyPlacement = Annotated[
@@ -155,7 +155,7 @@ AnyPlacement = Annotated[
 
 
 class RewardConfig(Section):
-    """What a response is worth, and on which of its tokens."""
+    """The score of a response, and its placement on the response's tokens."""
 
     terms: Many[RewardTerm] = Field((ExactMatch(),), description="The score is the weighted sum of these.")
     placement: AnyPlacement = Field(
@@ -175,25 +175,25 @@ class RewardConfig(Section):
 
     @property
     def judges(self) -> bool:
-        """Return whether responses are right or wrong; with a user's function as the only reward they are neither."""
+        """Return whether responses are right or wrong; they are neither if a user's function is the only reward."""
         compared = any(isinstance(t, ExactMatch | FormatReward | Verifier) for t in self.terms)
         return compared or not any(isinstance(t, CalledReward) for t in self.terms)
 
     @property
     def model(self) -> RewardModelFolder | TrainedRewardModel | None:
-        """Return the term that is a reward model, None without one."""
+        """Return the term that is a reward model; None if there is none."""
         return next((t for t in self.terms if isinstance(t, RewardModelFolder | TrainedRewardModel)), None)
 
 
 class AnyTask(Section):
-    """What every task has."""
+    """Fields of every task."""
 
     turns: ClassVar[int] = 1  # most turns of the model in an episode
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
 
 
 class GeneratedTask(AnyTask):
-    """Problems made here, for models that read plain text and answer in one turn."""
+    """Generated problems, for models that read plain text and answer in one turn."""
 
     # not for the user to choose, as they are in a TextTask
     chat_template: ClassVar[bool] = False
@@ -213,7 +213,7 @@ class ArithmeticTask(GeneratedTask):
 
 
 class ColumnAdditionTask(GeneratedTask):
-    """Additions worked out column by column: `47+38=` is answered by `7+8=15 5 4+3+1=8 85`."""
+    """Additions worked out column by column: the answer to `47+38=` is `7+8=15 5 4+3+1=8 85`."""
 
     kind: Literal["column_addition"] = Field(description="Generate prompts and their intermediate steps here.")
     digits: Annotated[int, Field(ge=2, le=9)] = Field(description="Digits of each operand.")
@@ -231,7 +231,7 @@ class ColumnAdditionTask(GeneratedTask):
 
 
 class Templated(Section):
-    """How prompts are rendered."""
+    """Fields for rendering prompts."""
 
     chat_template: bool = Field(False, description="Render prompts with the tokenizer's chat template.")
     template_arguments: dict[str, JsonValue] = Field(
@@ -258,7 +258,7 @@ class Templated(Section):
 
 
 class TextTask(AnyTask, Templated):
-    """What every task of somebody else's prompts has."""
+    """Fields of every task whose prompts come from a file, a library or a function."""
 
     system_prompt: str | None = Field(None, min_length=1, description="System turn of the template; null: none.")
     answer_extraction: AnswerExtraction = Field(
@@ -304,7 +304,7 @@ class ReasoningGymTask(TextTask):
 
     @property
     def data_seed(self) -> int:
-        """Seed of the data set; the seed of the run does not change its prompts."""
+        """Return the seed of the data set; the seed of the run does not change its prompts."""
         seed = self.settings.get("seed", 0)
         assert isinstance(seed, int)
         return seed
@@ -326,7 +326,7 @@ TaskConfig = ArithmeticTask | ColumnAdditionTask | JsonlTask | ReasoningGymTask 
 
 
 def with_verifier_term(tree: Any) -> Any:
-    """Let a task with a verifier of its own be judged by it, if the tree of a run gives no reward terms."""
+    """Add the verifier as the reward if the tree of a run gives no reward terms and its task has a verifier."""
     if not isinstance(tree, dict) or not isinstance(tree.get("task"), dict):
         return tree
     reward = tree.get("reward", {})

@@ -1,6 +1,6 @@
-"""YAML as this project reads and writes it: plain data of modest size, numbers as numbers, nothing hidden.
+"""YAML as this project reads and writes it: plain data of limited size, numbers as numbers.
 
-Tags and aliases are refused: what two fields share a `--set` would change in both.
+Tags and aliases are refused, because a `--set` would change both fields that share an alias.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _at(mark: Any, text: str) -> UserError:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: `1e-3` is a number, `no` and `on` are words, a repeated key is an error."""
+    """Loads YAML 1.2 scalars: `1e-3` is a number, `no` and `on` are words, a repeated key is an error."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that a YAML 1.1 reader or `_Loader` would read as something else."""
+    """Quotes every text that a YAML 1.1 reader or `_Loader` would not read as text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -71,7 +71,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML with numbers as numbers; UserError with the line for anything else than plain data."""
+    """Parse YAML with numbers as numbers. Raises UserError, naming the line, for anything except plain data."""
     for number, line in enumerate(text.splitlines(), 1):
         if has_password(line):
             raise UserError(f"line {number}: has a URI or option with a password, which records would keep; remove it")
@@ -103,7 +103,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def with_numbers(tree: Any) -> Any:
-    """Return plain data in which texts such as `1e-3`, as which PyYAML reads these numbers, are numbers."""
+    """Return plain data in which texts such as `1e-3`, which PyYAML reads as texts, are numbers."""
     if isinstance(tree, Mapping):
         return {name: value if name == "settings" else with_numbers(value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -117,6 +117,6 @@ def write_yaml(tree: Any) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Return a value as one would write it in a YAML file, on one line."""
+    """Return a value as it looks in a YAML file, on one line."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -1,1 +1,1 @@
-"""PPO on Gymnasium environments: the mathematics of `ppo/` on small networks, recorded as language runs are."""
+"""PPO on Gymnasium environments: the mathematics of `ppo/` on small networks, with the records of language runs."""

@@ -1,9 +1,9 @@
 """One frozen type per stage of a control iteration.
 
-A fragment is the part of one episode that lies in one iteration: it begins where the later of the two begins and ends
-where the first of them ends. Fragments stand for responses, environment steps for tokens. Letters: B fragments, N =
-num_envs x steps_per_env steps of all fragments one after the other, ordered by environment and time, O observation
-size, A action size, M steps of a minibatch.
+A fragment is the part of one episode that is in one iteration: it begins when both have begun and ends when one of them
+ends. Fragments stand for responses, environment steps for tokens. Letters: B fragments, N = num_envs x steps_per_env
+steps of all fragments one after the other, ordered by environment and time, O observation size, A action size, M steps
+of a minibatch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rollout:
-    """What was observed and done."""
+    """The observations, actions and rewards of an iteration."""
 
     observations: Tensor  # [N, O] float32, before each action
     actions: Tensor  # [N, A] float32, as drawn: an index, or a real action before it is clipped to its space
@@ -34,7 +34,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Both networks over the rollout before any update."""
+    """The results of both networks for the rollout, before any update."""
 
     old_logprobs: Tensor  # [N] float32
     entropies: Tensor  # [N] float32
@@ -52,7 +52,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class MinibatchUpdate:
-    """One optimizer step and its inputs, M steps in the minibatch."""
+    """One optimizer step on M environment steps, and its inputs."""
 
     epoch: int
     minibatch: int
@@ -81,7 +81,7 @@ class MinibatchUpdate:
 
 @dataclass(frozen=True)
 class ControlIteration:
-    """Everything one iteration produced."""
+    """The results of all stages of one iteration."""
 
     index: int
     eval_return: float | None  # before the first iteration only; None where not evaluated

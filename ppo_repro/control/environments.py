@@ -1,8 +1,8 @@
 """Seeded copies of a Gymnasium environment, stepped side by side.
 
-Every episode is reset with a seed of its own, a function of (run seed, copy, episode), so that a recorded episode
-can be played again alone. The physics is the environment's own code: classic control takes sines and cosines from
-the C library, whose last bits may differ between processors.
+Every episode is reset with its own seed, a function of (run seed, copy, episode), so that a recorded episode can be
+played again alone. The physics is the environment's own code: classic control takes sines and cosines from the C
+library, whose last bits may differ between processors.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ except ImportError as missing:
 
 @dataclass(frozen=True)
 class DiscreteActions:
-    """The whole numbers `start` to `start + count - 1`."""
+    """Actions that are the whole numbers `start` to `start + count - 1`."""
 
     count: int
     start: int
 
     def taken(self, actions: NDArray[np.float32]) -> list[int]:
-        """Return the numbers that the environments take, from indices [E, 1]."""
+        """Convert action indices [E, 1] to the numbers that the environments take."""
         numbers: list[int] = (actions[:, 0].astype(np.int64) + self.start).tolist()
         return numbers
 
 
 @dataclass(frozen=True)
 class RealActions:
-    """Vectors between two bounds."""
+    """Actions that are vectors between two bounds."""
 
     low: NDArray[np.float32]  # [A]
     high: NDArray[np.float32]  # [A]
 
     def taken(self, actions: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the vectors [E, A] that the environments take: the drawn ones, clipped."""
+        """Clip drawn actions [E, A] to the vectors [E, A] that the environments take."""
         return np.clip(actions, self.low, self.high)
 
 
@@ -53,7 +53,7 @@ Actions = DiscreteActions | RealActions
 
 @dataclass(frozen=True)
 class Transition:
-    """One step of all E copies. `observations` follow the action, also the last one of an episode that ended."""
+    """One step of all E copies. `observations` follow the action, also the last observation of an ended episode."""
 
     observations: NDArray[np.float32]  # [E, O]
     rewards: NDArray[np.float32]  # [E]
@@ -64,7 +64,7 @@ class Transition:
 
 @dataclass
 class _Copy:
-    """One copy and the episode it is in."""
+    """A copy of the environment, and its current episode."""
 
     env: Any
     episode: int = -1
@@ -74,10 +74,13 @@ class _Copy:
 
 
 class Environments:
-    """The copies of one environment; `observations` [E, O] float32 is where they are now."""
+    """The copies of one environment; `observations` [E, O] float32 are their current observations."""
 
     def __init__(self, identifier: str, count: int, *name: int | str) -> None:
-        """Make `count` copies at the start of their first episodes, seeded by `name`; UserError if not supported."""
+        """Make `count` copies at the start of their first episodes, seeded by `name`.
+
+        Raises UserError if the environment is not supported.
+        """
         where = f"environment.id = {identifier!r}"
         try:
             envs = [gymnasium.make(identifier, disable_env_checker=True) for _ in range(count)]
@@ -99,7 +102,7 @@ class Environments:
         self.observations = np.stack([self._reset(i) for i in range(count)]).astype(np.float32)
 
     def step(self, actions: NDArray[np.float32]) -> Transition:
-        """Take actions [E, A]; a copy whose episode ended is reset to the start of the next one."""
+        """Take actions [E, A]; a copy whose episode ended is reset to the start of its next episode."""
         count = len(self.copies)
         transition = Transition(
             observations=np.empty_like(self.observations),

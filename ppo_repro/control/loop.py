@@ -1,7 +1,7 @@
-"""PPO on environments. Read `control_iterations` first: each of its lines is one stage; the stages follow it.
+"""PPO on environments. Read `control_iterations` first: each of its lines is a stage, and the stages follow it.
 
-Actor and critic share no parameter, so one optimizer over both differs from two only in the gradient norm that is
-clipped, which is over all parameters together, as in CleanRL and Stable-Baselines3.
+Actor and critic share no parameter, so one optimizer over both differs from two only in the norm of the gradient that
+is clipped, which is over all parameters together, as in CleanRL and Stable-Baselines3.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ class ControlState:
 
 
 def prepare(config: ControlConfig) -> ControlState:
-    """Make environments, networks and optimizer before the first iteration.
-
-    Raises UserError for what the user must correct.
-    """
+    """Make environments, networks and optimizer before the first iteration. Raises UserError for wrong input."""
     ppo = config.ppo
     library.use_threads(config.layout.threads, config.numerics.mode == "native")
     environments = Environments(config.environment.id, config.environment.num_envs, "training", config.seed)
@@ -67,9 +64,9 @@ def prepare(config: ControlConfig) -> ControlState:
 
 
 def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[ControlIteration]:
-    """Run PPO; yields after every update. `state` is trained in place.
+    """Run PPO, train `state` in place, and yield each iteration after its update.
 
-    Raises UnequalBits where bits differ that deterministic numerics promise to be equal.
+    Raises UnequalBits if bits differ that deterministic numerics promise to be equal.
     """
     is_exact = config.numerics.mode == "deterministic"
     while state.iteration < config.ppo.iterations:
@@ -104,9 +101,9 @@ def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[C
 
 @torch.no_grad()
 def evaluate(config: ControlConfig, agent: Agent) -> float:
-    """Play whole episodes with the likeliest action, the same ones every time.
+    """Play whole episodes with the likeliest action, the same episodes every time.
 
-    Returns their mean return, NaN for none.
+    Returns their mean return, NaN if there are none.
     """
     count = config.evaluation.episodes
     if count == 0:
@@ -123,7 +120,7 @@ def evaluate(config: ControlConfig, agent: Agent) -> float:
 
 
 class _Begun(NamedTuple):
-    """Where the steps of one episode within an iteration begin."""
+    """The start of an episode's steps within an iteration."""
 
     iteration_step: int
     episode: int
@@ -145,12 +142,12 @@ class _Fragment(NamedTuple):
 
 @torch.no_grad()
 def roll_out(config: ControlConfig, agent: Agent, environments: Environments, iteration: int) -> Rollout:
-    """Step every copy `steps_per_env` times, episodes going on from the iteration before.
+    """Take `steps_per_env` steps in every copy, and continue the episodes of the previous iteration.
 
     Args:
         config: the run.
         agent: its policy acts.
-        environments: E copies; they stay where the last step left them.
+        environments: E copies; they keep the state after the last step.
         iteration: names the random streams.
 
     Returns:
@@ -197,10 +194,10 @@ def roll_out(config: ControlConfig, agent: Agent, environments: Environments, it
 
 @torch.no_grad()
 def forward_pass(config: ControlConfig, agent: Agent, rollout: Rollout) -> ForwardPass:
-    """Compute log-probs, entropies and values of the whole rollout, and the value that follows each fragment.
+    """Compute log-probs, entropies and values of the whole rollout, and the value after each fragment.
 
-    That is 0 where the episode terminated, the critic's value of the last observation where the fragment was cut, and
-    at a time limit one of the two, as `bootstrap_truncated` says.
+    The value after a fragment is 0 if the episode terminated, and the critic's value of the last observation if the
+    fragment was cut; at a time limit, `bootstrap_truncated` chooses between them.
     """
     old_logprobs, entropies = agent.distribution.statistics(agent.policy(rollout.observations), rollout.actions)
     goes_on = {"terminated": False, "truncated": config.ppo.bootstrap_truncated, "cut": True}
@@ -275,7 +272,7 @@ def update(
 
 
 class _Minibatch(NamedTuple):
-    """What the losses of M environment steps are computed from, float32."""
+    """The inputs of the losses of M environment steps, float32."""
 
     observations: Tensor  # [M, O]
     actions: Tensor  # [M, A]

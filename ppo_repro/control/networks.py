@@ -1,8 +1,8 @@
-"""Actor and critic, two networks that share nothing, and what the actor draws from.
+"""Actor and critic, two networks that share no parameter, and the actor's action distributions.
 
-That is a categorical over discrete actions, or a diagonal Gaussian over real ones. Actions are float32 [n, A] for both:
-the index of a discrete action (A = 1), or the components of a real one before it is clipped to the action space.
-Log-probs and entropies are in nats.
+The distribution is a categorical over discrete actions, or a diagonal Gaussian over real ones. Actions are float32
+[n, A] for both: the index of a discrete action (A = 1), or the components of a real one before it is clipped to the
+action space. Log-probs and entropies are in nats.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOG_2PI = 1.8378770664093453
 
 
 def uniforms(count: int, *name: int | str) -> Tensor:
-    """Draw `count` numbers of the named stream strictly between 0 and 1, each (k + 1/2) 2^-52. Float64."""
+    """Draw `count` numbers strictly between 0 and 1 from the named stream, each (k + 1/2) 2^-52. Float64."""
     k = (seeding.words(count, *name) >> np.uint64(12)).astype(np.float64)
     return torch.from_numpy((k + 0.5) * 2.0**-52)
 
@@ -48,14 +48,14 @@ def normals(count: int, *name: int | str) -> Tensor:
 
 
 class Categorical(nn.Module):
-    """softmax(outputs) over a fixed number of actions, drawn by Gumbel-max."""
+    """The distribution softmax(outputs) over a fixed number of actions, sampled by Gumbel-max."""
 
     def __init__(self, actions: int, mode: str) -> None:
         super().__init__()
         self.outputs, self.mode = actions, mode
 
     def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:
-        """Return the random numbers of an iteration, [steps, envs, ...]: for each step and environment one draw's."""
+        """Return the random numbers of an iteration, [steps, envs, ...], for one draw per step and environment."""
         return gumbels(steps * envs * self.outputs, *name).view(steps, envs, self.outputs)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
@@ -71,12 +71,15 @@ class Categorical(nn.Module):
         return torch.from_numpy(outputs.detach().numpy().argmax(-1).astype(np.float32))[:, None]
 
     def statistics(self, outputs: Tensor, actions: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
-        """Return log softmax(outputs)[action] and -sum p log p, float32 [n] each, differentiable; `rows` to train."""
+        """Return log softmax(outputs)[action] and -sum p log p, float32 [n] each, differentiable.
+
+        Training needs `rows`.
+        """
         return token_statistics(outputs, actions[:, 0].to(torch.int64), 1.0, None, self.mode)
 
 
 class _GaussianStatistics(Function):
-    """Float64 inside, one rounding to float32; components are added in their order."""
+    """Computes in float64 and rounds once to float32; components are added in their order."""
 
     @staticmethod
     def forward(ctx: Any, means: Tensor, log_std: Tensor, actions: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
@@ -102,7 +105,7 @@ class _GaussianStatistics(Function):
 
 
 class DiagonalGaussian(nn.Module):
-    """Normal(outputs, exp(log_std)) in each component, the same log_std in all states. Williams, 1992."""
+    """The distribution Normal(outputs, exp(log_std)) per component, with one log_std for all states. Williams, 1992."""
 
     def __init__(self, size: int, mode: str) -> None:
         super().__init__()
@@ -122,9 +125,10 @@ class DiagonalGaussian(nn.Module):
         return outputs.detach().clone()
 
     def statistics(self, outputs: Tensor, actions: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
-        """Return log p = -sum_i [z_i^2 / 2 + log sigma_i + log(2 pi) / 2], z = (a - mean) / sigma.
+        """Return log p = -sum_i [z_i^2 / 2 + log sigma_i + log(2 pi) / 2], z = (a - mean) / sigma, and the entropy.
 
-        The entropy is sum_i [log sigma_i + log(2 pi e) / 2]. Raises NumericsError on means that are not finite.
+        The entropy is sum_i [log sigma_i + log(2 pi e) / 2]. Both are float32 [n].
+        Raises NumericsError for means that are not finite.
         """
         if not torch.isfinite(outputs).all():
             raise NumericsError("the policy's means are not finite; lower the learning rate")
@@ -135,10 +139,10 @@ class DiagonalGaussian(nn.Module):
 
 
 def orthogonal(rows: int, columns: int, gain: float, *name: int | str) -> NDArray[np.float64]:
-    """Draw a matrix [rows, columns] float64 with orthogonal rows (or columns, where there are fewer) of length `gain`.
+    """Draw a matrix [rows, columns] float64 with orthogonal rows (or columns, if there are fewer) of length `gain`.
 
-    Gram-Schmidt over bell-shaped draws with correctly rounded sums, so that the bits are the same on every
-    machine; LAPACK's are not. Saxe et al., 2014.
+    The method is Gram-Schmidt over bell-shaped draws with correctly rounded sums, so that the bits are the same on
+    every machine, unlike LAPACK's. Saxe et al., 2014.
     """
     short, long = sorted((rows, columns))
     basis: list[NDArray[np.float64]] = []
@@ -166,7 +170,7 @@ def _mlp(sizes: Sequence[int], last_gain: float, seed: int, name: str) -> nn.Seq
 
 
 class Agent(nn.Module):
-    """The policy, `actor` and `distribution`, and the value model, `critic`."""
+    """The policy (`actor` and `distribution`) and the value model (`critic`)."""
 
     def __init__(self, observation_size: int, actions: Actions, network: NetworkConfig, mode: str, seed: int) -> None:
         """Draw the weights of policy and value network.
@@ -190,14 +194,14 @@ class Agent(nn.Module):
         self.critic = _mlp([*hidden, 1], CRITIC_GAIN, seed, "critic")
 
     def policy(self, observations: Tensor, rows: Rows | None = None) -> Tensor:
-        """Compute the distribution's outputs, float32 [n, outputs], from observations float32 [n, O].
+        """Compute the distribution's parameters, float32 [n, outputs], from observations float32 [n, O].
 
-        `rows` is needed to train.
+        Training needs `rows`.
         """
         return self._outputs(self.actor, observations, rows)
 
     def values(self, observations: Tensor, rows: Rows | None = None) -> Tensor:
-        """Predict the expected return, float32 [n]."""
+        """Predict the return after each observation, float32 [n, O] -> float32 [n]."""
         return self._outputs(self.critic, observations, rows)[:, 0]
 
     def _outputs(self, network: nn.Sequential, x: Tensor, rows: Rows | None) -> Tensor:

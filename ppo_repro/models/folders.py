@@ -89,8 +89,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write float32 tensors one by one as a safetensors file, and return its SHA-256. Raises OSError.
 
     safetensors would hold the whole file in memory. The digest is of the bytes before writing, so that it reveals
-    errors
-    of the disk.
+    errors of the disk.
     """
     tensors = dict(sorted(tensors.items()))  # the file is a function of what is in it
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -190,8 +189,7 @@ def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """Save a folder for AutoModelForSequenceClassification, completely or not at all.
 
     transformers' own forward reads the score at the last token that is not `pad_token_id`. If that is the end token,
-    its
-    scores differ from ours. Raises UserError if saving fails.
+    its scores differ from ours. Raises UserError if saving fails.
     """
     with whole_folder(folder) as temporary:
         model.save_pretrained(temporary, state_dict={name: x.cpu() for name, x in model.state_dict().items()})

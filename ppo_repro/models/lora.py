@@ -191,10 +191,8 @@ def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
 
     The frozen model's weights replace the base of every adapted layer and every other parameter, except parameters that
     are trained without factors or that lie in one matrix with an adapted weight. `base` is the reference of a policy,
-    or
-    the trunk from which a value model started. No code may change a frozen parameter afterwards. Raises ValueError,
-    naming
-    a weight, if the two models have different bits.
+    or the trunk from which a value model started. No code may change a frozen parameter afterwards. Raises ValueError,
+    naming a weight, if the two models have different bits.
     """
     prefix = "trunk." if isinstance(model, ValueModel) else ""
     own_trunk = model.trunk if isinstance(model, ValueModel) else model

@@ -151,8 +151,7 @@ class TrainState:
         """Compute digests of the weights of policy and value model, in parallel.
 
         For weights on a CPU the digests are complete on return. Weights on a card are copied, and threads compute the
-        digests
-        of the copies during the next step.
+        digests of the copies during the next step.
         """
         modules = [self.policy] if self.value_model is None else [self.policy, self.own_value_module]
         weights: list[Weights] = [dict(module.named_parameters()) for module in modules]

@@ -1,8 +1,7 @@
 """The unmodified transformers model with a policy's weights, and any model in float64.
 
 In float64, everything is computed in float64, including norms, routers and rotary positions, which transformers
-computes
-in float32 in every model.
+computes in float32 in every model.
 """
 
 from __future__ import annotations

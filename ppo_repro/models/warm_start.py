@@ -81,9 +81,8 @@ def warm_start(
     """Train `source` in place to give the answers; return the record of each step.
 
     The loss is cross-entropy on answer and end token; the optimizer is AdamW. The learning rate rises over 30 steps,
-    stays
-    constant until the greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero over
-    20.
+    stays constant until the greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero
+    over 20.
 
     Args:
         source: a float32 model.

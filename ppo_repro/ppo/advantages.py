@@ -17,8 +17,7 @@ def gae(
     """Compute GAE, A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t.
 
     Source: Schulman et al., 2016. t counts decisions: the tokens that an environment puts in between two of them belong
-    to
-    the transition, and have no error or discount of their own.
+    to the transition, and have no error or discount of their own.
 
     Args:
         rewards: [N] float32, of all tokens, sequence after sequence.

@@ -2,9 +2,8 @@
 
 delta = log pi_old - log pi_rollout of a token, and w = exp(delta); for a whole response, w is the product or the
 geometric mean over its tokens. pi_old is the policy before the update, pi_rollout the sampler. No gradient flows
-through
-weights. If both policies agree, every weight is exactly 1 and no token is rejected. A ratio that is not a number raises
-NumericsError.
+through weights. If both policies agree, every weight is exactly 1 and no token is rejected. A ratio that is not a
+number raises NumericsError.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: T
 
     Sums are correctly rounded, so the order of tokens in memory cannot matter. verl, slime and TRL have the same
     levels; AReaL's sequence level is `geometric`. verl and slime clamp the logarithm to [-20, 20]; this function clamps
-    it
-    to [-87, 88].
+    it to [-87, 88].
 
     Args:
         old_logprobs: [N] float32, of the trainer before the update, nats.
@@ -102,10 +100,8 @@ def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> Correc
     """Clamp w [N] float32 to [floor, cap], or [floor, infinity] if `cap` is None: truncated importance sampling.
 
     Ionides, 2008; for a sampler's tokens Yao et al., 2025 (TIS): min(w, cap). Without bounds w is the weight of
-    decoupled
-    PPO (Hilton et al., 2022, section 3; AReaL). slime's `tis_mode: clip` and TRL's `vllm_importance_sampling_clip_min`
-    have
-    a floor; verl and AReaL have none.
+    decoupled PPO (Hilton et al., 2022, section 3; AReaL). slime's `tis_mode: clip` and TRL's
+    `vllm_importance_sampling_clip_min` have a floor; verl and AReaL have none.
     """
     low, high = _bounds(floor, cap)
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
@@ -118,10 +114,8 @@ def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> Correctio
     """Return w [N] float32 if floor <= w <= cap, else 0: masked importance sampling.
 
     By token with both bounds it is IcePop (Ling Team, 2025, arXiv 2510.18855), by response Liu et al., 2025, "When
-    Speed
-    Kills Stability". verl and slime bound both sides, by default with 1 / cap; AReaL and earlier TRL bound only the
-    upper
-    side, which is a floor of 0.
+    Speed Kills Stability". verl and slime bound both sides, by default with 1 / cap; AReaL and earlier TRL bound only
+    the upper side, which is a floor of 0.
     """
     low, high = _bounds(floor, cap)
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
@@ -134,10 +128,8 @@ def normalized_weights(weights: Tensor, lengths: Tensor, by_response: bool) -> T
     """Divide the weights [N] float32 of an iteration by their mean: self-normalised importance sampling.
 
     The mean is over tokens, or with `by_response` over responses, which have one weight each; zeros count. If all
-    weights
-    are 0, they stay 0. This is verl's `rollout_is_batch_normalize` and slime's `tis_batch_normalize`; both use the
-    batch of
-    a step's rollout. Rejected tokens are in the mean, as in verl.
+    weights are 0, they stay 0. This is verl's `rollout_is_batch_normalize` and slime's `tis_batch_normalize`; both use
+    the batch of a step's rollout. Rejected tokens are in the mean, as in verl.
     """
     assert weights.shape == (int(lengths.sum()),)
     assert lengths.dim() == 1

@@ -199,8 +199,7 @@ class SequenceClip(Clip):
 
     arXiv 2507.18071: s is equation 7, differentiated as GSPO-token's sg[s] pi / sg[pi] (equation 14): the gradient at a
     token is s times the gradient of its own log-prob. If the tokens of a response have one advantage and one loss
-    weight,
-    this is the gradient of GSPO itself (equation 5). verl's `gspo` clamps the logarithm at 10.
+    weight, this is the gradient of GSPO itself (equation 5). verl's `gspo` clamps the logarithm at 10.
     """
 
     def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
@@ -214,8 +213,7 @@ class Cispo(Objective):
     """The loss -sg[clip(r, floor, cap)] A log pi_new. MiniMax, 2025, arXiv 2506.13585, equations 4 and 5.
 
     No gradient flows through the ratio, and every token has a gradient. The paper and verl write the bounds as 1 -
-    eps_low
-    and 1 + eps_high; the paper and TRL have no lower bound, which is floor 0 here.
+    eps_low and 1 + eps_high; the paper and TRL have no lower bound, which is floor 0 here.
     """
 
     floor: float

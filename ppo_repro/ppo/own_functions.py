@@ -76,8 +76,7 @@ class OwnObjective(Own):
         """Call the function; return its loss of each token, [n] float32, and the ClipFlag of each token, uint8.
 
         The loss of a response becomes the loss of each of its tokens. Flags are UNKNOWN unless the function also
-        returns
-        which tokens it clipped: bool [n], or ClipFlags, uint8 [n]. Raises UserError for other results.
+        returns which tokens it clipped: bool [n], or ClipFlags, uint8 [n]. Raises UserError for other results.
         """
         found, flags = self._called(batch), None
         if isinstance(found, tuple):

@@ -1,4 +1,4 @@
-"""Preference pairs: of a file, or made by a rule from a task with known answers."""
+"""Preference pairs: read from a file, or made by a rule from a task with known answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sequences_of(pairs: Sequence[Preference]) -> list[Ids]:
 
 
 def check_pairs(pairs: Sequence[Preference], vocab_size: int, max_context: int) -> None:
-    """Raise UserError for the first pair that a model of this vocabulary and context cannot read."""
+    """Raise UserError for the first pair that does not fit the vocabulary or the context of a model."""
     for pair in pairs:
         for ids in sequences_of([pair]):
             where = f"preference pair of prompt '{shown(pair.prompt_key)}'"
@@ -51,9 +51,9 @@ def check_pairs(pairs: Sequence[Preference], vocab_size: int, max_context: int) 
 
 
 def wrong_answer(answer: str, digits: str, draws: Sequence[int]) -> str:
-    """Make a wrong answer: replace one digit, drop the last or add one, with equal probability.
+    """Make a wrong answer: replace one digit, drop the last digit or add one, with equal probability.
 
-    `digits` are the digits to choose from, at least two; `draws` are three random words: for the mistake, the
+    `digits` are the possible digits, at least two; `draws` are three random words, for the kind of mistake, the
     position and the digit.
     """
     mistake, position = MISTAKES[draws[0] % len(MISTAKES)], draws[1] % len(answer)
@@ -85,7 +85,7 @@ def _digits_of(problems: Sequence[Problem]) -> str:
 def _response(tokenizer: PreTrainedTokenizerBase, text: str, where: str = "") -> Ids:
     """Return the tokens of a response with an end token. Raises UserError if the tokenizer cannot spell it.
 
-    A tokenizer may write letter and accent as one character.
+    The text may come back with a letter and its accent as one character.
     """
     ids = token_ids(tokenizer, text, add_special_tokens=False)
     if _composed(decode(tokenizer, ids)) != _composed(text) or tokenizer.eos_token_id is None:
@@ -100,7 +100,7 @@ def _composed(text: str) -> str:
 
 
 def _drawn(problems: Sequence[Problem], count: int, seed: int) -> Iterator[tuple[Problem, int]]:
-    """Draw `count` problems and count how often each was drawn before; shuffled anew each time all have been drawn."""
+    """Draw `count` problems, each with the number of its earlier draws; after all were drawn, shuffle again."""
     for epoch in range(-(-count // len(problems))):
         order = permutation(len(problems), "preference prompts", seed, epoch)
         for index in order[: count - epoch * len(problems)]:
@@ -117,8 +117,8 @@ def pairs_by_rule(
 ) -> list[Preference]:
     """Make pairs that prefer the right answer to a wrong one, or with probability `label_noise` the reverse.
 
-    A pair is a function of seed, prompt key and how often the prompt was drawn before. With noise p a Bradley-Terry
-    model has a finite optimum, score differences of log((1 - p) / p).
+    A pair is a function of the seed, the prompt key and the number of earlier draws of the prompt. With noise p a
+    Bradley-Terry model has a finite optimum, score differences of log((1 - p) / p).
 
     Args:
         problems: to draw from, with numbers as answers.
@@ -179,7 +179,7 @@ def pairs_of_file(
 def hold_out(
     pairs: Sequence[Preference], num_eval_prompts: int, seed: int
 ) -> tuple[list[Preference], list[Preference]]:
-    """Split pairs into (training, held-out): all pairs of `num_eval_prompts` prompts, by seed, are held out."""
+    """Split pairs into (training, held-out): all pairs of `num_eval_prompts` random prompts are held out."""
     keys = sorted({pair.prompt_key for pair in pairs})
     if num_eval_prompts >= len(keys):
         raise UserError(

@@ -39,7 +39,7 @@ LossesOf = Callable[[list[int], Ints], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class PreferenceStep:
-    """One optimizer step, and losses and margins before it."""
+    """One optimizer step, with losses and margins before it."""
 
     epoch: int
     minibatch: int
@@ -55,7 +55,10 @@ class PreferenceStep:
 
 
 def _pair_chunks(count: int, sequences: int) -> list[list[int]]:
-    """Cut 0..count-1 into chunks of at most `sequences` sequences, two a pair, but at least one pair; 0: all in one."""
+    """Cut 0..count-1 into chunks of at most `sequences` sequences, two per pair, and at least one pair.
+
+    If `sequences` is 0, there is one chunk.
+    """
     return [chunk.tolist() for chunk in torch.arange(count).split(max(1, sequences // 2) if sequences else count)]
 
 
@@ -71,17 +74,18 @@ def preference_steps(
 ) -> Iterator[PreferenceStep]:
     """Train `model` in place for one epoch, on the mean loss of each minibatch of pairs, shuffled by seed.
 
-    Losses are not reduced in autograd: the backward pass of each pair starts from 1 / P, P the pairs of the minibatch.
+    The losses are not averaged in autograd: the backward pass of each pair starts from 1 / P, with P pairs in the
+    minibatch.
 
     Args:
         model: policy or reward model.
         optimizer: of the model.
         count: pairs to train on.
         minibatch_size: pairs per optimizer step; the last step may have fewer.
-        micro_batch: sequences per backward pass, two a pair; 0: the whole minibatch. Changes no result in deterministic
-            numerics.
+        micro_batch: sequences per backward pass, two per pair; 0: the whole minibatch. Changes no result in
+            deterministic numerics.
         seed: of the run.
-        epoch: from 0; every epoch has a shuffle of its own.
+        epoch: from 0; every epoch has its own shuffle.
         losses_of: returns losses and margins [m] of m pairs.
     """
     order = torch.from_numpy(permutation(count, "preference minibatches", seed, epoch))
@@ -106,7 +110,7 @@ def preference_steps(
 def _preference_step(
     optimizer: Optimizer, indices: list[int], micro_batch: int, losses_of: LossesOf
 ) -> tuple[float, Tensor, Tensor]:
-    """Take one step on P pairs; returns the norm of the gradient, and losses and margins [P] before the step."""
+    """Take one step on P pairs; return the norm of the gradient, and losses and margins [P] before the step."""
     by_chunk: list[tuple[Tensor, Tensor]] = []
 
     def backward() -> None:
@@ -150,14 +154,14 @@ def train_reward_model(
 ) -> RewardTraining:
     """Train a model from `make_reward_model` in place on the Bradley-Terry loss.
 
-    AdamW as in the warm start, without weight decay.
+    The optimizer is the warm start's AdamW, without weight decay.
 
     Args:
         model: the classifier.
         pairs: to train on.
         eval_pairs: held out; their margins are measured before and after.
         settings: epochs, minibatch size, learning rate.
-        numerics: in which it is trained.
+        numerics: of the training.
         layout: micro-batches and padding.
         seed: of the order.
         progress: called with step, last step and loss in nats per pair after each step.
@@ -222,7 +226,7 @@ def _pair_logprobs(
 def pair_logprobs(
     policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: str, layout: LayoutConfig
 ) -> Tensor:
-    """Compute log pi(y | x) of the preferred and of the other response of each pair, in micro-batches.
+    """Compute log pi(y | x) of the preferred and of the rejected response of each pair, in micro-batches.
 
     Args:
         policy: the model, in training or frozen.
@@ -250,14 +254,14 @@ def dpo_losses_of(
     mode: str,
     padding: str,
 ) -> LossesOf:
-    """Return the function from some pairs to their DPO losses.
+    """Return a function that computes the DPO losses of some of the pairs.
 
     Args:
         policy: is trained.
         pairs: P pairs.
         reference: [2, P] float64, the frozen model's log-probs of all pairs, nats, computed once.
         beta: weight of the implicit KL penalty.
-        temperature: that logits are divided by.
+        temperature: the divisor of the logits.
         mode: deterministic or native numerics.
         padding: right, left or none; for native numerics.
     """

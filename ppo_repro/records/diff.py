@@ -35,8 +35,8 @@ class Difference:
     """The first cell that differs; `key` has the left run's key columns of this cell.
 
     `rows` is the number of compared rows. Three names mean more than a cell: column `(rows)` counts the rows of a
-    table,
-    table `(run)` counts the iterations, and table `(final)` has the results after the last iteration, one per column.
+    table, table `(run)` counts the iterations, and table `(final)` has the results after the last iteration, one per
+    column.
     """
 
     table: str

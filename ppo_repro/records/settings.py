@@ -43,8 +43,7 @@ def settings_of(setups: Sequence[Setup]) -> list[Setting]:
     """Return the setting of each run among these; both texts are empty if the runs do not differ.
 
     A setting leaves out the seed and all fields that change no result. Equal settings have equal labels. If the runs
-    are
-    of several experiments, a label begins with the experiment; the other words tell differences within it.
+    are of several experiments, a label begins with the experiment; the other words tell differences within it.
     """
     kept = [{name: value for name, value in setup.items() if _counts(name, setup)} for setup in setups]
     wholes = list(_wholes(kept))

@@ -1,4 +1,4 @@
-"""The requests that the loop sends to a rollout engine, and the completions it gets back."""
+"""The requests that the loop sends to a rollout engine, and the completions that the engine returns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class TooLongError(UserError):
 class Sampling:
     """The distribution to sample from: softmax(logits / temperature), cut by top-k and top-p, renormalised.
 
-    `temperature` is above 0; `top_k` keeps the k likeliest tokens, 0 all; `top_p` in (0, 1] keeps the likeliest tokens
-    that together reach that mass. `max_response_tokens` counts the end token. `greedy` takes the likeliest token, whose
-    log-prob in nats still follows from the other fields. What is out of range is refused where it is used.
+    `temperature` is above 0; `top_k` keeps the k likeliest tokens, 0 keeps all; `top_p` in (0, 1] keeps the likeliest
+    tokens that together reach that mass. `max_response_tokens` counts the end token. `greedy` takes the likeliest
+    token, whose log-prob in nats still follows from the other fields. The code that uses a value refuses it if it is
+    out of range.
 
     Source: Fan et al., 2018, https://arxiv.org/abs/1805.04833 (top-k); Holtzman et al., 2020,
     https://arxiv.org/abs/1904.09751 (top-p).
@@ -44,27 +45,27 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. Engines take and return token ids, never text."""
+    """The request for one response. Engines take and return token ids, never text."""
 
     prompt_ids: tuple[int, ...]
     seed: int
 
 
 class Dialogue(Protocol):
-    """What else ends a turn of the model, and what the environment says then."""
+    """The environment of an episode of several turns: it may end a turn of the model, and it replies."""
 
     def ends(self, turn: Sequence[int]) -> bool:
-        """Return whether the tokens of a turn so far end it, though the last one is no end token."""
+        """Return whether the tokens of a turn so far end it, even if the last one is no end token."""
         ...
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """Return the tokens to put in after the model's `turns` of request `index`; None where the episode is over."""
+        """Return the environment's tokens after the model's `turns` of request `index`; None if the episode is over."""
         ...
 
 
 @dataclass(frozen=True)
 class Completion:
-    """T sampled tokens, with fields as in `buffers.Rollout`."""
+    """T sampled tokens; `buffers.Rollout` describes the fields."""
 
     response_ids: tuple[int, ...]  # [T], the end token included
     logprobs: Tensor  # [T] float32
@@ -88,16 +89,16 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Sample one completion for each request, in their order. Raises UserError for a request that cannot be served.
 
-        Without a dialogue an end token ends a completion. With one, the tokens of its reply follow as they are, and
-        sampling goes on after them while fewer than `max_response_tokens` are there; a reply that leaves no room for
-        another token is not put in, and ends the completion as the limit does. All processes of a run call this
-        together, also one with nothing to ask.
+        Without a dialogue, an end token ends a completion. With a dialogue, the tokens of its reply are added as they
+        are, and sampling continues after them while there are fewer than `max_response_tokens`. A reply that leaves no
+        room for another token is not added, and ends the completion as the limit does. All processes of a run call this
+        method together, even a process without requests.
         """
         ...
 
 
 def check_request(request: Request, sampling: Sampling, vocab_size: int, max_context: int) -> None:
-    """Raise UserError for an empty prompt or a token outside the vocabulary, TooLongError for a prompt too long.
+    """Raise UserError for an empty prompt or a token outside the vocabulary, TooLongError for a long prompt.
 
     Args:
         request: the prompt.

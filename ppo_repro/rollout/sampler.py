@@ -1,7 +1,7 @@
 """Counter-based sampling: a token is a pure function of (logits, seed, position).
 
-Gumbel-max with the hash noise of SGLang's seeded sampler, so that equal logits give equal tokens in both engines,
-whatever else is in the batch.
+The method is Gumbel-max with the hash noise of SGLang's seeded sampler, so that equal logits give equal tokens in both
+engines, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EVERYWHERE = 2**32 - 1  # a position that no token has
 
 @dataclass(frozen=True)
 class Sample:
-    """One token for each of n positions."""
+    """One sampled token for each of n positions."""
 
     tokens: Tensor  # [n] int64
     logprobs: Tensor  # [n] float32, under the distribution sampled from
@@ -45,7 +45,7 @@ def _times(x: Tensor, factor: int) -> Tensor:
 
 
 def murmur_hash32(words: list[Tensor]) -> Tensor:
-    """Compute MurmurHash3 x86 32-bit, hash seed 0, of little-endian 32-bit words held as int64 in [0, 2^32).
+    """Compute MurmurHash3 x86 32-bit, hash seed 0, of little-endian 32-bit words in int64 in [0, 2^32).
 
     The words broadcast against each other. Appleby, 2011.
     """
@@ -69,7 +69,7 @@ def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: flo
         logits: [n, V] float32.
         seeds: [n] int64, of the responses.
         positions: [n] int64, of the last input token.
-        temperature: that logits are divided by.
+        temperature: the divisor of the logits.
         sigma: standard deviation of the error.
 
     Returns:
@@ -82,8 +82,8 @@ def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: flo
 def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor:
     """Return logits + temperature size z, rounded once.
 
-    z is one standard normal number for each token's id. It imitates a sampler that prefers some tokens everywhere, as
-    one with a wrong row in its last matrix does.
+    z is one standard normal number for each token id. The sum imitates a sampler that prefers some tokens everywhere,
+    for example because a row of its last matrix is wrong.
 
     Args:
         logits: [n, V] float32.
@@ -101,14 +101,14 @@ def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: str) -> Sample:
     """Sample one token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
 
-    The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang.
+    The column is the token id or, with top-k or top-p, the token's rank, as in SGLang.
 
     Args:
         logits: [n, V] float32.
         seeds: [n] int64, of the responses.
         positions: [n] int64, of the last input token.
-        sampling: temperature and cuts. With a `mismatch_sigma` everything is computed from `disturbed` logits, which
-            are used nowhere else.
+        sampling: temperature, top-k and top-p. With a `mismatch_sigma` everything is computed from `disturbed` logits,
+            which are used nowhere else.
         mode: deterministic or native numerics.
     """
     temperature = sampling.temperature
@@ -132,11 +132,11 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
 
 
 def _divided(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits / temperature, rounded once: by a number of Python a card multiplies with its inverse."""
+    """Return logits / temperature, rounded once; a card would multiply by the inverse of a Python number."""
     return logits / logits.new_tensor(temperature)
 
 
 def first_argmax(x: Tensor) -> Tensor:
-    """Return the index of the maximum along the last axis; among equal ones the lowest."""
+    """Return the index of the maximum along the last axis; among equal maxima the lowest index."""
     columns = torch.arange(x.shape[-1], device=x.device)
     return torch.where(x == x.amax(-1, keepdim=True), columns, x.shape[-1]).amin(-1)

@@ -1,4 +1,4 @@
-"""Engines made of other engines: one for all processes of a run, and one that leaves evaluation to the built-in."""
+"""Engines made of other engines: one for all processes of a run, and one that uses the built-in engine to evaluate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ppo_repro.rollout.engine import Completion, Dialogue, Engine, Request, Samp
 
 @dataclass(frozen=True)
 class SharedEngine:
-    """Samples for all processes of a run with the engine of the first; the others have none."""
+    """Samples for all processes of a run with the engine of the first process."""
 
     ranks: Ranks
     engine: Engine | None
@@ -31,7 +31,7 @@ class SharedEngine:
 
 @dataclass(frozen=True)
 class EvaluatedHere:
-    """Samples with an engine whose bits nobody promises; greedy evaluation is the built-in engine's."""
+    """Samples with an engine whose bits are not promised, and evaluates greedily with the built-in engine."""
 
     engine: Engine
     built_in: Engine

@@ -1,4 +1,4 @@
-"""The built-in engine: prefill and cached decoding of any number of requests over a few slots."""
+"""The built-in engine: prefill and cached decoding of any number of requests in a few slots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ppo_repro.rollout.sampler import sample
 
 
 def _keys(tokens: Sequence[int]) -> list[int]:
-    """Return a hash of every prefix, shortest first; equal prefixes have equal keys."""
+    """Return a hash of every prefix, shortest first; equal prefixes have equal hashes."""
     return list(accumulate(tokens, lambda key, token: hash((key, token)), initial=0))[1:]
 
 
@@ -36,7 +36,7 @@ class PrefixIndex:
         self._slots: dict[int, int] = {}  # key of a prefix -> the slot last known to hold it
 
     def note(self, slot: int, tokens: Sequence[int]) -> None:
-        """Note that `slot` now holds exactly these tokens."""
+        """Note that `slot` now has the keys and values of exactly these tokens."""
         self._tokens[slot] = tuple(tokens)
         for key in _keys(tokens):
             self._slots[key] = slot
@@ -53,32 +53,32 @@ class PrefixIndex:
 
 
 class SlotRoutes:
-    """For each position of each slot the experts that computed its token, and so its keys and values."""
+    """The experts that computed the token, and so the keys and values, at each position of each slot."""
 
     def __init__(self, slots: int, context: int) -> None:
         self._shape = slots, context
         self._routes: Tensor | None = None  # [slots, context, M k] int32, once the width is known
 
     def note(self, slots: Ints, positions: Ints, routes: Ints) -> None:
-        """Take the routes [n, M k] of tokens at positions [n] of slots [n]."""
+        """Store the routes [n, M k] of tokens at positions [n] of slots [n]."""
         if self._routes is None:
             self._routes = torch.zeros(*self._shape, routes.shape[-1], dtype=torch.int32)
         self._routes[index(slots), index(positions)] = torch.from_numpy(routes)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the routes of the first tokens of one slot to another one."""
+        """Copy the routes of the first `length` tokens from slot `source` to slot `target`."""
         assert self._routes is not None
         self._routes[target, :length] = self._routes[source, :length]
 
     def of(self, slot: int, length: int) -> Tensor:
-        """Return the routes of the first tokens of a slot, [length, M k] int32."""
+        """Return the routes of the first `length` tokens of a slot, [length, M k] int32."""
         assert self._routes is not None
         return self._routes[slot, :length].clone()
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A `Sample` in NumPy arrays, which are quicker for single numbers."""
+    """A `Sample` as NumPy arrays, which read single numbers faster than tensors."""
 
     logprobs: np.ndarray
     log_kept_mass: np.ndarray
@@ -87,7 +87,7 @@ class Drawn:
 
 @dataclass
 class _Active:
-    """A request in a slot and its tokens so far."""
+    """A request in a slot, and its tokens so far."""
 
     index: int
     request: Request
@@ -105,7 +105,7 @@ class _Active:
 
     @property
     def last_position(self) -> int:
-        """Return the position of the last token that the model knows."""
+        """Return the position of the last token."""
         return len(self.request.prompt_ids) + len(self.tokens) - 1
 
     def add(self, token: int, drawn: Drawn, row: int) -> None:
@@ -116,26 +116,26 @@ class _Active:
         self.samples.append((drawn, row))
 
     def put_in(self, tokens: Sequence[int]) -> None:
-        """Append tokens of the environment, after which another turn begins."""
+        """Append tokens of the environment, and begin another turn after them."""
         self.tokens += tokens
         self.forced += [True] * len(tokens)
         self.turns.append([])
 
 
 class Observer(Protocol):
-    """Is told what an engine computes. Requests are numbered as `generate` received them."""
+    """Receives what an engine computes. Requests have the numbers of their order in `generate`."""
 
     def before_pass(self, requests: list[int], starts: list[int], lengths: list[int]) -> None:
-        """Note a pass over the tokens of `requests` from position `starts[r]` on, `lengths[r]` of each."""
+        """Receive a pass over `lengths[r]` tokens of each of the `requests`, from position `starts[r]` on."""
         ...
 
     def before_sampling(self, requests: list[int], logits: Tensor) -> None:
-        """Note that the next token of each request is drawn from its row of `logits` [R, V] float32."""
+        """Receive the `logits` [R, V] float32 from which the next token of each request is drawn."""
         ...
 
 
 class TorchEngine:
-    """Samples from the weights that a policy has at a call; no keys and values are kept between calls."""
+    """Samples with the weights that a policy has at the call; keys and values do not outlive a call."""
 
     def __init__(
         self,
@@ -149,19 +149,19 @@ class TorchEngine:
         observer: Observer | None = None,
         live: PreTrainedModel | None = None,
     ) -> None:
-        """Sample with a policy whose weights may change between calls.
+        """Make an engine for a policy whose weights may change between calls.
 
         Args:
             policy: in deterministic or native numerics.
             stop_ids: end tokens.
             mode: numerics, `deterministic` or `native`.
             max_context: tokens of the longest prompt and response together.
-            slots: sequences at once.
+            slots: number of sequences at the same time.
             prefill_chunk: tokens of a prompt in one pass, 0 for all.
-            prefix_cache: whether prompts take over the keys and values of a prefix they share.
-            observer: is told what is computed.
+            prefix_cache: whether prompts reuse the keys and values of a shared prefix.
+            observer: receives what is computed.
             live: a model of which `policy` is a copy in another dtype: before each call the policy takes the live
-                weights, rounded. None: the policy is itself trained.
+                weights, rounded. None: the policy itself is trained.
         """
         self.policy, self.stop_ids, self.mode = policy, stop_ids, mode
         self.max_context, self.slots = max_context, slots
@@ -218,9 +218,9 @@ class TorchEngine:
         return [done[index] for index in range(len(requests))]
 
     def _finish_reason(self, item: _Active, sampling: Sampling, dialogue: Dialogue | None) -> str:
-        """Decide why the completion ends, empty where it does not.
+        """Return why the completion ends; empty if it continues.
 
-        What the environment says is put in where there is room.
+        The environment's reply is added if there is room for it.
         """
         at_limit = len(item.tokens) == sampling.max_response_tokens
         reason = "stop" if item.tokens[-1] in self.stop_ids else "length" if at_limit else ""
@@ -237,7 +237,7 @@ class TorchEngine:
         return ""
 
     def _admit(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
-        """Copy known prefixes of the prompts into their slots; returns the prompts to prefill, then copies of them."""
+        """Copy known prefixes of the prompts into their slots; return the prompts to prefill, then copies of them."""
         leaders: dict[tuple[int, ...], _Active] = {}
         copies: list[_Active] = []
         for item in turn:
@@ -253,7 +253,7 @@ class TorchEngine:
         return [list(leaders.values()), copies] if copies else [list(leaders.values())]
 
     def _take_over(self, cache: Cache | SlotCache, prefixes: PrefixIndex, item: _Active) -> None:
-        """Copy the longest prefix that a slot holds; the last prompt token is always computed, for its logits."""
+        """Copy the longest prefix that a slot has; the last prompt token is always computed, for its logits."""
         source, item.known = prefixes.longest(item.request.prompt_ids[:-1])
         if item.known and source != item.slot:
             self._network.copy_prefix(cache, source, item.slot, item.known)
@@ -261,7 +261,7 @@ class TorchEngine:
                 self._routes.copy_prefix(source, item.slot, item.known)
 
     def _prefill(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
-        """Compute the unknown tokens of the prompts; logits [len(turn), V] after each prompt."""
+        """Compute the unknown tokens of the prompts, and return the logits [len(turn), V] after each prompt."""
         row_of: dict[int, Tensor] = {}
         for wave, items in enumerate(self._admit(cache, prefixes, turn)):
             for item in items:
@@ -273,7 +273,7 @@ class TorchEngine:
         return torch.stack([row_of[item.index] for item in turn])
 
     def _chunks(self, cache: Cache | SlotCache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:
-        """Prefill `prefill_chunk` tokens of each context at a time; yields logits [V] where one ends."""
+        """Prefill `prefill_chunk` tokens of each context at a time; yield the logits [V] of a context at its end."""
         while items:
             pieces = [item.context[item.known : item.known + self.prefill_chunk] for item in items]
             hidden = self._forward(cache, items, pieces, [item.known for item in items])
@@ -286,7 +286,7 @@ class TorchEngine:
             items = [item for item in items if item.known < len(item.context)]
 
     def _decode(self, cache: Cache | SlotCache, turn: list[_Active]) -> Tensor:
-        """Take in the last token of each response; logits [len(turn), V] after it."""
+        """Compute the last token of each response, and return the logits [len(turn), V] after it."""
         pieces = [(item.tokens[-1],) for item in turn]
         hidden = self._forward(cache, turn, pieces, [item.last_position for item in turn])
         return logits(self.policy, hidden)
@@ -294,7 +294,7 @@ class TorchEngine:
     def _forward(
         self, cache: Cache | SlotCache, items: list[_Active], pieces: Sequence[tuple[int, ...]], starts: list[int]
     ) -> Tensor:
-        """Compute hidden states [R, H] of the last token of each item's piece, which begins at position starts[r]."""
+        """Compute the hidden states [R, H] of the last token of each piece, which begins at position starts[r]."""
         if self.observer is not None:
             self.observer.before_pass([item.index for item in items], starts, list(map(len, pieces)))
         batch, slots = ragged(pieces, past=starts), [item.slot for item in items]
@@ -331,14 +331,17 @@ def _completion(item: _Active, reason: str, routes: SlotRoutes | None) -> Comple
 
 
 def _stacked(columns: list[np.ndarray], item: _Active) -> Tensor:
-    """Return the item's rows of arrays [n, W], one array for each token: [T, W]."""
+    """Stack the item's rows of the arrays [n, W], one array for each of its T tokens: [T, W]."""
     if columns[0].shape[1] == 0:  # as usual; the rows need not be gathered
         return torch.from_numpy(np.empty((len(columns), 0), columns[0].dtype))
     return torch.from_numpy(np.array([column[row] for column, (_, row) in zip(columns, item.samples, strict=True)]))
 
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Convert the model's parameters to a dtype, in place. Buffers stay: rotary frequencies are float32 everywhere."""
+    """Convert the model's parameters to a dtype in place, and return the model.
+
+    Buffers do not change, because rotary frequencies are float32 everywhere.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

@@ -159,8 +159,7 @@ def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
     """Raise UserError if the engine of `config` would sample other bits than the engine of `recorded`.
 
     In deterministic numerics the built-in engine and SGLang give the same bits. In other numerics the engine, its
-    device,
-    its arguments and the number of servers may each change a bit; addresses, transport and timeouts do not.
+    device, its arguments and the number of servers may each change a bit; addresses, transport and timeouts do not.
     """
     before, now = _sampler(recorded), _sampler(config)
     if before != now:
@@ -207,8 +206,7 @@ def rerun(
     """Execute a recorded configuration again, in memory, and compare every buffer with the files.
 
     For a fork, only its own iterations are computed. Samples of a user's own engine are read from the records. The
-    first
-    difference stops the rerun. If there are several processes, the first one compares and all return its result.
+    first difference stops the rerun. If there are several processes, the first one compares and all return its result.
 
     Args:
         kind: the kind of run.

@@ -134,8 +134,8 @@ def _new_run(temporary: Path, run_dir: Path, label: Label, fill: Callable[[Path]
     """Fill the folder of a new run, label it and rename it to `run_dir`.
 
     An exception such as Ctrl-C may come at any moment: it never leaves a folder whose status is "running". A run
-    without
-    a complete iteration of its own is removed, unless unequal bits ended it, which the user may want to examine.
+    without a complete iteration of its own is removed, unless unequal bits ended it, which the user may want to
+    examine.
     """
     begun = 0
     try:

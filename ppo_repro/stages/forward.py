@@ -67,8 +67,7 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     """Score every response token by policy, reference and value model, before any update.
 
     Each rank scores its own sequences and gets all scores. The packed weights of the reference are freed before the
-    packed
-    weights of a separate value model are made, which limits the memory peak.
+    packed weights of a separate value model are made, which limits the memory peak.
 
     Args:
         state: the networks; they do not change.

@@ -1,8 +1,7 @@
 """Stages `Rewards`, `Advantages` and `Evaluation`: the worth of responses.
 
 Rewards: judge the responses, place the scores on tokens, charge the KL penalty, whiten. Advantages: compute each
-token's
-advantage and value target. Evaluation: judge greedy responses to the held-out prompts.
+token's advantage and value target. Evaluation: judge greedy responses to the held-out prompts.
 """
 
 from __future__ import annotations

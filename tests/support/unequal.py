@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ppo_repro import loop
 from ppo_repro.buffers import MinibatchUpdate
+from ppo_repro.models.state import Digests
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 
@@ -44,26 +46,30 @@ def sampler_differs(patch: pytest.MonkeyPatch, iteration: int, response: int, to
     patch.setattr(TorchEngine, "generate", generate)
 
 
-def first_step_differs(patch: pytest.MonkeyPatch, change: Callable[[MinibatchUpdate], MinibatchUpdate]) -> None:
+StepWithoutDigests = partial[MinibatchUpdate]
+
+
+def first_step_differs(patch: pytest.MonkeyPatch, change: Callable[[StepWithoutDigests], StepWithoutDigests]) -> None:
     """The first minibatch of every iteration is what `change` makes of it."""
     real = loop.update
 
-    def update(*arguments: Any) -> Iterator[MinibatchUpdate]:
+    def update(*arguments: Any) -> Iterator[tuple[StepWithoutDigests, Digests]]:
         steps = real(*arguments)
-        yield change(next(steps))
+        step, digests = next(steps)
+        yield change(step), digests
         yield from steps
 
     patch.setattr(loop, "update", update)
 
 
-def other_ratio(step: MinibatchUpdate) -> MinibatchUpdate:
-    assert step.policy is not None
-    return replace(step, policy=replace(step.policy, ratios=flipped(step.policy.ratios, 0)))
+def other_ratio(step: StepWithoutDigests) -> StepWithoutDigests:
+    policy = step.keywords["policy"]
+    return partial(step, policy=replace(policy, ratios=flipped(policy.ratios, 0)))
 
 
-def other_value(step: MinibatchUpdate) -> MinibatchUpdate:
-    assert step.value is not None
-    return replace(step, value=replace(step.value, new_values=flipped(step.value.new_values, 0)))
+def other_value(step: StepWithoutDigests) -> StepWithoutDigests:
+    value = step.keywords["value"]
+    return partial(step, value=replace(value, new_values=flipped(value.new_values, 0)))
 
 
 if __name__ == "__main__":

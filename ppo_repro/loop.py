@@ -54,7 +54,7 @@ from ppo_repro.stages.updates import (
 
 
 def as_sampled(rollout: Rollout) -> Rollout:
-    """Return the rollout unchanged; deliberate faults pass another `receive` to the loop (faults/trainer.py)."""
+    """Return the rollout unchanged; deliberate faults (faults/trainer.py) pass another function as `receive`."""
     return rollout
 
 
@@ -245,8 +245,8 @@ def policy_loss(
 
     w is the importance weight of the token, 1 unless importance weights are configured.
 
-    The surrogate is what the user's objective returns, if there is one. For PPO's clip it is -min(r A, clip(r, 1 - eps,
-    1 + eps) A) with r = pi_new / pi_anchor (Schulman et al., 2017, equation 7).
+    The surrogate of PPO's clip is -min(r A, clip(r, 1 - eps, 1 + eps) A) with r = pi_new / pi_anchor (Schulman et al.,
+    2017, equation 7). A user's objective returns its own surrogate.
 
     Args:
         config: gives `entropy_coef`.

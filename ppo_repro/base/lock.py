@@ -1,8 +1,8 @@
 """The lock of a folder that only one process at a time may write: a run or a grid.
 
 The lock is an advisory one (flock) on the file NAME.lock beside the folder NAME. Only its holder may make, change,
-rename or remove NAME, NAME.tmp and NAME.removed, so whatever is there when a process gets the lock was left by a dead
-one. The kernel releases the lock when the holder ends, however it ends. The file says who the holder is.
+rename or remove NAME, NAME.tmp and NAME.removed, so a folder that exists when a process gets the lock was left by a
+dead process. The kernel releases the lock when the holder ends, however it ends. The file names the holder.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def prepare_streams() -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Send the rest of a stream, its unwritten buffer included, to the null device."""
+    """Send the remaining output of a stream, its unwritten buffer included, to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -74,9 +74,10 @@ class Ranks:
             raise PromiseBroken(f"{what}: rank {other} has {values[other]}, rank 0 has {values[0]}")
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all ranks; shapes and dtypes must be the same on every rank.
+        """Replace each tensor, of any shape, by its sum over all ranks, which must agree in shapes and dtypes.
 
-        Integer sums are exact. For floating point, gloo chooses the order of the sum, which decides its bits.
+        Integer sums are exact. For floating point, gloo chooses the order of the sum, which decides its bits. Raises
+        RankLost if a rank is gone.
         """
         if self.size == 1:
             return
@@ -88,7 +89,7 @@ class Ranks:
         """Replace a contiguous float32 tensor by its sum over all ranks: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
 
         In round b each rank adds the sum of rank XOR 2^b. Addition is commutative, so all ranks have the same bits.
-        The number of ranks must be a power of two.
+        The number of ranks must be a power of two. Raises RankLost if a rank is gone.
         """
         ours = tensor.cpu()  # gloo sends memory of the CPU
         theirs = torch.empty_like(ours)

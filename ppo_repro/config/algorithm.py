@@ -107,7 +107,7 @@ class CispoObjective(Section):
 
 
 class ClipCovObjective(Clipped):
-    """Clip-Cov: some random tokens among those with high covariance of log-prob and advantage have no gradient."""
+    """Clip-Cov: a random share of the tokens with high covariance of log-prob and advantage has no gradient."""
 
     kind: Literal["clip_cov"] = Field(description="Draw tokens of high covariance, and drop their gradient.")
     share: Share = Field(2e-4, description="Share of a minibatch's tokens that are drawn, at least one token.")
@@ -135,7 +135,7 @@ class KLCovObjective(Section):
 
 
 class UnclippedObjective(Section):
-    """The importance-sampled surrogate without any bound, L_CPI."""
+    """The importance-sampled surrogate without a bound, L_CPI."""
 
     kind: Literal["unclipped"] = Field(description="Neither clip nor penalise.")
 

@@ -31,18 +31,18 @@ LOG_2PI = 1.8378770664093453
 
 
 def uniforms(count: int, *name: int | str) -> Tensor:
-    """Draw `count` numbers strictly between 0 and 1 from the named stream, each (k + 1/2) 2^-52. Float64."""
+    """Draw numbers [count] float64 strictly between 0 and 1 from the named stream, each (k + 1/2) 2^-52."""
     k = (seeding.words(count, *name) >> np.uint64(12)).astype(np.float64)
     return torch.from_numpy((k + 0.5) * 2.0**-52)
 
 
 def gumbels(count: int, *name: int | str) -> Tensor:
-    """Draw `count` numbers from Gumbel(0, 1), -log(-log u). Float64."""
+    """Draw numbers [count] float64 from Gumbel(0, 1): -log(-log u)."""
     return -elementwise.log(-elementwise.log(uniforms(count, *name)))
 
 
 def normals(count: int, *name: int | str) -> Tensor:
-    """Draw `count` numbers from the standard normal, sqrt(-2 log u) cos(2 pi v). Float64. Box and Muller, 1958."""
+    """Draw numbers [count] float64 from the standard normal: sqrt(-2 log u) cos(2 pi v). Box and Muller, 1958."""
     u, v = uniforms(2 * count, *name).view(2, count)
     return elementwise.sqrt(elementwise.log(u) * -2.0) * elementwise.cos_sin(v * (2.0 * math.pi))[0]
 

@@ -76,7 +76,7 @@ def micro_batches(
     replay: bool = False,
     slots: Ints | None = None,
 ) -> list[MicroBatch]:
-    """Lay out the given sequences of a rollout in micro-batches; without sequences there are none.
+    """Lay out some sequences of a rollout in micro-batches; the list is empty without sequences.
 
     Args:
         rollout: N response tokens.

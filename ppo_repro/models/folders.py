@@ -86,10 +86,10 @@ def write_sampled(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write float32 tensors one by one as a safetensors file, and return its SHA-256. Raises OSError.
+    """Write float32 tensors one by one as a safetensors file, and return its SHA-256.
 
     safetensors would hold the whole file in memory. The digest is of the bytes before writing, so that it reveals
-    errors of the disk.
+    errors of the disk. Raises OSError if writing fails, ValueError for other dtypes.
     """
     tensors = dict(sorted(tensors.items()))  # the file is a function of what is in it
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}

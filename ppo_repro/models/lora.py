@@ -61,7 +61,7 @@ class Lora:
         return self.alpha / self.rank
 
     def factors(self) -> dict[str, Tensor]:
-        """Return A and B of every layer, not copied."""
+        """Return A [r, K] and B [N, r] of every layer by name, not copied."""
         return {
             f"{name}.lora_{which}.weight": tensor
             for name, layer in self.layers.items()
@@ -85,7 +85,7 @@ class Lora:
             layer.weight.copy_(merged.t() if layer.transposed else merged)
 
     def gradients(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return gradients of all trained parameters from the model's gradients; zeros for a weight without gradient.
+        """Return gradients by name of all trained parameters from the model's gradients; zeros for a missing gradient.
 
         dA = s (B^T dW') and dB = s (dW' A^T) are functions of dW' alone, so the layout never changes them.
         """

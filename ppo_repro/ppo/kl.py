@@ -22,7 +22,10 @@ def k1(log_ratio: Tensor) -> Tensor:
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """Return x^2 / 2: never negative, biased at third order, the same in both directions."""
+    """Return x^2 / 2: never negative, biased at third order, in shape and dtype of `log_ratio`.
+
+    The estimate is the same in both directions.
+    """
     return log_ratio * log_ratio * 0.5
 
 
@@ -58,7 +61,10 @@ def _rho(log_ratio: Tensor) -> Tensor:
 
 
 def estimate(kind: str, log_ratio: Tensor, reverse: bool = False) -> Tensor:
-    """Compute the estimator `kind` (k1, k2 or k3) of KL(p || q), or with `reverse` of KL(q || p), as float32."""
+    """Compute the estimator `kind` (k1, k2 or k3) of KL(p || q), or with `reverse` of KL(q || p).
+
+    The result is float32, in nats and in the shape of `log_ratio`.
+    """
     forward = {"k1": k1, "k2": k2, "k3": k3}
     backward = {"k1": reverse_k1, "k2": k2, "k3": reverse_k3}
     return (backward if reverse else forward)[kind](log_ratio).to(torch.float32)

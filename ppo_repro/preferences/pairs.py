@@ -179,7 +179,10 @@ def pairs_of_file(
 def hold_out(
     pairs: Sequence[Preference], num_eval_prompts: int, seed: int
 ) -> tuple[list[Preference], list[Preference]]:
-    """Split pairs into (training, held-out): all pairs of `num_eval_prompts` random prompts are held out."""
+    """Split pairs into (training, held-out): all pairs of `num_eval_prompts` random prompts are held out.
+
+    Raises UserError if no prompt is left to train on.
+    """
     keys = sorted({pair.prompt_key for pair in pairs})
     if num_eval_prompts >= len(keys):
         raise UserError(

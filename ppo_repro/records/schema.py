@@ -58,7 +58,14 @@ def full(name: str, kind: str, unit: str, description: str) -> Column:
 
 
 def deep(name: str, kind: str, unit: str, description: str) -> Column:
-    """Declare a result that only `deep` records; the arguments are the same as for `full`."""
+    """Declare a result that only `deep` records.
+
+    Args:
+        name: of the column.
+        kind: its type, a key of `ARROW_TYPES`.
+        unit: of its numbers.
+        description: a sentence for the documentation.
+    """
     return replace(full(name, kind, unit, description), level="deep")
 
 

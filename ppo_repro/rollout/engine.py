@@ -84,6 +84,8 @@ class Completion:
 
 
 class Engine(Protocol):
+    """Samples responses with the present policy; every sampler of a run has this interface."""
+
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
     ) -> list[Completion]:

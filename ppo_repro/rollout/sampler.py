@@ -137,6 +137,6 @@ def _divided(logits: Tensor, temperature: float) -> Tensor:
 
 
 def first_argmax(x: Tensor) -> Tensor:
-    """Return the index of the maximum along the last axis; among equal maxima the lowest index."""
+    """Return the index of the maximum along the last axis, the lowest of several: [.., V] -> [..] int64."""
     columns = torch.arange(x.shape[-1], device=x.device)
     return torch.where(x == x.amax(-1, keepdim=True), columns, x.shape[-1]).amin(-1)

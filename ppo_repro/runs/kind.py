@@ -47,7 +47,8 @@ class Execution(ABC, Generic[Item]):
     """
 
     @abstractmethod
-    def iterations(self) -> Iterator[Item]: ...
+    def iterations(self) -> Iterator[Item]:
+        """Compute the iterations that remain, and yield each when it is complete."""
 
     @abstractmethod
     def tables(self, item: Item) -> Tables:

@@ -55,7 +55,7 @@ class Summary:
 
 
 def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary:
-    """Return the summary of a complete run; `seconds` by phase replace those in the records."""
+    """Return the summary of a complete run; `seconds` by phase replace the recorded seconds."""
     recorded, rows = reader.open_manifest(run_dir), reader.read_iterations(run_dir)
     figures: Figures = {
         "run_dir": str(run_dir),

@@ -1,7 +1,9 @@
-"""Tables as CSV. A spreadsheet computes a cell that begins with `=`: texts of models and users must not be computed.
+"""Write tables as CSV.
+
+A spreadsheet computes a cell that begins with `=`; texts of models and users must not be computed.
 
 A text that begins with one of `STARTS` and is no number gets an apostrophe before it. A reader of the file removes one
-apostrophe from each text that begins with an apostrophe. Numbers are written as they are.
+apostrophe from each text that begins with an apostrophe. Numbers do not change.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠", "'")
 
 
 def cell(value: object) -> object:
-    """Return a value as a cell that no spreadsheet computes: a text as above, other values unchanged."""
+    """Return a value that no spreadsheet computes: a text with an apostrophe if needed, other values unchanged."""
     if isinstance(value, str) and value.startswith(STARTS) and not _is_number(value):
         return f"'{value}"
     return value
 
 
 def csv_text(frame: pd.DataFrame, float_format: str | None = None) -> str:
-    """Return the frame as CSV, without its index; without `float_format`, a reader gets the same floats back."""
+    """Return the frame as CSV without its index; without `float_format`, floats are exact."""
     texts = frame.select_dtypes(exclude="number").map(cell)
     safe = frame.copy()
     safe[texts.columns] = texts

@@ -47,7 +47,7 @@ EPSILON = 1e-8  # NeMo-RL and verl add it to denominators
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of a step, an epoch or the rollout as arrays [N]; empty if the tokens have no such column."""
+    """Columns of the tokens of a step, an epoch or the rollout, as arrays [N]; an absent column is empty."""
 
     sequence: npt.NDArray[np.int64]  # response of each token, from 0
     g: Float64
@@ -64,17 +64,17 @@ class Rows:
 
     @property
     def r(self) -> Float64:
-        """The ratio to the trainer: exp(n - p)."""
+        """Return the ratio to the trainer, exp(n - p)."""
         return exp(self.n - self.p)
 
     @property
     def r_rollout(self) -> Float64:
-        """The ratio to the sampler: exp(n - g)."""
+        """Return the ratio to the sampler, exp(n - g)."""
         return exp(self.n - self.g)
 
     @property
     def w(self) -> Float64:
-        """The importance weight: exp(p - g)."""
+        """Return the importance weight, exp(p - g)."""
         return exp(self.p - self.g)
 
     def clipped(self, ratios: Float64) -> Float64:
@@ -90,13 +90,13 @@ class Rows:
         return self.sums(np.asarray(values, np.float64)) / np.bincount(self.sequence)
 
     def padded(self, values: Float64) -> float:
-        """Return the mean over the padded matrix, which is 0 at padding."""
+        """Return sum / (responses × width): the mean over the padded matrix, which is 0 at padding."""
         return float(values.sum()) / (self.width * (int(self.sequence.max()) + 1))
 
 
 @dataclass(frozen=True)
 class Key:
-    """One published key: its formula in words, its difference from our metric, and its value."""
+    """One published key: its formula in words, its difference from our metric, and its function."""
 
     framework: str
     source: str  # repository, path and commit
@@ -108,28 +108,28 @@ class Key:
 
 
 def mean(values: npt.NDArray[np.generic]) -> float:
-    """Return the mean over tokens, or over responses."""
+    """Return the mean of values per token or per response; NaN without values."""
     return float(values.mean())
 
 
 def bounded(values: Float64) -> Float64:
-    """Return log-ratios as verl bounds them before exp."""
+    """Return log-ratios clipped to [-20, 20], as verl clips them before exp."""
     return np.clip(values, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def removed(x: Rows, ratios: Float64) -> npt.NDArray[np.bool_]:
-    """Return whether max(-r A, -clip(r) A) removes the gradient of each token."""
+    """Return a bool per token: whether max(-r A, -clip(r) A) has no gradient there."""
     return np.asarray(-x.clipped(ratios) * x.A > -ratios * x.A)
 
 
 def dual_clipped(x: Rows) -> float:
-    """Return verl's actor/pg_clipfrac_lower."""
+    """Return verl's actor/pg_clipfrac_lower, the share with A < 0 and max(-r A, -clip(r) A) > -c A; c: dual clip."""
     limit, ratios = DUAL_CLIP if x.rule.dual is None else x.rule.dual, exp(bounded(x.n - x.p))
     return mean((np.maximum(-x.A * ratios, -x.A * x.clipped(ratios)) > -x.A * limit) & (x.A < 0))
 
 
 def value_clipped(x: Rows) -> float:
-    """Return verl's critic/vf_clipfrac; NaN if the run does not clip values."""
+    """Return verl's critic/vf_clipfrac, the share with (v_clip - R)^2 > (v - R)^2; NaN without a value clip."""
     if x.rule.value_range is None:
         return float("nan")
     clipped = np.clip(x.v, x.v_old - x.rule.value_range, x.v_old + x.rule.value_range)
@@ -137,7 +137,7 @@ def value_clipped(x: Rows) -> float:
 
 
 def explained_variance(x: Rows) -> float:
-    """Return CleanRL's explained variance; NaN if the returns do not vary."""
+    """Return CleanRL's explained variance, 1 - Var(R - v_old) / Var(R); NaN if the returns do not vary."""
     spread = float(np.var(x.R))
     return 1.0 - float(np.var(x.R - x.v_old)) / spread if spread else float("nan")
 
@@ -149,13 +149,13 @@ def correlation(x: Rows) -> float:
 
 
 def effective_size(x: Rows) -> float:
-    """Return verl's effective sample size, of weights clamped to [1/C, C]."""
+    """Return verl's effective sample size, 1 / mean((w / mean w)^2), with w clamped to [1/C, C]."""
     weights = np.clip(exp(bounded(x.p - x.g)), 1.0 / THRESHOLD, THRESHOLD)
     return 1.0 / mean((weights / (mean(weights) + EPSILON)) ** 2)
 
 
 def mixture(x: Rows) -> float:
-    """Return NeMo-RL's js_divergence_error: both halves of k3 to the mixture, on the sampled token."""
+    """Return NeMo-RL's js_divergence_error: mean of (k3(p - m) + k3(g - m)) / 2 with m = log((e^p + e^g) / 2)."""
     middle = np.log(0.5 * np.exp(x.p) + 0.5 * np.exp(x.g))
     return nemo_mean(sum(0.5 * (exp(a) - a - 1.0) for a in (x.p - middle, x.g - middle)))
 
@@ -166,12 +166,12 @@ def nemo_mean(values: Float64) -> float:
 
 
 def symmetric(value: Callable[[Rows], float]) -> Callable[[Rows], float]:
-    """Return a key's function that is NaN if the clip range is asymmetric, which the framework does not have."""
+    """Return a key's function that gives NaN for an asymmetric clip range, which the framework does not have."""
     return lambda x: value(x) if x.rule.low == x.rule.high else float("nan")
 
 
 def masked(x: Rows, sign: int) -> npt.NDArray[np.bool_]:
-    """Return the tokens that prime-rl masks: A has this sign and the probability moved that way by more than MASK."""
+    """Return a bool per token: whether prime-rl masks it, which is sign A > 0 and sign (e^n - e^g) > MASK."""
     return (sign * x.A > 0) & (sign * (exp(x.n) - exp(x.g)) > MASK)
 
 
@@ -337,7 +337,7 @@ def evaluate(item: IterationRows) -> Iterator[dict[str, object]]:
 
 
 def definitions() -> pd.DataFrame:
-    """Return one row per published key: framework, key, over, formula, difference, source."""
+    """Return one row per published key, with the columns framework, key, over, formula, difference, source."""
     names = ("framework", "key", "over", "formula", "difference", "source")
     return pd.DataFrame([{name: getattr(key, name) for name in names} for key in KEYS])
 
@@ -345,7 +345,10 @@ def definitions() -> pd.DataFrame:
 def long_table(
     run_dir: Path | str, *, iterations: Sequence[int] | None = None, band: tuple[float, float] | None = None
 ) -> pd.DataFrame:
-    """Return framework, key, iteration and value of every key in every iteration; raises UserError as `clip_rule`."""
+    """Return one row per iteration and published key: framework, key, iteration, value.
+
+    Raises UserError for damaged records, or if the objective has no clip and `band` is None.
+    """
     items = load_iterations(run_dir, iterations=iterations, band=band)
     return pd.DataFrame([row for item in items for row in evaluate(item)])
 

@@ -1,4 +1,4 @@
-"""Figures for papers, in one style. Each function draws runs or a grid into matplotlib axes, by default new ones.
+"""Draw figures for papers, in one style. Each function draws runs or a grid into matplotlib axes, by default new ones.
 
     from ppo_repro.analysis import figures
     figures.use_style()
@@ -51,7 +51,7 @@ STYLE: Any = {
 
 
 def use_style() -> None:
-    """Let matplotlib draw all later figures in this style; UserError without matplotlib."""
+    """Set the style of all later figures of matplotlib. Raises UserError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -60,7 +60,7 @@ def use_style() -> None:
 
 
 def new_axes(width: float = 4.5, height: float = 3.3, columns: int = 1) -> list[Axes]:
-    """Return empty axes side by side, in a figure of this size in inches that no window shows."""
+    """Return `columns` empty axes side by side in a new figure without a window; width and height are in inches."""
     use_style()
     from matplotlib.figure import Figure
 
@@ -72,7 +72,7 @@ def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
     """Return one row per iteration of each run: mode, run, iteration, accuracy (greedy, held out), tokens, unequal.
 
     unequal: tokens whose log-probs differ between sampler and trainer. The evaluation after a run's last update has a
-    row without tokens. UserError on records that are missing or damaged.
+    row without tokens. Raises UserError on records that are missing or damaged.
     """
     columns = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]
     parts = []
@@ -89,7 +89,7 @@ def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
     """Draw the mean over runs by iteration as a line, and their range as a band.
 
     Args:
-        rows: columns iteration and `measure`, one row per run and iteration; NaN is left out.
+        rows: columns iteration and `measure`, one row per run and iteration; NaN is not drawn.
         measure: the column to draw.
         axes: where to draw.
         label: the entry of the legend.
@@ -100,7 +100,7 @@ def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
 
 
 def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
-    """Draw greedy accuracy on held-out prompts by iteration: for each numerics the mean over runs, and their range."""
+    """Draw greedy accuracy on held-out prompts by iteration: mean and range over the runs of each numerics mode."""
     (axes,) = [axes] if axes is not None else new_axes()
     for mode, rows in curves_of(runs).groupby("mode"):
         band(rows, "accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
@@ -125,7 +125,7 @@ def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
 
 
 def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
-    """Draw the share of tokens whose log-probs differ by more than x nats between sampler and trainer, a line a run."""
+    """Draw per run the share of tokens whose log-probs differ by more than x nats between sampler and trainer."""
     (axes,) = [axes] if axes is not None else new_axes(7.0, 3.3 + 0.2 * len(runs))
     for folder in runs:
         tokens = reader.read_tokens(folder, columns=["rollout_logprobs", "old_logprobs"])
@@ -156,7 +156,7 @@ def sampler_of(config: RunConfig) -> str:
 def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
     """Draw a row for each setting of `outcomes`: a dot per seed, and the mean with its 95 % Student interval.
 
-    Values that are not finite are counted in the label of the row.
+    The label of a row counts values that are not finite.
     """
     groups = list(cells.groupby("point", sort=False))
     (axes,) = [axes] if axes is not None else new_axes(8.0, 0.8 + 0.3 * len(groups))
@@ -177,9 +177,9 @@ def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axe
 
 
 def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
-    """Draw the difference of each setting of `outcomes` from the first, paired by seed, with 95 % Student intervals.
+    """Draw the difference of each setting from the first one, paired by seed, with 95 % Student intervals.
 
-    Raises UserError as `comparisons`.
+    `cells` is the frame of `outcomes`. Raises UserError if settings have different seeds.
     """
     against = str(cells["point"].iloc[0])
     compared = comparisons(cells, measure, against)
@@ -193,7 +193,7 @@ def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> 
 
 
 def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
-    """Draw a measure of each run over the run's clipped share; the range that is called good is shaded.
+    """Draw a measure of each run over the run's clipped share, and shade the range that rules of thumb recommend.
 
     Args:
         cells: the frame of `outcomes`.
@@ -217,7 +217,7 @@ def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = No
 
 
 def svg(axes: Axes) -> str:
-    """Return the figure of the axes as SVG; the same figure gives the same text."""
+    """Return the figure of the axes as SVG; equal figures give equal text."""
     figure, buffer = axes.get_figure(root=True), io.StringIO()
     assert figure is not None
     figure.savefig(buffer, format="svg", metadata={"Date": None})

@@ -1,4 +1,4 @@
-"""The command line of an analysis: an error is one line on stderr and an exit code, as with `ppo-repro`."""
+"""Run the command line of an analysis; an error is one line on stderr and an exit code, as with `ppo-repro`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def program(work: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
     """Return `work` as the main function of a program, which returns an exit code and prints each error as one line.
 
     The exit code is 0 if the work is done or the reader of stdout has gone, 2 if an input is wrong, and 130 after
-    Ctrl-C. `work` gets the arguments (None: the arguments of the process), parses them with `Parser`, and prints with
-    `tell`, both of `ppo_repro.base.output`.
+    Ctrl-C. `work` receives the arguments (None: the arguments of the process), parses them with `Parser`, and prints
+    with `tell`; both are in `ppo_repro.base.output`.
     """
 
     @wraps(work)
@@ -57,7 +57,7 @@ def _mistake(error: Exception) -> UserError | None:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Read a Parquet file that is not a table of a run; UserError if that fails."""
+    """Read a Parquet file that is not a table of a run. Raises UserError if that fails."""
     try:
         return pd.read_parquet(path)
     except (OSError, pa.ArrowException) as error:

@@ -1,4 +1,4 @@
-"""The terms of the pages in plain words."""
+"""Explain the terms of the pages in plain words."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ TERMS = {
 
 
 def terms() -> pd.DataFrame:
-    """Return the columns `term` and `in words`."""
+    """Return all terms as a frame with the columns `term` and `in words`."""
     return pd.DataFrame(list(TERMS.items()), columns=["term", "in words"])

@@ -1,4 +1,4 @@
-"""Importance weights and rejection of each token, in float64 from recorded log-probs, without the training code."""
+"""Compute importance weights and rejection of each token, in float64 from recorded log-probs, without training code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ratios_at(delta: Float64, sequence: npt.NDArray[np.int64], level: str) -> Fl
     """Return the ratio w of each token, float64, from delta = old - rollout log-prob.
 
     w = exp(delta) at the level `token`, exp(sum of delta over the response) at `sequence`, and exp(mean of delta over
-    the response) at `geometric`. `sequence` says which response a token belongs to.
+    the response) at `geometric`. `sequence` has the response of each token.
     """
     if level == "token":
         return ratios_of(delta)
@@ -31,7 +31,7 @@ def ratios_at(delta: Float64, sequence: npt.NDArray[np.int64], level: str) -> Fl
 
 
 def bounds_of(settings: ImportanceWeights) -> tuple[float, float]:
-    """Return the smallest and the largest ratio that importance weights leave as it is."""
+    """Return the smallest and the largest ratio that importance weights do not change."""
     cap, floor = math.inf if settings.cap is None else settings.cap, settings.floor or 0.0
     return (1.0 / cap if settings.kind == "masked" and settings.floor is None else floor), cap
 
@@ -39,7 +39,7 @@ def bounds_of(settings: ImportanceWeights) -> tuple[float, float]:
 def weights_of(
     settings: ImportanceWeights, delta: Float64, sequence: npt.NDArray[np.int64]
 ) -> tuple[Float64, npt.NDArray[np.object_]]:
-    """Return the importance weight of each token, float64, and how its ratio was changed.
+    """Return the importance weight of each token, float64 [N], and the change of its ratio (column `correction`).
 
     A ratio outside the bounds is truncated to the nearer bound, or masked: its weight is 0. With `normalize`, weights
     are divided by their mean over the tokens, or over the responses if the level is not `token`.
@@ -59,7 +59,7 @@ def weights_of(
 
 
 def rejected(entry: Rejection, delta: Float64, sequence: npt.NDArray[np.int64]) -> Bool:
-    """Return whether an entry of `ppo.rejection` rejects each token; arguments as in `ratios_at`."""
+    """Return a bool per token: whether an entry of `ppo.rejection` rejects it. `ratios_at` describes the arguments."""
     codes = np.unique(sequence, return_inverse=True)[1]
     if entry.kind == "ratio":
         ratios = ratios_at(delta, sequence, entry.level)
@@ -93,7 +93,7 @@ def applied(
         sequence: [N] int64, the response of each token.
 
     Returns:
-        The weight of each token, [N] float64, and how its ratio was changed, [N] strings as in `correction`.
+        The weight of each token, [N] float64, and the change of its ratio, [N] strings of the column `correction`.
     """
     weights, changes = np.ones(len(delta)), np.full(len(delta), "none", dtype=object)
     if importance_weights is not None:
@@ -108,8 +108,8 @@ def corrections_of(tokens: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
     """Return the correction of each token of a whole iteration: the columns weight, change and counted.
 
     weight (float64) is 1 without importance weights and 0 for a rejected token; weights are normalised before
-    rejection. change is the recorded column `correction`. counted (bool) is false if `ppo.rejected_tokens: left_out`
-    leaves the token out of every loss.
+    rejection. change (text) has the values of the recorded column `correction`. counted (bool) is false if
+    `ppo.rejected_tokens: left_out` leaves the token out of every loss.
     """
     ppo, sequence = config.ppo, tokens["sequence"].to_numpy(np.int64)
     delta = column(tokens, "old_logprobs") - column(tokens, "rollout_logprobs")

@@ -1,4 +1,4 @@
-"""The definitions of "clipped" in use: one flag per token, in float64 and with strict inequalities."""
+"""Compute each definition of "clipped": one flag per token, in float64 and with strict inequalities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ratios_of(log_ratios: Float64) -> Float64:
 
 
 def flags_of_ratios(ratios: Float64, advantages: Float64, rule: ClipRule) -> dict[str, Bool]:
-    """Return each of FLAGS, from ratio and advantage alone; all are false for a ratio of NaN.
+    """Return each flag of FLAGS, bool [N], from ratios and advantages [N]; a ratio of NaN has no flag.
 
     band_out: r < 1 - low or r > 1 + high. clip_high: A > 0 and r > 1 + high; clip_low: A < 0 and r < 1 - low;
     wrong_high: A < 0 and r > 1 + high; wrong_low: A > 0 and r < 1 - low; out_without_advantage: band_out and A = 0.
@@ -41,14 +41,14 @@ def flags_of_ratios(ratios: Float64, advantages: Float64, rule: ClipRule) -> dic
 
 
 def token_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
-    """Return FLAGS (bool) and `ratio` (float64) of rows of policy steps, with the index of `rows`."""
+    """Return the columns FLAGS (bool) and `ratio` (float64) for rows of policy steps, with the index of `rows`."""
     ratios = ratios_of(column(rows, "log_ratios"))
     flags = flags_of_ratios(ratios, column(rows, "advantages"), rule)
     return pd.DataFrame({**flags, "ratio": ratios}, index=rows.index)
 
 
 def value_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
-    """Return vf_band_out and vf_grad_zero (bool) of rows of steps that the value model took.
+    """Return the columns vf_band_out and vf_grad_zero (bool) for rows of steps that the value model took.
 
     vf_band_out: |v - v_old| > range; vf_grad_zero: vf_band_out and (v_clip - R)^2 > (v - R)^2. All are false if values
     are not clipped.

@@ -1,4 +1,4 @@
-"""Tables `clip_step` and `clip_bucket`: what the clip did in each step, and to which tokens."""
+"""Make the tables `clip_step` and `clip_bucket`: the effect of the clip in each step, and on which tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ NAN = float("nan")
 def effective_samples(log_weights: Float64) -> float:
     """Return the effective sample size per sample, (sum w)^2 / (n sum w^2) in [1/n, 1], for w = exp(log_weights).
 
-    A shift of log_weights cancels in the quotient and keeps w from overflowing. NaN if a log-weight is not finite.
+    The largest log-weight is first subtracted, which cancels in the quotient and prevents overflow. NaN if a log-weight
+    is not finite.
     """
     if not len(log_weights) or not np.isfinite(log_weights).all():
         return NAN
@@ -30,9 +31,9 @@ def effective_samples(log_weights: Float64) -> float:
 
 
 def kl_estimates(log_ratios: Float64) -> dict[str, float]:
-    """Estimate KL(anchor || new) in nats, mean over tokens of the anchor: k1 = -x and k3 = expm1(x) - x.
+    """Estimate KL(anchor || new) in nats by token means of k1 = -x and k3 = expm1(x) - x.
 
-    x = log_ratios, at least one. Source: Schulman, "Approximating KL Divergence", 2020.
+    x = log_ratios, at least one; the anchor sampled the tokens. Source: Schulman, "Approximating KL Divergence", 2020.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         estimates = {"k1": -log_ratios, "k3": np.expm1(log_ratios) - log_ratios}
@@ -40,13 +41,13 @@ def kl_estimates(log_ratios: Float64) -> dict[str, float]:
 
 
 def clip_floor(rows: pd.DataFrame, rule: ClipRule) -> float:
-    """Return the share of grad_zero at the ratio pi_old / anchor, before any step; 0 with the anchor `old`."""
+    """Return the share of tokens with grad_zero before any step, at pi_old / anchor; 0 with the anchor `old`."""
     unmoved = ratios_of(column(rows, "old_logprobs") - column(rows, "anchor_logprobs"))
     return float(flags_of_ratios(unmoved, column(rows, "advantages"), rule)["grad_zero"].mean())
 
 
 def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Float64, rule: ClipRule) -> dict[str, float]:
-    """Return the columns of one row of `clip_step`, over these tokens; only n_tok if there is none."""
+    """Return the columns of one row of `clip_step` over these tokens; only n_tok if there are no tokens."""
     if not len(rows):
         return {"n_tok": 0}
     ratios, log_ratios = column(flags, "ratio"), column(rows, "log_ratios")

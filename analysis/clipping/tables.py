@@ -25,7 +25,7 @@ ESTIMATES = {"k1": ("kl_k1", 1.0), "k3": ("kl_k3", 1.0), "mean_new_minus_old": (
 
 @dataclass(frozen=True)
 class ClipTables:
-    """The tables of `clip_step` and `clip_bucket`, over all iterations."""
+    """Tables of `clip_step` and `clip_bucket` over all iterations."""
 
     clip_step: pd.DataFrame
     clip_bucket: pd.DataFrame
@@ -46,12 +46,12 @@ def clip_tables(
 
 
 def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
-    """Return when an early stop would have ended each iteration: after the first step whose estimate > target_kl.
+    """Return the steps of each iteration up to an early stop, at the first step whose estimate exceeds `target_kl`.
 
-    One row per iteration and estimate, from the rows `all` of `clip_step`. The estimates are k1 = mean(old - new), k3,
-    and mean_new_minus_old, whose expectation is -KL: it hardly ever stops. steps_taken includes the step that measured
-    the estimate; without a stop it counts all recorded steps. The records cannot say what would have followed a stop.
-    Raises UserError for a target that is not positive.
+    The frame has one row per iteration and estimate, from the rows `all` of `clip_step`. The estimates (nats) are k1 =
+    mean(old - new), k3, and mean_new_minus_old, which hardly ever stops, because its expectation is -KL. steps_taken
+    includes the step that measured the estimate; without a stop it counts all recorded steps. The records cannot say
+    what would have followed a stop. Raises UserError for a target that is not positive.
     """
     if not 0.0 < target_kl < np.inf:
         raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
@@ -67,7 +67,7 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
 
 
 def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str]:
-    """Return the printed lines: shares of clipped tokens, ratios, KL, and with `early_stop_kl` the early stops."""
+    """Return the printed lines: shares of clipped tokens, ratios, KL, and, if `early_stop_kl` is set, early stops."""
     steps = tables.clip_step[(tables.clip_step["subset"] == "all") & (tables.clip_step["n_tok"] > 0)]
 
     def mean(name: str) -> float:
@@ -96,7 +96,7 @@ def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Print the overview."""
+    """Print the overview of a run's clipping."""
     parser = Parser(prog="python -m ppo_repro.analysis.clipping", description="What did the clip do in a run?")
     parser.add_argument("run", type=run_named, help="folder of a run")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")

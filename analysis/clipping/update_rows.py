@@ -1,4 +1,4 @@
-"""One row for each token that an update step saw, from the records: the frame of clip analyses and dialects."""
+"""Read one row for each token that an update step used: the frame of clip analyses and dialects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOKEN_COLUMNS = [
 
 @dataclass(frozen=True)
 class ClipRule:
-    """The clip in force in one iteration. Ratios in [1 - low, 1 + high] are in the band."""
+    """Clip range of one iteration. Ratios in [1 - low, 1 + high] are in the band."""
 
     anchor: str  # rollout or old: the denominator of the ratio
     low: float
@@ -49,7 +49,7 @@ class ClipRule:
 
 @dataclass(frozen=True)
 class IterationRows:
-    """One iteration: its tokens, its steps, and every token as each step saw it."""
+    """Tables of one iteration: its tokens, its steps, and one row per step and token."""
 
     iteration: int
     rule: ClipRule
@@ -59,16 +59,16 @@ class IterationRows:
 
 
 def recorded_config(run_dir: Path | str) -> RunConfig:
-    """Return the configuration of a recorded language run; raises UserError if there is none."""
+    """Return the configuration of a recorded language run. Raises UserError if there is none."""
     if not has_responses(reader.open_manifest(run_dir, allow_incomplete=True)):
         raise UserError(f"{run_dir}: is a control run; the clip analyses read runs on language models")
     return load_recorded_config(run_dir)
 
 
 def clip_rule(config: RunConfig, iteration: pd.Series, band: tuple[float, float] | None = None) -> ClipRule:
-    """Return the clip in an iteration, a row of the table `iterations`; `band` replaces the run's own (low, high).
+    """Return the clip range of a row of the table `iterations`; `band` (low, high) replaces the run's range.
 
-    Raises UserError if the objective does not clip by the token's ratio and there is no band, or for a wrong band.
+    Raises UserError if the objective does not clip token ratios and `band` is None, or for a wrong band.
     """
     objective, value, dual = config.ppo.objective, config.value, None
     if band is not None:
@@ -92,7 +92,7 @@ def clip_rule(config: RunConfig, iteration: pd.Series, band: tuple[float, float]
 
 
 def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
-    """Return rows of `updates` with their token's columns and log_ratios = new_logprobs - anchor, float64 nats.
+    """Return the rows of `updates` with their token's columns and log_ratios = new_logprobs - anchor, float64 nats.
 
     The order of `updates` is kept. Raises UserError if a row has no token.
     """
@@ -111,7 +111,10 @@ def load_iterations(
     iterations: Sequence[int] | None = None,
     band: tuple[float, float] | None = None,
 ) -> Iterator[IterationRows]:
-    """Yield the iterations of a run; `band` as in `clip_rule`. UserError on missing or damaged records, or no clip."""
+    """Yield the iterations of a run; `band` (low, high) replaces the run's clip range.
+
+    Raises UserError for missing or damaged records, or if the run clips nothing and `band` is None.
+    """
     config = recorded_config(run_dir)
     overview = reader.read_iterations(run_dir, iterations=iterations)
     for _, row in overview.iterrows():

@@ -1,4 +1,4 @@
-"""The weight of each token in the gradient of the policy."""
+"""Compute the weight of each token in the gradient of the policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def loss_weights(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) ->
     """Return the weight of each row's surrogate in the loss of its step, float64: aggregation times correction.
 
     The aggregation `token_mean` gives 1 / (tokens of the step), `sequence_mean` 1 / (sequences of the step × tokens of
-    the sequence) and `sequence_sum` 1 / (sequences of the step). Only counted tokens are in these numbers; the other
+    the sequence) and `sequence_sum` 1 / (sequences of the step). These numbers include counted tokens only; the other
     tokens have weight 0. `corrections_of` computes correction and counted tokens from `tokens`, the whole iteration.
     Raises UserError for another aggregation.
     """
@@ -43,7 +43,7 @@ def loss_weights(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) ->
 
 
 def surrogate_mass(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) -> Float64:
-    """Return w |r A| of each row of a policy step, float64, as if nothing were clipped; w is of `loss_weights`."""
+    """Return w |r A| of each row of a policy step, float64, without the clip; `loss_weights` computes w."""
     return loss_weights(rows, config, tokens) * np.abs(
         ratios_of(column(rows, "log_ratios")) * column(rows, "advantages")
     )

@@ -1,8 +1,8 @@
-"""Two runs, response by response: log-probs of the same tokens, first different tokens, scores and lengths.
+"""Compare two runs response by response: log-probs of the same tokens, first different tokens, scores and lengths.
 
 A pair is two responses to the same prompt at the same place of the same iteration. delta = log-prob of b - log-prob of
-a, over the pairs whose tokens are all the same. After the runs have diverged these are the likelier responses: delta
-does not describe all responses.
+a, over the pairs whose tokens are all the same. After the runs have diverged, likely responses agree more often, so
+delta does not describe all responses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEY = ["sequence", "position"]
 
 
 def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]:
-    """Return both manifests; raises UserError if a run is incomplete or damaged, or if the kinds differ."""
+    """Return both manifests. Raises UserError if a run is incomplete or damaged, or if the kinds differ."""
     a, b = (reader.open_manifest(run) for run in (run_a, run_b))
     if a.kind != b.kind:
         raise UserError(f"{run_a} is a {a.kind} run, {run_b} a {b.kind} run; compare runs of one kind")
@@ -45,12 +45,12 @@ def paired_responses(
     column: str = "old_logprobs",
     iterations: Sequence[int] | None = None,
 ) -> pd.DataFrame:
-    """Return one row per pair of responses.
+    """Return one row for each pair of responses to the same prompt in two runs.
 
     Args:
         run_a, run_b: the runs.
         column: the log-probs to compare, one of COLUMNS.
-        iterations: the iterations to compare; None is all.
+        iterations: the iterations to compare; None for all.
 
     Returns:
         iteration, sequence; diverged: whether a token differs; compared: tokens up to and including the first
@@ -115,10 +115,10 @@ def _responses(responses: pd.DataFrame, first_difference: pd.Series, iteration: 
 
 
 def error_growth(responses: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per iteration of `paired_responses`: responses, same, abs_mean.
+    """Return one row per iteration from the frame of `paired_responses`: responses, same, abs_mean.
 
-    same: share of responses whose tokens are all the same. abs_mean: mean over these responses of their mean |delta|,
-    nats, NaN if there are none.
+    same is the share of responses with equal tokens. abs_mean is the mean over these responses of mean |delta|, in
+    nats; NaN if there are none.
     """
     rows = responses.assign(same=~responses["diverged"], abs_mean=responses["abs_sum"] / responses["compared"])
     growth = rows.groupby("iteration").agg(responses=("same", "size"), same=("same", "mean"))
@@ -127,7 +127,7 @@ def error_growth(responses: pd.DataFrame) -> pd.DataFrame:
 
 
 def hazard(compared: npt.NDArray[np.int64], diverged: npt.NDArray[np.bool_]) -> tuple[float, float, float]:
-    """Return first differences h per compared token, and the exact 95 % Poisson interval of h.
+    """Return h = first differences per compared token, and the exact 95 % Poisson interval (low, high) of h.
 
     If h is the same at every position, a response of T tokens is identical with probability about exp(-h T).
     """
@@ -143,7 +143,7 @@ def numeric_rows(
 
     Args:
         responses: the frame of `paired_responses`.
-        rng, column, margin, alpha: as for `compare_runs`.
+        rng, column, margin, alpha: the arguments of `compare_runs`.
 
     Returns:
         The rows of the level `numeric` for `run_compare`.
@@ -192,15 +192,18 @@ def numeric_rows(
 def distribution_rows(
     run_a: Path | str, run_b: Path | str, iterations: Sequence[int] | None, rng: np.random.Generator
 ) -> list[Row]:
-    """Compare scores and lengths of all responses, b - a: by sign changes of pairs, or Welch's t if there is no pair.
+    """Compare scores and lengths of all responses (b - a) by a sign-flip test, or Welch's t-test if no pair exists.
 
     Args:
         run_a, run_b: the runs.
-        iterations: the iterations to compare; None is all.
+        iterations: the iterations to compare; None for all.
         rng: draws sign changes.
 
     Returns:
         The rows of the level `distribution` for `run_compare`.
+
+    Raises:
+        UserError: damaged records.
     """
     names = ["iteration", "sequence", "prompt_key", "scores", "response_length"]
     a, b = (reader.read_sequences(run, iterations=iterations, columns=names) for run in (run_a, run_b))

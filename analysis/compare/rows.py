@@ -1,4 +1,4 @@
-"""The rows of a comparison: one finding each, with its verdict."""
+"""Make the table of a comparison: one row per finding, with its verdict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Claim = Literal["difference", "equivalence", "number"]
 
 @dataclass(frozen=True)
 class Row:
-    """One finding; `run_compare` fills in the verdict of a test."""
+    """One finding of a comparison; `run_compare` adds the verdict of a test."""
 
     level: Level
     metric: str

@@ -61,7 +61,7 @@ def compare_groups(
 
 
 def _groups(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, paired: bool) -> tuple[Strata, Strata]:
-    """Return the values of `metric` of both groups; arguments and UserError as in `compare_groups`."""
+    """Return the values of `metric` of both groups. `compare_groups` describes arguments and errors."""
     axes = [str(name) for name in frame.columns if str(name).startswith("axis.")]
     if f"axis.{axis}" not in axes:
         names = ", ".join(name.removeprefix("axis.") for name in axes)
@@ -111,7 +111,7 @@ def _rows(
     margin: float | None,
     alpha: float,
 ) -> list[Row]:
-    """Return the rows of one metric."""
+    """Return the rows of a comparison for one metric."""
     level = 1 - alpha
     # the seed is the unit: settings that share it are not independent
     a, b = (np.mean(group, axis=0) for group in groups)

@@ -44,14 +44,14 @@ def compare_runs(
     iterations: Sequence[int] | None = None,
     alpha: float = 0.05,
 ) -> pd.DataFrame:
-    """Compare two language runs at all four levels; outcomes of one run each get no verdict.
+    """Compare two language runs at all four levels; final results of single runs get no verdict.
 
     Args:
         run_a, run_b: the runs.
         rng: draws sign changes.
         margin: mean |delta| of `column` below which log-probs count as the same, nats.
         column: the log-probs to compare, one of `paired.COLUMNS`.
-        iterations: for the levels numeric and distribution; None is all.
+        iterations: iterations for the levels numeric and distribution; None for all.
         alpha: level of the tests and intervals.
 
     Returns:
@@ -73,7 +73,7 @@ def compare_runs(
 
 
 def _bitwise_row(run_a: Path | str, run_b: Path | str) -> Row:
-    """Compare the fingerprints; the verdict of unequal ones is the first difference."""
+    """Compare the fingerprints; if they differ, the verdict names the first difference."""
     a, b = manifests(run_a, run_b)
     same, verdict = a.fingerprint == b.fingerprint, "identical"
     if not same:
@@ -110,15 +110,15 @@ def compare_grid(
 
     Args:
         grid_dir: folder of the grid.
-        axis, a, b: as for `compare_groups`.
+        axis, a, b: the axis, and its two labels to compare.
         metrics: columns `final.*` of cells.parquet, or columns of results.parquet, but not both.
-        rng, paired, margin, alpha: as for `compare_groups`.
+        rng, paired, margin, alpha: the arguments of `compare_groups`.
 
     Returns:
         The table of `run_compare`.
 
     Raises:
-        UserError: as `compare_groups`, and if a table is missing.
+        UserError: a table is missing, or `compare_groups` raises the error.
     """
     are_final = {name.startswith("final.") for name in metrics}
     if len(are_final) != 1:
@@ -187,7 +187,7 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Print the table."""
+    """Print the table of a comparison."""
     table = _comparison(_arguments(argv))
     shown = table[SHOWN].to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
     tell(f"a  {table['run_a'].iloc[0]}\nb  {table['run_b'].iloc[0]}\n{shown}")

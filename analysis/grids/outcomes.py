@@ -1,4 +1,4 @@
-"""The outcome of each cell of a grid: one number per cell and measure, computed from the records of its run."""
+"""Compute the outcome of each cell of a grid: one number per measure, from the records of its run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ MEASURES = {
 
 
 def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
-    """Return the shares of token visits whose gradient was removed, and whose ratio was outside the band.
+    """Return two shares of token visits: with a removed gradient, and with a ratio outside the band.
 
-    Both are 0 without a clip, and NaN if the objective does not say which tokens it cut.
+    Both are 0 without a clip, and NaN if the objective does not record which tokens it cut.
     """
     flags = [
         reader.read_updates(run_dir, iterations=[i], columns=["clip_flag"])["clip_flag"].value_counts()
@@ -49,10 +49,11 @@ def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
 
 
 def mismatch(run_dir: Path) -> tuple[float, float]:
-    """Return the mean of k3 and the clip floor, over the run's response tokens, with d = old - rollout log-prob.
+    """Return the mean of k3 and the clip floor over the run's response tokens.
 
-    k3 = expm1(d) - d, nats. The floor is the share of tokens whose gradient the clip would remove before any step. It
-    is 0 with the anchor `old`, whose first ratio is 1, and NaN if the objective has no fixed clip range.
+    k3 = expm1(d) - d in nats, with d = old - rollout log-prob. The floor is the share of tokens whose gradient the clip
+    would remove before any step. It is 0 with the anchor `old`, whose first ratio is 1, and NaN if the objective has no
+    fixed clip range.
     """
     columns = ["old_logprobs", "rollout_logprobs", "advantages"]
     tokens = reader.read_tokens(run_dir, columns=columns).astype(np.float64)
@@ -67,7 +68,7 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
 
 
 def measures_of(run_dir: Path) -> dict[str, float]:
-    """Return MEASURES of a run except accuracy, which the grid's table has; explained is NaN without a value model."""
+    """Return MEASURES of a run except accuracy, which is in the grid's table; `explained` may be NaN."""
     rows = reader.read_iterations(run_dir)
     last, first = rows.tail(LAST), rows.head(FIRST)
     removed, outside = clip_shares(run_dir, len(rows))
@@ -85,7 +86,7 @@ def measures_of(run_dir: Path) -> dict[str, float]:
 
 
 def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
-    """Return the complete cells of a grid's table, with the column `point`, the labels of all axes joined.
+    """Return the complete cells of a grid's table, with a column `point` that joins the labels of all axes.
 
     Raises UserError if the grid has no table, no complete cell, or not all of the `needed` columns.
     """
@@ -105,9 +106,9 @@ def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def outcomes(grid: Path) -> pd.DataFrame:
-    """Return one row per complete cell: point, the labels in columns `axis.NAME`, seed, fingerprint and MEASURES.
+    """Return one row per complete cell: point, labels (`axis.NAME`), seed, fingerprint and MEASURES.
 
-    Raises UserError as `complete_cells`.
+    Raises UserError if the grid has no table or no complete cell.
     """
     cells = complete_cells(grid, ("final.eval_accuracy",))
     measures = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in cells["run_dir"]])

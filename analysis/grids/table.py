@@ -42,7 +42,7 @@ SPREAD = "mean ± half of the 95 % Student interval"
 
 
 def interval(values: pd.Series) -> str:
-    """Return mean and half width of the 95 % Student interval as text; the mean alone if the values do not vary."""
+    """Return mean and half width of the 95 % Student interval as text; only the mean if the values do not vary."""
     estimate = one_sample(values.to_numpy(np.float64))
     half = t_interval(estimate, 0.95)[1] - estimate.mean
     return f"{estimate.mean:.3f}" if math.isnan(half) else f"{estimate.mean:.3f} ± {half:.3f}"

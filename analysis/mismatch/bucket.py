@@ -1,4 +1,4 @@
-"""Mismatch by probability, entropy, position, response length, lag of the sampler, turn, and route through experts.
+"""Compute mismatch by probability, entropy, position, response length, lag of the sampler, turn and expert route.
 
 Noise in logits moves log p by about (1 - p) and p by about p (1 - p). So differences of log-probs are largest for rare
 tokens, and differences of probabilities for p between 0.1 and 0.9. Both are computed here.
@@ -35,7 +35,7 @@ _KEYS = ["kind", "bucket", "bin"]
 
 
 def bucket_of(values: npt.NDArray[np.float64], edges: tuple[float, ...]) -> npt.NDArray[np.int64]:
-    """Return the bucket [edge, next edge) of each value; values beyond the edges go to the outer buckets, NaN to -1."""
+    """Return the index of each value's bucket [edge, next edge), int64; outer buckets are open, NaN gets -1."""
     buckets = np.clip(np.searchsorted(np.array(edges), values, side="right") - 1, 0, len(edges) - 2)
     return np.where(np.isnan(values), -1, buckets)
 
@@ -87,7 +87,8 @@ def bucket_table(parts: pd.DataFrame | Sequence[pd.DataFrame]) -> pd.DataFrame:
 
     Columns: kind, lo, hi (the bucket [lo, hi) in the unit of the kind), n (tokens, int64), and over these tokens the
     mean, 99th percentile (relative error 2**-8) and largest |delta| in nats, the mean |difference of probabilities|,
-    k1, k2, k3 (estimates of KL(a || b)) and the share of equal bits. A kind without a column in the source is missing.
+    k1, k2, k3 (estimates of KL(a || b)) and the share of equal bits. The table has no rows of a kind if the source
+    lacks its column.
     """
     sums = _added([parts] if isinstance(parts, pd.DataFrame) else parts)
     rows = []

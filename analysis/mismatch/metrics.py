@@ -1,4 +1,4 @@
-"""The metrics of mismatch of one iteration or a whole run, from one row of sums per response."""
+"""Compute the metrics of mismatch of one iteration or a whole run, from one row of sums per response."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RESOLVED = 1e-12
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over tokens: one row per response, and how many |delta| and ULPs lie in each of `log_bins`.
+    """Sums over tokens: one row per response, and the counts of |delta| and of ULPs in each bin of `log_bins`.
 
     Columns of `sequences`: length, finite (tokens with two finite log-probs), diverged (whether any bit differs), and
     over the finite tokens the sums, smallest and largest values.
@@ -69,7 +69,7 @@ def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
 
 
 def _summed(tokens: pd.DataFrame, a: Floats) -> dict[str, Floats]:
-    """Return the quantities to sum over tokens; x = rho - 1 keeps digits that rho would lose near 1."""
+    """Return the quantities [N] to sum over tokens; x = rho - 1 keeps digits that rho would lose near 1."""
     delta, rho, prob_diff = (tokens[name].to_numpy() for name in ("delta", "rho", "prob_diff"))
     x, prob_a = np.expm1(delta), np.exp(a)
     return {

@@ -1,4 +1,4 @@
-"""Do sampler and trainer agree to the last bit? A run counts unequal bits while it computes; here the records count."""
+"""Count the bits in which sampler and trainer differ, from the records; a run itself counts while it computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppo_repro.records import reader
 
 @dataclass(frozen=True)
 class Parity:
-    """Counts over a whole run. Log-probs in nats; `unequal` means different in any bit."""
+    """Counts over a whole run. Log-probs are in nats; `unequal` means different in any bit."""
 
     tokens: int
     unequal_old_rollout_logprobs: int
@@ -35,7 +35,7 @@ def _float32(frame: pd.DataFrame, column: str) -> npt.NDArray[np.float32]:
 
 
 def parity(run_dir: Path | str, *, iterations: Sequence[int] | None = None, allow_incomplete: bool = False) -> Parity:
-    """Count the unequal bits in a run's records; UserError on missing or damaged records."""
+    """Count the unequal bits in a run's records. Raises UserError on missing or damaged records."""
     tokens = reader.read_tokens(
         run_dir,
         columns=[*KEY, "rollout_logprobs", "old_logprobs", "values"],

@@ -1,6 +1,6 @@
 """What would each published remedy have done to the tokens of a run, or of another stack's dump?
 
-Side a of a pair is the sampler, side b the trainer. The remedies of the run itself are not looked at.
+Side a of a pair is the sampler, side b the trainer. The analysis ignores the run's own remedies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Reject
 
 @dataclass(frozen=True)
 class Remedy:
-    """A remedy as papers call it, and the configuration that has it."""
+    """Name of a remedy in papers, and the configuration that applies it."""
 
     name: str
     importance_weights: ImportanceWeights | None = None
@@ -29,7 +29,7 @@ class Remedy:
 
     @property
     def bounds(self) -> str:
-        """The level and the bounds of the ratio, as text."""
+        """Return the level and the bounds of the ratio as text."""
         if self.importance_weights is not None:
             low, high = bounds_of(self.importance_weights)
             return f"{self.importance_weights.level} [{low:g}, {high:g}]"
@@ -58,7 +58,7 @@ _SUMS = ("changed", "weightless", "weight", "weight_sq", "k3", "k3_kept")
 
 
 def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> list[Floats]:
-    """Return each of _SUMS for one chunk, one number per response."""
+    """Return the sums _SUMS of one chunk, one number [R] per response."""
     weights, changes = applied(remedy.importance_weights, remedy.rejection, delta, response)
     changed, without = changes.astype(str) != "none", np.isin(changes.astype(str), WEIGHTLESS)
     with np.errstate(over="ignore"):
@@ -68,13 +68,13 @@ def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> lis
 
 
 def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUBLISHED) -> pd.DataFrame:
-    """Return one row per remedy, over all tokens; raises UserError if there is no token.
+    """Return one row per remedy, over all tokens. Raises UserError if there is no token.
 
     Columns: remedy; bounds; tokens_changed, the share of tokens whose weight is bounded or 0; tokens_weightless, the
     share whose weight is 0; responses_changed, the share of responses with a changed token; responses_weightless, the
-    share whose tokens all have weight 0; weight_mean; ess_frac = (sum w)^2 / (n sum w^2), the effective sample size
-    per token; k3, an estimate of KL(a || b), nats, token mean; k3_kept, k3 over tokens whose weight is not 0.
-    Responses with a token that is not finite are left out.
+    share whose tokens all have weight 0; weight_mean; ess_frac = (sum w)^2 / (n sum w^2), the effective sample size per
+    token; k3, an estimate of KL(a || b), nats, token mean; k3_kept, k3 over tokens whose weight is not 0. Responses
+    with a token that is not finite are left out.
     """
     lengths, sums = [], []
     for chunk in pairs:

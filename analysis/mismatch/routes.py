@@ -1,4 +1,4 @@
-"""Flipped routes in mixtures of experts: tokens that sampler and trainer send to different experts.
+"""Find flipped routes in mixtures of experts: tokens that sampler and trainer send to different experts.
 
 A token's route is the experts of every layer that computed its distribution (`rollout_routes`, `policy_routes`). A run
 at `records.level: deep` records routes of responses, but not of prompts.
@@ -23,8 +23,8 @@ ROUTED = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs
 def flips(tokens: pd.DataFrame) -> pd.DataFrame:
     """Return delta = old_logprobs - rollout_logprobs (float64, nats) and the route (string) of each token.
 
-    The route is `flipped` if sampler and trainer chose different experts in any layer, `same after a flip` if they did
-    so for an earlier token of the response, and `same` otherwise. `tokens` has the columns ROUTED.
+    The route is `flipped` if sampler and trainer chose different experts in any layer, `same after a flip` if their
+    experts differed for an earlier token of the response, and `same` otherwise. `tokens` has the columns ROUTED.
     """
     ordered = tokens.sort_values(["iteration", "sequence", "position"])
     route = np.array(ROUTES)[routes_of(ordered)]
@@ -51,7 +51,7 @@ def table_of(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def route_table(run_dir: Path | str) -> pd.DataFrame:
-    """Return how many tokens of a run took each kind of route, and how far apart their log-probs are.
+    """Return the number of a run's tokens per kind of route, and the distance of their log-probs.
 
     Columns: tokens; share of all tokens; rms_delta and max_abs_delta of old_logprobs - rollout_logprobs, nats, NaN
     without tokens. Index: ROUTES, then all. Raises UserError if the run recorded no routes.

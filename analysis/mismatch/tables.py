@@ -58,7 +58,7 @@ IMPORTANT = (
 
 @dataclass(frozen=True)
 class Measured:
-    """The sums of one iteration, or of a run (iteration -1), for `update_table` and `bucket_table`."""
+    """Sums of one iteration, or of a run (iteration -1), for `update_table` and `bucket_table`."""
 
     iteration: int
     mismatch: Sums
@@ -67,21 +67,21 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of `update_table` and `bucket_table` over all iterations; the first column is the iteration."""
+    """Tables of `update_table` and `bucket_table` over all iterations; the first column is the iteration."""
 
     update: pd.DataFrame
     bucket: pd.DataFrame
 
 
 def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
-    """Yield the sums of each chunk of pairs (`pairs.runs`); raises what reading the chunks raises."""
+    """Yield the sums of each chunk of pairs (`pairs.runs`). Raises UserError if a chunk cannot be read."""
     for chunk in pairs:
         tokens = mismatch_token(chunk)
         yield Measured(iteration_of(chunk), sums_of(tokens, masked_tokens(chunk)), bucket_sums(tokens))
 
 
 def tables(measured: Iterable[Measured]) -> Tables:
-    """Return the tables of all iterations; raises UserError if there is no token."""
+    """Return the tables of all iterations. Raises UserError if there is no token."""
     update: list[pd.DataFrame] = []
     bucket: list[pd.DataFrame] = []
     for sums in measured:
@@ -94,7 +94,7 @@ def tables(measured: Iterable[Measured]) -> Tables:
 
 
 def whole(measured: Iterable[Measured]) -> Measured:
-    """Return the sums over all iterations, as iteration -1; raises UserError if there is no token."""
+    """Return the sums over all iterations, as iteration -1. Raises UserError if there is no token."""
     parts = list(measured)
     if not parts:
         raise UserError(NO_TOKEN)
@@ -105,15 +105,18 @@ def whole(measured: Iterable[Measured]) -> Measured:
 def summary(
     run_dir: Path | str, pair: str = "rollout_vs_old", *, iterations: Sequence[int] | None = None
 ) -> pd.DataFrame:
-    """Return `summary_of` a whole run or some of its iterations; raises UserError as `run_pairs`."""
+    """Return `summary_of` of all or some iterations of a run.
+
+    Raises UserError for an unknown pair or damaged records.
+    """
     return summary_of(run_pairs(run_dir, pair, iterations=iterations))
 
 
 def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """Return the most important metrics of some pairs beside their ideal values.
 
-    Columns: metric, reduction, value, se (clustered by response, NaN for a metric without), ideal, meaning. KL and
-    differences of log-probs are in nats. Raises UserError if there is no token.
+    Columns: metric, reduction, value, se (clustered by response, NaN if undefined), ideal, meaning. KL and differences
+    of log-probs are in nats. Raises UserError if there is no token.
     """
     parts = [sums_of(mismatch_token(chunk), masked_tokens(chunk)) for chunk in pairs]
     if not parts:
@@ -142,7 +145,7 @@ def main(argv: Sequence[str] | None) -> None:
 
 
 def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None) -> Iterator[pd.DataFrame]:
-    """Return the pairs to compare; UserError for an option that would change nothing."""
+    """Return the pairs to compare. Raises UserError for an option that would change nothing."""
     if columns is not None:
         if pair is not None:
             raise UserError(f"--pair {pair}: is for recorded runs, --columns for files of other stacks; leave one out")

@@ -1,4 +1,4 @@
-"""Mismatch of single tokens: how two log-probs of the same token differ.
+"""Measure the mismatch of single tokens, the difference of two log-probs of the same token.
 
 Side a sampled the token. delta = logprobs_b - logprobs_a in float64, rho = exp(delta).
 """
@@ -11,7 +11,7 @@ import pandas as pd
 
 
 def ulp_distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Return the number of float32 steps between two finite numbers, int64; +0 and -0 are one number."""
+    """Return the number of float32 steps between finite numbers a and b, int64 [N]; +0 and -0 are one number."""
     bits = [np.ascontiguousarray(x).view(np.int32).astype(np.int64) for x in (a, b)]
     # float32 bits are ordered like positive values, and in reverse for negative values
     ordered = [np.where(x < 0, -(x & 0x7FFFFFFF), x) for x in bits]
@@ -19,17 +19,17 @@ def ulp_distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.
 
 
 def unequal_bits(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Return whether two float32 arrays differ in any bit, for each element."""
+    """Return a bool per element: whether two float32 arrays differ there in any bit."""
     different = np.ascontiguousarray(a).view(np.int32) != np.ascontiguousarray(b).view(np.int32)
     return np.asarray(different, dtype=bool)
 
 
 def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
-    """Return the chunk with a column for each measure of mismatch, one row per token.
+    """Return the chunk, one row per token, with one more column for each measure of mismatch.
 
-    float64: delta and abs_delta (nats), rho, prob_diff = exp(logprobs_b) - exp(logprobs_a), k2 = delta^2 / 2,
-    k3 = expm1(delta) - delta. int64: ulp. bool: bitwise_equal, finite. k1 = -delta and k3 estimate KL(a || b) without
-    bias. Source: Schulman, "Approximating KL divergence", 2020.
+    float64: delta and abs_delta (nats), rho, prob_diff = exp(logprobs_b) - exp(logprobs_a), k2 = delta^2 / 2, k3 =
+    expm1(delta) - delta. int64: ulp. bool: bitwise_equal, finite. k1 = -delta and k3 estimate KL(a || b) without bias.
+    Source: Schulman, "Approximating KL divergence", 2020.
 
     If a log-prob is not finite, `finite` is false, ulp is -1, and the other columns follow IEEE arithmetic. rho is
     infinite for delta > 709.
@@ -54,7 +54,7 @@ def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
 
 
 def sequence_starts(tokens: pd.DataFrame) -> npt.NDArray[np.intp]:
-    """Return the index of the first row of each sequence; the rows of a sequence follow each other."""
+    """Return the index of the first row of each sequence; the rows of a sequence are consecutive."""
     keys = tokens[["iteration", "sequence"]].to_numpy()
     new = np.ones(len(keys), dtype=bool)
     new[1:] = (keys[1:] != keys[:-1]).any(axis=1)

@@ -14,7 +14,10 @@ RUNS = Path(__file__).resolve().parents[2] / "runs" / "notebooks"
 
 
 def folder_of(variable: str) -> Path:
-    """Return the folder that an environment variable names, or the recorded one; UserError if there is neither."""
+    """Return the folder in an environment variable, or else the run that the notebooks recorded.
+
+    Raises UserError if neither exists.
+    """
     if os.environ.get(variable):
         return Path(os.environ[variable])
     recorded = RUNS / RECORDED[variable]
@@ -29,7 +32,7 @@ def folder_of(variable: str) -> Path:
 
 
 def opened(variable: str) -> Any:
-    """Open the run of `folder_of` by `ppo_repro.open_run`."""
+    """Return the recorded run in `folder_of(variable)`."""
     import ppo_repro
 
     return ppo_repro.open_run(folder_of(variable))

@@ -26,7 +26,7 @@ NAMES = tuple(sorted(path.stem for path in HERE.glob("*.ipynb")))
 
 
 def _quickstart(mode: str) -> Path:
-    """Return the folder of the quickstart in some numerics; run the quickstart unless it is recorded."""
+    """Return the folder of the quickstart in numerics `mode`; first run the quickstart unless it is recorded."""
     out = RUNS / mode
     if (found := _complete(out)) is None:
         _command("run", "experiments/quickstart.yaml", "--set", f"numerics.mode={mode}", "--out", str(out))
@@ -42,7 +42,7 @@ def _complete(out: Path) -> Path | None:
 
 
 def _grid() -> Path:
-    """Return the folder of the grid clip.yaml; run the cells that are missing."""
+    """Return the folder of the grid clip.yaml; first run the missing cells."""
     workers = str(os.cpu_count() or 1)
     _command("grid", str(HERE / "clip.yaml"), "--workers", workers, "--keep-changed", "--out", str(RUNS))
     return RUNS / "clip"
@@ -63,7 +63,7 @@ SHOWN: dict[str, Callable[[], Path]] = {
 
 
 def _variables(text: str) -> dict[str, str]:
-    """Return the variables that a notebook reads, with their folders relative to it, because its outputs show them."""
+    """Return the environment variables that a notebook reads; folders are relative, because the outputs show them."""
     found = {}
     for name, recorded in SHOWN.items():
         if name in text:
@@ -76,7 +76,7 @@ def _variables(text: str) -> dict[str, str]:
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Write every notebook that was named, or all."""
+    """Execute and write the named notebooks, or all."""
     parser = Parser(prog="python -m ppo_repro.analysis.notebooks", description="execute the notebooks")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all of them by default")
     names = parser.parse_args(argv).names or NAMES

@@ -22,7 +22,7 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def executed(path: Path, variables: Mapping[str, str]) -> Any:
-    """Execute a notebook in a new kernel, which starts in the notebook's folder; return it with its outputs.
+    """Execute a notebook in a new kernel, in the notebook's folder, and return the notebook with its outputs.
 
     `variables` are environment variables of the kernel, which reads no configuration of the user's IPython. Raises
     UserError if a cell raises.
@@ -48,9 +48,9 @@ def executed(path: Path, variables: Mapping[str, str]) -> Any:
 
 
 def tidy(notebook: Any) -> Any:
-    """Remove the ids, times and versions that differ by chance or by machine from a notebook; return it.
+    """Remove ids, times and versions, which differ by chance or machine, from a notebook, and return the notebook.
 
-    `metadata.executed` becomes the digest of the code that gave the outputs.
+    `metadata.executed` becomes the digest of the code that made the outputs.
     """
     notebook.nbformat, notebook.nbformat_minor = 4, 4  # cells have ids from 4.5 on
     language = {"name": "python"}
@@ -71,5 +71,5 @@ def sources_digest(notebook: Mapping[str, Any]) -> str:
 
 
 def text_of(notebook: Any) -> str:
-    """Return the text of the notebook's file."""
+    """Return the notebook as the text of its file."""
     return str(nbformat.writes(notebook)).rstrip("\n") + "\n"

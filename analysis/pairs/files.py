@@ -1,4 +1,4 @@
-"""Log-prob pairs from dumps of other training stacks; audit and pytest guard read dumps with the same code."""
+"""Read log-prob pairs from dumps of other training stacks; audit and pytest guard use the same reader."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ppo_repro.testing.dumps import FORMATS, Names, Response, read_dump
 def imported_pairs(
     paths: Path | str | Sequence[Path | str], names: Names | str | None = None
 ) -> Iterator[pd.DataFrame]:
-    """Yield chunks as in `pairs.runs`, one for consecutive rows of the same iteration.
+    """Yield one chunk (`pairs.runs`) for consecutive rows of the same iteration.
 
-    `names` is a `Names`, one of FORMATS, or None to recognise the stack by its columns. The column sequence numbers
-    the responses of all files; position is the index in the response, which counts masked tokens. Log-probs are in
-    nats; null becomes NaN. Masked tokens are dropped and counted in `chunk.attrs["masked"]`. Raises UserError, which
-    names file and row.
+    `names` is a `Names`, one of FORMATS, or None to recognise the stack by its columns. The column sequence numbers the
+    responses of all files; position is the index in the response, which counts masked tokens. Log-probs are in nats;
+    null becomes NaN. Masked tokens are dropped and counted in `chunk.attrs["masked"]`. Raises UserError, which names
+    file and row.
     """
     if isinstance(names, str) and names not in FORMATS:
         raise UserError(f"columns = {names!r}: must be one of {', '.join(FORMATS)}, or Names(...)")
@@ -49,10 +49,10 @@ def _frame(sequence: int, response: Response) -> pd.DataFrame:
 
 
 def masked_tokens(chunk: pd.DataFrame) -> int:
-    """Return how many tokens a mask removed from a chunk."""
+    """Return the number of tokens that a mask removed from a chunk."""
     return int(chunk.attrs.get("masked", 0))
 
 
 def iteration_of(chunk: pd.DataFrame) -> int:
-    """Return the iteration of a chunk, even if a mask left no row."""
+    """Return the iteration of a chunk, even if a mask removed every row."""
     return int(chunk["iteration"].iloc[0] if len(chunk) else chunk.attrs["iteration"])

@@ -1,6 +1,6 @@
-"""Where a token stands, in runs that record it: how old its weights, which turn of a dialogue, which experts.
+"""Return recorded facts about each token: the age of the sampler's weights, the turn of a dialogue, the experts.
 
-Each is a column of small integers beside the pairs of a run: `policy_lag`, `turn` and `route`.
+Each fact is a column of small integers in the pairs of a run: `policy_lag`, `turn` and `route`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def turns_of(is_forced: Sequence[int]) -> npt.NDArray[np.int32]:
 
 
 def routes_of(tokens: pd.DataFrame) -> npt.NDArray[np.int32]:
-    """Return the index into ROUTES of each token; rows of the table `tokens`, whole responses in order."""
+    """Return each token's index into ROUTES; `tokens` has whole responses of the table `tokens`, in order."""
     pairs = zip(*(tokens[name] for name in ROUTE_COLUMNS), strict=True)
     flipped = pd.Series([list(a) != list(b) for a, b in pairs], index=tokens.index, dtype=bool)
     so_far = flipped.groupby([tokens["iteration"], tokens["sequence"]]).cummax()
@@ -37,7 +37,7 @@ def routes_of(tokens: pd.DataFrame) -> npt.NDArray[np.int32]:
 
 
 def with_places(tokens: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
-    """Return the tokens of one iteration with those of PLACES that the run recorded, and without ROUTE_COLUMNS.
+    """Return the tokens of one iteration with the recorded columns of PLACES, and without ROUTE_COLUMNS.
 
     `sequences` has PLACES_OF_SEQUENCES of the same iteration.
     """

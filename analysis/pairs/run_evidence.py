@@ -1,4 +1,4 @@
-"""The log-prob pairs of a recorded run, with every column that a diagnosis can use."""
+"""Read the log-prob pairs of a recorded run, with every column that a diagnosis can use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_evidence(
     """Yield one frame per iteration of a language run: rollout_logprobs, old_logprobs and every column of `diagnose`.
 
     logprobs_b_again is new_logprobs of the first minibatch, before any step, and NaN for other tokens. The lag, the
-    ids that were encoded again, and the trainer's padding and prompts are as recorded. Raises UserError on missing or
+    re-encoded ids, and the trainer's padding and prompts are the recorded values. Raises UserError on missing or
     damaged records, and on a run that is not complete unless `allow_incomplete`.
     """
     faults = load_recorded_config(run_dir).mismatch.trainer
@@ -53,5 +53,5 @@ def run_evidence(
 
 
 def _by_token(column: pd.Series, otherwise: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Return a column of one list per response as one value per token; `otherwise` if it was not recorded."""
+    """Return a column of lists, one per response, as one value per token; `otherwise` if it was not recorded."""
     return otherwise if column.isna().all() else np.concatenate(column.to_list()).astype(np.int32)

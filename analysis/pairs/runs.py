@@ -1,4 +1,4 @@
-"""Pairs of log-probs of the same token, from recorded runs, in the frame that every source of pairs yields.
+"""Read pairs of log-probs of the same token from recorded runs, in the frame that every source of pairs yields.
 
 A source is an iterator of chunks, one per iteration. A chunk is a DataFrame with one row per token and the columns
 
@@ -31,7 +31,10 @@ PAIRS = ("rollout_vs_old", "old_vs_first_new")
 def chosen_iterations(
     run_dir: Path | str, iterations: Sequence[int] | None, allow_incomplete: bool = False
 ) -> Sequence[int]:
-    """Return `iterations`, or every recorded one if None; UserError if there is no run, or it is incomplete."""
+    """Return `iterations`, or all recorded iterations if None.
+
+    Raises UserError if there is no run or it is incomplete.
+    """
     recorded = range(len(reader.open_manifest(run_dir, allow_incomplete).iterations))
     return recorded if iterations is None else iterations
 
@@ -43,14 +46,14 @@ def run_pairs(
     iterations: Sequence[int] | None = None,
     allow_incomplete: bool = False,
 ) -> Iterator[pd.DataFrame]:
-    """Return the pairs of a recorded run, one iteration at a time.
+    """Yield the pairs of a recorded run, one iteration at a time.
 
     Args:
         run_dir: folder of the run.
         pair: `rollout_vs_old`: rollout_logprobs against old_logprobs, sampler and trainer with the same weights.
             `old_vs_first_new`: old_logprobs against new_logprobs of the first epoch, without minibatches in which the
             policy took no step.
-        iterations: the iterations to read; None is all.
+        iterations: the iterations to read; None for all.
         allow_incomplete: also read a run that is not complete.
 
     Raises:

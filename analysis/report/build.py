@@ -19,9 +19,9 @@ COMPARISON_NAME = "comparison.html"
 
 
 def write_report(targets: Sequence[Path], out: Path | None, responses: int | None) -> tuple[Path, int]:
-    """Write the report of one run, two runs or a folder of runs; return its path and its size in bytes.
+    """Write the report of one run, two runs or a folder of runs, and return the path and the size in bytes.
 
-    `out` None is the usual place, `responses` None the usual number of responses to show token by token. Raises
+    `responses` is the number of responses to show token by token. None selects the default path or number. Raises
     UserError if records are missing or damaged, if `responses` is given for a page that shows no tokens, or if `out` is
     a file of another program.
     """
@@ -46,7 +46,7 @@ def write_report(targets: Sequence[Path], out: Path | None, responses: int | Non
 
 
 def page_of(run_dir: Path, responses: int | None) -> str:
-    """Return the report of one run of any kind as HTML; the same records give the same bytes."""
+    """Return the report of one run of any kind as HTML; equal records give equal bytes."""
     facts = read_facts(run_dir)
     if facts.manifest.kind == DPO:
         _require_no_tokens(responses, "a DPO run")

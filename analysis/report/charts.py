@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines with bands, and bars. Colours are classes of style.css.
+"""Draw charts as inline SVG: lines with bands, and bars. Colours are classes of style.css.
 
 A page has thirty charts. They open without a network, in light and dark colours, at the width of a phone, and show the
 values under the pointer. SVG of matplotlib has fixed colours and no values; scripts of plotly or vega are megabytes.
@@ -32,9 +32,10 @@ DIGITS = 6
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: label with unit, range in the units of the data, linear or log10.
+    """Axis of a chart: label with unit, range in the units of the data, linear or log10.
 
-    `ticks` (value, label) replace the usual ticks. `whole`: data and ticks have no fractions, as iterations.
+    `ticks` (value, label) replace the usual ticks. `whole` means that data and ticks are integers, for example
+    iterations.
     """
 
     label: str
@@ -45,7 +46,7 @@ class Axis:
     whole: bool = False
 
     def at(self, values: Floats | float) -> Floats:
-        """Return where values lie between the ends, 0 at `lo` and 1 at `hi`, clipped to the ends; NaN stays NaN."""
+        """Scale values to 0 at `lo` and 1 at `hi`, clipped to [0, 1]; NaN stays NaN."""
         data, lo, hi = np.asarray(values, dtype=np.float64), self.lo, self.hi
         if self.log:
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -55,7 +56,7 @@ class Axis:
 
     @property
     def power(self) -> int:
-        """The power of ten, a multiple of 3, that divides the labels of ticks: labels stay short."""
+        """Return the power of ten, a multiple of 3, that divides the labels of ticks to keep them short."""
         largest = max(abs(self.lo), abs(self.hi))
         if self.ticks or self.log or PLAIN[0] <= largest < PLAIN[1]:
             return 0
@@ -64,7 +65,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """A line over x, with an optional band from `low` to `high`; NaN makes a gap.
+    """Line over x, with an optional band from `low` to `high`; NaN makes a gap.
 
     `parts` are thin lines in place of the band. The legend shows `about` under the pointer.
     """
@@ -81,7 +82,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Rule:
-    """A straight dotted line across the plot, at a value of y, or of x; the legend shows its name."""
+    """Straight dotted line across the plot, at a value of y or x; the legend shows its name."""
 
     value: float
     name: str = ""
@@ -90,7 +91,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot with its axes; `above` is the SVG of the legend, and `top` is the y position of the plot."""
+    """Plot with its axes; `above` is the SVG of the legend, and `top` is the y position of the plot."""
 
     x: Axis
     y: Axis
@@ -106,7 +107,7 @@ class Plot:
         return self.top + (1.0 - self.y.at(values)) * PLOT_HEIGHT
 
     def picture(self, content: Sequence[str], rules: Sequence[Rule], about: str, hover: dict[str, object]) -> str:
-        """Return the whole SVG element; `about` is its text alternative; charts.js shows `hover`."""
+        """Return the SVG element of the plot; `about` is its text alternative, and charts.js shows `hover`."""
         height = self.top + PLOT_HEIGHT + BOTTOM
         inside = self.above + _frame(self) + "".join(content) + _rules(self, rules)
         values = json.dumps(hover, ensure_ascii=True, separators=(",", ":"))
@@ -115,13 +116,13 @@ class Plot:
 
 
 def axis_for(label: str, values: Iterable[object], log: bool = False, include: Sequence[float] = ()) -> Axis:
-    """Return an axis over all finite values, with a little room.
+    """Return an axis over all finite values, with a margin.
 
     Args:
-        label: what the values are, with the unit.
+        label: the name of the values, with the unit.
         values: arrays of values.
         log: whether the axis is logarithmic; it then shows positive values only.
-        include: more values that the axis must show.
+        include: further values that the axis must show.
     """
     data = np.concatenate([np.asarray(values_of, dtype=np.float64).ravel() for values_of in (*values, list(include))])
     usable = data[np.isfinite(data) & ((data > 0) | (not log))]
@@ -199,7 +200,7 @@ def bar_chart(
 
 
 def _plot(x: Axis, y: Axis, names: Sequence[tuple[str, int, str]], rules: Sequence[Rule] = ()) -> Plot:
-    """Return a plot below a legend of `names` (name, colour, more words), if there are several, and of named rules.
+    """Return a plot below a legend of named rules and, if there are several, of `names` (name, colour, explanation).
 
     Long names wrap.
     """
@@ -283,7 +284,7 @@ def _band(plot: Plot, line: Line) -> str:
 
 
 def _finite_runs(y: Floats) -> list[npt.NDArray[np.int64]]:
-    """Return the longest stretches of consecutive indices at which y is finite."""
+    """Return the longest runs of consecutive indices at which y is finite."""
     finite = np.flatnonzero(np.isfinite(y))
     return [run for run in np.split(finite, np.flatnonzero(np.diff(finite) > 1) + 1) if len(run)]
 
@@ -293,7 +294,7 @@ def _open(x: Floats, y: Floats) -> str:
 
 
 def _values(plot: Plot, lines: Sequence[Line]) -> dict[str, object]:
-    """Return the values of every line at up to PLACES values of x, for the pointer."""
+    """Return the values of every line at up to PLACES values of x, which the page shows under the pointer."""
     every = np.unique(np.concatenate([line.x for line in lines])) if lines else np.zeros(0)
     rows = [{float(x): k for k, x in enumerate(line.x)} for line in lines]
     places = []
@@ -314,6 +315,6 @@ def _labelled(name: str, value: float) -> str:
 
 
 def _between(label: str, edges: Floats) -> list[str]:
-    """Return the name of each bin from its edges, such as `ratio 0.9 to 1.1`."""
+    """Return the name of each bin from its edges, for example `ratio 0.9 to 1.1`."""
     ends = [number(float(edge)) for edge in edges]
     return [f"{label} {lo} to {hi}" for lo, hi in pairwise(ends)]

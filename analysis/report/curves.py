@@ -1,4 +1,4 @@
-"""Curves over the iterations, of one run or over seeds: their titles, values and intervals, and their charts."""
+"""Compute and draw curves over the iterations, of one run or over seeds, with their intervals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ppo_repro.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Metric:
-    """A curve over the iterations; `key` is its name in the frames of curves."""
+    """Title and unit of a curve over the iterations; `key` is its name in the frames of curves."""
 
     key: str
     title: str
@@ -30,10 +30,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Curve:
-    """The source of one line in every chart of a page: a run, or a setting with several seeds.
+    """Source of one line in every chart of a page: a run, or a setting with several seeds.
 
     `frame` has all metrics: iteration, metric, value, low, high. `seeds` are the frames of single runs, which the
-    charts draw as thin lines. `about` says more than `name`.
+    charts draw as thin lines. `about` is a longer text than `name`.
     """
 
     name: str
@@ -160,7 +160,10 @@ def recorded_rows(
 def control_curves(
     iterations: pd.DataFrame, steps: pd.DataFrame, final: Mapping[str, float | int | str], returns: Mapping[int, Floats]
 ) -> pd.DataFrame:
-    """Return every metric of a control run as `recorded_rows` does; `returns` of the ended episodes by iteration."""
+    """Return every metric of a control run, as rows iteration, metric, value, low, high.
+
+    `returns` has the returns of the ended episodes by iteration.
+    """
     rows = []
     for iteration, found in returns.items():
         mean, error = clusters.mean(found)
@@ -171,10 +174,10 @@ def control_curves(
 
 
 def over_seeds(runs: Sequence[pd.DataFrame], score: tuple[float, float]) -> pd.DataFrame:
-    """Return the frame of the mean over seeds; an iteration's mean is over the seeds that have it.
+    """Return the mean over seeds as a frame of curves; an iteration's mean is over the seeds that have the iteration.
 
-    low and high are the 95 % Student interval, clipped to the possible values. An interval of fewer than MANY_SEEDS
-    seeds says little: low and high are then the smallest and largest value. `score` is the possible range of scores.
+    low and high are the 95 % Student interval, clipped to the possible values. For fewer than MANY_SEEDS seeds, low and
+    high are the smallest and largest value, because an interval says little. `score` is the possible range of scores.
     """
     ranges = RANGES | dict.fromkeys(("score", "eval_score"), score)
     rows = []
@@ -257,7 +260,7 @@ def metric_figures(
 
 
 def curve_chart(title: str, unit: str, drawn: Sequence[tuple[Curve, str]], forked_at: int | None = None) -> str:
-    """Return a chart with one metric of each curve; "" if no curve has its metric.
+    """Return a chart with one metric of each curve, "" if no curve has its metric.
 
     Args:
         title: the title of the metric.

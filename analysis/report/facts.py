@@ -1,4 +1,4 @@
-"""The facts about a recorded run: configuration, environment, bounds of the ratio, how to repeat the run."""
+"""Read the facts about a recorded run: configuration, environment, bounds of the ratio, how to repeat the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ppo_repro.runs.summary import is_judged
 
 @dataclass(frozen=True)
 class Facts:
-    """A recorded run; `name` is its label and experiment/folder, but no path of the machine."""
+    """Facts about a recorded run; `name` is its label and experiment/folder, without a path of the machine."""
 
     run_dir: Path
     name: str
@@ -47,40 +47,40 @@ class Facts:
 
     @property
     def iterations(self) -> range:
-        """The complete iterations at the time of reading; a run that still works may have more by now."""
+        """Return the iterations that were complete at the time of reading; a run in progress may have more now."""
         return range(self.manifest.num_iterations)
 
     @property
     def forked_at(self) -> int | None:
-        """The first iteration that a fork computed; None for other runs."""
+        """Return the first iteration that a fork computed; None for other runs."""
         return None if self.manifest.origin is None else self.manifest.origin.iteration
 
     @property
     def code(self) -> dict[str, str]:
-        """The user's Python files that the run kept, by name."""
+        """Return the user's Python files that the run saved, by name."""
         names = [name for name in sorted(self.manifest.inputs) if name.startswith("inputs/") and name.endswith(".py")]
         files = {name: reader.read_checked(self.run_dir / name, self.manifest.files[name]) for name in names}
         return {name: content.decode(errors="replace") for name, content in files.items()}
 
     @property
     def ppo(self) -> RunConfig | ControlConfig:
-        """The configuration of a run of PPO; a DPO run has its own page."""
+        """Return the configuration of a run of PPO; a DPO run has another page."""
         assert not isinstance(self.config, DPOConfig)
         return self.config
 
     @property
     def is_control(self) -> bool:
-        """True for a run on a Gymnasium environment."""
+        """Return whether the run is on a Gymnasium environment."""
         return isinstance(self.config, ControlConfig)
 
     @property
     def unit(self) -> str:
-        """The name of the rows of `tokens`."""
+        """Return the name of the rows of `tokens`."""
         return "environment steps" if self.is_control else "tokens"
 
 
 def read_facts(run_dir: Path) -> Facts:
-    """Read the facts of a run, complete or not; UserError if it has no complete iteration."""
+    """Read the facts of a run, complete or not. Raises UserError if it has no complete iteration."""
     manifest = reader.open_manifest(run_dir, allow_incomplete=True)
     if not manifest.iterations:
         advice = f"go on with `ppo-repro resume {run_dir}`"

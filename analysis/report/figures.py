@@ -1,6 +1,6 @@
-"""The figures of a run's page: mismatch, clipping, scores. Each function takes counts or a table.
+"""Draw the figures of a run's page: mismatch, clipping, scores. Each function takes counts or a table.
 
-delta = old_logprobs - rollout_logprobs, nats; ratio = exp(new_logprobs - anchor), as recorded.
+delta = old_logprobs - rollout_logprobs, nats; ratio = exp(new_logprobs - anchor) from the recorded columns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BINS = 24
 
 @dataclass(frozen=True)
 class ClipBounds:
-    """The bounds of the ratio in the last iteration; `adaptive` if other iterations had other bounds."""
+    """Bounds of the ratio in the last iteration; `adaptive` if other iterations had other bounds."""
 
     low: float
     high: float
@@ -38,13 +38,16 @@ class ClipBounds:
 
     @property
     def rules(self) -> tuple[Rule, Rule]:
-        """Both bounds as dotted lines."""
+        """Return both bounds as dotted lines."""
         when = " (last iteration)" if self.adaptive else ""
         return Rule(self.low, f"bounds {self.low:g} and {self.high:g}{when}"), Rule(self.high)
 
 
 def delta_figure(counted: npt.NDArray[np.int64], edges: Floats, equal: int) -> Figure:
-    """Draw a histogram of |delta| for each sign; `counted` is of `scan.delta_counts`, `equal` tokens have delta = 0."""
+    """Draw a histogram of |delta| for each sign.
+
+    `counted` is the result of `scan.delta_counts`; `equal` tokens have delta = 0.
+    """
     used = np.flatnonzero(counted.sum(axis=0))
     edges, counted = edges[used[0] : used[-1] + 2], counted[:, used[0] : used[-1] + 1]
     groups = dict(zip(("trainer higher", "trainer lower"), counted, strict=True))
@@ -199,8 +202,8 @@ def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of:
     Args:
         title: title of the figure.
         groups: the values of each group.
-        name: the name of a value, such as `score`.
-        of: the things that have a value, such as `responses`.
+        name: the name of a value, for example `score`.
+        of: the things that have a value, for example `responses`.
         caption: caption of the figure.
     """
     finite = {group: values[np.isfinite(values)] for group, values in groups.items()}
@@ -227,7 +230,7 @@ def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of:
 
 
 def change_figures(values: Mapping[int, Floats], name: str, of: str) -> list[Figure]:
-    """Draw the distributions in the first and the last iteration with a finite value; no figure if there is none."""
+    """Draw the distributions in the first and the last iteration with a finite value; [] if there is none."""
     filled = sorted(iteration for iteration, found in values.items() if np.isfinite(found).any())
     if not filled:
         return []
@@ -237,5 +240,5 @@ def change_figures(values: Mapping[int, Floats], name: str, of: str) -> list[Fig
 
 
 def _short(value: float) -> str:
-    """Return a short label, such as 0.01 or 1e-4."""
+    """Return a short label, for example 0.01 or 1e-4."""
     return f"{value:g}" if value == 0 or value >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")

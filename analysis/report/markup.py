@@ -1,4 +1,4 @@
-"""HTML from text: escaping, elements, numbers in readable form, tables."""
+"""Make HTML from text: escaping, elements, readable numbers, tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = {code: f"⟨U+{code:04X}⟩" for code in sorted(_HIDDEN)} | {0x0A: "↵
 
 
 def escape(text: object) -> str:
-    """Return text that is safe in elements and quoted attributes; invisible characters are named, as in ⟨U+202E⟩."""
+    """Return text that is safe in elements and quoted attributes; names replace invisible characters, as ⟨U+202E⟩."""
     return html.escape(str(text).translate(_SHOWN), quote=True)
 
 
@@ -40,7 +40,7 @@ def element(tag: str, content: str = "", **attributes: str | float | bool) -> st
 
 
 def number(value: object, digits: int = 4) -> str:
-    """Return a number for readers: thousands grouped, `digits` significant digits, a dash for NaN."""
+    """Format a number for readers: grouped thousands, `digits` significant digits, a dash for NaN."""
     if isinstance(value, bool | np.bool_):
         return "yes" if value else "no"
     if isinstance(value, int | np.integer):
@@ -57,7 +57,7 @@ def number(value: object, digits: int = 4) -> str:
 
 
 def share(count: int, whole: int) -> str:
-    """Return a share such as `33 %`, with more digits if it is small; never rounded to 0 or 100."""
+    """Format a share, for example `33 %`; a small share has more digits, and no share is rounded to 0 or 100."""
     if whole == 0 or count in (0, whole):
         return "100 %" if count and count == whole else "0 %"
     percent = 100 * count / whole
@@ -84,11 +84,14 @@ def spread(count: int, limit: int) -> npt.NDArray[np.int64]:
 
 
 class Html(str):
-    """HTML in a cell of `table`, which does not escape it. The column needs dtype object, or pandas makes it a str."""
+    """HTML that `table` does not escape in a cell.
+
+    The column needs dtype object, or pandas converts the cell to str.
+    """
 
 
 def table(frame: pd.DataFrame, caption: str, limit: int = MAX_ROWS) -> str:
-    """Return a frame as an HTML table, with at most `limit` rows, evenly spread; the caption says what is left out."""
+    """Return a frame as an HTML table of at most `limit` evenly spread rows; the caption counts the rows left out."""
     rows = spread(len(frame), limit)
     if len(rows) < len(frame):
         caption = f"{caption} ({len(rows)} of {len(frame):,} rows, evenly spread)"

@@ -1,4 +1,4 @@
-"""The HTML of a page: figures, sections, first screen, security policy. A page loads nothing from elsewhere."""
+"""Make the HTML of a page: figures, sections, first screen, security policy. A page loads nothing from other places."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MARKS = {"holds": "✓", "differs": "≠", "fact": "•"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence; `kind` says whether a promise holds, something differs, or the sentence is a fact."""
+    """One sentence of a page; `kind` says whether a promise holds, something differs, or the sentence is a fact."""
 
     kind: Literal["holds", "differs", "fact"]
     text: str
@@ -33,7 +33,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Card:
-    """A question of the first screen, with a chart and sentences as its answer, and `blocks` of HTML below."""
+    """Question of the first screen, with a chart and sentences as its answer, and `blocks` of HTML below."""
 
     question: str
     verdicts: Sequence[Verdict]
@@ -43,7 +43,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart as SVG, the numbers that it draws, and a caption that says how to read it."""
+    """Chart as SVG, the numbers in it, and a caption that says how to read the chart."""
 
     title: str
     chart: str
@@ -53,7 +53,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: `key` is its anchor; `notes` are sentences above the figures, `blocks` HTML below them."""
+    """Section of a page: `key` is its anchor, `notes` are sentences above the figures, `blocks` are HTML below them."""
 
     key: str
     title: str
@@ -71,7 +71,7 @@ def figure_html(figure: Figure) -> str:
 
 
 def csv_link(title: str, frame: pd.DataFrame) -> str:
-    """Return a link that saves a frame as CSV, without a network; a reader gets the same floats back."""
+    """Return a link that saves a frame as CSV, without a network; the floats are exact."""
     text = csv_text(frame)
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     # ASCII alone, and no slash, so that nothing in it looks like an address
@@ -80,7 +80,7 @@ def csv_link(title: str, frame: pd.DataFrame) -> str:
 
 
 def scrolled(inside: str, class_: str = "") -> str:
-    """Return HTML that scrolls if it is too large for the page."""
+    """Return `inside` in an element that scrolls if the content is too large for the page."""
     return element("div", inside, class_=f"scroll {class_}".strip(), tabindex="0")
 
 
@@ -125,7 +125,7 @@ def _section(section: Section) -> str:
 
 
 def embedded_json(value: dict[str, Any]) -> str:
-    """Return JSON that cannot end its script element: ASCII only, with `<` escaped; ValueError on NaN."""
+    """Return JSON that cannot end its script element: ASCII only, with `<` escaped. Raises ValueError on NaN."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -141,7 +141,7 @@ def document(
         styles: files of CSS.
         scripts: files of JavaScript.
         header: HTML below the heading.
-        connect: the security policy allows requests to this source alone.
+        connect: the only source to which the security policy allows requests.
     """
 
     def known(text: str) -> str:
@@ -169,7 +169,7 @@ def page(title: str, cards: Sequence[Card], sections: Sequence[Section], data: d
         title: title and heading.
         cards: the questions of the first screen.
         sections: the sections below.
-        data: the JSON from which token_view.js fills the section of tokens; None without that section.
+        data: the JSON from which token_view.js fills the section of tokens; None for a page without tokens.
     """
     links = [("summary", "Summary"), *((section.key, section.title) for section in sections)]
     nav = element("nav", "".join(element("a", escape(t), href=f"#{k}") for k, t in links), aria_label="Sections")

@@ -1,4 +1,4 @@
-"""The page of two runs side by side."""
+"""Make the page of two runs side by side."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ PROMPTS = 12
 
 
 def pair_page(a: Path, b: Path) -> str:
-    """Return the page of two runs of one kind; the same records give the same bytes. UserError if the kinds differ."""
+    """Return the page of two runs of one kind; equal records give equal bytes.
+
+    Raises UserError if the kinds differ.
+    """
     runs = [read_run(run_dir) for run_dir in (a, b)]
     kinds = [run.facts.manifest.kind for run in runs]
     if kinds[0] != kinds[1]:
@@ -88,7 +91,7 @@ def _different(facts: Sequence[Facts]) -> pd.DataFrame:
 
 
 def _responses(facts: Sequence[Facts]) -> list[Section]:
-    """Return the section of both runs' last responses to the same held-out prompts; none if a run recorded none."""
+    """Return the section of both runs' last responses to the same held-out prompts; [] if a run recorded none."""
     found = [rows for one in facts if (rows := evaluations(one.run_dir, one.manifest)) is not None]
     if len(found) < len(facts):
         return []
@@ -113,7 +116,7 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
 
 
 def _side(parts: Sequence[tuple[str, str]], kind: str, tag: str) -> Html:
-    """Return one of two texts as HTML; the parts that the other text does not have are in an element `tag`."""
+    """Return one of two texts as HTML; elements `tag` mark the parts that the other text does not have."""
     return Html(
         "".join(element(tag if found == kind else "span", escape(t)) for found, t in parts if found in ("=", kind))
     )

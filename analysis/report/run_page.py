@@ -1,4 +1,4 @@
-"""The page of one run of PPO, on language or on a Gymnasium environment, and the page of a DPO run."""
+"""Make the page of one run of PPO, on language or on a Gymnasium environment, and the page of a DPO run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DPO_STEPS = {
 
 
 def run_page(facts: Facts, responses: int) -> str:
-    """Return the page of one run of PPO; `responses` is how many it shows token by token, 0 for none."""
+    """Return the page of one run of PPO, which shows `responses` responses token by token."""
     iterations, steps = summary_tables(facts)
     scan = scan_run(facts, iterations, steps)
     counted = parity(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)
@@ -94,7 +94,7 @@ def _main_chart(facts: Facts, scan: Scan) -> str:
 
 
 def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
-    """Diagnose why sampler and trainer differ, and draw where: by probability, position, lag, turn, route, time."""
+    """Diagnose why sampler and trainer differ, and draw the mismatch by probability, position, lag, turn and route."""
     measured = list(measure(run_pairs(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)))
     update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
     divergences = update[update["metric"].isin(["k1", "k3"]) & (update["reduction"] == "token_mean")]
@@ -118,7 +118,7 @@ def _mismatch(facts: Facts, scan: Scan, counted: Parity, found: list[Figure]) ->
 
 
 def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:
-    """Return the section about ratios and clipping; a sentence if the policy took no step with a ratio."""
+    """Return the section about ratios and clipping; if no step had ratios, a sentence replaces the figures."""
     title = "Ratios and clipping"
     if not len(scan.ratios):
         return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
@@ -179,7 +179,10 @@ def _numbers(
 
 
 def dpo_page(facts: Facts) -> str:
-    """Return the page of one DPO run; the same records give the same bytes. UserError if the run is not complete."""
+    """Return the page of one DPO run; equal records give equal bytes.
+
+    Raises UserError if the run is not complete.
+    """
     folder, recorded = facts.run_dir, facts.manifest
     steps, last = reader.read_steps(folder), [recorded.num_iterations - 1]
     pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])

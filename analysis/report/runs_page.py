@@ -1,4 +1,4 @@
-"""The page of the runs of a grid, or of any folder.
+"""Make the page of the runs of a grid, or of any folder.
 
 A setting is the configuration and inputs of a run without its seed. In a grid it is a combination of the axes' labels.
 """
@@ -43,7 +43,7 @@ LAST = {
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """Return the runs below a folder, sorted; raises UserError if there is none."""
+    """Return the runs below a folder, sorted. Raises UserError if there is none."""
     runs = sorted(path for path in folders_with(folder, manifest.FILE_NAME) if (path / "records").is_dir())
     if not runs:
         raise UserError(f"{folder}: has no run; give the folder of a run, or one with runs in it")
@@ -51,10 +51,10 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def runs_page(folder: Path, linked_from: Path | None) -> str:
-    """Return the page about the complete runs of a folder; it also answers the question of a grid.
+    """Return the page about the complete runs of a folder; for a grid, the page also answers its question.
 
-    The page will be written into the folder `linked_from`, and links to each run; without `linked_from` it names the
-    runs. Raises UserError if no run is complete, or the runs are of several kinds.
+    The page is for the folder `linked_from` and links to each run; without `linked_from`, the page only names the runs.
+    Raises UserError if no run is complete, or the runs are of several kinds.
     """
     states = {run_dir: manifest.load(run_dir).status for run_dir in runs_below(folder)}
     complete = [run_dir for run_dir, state in states.items() if state == "complete"]
@@ -106,7 +106,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
 
 
 def _without_doubles(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, Path]]]:
-    """Return one run per fingerprint, and each other run with the returned run that has the same fingerprint."""
+    """Return one run per fingerprint, and each other run paired with the returned run of the same fingerprint."""
     first: dict[str, Path] = {}
     doubles = []
     for run_dir in sorted(complete, key=lambda path: (len(path.parts), path)):  # the run, not its copy further down
@@ -117,7 +117,7 @@ def _without_doubles(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[P
 
 
 def _left_out(folder: Path, states: Mapping[Path, str], doubles: Sequence[tuple[Path, Path]]) -> list[Card]:
-    """Return a card about the runs that are not in the page; none if all are in it."""
+    """Return a card about the runs that are not in the page; [] if all runs are."""
     missing = [f"{run.relative_to(folder)} ({state})" for run, state in states.items() if state != "complete"]
     said = [Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}.")] if missing else []
     for double, kept in doubles:
@@ -173,7 +173,7 @@ def _band(finals: pd.DataFrame) -> str:
 
 
 def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
-    """Return point, seed and the final results that all runs have, or else the mean score or return at last."""
+    """Return point, seed and the final results that all runs have, or else the last mean score or return."""
     kind, judged = runs[0].facts.manifest.kind, all(run.facts.is_judged for run in runs)
     found = {
         name: [float(run.facts.manifest.final[key]) for run in runs]
@@ -251,7 +251,7 @@ def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataF
 
 
 def _seen(finals: pd.DataFrame, measure: str, points: Sequence[str]) -> list[float]:
-    """Return the difference that Holm's first test finds with probability 0.8, for each setting but the first."""
+    """Return the difference that Holm's first test detects with probability 0.8, for each setting but the first."""
     first, *others = (finals[finals["point"] == point].set_index("seed")[measure] for point in points)
     return [
         detectable(float((values - first).std(ddof=1)), len(first), paired=True, alpha=0.05 / len(others))
@@ -281,7 +281,7 @@ def _means(finals: pd.DataFrame, measures: Sequence[str], wholes: Mapping[str, s
 
 
 def _link(run_dir: Path, folder: Path, linked_from: Path | None) -> Html:
-    """Return a link to the run's page, or to its folder if it has no page; the path alone without `linked_from`."""
+    """Return a link to the run's page, or else to its folder; without `linked_from`, return only the path."""
     name = escape(run_dir.relative_to(folder))
     if linked_from is None:
         return Html(element("code", name))

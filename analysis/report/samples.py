@@ -1,4 +1,4 @@
-"""Held-out prompts over time: the response to the same prompt at every evaluation."""
+"""Show held-out prompts over time: the response to the same prompt at every evaluation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def evaluations(run_dir: Path, recorded: Manifest) -> pd.DataFrame | None:
 
 
 def samples_section(facts: Facts) -> list[Section]:
-    """Return the section of held-out prompts whose score rose, fell or stayed; none if no evaluation was recorded."""
+    """Return the section of held-out prompts whose score rose, fell or stayed; [] if no evaluation was recorded."""
     found = evaluations(facts.run_dir, facts.manifest)
     if found is None:
         return []
@@ -39,7 +39,7 @@ def samples_section(facts: Facts) -> list[Section]:
 
 
 def _chosen(found: pd.DataFrame, count: int) -> list[pd.DataFrame]:
-    """Return the rows of up to `count` prompts, in turn one whose score rose, one that fell, one that stayed."""
+    """Return the rows of up to `count` prompts; prompts with a rising, a falling and an equal score take turns."""
     groups = {str(key): rows for key, rows in found.groupby("prompt_key", sort=False)}
     change = {key: np.sign(rows["scores"].iloc[-1] - rows["scores"].iloc[0]) for key, rows in groups.items()}
     kinds = [[key for key in groups if change[key] == sign] for sign in (1.0, -1.0, 0.0)]
@@ -67,7 +67,7 @@ def card(prompt: str, answer: str, moments: pd.DataFrame) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return the text; the middle of a long text is replaced by the number of characters that it has."""
+    """Return the text; in a long text, a count of the missing characters replaces the middle."""
     missing = len(text) - SHOWN_CHARACTERS
     if missing <= 0:
         return text

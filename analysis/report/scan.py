@@ -1,6 +1,6 @@
-"""One pass over the iterations of a run, one in memory at a time: the counts and rows that its page shows.
+"""Read a run once, with one iteration in memory at a time, and return the counts and rows for its page.
 
-Everything is float64 from the recorded columns. Values that are not finite are counted separately.
+All numbers are float64 from the recorded columns. Separate counts have the values that are not finite.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOGPROBS = ["iteration", "rollout_logprobs", "old_logprobs"]
 
 @dataclass(frozen=True)
 class Scan:
-    """The numbers of a run's page; `responses` is empty for a control run."""
+    """Numbers for a run's page; `responses` is empty for a control run."""
 
     curves: pd.DataFrame
     deltas: Counts  # of `delta_counts`
@@ -49,7 +49,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class IterationRecords:
-    """The recorded tables of one iteration; `sequences` is None for a control run."""
+    """Recorded tables of one iteration; `sequences` is None for a control run."""
 
     iteration: int
     sequences: pd.DataFrame | None
@@ -58,7 +58,7 @@ class IterationRecords:
 
 
 def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the tables `iterations` and `steps`; UserError if they are missing or damaged."""
+    """Read the tables `iterations` and `steps`. Raises UserError if they are missing or damaged."""
     return (
         reader.read_iterations(facts.run_dir, iterations=facts.iterations, allow_incomplete=True),
         reader.read_steps(facts.run_dir, iterations=facts.iterations, allow_incomplete=True),
@@ -66,7 +66,7 @@ def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def iterations_of(facts: Facts) -> Iterator[IterationRecords]:
-    """Yield the iterations of a run; UserError if a record is missing or damaged."""
+    """Yield the iterations of a run. Raises UserError if a record is missing or damaged."""
     language = not facts.is_control
     names = [*UPDATES, "sequence"] if language else UPDATES
     for iteration in facts.iterations:
@@ -85,7 +85,10 @@ def deltas(tokens: pd.DataFrame) -> Floats:
 
 
 def delta_counts(delta: Floats) -> Counts:
-    """Count tokens by |delta| in bins of DELTA_EDGES, [2, bins]: delta > 0, delta < 0. Outer bins are open."""
+    """Count tokens by |delta| in bins of DELTA_EDGES: int64 [2, bins] for delta > 0 and delta < 0.
+
+    Outer bins are open.
+    """
     inside = np.clip(np.abs(delta), DELTA_EDGES[0], DELTA_EDGES[-1])
     return np.array([np.histogram(inside[where], DELTA_EDGES)[0] for where in (delta > 0, delta < 0)])
 
@@ -98,7 +101,7 @@ def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
 
 
 def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Scan:
-    """Read all iterations of a run of PPO once, and return what its page shows."""
+    """Read all iterations of a run of PPO once, and return the numbers for its page."""
     sampled, flags = list[dict[str, float | str]](), list[dict[str, int]]()
     ratios, responses = list[pd.DataFrame](), list[pd.DataFrame]()
     values: dict[int, Floats] = returns_of(facts) if facts.is_control else {}
@@ -144,13 +147,13 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> p
 def _language_curves(
     facts: Facts, sampled: list[dict[str, float | str]], iterations: pd.DataFrame, steps: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return sampled and recorded curves of a language run, without accuracies if no response is right or wrong."""
+    """Return sampled and recorded curves of a language run; no accuracies if responses cannot be right or wrong."""
     found = pd.concat([pd.DataFrame(sampled), curves.recorded_rows(iterations, steps, facts.manifest.final)])
     return found if facts.is_judged else found[~found["metric"].isin(curves.ACCURACIES)]
 
 
 def returns_of(facts: Facts) -> dict[int, Floats]:
-    """Return the returns of the episodes of a control run that ended, by iteration."""
+    """Return the returns of a control run's ended episodes, by iteration."""
     names = ["iteration", "episode_return"]
     found = reader.read_sequences(facts.run_dir, iterations=facts.iterations, columns=names, allow_incomplete=True)
     ended = found[found["episode_return"].notna()]

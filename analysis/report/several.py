@@ -1,4 +1,4 @@
-"""The common parts of the pages about several runs: reading the runs, and charts of their curves."""
+"""Read several runs and draw their curves, for the pages about several runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHARTS = {
 
 @dataclass(frozen=True)
 class OneRun:
-    """One of several runs: its facts, the tables `iterations` and `steps`, and its curves."""
+    """One run of a page about several: its facts, the tables `iterations` and `steps`, and its curves."""
 
     facts: Facts
     iterations: pd.DataFrame
@@ -34,24 +34,24 @@ class OneRun:
 
     @property
     def unequal(self) -> int:
-        """The number of log-probs that differ between sampler and trainer."""
+        """Return the number of log-probs that differ between sampler and trainer."""
         return int(self.iterations["unequal_old_rollout_logprobs"].sum())
 
     @property
     def tokens(self) -> int:
-        """The number of response tokens, or of environment steps."""
+        """Return the number of response tokens, or of environment steps."""
         return int(self.iterations["tokens"].sum())
 
 
 def read_run(run_dir: Path) -> OneRun:
-    """Read a run of any kind; UserError if it is damaged or has no complete iteration."""
+    """Read a run of any kind. Raises UserError if it is damaged or has no complete iteration."""
     facts = read_facts(run_dir)
     iterations, steps = summary_tables(facts)
     return OneRun(facts, iterations, steps, run_curves(facts, iterations, steps))
 
 
 def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:
-    """Return a chart with the evaluated curve of each run; with the sampled curve if nothing was evaluated."""
+    """Return a chart with the evaluated curve of each run, or with the sampled curve if nothing was evaluated."""
     for key, unit in CHARTS[facts.manifest.kind]:
         if any((line.frame["metric"] == key).any() for line in lines):
             return curves.curve_chart(unit.capitalize(), unit, [(line, key) for line in lines])

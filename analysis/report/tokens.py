@@ -1,4 +1,4 @@
-"""The token view: its choice of responses, their data, and its HTML, which token_view.js fills."""
+"""Make the token view: choose responses, collect their data, and make the HTML that token_view.js fills."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """A column of the token view.
+    """Column of the token view.
 
     `scale` is diverging (about 0), sequential (0 and up), negative (0 and down), ratio (about 1) or category.
     """
@@ -65,10 +65,10 @@ _READ_SEQUENCES = ["iteration", "sequence", "prompt", "response", "answer", "sco
 
 
 def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> pd.DataFrame:
-    """Choose up to `count` of all responses, with `why`, the keys of REASONS that chose each.
+    """Choose up to `count` responses, and add `why`: the keys of REASONS that chose each response.
 
     The reasons take turns: each chooses its next best response, until `count` or `max_tokens` is reached. `summary` has
-    the rows of `Scan.responses`; the returned rows have the same order.
+    the rows of `Scan.responses`; the returned rows stay in this order.
     """
     rows = summary.reset_index(drop=True)
     latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")
@@ -169,7 +169,7 @@ def special_tokens(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:
 
 
 def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.DataFrame:
-    """Return ratio_e and flag_e of each token for each epoch e; empty if the epoch did not reach the token."""
+    """Return the columns ratio_e and flag_e of each token for each epoch e; empty if epoch e did not use the token."""
     keys = ["sequence", "position"]
     rows = pd.MultiIndex.from_frame(tokens[keys]).get_indexer(pd.MultiIndex.from_frame(updates[keys]))
     if (rows < 0).any():
@@ -209,14 +209,14 @@ def _plain(values: pd.Series) -> list[Any]:
 
 
 def _number(value: float) -> float | str | None:
-    """Return the number rounded to DIGITS; None for NaN, and a word for an infinity, which JSON does not have."""
+    """Return the number rounded to DIGITS; for JSON, NaN becomes None and an infinity becomes a word."""
     if math.isnan(value):
         return None
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
 
 
 def _limit(scale: str, values: list[Any]) -> float:
-    """Return the value with the full colour: the 98th percentile of absolute values, or the largest if that is 0."""
+    """Return the value that gets the full colour: the 98th percentile of |value|, or the largest if that is 0."""
     if scale == "category":
         return 0.0
     data = np.array([value for value in values if isinstance(value, float | int)], dtype=np.float64)
@@ -261,7 +261,7 @@ def token_area() -> str:
 
 
 def token_section(view: dict[str, Any], recorded: int) -> Section:
-    """Return the section of the token view of `view`; the run has `recorded` responses."""
+    """Return the section with the token view of `view`; the run has `recorded` responses."""
     needs = element("noscript", element("p", "The token view needs the script inside this page."))
     shown = number(len(view["responses"]))
     note = (

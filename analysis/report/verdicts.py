@@ -1,4 +1,4 @@
-"""The sentences of a run's page: did the run learn, is it on-policy, what went wrong."""
+"""Write the sentences of a run's page: whether the run learned, is on-policy, and had troubles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ppo_repro.runs.summary import change, not_promised
 
 
 def origin(facts: Facts) -> list[Verdict]:
-    """Return a sentence about a fork; none for another run."""
+    """Return a sentence about the origin of a fork; [] for another run."""
     found = facts.manifest.origin
     if found is None:
         return []
@@ -106,7 +106,7 @@ def _counted(wrong: int, holds: str, differs: str) -> Verdict:
 
 
 def troubles(facts: Facts, nonfinite_ratios: int, nonfinite_deltas: int) -> list[Verdict]:
-    """Return sentences about missing iterations, values that are not finite, and faults on purpose."""
+    """Return sentences about missing iterations, values that are not finite, and deliberate faults."""
     found = state(facts)
     if nonfinite_ratios + nonfinite_deltas:
         counted = f"{nonfinite_ratios:,} ratios, {nonfinite_deltas:,} log-prob differences"
@@ -117,7 +117,7 @@ def troubles(facts: Facts, nonfinite_ratios: int, nonfinite_deltas: int) -> list
 
 
 def state(facts: Facts) -> list[Verdict]:
-    """Return a sentence about a run that is not complete; none for a complete run."""
+    """Return a sentence about a run that is not complete; [] for a complete run."""
     if facts.manifest.status == "complete":
         return []
     words = {"running": "is not finished: it works still, or was killed,", "interrupted": "was interrupted"}
@@ -129,7 +129,7 @@ def state(facts: Facts) -> list[Verdict]:
 
 
 def on_purpose(config: RunConfig) -> list[Verdict]:
-    """Return a sentence for each cause of mismatch that the configuration asks for."""
+    """Return a sentence for each deliberate cause of mismatch in the configuration."""
     sampler, trainer = config.mismatch.sampler, config.mismatch.trainer
     said = []
     if sampler.stock is not None:

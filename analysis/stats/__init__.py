@@ -1,1 +1,1 @@
-"""Statistics that know nothing of runs: exact sums, standard errors, tests, intervals, power."""
+"""Compute statistics of numbers: exact sums, standard errors, tests, intervals, power."""

@@ -1,4 +1,4 @@
-"""Means with standard errors by cluster, and quantiles from counts; the order of the data does not change them.
+"""Compute means with standard errors by cluster, and quantiles from counts; the order of the data has no effect.
 
 Tokens of one response are not independent, so a standard error is over whole responses.
 """
@@ -20,14 +20,14 @@ _BITS_DROPPED = 45
 
 
 class Ratio(NamedTuple):
-    """A value and its standard error, NaN if it has none."""
+    """Value and its standard error, which may be NaN."""
 
     value: float
     se: float = math.nan
 
 
 def exact_sum(values: npt.ArrayLike) -> float:
-    """Return the sum of float64 numbers, rounded once (`math.fsum`); not finite if a number or the sum is not."""
+    """Return the sum of float64 numbers, rounded once (`math.fsum`); inf or NaN if it is not finite."""
     array = np.asarray(values, np.float64)
     try:
         return math.fsum(array.tolist())
@@ -37,12 +37,12 @@ def exact_sum(values: npt.ArrayLike) -> float:
 
 
 def segment_sums(values: Floats, starts: npt.NDArray[np.intp]) -> Floats:
-    """Return the sum of each segment of `values`, float64; a segment begins at each of `starts` and is not empty."""
+    """Return the sum of each segment of `values`, float64; a segment begins at each index of `starts`."""
     return np.add.reduceat(values, starts) if len(starts) else np.zeros(0)
 
 
 def ratio_of_sums(numerator: Floats, denominator: Floats) -> Ratio:
-    """Return R = sum Y / sum X over clusters and its linearised standard error; each cluster has one Y and one X.
+    """Return R = sum Y / sum X over clusters, and its linearised standard error; each cluster has one Y and one X.
 
     se = sqrt(G / (G - 1) sum_g (Y_g - R X_g)^2) / sum X for G clusters, NaN for one cluster. R is NaN if sum X is 0 or
     not finite. A mean is the case X = 1. Source: Cochran, Sampling Techniques, 1977, 6.3.
@@ -59,7 +59,7 @@ def ratio_of_sums(numerator: Floats, denominator: Floats) -> Ratio:
 
 
 def mean(values: Floats) -> Ratio:
-    """Return the mean over clusters, one value each, with se = s / sqrt G."""
+    """Return the mean over G clusters with one value each, and se = s / sqrt G."""
     return ratio_of_sums(values, np.ones(len(values)))
 
 
@@ -71,7 +71,8 @@ def log_bins(values: Floats) -> Ints:
 def quantile(counts: pd.Series, q: float) -> float:
     """Return the q-quantile of numbers from their counts in `log_bins`, by bin in ascending order.
 
-    ceil(q n) of n numbers do not exceed it. The relative error is at most 2**-8; 0 is exact. NaN without numbers.
+    The q-quantile is the smallest number that at least ceil(q n) of the n numbers do not exceed. The relative error is
+    at most 2**-8; 0 is exact. NaN without numbers.
     """
     total = int(counts.sum())
     if not total:

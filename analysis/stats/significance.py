@@ -1,4 +1,4 @@
-"""Tests of a mean, of a difference of means, and of several at once.
+"""Test a mean, a difference of means, and several hypotheses at once.
 
 A p-value of NaN means that the data cannot decide: fewer than two units, or no spread at all.
 """
@@ -20,7 +20,7 @@ POWER = 0.8
 
 @dataclass(frozen=True)
 class Permutation:
-    """A test over all `relabellings` if `exact`, else over that many drawn besides the observed one."""
+    """Result of a sign-flip test: over all `relabellings` if `exact`, else over this number of random ones."""
 
     stat: float
     p_value: float
@@ -31,7 +31,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean or difference of means, with standard error and degrees of freedom, NaN for fewer than two values."""
+    """Mean or difference of means; standard error and degrees of freedom are NaN for fewer than two values."""
 
     mean: float
     se: float
@@ -46,7 +46,7 @@ def require_finite(*samples: Floats) -> None:
 
 
 def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> Permutation:
-    """Test H0, each value is as likely as its negative, by sign changes; stat is the mean, p is two-sided.
+    """Test by sign changes H0: each value is as likely as its negative. The statistic is the mean, p is two-sided.
 
     The test takes all 2**n sign changes if they are at most `draws` + 1, and otherwise `draws` random sign changes
     (`scipy.stats.permutation_test`). Raises ValueError on values that are not finite.
@@ -64,7 +64,10 @@ def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> P
 
 
 def one_sample(values: Floats) -> Estimate:
-    """Return the mean with se = s / sqrt n and n - 1 degrees of freedom; ValueError on values that are not finite."""
+    """Return the mean with se = s / sqrt n and n - 1 degrees of freedom.
+
+    Raises ValueError on values that are not finite.
+    """
     require_finite(values)
     n = len(values)
     if n < 2:
@@ -138,7 +141,7 @@ def detectable(sd: float, n: int, *, paired: bool, alpha: float) -> float:
 
 
 def holm(p_values: Sequence[float]) -> Floats:
-    """Return Holm's adjusted p-values, max over smaller p of (m - rank) p, at most 1; NaN stays and is not counted.
+    """Return Holm's adjusted p-values, max over smaller p of (m - rank) p, at most 1; NaN stays, outside of m.
 
     Source: Holm, 1979.
     """

@@ -1,4 +1,4 @@
-"""The clip band for words: what does a band for the ratios of tokens imply for the ratio of a word?
+"""Compute the clip band for words: the bounds that a band for the ratios of tokens implies for the ratio of a word.
 
 The ratio of a word is the product of its tokens' ratios. A band [1 - low, 1 + high] for tokens therefore bounds a word
 of n tokens only by [(1 - low)^n, (1 + high)^n], and the share of tokens outside the band depends on the tokenizer.
@@ -17,7 +17,7 @@ UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "ne
 def word_ratios(
     token_table: pd.DataFrame, anchor_logprobs: pd.Series, updates: pd.DataFrame, *, clip_low: float, clip_high: float
 ) -> pd.DataFrame:
-    """Return one row per word and epoch of one iteration: log-ratio, and how much of the word is outside the band.
+    """Return one row per word and epoch of one iteration: log-ratio, and the tokens outside the band.
 
     Ratios are exp(new - anchor) in float64, compared strictly.
 
@@ -25,11 +25,11 @@ def word_ratios(
         token_table: the frame of `kl.token_table`, one row for each of N tokens.
         anchor_logprobs: [N], the denominator of the run's ratio.
         updates: UPDATE_COLUMNS; rows of steps that the policy did not take (null) are left out.
-        clip_low: the band is [1 - clip_low, 1 + clip_high].
-        clip_high: see `clip_low`.
+        clip_low: lower width of the band [1 - clip_low, 1 + clip_high].
+        clip_high: upper width of the band.
 
     Returns:
-        iteration, epoch, sequence, word_id, is_special; n_tok: tokens of the word; log_ratio: its sum over them;
+        iteration, epoch, sequence, word_id, is_special; n_tok: tokens of the word; log_ratio: sum of their log-ratios;
         max_token_ratio; n_out: tokens outside the band; n_clipped: tokens with a recorded clip_* flag; word_out: the
         word's ratio is outside the band; word_out_scaled: it is outside [(1 - low)^n, (1 + high)^n], which requires a
         token outside.

@@ -1,8 +1,8 @@
-"""KL(policy || reference) and entropy of one iteration by token, word and response, from the recorded columns.
+"""Compute KL(policy || reference) and entropy of one iteration by token, word and response.
 
-Per token, with x = old_logprobs - ref_logprobs in nats and float64: k1 = x, k3 = expm1(-x) + x
-(Schulman, 2020), |k1|, and the recorded divergence over the whole distribution, `exact`. The sum of k1 over the tokens
-of a word is log p(word) / q(word), however the word is cut into tokens; sums of the other three depend on the cut.
+Per token, with x = old_logprobs - ref_logprobs in nats and float64: k1 = x, k3 = expm1(-x) + x (Schulman, 2020), |k1|,
+and the recorded divergence over the whole distribution, `exact`. The sum of k1 over the tokens of a word is log p(word)
+/ q(word), however the word is cut into tokens; sums of the other three depend on the cut into tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Do decoding and encoding change the sampled ids? A pipeline that passes texts on trains on the new ids."""
+"""Check whether decoding and encoding change the sampled ids. A pipeline that passes texts on trains on the new ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AUDIT_COLUMNS = ["iteration", "sequence", "response", "response_ids", "finish_re
 def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tuple[list[list[int]], list[list[int]]]:
     """Return ids and encode(decode(ids)) of each response of `sequences` (AUDIT_COLUMNS), without the end token.
 
-    Raises UserError if a decoded text is not the recorded one: the tokenizer is not the run's.
+    Raises UserError if a decoded text differs from the recorded text, because the tokenizer is not the run's.
     """
     if "episode_ids" in sequences and sequences["episode_ids"].notna().any():
         raise UserError(
@@ -37,11 +37,11 @@ def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tupl
 
 
 def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.DataFrame:
-    """Return the table `tok_drift`: encode(decode(ids)) against ids, one row per response of `sequences`.
+    """Return the table `tok_drift`: one row per response, which compares encode(decode(ids)) with ids.
 
     Columns: n_tok, drifted, first_drift_pos (index of the first token that differs, NaN without drift), len_delta (new
     tokens minus old ones). The end token is left out; any other special token is drift, because no text contains it.
-    `sequences` has AUDIT_COLUMNS. Raises UserError as `encoded_again`.
+    `sequences` has AUDIT_COLUMNS. Raises UserError if the tokenizer is not the run's.
     """
     table = sequences[["iteration", "sequence"]].reset_index(drop=True)
     pairs = list(zip(*encoded_again(sequences, tokenizer), strict=True))

@@ -1,4 +1,4 @@
-"""KL and entropy of one iteration in every unit, averaged in two ways, with standard errors by response."""
+"""Average KL and entropy of one iteration in every unit, in two ways, with standard errors by response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUMMARY_COLUMNS = ["metric", "unit", "reduction", "value", "se", "n_units", "n_s
 def summary_table(table: pd.DataFrame, word_table: pd.DataFrame) -> pd.DataFrame:
     """Return the table `tok_summary` of one iteration, from its tables by response and by word.
 
-    It has METRICS in nats per sequence, token, word, char and byte, shares, and tokens per word and character.
+    The table has METRICS in nats per sequence, token, word, char and byte, shares, and tokens per word and character.
 
     The reduction of the unit sequence is `seq_mean_token_sum`. `ratio_of_sums` divides the sum over all responses by
     their number of units (for tokens: token_mean). `mean_of_ratios` is the mean over responses of the response's own

@@ -32,7 +32,7 @@ from ppo_repro.records.manifest import has_responses
 
 @dataclass(frozen=True)
 class TokenizationTables:
-    """The tables of one iteration; `tok_clip` is None for objectives without a clip band."""
+    """Tables of one iteration; `tok_clip` is None for objectives without a clip band."""
 
     tok_token: pd.DataFrame
     tok_word: pd.DataFrame
@@ -42,7 +42,7 @@ class TokenizationTables:
 
 
 def iteration_tables(run_dir: Path | str, iteration: int, *, boundary: Boundary) -> TokenizationTables:
-    """Return all tables of one iteration of a language run; UserError on missing or damaged records."""
+    """Return all tables of one iteration of a language run. Raises UserError on missing or damaged records."""
     if not has_responses(reader.open_manifest(run_dir)):
         raise UserError(f"{run_dir}: a run on an environment has no tokens of text; give a run of a language model")
     config = load_recorded_config(run_dir)
@@ -76,7 +76,10 @@ def _clip(
 
 
 def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:
-    """Return `tok_summary` of some iterations (None: all), one below the other; UserError as `iteration_tables`."""
+    """Return `tok_summary` of some iterations (None: all), one below the other.
+
+    Raises UserError on missing or damaged records.
+    """
     chosen = chosen_iterations(run_dir, iterations)
     tables = [iteration_tables(run_dir, i, boundary=boundary).tok_summary for i in chosen]
     return pd.concat(tables, ignore_index=True)
@@ -85,7 +88,10 @@ def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence
 def run_drift(
     run_dir: Path | str, tokenizer: RecordedTokenizer, *, iterations: Sequence[int] | None = None
 ) -> pd.DataFrame:
-    """Return `drift_summary` of some iterations (None: all), one row each; UserError as `retokenization`."""
+    """Return `drift_summary` of some iterations (None: all), one row each.
+
+    Raises UserError if the tokenizer is not the run's.
+    """
     rows = []
     for iteration in chosen_iterations(run_dir, iterations):
         sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=AUDIT_COLUMNS)
@@ -94,7 +100,7 @@ def run_drift(
 
 
 def report(run_dir: Path, iteration: int | None, boundary: Boundary) -> list[str]:
-    """Return the printed lines of one iteration (None: the last); UserError as `iteration_tables`."""
+    """Return the printed lines of one iteration (None: the last). Raises UserError on missing or damaged records."""
     number = len(reader.open_manifest(run_dir).iterations) - 1 if iteration is None else iteration
     tables = iteration_tables(run_dir, number, boundary=boundary)
     drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[number])

@@ -1,4 +1,4 @@
-"""The tokenizer that a run recorded beside its trained policy."""
+"""Load the tokenizer that a run recorded beside its trained policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATHS = ("checkpoints/final/tokenizer.json", "checkpoints/reference/tokenizer.js
 
 @dataclass(frozen=True)
 class RecordedTokenizer:
-    """`encode` adds no special tokens and `decode` skips them, both for lists; `decode_all` skips nothing."""
+    """Functions for lists: `encode` adds no special tokens, `decode` skips them, `decode_all` keeps them."""
 
     encode: Callable[[Sequence[str]], list[list[int]]]
     decode: Callable[[Sequence[Sequence[int]]], list[str]]
@@ -26,7 +26,7 @@ class RecordedTokenizer:
 
 
 def recorded_tokenizer(run_dir: Path | str) -> RecordedTokenizer:
-    """Return the tokenizer of a recorded run; UserError if the run has none, or it cannot be read."""
+    """Return the tokenizer of a recorded run. Raises UserError if the run has none, or it cannot be read."""
     for path in (Path(run_dir) / name for name in PATHS):
         if path.is_file():
             return load_tokenizer(path)
@@ -34,7 +34,7 @@ def recorded_tokenizer(run_dir: Path | str) -> RecordedTokenizer:
 
 
 def load_tokenizer(path: Path) -> RecordedTokenizer:
-    """Load a tokenizer.json; UserError if it cannot be read."""
+    """Load a tokenizer.json. Raises UserError if it cannot be read."""
     from tokenizers import Tokenizer
 
     try:
@@ -59,7 +59,10 @@ def load_tokenizer(path: Path) -> RecordedTokenizer:
 
 
 def token_bytes(tokenizer: RecordedTokenizer) -> dict[int, bytes]:
-    """Return the bytes of every token but special ones; UserError unless the decoder is ByteLevel or Fuse."""
+    """Return the bytes of every token except special tokens.
+
+    Raises UserError unless the decoder is ByteLevel or Fuse.
+    """
     decoder = (tokenizer.tree.get("decoder") or {}).get("type")
     if decoder not in ("ByteLevel", "Fuse"):
         raise UserError(
@@ -77,7 +80,7 @@ def token_bytes(tokenizer: RecordedTokenizer) -> dict[int, bytes]:
 def byte_letters() -> dict[str, int]:
     """Return the byte of each letter of a byte-level vocabulary.
 
-    A printable byte is its own letter; the others are U+0100 and the letters after it. Source: Radford et al., 2019.
+    A printable byte is its own letter; other bytes are the letters from U+0100 on. Source: Radford et al., 2019.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]

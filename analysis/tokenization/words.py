@@ -1,9 +1,9 @@
-"""The word of each recorded token, under a stated convention for the white space between words.
+"""Find the word of each recorded token, under a convention for the white space between words.
 
-`boundary="leading"`: white space belongs to the word after it, as in most byte-level vocabularies;
-`"trailing"`: to the word before it. A token belongs to one word only. So a token such as " cat" keeps its space under
-both conventions and counts as straddling under `trailing`: dividing its probability at the border would need the
-whole distribution, which is not recorded (Pimentel and Meister, 2024; Oh and Schuler, 2024).
+`boundary="leading"`: white space belongs to the word after it, as in most byte-level vocabularies; `"trailing"`: to the
+word before it. A token belongs to one word only. So a token such as " cat" keeps its space under both conventions and
+counts as straddling under `trailing`: dividing its probability at the border would need the whole distribution, which
+is not recorded (Pimentel and Meister, 2024; Oh and Schuler, 2024).
 
 Unlike the recorded `word_id`, words here depend on the text and the convention, not on how the text was cut.
 """
@@ -27,7 +27,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Text:
-    """The responses of one iteration, one after the other."""
+    """Concatenated text of the responses of one iteration."""
 
     codes: npt.NDArray[np.uint32]  # [C] code points
     starts: Ints  # [B + 1] where each response starts, characters
@@ -36,7 +36,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Words:
-    """The word of every token, [N] each, in the order of the tokens."""
+    """Word of every token: arrays [N] in the order of the tokens."""
 
     word_id: Ints  # within the response, from 0
     sub_idx: Ints  # token within the word, from 0
@@ -54,7 +54,10 @@ def text_of(sequences: pd.DataFrame) -> Text:
 
 
 def sequence_starts(tokens: pd.DataFrame) -> Ints:
-    """Return the index of each response's first token; ValueError unless rows are one iteration's tokens in order."""
+    """Return the index of each response's first token.
+
+    Raises ValueError unless rows are one iteration's tokens in order.
+    """
     sequence, position = tokens["sequence"].to_numpy(np.int64), tokens["position"].to_numpy(np.int64)
     starts = np.flatnonzero(position == 0)
     expected = np.arange(len(tokens)) - starts[sequence] if len(starts) > sequence.max(initial=-1) else None
@@ -95,7 +98,7 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
 
 
 def is_space(text: Text) -> Bools:
-    """Return whether each character is white space (`str.isspace`), [C] bool."""
+    """Return a bool [C]: whether each character is white space (`str.isspace`)."""
     unique, inverse = np.unique(text.codes, return_inverse=True)
     return np.array([chr(code).isspace() for code in unique], dtype=bool)[inverse] if len(unique) else np.zeros(0, bool)
 
@@ -112,7 +115,7 @@ def _special(recorded_sub_idx: Ints, without_text: Bools, is_first: Bools) -> Bo
 
 
 def _words_of_characters(text: Text, boundary: Boundary) -> Ints:
-    """Return the word of every character, numbered over the whole text."""
+    """Return the word index of every character, counted over the whole text."""
     space = is_space(text)
     begins = np.zeros(len(space), dtype=bool)
     first = text.starts[:-1][text.starts[:-1] < text.starts[1:]]
@@ -123,7 +126,7 @@ def _words_of_characters(text: Text, boundary: Boundary) -> Ints:
 
 
 def _last_character(text: Text, start: Ints, end: Ints) -> Ints:
-    """Return the index of each span's last character that is not white space; its last character if all are."""
+    """Return the index of each span's last character that is not white space, or of its last character if all are."""
     space = is_space(text)
     if not len(space):
         return start

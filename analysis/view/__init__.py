@@ -1,1 +1,1 @@
-"""A local page over every response of one or several runs, straight from their Parquet files: `ppo-repro view`."""
+"""Serve a local page over every response of one or several runs, from their Parquet files: `ppo-repro view`."""

@@ -1,4 +1,4 @@
-"""Every response of the runs as one DuckDB table, which is filled from Parquet files while runs write them.
+"""Maintain one DuckDB table with every response of the runs, filled from Parquet files while runs write them.
 
 The table is a temporary file with one row per response: its texts, and the columns that filters use. Tokens stay in the
 files of the runs.
@@ -54,12 +54,12 @@ CONFIG: dict[str, str | bool | int | float | list[str]] = {
 
 
 class Slow(Exception):
-    """A query took longer than TIMEOUT_SECONDS."""
+    """Error: a query took longer than TIMEOUT_SECONDS."""
 
 
 @dataclass
 class Run:
-    """One run; `read` of its iterations are in the table, and `damaged` says which could not be read."""
+    """One run: `read` has its iterations in the table, and `damaged` the iterations that could not be read."""
 
     folder: Path
     name: str  # of the folder
@@ -73,12 +73,15 @@ class Run:
 
 
 def _setup(folder: Path, head: Head) -> tuple[Setup, bool]:
-    """Return the setup of a run, and whether its reward says right or wrong; UserError if config.yaml is damaged."""
+    """Return the setup of a run, and whether its reward judges responses right or wrong.
+
+    Raises UserError if config.yaml is damaged.
+    """
     return setup_of(folder, head), load_recorded_config(folder).reward.judges
 
 
 def literal(text: str) -> str:
-    """Return a text as SQL."""
+    """Return a text as an SQL literal."""
     return "'" + text.replace("'", "''") + "'"
 
 
@@ -88,7 +91,7 @@ def source(paths: Sequence[str]) -> str:
 
 
 def pattern(path: Path) -> str:
-    """Return a path for DuckDB in which nothing is a wildcard."""
+    """Return a path for DuckDB with escaped wildcards."""
     return re.sub(r"([*?\[])", r"[\1]", str(path))
 
 
@@ -102,7 +105,7 @@ def responses_of(run_dir: Path, iterations: Sequence[int]) -> str:
 
 
 class Index:
-    """The responses of all language runs in and below `targets`; `version` changes whenever the table does."""
+    """Table of the responses of all language runs in and below `targets`; `version` changes whenever the table does."""
 
     def __init__(self, targets: Sequence[Path]) -> None:
         self.targets, self.runs, self.version, self.others = targets, list[Run](), 0, 0
@@ -114,7 +117,7 @@ class Index:
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def start(self) -> None:
-        """Begin to read all iterations, and later ones as they come, in another thread."""
+        """Start a thread that reads all iterations, and later iterations when they are complete."""
         self._thread.start()
 
     def close(self) -> None:
@@ -132,7 +135,7 @@ class Index:
             self._ended.wait(LOOK_SECONDS)
 
     def look(self) -> None:
-        """Read the complete iterations that are not in the table; one that cannot be read is noted in `damaged`."""
+        """Read the complete iterations that are not in the table; `damaged` gets the iterations that cannot be read."""
         known = {run.folder: run for run in self.runs}
         self.others = 0
         for folder in self._folders():
@@ -154,7 +157,7 @@ class Index:
             self._read(run)
 
     def settings(self) -> list[Setting]:
-        """Return the setting of each run: the differences of the runs."""
+        """Return the setting of each run: its values of the fields in which runs differ."""
         setups = [run.setup for run in self.runs]
         if self._described[0] != setups:
             self._described = setups, settings_of(setups)
@@ -202,7 +205,7 @@ class Index:
 
     @contextmanager
     def _cursor(self) -> Iterator[Any]:
-        """Give a cursor whose query is ended after TIMEOUT_SECONDS; raises Slow then."""
+        """Yield a cursor. Raises Slow after TIMEOUT_SECONDS of a query."""
         cursor = self._database.cursor()
         timer = threading.Timer(TIMEOUT_SECONDS, cursor.interrupt)
         timer.start()
@@ -219,19 +222,22 @@ class Index:
         return self._database.cursor()
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """Return the rows of a query, each by column; raises Slow."""
+        """Return the rows of a query as dicts by column. Raises Slow after TIMEOUT_SECONDS."""
         with self._cursor() as cursor:
             cursor.execute(query, list(values))
             names = [column[0] for column in cursor.description]
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
     def frame(self, query: str, values: Sequence[Any] = ()) -> pd.DataFrame:
-        """Return the rows of a query as a pandas frame; raises Slow."""
+        """Return the rows of a query as a pandas frame. Raises Slow after TIMEOUT_SECONDS."""
         with self._cursor() as cursor:
             return pd.DataFrame(cursor.execute(query, list(values)).df())
 
     def tokens_of(self, run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the data of the token view for one row of the table; UserError if the run's files cannot be read."""
+        """Return the data of the token view for one row of the table.
+
+        Raises UserError if the run's files cannot be read.
+        """
         about = {"sequence": row["sequence"], "max_abs_delta": row["mismatch"], "clipped": row["clipped"], "why": []}
 
         def rows_of(name: str) -> pd.DataFrame:

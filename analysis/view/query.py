@@ -1,4 +1,4 @@
-"""The requests of the page as parametrised SQL over the table of `index`: filters, order, page, snippet."""
+"""Convert the page's requests to parametrised SQL over the table of `index`: filters, order, page, snippet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES |= {"run", "sort", "offset", "limit", "token"}
 
 @dataclass(frozen=True)
 class Query:
-    """A request; `where` has a `?` for each of `values`; `run` is the index of a run, or None for all runs."""
+    """Request of the page; `where` has a `?` for each of `values`; `run` is a run's index, or None for all."""
 
     where: str
     values: tuple[Any, ...]
@@ -62,7 +62,7 @@ class Query:
 
 
 def parsed(asked: Mapping[str, str], runs: int) -> Query:
-    """Return the query of a request's parameters; UserError names the first wrong parameter."""
+    """Return the query of a request's parameters. Raises UserError for the first wrong parameter."""
     for name in asked:
         if name not in _NAMES:
             raise UserError(f"{name}: is no filter; there are {', '.join(sorted(_NAMES - {'token'}))}")
@@ -115,7 +115,7 @@ def _choice(found: Mapping[str, str], name: str) -> Any:
 
 
 def place(asked: Mapping[str, str], runs: int) -> tuple[int, int, int]:
-    """Return run, iteration and sequence of a request's parameters; UserError unless they are such numbers."""
+    """Return run, iteration and sequence of a request's parameters. Raises UserError unless they are valid numbers."""
     names = {"run": runs - 1, "iteration": 2**31 - 1, "sequence": 2**31 - 1}
     run, iteration, sequence = (_count({name: asked.get(name, "")}, name, 0, most) for name, most in names.items())
     return run, iteration, sequence

@@ -1,4 +1,4 @@
-"""The server of the page: on 127.0.0.1 alone, for addresses with the token alone, with answers as JSON and CSV."""
+"""Serve the page on 127.0.0.1 only, for addresses with the token only; answers are JSON and CSV."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LONGEST_DIFF = 100_000  # characters of both together
 
 
 class Guard:
-    """Answers 403 to every request whose address does not have the token, and adds our headers to every answer."""
+    """Middleware that answers 403 to every address without the token, and adds security headers to every answer."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.token = app, token
@@ -167,7 +167,10 @@ def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Iterator[str
 
 
 class Server:
-    """The page over `targets` on a port of 127.0.0.1, 0 for a free one; UserError if the port is taken."""
+    """Server of the page over `targets` on a port of 127.0.0.1 (0: a free port).
+
+    Raises UserError if the port is taken.
+    """
 
     def __init__(self, targets: Sequence[Path], port: int) -> None:
         for target in targets:
@@ -188,11 +191,11 @@ class Server:
 
     @property
     def address(self) -> str:
-        """The address of the page, with the token."""
+        """Return the address of the page, with the token."""
         return f"http://127.0.0.1:{self.socket.getsockname()[1]}/?token={self.token}"
 
     def serve(self) -> None:
-        """Answer until a signal or `stop` comes."""
+        """Answer requests until a signal or `stop`."""
         self.index.start()
         try:
             self._uvicorn.run(sockets=[self.socket])
@@ -201,5 +204,5 @@ class Server:
             self.socket.close()
 
     def stop(self) -> None:
-        """End `serve`, from another thread."""
+        """End `serve` from another thread."""
         self._uvicorn.should_exit = True

@@ -136,7 +136,10 @@ def relative(found: Tensor, reference: Tensor) -> float:
 
 
 def gradient_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """The relative error of each parameter, and of each expert; ValueError unless both have the same parameters."""
+    """The relative error of each parameter, and of each expert.
+
+    Raises ValueError unless both have the same parameters.
+    """
     if found.keys() != reference.keys():
         raise ValueError(f"parameters of one side only: {sorted(found.keys() ^ reference.keys())}")
     parts = by_expert(found)

@@ -84,7 +84,7 @@ def stock(model: PreTrainedModel, size: Size, threads: int, sequences: int = SEQ
 def llama_cpp(python: Path, model: LlamaForCausalLM, size: Size) -> Iterator[Callable[[int], Cost]]:
     """Yield a process with llama.cpp; the function samples all responses on this many threads.
 
-    RuntimeError where its logits are not those of transformers: it would compute another model.
+    Raises RuntimeError if its logits are not those of transformers: it would compute another model.
     """
     prompts = prompt_ids(size, SEQUENCES)
     with tempfile.TemporaryDirectory() as text:

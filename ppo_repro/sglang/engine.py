@@ -115,6 +115,7 @@ def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
         timeout: seconds until the answer begins.
 
     Raises:
+    UserError: the server has weights of another version, or returns no digest.
         PromiseBroken: the server's weights have another digest.
     """
     version = ask(url, "/model_info", timeout).get("weight_version")

@@ -38,7 +38,7 @@ def _run(command: list[str], settings: dict[str, str] | None = None) -> str:
 
 
 def make(folder: Path) -> Path:
-    """The python of an environment with TRL in `folder`, made if it does not exist; UserError where that fails."""
+    """The python of an environment with TRL in `folder`, made if it does not exist. Raises UserError if that fails."""
     pins = (f"torch=={TORCH}", *PINS)
     if not _is_made(folder, pins):
         pip = _new(folder)

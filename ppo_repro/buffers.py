@@ -19,7 +19,7 @@ class Prompts:
     """The prompts of one iteration, one entry per response to sample."""
 
     keys: tuple[str, ...]  # [B] stable name of the prompt in its task
-    sample_indices: tuple[int, ...]  # [B] number of the sample among those of that prompt
+    sample_indices: tuple[int, ...]  # [B] number of the sample among the samples of its prompt
     seeds: tuple[int, ...]  # [B] sampler seed of the response
     texts: tuple[str, ...]  # [B]
     answers: tuple[str, ...]  # [B] what the verifier expects
@@ -42,7 +42,7 @@ class Spans:
 class Episode:
     """The turns of model and environment after a prompt. The last token is sampled."""
 
-    ids: tuple[int, ...]  # sampled tokens and those that the environment put in, in order
+    ids: tuple[int, ...]  # sampled tokens and the environment's tokens, in order
     is_forced: tuple[bool, ...]  # which ones the environment put in
     turns: tuple[str, ...]  # the texts, the model's first; empty where they come from records
 
@@ -69,8 +69,8 @@ class Rollout:
     spans: tuple[Spans, ...]  # [B]
     episodes: tuple[Episode, ...] | None = None  # [B]; None where every episode is one turn
     policy_versions: tuple[tuple[int, ...], ...] | None = None  # [B] ragged, of each token; None without a lag
-    sampled_ids: tuple[tuple[int, ...], ...] | None = None  # [B] ragged; None where these are response_ids
-    is_as_sampled: tuple[tuple[bool, ...], ...] | None = None  # [B] ragged, of each token; None likewise
+    sampled_ids: tuple[tuple[int, ...], ...] | None = None  # [B] ragged; None if they are response_ids
+    is_as_sampled: tuple[tuple[bool, ...], ...] | None = None  # [B] ragged, of each token; None if sampled_ids is None
     # None unless `records.level` is `deep` or `ppo.replay_routes` is true
     routes: tuple[Tensor, ...] | None = None  # [B] int32 [inputs, M k], see `token_routes`
     in_losses: Tensor | None = None  # [N] bool, the tokens that have a loss; None: all
@@ -131,7 +131,7 @@ class ForwardPass:
     old_logprobs: Tensor  # [N] float32
     ref_logprobs: Tensor  # [N] float32
     ref_kl: Tensor  # [N] float32, KL(policy || reference) over the whole distribution at that position
-    reverse_ref_kl: Tensor | None  # [N] float32, KL(reference || policy) likewise; None unless the reward charges it
+    reverse_ref_kl: Tensor | None  # [N] float32, KL(reference || policy); None unless the reward charges it
     entropies: Tensor  # [N] float32
     prob_sq_sums: Tensor  # [N] float32, sum over the vocabulary of the squared probabilities
     routes: Tensor  # [N, M k] int32, of the policy, as `Rollout.token_routes`; [N, 0] below level deep
@@ -175,7 +175,7 @@ class PolicyUpdate:
     corrections: Tensor | None  # [M] uint8, a ppo.corrections.Correction each; None unless configured
     kl_terms: Tensor | None  # [M] float32, kl_coef times the KL to the reference; None unless the loss has it
     loss: float  # all terms, weighted as configured
-    surrogate_loss: float  # of the terms by themselves, weighted likewise; importance weights included
+    surrogate_loss: float  # weighted sum of the surrogates alone, with importance weights
     penalty_loss: float | None
     entropy_loss: float
     kl_loss: float | None
@@ -204,7 +204,7 @@ class MinibatchUpdate:
     epoch: int
     minibatch: int
     tokens: Tensor  # [M] int64 index into the [N] fields
-    loss_weights: Tensor  # [M] float32, of each token's losses in those of the step
+    loss_weights: Tensor  # [M] float32, of each token's losses in the losses of the step
     policy: PolicyUpdate | None  # None where its epochs are over, or after an early stop
     value: ValueUpdate | None  # None where its epochs are over or there is no value model
     policy_digest: str  # weights after the step
@@ -217,7 +217,7 @@ class Iteration:
 
     index: int
     evaluation: Evaluation | None  # None in iterations without one
-    coefficients: Coefficients  # those used in this iteration
+    coefficients: Coefficients  # used in this iteration
     rollout: Rollout
     forward: ForwardPass
     rewards: Rewards

@@ -19,7 +19,7 @@ class Row:
     trl: str = ""  # names with a space between them
     verl: str = ""  # the end of the dotted name
     openrlhf: str = ""
-    differs: str = ""  # what changes with the name
+    differs: str = ""  # difference in meaning
     also: str = ""  # what people write besides, in nobody's configuration
 
     @property

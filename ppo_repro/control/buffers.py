@@ -26,7 +26,7 @@ class Rollout:
     end_reason: tuple[str, ...]  # [B] terminated by itself, truncated by its time limit, or cut by the iteration's end
     environment: tuple[int, ...]  # [B] which copy
     episode: tuple[int, ...]  # [B] which episode of that copy
-    seed: tuple[int, ...]  # [B] what that episode was reset with
+    seed: tuple[int, ...]  # [B] the seed with which the episode was reset
     first_step: tuple[int, ...]  # [B] step of the episode at which the fragment begins
     last_step: tuple[int, ...]  # [B] step of the iteration with which it ends
     episode_return: tuple[float, ...]  # [B] rewards of the episode up to the end of the fragment
@@ -39,7 +39,7 @@ class ForwardPass:
     old_logprobs: Tensor  # [N] float32
     entropies: Tensor  # [N] float32
     values: Tensor  # [N] float32, expected return before the action
-    final_values: Tensor  # [B] float32, value of what follows the fragment; 0 where nothing follows
+    final_values: Tensor  # [B] float32, value of the state after the fragment; 0 if the episode is over
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def lay_out(
 ) -> TokenBatch:
     """Lay out a batch of S sequences, each a prompt and a response.
 
-    The last response token is no input, because it predicts no token.
+    The last response token is no input, because no later token is predicted.
 
     Args:
         prompts: [S] token ids, ragged.

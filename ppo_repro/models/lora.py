@@ -53,7 +53,7 @@ class Lora:
     target_modules: tuple[str, ...]  # ends of layer names
     layers: dict[str, AdaptedLayer]  # by the name of the layer
     deterministic: bool
-    whole: dict[str, nn.Parameter] = field(default_factory=dict)  # what is trained beside the factors, by name
+    whole: dict[str, nn.Parameter] = field(default_factory=dict)  # parameters trained without factors, by name
 
     @property
     def scale(self) -> float:

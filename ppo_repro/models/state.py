@@ -112,7 +112,7 @@ class TrainState:
     iteration: int = 0
     versions: Versions | None = None  # None for a sampler that is never behind
     sampler: PreTrainedModel | None = None  # the policy as the sampler has it, where that is another object
-    hidden_hook: HiddenHook = unchanged  # what happens to the policy's last hidden states in training
+    hidden_hook: HiddenHook = unchanged  # changes the policy's last hidden states in training
     cpu_policy: PreTrainedModel | None = None  # on a card: the policy on the CPU, for cross-checks
     cross_checked: int = 0  # tokens that the CPU computed too, by this process
     copies: list[Weights] = field(default_factory=list)  # of a card's weights, on the CPU

@@ -120,7 +120,7 @@ class AdvantageBatch(Tokens):
 class ScoreBatch(Tokens):
     """All tokens of an iteration with the scores of their responses, for a placement of rewards."""
 
-    scores: Tensor  # [R] float64, of each response, without what `step_ends` has placed already
+    scores: Tensor  # [R] float64, of each response, without the part that `step_ends` placed
     is_finished: Tensor  # [R] bool, ended with an end token
     token_ids: Tensor  # [n] int64
     words: Tensor  # [n] int64, number of the word in the response, from 0

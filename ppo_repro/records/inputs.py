@@ -125,7 +125,7 @@ class Fork:
     """The plan of a fork."""
 
     config: RunConfig
-    source: Path  # folder of the run that it goes on from
+    source: Path  # folder of the run from which it continues
     recorded: Manifest  # of that run
     origin: Origin
     folder: Path  # of the fork

@@ -21,7 +21,7 @@ _OTHER_BYTES = "has another SHA-256 than when it was written; the file was chang
 
 
 def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manifest:
-    """Read the manifest of a run. Raises UserError if it is damaged, or incomplete without `allow_incomplete`."""
+    """Read the manifest of a run. Raises UserError if it is damaged, or unfinished and not `allow_incomplete`."""
     recorded = manifest.load(Path(run_dir))
     if recorded.status != "complete" and not allow_incomplete:
         raise UserError(

@@ -14,7 +14,7 @@ SCHEMA_VERSION = 2
 
 # what a run may have that brings columns of its own: several turns, a sampler that is behind, responses encoded again
 Feature = Literal["turns", "lag", "retokenized"]
-LEVELS: tuple[RecordLevel, ...] = ("lean", "full", "deep")  # each has the columns of those before it
+LEVELS: tuple[RecordLevel, ...] = ("lean", "full", "deep")  # each level has the columns of the levels before it
 
 
 @dataclass(frozen=True)

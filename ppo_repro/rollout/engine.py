@@ -34,8 +34,8 @@ class Sampling:
     max_response_tokens: int = 64
     greedy: bool = False  # take the likeliest token; its log-prob still follows from the other fields
     mismatch_sigma: float = 0.0  # standard deviation of noise added to logits / temperature
-    token_bias: float = 0.0  # standard deviation of an error of each token, added likewise
-    bias_seed: int = 0  # which errors these are
+    token_bias: float = 0.0  # standard deviation of an error of each token, added too
+    bias_seed: int = 0  # seed of the errors
     routes: bool = False  # whether the built-in engine returns routes through mixtures of experts; changes no token
 
     @property
@@ -75,12 +75,12 @@ class Completion:
     server: str | None
     latency: float | None
     episode_ids: tuple[int, ...] = ()  # with a dialogue: all tokens after the prompt
-    is_forced: tuple[bool, ...] = ()  # which of them the dialogue put in
-    routes: Tensor | None = None  # [inputs, M k] int32 of prompt and response; None where they were not asked for
+    is_forced: tuple[bool, ...] = ()  # which of them the dialogue added
+    routes: Tensor | None = None  # [inputs, M k] int32 of prompt and response; None if not requested
     policy_versions: tuple[int, ...] | None = None  # [T], of each token; None for a sampler that is never behind
-    text: str | None = None  # of the tokens as sampled, where these were encoded again
-    sampled_ids: tuple[int, ...] | None = None  # these tokens
-    is_as_sampled: tuple[bool, ...] | None = None  # [T], likewise
+    text: str | None = None  # of the sampled tokens; None unless they were encoded again
+    sampled_ids: tuple[int, ...] | None = None  # the sampled tokens; None unless they were encoded again
+    is_as_sampled: tuple[bool, ...] | None = None  # [T]; None unless they were encoded again
 
 
 class Engine(Protocol):

@@ -41,7 +41,7 @@ class Checkpoint:
 
     iteration: int
     chain: str  # of the recorded iterations up to here
-    task: Mapping[str, str]  # digests by what they are of: prompts, end tokens and others
+    task: Mapping[str, str]  # digests by the name of their content: prompts, end tokens and others
     policy: Mapping[str, Tensor]
     value_model: Mapping[str, Tensor]  # only the head if it is on the policy's trunk; empty without a value model
     policy_optimizer: OptimizerState

@@ -54,7 +54,7 @@ class Epoch:
     eval_accuracy: float | None  # before the first epoch only; None if there is no run with a task
     steps: tuple[training.PreferenceStep, ...]
     logprobs: Tensor  # [2, P] float64 of all pairs, after the epoch
-    margins: Tensor  # [P] float64, likewise
+    margins: Tensor  # [P] float64, after the epoch
     seconds: dict[str, float]  # wall time by phase: evaluation, update, forward, other
 
 
@@ -68,7 +68,7 @@ class DPOExecution(Execution[Epoch]):
     temperature: float
     pairs: list[Preference]  # training pairs, then held-out ones
     trained: int  # how many of them are trained on
-    run: tuple[RunConfig, Prepared] | None  # what responses are evaluated with; None without a run
+    run: tuple[RunConfig, Prepared] | None  # for the evaluation of responses; None without a run
     optimizer: Optimizer
     reference: Tensor  # [2, P] float64, log-probs of all pairs, computed once
     initial_digest: str

@@ -122,7 +122,7 @@ class RunKind(ABC, Generic[Config, Item]):
     def open(
         self, config: Config, run_dir: Path | None, start: Start | None = None
     ) -> AbstractContextManager[Execution[Item]]:
-        """Open an execution from `start`; None prepares it on entry and begins with the first iteration.
+        """Prepare an execution on entry: it continues from `start`, or begins with the first iteration if that is None.
 
         `run_dir` is None in every process that does not record.
         """

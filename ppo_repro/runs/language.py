@@ -91,7 +91,7 @@ class LanguageExecution(Execution[Iteration]):
 
         has_text = torch.zeros(state.policy.config.vocab_size, dtype=torch.bool)
         has_text[[i for i in task.tokenizer.get_vocab().values() if i < len(has_text)]] = True
-        warnings_left = [_cut, lambda rollout: _without_text(rollout, has_text)]  # what is said once each
+        warnings_left = [_cut, lambda rollout: _without_text(rollout, has_text)]  # each is printed once
         for item in ppo_iterations(config, task, state, engine, self.ranks, receive):
             for warning_of in warnings_left[:]:
                 if warning := warning_of(item.rollout):
@@ -228,7 +228,7 @@ class LanguageExecution(Execution[Iteration]):
 class LanguageKind(RunKind[RunConfig, Iteration]):
     """Language runs, as this process, one of `ranks`, computes them."""
 
-    recorded: Recorded | None = None  # the run itself, where it goes on or is repeated
+    recorded: Recorded | None = None  # the run itself, if it is resumed or repeated
     name = LANGUAGE
     changeable = ("layout", "rollout.engine", "records")
 
@@ -239,7 +239,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
     def open(self, config: RunConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[LanguageExecution]:
         """Open an execution. Raises PromiseBroken if a rank begins with other weights than the first one."""
         with ExitStack() as stack:
-            # what is wrong with it is said before the minutes of a warm start
+            # its mistakes are reported before the minutes of a warm start
             own = stack.enter_context(own_engine(config, self.ranks, self.recorded))
             reference = None if start is None else start.reference
             prepared = prepare(config, self.watcher, reference, share=True, ranks=self.ranks)

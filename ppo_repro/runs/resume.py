@@ -39,7 +39,7 @@ class Resumed:
     """The state of a run when it was resumed."""
 
     start: int  # iterations of the checkpoint, 0 without one
-    recorded: int  # iterations recorded by then; those from `start` on were computed again and compared
+    recorded: int  # iterations recorded by then; iterations from `start` on were computed again and compared
 
 
 def resume(

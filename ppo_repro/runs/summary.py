@@ -25,10 +25,10 @@ from ppo_repro.records.folder import (
 )
 from ppo_repro.records.manifest import Head, Manifest
 
-PHASES = ("rollout", "forward", "update")  # those that handle tokens
+PHASES = ("rollout", "forward", "update")  # phases that handle tokens
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
 MANY_CUT = 0.5  # share of the responses cut at the limit from which a person hears of it
-UNITS: Mapping[Kind, str] = {LANGUAGE: "tokens", CONTROL: "steps", DPO: "pairs"}  # what tokens are
+UNITS: Mapping[Kind, str] = {LANGUAGE: "tokens", CONTROL: "steps", DPO: "pairs"}  # the meaning of a token
 # of the table `iterations`, worth a glance
 COLUMNS: Mapping[Kind, tuple[str, ...]] = {
     LANGUAGE: (

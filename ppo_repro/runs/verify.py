@@ -43,7 +43,7 @@ class Verified:
     tables: int  # Parquet files
     checkpoints: int
     model_folders: int
-    unfinished: tuple[str, ...]  # what a process that was ended had begun to write; `resume` removes it
+    unfinished: tuple[str, ...]  # files that an ended process had begun to write; `resume` removes them
     unfinished_line: int  # bytes behind the end of the log, for the same reason
     uncovered: tuple[str, ...]  # under no digest: no part of the run
     not_promised: tuple[str, ...] = ()  # of a run whose engine promises no bits

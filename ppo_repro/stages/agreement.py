@@ -28,7 +28,7 @@ class Unequal:
     """The K tokens at which two columns differ that must have the same bits, in the order of the records."""
 
     iteration: int
-    compared: int  # tokens, those with equal bits included
+    compared: int  # number of tokens, including tokens with equal bits
     sequence: Tensor  # [K] int64, the response of each token
     position: Tensor  # [K] int64, of the token in its response
     left: Column  # [K]

@@ -86,7 +86,7 @@ class TrainingBatch:
     corrections: Corrections | None  # None unless importance weights or rejection are configured
     in_losses: Tensor | None  # [N] bool, the tokens that are in the losses at all; None: all are
     old_values: Tensor | None  # [N], None without a value model
-    returns: Tensor | None  # [N], None likewise
+    returns: Tensor | None  # [N]; None without a value model
     value_clip_range: float | None  # None: the value loss is not clipped
     estimator: OwnEstimator | None = None  # of the KL in the loss; None for the package's
 

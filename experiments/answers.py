@@ -1,8 +1,8 @@
-"""The common part of the programs of all studies: `python -m experiments.STUDY.answer [GRID]`.
+"""Run the program of a study: `python -m experiments.STUDY.answer [GRID]`.
 
 With the folder of a grid, the program reads the runs of its complete cells, and writes `results.csv` and `answer.svg`
-into the study's folder. Then, or without a grid, it prints the tables of the page from `results.csv`. With
-`--csv FILE` it only writes the rows, to another file.
+into the study's folder. Then, or without a grid, it prints the tables of the page from `results.csv`. With `--csv FILE`
+it only writes the rows, to another file.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def results_of(
 ) -> pd.DataFrame:
     """Return one row per complete cell: cell, axes, seed, fingerprint, the cell beside it, its measures.
 
-    `beside` returns the labels of the cell, with the same seed, that the measures compare a cell with, or None. Raises
-    UserError if that cell is not complete.
+    Some measures compare a cell with another cell of the same seed. `beside` returns the labels of the other cell, or
+    None. Raises UserError if the other cell is not complete.
     """
     cells = complete_cells(grid)
     axes = [name for name in cells.columns if name.startswith("axis.")]
@@ -106,7 +106,7 @@ def differences(results: pd.DataFrame, points: pd.Series, measure: str, against:
         results: rows of a study's cells.
         points: the point of each row.
         measure: the column to compare.
-        against: the point that the others are compared with.
+        against: the point with which the others are compared.
 
     Returns:
         point, difference (mean and 95 % Student interval, as text), p (paired t-test, Holm's correction, as text).
@@ -127,7 +127,7 @@ def settings_table(
         axis: the column with the settings.
         measure: the measure to compare.
         title: title of the measure's column.
-        against: the setting that the others are compared with.
+        against: the setting with which the others are compared.
         columns: more columns by title: a measure, and the format of its mean (None: mean with interval).
     """
     compared = differences(results, results[axis], measure, against).set_index("point")
@@ -159,7 +159,7 @@ def study(
         tables: makes the tables of the page from the rows of the cells.
         figure: draws the figure of the page from the rows of the cells.
         measures: computes the measures of a run, and of the run beside it or None.
-        beside: as for `results_of`.
+        beside: returns the labels of the cell to compare a cell with, or None.
     """
     folder = Path(file).parent
 

@@ -1,1 +1,1 @@
-"""How accurate the deterministic numerics and stock transformers are, beside the model in float64."""
+"""Measure the accuracy of deterministic numerics and of stock transformers against the model in float64."""

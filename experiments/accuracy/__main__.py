@@ -1,9 +1,9 @@
 """Print errors of log-probs, logits, best tokens and gradients against the model in float64.
 
-It compares deterministic numerics, stock float32 and stock bfloat16 on a text. The reference is the unmodified class of
-transformers with every number in float64. A gradient's error is max |g - g64| / max |g64|. A ratio is the deterministic
-error divided by stock float32's error. A best token is "wrong" if it differs from the best token in float64, and stock
-float32 can tell the two logits apart.
+The command compares deterministic numerics, stock float32 and stock bfloat16 on a text. The reference is the unmodified
+class of transformers with every number in float64. A gradient's error is max |g - g64| / max |g64|. A ratio is the
+deterministic error divided by stock float32's error. A best token is "wrong" if it differs from the best token in
+float64, and stock float32 can tell the two logits apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppo_repro.runs.accuracy import Text
 
 
 def text_of_file(ids: Sequence[int], rows: int, prompt: int, response: int) -> Text:
-    """`rows` consecutive chunks of a text, each a prompt and a response of so many tokens."""
+    """Return `rows` consecutive chunks of a text, each with `prompt` prompt tokens and `response` response tokens."""
     width = prompt + response
     if len(ids) < rows * width:
         raise UserError(f"the text has {len(ids)} tokens; {rows} rows of {prompt} + {response} need {rows * width}")
@@ -32,7 +32,7 @@ def text_of_file(ids: Sequence[int], rows: int, prompt: int, response: int) -> T
 
 
 def table(found: Comparison) -> str:
-    """Errors in nats of each kind of numerics, and how many best tokens differ from the best of float64."""
+    """Return a table of errors in nats by numerics, and the number of best tokens that differ from float64's."""
     lines = [f"{'':<28}{'rms':>10}{'mean':>10}{'largest':>10}"]
     for name, errors in (("log-probs", found.logprobs), ("logits", found.logits)):
         for side in ("deterministic", "stock"):

@@ -1,4 +1,4 @@
-"""How far deterministic numerics and stock float32 are from float64: logits, log-probs, best tokens, gradients."""
+"""Measure the errors of deterministic numerics and stock float32 in logits, log-probs, best tokens and gradients."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ GRADIENT_RESOLUTION = 2.0**-24  # rounding a tensor's largest gradient to float3
 
 
 def deterministic_scores(model: PreTrainedModel, text: Text, max_context: int) -> Scores:
-    """Scores of an unmodified model by the kernels."""
+    """Score a text with an unmodified model by the kernels."""
     return policy_scores(make_policy(model, "deterministic", max_context), text)
 
 
 @dataclass(frozen=True)
 class Error:
-    """Absolute distances from the reference over some numbers, in their unit."""
+    """Largest, rms and mean absolute error of some numbers, in their unit."""
 
     largest: float
     rms: float
@@ -39,16 +39,19 @@ class Error:
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of the same numbers. `resolution` is what rounding the reference itself to float32 would cost."""
+    """Errors of the same numbers in both numerics.
+
+    `resolution` is the error of the reference after rounding to float32.
+    """
 
     deterministic: Error
     stock: Error
     resolution: Error
 
     def ratio(self, kind: str) -> float:
-        """Deterministic / stock of the `largest`, `rms` or `mean` error.
+        """Return deterministic / stock error, for `kind` = `largest`, `rms` or `mean`.
 
-        Stock counts as no better than the resolution: a result in float32 can be closer by luck only.
+        The stock error is at least the resolution, because a float32 result can be closer only by luck.
         """
         stock = max(getattr(self.stock, kind), getattr(self.resolution, kind))
         return float(getattr(self.deterministic, kind)) / stock if stock else float("nan")
@@ -69,7 +72,7 @@ def errors(deterministic: Tensor, stock: Tensor, reference: Tensor) -> Errors:
 
 
 def stock_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:
-    """Gradients of the mean of -log p over the tokens by autograd on a copy of the model, in its dtype."""
+    """Compute the gradients of the mean of -log p over the tokens by autograd, on a copy of the model in its dtype."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.grad = None
@@ -82,14 +85,14 @@ def stock_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:
 
 
 def reference_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:
-    """Return the same in float64: of a copy, whose gradients are float64 too."""
+    """Compute the gradients of the mean of -log p in float64, on a copy of the model in float64."""
     wide = copy.deepcopy(model).double()
     with float64(wide):
         return stock_gradients(wide, text)
 
 
 def deterministic_gradients(model: PreTrainedModel, text: Text, max_context: int) -> dict[str, Tensor]:
-    """Return the same by the kernels, float32."""
+    """Compute the gradients of the mean of -log p by the kernels, float32."""
     policy, count = make_policy(model, "deterministic", max_context), len(text.prompts)
     batch = lay_out(text.prompts, text.responses, slots=slots_of(range(count), count, SLOTS))
     sums = GradientSums(policy.named_parameters(), SLOTS)
@@ -100,7 +103,7 @@ def deterministic_gradients(model: PreTrainedModel, text: Text, max_context: int
 
 @dataclass(frozen=True)
 class Greedy:
-    """Of the n best tokens of the reference, how many are others elsewhere, and how many float32 does not resolve."""
+    """Counts of rows whose best token differs from the reference's, and of rows that float32 cannot resolve."""
 
     tokens: int
     deterministic_differs: int
@@ -121,7 +124,7 @@ def greedy(deterministic: Scores, stock: Scores, reference: Scores) -> Greedy:
 
 
 def by_expert(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split the matrices [E, outputs, inputs] of mixtures: the largest gradient of all would hide a rare expert."""
+    """Split the matrices [E, outputs, inputs] of mixtures by expert, because frequent experts would hide a rare one."""
     found: dict[str, Tensor] = {}
     for name, gradient in gradients.items():
         experts = {f"{name}.{e}": expert for e, expert in enumerate(gradient)} if gradient.dim() == 3 else {}
@@ -130,13 +133,13 @@ def by_expert(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def relative(found: Tensor, reference: Tensor) -> float:
-    """max |g - g64| / max |g64|; 0 if both are all zeros."""
+    """Return max |g - g64| / max |g64|; 0 if both are all zeros."""
     distance = (found.to(torch.float64) - reference).abs().max()
     return float(distance / reference.abs().max()) if distance else 0.0
 
 
 def gradient_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """The relative error of each parameter, and of each expert.
+    """Return the relative error of each parameter, and of each expert.
 
     Raises ValueError unless both have the same parameters.
     """
@@ -148,7 +151,7 @@ def gradient_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the deterministic numerics and stock float32 make of one text, beside float64."""
+    """Errors of deterministic numerics and stock float32 on one text."""
 
     logprobs: Errors
     logits: Errors
@@ -173,17 +176,17 @@ def compare(
 
 @dataclass(frozen=True)
 class GradientComparison:
-    """max |g - g64| / max |g64| of each parameter, by two kinds of numerics."""
+    """Relative error max |g - g64| / max |g64| of each parameter, in both numerics."""
 
     deterministic: dict[str, float]
     stock: dict[str, float]
 
     def worst(self) -> tuple[str, str]:
-        """Return the parameter with the largest error of each."""
+        """Return the parameters with the largest error: of deterministic numerics, and of stock."""
         return max(self.deterministic, key=self.deterministic.__getitem__), max(self.stock, key=self.stock.__getitem__)
 
     def ratio(self) -> float:
-        """Deterministic / stock, each of its worst parameter; stock counts as no better than float32's resolution."""
+        """Return deterministic / stock error of the worst parameters; the stock error is at least the resolution."""
         deterministic, stock = self.worst()
         return self.deterministic[deterministic] / max(self.stock[stock], GRADIENT_RESOLUTION)
 
@@ -200,5 +203,5 @@ def compare_gradients(
 
 
 def typical(ratios: Sequence[float]) -> float:
-    """Return the geometric mean: one model in which either side was lucky moves it little."""
+    """Return the geometric mean of ratios, which one lucky model changes little."""
     return float(np.exp(np.mean(np.log(ratios))))

@@ -1,1 +1,1 @@
-"""Benchmarks: each module is a command that measures something beside its alternatives, in one run, as ratios."""
+"""Benchmarks: each module is a command that measures alternatives side by side in one run, as ratios."""

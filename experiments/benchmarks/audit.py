@@ -1,8 +1,8 @@
 """How long does `ppo-repro audit` take on a model of usual size, and how much memory?
 
-`python -m experiments.benchmarks.audit --folder DIR` makes a Qwen2 of random weights of the shape of Qwen2.5-0.5B and
-responses of random tokens in DIR, audits a dump of each outcome in a process of its own, and prints times and the
-largest resident sets. Other options make all of it smaller.
+`python -m experiments.benchmarks.audit --folder DIR` makes a Qwen2 with random weights and the shape of Qwen2.5-0.5B,
+and responses of random tokens, in DIR. Then it audits a dump of each outcome in a process of its own, and prints times
+and the largest resident sets. Other options make the model smaller.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_folder(folder: Path, layers: int, hidden: int, vocab_size: int) -> None
 
 
 def scored(folder: Path, rows: pd.DataFrame) -> Values:
-    """Return the log-probs of all response tokens by stock transformers in float32."""
+    """Return the log-probs (nats) of all response tokens by stock transformers in float32."""
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -67,14 +67,14 @@ def scored(folder: Path, rows: pd.DataFrame) -> Values:
 
 
 def write_dump(path: Path, rows: pd.DataFrame, sampler: Values, trainer: Values) -> None:
-    """Write prompts and responses with the log-probs of all tokens, one after another."""
+    """Write prompts and responses as a dump; `sampler` and `trainer` have the log-probs of all tokens, concatenated."""
     ends = np.cumsum(rows["response_ids"].str.len())[:-1]
     sides = [pd.Series(np.split(values, ends)) for values in (sampler, trainer)]
     rows.assign(rollout_logprobs=sides[0], old_logprobs=sides[1]).to_parquet(path)
 
 
 def measured(model: Path, dump: Path, threads: int) -> tuple[float, float, int, str]:
-    """Audit a dump in a process of its own; returns seconds, of all processors too, bytes at the peak, the verdict."""
+    """Audit a dump in a process of its own. Returns wall seconds, CPU seconds, peak memory in bytes, the verdict."""
     start = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "ppo_repro", "audit", dump, "--model", model, "--threads", str(threads)],
@@ -90,7 +90,7 @@ def measured(model: Path, dump: Path, threads: int) -> tuple[float, float, int, 
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Time and memory of an audit.")
     parser.add_argument("--folder", type=Path, required=True, help="where the model and dumps are made")
     parser.add_argument("--layers", type=int, default=24)

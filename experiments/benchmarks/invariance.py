@@ -1,4 +1,4 @@
-"""How many fingerprints has one run under different layouts, kernels, processes and interruptions?
+"""Count the fingerprints of one run under different layouts, kernels, processes and interruptions.
 
 `python -m experiments.benchmarks.invariance` runs the five iterations of invariance.yaml once per condition, in
 deterministic and in native numerics, and prints the table. Exit status 1 if deterministic numerics give more than one
@@ -55,7 +55,7 @@ PROCESSES = (2, 4)
 
 @dataclass(frozen=True)
 class Outcome:
-    """One condition: the fingerprint of the run, and its rows of tokens including those of every epoch."""
+    """Result of one condition: the run's fingerprint, and its number of token rows over all epochs."""
 
     condition: str
     fingerprint: str
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def variants() -> list[str]:
-    """Return the variants of the kernels that this CPU runs, the fastest first."""
+    """Return the kernel variants that this CPU can run, the fastest first."""
     here, flags = build.this_platform(), frozenset(library.cpu_words("flags"))
     return [variant.name for variant in here.variants if variant.needs <= flags] if here else []
 
@@ -81,7 +81,7 @@ def _layout(out: Path, sets: Sequence[str], layout: Sequence[str]) -> Outcome:
 
 
 class _Interrupting(Silent):
-    """Ctrl-C after the third iteration."""
+    """Watcher that raises KeyboardInterrupt after the third iteration."""
 
     def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
         if done == 3:
@@ -102,7 +102,7 @@ def _resumed(out: Path, sets: Sequence[str]) -> Outcome:
 
 
 def _started(out: Path, sets: Sequence[str], condition: str, environment: dict[str, str], processes: int) -> Outcome:
-    """Return the outcome of a run in new processes. RuntimeError with the last words of a run that fails."""
+    """Return the outcome of a run in new processes. Raises RuntimeError, with the end of the log, if the run fails."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else []), "-m", "ppo_repro", "run", str(CONFIG), "--json"]
     arguments = ["--out", str(out), *(argument for setting in sets for argument in ("--set", setting))]
@@ -114,7 +114,7 @@ def _started(out: Path, sets: Sequence[str], condition: str, environment: dict[s
 
 
 def outcomes(mode: str, folder: Path, sets: Sequence[str] = ()) -> Iterator[Outcome]:
-    """Run every condition of a numerics mode; the first one is as configured."""
+    """Run every condition in a numerics mode and yield the outcomes; the first condition changes nothing."""
     sets = (*sets, f"numerics.mode={mode}")
     for index, layout in enumerate(LAYOUTS):
         yield _layout(folder / f"layout{index}", sets, layout)

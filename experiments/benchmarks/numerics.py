@@ -1,4 +1,4 @@
-"""The phases of PPO beside stock float32: sampling, scoring, forward and backward pass, optimizer step.
+"""Compare the phases of PPO with stock float32: sampling, scoring, forward and backward pass, optimizer step.
 
 `python -m experiments.benchmarks.numerics` interleaves transformers and torch with deterministic numerics, on the same
 weights and tokens, in one process. Stock sampling is `generate` with a dynamic cache; the stock optimizer step is
@@ -40,13 +40,13 @@ PHASES = ("sampling", "scoring", "forward and backward", "optimizer step")
 
 
 def directions(sequences: int) -> Tensor:
-    """Return the gradient of the loss in each log-prob, [sequences, RESPONSE]: what PPO's losses give, of any sign."""
+    """Return random gradients [sequences, RESPONSE] of the loss with respect to log-probs, of both signs as in PPO."""
     draws = torch.from_numpy(bell(sequences * RESPONSE, "benchmark directions", 0)).float()
     return draws.view(sequences, RESPONSE) / (sequences * RESPONSE)
 
 
 class Stock:
-    """Transformers and torch as they come."""
+    """The phases by unmodified transformers and torch."""
 
     def __init__(self, model: PreTrainedModel, size: Size) -> None:
         self.model, self.size = model, size
@@ -55,7 +55,7 @@ class Stock:
         self.directions = directions(MINIBATCH)
 
     def logprobs(self, ids: Tensor) -> Tensor:
-        """[S, RESPONSE]: logits of the response tokens alone."""
+        """Return the log-probs [S, RESPONSE] of the response tokens."""
         logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=RESPONSE + 1).logits[:, :-1]
         return logits.log_softmax(-1).gather(-1, ids[:, PROMPT:, None])[..., 0]
 
@@ -73,7 +73,7 @@ class Stock:
 
 
 class Deterministic:
-    """The same by the kernels."""
+    """The phases by the kernels."""
 
     def __init__(self, model: PreTrainedModel, size: Size) -> None:
         self.policy = make_policy(model, "deterministic", CONTEXT)
@@ -89,7 +89,7 @@ class Deterministic:
         return lay_out([r[:PROMPT] for r in rows], [r[PROMPT:] for r in rows], slots=slots)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """[n] of the response tokens."""
+        """Return the log-probs [n] of the response tokens."""
         return token_statistics(policy_logits(self.policy, batch), batch.targets, 1.0, None, "deterministic")[0]
 
     def score(self) -> None:
@@ -106,13 +106,13 @@ class Deterministic:
 
 
 def texts(size: Size) -> list[tuple[int, ...]]:
-    """SEQUENCES rows of CONTEXT tokens."""
+    """Return SEQUENCES rows of CONTEXT token ids."""
     parts = [prompt_ids(size, SEQUENCES, stream) for stream in range(CONTEXT // PROMPT)]
     return [tuple(token for part in row for token in part) for row in zip(*parts, strict=True)]
 
 
 def candidates(model: Callable[[], PreTrainedModel], size: Size, phase: str, threads: int) -> dict[str, Run]:
-    """Both sides of a phase; their threads are set before the clock starts."""
+    """Return both sides of a phase; threads are set before the clock starts."""
     if phase == "sampling":
         return {
             PEER: rollout.stock(model(), size, threads),
@@ -138,7 +138,7 @@ def candidates(model: Callable[[], PreTrainedModel], size: Size, phase: str, thr
 def measure(
     model: Callable[[], PreTrainedModel], size: Size, phases: Sequence[str], threads: Sequence[int], rounds: int
 ) -> list[Measured]:
-    """Return every phase on every number of threads."""
+    """Measure every phase with every number of threads."""
     rows: list[Measured] = []
     for phase in phases:
         sequences = {"forward and backward": MINIBATCH, "optimizer step": 0}.get(phase, SEQUENCES)
@@ -150,7 +150,7 @@ def measure(
 
 @program
 def main(given: Sequence[str] | None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = Parser(description="Phases of PPO in deterministic numerics and in stock float32.")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a Llama, in place of --sizes")

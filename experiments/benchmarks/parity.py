@@ -1,8 +1,8 @@
-"""Do sampler and trainer agree on every bit, family by family?
+"""Count the bits in which sampler and trainer differ, family by family.
 
 `python -m experiments.benchmarks.parity` runs PPO on a small random model of each family, in deterministic numerics
-and, as the control, in native ones, and counts the differences in the records. Exit code 1 if deterministic numerics
-have one.
+and, as the control, in native numerics. It counts the differences in the records. The exit code is 1 if deterministic
+numerics have a difference.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODES = ("deterministic", "native")
 
 
 def write_folder(family: str, folder: Path) -> None:
-    """Write a random model of a family, a tokenizer of bytes and the prompts."""
+    """Write a random model of a family, a byte tokenizer and the prompts into a folder."""
     size = {} if family == "gpt2" else {"hidden_size": 64, "max_position_embeddings": 128}
     config = AutoConfig.for_model(
         family, vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, pad_token_id=None,
@@ -60,7 +60,7 @@ def write_folder(family: str, folder: Path) -> None:
 
 
 def overrides(folder: Path, mode: str, tokens: int) -> list[str]:
-    """Return a run of two iterations that samples at least `tokens` tokens."""
+    """Return the overrides for a run of two iterations that samples at least `tokens` tokens."""
     return [
         f"experiment={folder.name}-{mode}",
         f"numerics.mode={mode}",

@@ -1,7 +1,7 @@
-"""How much memory does a run of a large model need, and what does `ppo-repro plan` say?
+"""Compare the memory of a run of a large model with the estimate of `ppo-repro plan`.
 
-`python -m experiments.benchmarks.peak --folder DIR` makes a Qwen3 of random weights of the shape of Qwen3-0.6B in DIR,
-runs PPO on it in a process of its own for each case, and prints the largest resident set beside the plan.
+`python -m experiments.benchmarks.peak --folder DIR` makes a Qwen3 with random weights and the shape of Qwen3-0.6B in
+DIR. Then it runs PPO in a process of its own for each case, and prints the largest resident set beside the plan.
 `--layers` and `--vocab-size` make it smaller.
 """
 
@@ -47,7 +47,7 @@ SHORT = (
 
 @dataclass(frozen=True)
 class Peak:
-    """One case: bytes, and the time of the whole run."""
+    """Result of one case: memory in bytes, and seconds of the whole run."""
 
     case: str
     measured: int  # the largest resident set
@@ -57,7 +57,7 @@ class Peak:
 
 
 def make_folder(folder: Path, layers: int, vocab_size: int, hidden: int) -> None:
-    """A model folder of random weights; `hidden` 1024, 28 layers and 151,936 tokens are the shape of Qwen3-0.6B."""
+    """Write a model folder with random weights; 28 layers, `hidden` 1024 and 151,936 tokens are Qwen3-0.6B's shape."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -85,7 +85,7 @@ def make_folder(folder: Path, layers: int, vocab_size: int, hidden: int) -> None
 
 
 def planned(overrides: list[str]) -> int:
-    """Return the peak of the plan, bytes."""
+    """Return the planned peak memory in bytes."""
     from ppo_repro.checks.plan import plan_run
     from ppo_repro.config.files import load_config
 
@@ -93,13 +93,13 @@ def planned(overrides: list[str]) -> int:
 
 
 def _anonymous(process: int) -> int:
-    """Resident memory of a process without mapped files, bytes; 0 of one that has ended."""
+    """Return the resident memory of a process in bytes, without mapped files; 0 if the process has ended."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def measure(case: str, folder: Path, overrides: list[str]) -> Peak:
-    """Run a case in a process of its own; raises CalledProcessError where it fails."""
+    """Run a case in a process of its own. Raises CalledProcessError if the run fails."""
     sets = [*CASES[case], f"model.path={folder}", *overrides]
     with tempfile.TemporaryDirectory(dir=folder.parent) as out:
         arguments = [part for override in sets for part in ("--set", override)]
@@ -118,7 +118,7 @@ def measure(case: str, folder: Path, overrides: list[str]) -> Peak:
 
 
 def markdown(peaks: list[Peak]) -> str:
-    """Return one row per case, decimal gigabytes."""
+    """Return a Markdown table with one row per case, in gigabytes (10^9 bytes)."""
     lines = [
         "| case | measured GB | without files GB | planned GB | planned / measured | s |",
         "|---|---|---|---|---|---|",
@@ -131,7 +131,7 @@ def markdown(peaks: list[Peak]) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Largest resident set of a run beside the plan.")
     parser.add_argument("--folder", type=Path, required=True, help="where the model is made, and runs are written")
     parser.add_argument("--layers", type=int, default=28)

@@ -1,8 +1,8 @@
-"""A whole PPO step beside TRL's PPOTrainer: rollout, scoring, advantages, 4 epochs of minibatches, two optimizers.
+"""Compare a whole PPO step with TRL's PPOTrainer: rollout, scoring, advantages, 4 epochs of minibatches, optimizers.
 
-`python -m experiments.benchmarks.ppo_step --peers DIR` makes an environment for `trl` in DIR (kept for later calls),
-starts it as a process of its own and requests a step from both sides in turn. Both begin with the same weights and
-prompts: 32 prompts of 16 tokens, 64 response tokens, 4 epochs of 4 minibatches, a separate value model, float32.
+`python -m experiments.benchmarks.ppo_step --peers DIR` makes an environment for `trl` in DIR (later calls use it
+again), starts it as a process of its own and requests a step from both sides in turn. Both begin with the same weights
+and prompts: 32 prompts of 16 tokens, 64 response tokens, 4 epochs of 4 minibatches, a separate value model, float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SCRIPT = Path(__file__).parent / "peers" / "trl_ppo.py"
 
 
 def config_of(folder: Path, mode: str, work: Work) -> RunConfig:
-    """Return the run that is measured, with the model and prompts in `folder`."""
+    """Return the configuration of the measured run, with the model and prompts in `folder`."""
     numerics = [f"numerics.mode={mode}", f"numerics.max_context={work.prompt + work.response}"]
     return load_config(
         CONFIG,
@@ -57,7 +57,7 @@ def config_of(folder: Path, mode: str, work: Work) -> RunConfig:
 
 
 def without_stop(config: RunConfig, prepared: Prepared) -> Prepared:
-    """Return the same run with an engine that no token stops, so that every response has all its tokens."""
+    """Return the run with an engine that no token stops, so that every response has the full length."""
     engine = TorchEngine(
         prepared.state.policy,
         frozenset(),
@@ -71,7 +71,7 @@ def without_stop(config: RunConfig, prepared: Prepared) -> Prepared:
 
 @dataclass(frozen=True)
 class Own:
-    """One side of the comparison: iterations on request, written to a run folder."""
+    """Our side of the comparison: a run that computes an iteration on request and writes its records."""
 
     config: RunConfig
     iterations: Iterator[Iteration]
@@ -79,7 +79,7 @@ class Own:
     work: Work
 
     def step(self, threads: int) -> Cost:
-        """One iteration with all its records on disk."""
+        """Compute one iteration on `threads` threads, write its records, and return its cost."""
         library.use_threads(threads, self.config.numerics.mode == "native")
         return timing.cost_of(self._step)
 
@@ -101,7 +101,7 @@ def own(folder: Path, mode: str, work: Work = USUAL) -> Own:
 
 @contextmanager
 def trl(python: Path, folder: Path, work: Work = USUAL) -> Iterator[Callable[[int], Cost]]:
-    """Yield a TRL process; the function requests one step on this many threads."""
+    """Start a TRL process, and yield the function that requests one step on a number of threads."""
     numbers = (work.prompt, work.response, work.sequences, work.epochs, work.minibatches)
     with process.started([str(python), str(SCRIPT), str(folder), *map(str, numbers)], folder / "trl.log") as peer:
         yield peer.step
@@ -110,7 +110,7 @@ def trl(python: Path, folder: Path, work: Work = USUAL) -> Iterator[Callable[[in
 def measure(
     python: Path, sizes: Sequence[str], threads: Sequence[int], rounds: int, modes: Sequence[str] = MODES
 ) -> list[Measured]:
-    """Return every size on every number of threads; peer and runs of a size continue through all of them."""
+    """Measure every size with every number of threads; peer and runs of a size continue through all of them."""
     rows: list[Measured] = []
     for name in sizes:
         size = SIZES[name]
@@ -130,7 +130,7 @@ def measure(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="A whole PPO step here and in TRL 1.12.0.")
     parser.add_argument("--peers", type=Path, required=True, help="folder for the environment of the peer")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["small", "large"])

@@ -1,8 +1,8 @@
-"""Sampling beside `generate` of transformers: 32 prompts of 16 tokens, 64 new tokens each, no early stop.
+"""Compare sampling with `generate` of transformers: 32 prompts of 16 tokens, 64 new tokens each, no early stop.
 
-`python -m experiments.benchmarks.rollout`: the built-in engine in both numerics and stock `generate` (float32, dynamic
-cache), interleaved in one process. The engines also return the log-prob of every token; `generate` only tokens.
-With `--peers DIR` llama.cpp too (weights, keys and values in float32), in a process of its own.
+`python -m experiments.benchmarks.rollout` interleaves the built-in engine in both numerics and stock `generate`
+(float32, dynamic cache) in one process. The engines also return the log-prob of every token; `generate` only tokens.
+With `--peers DIR`, llama.cpp takes part too (weights, keys and values in float32), in a process of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RES
 def engine(
     model: PreTrainedModel, size: Size, mode: str, threads: int, sequences: int = SEQUENCES
 ) -> Callable[[], Cost]:
-    """One execution of the built-in engine; its threads are set before the clock starts."""
+    """Return a function that samples once with the built-in engine; threads are set before the clock starts."""
     sampler = TorchEngine(make_policy(model, mode, CONTEXT), frozenset(), mode, CONTEXT, sequences, 0)
     requests = [Request(ids, seed) for seed, ids in enumerate(prompt_ids(size, sequences))]
 
@@ -54,7 +54,7 @@ def engine(
 
 
 def stock(model: PreTrainedModel, size: Size, threads: int, sequences: int = SEQUENCES) -> Callable[[], Cost]:
-    """One execution of `generate`."""
+    """Return a function that runs `generate` once."""
     ids = torch.tensor(prompt_ids(size, sequences))
     mask = torch.ones_like(ids)
 
@@ -82,9 +82,9 @@ def stock(model: PreTrainedModel, size: Size, threads: int, sequences: int = SEQ
 
 @contextmanager
 def llama_cpp(python: Path, model: LlamaForCausalLM, size: Size) -> Iterator[Callable[[int], Cost]]:
-    """Yield a process with llama.cpp; the function samples all responses on this many threads.
+    """Start llama.cpp in a process, and yield the function that samples all responses on a number of threads.
 
-    Raises RuntimeError if its logits are not those of transformers: it would compute another model.
+    Raises RuntimeError if its logits differ from transformers' logits, because it would compute another model.
     """
     prompts = prompt_ids(size, SEQUENCES)
     with tempfile.TemporaryDirectory() as text:
@@ -103,13 +103,13 @@ def llama_cpp(python: Path, model: LlamaForCausalLM, size: Size) -> Iterator[Cal
 
 
 def candidates(model: LlamaForCausalLM, size: Size, threads: int) -> dict[str, Callable[[], Cost]]:
-    """Return all candidates of this process, on the same weights and prompts."""
+    """Return all candidates in this process, with the same weights and prompts."""
     own = {mode: engine(model, size, mode, threads) for mode in ("deterministic", "native")}
     return {PEER: stock(model, size, threads), **own}
 
 
 def measure(sizes: Sequence[str], threads: Sequence[int], rounds: int, python: Path | None = None) -> list[Measured]:
-    """Return every size on every number of threads; beside llama.cpp where `python` is that of its environment."""
+    """Measure every size with every number of threads; with llama.cpp if `python` is its environment's Python."""
     rows, tokens = [], SEQUENCES * RESPONSE
     for name in sizes:
         size, model = SIZES[name], make_model(SIZES[name])
@@ -124,7 +124,7 @@ def measure(sizes: Sequence[str], threads: Sequence[int], rounds: int, python: P
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Sampling with the built-in engine and with transformers generate.")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["small", "large"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])

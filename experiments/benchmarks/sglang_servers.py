@@ -1,8 +1,8 @@
-"""The same responses from the built-in engine, SGLang with this package's plugin and stock SGLang, interleaved.
+"""Compare the built-in engine, SGLang with this package's plugin and stock SGLang, interleaved, on the same prompts.
 
-`python -m experiments.benchmarks.sglang_servers --python .venv-sglang/bin/python`: a Qwen3 of 4 layers with random
-weights, 32 prompts, at most 128 new tokens, one thread for each program. The cache of a server is emptied before each
-turn.
+`python -m experiments.benchmarks.sglang_servers --python .venv-sglang/bin/python` measures a Qwen3 of 4 layers with
+random weights, 32 prompts, at most 128 new tokens, one thread for each program. The cache of a server is emptied before
+each turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def configuration(hidden: int, python: str, numerics: str) -> RunConfig:
-    """The quickstart with a larger model, which is not warm-started."""
+    """Return the quickstart's configuration with a larger model and no warm start."""
     sets = [
         f"model.hidden_size={hidden}",
         "model.num_layers=4",
@@ -54,7 +54,7 @@ def configuration(hidden: int, python: str, numerics: str) -> RunConfig:
 
 
 def processor_seconds(group: int) -> float:
-    """CPU seconds so far of the living processes of a group."""
+    """Return the CPU seconds that the living processes of a process group have used."""
     total = 0.0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -68,7 +68,7 @@ def processor_seconds(group: int) -> float:
 
 @contextmanager
 def server(config: RunConfig, requests: Sequence[Request], folder: Path) -> Iterator[Callable[[], Cost]]:
-    """A function that measures one turn of a server, including the client."""
+    """Start a server, and yield the function that measures one turn, including the client."""
     prepared = prepare(config, Silent())
     settings = config.rollout.engine
     assert isinstance(settings, SGLangServers)
@@ -79,7 +79,7 @@ def server(config: RunConfig, requests: Sequence[Request], folder: Path) -> Iter
 
 
 def turn_of(engine: SGLangEngine, requests: Sequence[Request], group: int) -> Cost:
-    """Wall seconds, and CPU seconds of server and client."""
+    """Sample once, and return wall seconds and the CPU seconds of server and client."""
     Call(engine.servers[0].url, "/flush_cache", 60, {})
     before, clock, own = processor_seconds(group), time.perf_counter(), time.process_time()
     engine.generate(requests, SAMPLING)
@@ -88,7 +88,7 @@ def turn_of(engine: SGLangEngine, requests: Sequence[Request], group: int) -> Co
 
 
 def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
-    """All three engines, interleaved."""
+    """Measure all three engines, interleaved."""
     config = configuration(hidden, python, "deterministic")
     prepared = prepare(config, Silent())
     prompts = sorted(prepared.task.prompt_ids.values())
@@ -113,7 +113,7 @@ def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="The built-in engine, SGLang with the plugin and stock SGLang.")
     parser.add_argument("--python", required=True, help="interpreter of an environment made by .ci/server.sh")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 896])

@@ -1,4 +1,4 @@
-"""Wall and CPU seconds of interleaved candidates, their medians and spread, and tables of them."""
+"""Measure wall and CPU seconds of interleaved candidates, and make tables of medians and ranges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ppo_repro.base.output import tell
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one execution. CPU seconds are of the process, with all threads and system time."""
+    """Seconds of one execution. CPU seconds are the process's, including all threads and system time."""
 
     wall: float
     cpu: float
@@ -35,7 +35,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Measured:
-    """One candidate of one comparison. `speedup` is the peer's wall seconds over its own, round by round."""
+    """One candidate of one comparison. `speedup` is the peer's wall seconds / the candidate's, round by round."""
 
     question: str
     model: str
@@ -53,19 +53,19 @@ REST = 0.05  # seconds before a candidate: threads of the one before it spin for
 
 
 def cost_of(work: Callable[[], object]) -> Cost:
-    """Execute once and measure."""
+    """Call `work` once, and return its cost."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median, smallest and largest."""
+    """Return median, smallest and largest value."""
     return Spread(median(values), min(values), max(values))
 
 
 def interleaved(candidates: Mapping[str, Callable[[], Cost]], rounds: int, warm_ups: int = 1) -> dict[str, list[Cost]]:
-    """Costs by candidate; every round runs each once, so that a slow moment of the machine affects all of them."""
+    """Return costs by candidate; each round runs all candidates once, so a slow moment of the machine affects all."""
     costs: dict[str, list[Cost]] = {name: [] for name in candidates}
     for index in range(warm_ups + rounds):
         for name, run in candidates.items():
@@ -101,7 +101,7 @@ def compared(
 
 
 def table(rows: Sequence[Measured]) -> str:
-    """Markdown; ranges over rounds in brackets."""
+    """Return the rows as Markdown, with ranges over rounds in brackets."""
     lines = [
         "| question | model | threads | | rounds | wall s | CPU s | tokens/s | times faster than the peer | by CPU s |",
         "|" + "---|" * 10,
@@ -118,7 +118,7 @@ def table(rows: Sequence[Measured]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
-    """The options of every benchmark of speed; `rounds` is the default."""
+    """Add the options that all benchmarks of speed have; `rounds` is the default number of rounds."""
     parser.add_argument("--rounds", type=int, default=rounds, help=f"measured rounds (default {rounds})")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
 
@@ -132,7 +132,7 @@ def report(rows: Sequence[Measured], path: Path | None) -> None:
 
 
 def machine() -> dict[str, str | int]:
-    """Processor, cores and versions, for the head of a table."""
+    """Return processor, cores and versions, for the head of a table."""
     processors = [
         line.split(":", 1)[1].strip()
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

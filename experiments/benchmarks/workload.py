@@ -1,4 +1,4 @@
-"""The work that is compared: three sizes of Llama, prompts of 16 tokens, responses of 64, none of which stops early."""
+"""Define the compared work: three sizes of Llama, prompts of 16 tokens, responses of 64 tokens without early stops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTEXT = PROMPT + RESPONSE
 
 @dataclass(frozen=True)
 class Work:
-    """What one iteration has. Minibatches are of one epoch."""
+    """Amount of work in one iteration. `minibatches` counts one epoch."""
 
     prompt: int = PROMPT
     response: int = RESPONSE
@@ -32,7 +32,7 @@ USUAL = Work()
 
 @dataclass(frozen=True)
 class Size:
-    """Widths of a Llama with heads of 64 and as many key/value heads as `kv_heads`."""
+    """Shape of a Llama whose heads have width 64."""
 
     name: str
     layers: int
@@ -49,7 +49,7 @@ SIZES = {"small": SMALL, "medium": MEDIUM, "large": LARGE}
 
 
 def set_random_weights(model: PreTrainedModel) -> None:
-    """Random weights from named streams."""
+    """Set random weights from named random streams."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.from_numpy(bell(p.numel(), "benchmark", 0, name)).view(p.shape)
@@ -57,7 +57,7 @@ def set_random_weights(model: PreTrainedModel) -> None:
 
 
 def make_model(size: Size) -> LlamaForCausalLM:
-    """Return a Llama with random weights; embedding and head are one matrix."""
+    """Return a Llama with random weights; embedding and head share one matrix."""
     config = LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
@@ -76,7 +76,7 @@ def make_model(size: Size) -> LlamaForCausalLM:
 
 
 def prompt_ids(size: Size, count: int, stream: int = 0) -> list[tuple[int, ...]]:
-    """`count` different prompts of PROMPT tokens."""
+    """Return `count` different prompts of PROMPT tokens."""
     return [
         tuple(int(i) for i in permutation(size.vocabulary, "benchmark prompt", stream, row)[:PROMPT])
         for row in range(count)
@@ -84,7 +84,7 @@ def prompt_ids(size: Size, count: int, stream: int = 0) -> list[tuple[int, ...]]
 
 
 def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
-    """Return a word `w<i>` per token; the last one is the end token, at which nothing stops here."""
+    """Return a tokenizer with the word `w<i>` for token i; the last token is the end token, at which nothing stops."""
     words = {f"w{i}": i for i in range(size.vocabulary)}
     bare = Tokenizer(models.WordLevel(words, unk_token="w0"))
     bare.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -93,7 +93,7 @@ def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
 
 
 def write_folder(size: Size, folder: Path, prompts: int) -> None:
-    """Write model, tokenizer and `prompts.jsonl` with this many prompts, from which every candidate starts."""
+    """Write model, tokenizer and `prompts.jsonl` with `prompts` prompts; every candidate starts from this folder."""
     make_model(size).save_pretrained(folder)
     make_tokenizer(size).save_pretrained(folder)
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Products that the model has to ask a calculator for: it writes `12*34=`, and the environment puts in `408`."""
+"""Define a task of products with a calculator: the model writes `12*34=`, and the environment answers `408`."""
 
 import re
 
@@ -7,7 +7,7 @@ _ASKED = re.compile(r"(\d{1,6})\*(\d{1,6})=")
 
 
 def prompts():
-    """Return every product of two numbers below SIDE, with the conversation that is wanted as its answer."""
+    """Return every product of two numbers below SIDE as a prompt, with the right conversation as its answer."""
     return [
         {"prompt": f"{a} times {b}:", "answer": f"{a}*{b}={a * b}", "key": f"{a}*{b}"}
         for a in range(SIDE)
@@ -16,7 +16,7 @@ def prompts():
 
 
 def step(transcript):
-    """The calculator's answer to the first turn, which has to end with a product; afterwards the episode is over."""
+    """Return the calculator's answer to the first turn, which has to end with a product; None ends the episode."""
     asked = _ASKED.fullmatch(transcript.last)
     if asked is None or len(transcript.turns) > 1:
         return None
@@ -24,5 +24,5 @@ def step(transcript):
 
 
 def score(transcripts):
-    """1 where the right product was asked for and nothing was added, 0.2 where any product was, else 0."""
+    """Return 1 for the right product without additions, 0.2 for any product, else 0."""
     return [1.0 if t.text == t.answer and len(t.turns) == 3 else 0.2 * (len(t.turns) == 3) for t in transcripts]

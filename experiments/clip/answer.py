@@ -1,5 +1,6 @@
-"""What is the share clipped worth? `python -m experiments.clip.answer [GRID]`; see
-`experiments/answers.py`.
+"""What does the clipped share say about a run?
+
+`python -m experiments.clip.answer [GRID]`; see `experiments/answers.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MEASURE, USUAL = "mean_accuracy", "usual"
 
 
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
-    """Return the outcome, and the shares of token visits without gradient and outside the band."""
+    """Return the outcome, and two shares of token visits: without a gradient, and outside the band."""
     removed, outside = clip_shares(run_dir, len(reader.read_iterations(run_dir)))
     return outcome(run_dir) | {"removed": removed, "outside": outside}
 

@@ -21,10 +21,11 @@ MEASURE, USUAL = "mean_accuracy", "usual"
 
 
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
-    """The outcome; of the last iterations explained = 1 - Var(G - V) / Var(G) and rms(G - V) by third of the response.
+    """Return the outcome, explained = 1 - Var(G - V) / Var(G), and rms(G - V) by third of the response.
 
-    G is the reward to go, the sum of the rewards from the token on: unlike `returns` it does not depend on lambda.
-    If no reward differs there is no variance to explain, and means are over the other seeds.
+    explained and rms are over the last iterations. G is the reward to go, the sum of the rewards from the token on,
+    which unlike `returns` does not depend on lambda. explained is NaN if all rewards are equal; means are then over the
+    other seeds.
     """
     count = len(reader.read_iterations(run_dir))
     names = ["iteration", "sequence", "position", "values", "rewards"]

@@ -1,1 +1,1 @@
-"""Claims of teaching material, tested: each program states a claim as it is taught, and what holds instead."""
+"""Test claims of teaching material: each program shows a claim as it is taught, and the correct statement."""

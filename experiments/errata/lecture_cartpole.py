@@ -1,12 +1,12 @@
-"""A lecture's CartPole program for PPO, as printed and corrected.
+"""Run a lecture's CartPole program for PPO, as printed and corrected.
 
-As printed it learns nothing: one step counter serves as the limit of an episode (500) and as the clock of the
-updates (2,048), and is never reset. An update, if it were reached, would fail with an error of shapes, and without
-that error would compute ratios of every step with every other step. The faults are reproduced exactly; the networks
-are ours, which makes no difference because they are never trained.
+The printed program learns nothing: one step counter serves as the limit of an episode (500) and as the clock of the
+updates (2,048), and is never reset. If an update were reached, it would fail with an error of shapes; without this
+error, it would compute ratios of every step with every other step. We reproduce the faults exactly. The networks are
+ours, which makes no difference because they are never trained.
 
-`python -m experiments.errata.lecture_cartpole` runs it, then the same settings in a correct loop, then
-`experiments/control/cartpole_fast.yaml`; it exits with 1 if one of them does not behave as described here.
+`python -m experiments.errata.lecture_cartpole` runs the printed program, then the same settings in a correct loop, then
+`experiments/control/cartpole_fast.yaml`. The command exits with 1 if one of them does not behave as described here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SOLVED = 475.0  # mean return from which CartPole-v1 counts as solved
 
 @dataclass(frozen=True)
 class Printed:
-    """The outcome of the program as printed."""
+    """Outcome of the printed program."""
 
     env_steps: int
     updates: int
@@ -49,17 +49,17 @@ class Printed:
 
 
 def values_for_gae(values: Sequence[Tensor], next_value: Tensor) -> Tensor:
-    """Return the values of N steps and the next one, each [1, 1] as the network gives them, concatenated as printed."""
+    """Concatenate the values of N steps and the next value, each [1, 1], as the printed program does."""
     return torch.cat([torch.cat(list(values)).squeeze(), next_value])
 
 
 def update_ratios(new_logprobs: Tensor, stored: Sequence[Tensor]) -> Tensor:
-    """Return ratios as printed, from new log-probs [N] and N stored ones of shape [1]."""
+    """Compute ratios as the printed program does, from new log-probs [N] and N stored log-probs of shape [1]."""
     return torch.exp(new_logprobs - torch.stack(list(stored)))
 
 
 def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, update_every: int = 2048) -> Printed:
-    """Return the training loop as printed; `max_steps` is meant for an episode and `steps` counts all of them."""
+    """Run the printed training loop; it intends `max_steps` for one episode, but `steps` counts all episodes."""
     environments = Environments("CartPole-v1", 1, "errata", seed)
     agent = Agent(4, environments.actions, NetworkConfig(), "native", seed)
     noise = agent.distribution.noise(max_steps, 1, "errata actions", seed)
@@ -87,7 +87,7 @@ def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, upd
 
 
 def run_config(path: Path, out: Path) -> dict[str, Any]:
-    """Run one of our configurations."""
+    """Run one of our configurations, and return its results."""
     run_dir, seconds = run(ControlKind(Watcher()), validated(ControlConfig, read_tree(path), str(path)), out)
     return summarise(run_dir, seconds).figures
 

@@ -21,10 +21,10 @@ LARGE = 1e-2  # nats, rms: from here on the log-probs of the twins are visibly d
 
 
 def distance(run_dir: Path, twin: Path, iteration: int) -> tuple[float, bool, bool]:
-    """(rms difference of log-probs in nats, whether a token differs, whether a score differs) in one iteration.
+    """Return for one iteration: rms difference of log-probs (nats), whether a token differs, whether a score differs.
 
     The rms is over the tokens that both twins sampled after the same tokens. Half of its square estimates the KL
-    between the twins, a little low: tokens at which the twins part are not among them.
+    between the twins, a little too low, because the tokens at which the twins part are missing.
     """
     keys = ["sequence", "position"]
     names = [*keys, "token_id", "old_logprobs"]
@@ -39,12 +39,12 @@ def distance(run_dir: Path, twin: Path, iteration: int) -> tuple[float, bool, bo
 
 
 def first(flags: Sequence[bool]) -> int:
-    """Return the first iteration with a flag; the number of iterations without one."""
+    """Return the first iteration whose flag is true, or the number of iterations if there is none."""
     return next((i for i, flag in enumerate(flags) if flag), len(flags))
 
 
 def measures(run_dir: Path, twin: Path | None) -> dict[str, float]:
-    """Distances of a run to its twin without a flip, and its outcome."""
+    """Return the distances of a run from its twin without a flip, and its outcome."""
     found = outcome(run_dir)
     if twin is None:
         return found
@@ -58,12 +58,12 @@ def measures(run_dir: Path, twin: Path | None) -> dict[str, float]:
 
 
 def beside(labels: Labels) -> Labels | None:
-    """Return the twin of a flipped run is the run without a flip."""
+    """Return the labels of a flipped run's twin, the run without a flip."""
     return None if labels["flip"] == "none" else {**labels, "flip": "none"}
 
 
 def iterations_per_decade(row: pd.Series) -> float:
-    """Iterations in which the distance grows tenfold, by least squares below SMALL; NaN for fewer than 3 of them."""
+    """Return the iterations of a tenfold growth of the distance, by least squares below SMALL; NaN below 3 points."""
     rms = row[[name for name in row.index if name.startswith("rms_")]].to_numpy(np.float64)
     fitted = np.flatnonzero((rms > 0) & (rms < SMALL))
     return 1.0 / float(np.polyfit(fitted, np.log10(rms[fitted]), 1)[0]) if len(fitted) >= 3 else np.nan

@@ -1,10 +1,10 @@
-"""Dump what an SGLang server samples, with the log-probs of transformers: run this where torch and transformers are.
+"""Dump samples of an SGLang server with the log-probs of transformers. This script needs torch and transformers.
 
     python -m sglang.launch_server --model-path MODEL --dtype bfloat16 --port 30000 --skip-tokenizer-init
     python sglang_dump.py MODEL OUT.jsonl --url http://127.0.0.1:30000 --prompts prompts.txt --temperature 0.8
 
-The sampler is the server, with the options it was started with; the trainer's log-probs are those of one forward pass
-of transformers over each whole sequence. It imports nothing of ppo_repro.
+The sampler is the server with its own options. The trainer's log-probs are from one forward pass of transformers over
+each whole sequence. The script imports nothing of ppo_repro.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def options() -> argparse.Namespace:
 
 
 def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Say what the server answers to one request for tokens."""
+    """Send one request for tokens to the server, and return the answer."""
     content = json.dumps({**body, "return_logprob": True}).encode()
     request = urllib.request.Request(f"{url}/generate", content, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=600) as answer:

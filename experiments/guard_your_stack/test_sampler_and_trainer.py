@@ -1,4 +1,4 @@
-"""Sampler and trainer of this stack agree as well as they did when the limits were set."""
+"""Check that sampler and trainer of this stack agree as well as when the limits were set."""
 
 from pathlib import Path
 

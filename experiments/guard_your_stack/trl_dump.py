@@ -1,10 +1,11 @@
-"""Dump what TRL's GRPOTrainer sees in one step: run this in an environment with TRL, it imports nothing of ppo_repro.
+"""Dump the samples and log-probs of one step of TRL's GRPOTrainer.
+
+The script needs TRL and imports nothing of ppo_repro.
 
     python trl_dump.py MODEL_FOLDER OUT.jsonl --dtype bfloat16 --temperature 0.8 [--raw]
 
-The sampler is `generate` of transformers in TRL's `rollout_func`; the trainer's log-probs are those that TRL computes
-before its first update. With --raw the sampler returns log-probs of the logits before the temperature divides them, as
-some servers do.
+The sampler is `generate` of transformers in TRL's `rollout_func`; the trainer's log-probs are the ones that TRL
+computes before its first update. With --raw the sampler returns log-probs at temperature 1, as some servers do.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ COLUMNS = (
 
 
 class Dumped(Exception):
-    """Everything wanted is on disk."""
+    """Exception that ends TRL's training when the dump is on disk."""
 
 
 def options() -> argparse.Namespace:

@@ -21,9 +21,10 @@ USUAL = "k1 in the reward"
 
 
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
-    """Exact sums over all responses, means over prompts, for the run's coefficient beta.
+    """Return the gap to the optimum and the KL, by exact sums over all responses, as means over prompts.
 
-    gap: what E[R] - beta KL falls short of its maximum, relative to that; of the reference too. KL in nats a response.
+    gap = 1 - (E[R] - beta KL) / maximum, for the policy and the reference, with the run's beta. KL is in nats per
+    response.
     """
     found = read(run_dir)
     best, policy, reference = (

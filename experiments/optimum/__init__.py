@@ -1,1 +1,1 @@
-"""Does PPO with a KL penalty end where its objective has its maximum? See README.md."""
+"""Check whether PPO with a KL penalty ends at the maximum of its objective. See README.md."""

@@ -1,8 +1,8 @@
-"""How far is a trained policy from the known optimum? Computed by summing over every possible response.
+"""Compute the distance of a trained policy from the known optimum, by sums over every possible response.
 
-The objective J(pi) = E[R(x, y)] - beta KL(pi || reference), with KL over whole responses, has its maximum
-beta log Z(x), Z(x) = sum_y pi_ref(y|x) exp(R(x, y) / beta), at pi*(y|x) = pi_ref(y|x) exp(R / beta) / Z, and
-J(pi) = beta log Z - beta KL(pi || pi*). `experiments/kl/README.md` explains why this is the fixed point of PPO.
+The objective J(pi) = E[R(x, y)] - beta KL(pi || reference), with KL over whole responses, has its maximum beta log
+Z(x), Z(x) = sum_y pi_ref(y|x) exp(R(x, y) / beta), at pi*(y|x) = pi_ref(y|x) exp(R / beta) / Z, and J(pi) = beta log Z
+- beta KL(pi || pi*). `experiments/kl/README.md` explains why this is the fixed point of PPO.
 
 `python -m experiments.optimum.exact RUN` prints both for every prompt of a recorded run.
 """
@@ -53,7 +53,7 @@ def all_responses(vocab_size: int, stop_ids: frozenset[int], longest: int) -> li
 def response_logprobs(
     policy: PreTrainedModel, prompt: Response, responses: Sequence[Response], config: RunConfig
 ) -> Tensor:
-    """log pi(y|x) of whole responses, float64 [n], nats."""
+    """Return log pi(y|x) of whole responses, float64 [n], nats."""
     batch = lay_out([prompt] * len(responses), responses, "right")
     logits = policy_logits(policy, batch)
     tokens, _ = token_statistics(logits, batch.targets, config.rollout.temperature, None, config.numerics.mode)
@@ -61,24 +61,24 @@ def response_logprobs(
 
 
 def log_sum_exp(x: Tensor) -> float:
-    """Return the log of the sum of exp over all elements."""
+    """Return log sum exp over all elements of x."""
     return float(torch.logsumexp(x, 0))
 
 
 def objective(log_p: Tensor, log_ref: Tensor, rewards: Tensor, beta: float) -> float:
-    """E_p[R] - beta KL(p || ref), float64 [n] each over all responses."""
+    """Return E_p[R] - beta KL(p || ref); the arguments are float64 [n] over all responses."""
     return math.fsum((log_p.exp() * (rewards - beta * (log_p - log_ref))).tolist())
 
 
 def optimum(log_ref: Tensor, rewards: Tensor, beta: float) -> tuple[float, Tensor]:
-    """(beta log Z, log pi*)."""
+    """Return (beta log Z, log pi* [n]) of one prompt; Z and pi* are defined above."""
     tilted = log_ref + rewards / beta
     return beta * log_sum_exp(tilted), tilted - log_sum_exp(tilted)
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Objectives of one prompt: of the reference, of a policy, and the maximum."""
+    """Objectives of one prompt: the reference's, a policy's, and the maximum."""
 
     prompt: str
     reference: float
@@ -124,7 +124,7 @@ def distance(
 
 
 def read(run_dir: Path, beta: float | None = None) -> list[Distance]:
-    """Return the distances of a recorded run's final policy, for another beta or (None) the run's own."""
+    """Return the distances of a recorded run's final policy, for `beta`, or None for the run's own."""
     config = load_recorded_config(run_dir)
     prepared = prepare(config, Silent())
     source, _ = load_folder(run_dir / FINAL)

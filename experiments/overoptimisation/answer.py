@@ -20,9 +20,10 @@ MEASURE, USUAL = "change", "coefficient 0.05"
 
 
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
-    """Return the outcome, change = accuracy after minus before training, the best accuracy and KL there, and curves.
+    """Return the outcome, change = accuracy after - before training, the best accuracy, the KL there, and curves.
 
-    score_gain: mean learned score of the last minus that of the first iterations. accuracy_I, KL_I: at iteration I.
+    score_gain: mean learned score of the last iterations - mean learned score of the first. accuracy_I, KL_I: at
+    iteration I.
     """
     rows = reader.read_iterations(run_dir, columns=["score_mean", "ref_kl_per_sequence"])
     held_out = reader.read_evaluations(run_dir, columns=["iteration", "is_correct"])

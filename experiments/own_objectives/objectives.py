@@ -1,4 +1,4 @@
-"""Two published objectives that the package does not have, as functions of a batch of tokens."""
+"""Define two published objectives that the package does not have, as functions of a batch of tokens."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from ppo_repro.ppo.own_batches import ObjectiveBatch
 
 
 def sapo(batch: ObjectiveBatch, tau_positive: float, tau_negative: float) -> Tensor:
-    """-(4 / tau) sigmoid(tau (r - 1)) A at each token: a soft gate in place of the clip.
+    """Return -(4 / tau) sigmoid(tau (r - 1)) A at each token: a soft gate in place of the clip.
 
     Gao et al., 2025, "Soft Adaptive Policy Optimization", arXiv 2511.20347.
     """
@@ -17,7 +17,7 @@ def sapo(batch: ObjectiveBatch, tau_positive: float, tau_negative: float) -> Ten
 
 
 def gmpo(batch: ObjectiveBatch, log_clip: float) -> tuple[Tensor, Tensor]:
-    """-(geometric mean of the clipped ratios) A of each response, and the tokens that the clip cut.
+    """Return -(geometric mean of the clipped ratios) A of each response, and the tokens that the clip changed.
 
     Zhao et al., 2025, "Geometric-Mean Policy Optimization", arXiv 2507.20673; log_clip 0.4 in the paper.
     """

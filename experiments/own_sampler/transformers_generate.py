@@ -1,4 +1,4 @@
-"""An engine for `rollout.engine`: `generate` of transformers, by default in bfloat16."""
+"""Define an engine for `rollout.engine`: `generate` of transformers, by default in bfloat16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 
 
 class Engine:
-    """`dtype`: of the weights and activations; `batch`: responses sampled at a time."""
+    """Engine with the `dtype` of weights and activations; it samples `batch` responses at a time."""
 
     def __init__(self, dtype: str = "bfloat16", batch: int = 64) -> None:
         self.dtype, self.batch = getattr(torch, dtype), batch
@@ -29,7 +29,7 @@ class Engine:
         return found
 
     def sampled(self, prompts: list[list[int]], sampling: Any) -> list[tuple[list[int], Any, str]]:
-        """Sample one batch, prompts padded on the left."""
+        """Sample one batch; prompts are padded on the left."""
         width = max(map(len, prompts))
         padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

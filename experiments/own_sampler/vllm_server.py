@@ -1,4 +1,7 @@
-"""An engine for `rollout.engine`: a vLLM server, asked by the OpenAI completions protocol. Imports nothing of vLLM."""
+"""Define an engine for `rollout.engine`: a vLLM server with the OpenAI completions protocol.
+
+Imports nothing of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,12 @@ AT_ONCE = 64  # requests
 
 
 class Engine:
-    """`python`: the interpreter of an environment with vLLM; `arguments`: more options of the server.
+    """Engine that starts a vLLM server.
 
-    `reload`: the running server reads later weights, instead of a new server for each version. vLLM 0.32 on a CPU then
-    keeps the old last matrix of a model with tied embeddings; see README.md.
+    `python`: the interpreter of an environment with vLLM; `arguments`: server options.
+
+    With `reload` the running server reads later weights; otherwise each version gets a new server. vLLM 0.32 on a CPU
+    then keeps the old last matrix of a model with tied embeddings; see README.md.
     """
 
     def __init__(
@@ -33,7 +38,7 @@ class Engine:
         self.server: subprocess.Popen[bytes] | None = None
 
     def load(self, folder: str) -> None:
-        """Let a server have the weights of a folder; later versions come in the same folder."""
+        """Give the server the weights of a folder; later versions are in the same folder."""
         if self.server is None or not self.reload:
             self.end()
             self.start(folder)
@@ -106,5 +111,5 @@ class Engine:
 
 
 def end_with_parent() -> None:
-    """Let the system kill the server when this process ends, however it ends."""
+    """Let the system kill the server when this process ends for any reason."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -20,8 +20,11 @@ USUAL = "deterministic"
 
 
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
-    """The outcome, the part of tokens whose log-prob differs between sampler and trainer, and sampled_I: accuracy of
-    the sampled responses in iteration I."""
+    """Return the outcome, the share of unequal tokens, and sampled_I.
+
+    A token is unequal if its log-prob differs between sampler and trainer. sampled_I is the accuracy of the sampled
+    responses in iteration I.
+    """
     tokens = reader.read_tokens(run_dir, columns=["old_logprobs", "rollout_logprobs"])
     found = outcome(run_dir)
     found["unequal"] = float((tokens["old_logprobs"] != tokens["rollout_logprobs"]).mean())

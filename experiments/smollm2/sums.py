@@ -1,4 +1,4 @@
-"""Sums of two numbers of two digits, after one worked example."""
+"""Define a task of sums of two numbers of two digits, after one worked example."""
 
 import re
 
@@ -17,5 +17,5 @@ def prompts():
 
 
 def score(transcripts):
-    """1 where the line ends after the right sum and holds nothing else, else 0."""
+    """Return 1 if the line has the right sum and nothing else, else 0."""
     return [float(re.fullmatch(r" ?(\d+)\n?", t.text) is not None and t.text.strip() == t.answer) for t in transcripts]

@@ -1,1 +1,1 @@
-"""Does the tokenizer matter? Grid files of studies, and an exact table of what cannot depend on it."""
+"""Test whether the tokenizer matters: grid files of studies, and an exact table of invariant quantities."""

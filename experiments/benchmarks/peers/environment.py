@@ -1,4 +1,4 @@
-"""Makes the environment of a peer: a virtual environment with pinned versions, kept between calls."""
+"""Make the environment of a peer: a virtual environment with pinned versions, which later calls use again."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ STAMP = "peer.txt"
 
 
 def torch_requirement(listed: str) -> list[str]:
-    """Arguments of `pip install` for the CPU build of torch, from what `pip index versions torch` printed.
+    """Return the arguments of `pip install` for the CPU build of torch, from the output of `pip index versions torch`.
 
-    The build named +cpu if the index has one, else that of PyTorch's own index.
+    The build is the one named +cpu if the index has it, else the build of PyTorch's own index.
     """
     if re.search(rf"(?<![\d.]){re.escape(TORCH)}\+cpu(?![\w.])", listed):
         return [f"torch=={TORCH}+cpu"]
@@ -38,7 +38,10 @@ def _run(command: list[str], settings: dict[str, str] | None = None) -> str:
 
 
 def make(folder: Path) -> Path:
-    """The python of an environment with TRL in `folder`, made if it does not exist. Raises UserError if that fails."""
+    """Return the Python of an environment with TRL in `folder`, which is made if absent.
+
+    Raises UserError if that fails.
+    """
     pins = (f"torch=={TORCH}", *PINS)
     if not _is_made(folder, pins):
         pip = _new(folder)
@@ -49,14 +52,17 @@ def make(folder: Path) -> Path:
 
 
 def make_llama_cpp(folder: Path) -> Path:
-    """Return the python of an environment with llama.cpp in `folder`, as `make`."""
+    """Return the Python of an environment with llama.cpp in `folder`, which is made if absent.
+
+    Raises UserError if that fails.
+    """
     if not _is_made(folder, LLAMA_CPP):
         _run([*_new(folder), "install", "--quiet", *LLAMA_CPP], LLAMA_CPP_BUILD)
     return _stamped(folder, LLAMA_CPP)
 
 
 def _new(folder: Path) -> list[str]:
-    """Make a virtual environment; returns the command of its pip."""
+    """Make a virtual environment, and return the command of its pip."""
     _run([sys.executable, "-m", "venv", str(folder)])
     return [str(folder / "bin" / "python"), "-m", "pip"]
 
@@ -67,6 +73,6 @@ def _is_made(folder: Path, pins: Sequence[str]) -> bool:
 
 
 def _stamped(folder: Path, pins: Sequence[str]) -> Path:
-    """Say in the folder what is installed; returns its python."""
+    """Write the installed versions into the folder, and return the environment's Python."""
     (folder / STAMP).write_text("\n".join(pins) + "\n", encoding="utf-8")
     return folder / "bin" / "python"

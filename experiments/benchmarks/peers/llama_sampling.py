@@ -1,9 +1,9 @@
-"""Sampling with llama.cpp, one rollout at a time: reads `step THREADS` lines, answers each with a line of JSON.
+"""Sample with llama.cpp, one rollout at a time: read `step THREADS` lines, and answer each with a line of JSON.
 
-Runs in an environment of its own and imports nothing of ppo_repro. Arguments: the folder of a Llama with tied
-embeddings and `prompt_ids.json`, then response length. It writes the weights as float32 GGUF, as llama.cpp's own
-converter does, and answers first with its logits after the first prompt, which the other side compares. Then a step
-samples one response to every prompt, all in one batch, at temperature 1.
+The script runs in an environment of its own and imports nothing of ppo_repro. Arguments: the folder of a Llama with
+tied embeddings and `prompt_ids.json`, then response length. The script writes the weights as float32 GGUF, as
+llama.cpp's own converter does. Its first answer has the logits after the first prompt, which the other side compares.
+Then each step samples one response to every prompt, all in one batch, at temperature 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ F32 = 0  # GGML_TYPE_F32; the cache of keys and values would be float16
 
 
 def interleaved(w: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows of queries or keys as llama.cpp rotates them: neighbours, where transformers has halves."""
+    """Reorder rows of queries or keys for llama.cpp, which rotates neighbours where transformers rotates halves."""
     rows, columns = w.shape
     return w.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -74,7 +74,7 @@ def write_gguf(folder: Path, path: Path) -> int:
 
 
 class Sampler:
-    """A context with room for all prompts and responses, in float32."""
+    """Sampler of llama.cpp: a float32 context with room for all prompts and responses."""
 
     def __init__(self, path: Path, prompts: list[list[int]], response: int) -> None:
         self.prompts, self.response, self.seed = prompts, response, 0
@@ -92,7 +92,7 @@ class Sampler:
         self.batch = llama.llama_batch_init(settings.n_batch, 0, 1)
 
     def decode(self, rows: list[list[int]], position: int) -> list[int]:
-        """Add tokens to all sequences; returns the place in the batch of each one's last token."""
+        """Add tokens to all sequences, and return the index in the batch of each sequence's last token."""
         batch, place, last = self.batch, 0, []
         for sequence, tokens in enumerate(rows):
             for offset, token in enumerate(tokens):
@@ -111,14 +111,14 @@ class Sampler:
         llama.llama_memory_clear(llama.llama_get_memory(self.context), True)
 
     def first_logits(self, vocabulary: int) -> list[float]:
-        """Logits after the first prompt."""
+        """Return the logits after the first prompt."""
         self.clear(1)
         (place,) = self.decode(self.prompts[:1], 0)
         pointer = llama.llama_get_logits_ith(self.context, place)
         return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), (vocabulary,)).tolist()
 
     def responses(self, threads: int) -> list[list[int]]:
-        """Return a response to every prompt; every sequence has random numbers of its own."""
+        """Return a response to every prompt; each sequence has random numbers of its own."""
         self.clear(threads)
         chains = []
         for _ in self.prompts:

@@ -1,4 +1,4 @@
-"""A peer in a process of its own: it gets `step THREADS`, and answers with the wall and CPU seconds of that step."""
+"""Run a peer in a process of its own; it receives `step THREADS` and answers with the step's wall and CPU seconds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from experiments.benchmarks.timing import Cost
 
 
 class Peer:
-    """A running peer. RuntimeError with the end of its log where it has ended."""
+    """Running peer; its methods raise RuntimeError, with the end of the log, if the peer has ended."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process, self._log = process, log
 
     def answer(self) -> Any:
-        """Return the next line of JSON."""
+        """Return the value of the next line of JSON."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -27,7 +27,7 @@ class Peer:
         return json.loads(line)
 
     def step(self, threads: int) -> Cost:
-        """One step on this many threads."""
+        """Run one step on `threads` threads, and return its cost."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"step {threads}\n")
         self._process.stdin.flush()
@@ -36,7 +36,7 @@ class Peer:
 
 @contextmanager
 def started(command: Sequence[str], log: Path) -> Iterator[Peer]:
-    """Yield a peer while the block runs; it ends when its standard input does."""
+    """Yield a peer while the block runs; the peer ends when its standard input closes."""
     with log.open("w") as errors:
         process = subprocess.Popen(
             list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True

@@ -1,7 +1,7 @@
-"""TRL's PPOTrainer, one step at a time: reads `step THREADS` lines, answers each with a line of JSON.
+"""Run TRL's PPOTrainer one step at a time: read `step THREADS` lines, and answer each with a line of JSON.
 
-Runs in an environment of its own and imports nothing of ppo_repro. Arguments: the folder of model, tokenizer and
-prompts, then prompt length, response length, sequences, epochs, minibatches.
+The script runs in an environment of its own and imports nothing of ppo_repro. Arguments: the folder of model, tokenizer
+and prompts, then prompt length, response length, sequences, epochs, minibatches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 
 class NoReward(nn.Module):
-    """A reward model that costs nothing and always gives 0; the verifier of the other side costs nothing either."""
+    """Reward model that takes no time and always gives 0; the other side's verifier takes no time either."""
 
     base_model_prefix = "trunk"
 
@@ -40,7 +40,7 @@ class NoReward(nn.Module):
 
 
 class OnRequest(TrainerCallback):
-    """Holds the trainer between steps until the next request; the waiting is not measured."""
+    """Callback that stops the trainer between steps until the next request; the pause is not measured."""
 
     def __init__(self, answers: Any) -> None:
         self.answers, self.wall, self.cpu = answers, 0.0, 0.0

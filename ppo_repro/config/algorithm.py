@@ -5,7 +5,8 @@ If methods have different fields, `kind` chooses a method, so that every field h
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,7 +26,7 @@ from ppo_repro.config.section import (
     Schedule,
     Section,
     Whitening,
-    with_default_kinds,
+    default_kind,
 )
 
 # w = pi_old / pi_rollout below: of a token, of its whole response (the product over its tokens), or the geometric mean
@@ -162,6 +163,7 @@ Objective = Annotated[
     | PolicyGradientObjective
     | FunctionObjective,
     Field(discriminator="kind"),
+    default_kind("kind", "clip"),
 ]
 
 
@@ -245,7 +247,9 @@ class FunctionAdvantages(CheckedFunction):
     whiten: Whitening = Field("none", description="`full`: mean 0, variance 1; `scale`: variance 1, mean kept.")
 
 
-AdvantagesConfig = Annotated[GaeAdvantages | GroupAdvantages | FunctionAdvantages, Field(discriminator="kind")]
+AdvantagesConfig = Annotated[
+    GaeAdvantages | GroupAdvantages | FunctionAdvantages, Field(discriminator="kind"), default_kind("kind", "gae")
+]
 
 
 class LoraConfig(Section):
@@ -286,7 +290,9 @@ class NoValue(Section):
     kind: Literal["none"] = Field(description="Predict no values.")
 
 
-ValueConfig = Annotated[SeparateValue | ValueHead | NoValue, Field(discriminator="kind")]
+ValueConfig = Annotated[
+    SeparateValue | ValueHead | NoValue, Field(discriminator="kind"), default_kind("kind", "separate")
+]
 
 
 class FixedController(Section):
@@ -326,7 +332,9 @@ class KLInReward(Section):
     controller: Controller = Field(FixedController(), description="How kl_coef moves between iterations.")
 
     @model_validator(mode="after")
-    def _estimator_has_a_direction(self) -> Self:
+    def _no_contradiction(self) -> Self:
+        if self.controller.kind == "adaptive" and not self.kl_coef:
+            raise ValueError("controller.kind = adaptive needs a kl_coef above 0: it multiplies it")
         if isinstance(self.estimator, FunctionEstimator) and self.direction != "policy_reference":
             raise ValueError("direction = reference_policy is for the package's estimators; your function has its own")
         return self
@@ -346,7 +354,9 @@ class NoKL(Section):
     placement: Literal["none"] = Field(description="Charge no KL.")
 
 
-KLConfig = Annotated[KLInReward | KLInLoss | NoKL, Field(discriminator="placement")]
+KLConfig = Annotated[
+    KLInReward | KLInLoss | NoKL, Field(discriminator="placement"), default_kind("placement", "reward")
+]
 
 
 class PPOConfig(Section):
@@ -377,16 +387,20 @@ class PPOConfig(Section):
     max_grad_norm: Positive = Field(1.0, description="Gradients are scaled down to this global norm.")
 
     @model_validator(mode="after")
-    def _rejects_something_once(self) -> Self:
-        twice = [entry for index, entry in enumerate(self.rejection) if entry in self.rejection[:index]]
-        if twice:
-            raise ValueError(f"rejection holds an entry of kind {twice[0].kind} twice; keep one")
-        masks = self.importance_weights is not None and self.importance_weights.kind == "masked"
-        if self.rejected_tokens == "left_out" and not (self.rejection or masks):
-            raise ValueError("rejected_tokens = left_out needs rejection, or importance_weights of kind masked")
+    def _no_contradiction(self) -> Self:
+        wrong = list(self._contradictions())
+        if wrong:
+            raise ValueError("\n".join(wrong))
         return self
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in_kind(cls, tree: Any) -> Any:
-        return with_default_kinds(tree, (("objective", "kind", "clip"),))
+    def _contradictions(self) -> Iterator[str]:
+        if self.warmup_iterations >= self.iterations:
+            yield f"warmup_iterations = {self.warmup_iterations} must be smaller than iterations = {self.iterations}"
+        if self.importance_weights is not None and self.ratio_anchor != "old":
+            yield "importance_weights needs ratio_anchor = old: with rollout the ratio corrects already"
+        twice = [entry for index, entry in enumerate(self.rejection) if entry in self.rejection[:index]]
+        if twice:
+            yield f"rejection holds an entry of kind {twice[0].kind} twice; keep one"
+        masks = self.importance_weights is not None and self.importance_weights.kind == "masked"
+        if self.rejected_tokens == "left_out" and not (self.rejection or masks):
+            yield "rejected_tokens = left_out needs rejection, or importance_weights of kind masked"

@@ -75,7 +75,8 @@ def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) 
             meant = did_you_mean(str(value)[:100], words)
             return [f"{path} = {value!r}: must be {'one of ' * (len(words) > 1)}{', '.join(words)}{meant}"]
         case kind:
-            return [f"{path} = {value!r}: {MUST[kind].format_map(context)}"]
+            must = MUST[kind].format_map(context) if kind in MUST else details["msg"]
+            return [f"{path} = {value!r}: {must}"]
 
 
 def _written(tree: Any, details: ErrorDetails) -> list[int | str]:

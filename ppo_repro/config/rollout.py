@@ -99,9 +99,9 @@ class RolloutConfig(Section):
             return self
         for name, all_kept in (("top_k", 0), ("top_p", 1)):
             if self.engine_without_promise and getattr(self, name) != all_kept:
-                stock = "numerics = stock" if self.engine.kind == "sglang" else "kind = function"
+                choice = "numerics = stock" if self.engine.kind == "sglang" else "kind = function"
                 raise ValueError(
-                    f"engine.{stock} needs {name} = {all_kept}: which tokens the cut kept is not known, and the "
+                    f"engine.{choice} needs {name} = {all_kept}: which tokens the cut kept is not known, and the "
                     "trainer's log-probs are those of the cut distribution"
                 )
         if self.top_k == 1:

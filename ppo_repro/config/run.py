@@ -14,7 +14,6 @@ from ppo_repro.config.algorithm import (
     KLConfig,
     KLInReward,
     LoraConfig,
-    NoKL,
     PenaltyObjective,
     PPOConfig,
     SeparateValue,
@@ -34,7 +33,7 @@ from ppo_repro.config.section import (
     Positive,
     Section,
     Width,
-    with_default_kinds,
+    checked_functions,
 )
 from ppo_repro.config.tasks import (
     ColumnAdditionTask,
@@ -50,10 +49,6 @@ from ppo_repro.config.tasks import (
 )
 
 Context = Annotated[int, Field(ge=2, le=32768)]
-
-# what a group of fields is when it does not say: (group, field, value).
-# pydantic's default replaces a whole group that is left out; a written group, `kl: {kl_coef: 0.1}`, needs a kind
-DEFAULT_KINDS = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
 
 
 class ExpertsConfig(Section):
@@ -165,14 +160,7 @@ class RunConfig(Experiment):
     @property
     def functions(self) -> dict[str, CheckedFunction]:
         """Return the user's functions that the loop calls, by field."""
-        estimator = None if isinstance(self.kl, NoKL) else self.kl.estimator
-        fields = {
-            "ppo.objective": self.ppo.objective,
-            "advantages": self.advantages,
-            "kl.estimator": estimator,
-            "reward.placement": self.reward.placement,
-        }
-        return {field: own for field, own in fields.items() if isinstance(own, CheckedFunction)}
+        return dict(checked_functions(self))
 
     @property
     def asks_for_routes(self) -> bool:
@@ -181,8 +169,8 @@ class RunConfig(Experiment):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in_kinds(cls, tree: Any) -> Any:
-        return with_verifier_term(with_default_kinds(tree, DEFAULT_KINDS))
+    def _fill_in_verifier(cls, tree: Any) -> Any:
+        return with_verifier_term(tree)
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
@@ -194,22 +182,18 @@ class RunConfig(Experiment):
 
 
 def _update(config: RunConfig) -> Iterator[str]:
-    ppo, kl, sequences = config.ppo, config.kl, config.sequences_per_iteration
+    ppo, sequences = config.ppo, config.sequences_per_iteration
     if sequences % ppo.minibatch_size:
         yield (
             f"ppo.minibatch_size = {ppo.minibatch_size} must divide the {sequences} sequences of an iteration "
             "(rollout.prompts_per_iteration x rollout.samples_per_prompt)"
         )
-    if ppo.warmup_iterations >= ppo.iterations:
-        yield f"ppo.warmup_iterations = {ppo.warmup_iterations} must be smaller than ppo.iterations = {ppo.iterations}"
     tokens, context = config.rollout.max_response_tokens, config.numerics.max_context
     if tokens >= context:
         yield f"rollout.max_response_tokens = {tokens} must be smaller than numerics.max_context = {context}"
     adaptive = isinstance(ppo.objective, AdaptiveClipObjective | PenaltyObjective) and ppo.objective.target_kl
     if ppo.epochs == 1 and ppo.minibatch_size == sequences and (adaptive or ppo.early_stop_kl):
         yield "ppo.objective.target_kl and ppo.early_stop_kl need more than one step per iteration to see a KL"
-    if isinstance(kl, KLInReward) and kl.controller.kind == "adaptive" and not kl.kl_coef:
-        yield "kl.controller.kind = adaptive needs a kl.kl_coef above 0: it multiplies it"
 
 
 def _sampler(config: RunConfig) -> Iterator[str]:
@@ -250,17 +234,20 @@ def _trainer(config: RunConfig) -> Iterator[str]:
     trainer, rollout, ppo = config.mismatch.trainer, config.rollout, config.ppo
     field, cuts = "mismatch.trainer.retokenize", rollout.top_k > 0 or rollout.top_p < 1.0
     dense = config.model.kind == "tiny" and config.model.experts is None
-    other_tokens = trainer.retokenize > 0 or trainer.prompts_differ
     if not (trainer.top_p_scored or cuts):
         yield "mismatch.trainer.top_p_scored = false needs rollout.top_k or rollout.top_p, whose cut it forgets"
     if not trainer.temperature_scored and rollout.temperature == 1.0:
         yield "mismatch.trainer.temperature_scored = false needs a rollout.temperature other than 1"
-    if ppo.importance_weights is not None and ppo.ratio_anchor != "old":
-        yield "ppo.importance_weights needs ppo.ratio_anchor = old: with rollout the ratio corrects already"
-    if ppo.replay_routes and (dense or config.is_native or other_tokens):
+    if ppo.replay_routes and dense:
+        yield "ppo.replay_routes = true needs a mixture of experts, which model.experts makes"
+    if ppo.replay_routes and config.is_native:
+        yield "ppo.replay_routes = true needs numerics.mode = deterministic"
+    if ppo.replay_routes and trainer.retokenize > 0:
+        yield f"ppo.replay_routes = true needs {field} = 0: the sampler has no routes for other tokens"
+    if ppo.replay_routes and trainer.prompts_differ:
         yield (
-            "ppo.replay_routes = true needs a mixture of experts, which model.experts makes, numerics.mode = "
-            "deterministic, and a trainer that reads the sampler's tokens"
+            "ppo.replay_routes = true needs the sampler's prompts; remove prompt_before, prompt_after and padding_leak "
+            "from mismatch.trainer"
         )
     if trainer.retokenize > 0 and cuts and trainer.top_p_scored:
         yield (

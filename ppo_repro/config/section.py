@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, Tag
 
 from ppo_repro.base.files import check_path
 
@@ -110,12 +110,16 @@ def short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def with_default_kinds(tree: Any, defaults: Sequence[tuple[str, str, str]]) -> Any:
-    """Fill default fields into a tree: for each (group, field, value), set the field if the group leaves it out."""
-    if not isinstance(tree, dict):
-        return tree
-    tree = dict(tree)
-    for group, field, value in defaults:
-        if isinstance(tree.get(group), dict):
-            tree[group] = {field: value, **tree[group]}
-    return tree
+def default_kind(field: str, value: str) -> BeforeValidator:
+    """Return the validator of a union that fills in `field`, the choice of a kind, where a written group omits it."""
+    return BeforeValidator(lambda group: {field: value, **group} if isinstance(group, dict) else group)
+
+
+def checked_functions(section: Section, prefix: str = "") -> Iterator[tuple[str, CheckedFunction]]:
+    """Yield the dotted path and the value of every field in a section, or below it, that is a function of the user."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, CheckedFunction):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Section):
+            yield from checked_functions(value, f"{prefix}{name}.")

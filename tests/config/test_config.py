@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import Field, ValidationError
 
 from ppo_repro.base.errors import Mistakes, UserError
 from ppo_repro.config.files import build_config, found, load_config
+from ppo_repro.config.mistakes import mistakes as lines_of
+from ppo_repro.config.section import Section
 from ppo_repro.config.yaml_text import parse_yaml, write_yaml
 from ppo_repro.grids.spec import load_grid
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY_GRID
@@ -166,12 +169,16 @@ def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
     ("overrides", "message"),
     [
         (["layout.device=gpu"], "layout.device = 'gpu': must be cpu, cuda or cuda:N"),
-        (["ppo.importance_weights={kind: truncated}"], "ppo.importance_weights needs ppo.ratio_anchor = old"),
+        (["ppo.importance_weights={kind: truncated}"], "ppo: importance_weights needs ratio_anchor = old"),
         (["ppo.importance_weights={kind: masked, cap: null}"], "ppo.importance_weights: kind = masked without cap"),
         (["ppo.rejection=[{kind: ratio, low: 2, high: 3}]"], "ppo.rejection.0.low = 2: must be below 1"),
         (["ppo.rejection=[{kind: veto}, {kind: veto}]"], "ppo: rejection holds an entry of kind veto twice; keep one"),
         (["ppo.rejected_tokens=left_out"], "ppo: rejected_tokens = left_out needs rejection, or importance_weights of"),
-        (["ppo.warmup_iterations=3"], "ppo.warmup_iterations = 3 must be smaller than ppo.iterations = 3"),
+        (["ppo.warmup_iterations=3"], "ppo: warmup_iterations = 3 must be smaller than iterations = 3"),
+        (
+            ["kl={kl_coef: 0, controller: {kind: adaptive, target_kl: 1}}"],
+            "kl: controller.kind = adaptive needs a kl_coef",
+        ),
         (["mismatch.sampler.lag=1", "ppo.iterations=1"], "mismatch.sampler.lag needs ppo.iterations of at least 2"),
         (["ppo.objective={kind: clip_cov, covariance_low: 5}"], "ppo.objective: covariance_low = 5.0 must be smaller"),
         (["ppo.objective={kind: clip, dual_clip: 1.1}"], "ppo.objective: dual_clip = 1.1 must be greater than 1 + the"),
@@ -184,6 +191,35 @@ def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
 )
 def test_contradictions_are_explained(overrides: list[str], message: str) -> None:
     assert mistakes(*overrides)[0].startswith(message)
+
+
+def test_every_contradiction_of_a_section_has_a_line() -> None:
+    lines = mistakes("ppo.warmup_iterations=3", "ppo.importance_weights={kind: truncated}")
+    assert [line.partition(" ")[2].partition(" ")[0] for line in lines] == ["warmup_iterations", "importance_weights"]
+
+
+def test_a_mistake_that_no_words_are_written_for_has_the_words_of_pydantic() -> None:
+    class Short(Section):
+        numbers: Annotated[tuple[int, ...], Field(max_length=1, strict=False)]
+
+    written = {"numbers": [1, 2]}
+    with pytest.raises(ValidationError) as caught:
+        Short.model_validate(written)
+    (line,) = lines_of(Short, written, caught.value)
+    assert line.startswith("numbers = [1, 2]: Tuple should have at most 1 item")
+
+
+def test_every_function_of_the_user_is_found_by_its_field() -> None:
+    own = "{kind: function, path: own.py:f}"
+    fields = ["reward.placement", "kl.estimator", "advantages", "ppo.objective"]
+    config = small_config(*(f"{field}={own}" for field in fields))
+    assert [(field, type(function).__name__) for field, function in config.functions.items()] == [
+        ("reward.placement", "FunctionPlacement"),
+        ("kl.estimator", "FunctionEstimator"),
+        ("advantages", "FunctionAdvantages"),
+        ("ppo.objective", "FunctionObjective"),
+    ]
+    assert small_config().functions == {}
 
 
 def test_only_a_model_folder_has_a_chat_template() -> None:

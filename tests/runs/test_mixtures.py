@@ -137,14 +137,14 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("override", "needs"),
     [
-        ["model.experts=null"],
-        ["numerics.mode=native", "numerics.accuracy_sequences=0"],
-        ["mismatch.trainer.retokenize=0.5"],
-        ["mismatch.trainer.prompt_before=a"],
+        ("model.experts=null", "a mixture of experts"),
+        ("numerics.mode=native", r"numerics\.mode = deterministic"),
+        ("mismatch.trainer.retokenize=0.5", r"mismatch\.trainer\.retokenize = 0"),
+        ("mismatch.trainer.prompt_before=a", "the sampler's prompts"),
     ],
 )
-def test_a_run_without_routes_to_replay_is_refused(more: list[str]) -> None:
-    with pytest.raises(UserError, match=r"ppo\.replay_routes = true needs a mixture of experts"):
-        config_of("mixtral", "ppo.replay_routes=true", *more)
+def test_a_run_without_routes_to_replay_is_refused(override: str, needs: str) -> None:
+    with pytest.raises(UserError, match=rf"ppo\.replay_routes = true needs {needs}"):
+        config_of("mixtral", "ppo.replay_routes=true", override)

@@ -1,4 +1,4 @@
-"""A transformers trunk as data: which of its parameters are which matrix of a layer, and the numbers of its config."""
+"""Describe a transformers trunk as data: the parameters of each matrix of a layer, and the numbers of its config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ACTIVATIONS = {  # by transformers' names
 
 
 class _Names(NamedTuple):
-    """What a family calls the parts of its trunk; the defaults are Llama's names."""
+    """Names of a family for the parts of its trunk; the defaults are Llama's names."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
@@ -71,7 +71,7 @@ _NAMES = {  # by model_type; other families have Llama's
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParts:
-    """The parameters of a decoder layer by the fields of the C struct `Layer`."""
+    """Parameters of a decoder layer, by the fields of the C struct `Layer`."""
 
     norms: dict[str, Any]  # modules
     matrices: dict[str, tuple[nn.Module, ...]]  # linear layers whose outputs follow one another; `up`: gates, then ups
@@ -82,7 +82,7 @@ class LayerParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A trunk: its parameters, and the numbers of the C struct `Model` by field."""
+    """Description of a trunk: its parameters, and the numbers of the C struct `Model` by field."""
 
     embedding: Tensor
     positions: Tensor | None  # learned; None with rotary positions
@@ -98,7 +98,7 @@ def activation_of(config: PretrainedConfig) -> tuple[str, Any]:
 
 
 def plain(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of a configuration with the same shapes, and nothing that native numerics cover alone."""
+    """Return a copy of a configuration with the same shapes, without settings that only native numerics support."""
     same = copy.deepcopy(config)
     setattr(same, activation_of(config)[0], "silu")
     if getattr(same, "rope_parameters", None):
@@ -107,7 +107,7 @@ def plain(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_config(config: PretrainedConfig, max_context: int) -> None:
-    """Raise UserError naming the first setting of a model that the kernels do not cover."""
+    """Raise UserError for the first setting of a model that the kernels do not support."""
     check_visibility(config, max_context)
     activation, function = activation_of(config)
     refusals = {
@@ -153,7 +153,7 @@ def _norm_kinds(family: str, layer: LayerParts, head_dim: int) -> dict[str, floa
 
 
 def _places_of_heads(family: str, heads: int, kv_heads: int, d: int) -> dict[str, float]:
-    """Return where queries, keys and values begin in a row of qkv, and the distance of two heads; d is their width."""
+    """Return the columns at which queries, keys and values begin in a row of qkv, and the distance of two heads."""
     if family == "gpt_neox":  # query, key and value of a head lie together
         return dict(q_at=0, q_step=3 * d, k_at=d, k_step=3 * d, v_at=2 * d, v_step=3 * d)
     return dict(q_at=0, q_step=d, k_at=heads * d, k_step=d, v_at=(heads + kv_heads) * d, v_step=d)

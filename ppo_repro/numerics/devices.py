@@ -1,6 +1,6 @@
-"""Which kernels compute for a device: those of this CPU, or those of one CUDA card.
+"""Choose the kernels for a device: the kernels of this CPU, or of one CUDA card.
 
-The library for a card (`c/gpu/host.c`) has the functions of the CPU's library. Its tensors lie on the card; the calling
+The library for a card (`c/gpu/host.c`) has the functions of the CPU's library. Tensors are on the card; the calling
 thread only starts kernels. A process computes on one card.
 """
 
@@ -21,10 +21,10 @@ _INSTEAD = "take layout.device = cpu"
 
 
 class Card(Kernels):
-    """The functions of `c/interface.h` on one card. Every call goes to torch's present stream."""
+    """Functions of `c/interface.h` on one card. Every call uses torch's current stream."""
 
     def __init__(self, functions: Any, facts: Any, index: int) -> None:
-        """Take the functions of the library that drives a card, its name, capability and driver, and its index."""
+        """Wrap the functions of the card's library; `facts` has name, capability and driver of the card."""
         super().__init__(functions)
         self.index = index
         self.name = ffi.string(facts.name).decode()
@@ -32,18 +32,18 @@ class Card(Kernels):
         self.driver = f"CUDA {facts.driver // 1000}.{facts.driver % 1000 // 10}"
 
     def begin(self) -> None:
-        """Let the next call use torch's present stream."""
+        """Let the next call use torch's current stream."""
         self._functions.gpu_begin(ffi.cast("void *", torch.cuda.current_stream(self.index).cuda_stream))
 
     def free_bytes(self) -> tuple[int, int]:
-        """Return the free bytes of the card, and all of them."""
+        """Return the free bytes and the total bytes of the card."""
         numbers = ffi.new("uint64_t[2]")
         self.gpu_memory(numbers, numbers + 1)
         return int(numbers[0]), int(numbers[1])
 
 
 class _Devices:
-    """The card of this process, once it is open."""
+    """Holder of this process's card after it is opened."""
 
     card: Card | None = None
 
@@ -52,7 +52,7 @@ _open = _Devices()
 
 
 def locate(folder: Path) -> tuple[Path, str]:
-    """Return the library for cards and the text of its kernels; UserError if they are missing or old."""
+    """Return the library for cards and the text of its kernels. Raises UserError if they are missing or old."""
     driver, kernels = folder / build.card_library_name(), folder / build.ptx_name()
     for path in (driver, kernels):
         if not path.exists():
@@ -63,7 +63,7 @@ def locate(folder: Path) -> tuple[Path, str]:
 
 
 def open_card(index: int, driver: str) -> Card:
-    """Open the kernels of a card; UserError says what is missing, or that they compute something else."""
+    """Open the kernels of a card. Raises UserError says what is missing, or that they compute something else."""
     path, kernels = locate(build.SOURCES)
     functions, facts = ffi.dlopen(str(path)), ffi.new("GpuFacts *")
     fault = functions.gpu_open(driver.encode(), kernels.encode(), index, facts)
@@ -80,7 +80,7 @@ def open_card(index: int, driver: str) -> Card:
 
 
 def card(index: int = 0) -> Card:
-    """Return the card of this process; the first call opens it. UserError for a second card."""
+    """Return the card of this process; the first call opens it. Raises UserError for a second card."""
     if _open.card is None:
         if torch.version.cuda is None:
             raise UserError(f"layout.device = cuda: torch {torch.__version__} was built without CUDA; install another "
@@ -102,7 +102,7 @@ def kernels_of(device: torch.device) -> Kernels:
 
 
 def torch_device(name: str, rank: int = 0) -> torch.device:
-    """Return the device of torch for `layout.device`; of several processes with `cuda` each takes the next card."""
+    """Return torch's device for `layout.device`; with `cuda`, process `rank` takes card number `rank`."""
     if name == "cpu":
         return CPU
     index = name.partition(":")[2]

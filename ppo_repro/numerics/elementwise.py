@@ -1,4 +1,4 @@
-"""Elementary functions of tensors by the C kernels: the same bits on every machine, at every place of a tensor.
+"""Compute elementary functions of tensors by the C kernels: the same bits on every machine, for every element.
 
 The library's exp, log, cos, sin and sqrt depend on the instruction set, the vector width or an element's position.
 """
@@ -32,12 +32,12 @@ def _mapped(function: str, x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return e^x of float32, within 1.01 ulp; exp(0) is exactly 1. x is clamped to [-87, 88]: never 0 or infinite."""
+    """Return e^x of float32, within 1.01 ulp. x is clamped to [-87, 88], so e^x is never 0 or infinite; exp(0) = 1."""
     return _mapped("exp", x.to(torch.float32).clamp(EXP_MIN, EXP_MAX))
 
 
 def expm1(x: Tensor) -> Tensor:
-    """Return e^x - 1 of float32, within 1 ulp; expm1(0) is exactly 0. x is clamped to [-87, 88] as in `exp`."""
+    """Return e^x - 1 of float32, within 1 ulp; expm1(0) is exactly 0. x is clamped to [-87, 88]."""
     x64 = x.detach().to(torch.float64).clamp(EXP_MIN, EXP_MAX)
     series = torch.ones_like(x64)
     # x (1 + x/2 (1 + x/3 (1 + ...))), whose remainder for |x| <= 1 is below 2^-60 of the sum
@@ -57,7 +57,7 @@ def log(x: Tensor) -> Tensor:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Return the correctly rounded square root of float32 or float64: NumPy's, as torch may use another library's."""
+    """Return the correctly rounded square root of float32 or float64 by NumPy, because torch may round otherwise."""
     return torch.from_numpy(np.sqrt(x.detach().numpy()))
 
 
@@ -70,17 +70,17 @@ def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return 1 / (1 + e^-x) of float32 or float64, computed in float64; never 0: x >= -87 (float64: -708)."""
+    """Return 1 / (1 + e^-x) of float32 or float64, computed in float64; never 0: x is at least -87 (float64: -708)."""
     return _mapped("sigmoid", x.to(torch.float64).clamp(min=_LEAST[x.dtype])).to(x.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """Return ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|), computed in float64; never 0: x as in `sigmoid`."""
+    """Return ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|), computed in float64; never 0, x is clamped as in `sigmoid`."""
     return _mapped("softplus", x.to(torch.float64).clamp(min=_LEAST[x.dtype])).to(x.dtype)
 
 
 class _Differentiable(Function):
-    """y = f(x) with dy = slope(x, y) dx."""
+    """Differentiable y = f(x) with dy = slope(x, y) dx."""
 
     @staticmethod
     def forward(

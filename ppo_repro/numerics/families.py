@@ -1,4 +1,4 @@
-"""The model families this package knows: their transformers classes, and settings whose meaning differs by family."""
+"""Define the supported model families: their transformers classes, and settings whose meaning differs by family."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "GPT2", "GPTNeoX", "
 
 
 def _classes(*ends: str) -> dict[str, type[PreTrainedModel]]:
-    """Return by family the class whose name is the family's and one of the ends; families without one are left out."""
+    """Return by family the class with the family's name and one of the ends, for families with this class."""
     found = ((family, getattr(transformers, family + end, None)) for family in _FAMILIES for end in ends)
     return {family: kind for family, kind in found if kind is not None}
 
@@ -37,12 +37,12 @@ _TYPED_LAYERS = {"qwen2", "qwen3"}  # families whose `layer_types` say which lay
 
 
 def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the transformer below the head, whatever its family calls it: `model`, `transformer`, `gpt_neox`."""
+    """Return the transformer below the head; families name it `model`, `transformer` or `gpt_neox`."""
     return cast(PreTrainedModel, model.base_model)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
-    """Return the language-model head of a causal model: `lm_head`, `embed_out`."""
+    """Return the language-model head of a causal model; families name it `lm_head` or `embed_out`."""
     return cast(nn.Module, model.get_output_embeddings())
 
 
@@ -62,7 +62,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 
 def mixture_layers(model: nn.Module) -> list[int]:
-    """Return which of the decoder layers of a model have a router, by rising index; empty for a dense model."""
+    """Return the indices of the decoder layers with a router, rising; empty for a dense model."""
     return [index for index, layer in enumerate(decoder_layers(model)) if routers(layer)]
 
 
@@ -72,7 +72,7 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def refuse(config: PretrainedConfig, refusals: dict[str, bool], reason: str) -> None:
-    """Raise UserError naming the first refused setting of a model, with the reason and what to do."""
+    """Raise UserError for the first refused setting of a model, with the reason and the remedy."""
     for name, refused in refusals.items():
         if refused:
             raise UserError(f"model config {name} = {getattr(config, name)!r}: {reason}")
@@ -81,7 +81,8 @@ def refuse(config: PretrainedConfig, refusals: dict[str, bool], reason: str) -> 
 def check_visibility(config: PretrainedConfig, max_context: int) -> None:
     """Raise UserError unless each query sees only its own past, all of it or a window, up to `max_context` tokens.
 
-    The batch layouts and the key/value caches assume this, in both numerics. All numbers must be in their ranges.
+    The batch layouts and the key/value caches assume this visibility, in both numerics. All numbers must be in their
+    ranges.
     """
     check_ranges(vars(config), "model config")
     types = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -102,7 +103,7 @@ def check_visibility(config: PretrainedConfig, max_context: int) -> None:
 
 
 def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-    """Return the mask, or the masks by type of layer, that the stock model's forward takes as `attention_mask`.
+    """Return the mask, or the masks by type of layer, for `attention_mask` of the stock model's forward.
 
     `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys, or all (None).
     """
@@ -113,7 +114,7 @@ def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor
 
 
 def windows_of(config: PretrainedConfig) -> list[int]:
-    """Return how many keys a query sees in each layer, itself included; 0: all before it."""
+    """Return for each layer the number of keys that a query sees, its own included; 0 for all keys up to it."""
     window = int(getattr(config, "sliding_window", None) or 0)
     if config.model_type in _TYPED_LAYERS:
         return [window if kind == "sliding_attention" else 0 for kind in config.layer_types]

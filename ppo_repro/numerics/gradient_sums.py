@@ -1,8 +1,8 @@
-"""Memory of the gradients of a minibatch: partial sums by slots of sequences, which the kernels add to.
+"""Manage the memory of a minibatch's gradients: partial sums by slots of sequences, to which the kernels add.
 
 Sequence i of S is in slot ((i + 1) slots - 1) // S. A slot's sum is a chain over its sequences; slots are joined as the
 binary tree ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So micro-batches and processes never change a bit. Between two
-micro-batches a binary counter of subtrees lies in memory: log2(slots) + 1 arrays at most, one if there is one backward
+micro-batches, memory has a binary counter of subtrees: at most log2(slots) + 1 arrays, or one if there is one backward
 pass.
 """
 
@@ -28,10 +28,10 @@ Slots = Sequence[int] | np.ndarray
 
 
 def layout(parameters: Iterable[Tensor]) -> tuple[dict[int, int], int]:
-    """Return the offset of each parameter's gradient in floats, by `id`, and the floats of all gradients.
+    """Return the offset of each parameter's gradient by `id`, and the size of all gradients, both in floats.
 
-    Parameters that lie in one storage are one matrix for the kernels (queries, keys and values, for example): their
-    gradients have the order and the distances of the parameters. They get memory if one of them is trained.
+    Parameters in one storage are one matrix for the kernels (for example queries, keys and values). Their gradients
+    have the order and the distances of the parameters, and get memory if one of the parameters is trained.
     """
     by_storage: dict[int, list[Tensor]] = {}
     for parameter in parameters:
@@ -72,9 +72,9 @@ class SlotSums:
         self.begin()
 
     def offset(self, *parts: Tensor) -> int:
-        """Return where the gradient of a matrix begins, in floats; -1 if it is not trained.
+        """Return the offset of the gradient of a matrix, in floats; -1 if the matrix is not trained.
 
-        `parts`: the parameters that make up the matrix, as they lie in one storage.
+        `parts` are the parameters of the matrix, in the order of their storage.
         """
         if not any(p.requires_grad for p in parts):
             return -1
@@ -82,7 +82,7 @@ class SlotSums:
 
     @contextmanager
     def adding(self, slots: Slots) -> Iterator[Struct]:
-        """Yield the C struct that tells one backward pass where it adds the gradients of its S sequences.
+        """Yield the C struct with the memory to which one backward pass adds the gradients of its S sequences.
 
         `slots` [S + 1] has the slot of each sequence, and of the sequence after them; the number of slots if no
         sequence follows. PromiseBroken if a sequence comes after a later one, ValueError if there is none.
@@ -105,16 +105,17 @@ class SlotSums:
         return self._array(0)
 
     def view(self, parameter: Tensor) -> Tensor:
-        """Return the gradient of a trained parameter where it lies in level 0."""
+        """Return the gradient of a trained parameter as a view of level 0."""
         offset = self._offsets[id(parameter)]
         return self._array(0)[offset : offset + parameter.numel()].view(parameter.shape)
 
     def _sums(self, first: int, is_open: bool, last: int, stays_open: bool) -> Struct:
-        """Return the C struct of a pass, with memory for the subtrees that it finds or leaves.
+        """Return the C struct of a pass, with memory for the subtrees at its beginning and end.
 
         Args:
-            first, is_open: the slot with which the pass begins, and whether level 0 has a part of its sum already.
-            last, stays_open: the same when the pass is over.
+            first, is_open: the slot with which the pass begins, and whether level 0 already has a part of the slot's
+                sum.
+            last, stays_open: the slot after the pass, and whether level 0 then has a part of its sum.
         """
         members = dict(levels=self.levels, first=first, open=is_open, last=last, stays_open=stays_open)
         sums = ffi.new("Sums *", members)
@@ -136,7 +137,7 @@ class GradientSums:
     """The gradients of a module's parameters over one minibatch, added up over its backward passes and over ranks."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], slots: int) -> None:
-        """Collect gradients in `slots` slots, a power of two; parameters that are not trained get none."""
+        """Collect gradients in `slots` slots, a power of two; only trained parameters have gradients."""
         if slots not in {1 << i for i in range(MAX_LEVELS)}:
             raise ValueError(f"{slots} slots; a power of two up to {1 << (MAX_LEVELS - 1)} is possible")
         self.slots, self._all = slots, dict(parameters)
@@ -147,7 +148,7 @@ class GradientSums:
             ATTACHED.collect(parameter, self)
 
     def use(self, label: str, *parameters: Tensor) -> SlotSums:
-        """Return the sums of one use of some parameters. Uses of one parameter differ in their labels."""
+        """Return the sums of one use of some parameters; two uses of a parameter need different labels."""
         key = label, tuple(self._names[id(p)] for p in parameters)
         if key not in self._uses:
             self._uses[key] = self.make_sums(parameters)
@@ -170,7 +171,7 @@ class GradientSums:
     def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """Return the gradient of each trained parameter over all ranks, float32, in the memory of the sums.
 
-        With several ranks each of them has the same number of slots, in rank order.
+        All ranks have the same number of slots, in rank order.
         """
         # a rank without sequences has no uses of its own
         keys = sorted({key for of_rank in ranks.everyone(list(self._uses)) for key in of_rank})

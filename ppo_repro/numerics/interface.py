@@ -1,8 +1,7 @@
-"""The kernels' interface as Python sees it: structs, numbers and pointers, read from `c/interface.h` by cffi.
+"""Read the kernels' interface from `c/interface.h` by cffi: structs, numbers and pointers.
 
-matrix = ffi.new("Matrix *", {"n": 3, "k": 5, "grad": -1})  # zeros elsewhere; freed with the object
-matrix.w = pointer(weight)  # keeps no memory alive: the owner of the struct keeps the tensor
-library.load().pack(matrix)
+matrix = ffi.new("Matrix *", {"n": 3, "k": 5, "grad": -1})  # zeros elsewhere; freed with the object matrix.w =
+pointer(weight)  # keeps no memory alive: the owner of the struct keeps the tensor library.load().pack(matrix)
 constants.KEEP_ALL
 """
 
@@ -45,7 +44,7 @@ def ints(values: Sequence[int] | np.ndarray | Tensor) -> Ints:
 def pointer(array: Ints | Tensor | None, device: torch.device = CPU) -> Any:
     """Return a pointer to the memory of an array or tensor, of its type in C; NULL for None.
 
-    ValueError unless a tensor is contiguous on the device. cffi raises TypeError where C wants another type.
+    Raises ValueError unless a tensor is contiguous on the device. cffi raises TypeError if C wants another type.
     """
     if array is None:
         return ffi.NULL
@@ -58,6 +57,6 @@ def pointer(array: Ints | Tensor | None, device: torch.device = CPU) -> Any:
 
 
 def names(enum: str, prefix: str) -> tuple[str, ...]:
-    """Return the members of an enum without a prefix, in lower case, by their numbers."""
+    """Return the members of an enum in lower case and without the prefix, in the order of their numbers."""
     members: dict[int, str] = ffi.typeof(enum).elements
     return tuple(members[i].removeprefix(prefix).lower() for i in range(len(members)))

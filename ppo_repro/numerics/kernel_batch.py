@@ -1,4 +1,4 @@
-"""A batch as the kernels take it: the cache of its keys and values, checks of its numbers, the C struct `Batch`."""
+"""Prepare a batch for the kernels: the cache of its keys and values, checks of its numbers, the C struct `Batch`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ppo_repro.numerics.rows import Ragged
 
 
 class Cache:
-    """Keys and values of some slots of `positions` tokens each."""
+    """Cache of keys and values: some slots of `positions` tokens each."""
 
     def __init__(self, model: Struct, slots: int, positions: int, device: torch.device) -> None:
-        """Take memory for keys and values, not cleared.
+        """Allocate memory for keys and values without clearing it.
 
         Args:
             model: layers, heads and their size.
-            slots: sequences.
-            positions: of a slot, rounded up to a multiple of 16.
-            device: of the kernels.
+            slots: number of sequences.
+            positions: tokens of a slot, rounded up to a multiple of 16.
+            device: device of the kernels.
         """
         self.each = -(-positions // 16) * 16
         self.capacity = slots * self.each
@@ -29,22 +29,22 @@ class Cache:
 
 
 def own_cache(model: Struct, batch: Ragged, device: torch.device) -> tuple[Cache, Ints]:
-    """Return a cache of exactly the sequences of a batch, and the position [S] in it at which each one begins."""
+    """Return a cache for exactly the sequences of a batch, and the position [S] at which each sequence begins."""
     padded = -(-batch.lengths // 16) * 16
     return Cache(model, 1, int(padded.sum()), device), ints(np.concatenate([[0], np.cumsum(padded)[:-1]]))
 
 
 class KernelBatch:
-    """The struct of a batch, and the memory that it points to."""
+    """C struct of a batch, and the memory to which it points."""
 
     def __init__(self, batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> None:
         """Make the struct of a checked batch.
 
         Args:
             batch: n tokens of S sequences.
-            cache: gets their keys and values.
+            cache: receives the keys and values of the tokens.
             base: [S], the position in the cache at which each sequence begins.
-            seen: [n, mixtures x chosen], gets the experts that each token goes to; None: not wanted.
+            seen: [n, mixtures x chosen], receives the experts of each token; None if not wanted.
         """
         self.batch, self.cache, self.base, self.seen = batch, cache, base, seen
         members = dict(
@@ -66,7 +66,7 @@ class KernelBatch:
 
 
 def check_batch(model: Struct, batch: Ragged, max_context: int) -> None:
-    """Raise UserError for ids, positions and routes that are not the model's: other memory lies there."""
+    """Raise UserError for ids, positions and routes outside the model's ranges, which would read other memory."""
     tokens = len(batch.ids)
     if tokens * max(model.heads, model.mixtures * model.chosen) >= 1 << 31:  # the kernels count them in ints
         raise UserError(f"{tokens} tokens in one pass are too many for this model; make layout's micro-batches smaller")
@@ -82,7 +82,7 @@ def check_batch(model: Struct, batch: Ragged, max_context: int) -> None:
 
 
 def _check_routes(model: Struct, routes: Ints, tokens: int) -> None:
-    """Raise UserError unless each token has, in each mixture, `chosen` of the experts by rising index."""
+    """Raise UserError unless each token has `chosen` experts by rising index in each mixture."""
     if not model.mixtures or routes.size != tokens * model.mixtures * model.chosen:
         raise UserError(f"routes of shape {list(routes.shape)}: must be {model.mixtures} x {model.chosen} a token")
     chosen = routes.reshape(-1, model.chosen)

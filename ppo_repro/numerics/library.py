@@ -1,4 +1,4 @@
-"""Loads the C kernels once a process: the fastest variant that this CPU runs, after it has given a known answer.
+"""Load the C kernels once per process: the fastest variant that this CPU runs, after a check of a known answer.
 
 The environment variable `PPO_REPRO_KERNELS` names another variant. Every variant gives the same bits.
 """
@@ -30,9 +30,11 @@ MEND = "run `make setup` or `pip install -e .` in a checkout, or install the whe
 
 
 class Kernels:
-    """The functions of `c/interface.h` in one library. Calls take turns: there is one pool of threads and one memory.
+    """Functions of `c/interface.h` in one library.
 
-    A call lets go of the interpreter, so other Python threads run meanwhile; a second call waits for the first.
+    Calls take turns, because there is one pool of threads and one memory.
+
+    A call releases the interpreter, so other Python threads run meanwhile; a second call waits for the first.
     """
 
     def __init__(self, functions: Any) -> None:
@@ -51,11 +53,11 @@ class Kernels:
         return call
 
     def begin(self) -> None:
-        """Do what comes before each call: on a CPU nothing."""
+        """Prepare a call; on a CPU there is nothing to prepare."""
 
 
 def cpu_words(key: str) -> list[str]:
-    """Return what Linux says of this CPU under a key of /proc/cpuinfo; empty on other systems."""
+    """Return the words of Linux about this CPU under a key of /proc/cpuinfo; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -64,9 +66,9 @@ def cpu_words(key: str) -> list[str]:
 
 
 def choose(here: Platform | None, flags: frozenset[str], wanted: str | None) -> Variant:
-    """Return the wanted variant, or the fastest that a CPU with these flags runs.
+    """Return the wanted variant, or the fastest variant that a CPU with these flags runs.
 
-    UserError if there are no kernels for the platform, or the CPU does not run the wanted variant.
+    Raises UserError if there are no kernels for the platform, or the CPU does not run the wanted variant.
     """
     if here is None:
         known = ", ".join(f"{system} {machine}" for system, machine in build.PLATFORMS)
@@ -84,7 +86,10 @@ def choose(here: Platform | None, flags: frozenset[str], wanted: str | None) -> 
 
 
 def locate(variant: Variant, folder: Path) -> Path:
-    """Return the library of a variant in a folder; UserError if it is missing or was built from other sources."""
+    """Return the library of a variant in a folder.
+
+    Raises UserError if it is missing or was built from other sources.
+    """
     path = folder / build.file_name(variant)
     if path.exists():
         return path
@@ -94,7 +99,7 @@ def locate(variant: Variant, folder: Path) -> Path:
 
 
 def open_library(path: Path) -> Kernels:
-    """Open a library; UserError if it does not load or its known answer is wrong."""
+    """Open a library. Raises UserError if it does not load or its known answer is wrong."""
     try:
         library = Kernels(ffi.dlopen(str(path)))
     except OSError as error:
@@ -114,7 +119,7 @@ def open_library(path: Path) -> Kernels:
 def load() -> Kernels:
     """Return the library of this process; the first call loads and checks it.
 
-    UserError if there is none for this machine.
+    Raises UserError if there is none for this machine.
     """
     library = open_library(locate(_variant(), build.SOURCES))
     turn = library.turn
@@ -131,7 +136,10 @@ def load() -> Kernels:
 
 
 def set_threads(count: int) -> None:
-    """Set the number of threads the kernels use, which changes no result; UserError if the system gives no more."""
+    """Set the number of threads the kernels use, which changes no result.
+
+    Raises UserError if the system gives no more.
+    """
     global thread_count
     check_denormals()  # new threads do as this one
     if load().set_threads(count) != 0:
@@ -140,9 +148,9 @@ def set_threads(count: int) -> None:
 
 
 def use_threads(count: int, torch_computes: bool = False) -> None:
-    """Let the kernels use `count` threads in this process; torch too where it computes, else one.
+    """Let the kernels use `count` threads in this process; torch uses one, or `count` if `torch_computes`.
 
-    Threads of torch that have nothing to do spin: beside the kernels they would take the processors of their threads.
+    Idle threads of torch spin, which would take processors from the kernels' threads.
     """
     torch.set_num_threads(count if torch_computes else 1)
     set_threads(count)
@@ -158,7 +166,7 @@ def check_denormals(library: Kernels | None = None) -> None:
 
 
 def in_use() -> dict[str, str]:
-    """Return the kernels of this process, for the manifest of a run; the digest is of their sources."""
+    """Return variant and source digest of the kernels of this process, for the manifest of a run."""
     return {"variant": _variant().name, "digest": build.digest()}
 
 

@@ -1,4 +1,4 @@
-"""Linear layers that stand alone: heads, and layers of control networks."""
+"""Compute linear layers outside of trunks: heads, and layers of control networks."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def _backward(
     """Compute the gradients of a layer's inputs and weights.
 
     Args:
-        matrix: the layer's.
+        matrix: the layer's matrix.
         grad: gradient of the outputs, float32 [n, N].
         x: inputs, float32 [n, K]; None if only a bias is trained.
-        rows: which sequence each of the n rows belongs to; None if the weights are not trained.
-        use: the sums that get the gradients of weight and bias; None if these are not trained.
-        dx: is filled with the gradient of the inputs, float32 [n, K]; None if they need none.
+        rows: the sequence of each of the n rows; None if the weights are not trained.
+        use: the sums that receive the gradients of weight and bias; None if weight and bias are not trained.
+        dx: receives the gradient of the inputs, float32 [n, K]; None if the inputs need no gradient.
     """
     device = grad.device
     backward = kernels_of(device).linear_backward
@@ -79,8 +79,8 @@ def _backward(
 def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
     """Return x W^T + b of an nn.Linear, [n, N] float32, differentiable in x [n, K].
 
-    Gradients of W and b go to their GradientSums. `rows` says which sequence each row of x belongs to; None if W and b
-    are not trained.
+    Gradients of W and b go to their GradientSums. `rows` has the sequence of each row of x; None if W and b are not
+    trained.
     """
     matrix = packed(layer)
     if torch.is_grad_enabled() and (x.requires_grad or matrix.weights[0].requires_grad):
@@ -89,7 +89,7 @@ def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
 
 
 def add_to_bias(bias: Tensor, grad: Tensor, rows: Rows) -> None:
-    """Add the gradients [n, N] of the rows that a bias [N] was added to, float32, to the GradientSums of the bias."""
+    """Add the gradients `grad` [n, N] float32 of rows that include a bias [N] to the bias's GradientSums."""
     sums = ATTACHED.sums_of(bias)
     if sums is None:
         raise ValueError("nothing collects the gradient of this bias")

@@ -1,4 +1,4 @@
-"""Which models compute in deterministic numerics, and with what settings: checks and marks a transformers model.
+"""Check a transformers model, and mark it for deterministic numerics with its settings.
 
 The model stays as transformers made it, module by module. `lower` only sets the attribute `_lowered` of its trunk.
 """
@@ -21,7 +21,7 @@ from ppo_repro.numerics.precision import EXACT, Precision
 
 @dataclass(frozen=True)
 class Lowered:
-    """The settings of a trunk in deterministic numerics."""
+    """Settings of a trunk in deterministic numerics."""
 
     max_context: int  # positions of a sequence
     precision: Precision = EXACT
@@ -31,7 +31,7 @@ class Lowered:
 def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:
     """Let a float32 model compute in deterministic numerics, in place, and return it.
 
-    UserError names the first module, setting or type that is not supported.
+    Raises UserError for the first module, setting or type that is not supported.
     """
     trunk = trunk_of(model)
     if type(trunk) not in TRUNKS:
@@ -49,7 +49,7 @@ def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:
 
 
 def lowered_of(model: nn.Module) -> Lowered | None:
-    """Return how a model was lowered; None for a model in native numerics."""
+    """Return the settings of a model in deterministic numerics; None for a model in native numerics."""
     found = getattr(trunk_of(model) if isinstance(model, PreTrainedModel) else model, "_lowered", None)
     return found if isinstance(found, Lowered) else None
 
@@ -60,7 +60,7 @@ def is_deterministic(model: nn.Module) -> bool:
 
 
 def check_parts(model: PreTrainedModel) -> None:
-    """Raise UserError for the first module or parameter whose class or shape is not what the model's config makes."""
+    """Raise UserError for the first module or parameter whose class or shape differs from the model's config."""
     try:
         with torch.device("meta"):
             stock = type(model)(copy.deepcopy(model.config))

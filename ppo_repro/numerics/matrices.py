@@ -1,4 +1,4 @@
-"""Matrices as the kernels read them: weights that lie one after the other, packed for their products."""
+"""Pack matrices for the kernels: weights that are consecutive in memory, packed for products."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppo_repro.numerics.precision import round_rows
 
 
 def fuse(tensors: Sequence[Tensor]) -> None:
-    """Let some parameters lie one after the other in one storage, in place; nothing moves if they already do."""
+    """Move some parameters into one storage, one after the other, in place; do nothing if they already are."""
     first = tensors[0]
     place = first.storage_offset()
     together = True
@@ -34,16 +34,16 @@ def fuse(tensors: Sequence[Tensor]) -> None:
 
 
 def state_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return numbers that change when one of the tensors is changed in place or gets other memory.
+    """Return numbers that change when one of the tensors is written in place or gets other memory.
 
-    Not seen: writes through `.data`, NumPy or another library; `library/gradients.py` therefore packs anew in each
+    The numbers miss writes through `.data`, NumPy or another library. So `library/gradients.py` packs weights in each
     pass, and code of this package calls `increment_version`.
     """
     return tuple(number for t in tensors for number in (t.data_ptr(), t._version))
 
 
 class PackedMatrix:
-    """A weight [N, K] of one or more parameters that lie one after the other (`fuse`), and its bias [N] likewise."""
+    """Weight [N, K] and bias [N], each of one or more parameters that are consecutive in memory (`fuse`)."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class PackedMatrix:
             transposed: whether `weights` is one parameter [K, N].
             form, bias_form: formats of `precision.py` to which weights and biases are rounded before they are packed;
                 the parameters stay as they are.
-            struct: where the C struct `Matrix` lies, of which the caller keeps the memory alive; None: in own memory.
+            struct: the C struct `Matrix` to fill, whose memory the caller keeps alive; None for a new struct.
         """
         self.weights, self.biases = tuple(weights), tuple(biases)
         rows = sum(w.shape[0] for w in weights)
@@ -82,13 +82,13 @@ class PackedMatrix:
         self._state, self._panels, self._rounded = (), None, ()
 
     def fuse(self) -> None:
-        """Let the parameters lie one after the other."""
+        """Move the parameters of weight and of bias one after the other in memory."""
         fuse(self.weights)
         if self.biases:
             fuse(self.biases)
 
     def prepare(self) -> Struct:
-        """Return the struct, with panels of the weights as they are now."""
+        """Return the struct with panels of the current weights."""
         matrix = self.struct
         device = self.weights[0].device
         if state_of((*self.weights, *self.biases)) == self._state:
@@ -112,22 +112,22 @@ class PackedMatrix:
         return matrix
 
     def collect(self, sums: SlotSums | None) -> None:
-        """Let the struct say where the gradients of weight and bias go; None: nowhere."""
+        """Write into the struct the memory for the gradients of weight and bias; None for no gradients."""
         self.struct.grad = -1 if sums is None else sums.offset(*self.weights)
         self.struct.bias_grad = -1 if sums is None or not self.biases else sums.offset(*self.biases)
 
 
 def matrix_of(layers: Sequence[Any], form: str, bias_form: str, struct: Struct | None = None) -> PackedMatrix:
-    """Return the matrix of some linear layers, whose outputs follow one another; arguments as in `PackedMatrix`."""
+    """Return the matrix of linear layers with consecutive outputs; `PackedMatrix` describes the other arguments."""
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     weights = [layer.weight for layer in layers]
     return PackedMatrix(weights, biases, isinstance(layers[0], Conv1D), form, bias_form, struct)
 
 
 def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
-    """Return the packed weights of an nn.Linear that stands alone: a head, or a layer of a control network.
+    """Return the packed weights of an nn.Linear outside of a trunk: a head, or a layer of a control network.
 
-    They are kept for the next call, until the module gets another weight or bias, or the call names another `form`.
+    The next call returns the same object, unless the module has another weight or bias, or `form` differs.
     """
     found: PackedMatrix | None = ATTACHED.matrices.get(module)
     if found is not None:

@@ -1,6 +1,6 @@
-"""A trunk in stock torch: transformers' own forward pass over padded rows, and a cache of fixed slots for decoding.
+"""Run a trunk in stock torch: transformers' forward pass over padded rows, and a cache of fixed slots for decoding.
 
-The negative control, and the numerics for devices the kernels do not cover. No bit is promised.
+Native numerics are the negative control, and the numerics for devices without kernels. They promise no bits.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ppo_repro.numerics.rows import Ragged, index
 
 
 class SlotCache:
-    """Keys and values [slots, Hk, positions, D] of each layer, handed to a model as `past_key_values`.
+    """Cache of keys and values [slots, Hk, positions, D] of each layer, for a model's `past_key_values`.
 
-    What a slot held before is never visible, because a query sees no key after its own position.
+    Earlier contents of a slot are never visible, because a query sees no key after its own position.
     """
 
     def __init__(
         self, config: PretrainedConfig, slots: int, positions: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Take memory for keys and values, cleared.
+        """Allocate cleared memory for keys and values.
 
         Args:
             config: layers, heads and their size.
-            slots: sequences.
-            positions: of a slot.
-            device: of the model.
-            dtype: of the model.
+            slots: number of sequences.
+            positions: tokens of a slot.
+            device: device of the model.
+            dtype: dtype of the model.
         """
         shape = (slots, key_value_heads(config), positions, head_dim(config))
         self.keys, self.values = (
@@ -45,7 +45,7 @@ class SlotCache:
         )
 
     def aim(self, slots: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """Set where the next pass writes: row r is slot slots[r], query i sits at positions[r, i] [R, L] if valid."""
+        """Set the target of the next pass: row r is slot slots[r], valid query i is at positions[r, i], [R, L]."""
         slots, positions, valid = (x.to(self.keys[0].device) for x in (slots, positions, valid))
         self._slots, self._valid = slots, valid
         self._rows, self._positions = slots[:, None].expand_as(positions)[valid], positions[valid]
@@ -60,17 +60,17 @@ class SlotCache:
 
 
 def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tensor:
-    """Return bool [R, 1, L, keys]: query i of row r sees keys first..last [R, L], at most the last `window` of them."""
+    """Return bool [R, 1, L, keys]: query i of row r sees keys first[r, i]..last[r, i], at most the last `window`."""
     columns = torch.arange(keys, device=last.device)
     begin = first if window is None else torch.maximum(first, last - window + 1)
     return ((columns >= begin[..., None]) & (columns <= last[..., None]))[:, None]
 
 
 def _laid_out(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay sequences out as R rows of L places: `right` or `left` give each sequence a padded row, `none` all one row.
+    """Lay out sequences as R rows of L positions: padded rows (`right`, `left`), or one row for all (`none`).
 
     Returns:
-        Token ids and positions [R, L], 0 where padded, and the place [n] in 0..R L - 1 of each token of the batch.
+        Token ids and positions [R, L], 0 at padding, and the index [n] in 0..R L - 1 of each token of the batch.
     """
     lengths, count = batch.lengths, len(batch.lengths)
     shape = (1, int(lengths.sum())) if padding == "none" else (count, int(lengths.max()))
@@ -83,22 +83,22 @@ def _laid_out(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class NativeNetwork:
-    """The passes of one trunk by stock torch; the methods are those of `network.Network`."""
+    """Passes of one trunk by stock torch, with the methods of `network.Network`."""
 
     def __init__(self, trunk: PreTrainedModel) -> None:
         self.trunk = trunk
 
     def prepare(self) -> None:
-        """Nothing is packed here."""
+        """Do nothing, because stock torch needs no packed weights."""
 
     def forget(self) -> None:
-        """Nothing is packed here."""
+        """Do nothing, because stock torch needs no packed weights."""
 
     def make_cache(self, slots: int, positions: int) -> SlotCache:
         return SlotCache(self.trunk.config, slots, positions, self.trunk.device, self.trunk.dtype)
 
     def copy_prefix(self, cache: SlotCache, source: int, target: int, positions: int) -> None:
-        """Copy the keys and values of the first positions of a slot; arguments as in `Network.copy_prefix`."""
+        """Copy the keys and values of the first `positions` positions from slot `source` to slot `target`."""
         for store in (*cache.keys, *cache.values):
             store[target, :, :positions] = store[source, :, :positions]
 
@@ -110,9 +110,9 @@ class NativeNetwork:
 
         Args:
             batch: n tokens of some sequences.
-            cache: gets their keys and values.
-            slots: of each sequence.
-            seen: whether the routes of mixtures are wanted.
+            cache: receives the keys and values of the tokens.
+            slots: the slot of each sequence in the cache.
+            seen: whether to return the routes of mixtures.
 
         Returns:
             Hidden states [n, H], and routes [n, M k], None unless wanted.
@@ -133,12 +133,12 @@ class NativeNetwork:
     def over_batch(
         self, batch: Ragged, rows: Ints, seen: bool = False, padding: str = "right"
     ) -> tuple[Tensor, Ints | None]:
-        """Compute hidden states of whole sequences; differentiable.
+        """Compute differentiable hidden states of whole sequences.
 
         Args:
             batch: the sequences; UserError if it has routes to replay.
-            rows: [n], the rows that are wanted.
-            seen: whether the routes of mixtures are wanted.
+            rows: [n], the rows to return.
+            seen: whether to return the routes of mixtures.
             padding: short rows are padded `right` or `left`; `none` packs all sequences in one row.
 
         Returns:
@@ -169,7 +169,7 @@ class NativeNetwork:
 
 @contextmanager
 def _recording_gradients(trunk: nn.Module) -> Iterator[None]:
-    """Put layers in training mode inside if gradients are recorded: only then does transformers checkpoint them.
+    """Put layers in training mode in this block if gradients are recorded, because transformers checkpoints only then.
 
     A pass over a cache records no gradients: in training mode transformers would drop the cache.
     """
@@ -185,7 +185,7 @@ def _recording_gradients(trunk: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _seen_routes(trunk: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Yield what the routers choose inside, [T, k] of each, by rising index; nothing without a trunk."""
+    """Yield a list that collects the experts [T, k] that each router chooses in this block, by rising index."""
     seen: list[Tensor] = []
 
     def look(_: nn.Module, __: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""Passes of a trunk through the C kernels: forward, backward, and over a cache; then the logits of its head.
+"""Run a trunk by the C kernels: forward, backward, and over a cache; then compute the logits of its head.
 
-`network_of` gives the `Network` of a deterministic model. `packed_model.py` has its structs, `kernel_batch.py` those of
-a batch.
+`network_of` returns the `Network` of a deterministic model. `packed_model.py` has the structs of a model,
+`kernel_batch.py` the struct of a batch.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Watch = Callable[[Ragged, Sequence[Tensor], Tensor], None]
 
 
 class Network:
-    """The passes of one trunk. Weights may change in place between passes; each pass sees them as they are."""
+    """Passes of one trunk. Weights may change in place between passes; each pass uses the current weights."""
 
     watch: Watch | None = None  # is shown each pass without gradients
 
     def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
-        """Make the structs of the trunk; UserError names a setting that the kernels cannot compute."""
+        """Make the structs of the trunk. Raises UserError, which names a setting that the kernels cannot compute."""
         self.parameters = dict(trunk.named_parameters())
         self.shapes = shapes_of(trunk)
         self.lowered = lowered
@@ -56,7 +56,7 @@ class Network:
         self._spare: Tensor | None = None  # what the last backward pass was done with
 
     def prepare(self) -> None:
-        """Pack the weights that have changed: before the passes of `over_cache`."""
+        """Pack the weights that have changed; call this before `over_cache`."""
         self.model.prepare()
 
     def forget(self) -> None:
@@ -64,17 +64,17 @@ class Network:
         self.model.forget()
 
     def make_cache(self, slots: int, positions: int) -> Cache:
-        """Return a cache of so many slots, for `positions` tokens each."""
+        """Return a cache of `slots` slots for `positions` tokens each."""
         return Cache(self.model.struct, slots, positions, self.device)
 
     def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
         """Copy the keys and values of a slot's first positions to another slot.
 
         Args:
-            cache: has both slots.
-            source: slot.
-            target: slot.
-            positions: how many.
+            cache: the cache of both slots.
+            source: slot to read.
+            target: slot to write.
+            positions: number of positions to copy.
         """
         keys, values = pointer(cache.keys, self.device), pointer(cache.values, self.device)
         begin, to = source * cache.each, target * cache.each
@@ -83,13 +83,13 @@ class Network:
     def over_cache(
         self, batch: Ragged, cache: Cache, slots: Sequence[int], seen: bool = False
     ) -> tuple[Tensor, Ints | None]:
-        """Compute tokens whose past is in a cache. Their keys and values go there. `prepare` comes first.
+        """Compute tokens whose past is in a cache, and write their keys and values there. Call `prepare` first.
 
         Args:
             batch: n new tokens of S sequences, with their positions.
             cache: the keys and values of earlier tokens.
             slots: the slot of each sequence in the cache [S].
-            seen: whether to return the experts that the tokens go to.
+            seen: whether to return the experts of the tokens.
 
         Returns:
             Hidden states float32 [n, H], and routes int32 [n, mixtures x chosen] or None.
@@ -102,13 +102,13 @@ class Network:
     def over_batch(self, batch: Ragged, rows: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
         """Compute whole sequences, differentiably.
 
-        The backward pass adds to the GradientSums of the parameters. It raises PromiseBroken if the order of sequences
-        is not that of their slots.
+        The backward pass adds to the GradientSums of the parameters. It raises PromiseBroken if the sequences are not
+        in the order of their slots.
 
         Args:
             batch: n tokens of S sequences.
-            rows: [r], rising, each once; ValueError otherwise, because a repeated row would lose gradients.
-            seen: whether to return the experts that the tokens go to.
+            rows: [r], rising and without repetition, else ValueError, because a repeated row would lose gradients.
+            seen: whether to return the experts of the tokens.
 
         Returns:
             Hidden states [r, H] at `rows`, float32, and the routes of all n rows int32 [n, mixtures x chosen] or None.
@@ -126,12 +126,12 @@ class Network:
         return self._without_gradients(kernel_batch)[index(rows, self.device)], kernel_batch.seen
 
     def _routes(self, batch: Ragged, wanted: bool) -> Ints | None:
-        """Return memory for the routes of a pass; None unless wanted."""
+        """Return memory for the routes of a pass; None if not `wanted`."""
         width = self.model.struct.mixtures * self.model.struct.chosen
         return np.empty((len(batch.ids), width), np.int32) if wanted else None
 
     def _without_gradients(self, kernel_batch: KernelBatch) -> Tensor:
-        """Return the hidden states [n, H] of a pass, which `watch` sees."""
+        """Return the hidden states [n, H] of a pass without gradients, and show them to `watch`."""
         if self.watch is None:
             return self.forward(kernel_batch, None, KEEP_NOTHING)
         model, n = self.model.struct, len(kernel_batch.batch.ids)
@@ -149,7 +149,7 @@ class Network:
         Args:
             kernel_batch: n tokens.
             kept: `memory` for the same tokens and `keep`; None with KEEP_NOTHING.
-            keep: what `kept` gets, the C enum `Keep`.
+            keep: the amount that `kept` receives, the C enum `Keep`.
         """
         hidden = torch.empty(len(kernel_batch.batch.ids), self.model.struct.hidden, device=self.device)
         memory = pointer(kept, self.device), keep, pointer(hidden, self.device)
@@ -160,13 +160,13 @@ class Network:
         return hidden
 
     def memory(self, tokens: int, keep: int) -> Tensor:
-        """Return memory for what a pass keeps: that of the last pass if it is large enough."""
+        """Return memory for the activations that a pass keeps; reuse the last pass's memory if large enough."""
         floats = self.model.kept_floats(tokens, keep)
         spare, self._spare = self._spare, None  # fresh pages cost time
         return torch.empty(floats, device=self.device) if spare is None or spare.numel() < floats else spare
 
     def give_back(self, kept: Tensor | None) -> None:
-        """Let the next pass use the memory; None: free it."""
+        """Let the next pass reuse the memory `kept`; None frees the memory."""
         self._spare = kept
 
 
@@ -202,7 +202,7 @@ class _Hidden(Function):
 
 
 def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
-    """Return what computes a model's trunk: the kernels if it was lowered, else stock torch."""
+    """Return the network that computes a model's trunk: by the kernels if it was lowered, else by stock torch."""
     trunk, lowered = trunk_of(model), lowered_of(model)
     if lowered is None:
         return NativeNetwork(trunk)
@@ -215,14 +215,14 @@ def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
 
 
 def forget_packed(model: nn.Module) -> None:
-    """Free the packed copies of a module's weights, which are as large as the weights, until its next pass."""
+    """Free the packed copies of a module's weights; its next pass packs the weights again."""
     for packed_copies in ATTACHED.packed(model):
         packed_copies.forget()
     library.load().trim_heap()
 
 
 def free_memory(model: nn.Module) -> None:
-    """Free memory that only passes with gradients need, until the next one."""
+    """Free the scratch memory of passes with gradients; the next pass with gradients allocates it again."""
     kernels_of(next(model.parameters(), torch.empty(0)).device).free_scratch()
     for module in model.modules():
         if module in ATTACHED.networks:
@@ -232,8 +232,8 @@ def free_memory(model: nn.Module) -> None:
 def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> Tensor:
     """Return the logits [n, V] of a causal model from the trunk's hidden states [n, H], by the head.
 
-    They lie where `token_statistics` takes them: in native numerics on the CPU, else where the model is. `rows` as in
-    `linear`, for a pass whose head is trained.
+    In native numerics the logits are on the CPU, else on the model's device. `rows` has the sequence of each row if the
+    head is trained.
     """
     head, lowered = head_of(model), lowered_of(model)
     if lowered is None:

@@ -1,4 +1,4 @@
-"""Optimizer steps: gradients, clipping of their global norm, AdamW; deterministic, or stock torch."""
+"""Take optimizer steps: gradients, clipping of their global norm, AdamW; deterministic, or by stock torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AdamWSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """What an optimizer keeps from step to step, besides the weights; by parameter name."""
+    """State of an optimizer between steps, besides the weights, by parameter name."""
 
     first: Mapping[str, Tensor]  # AdamW first moments, float32
     second: Mapping[str, Tensor]  # second moments
@@ -53,7 +53,7 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _require_same_names(expected: Iterable[str], found: Iterable[str], what: str) -> None:
-    """Raise ValueError, which names the first ones, for names that only one side has."""
+    """Raise ValueError, with the first names, for names that only one side has."""
     unmatched = sorted(set(expected) ^ set(found))
     if unmatched:
         more = f" and {len(unmatched) - 3} more" if len(unmatched) > 3 else ""
@@ -61,7 +61,7 @@ def _require_same_names(expected: Iterable[str], found: Iterable[str], what: str
 
 
 def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy every bit of `values` into `targets`; ValueError unless names, shapes and dtypes are the same."""
+    """Copy every bit of `values` into `targets`. Raises ValueError unless names, shapes and dtypes are the same."""
     _require_same_names(targets, values, "the tensors")
     for name, target in targets.items():
         value = values[name]
@@ -74,7 +74,7 @@ def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> N
 
 
 def power(base: float, exponent: int) -> float:
-    """Return base^exponent in float64 by repeated squaring: the C library's pow differs between machines."""
+    """Return base^exponent in float64 by repeated squaring, because the C library's pow differs between machines."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -101,7 +101,7 @@ def step_constants(s: AdamWSettings, norm: float, steps: int) -> Struct:
 
 
 class AdamW:
-    """Clipping and AdamW by the C kernels on named float32 parameters, with their moments."""
+    """Clipping and AdamW by the C kernels, for named float32 parameters and their moments."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = {name: parameters[name] for name in sorted(parameters)}
@@ -112,7 +112,10 @@ class AdamW:
         self.steps = 0
 
     def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
-        """Take one step; return the norm before clipping. NumericsError names a gradient that is not finite."""
+        """Take one step, and return the norm before clipping.
+
+        Raises NumericsError for a gradient that is not finite.
+        """
         tensors = ffi.new("Trained[]", len(self.parameters))
         device = next((p.device for p in self.parameters.values()), CPU)
         for tensor, (name, p) in zip(tensors, self.parameters.items(), strict=True):
@@ -133,7 +136,10 @@ class AdamW:
         return OptimizerState(first=self.first, second=self.second, steps=steps)
 
     def load(self, state: OptimizerState) -> None:
-        """Continue from moments; ValueError names parameters that one side lacks, or that have steps of their own."""
+        """Continue from moments.
+
+        Raises ValueError for parameters that one side lacks, or that have steps of their own.
+        """
         _require_same_names(self.parameters, state.steps, "steps of")
         steps, by_steps = max(state.steps.values(), default=0), sorted(state.steps, key=state.steps.__getitem__)
         if by_steps and state.steps[by_steps[0]] != steps:
@@ -145,7 +151,7 @@ class AdamW:
 
 
 class NativeAdamW:
-    """clip_grad_norm_ and torch.optim.AdamW on named parameters."""
+    """Clipping and AdamW by torch (clip_grad_norm_, torch.optim.AdamW), for named parameters."""
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings) -> None:
         self.parameters = dict(parameters)
@@ -162,7 +168,7 @@ class NativeAdamW:
             self.adamw.state[p] = {"step": torch.zeros(()), **moments}
 
     def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
-        """Take one step; return the norm before clipping. NumericsError if it is not finite."""
+        """Take one step, and return the norm before clipping. Raises NumericsError if the norm is not finite."""
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
         norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), settings.max_grad_norm or math.inf))
@@ -183,7 +189,7 @@ class NativeAdamW:
         return OptimizerState(first=self._kept("exp_avg"), second=self._kept("exp_avg_sq"), steps=steps)
 
     def load(self, state: OptimizerState) -> None:
-        """Continue from moments; ValueError names parameters that one side lacks."""
+        """Continue from moments. Raises ValueError, which names parameters that one side lacks."""
         _require_same_names(self.parameters, state.steps, "steps of")
         copy_named(self._kept("exp_avg"), state.first)
         copy_named(self._kept("exp_avg_sq"), state.second)
@@ -192,7 +198,7 @@ class NativeAdamW:
 
 
 class NativeGradients:
-    """Autograd's gradients in `.grad`, added up over ranks: the interface of GradientSums in stock torch."""
+    """Gradients of autograd in `.grad`, added over ranks, with the interface of GradientSums."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self.trained = {name: p for name, p in parameters if p.requires_grad}
@@ -213,7 +219,7 @@ class NativeGradients:
 
 
 class Adapter(Protocol):
-    """Factors that are trained in place of the weights that they change: `models.lora.Lora`."""
+    """Interface of an adapter, whose factors are trained in place of weights: `models.lora.Lora`."""
 
     @property
     def whole(self) -> Mapping[str, Tensor]: ...  # what is trained beside the factors
@@ -225,10 +231,10 @@ class Adapter(Protocol):
 
 
 class Optimizer:
-    """One step: gradients of a minibatch, clipping of their global norm, AdamW; with an adapter on its factors.
+    """Optimizer of a module's parameters, or of an adapter's factors: gradients, clipping of the global norm, AdamW.
 
-    Mode `deterministic`: gradients in `slots` on this process, their norm and AdamW in one written order. Mode
-    `native`: stock torch. `settings` may be replaced between steps; the next step uses all of them.
+    Mode `deterministic` sums gradients in `slots` on this process, and computes their norm and AdamW in a fixed order.
+    Mode `native` uses stock torch. `settings` may be replaced between steps; the next step uses all of them.
     """
 
     def __init__(
@@ -242,11 +248,11 @@ class Optimizer:
         """Begin with moments of zero.
 
         Args:
-            module: its parameters with gradients are trained.
-            settings: of AdamW and clipping.
+            module: the module whose parameters with gradients are trained.
+            settings: settings of AdamW and clipping.
             mode: `deterministic` or `native`.
-            slots: of a minibatch on this process.
-            adapter: trained in place of the weights that it changes.
+            slots: slots of a minibatch on this process.
+            adapter: adapter to train in place of the weights that it changes.
         """
         self.settings, self._adapter = settings, adapter
         named = list(module.named_parameters())
@@ -255,11 +261,11 @@ class Optimizer:
         self.adamw = AdamW(trained) if mode == "deterministic" else NativeAdamW(trained, settings)
 
     def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> float:
-        """Run `backward` over a minibatch and apply one step; returns the gradient norm before clipping.
+        """Run `backward` over a minibatch, apply one step, and return the gradient norm before clipping.
 
         `backward` is called once; it must not change the weights, and calls autograd's backward for each micro-batch in
         the order of the sequences. With several ranks it covers the sequences of this rank, and every rank takes the
-        same step. NumericsError names a gradient that is not finite.
+        same step. Raises NumericsError for a gradient that is not finite.
         """
         self.sums.begin()
         backward()
@@ -272,7 +278,7 @@ class Optimizer:
         return norm
 
     def rest(self) -> None:
-        """Free the memory that only steps need, until the next one."""
+        """Free the memory of steps; the next step allocates it again."""
         self.sums.release()
 
     @property
@@ -282,20 +288,20 @@ class Optimizer:
 
     @property
     def trained_count(self) -> int:
-        """Return how many numbers are trained."""
+        """Return the number of trained numbers."""
         return sum(parameter.numel() for parameter in self.adamw.parameters.values())
 
     def weights_to_keep(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the weights of its module, or of a part, that `load` does not make again from factors."""
+        """Return the weights of a module that `load` does not compute again from factors."""
         named = module.named_parameters() if self._adapter is None else self._adapter.whole.items()
         return {name: parameter.detach() for name, parameter in named}
 
     def state(self) -> OptimizerState:
-        """Return the state that `load` needs to continue from here; its tensors are the live ones, not copies."""
+        """Return the state that `load` needs to continue from here; its tensors are not copies."""
         return replace(self.adamw.state(), factors={} if self._adapter is None else self._adapter.factors())
 
     def load(self, state: OptimizerState) -> None:
-        """Continue from `state`; ValueError if it belongs to another module."""
+        """Continue from `state`. Raises ValueError if it belongs to another module."""
         if self._adapter is None and state.factors:
             raise ValueError("it has factors of adapters; the configuration has no lora")
         if self._adapter is not None:

@@ -1,4 +1,4 @@
-"""A trunk as the kernels read it: the C structs `Model` and `Layer`, and packed copies of the weights."""
+"""Describe a trunk to the kernels: the C structs `Model` and `Layer`, and packed copies of the weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ppo_repro.numerics.rotary import rotating, tables
 
 
 class PackedModel:
-    """The struct `Model` of one trunk.
+    """C struct `Model` of one trunk.
 
     The structs of matrices and norms lie inside the struct of their layer, where `prepare` and `collect` write them.
     Weights may change in place between passes: `prepare` comes before each pass, then `collect` before a backward pass.
@@ -31,7 +31,10 @@ class PackedModel:
     """
 
     def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
-        """Make the structs; UserError names a setting that the kernels cannot compute. No weight is packed yet."""
+        """Make the structs. Raises UserError, which names a setting that the kernels cannot compute.
+
+        No weight is packed yet.
+        """
         self.description = describe(trunk)
         self.device = CPU if trunk.device.type == "meta" else trunk.device  # `plan` has shapes alone
         self.matrices: list[PackedMatrix] = []
@@ -67,7 +70,7 @@ class PackedModel:
         _refuse_fault(self.struct, trunk.config)
 
     def _add_layer(self, struct: Struct, parts: LayerParts, mixture: int) -> None:
-        """Fill the struct of a layer in, and list its matrices and norms; `mixture` layers before it have experts."""
+        """Fill in the struct of a layer, and list its matrices and norms; `mixture` earlier layers have experts."""
         struct.window, struct.mixture, struct.scale = parts.window, mixture, parts.scale
         weights, other_weights = self._precision.weights, self._precision.other_weights
         for name, norm in parts.norms.items():
@@ -88,7 +91,7 @@ class PackedModel:
         self._norms.append((norm, struct))
 
     def prepare(self) -> None:
-        """Let the struct point to the weights as they are now, and pack those that have changed."""
+        """Let the struct point to the current weights, and pack the weights that have changed."""
         library.check_denormals()
         for matrix in self.matrices:
             matrix.prepare()
@@ -98,7 +101,7 @@ class PackedModel:
         self.struct.positions = self._weight(self.description.positions)
 
     def _weight(self, tensor: Any) -> Any:
-        """Return a pointer to a parameter that is no matrix, or to its rounded copy; NULL for None."""
+        """Return a pointer to a parameter outside of matrices, or to its rounded copy; NULL for None."""
         form = self._precision.other_weights
         if tensor is None or form == "float32":
             return pointer(tensor, self.device)
@@ -108,7 +111,7 @@ class PackedModel:
         return pointer(self._rounded[id(tensor)][1], self.device)
 
     def collect(self, sums: SlotSums) -> None:
-        """Let the struct say where the gradients of all weights go."""
+        """Write into the struct the memory for the gradients of all weights."""
 
         def offset(parameter: Any) -> int:
             return -1 if parameter is None else sums.offset(parameter)
@@ -125,28 +128,28 @@ class PackedModel:
         self.struct.positions_grad = offset(self.description.positions)
 
     def fuse(self) -> None:
-        """Let the parameters of each matrix lie one after the other, as `prepare` does."""
+        """Move the parameters of each matrix one after the other in memory, as `prepare` does."""
         for matrix in self.matrices:
             matrix.fuse()
 
     def forget(self) -> None:
-        """Free the packed copies of the weights until they are prepared again."""
+        """Free the packed copies of the weights until the next `prepare`."""
         for matrix in self.matrices:
             matrix.forget()
         self._rounded = {}
 
     def kept_floats(self, tokens: int, keep: int) -> int:
-        """Return how many floats a pass over some tokens keeps for its backward pass; `keep` is the C enum `Keep`."""
+        """Return the number of floats that a pass over `tokens` tokens keeps for its backward pass."""
         return int(kernels_of(self.device).kept_floats(self.struct, tokens, keep))
 
     def packed_floats(self) -> int:
-        """Return how many floats the packed copies of the weights take."""
+        """Return the number of floats in the packed copies of the weights."""
         floats = kernels_of(self.device).panel_floats
         return sum(floats(matrix.struct.n, matrix.struct.k) for matrix in self.matrices)
 
 
 def _refuse_fault(model: Struct, config: PretrainedConfig) -> None:
-    """Raise UserError naming the first field of a config by which its model breaks a rule of the kernels."""
+    """Raise UserError for the first field of a config that breaks a rule of the kernels."""
     fault = library.load().model_fault(model)
     if fault == ffi.NULL:
         return

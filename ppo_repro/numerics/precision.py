@@ -1,4 +1,4 @@
-"""Rounding on purpose to the number formats of other stacks, in C (rounding.c): which numbers, and to which format."""
+"""Round deliberately to the number formats of other stacks, in C (rounding.c)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NARROW = FORMATS[3:]  # formats of 8 bits, with a scale for each row
 
 @dataclass(frozen=True)
 class Precision:
-    """The format of each kind of number; float32 does not round."""
+    """Format of each kind of number; float32 does not round."""
 
     weights: str = "float32"  # of the linear layers of attention and MLP
     other_weights: str = "float32"  # embedding, norms, biases, router, head
@@ -30,10 +30,10 @@ EXACT = Precision()
 
 
 def round_rows(x: Tensor, form: str, scaled: bool = True) -> Tensor:
-    """Round x [.., K] float32 to a format, in new memory; with a scale for each row in formats of 8 bits.
+    """Return x [.., K] float32 rounded to a format; formats of 8 bits have a scale for each row.
 
     s = fl(max |x| / L) with L the largest number of the format, y = fl(s rne(fl(x / s))). A row too small to have a
-    scale gives zeros. `scaled` = False: scale 1 in floating-point formats.
+    scale gives zeros. With `scaled` False the scale is 1 in floating-point formats.
     """
     rounded = x.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
     if form != "float32" and rounded.numel():

@@ -1,6 +1,6 @@
-"""What the numbers of a model's configuration may be, checked before anything of their size is made.
+"""Check the numbers of a model's configuration, before anything of their size is allocated.
 
-The rules by which numbers must fit each other are those of `validity.c`, which sees the whole model.
+`validity.c` checks with the whole model that the numbers fit each other.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ RANGES = {**_WHOLE, **_NUMBERS}
 
 
 def check_ranges(fields: Mapping[str, object], where: str) -> None:
-    """Raise UserError, beginning with `where`, for the first number that is none, or not in its range.
+    """Raise UserError, beginning with `where`, for the first value that is no number or out of range.
 
-    `fields` of config.json or of a PretrainedConfig. None is left to transformers, which knows what may be absent.
+    `fields` are from config.json or a PretrainedConfig. transformers checks values of None.
     """
     for name, value in fields.items():
         if name in RANGES and value is not None:

@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of a model's configuration, and the tables of cosine and sine made from them."""
+"""Compute rotary positions: the frequencies of a model's configuration, and their tables of cosine and sine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ppo_repro.numerics.families import head_dim
 
 
 def rotating(config: PretrainedConfig) -> int:
-    """Return how many elements D of a head rotate: all, or in GPT-NeoX a part."""
+    """Return the number D of elements of a head that rotate: all, or in GPT-NeoX a part."""
     return int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 def inverse_frequencies(config: PretrainedConfig) -> Tensor:
     """Return the frequencies theta^(-2i/D), float64 [D/2]; D is the width of a head, or its rotating part in GPT-NeoX.
 
-    Types `default`, `linear` (position interpolation) and `llama3`; UserError names any other: `dynamic` and `longrope`
-    change with the current length, so that no cached key could equal a recomputed one.
+    Types `default`, `linear` (position interpolation) and `llama3`. Raises UserError, which names any other: `dynamic`
+    and `longrope` change with the current length, so that no cached key could equal a recomputed one.
     """
     rope = config.rope_parameters
     partial, kind = rope.get("partial_rotary_factor", 1.0), rope["rope_type"]

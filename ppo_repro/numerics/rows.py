@@ -1,4 +1,4 @@
-"""Rows of sequences without padding, as the kernels take them."""
+"""Describe rows of sequences without padding, for the kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 128  # rule 2: positions of a chain in the gradient of a weight
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Which sequence each row of a tensor belongs to, in order, and at which position in it.
+    """Sequence and position of each row of a tensor, in order.
 
     Gradients of weights are sums over rows: blocks of 128 positions of one sequence, sequences by slots.
     """
@@ -32,7 +32,7 @@ class Rows:
         return Rows(sequence=ints(self.sequence[rows]), position=ints(self.position[rows]), slots=self.slots)
 
     def chunks(self, at_once: int) -> list[slice]:
-        """Return the rows cut into chunks of about `at_once`, never inside a block of 128 positions of a sequence."""
+        """Cut the rows into chunks of about `at_once` rows, never inside a block of 128 positions of a sequence."""
         n = len(self.position)
         if n <= at_once:
             return [slice(0, n)]
@@ -55,7 +55,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Ragged:
-    """The tokens of S sequences, one sequence after the other."""
+    """Tokens of S sequences, one sequence after the other."""
 
     ids: Ints  # [n]
     start: Ints  # [S + 1], the first row of each sequence, and n
@@ -94,9 +94,9 @@ def ragged(
     """Lay sequences of tokens one after the other.
 
     Args:
-        sequences: S of them, N tokens together.
-        past: [S], the position of the first token of each; None: 0.
-        slots: as in Rows; None where no gradient is wanted.
+        sequences: S sequences with N tokens in total.
+        past: [S], the position of each sequence's first token; None: 0.
+        slots: [S + 1], the slot of each sequence and of the next one; None if no gradient is wanted.
         routes: [N, M k] int32, experts to replay; None: the routers choose.
     """
     lengths = np.array([len(s) for s in sequences])
@@ -116,7 +116,7 @@ def ragged(
 
 
 def alone(rows: int, slots: Ints) -> Rows:
-    """Return rows that are a sequence each, such as the rows of a control network."""
+    """Return rows of which each is a sequence, for example the rows of a control network."""
     return Rows(sequence=ints(np.arange(rows)), position=ints(np.zeros(rows)), slots=slots)
 
 

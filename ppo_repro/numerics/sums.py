@@ -1,4 +1,4 @@
-"""Sums and means in float64 that are correctly rounded, so the order of the terms does not matter."""
+"""Compute correctly rounded sums and means in float64, so the order of the terms does not matter."""
 
 from __future__ import annotations
 

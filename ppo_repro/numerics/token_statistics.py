@@ -1,8 +1,8 @@
-"""Rows of logits: log-probs of tokens, entropies, distances between distributions, kept and sampled tokens.
+"""Compute from rows of logits: log-probs, entropies, divergences, kept tokens and sampled tokens.
 
-The distribution is the one that was sampled from: softmax(logits / temperature) over the eligible tokens. Without
-top-k and top-p every token is eligible. Mode `deterministic` uses the C kernels, mode `native` stock torch. Logits may
-lie on a card; a number for each token is returned on the CPU.
+The distribution is the sampler's: softmax(logits / temperature) over the eligible tokens. Without top-k and top-p every
+token is eligible. Mode `deterministic` uses the C kernels, mode `native` stock torch. Logits may lie on a card; results
+per token are returned on the CPU.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def require_finite(logits: Tensor) -> None:
 
 
 def _run(function: str, arguments: Struct, device: torch.device) -> None:
-    """Call a kernel; NumericsError if it met a row of logits that is not finite."""
+    """Call a kernel. Raises NumericsError if a row of logits is not finite."""
     if not getattr(kernels_of(device), function)(arguments):
         raise NumericsError(NOT_FINITE)
 
 
 def _softmax_rows(n: int, device: torch.device) -> Tensor:
-    """Make memory for n C structs `Softmax`."""
+    """Allocate memory for n C structs `Softmax`."""
     return torch.empty(n, ffi.sizeof("Softmax"), dtype=torch.uint8, device=device)
 
 
@@ -59,12 +59,12 @@ def _rows(logits: Tensor) -> tuple[Any, int]:
 
 
 def _mask(eligible: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return the mask [n, V] where the kernels read it."""
+    """Return the mask [n, V] on the kernels' device, None for None."""
     return None if eligible is None else eligible.to(device).contiguous()
 
 
 def _arguments(logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, rows: Tensor) -> Struct:
-    """Make a struct `Statistics` without its results."""
+    """Make a C struct `Statistics` without memory for its results."""
     (z, ld), (n, v), device = _rows(logits), logits.shape, logits.device
     a = ffi.new("Statistics *", dict(logits=z, ld=ld, n=n, v=v, temperature=temperature))
     a.eligible, a.targets, a.rows = pointer(eligible, device), pointer(targets, device), _softmax(rows)
@@ -82,7 +82,7 @@ class _Statistics(NamedTuple):
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None) -> _Statistics:
-    """Compute the statistics of n rows; IndexError if a target is no column. Arguments as in `token_statistics`."""
+    """Compute `token_statistics` of n rows, with the softmax rows. Raises IndexError if a target is no column."""
     n, v = logits.shape
     if n and not 0 <= int(targets.min()) <= int(targets.max()) < v:
         raise IndexError(f"a target is outside the {v} columns of the logits")
@@ -121,7 +121,7 @@ class _TokenStatistics(Function):
 def token_statistics(
     logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute log p(target) and the entropy -sum p log p; differentiable in the logits.
+    """Compute log p(target) and the entropy -sum p log p, both differentiable in the logits.
 
     Args:
         logits: float32 [n, V].
@@ -131,7 +131,10 @@ def token_statistics(
         mode: `deterministic` or `native`.
 
     Returns:
-        Log-probs and entropies, float32 [n] each, in nats. Raises NumericsError if logits are not finite.
+        Log-probs and entropies, float32 [n] each, in nats.
+
+    Raises:
+        NumericsError: logits are not finite.
     """
     if mode == "deterministic":
         return _TokenStatistics.apply(_dense(logits), targets.contiguous(), temperature, _mask(eligible, logits.device))
@@ -160,7 +163,7 @@ def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> 
 def _two_rows(
     p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, p: Tensor, q: Tensor
 ) -> Struct:
-    """Make a struct `Divergence` without its results; p and q are `_softmax_rows`."""
+    """Make a C struct `Divergence` without memory for its results; p and q are `_softmax_rows`."""
     (zp, p_ld), (zq, q_ld), (n, v) = _rows(p_logits), _rows(q_logits), p_logits.shape
     rows = dict(p_logits=zp, p_ld=p_ld, q_logits=zq, q_ld=q_ld, n=n, v=v, temperature=temperature)
     a = ffi.new("Divergence *", rows)
@@ -169,7 +172,7 @@ def _two_rows(
 
 
 class _Divergence(Function):
-    """KL(p || q) with its derivative in the logits of p: p_v (log p_v - log q_v - KL) / temperature."""
+    """Function KL(p || q) with its derivative in the logits of p: p_v (log p_v - log q_v - KL) / temperature."""
 
     @staticmethod
     def forward(ctx: Any, p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
@@ -196,14 +199,17 @@ class _Divergence(Function):
 def kl_divergence(
     p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, mode: str = "deterministic"
 ) -> Tensor:
-    """Compute KL(p || q) = sum_v p_v (log p_v - log q_v) over the eligible tokens; differentiable in p.
+    """Compute KL(p || q) = sum_v p_v (log p_v - log q_v) over the eligible tokens, differentiable in p.
 
     Args:
         p_logits, q_logits: float32 [n, V].
-        temperature, eligible, mode: as in `token_statistics`.
+        temperature, eligible, mode: the arguments of `token_statistics`.
 
     Returns:
-        float32 [n], in nats. Raises NumericsError if logits are not finite.
+        Divergences float32 [n], in nats.
+
+    Raises:
+        NumericsError: logits are not finite.
     """
     if mode == "deterministic":
         mask = _mask(eligible, p_logits.device)
@@ -216,7 +222,7 @@ def kl_divergence(
 
 
 def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
-    """Unpack bit sets [n, ceil(V/8)] uint8 to bool [n, V]; None for bit sets of width 0: all tokens are eligible."""
+    """Unpack bit sets [n, ceil(V/8)] uint8 to bool [n, V]; None (all tokens are eligible) for bit sets of width 0."""
     if kept_tokens.shape[1] == 0:
         return None
     return torch.from_numpy(np.unpackbits(kept_tokens.numpy(), axis=1, count=vocab_size).view(np.bool_))
@@ -235,8 +241,8 @@ def normal_noise(seeds: Tensor, positions: Tensor, columns: int, device: torch.d
     Args:
         seeds: [n] int64.
         positions: [n] int64.
-        columns: of each row.
-        device: of the kernels and of the result.
+        columns: columns of each row.
+        device: device of the kernels and of the result.
 
     Returns:
         [n, columns] float64.
@@ -250,7 +256,7 @@ def normal_noise(seeds: Tensor, positions: Tensor, columns: int, device: torch.d
 
 
 class KeptTokens(NamedTuple):
-    """What top-k and top-p leave of n rows."""
+    """Tokens of n rows that top-k and top-p keep."""
 
     eligible: Tensor  # bool [n, V], where the logits are
     rank: Tensor  # int32 [n, V], by falling logit, where the logits are
@@ -258,11 +264,11 @@ class KeptTokens(NamedTuple):
 
 
 def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> KeptTokens:
-    """Find the tokens that top-k and top-p keep; scaled: logits / temperature, float32 [n, V].
+    """Return the tokens that top-k and top-p keep; `scaled` is logits / temperature, float32 [n, V].
 
-    Tokens are ranked by falling logit, ties by id. A token is kept while
-    its rank is below top_k (0: no limit) and the mass before it is at most top_p; the likeliest is always kept. Masses
-    are exp(scaled - largest), added one by one by rank in float64. Raises NumericsError if logits are not finite.
+    Tokens are ranked by falling logit, ties by id. A token is kept while its rank is below top_k (0: no limit) and the
+    mass before it is at most top_p; the likeliest is always kept. Masses are exp(scaled - largest), added one by one by
+    rank in float64. Raises NumericsError if logits are not finite.
     """
     (n, v), device = scaled.shape, scaled.device
     scaled = scaled.contiguous()
@@ -283,13 +289,16 @@ def sample_tokens(
 
     Args:
         logits: float32 [n, V].
-        seeds, positions: int64 [n]; they name the noise.
+        seeds, positions: int64 [n]; they determine the noise.
         temperature: p is softmax(logits / temperature) over all tokens; log p is rounded to float32.
         cut: which tokens are eligible, bool [n, V], and the column of each, int32 [n, V]; None: all tokens are
             eligible, and the column of a token is its id.
 
     Returns:
-        Tokens int64 [n] and their log p float32 [n]. Raises NumericsError if logits are not finite.
+        Tokens int64 [n] and their log p (nats) float32 [n].
+
+    Raises:
+        NumericsError: logits are not finite.
     """
     n, device = len(logits), logits.device
     logits, seeds, positions = _dense(logits.detach()), seeds.to(device).contiguous(), positions.to(device).contiguous()

@@ -1,9 +1,10 @@
-"""The rules of the numerics, written out slowly in NumPy: one function a rule. The kernels in C compute the same bits.
+"""Define the rules of the numerics in slow NumPy, one function per rule. The kernels in C compute the same bits.
 
-It shares no line with the kernels but for `families.py`, which takes the description of a model and the rotary
-frequencies from `numerics`. Tests compare the two bit for bit. Kernels for other hardware can be compared likewise.
-Arrays are float32 unless a docstring says otherwise. T: positions of one sequence, H: width of the hidden states, [..,
-C]: any leading shape. After "Kernel:" a docstring names the C functions that compute the same bits.
+The definition shares no line with the kernels, except `families.py`, which takes the description of a model and the
+rotary frequencies from `numerics`. Tests compare definition and kernels bit for bit. Kernels for other hardware can be
+compared in the same way. Arrays are float32 unless a docstring says otherwise. T: positions of one sequence, H: width
+of the hidden states, [.., C]: any leading shape. After "Kernel:" a docstring names the C functions that compute the
+same bits.
 
 Read `product.py` first, then `gradients.py`, then follow a token through `network.py`.
 
@@ -22,6 +23,6 @@ rule  functions                                                                 
 9     `mean`                                                                     `means.py`
 ====  =========================================================================  ======================================
 
-`model.py` has the weights of a transformer, `families.py` reads them from transformers' models, `rounding.py` rounds on
-purpose to other number formats.
+`model.py` has the weights of a transformer, `families.py` reads them from transformers' models, and `rounding.py`
+rounds deliberately to other number formats.
 """

@@ -1,4 +1,4 @@
-"""Rule 4, attention: scores, softmax and mixed values of each head, and their gradients.
+"""Compute rule 4, attention: scores, softmax and mixed values of each head, and their gradients.
 
 Scores and mixed values follow rule 1, over head_dim and over key positions; the sum of p follows rule 3.
 """
@@ -21,7 +21,11 @@ from ppo_repro.numerics.definition.rows import Normed, norm, norm_backward, rota
 
 @dataclass(frozen=True)
 class Attention:
-    """Rotated queries [heads, T, D], keys and values [kv_heads, T, D]; each query's output, largest score and sum."""
+    """Intermediate results of attention.
+
+    Rotated queries [heads, T, D], keys and values [kv_heads, T, D]; and for each query its output, largest score and
+    sum.
+    """
 
     q: Array
     k: Array
@@ -32,18 +36,18 @@ class Attention:
 
 
 def visible(positions: int, window: int) -> Array:
-    """Say whether query t sees key j, bool [T, T]: itself and the past, or the last `window` of these keys."""
+    """Return whether query t sees key j, bool [T, T]: all keys up to t, or the last `window` of these."""
     t, j = np.arange(positions)[:, None], np.arange(positions)
     return (j <= t) & ((j > t - window) | (window == 0))
 
 
 def each_head(x: Array, like: Array) -> Array:
-    """Repeat heads of keys or values for the query heads that share them."""
+    """Repeat the heads of keys or values [kv_heads, T, D] for the query heads that share them."""
     return np.repeat(x, len(like) // len(x), 0)
 
 
 def attend(q: Array, k: Array, v: Array, scale: float, window: int) -> Attention:
-    """Rule 4: p = exp(scale q.k - largest), 0 for keys that are not seen; out = (sum_j p v) / float32(sum_j p).
+    """Compute rule 4: p = exp(scale q.k - largest), 0 for unseen keys; out = (sum_j p v) / float32(sum_j p).
 
     All sums run over key positions from 0 on: products in blocks of 128, the sum of p in 16 lanes. Kernel: `attend`.
 
@@ -51,8 +55,8 @@ def attend(q: Array, k: Array, v: Array, scale: float, window: int) -> Attention
         q: [heads, T, D].
         k: [kv_heads, T, D].
         v: [kv_heads, T, D].
-        scale: of the scores.
-        window: keys that a query sees, itself included; 0 for all.
+        scale: factor of the scores.
+        window: number of keys that a query sees, its own included; 0 for all.
     """
     k_each, v_each = each_head(k, q), each_head(v, q)
     scores, seen = product(q, k_each) * F(scale), visible(q.shape[1], window)
@@ -66,13 +70,13 @@ def attend_backward(of: Attention, d_out: Array, scale: float, window: int) -> t
     """Return dq, dk, dv: p = exp(..) (1 / total), ds = p (d_out.v - delta), delta = float32(out . d_out).
 
     dq = (sum_j ds k) scale over blocks of key positions. dk = (sum_t ds q) scale and dv = sum_t p d_out over blocks of
-    query positions, block after block and head after head of those that share a key. Kernel: `attend_backward`.
+    query positions, block after block, then head after head of the heads that share a key. Kernel: `attend_backward`.
 
     Args:
-        of: what `attend` computed.
+        of: the result of `attend`.
         d_out: [heads, T, D].
-        scale: as in `attend`.
-        window: likewise.
+        scale: factor of the scores.
+        window: number of keys that a query sees, its own included; 0 for all.
     """
     k, v, seen = each_head(of.k, of.q), each_head(of.v, of.q), visible(of.q.shape[1], window)
     scores = product(of.q, k) * F(scale)
@@ -107,7 +111,10 @@ def columns_of_heads(at: int, step: int, heads: int, head_dim: int) -> Array:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Input x [T, H] of the qkv layer, norms of queries and keys (None without), attention, its rows [T, heads D]."""
+    """Intermediate results of an attention block.
+
+    Input x [T, H] of the qkv layer, norms of queries and keys (or None), attention, rows of its outputs [T, heads D].
+    """
 
     x: Array
     q_normed: Normed | None
@@ -157,13 +164,13 @@ def attention_block_backward(
     """Return the gradient of x in `attention_block`, [T, H]. Kernel: `layer_backward`.
 
     Args:
-        grads: gets the addends of weights and biases.
-        name: of the layer, a prefix in `grads`.
+        grads: receives the addends of weights and biases.
+        name: name of the layer, a prefix in `grads`.
         model: shapes.
         layer: weights.
         dy: [T, H].
-        of: what `attention_block` computed.
-        position: [T].
+        of: the result of `attention_block`.
+        position: [T], position of each row.
     """
     d_mixed = linear_backward(grads, f"{name}.out", layer.out, dy, of.mixed, position)
     d_out = d_mixed.reshape(len(dy), model.heads, model.head_dim).swapaxes(0, 1)

@@ -1,6 +1,7 @@
-"""Rule 5, elementwise: fma and the elementary functions, each one the list of its operations.
+"""Compute rule 5 elementwise: fma and the elementary functions, each written as the list of its operations.
 
-Every operation of NumPy below (+, -, x, /, sqrt) rounds once, as in C. A name ends in the width of its numbers.
+Every operation of NumPy below (+, -, x, /, sqrt) rounds once, as in C. A function's name ends in the width of its
+numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def fma(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> Array:
 
 
 def polynomial(x: Array, first: float, *rest: float) -> Array:
-    """Evaluate y = first, then y = fma(y, x, coefficient) for each further coefficient; float32."""
+    """Evaluate a polynomial by y = first, then y = fma(y, x, coefficient) for each further coefficient; float32."""
     y = np.full_like(x, F(first))
     for coefficient in rest:
         y = fma(y, x, F(coefficient))
@@ -53,7 +54,7 @@ def polynomial(x: Array, first: float, *rest: float) -> Array:
 
 
 def polynomial64(x: Array, first: float, *rest: float) -> Array:
-    """Evaluate y = first, then y = y x + coefficient, product and sum rounded one by one; float64."""
+    """Evaluate a polynomial by y = first, then y = y x + coefficient; product and sum each round to float64."""
     y = np.full_like(x, first)
     for coefficient in rest:
         y = y * x + coefficient
@@ -66,13 +67,13 @@ def power_of_two(exponent: Array) -> Array:
 
 
 def with_sign(size: Array, x: Array) -> Array:
-    """Give size >= 0 the sign of x."""
+    """Return size >= 0 with the sign of x."""
     return np.copysign(size, x)
 
 
 @quiet
 def exp32(x: Array) -> Array:
-    """exp(x): with x = n ln 2 + r, a polynomial in r, times 2^n in two factors. Kernel: `exp32`."""
+    """Compute exp(x): with x = n ln 2 + r, a polynomial in r, times 2^n in two factors. Kernel: `exp32`."""
     x = np.asarray(x, F)
     x = np.where(x < F(-105), F(-105), x)
     x = np.where(x > F(89.5), F(89.5), x)
@@ -90,13 +91,16 @@ def exp32(x: Array) -> Array:
 
 @quiet
 def sigmoid32(x: Array) -> Array:
-    """sigmoid(x) = 1 / (1 + exp(-x)). Kernel: `sigmoid32`."""
+    """Compute sigmoid(x) = 1 / (1 + exp(-x)). Kernel: `sigmoid32`."""
     return F(1) / (F(1) + exp32(-np.asarray(x, F)))
 
 
 @quiet
 def tanh32(x: Array) -> Array:
-    """tanh(x): an odd polynomial below 0.625, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x. Kernel: `tanh32`."""
+    """Compute tanh(x): an odd polynomial below 0.625, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x.
+
+    Kernel: `tanh32`.
+    """
     x = np.asarray(x, F)
     size, z = np.abs(x), x * x
     y = polynomial(z, -5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
@@ -106,7 +110,7 @@ def tanh32(x: Array) -> Array:
 
 @quiet
 def erf32(x: Array) -> Array:
-    """erf(x): an odd polynomial below 1, else 1 - exp(-q(|x|)) with the sign of x. Kernel: `erf32`."""
+    """Compute erf(x): an odd polynomial below 1, else 1 - exp(-q(|x|)) with the sign of x. Kernel: `erf32`."""
     x = np.asarray(x, F)
     size, z = np.abs(x), x * x
     y = polynomial(
@@ -133,7 +137,7 @@ def erf32(x: Array) -> Array:
 
 
 def exp64(x: Array) -> Array:
-    """exp(x): with x = n ln 2 + r, Taylor's polynomial of degree 13 in r, times 2^n. Kernel: `exp64`."""
+    """Compute exp(x): with x = n ln 2 + r, Taylor's polynomial of degree 13 in r, times 2^n. Kernel: `exp64`."""
     x = np.clip(np.asarray(x, D), -708.0, 709.0)
     n = (x * LOG2_E + ROUND64) - ROUND64
     r = (x - n * LN2_HIGH64) - n * LN2_LOW64
@@ -143,7 +147,7 @@ def exp64(x: Array) -> Array:
 
 @quiet
 def log64(x: Array) -> Array:
-    """ln(x) of positive normal x = (1 + f) 2^e, sqrt(1/2) <= 1 + f < sqrt(2): a polynomial in (f / (2 + f))^2.
+    """Compute ln(x) of positive normal x = (1 + f) 2^e, sqrt(1/2) <= 1 + f < sqrt(2): a polynomial in (f / (2 + f))^2.
 
     Kernel: `log64`.
     """
@@ -166,23 +170,23 @@ def log64(x: Array) -> Array:
 
 
 def log1p64(x: Array) -> Array:
-    """ln(1 + x) = ln(rounded sum) + what the rounding took / rounded sum. Kernel: `log1p64`."""
+    """Compute ln(1 + x) = ln(s) + (1 + x - s) / s with the rounded sum s = 1 + x. Kernel: `log1p64`."""
     total = 1.0 + x
     return log64(total) + (x - (total - 1.0)) / total
 
 
 def sigmoid64(x: Array) -> Array:
-    """sigmoid(x) = 1 / (1 + exp(-x))."""
+    """Compute sigmoid(x) = 1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + exp64(-np.asarray(x, D)))
 
 
 def softplus64(x: Array) -> Array:
-    """softplus(x) = max(x, 0) + ln(1 + exp(-|x|))."""
+    """Compute softplus(x) = max(x, 0) + ln(1 + exp(-|x|))."""
     return np.where(x > 0, x, 0.0) + log1p64(exp64(-np.abs(x)))
 
 
 def sin_cos64(x: Array) -> tuple[Array, Array]:
-    """Sine and cosine of 0 <= x < 2^20: with x = n pi/2 + r, polynomials in r, chosen and signed by the quadrant n.
+    """Compute sine and cosine of 0 <= x < 2^20: with x = n pi/2 + r, polynomials in r; n chooses polynomial and sign.
 
     Kernel: `sin_cos64`.
     """

@@ -1,4 +1,4 @@
-"""Rule 7, experts: which experts a token goes to, and the order in which their results are added."""
+"""Compute rule 7, experts: the choice of each token's experts, and the order in which their results are added."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ppo_repro.numerics.definition.row_sums import row_sum
 
 @dataclass(frozen=True)
 class Mixture:
-    """Rows x [T, H], their experts [T, k] by rising index, softmax p of the router and routing weights [T, k].
+    """Intermediate results of a mixture: rows x [T, H], experts [T, k] by rising index, softmax p, weights [T, k].
 
     p is [T, k] over the chosen experts if the model normalises, else [T, E]. `parts` has for each expert the indices of
-    its rows, their columns in `experts`, outputs and MLP.
+    its rows, the columns of the expert in `experts`, outputs and MLP.
     """
 
     x: Array
@@ -31,7 +31,7 @@ class Mixture:
 
 
 def choose(logits: Array, count: int) -> Array:
-    """Rule 7: the `count` largest logits of each row, by rising index [T, k]; of equal logits the lower index wins.
+    """Choose experts by rule 7: the `count` largest logits of each row, as rising indices [T, k]; ties to the lower.
 
     Kernel: `choose`.
     """
@@ -39,13 +39,15 @@ def choose(logits: Array, count: int) -> Array:
 
 
 def softmax(logits: Array) -> Array:
-    """p = exp(z - largest) / float32(sum). Kernel: `routing_weights`."""
+    """Compute p = exp(z - largest) / float32(sum) of each row. Kernel: `routing_weights`."""
     e = exp32(logits - logits.max(-1, keepdims=True))
     return e / row_sum(e).astype(F)[..., None]
 
 
 def mixture(model: Model, layer: Layer, x: Array, given: Array | None) -> tuple[Array, Mixture]:
-    """Rule 7: out = sum of w[e] expert_e(x) by rising e, a chain of fma(w, y, acc) from +0. Kernel: `mixture_forward`.
+    """Compute rule 7: out = sum_e w[e] expert_e(x) by rising e, a chain of fma(w, y, acc) from +0.
+
+    Kernel: `mixture_forward`.
 
     Args:
         model: number of experts, activation.
@@ -70,20 +72,20 @@ def mixture(model: Model, layer: Layer, x: Array, given: Array | None) -> tuple[
 def mixture_backward(
     grads: Contributions, name: str, model: Model, layer: Layer, dy: Array, of: Mixture, position: Array
 ) -> Array:
-    """Return the gradient of x, [T, H]: the router's, then + each chosen expert's, by rising index.
+    """Return the gradient of x [T, H]: the router's gradient, plus each chosen expert's gradient by rising index.
 
     d y_e = w dy; g = d w_e = float32(y_e . dy); d logits = p (g - float32(sum p g)), g = 0 if not chosen.
 
     Kernel: `mixture_backward`.
 
     Args:
-        grads: gets the addends of weights.
-        name: of the layer, a prefix in `grads`.
+        grads: receives the addends of weights.
+        name: name of the layer, a prefix in `grads`.
         model: number of experts, activation.
         layer: weights.
         dy: [T, H].
-        of: what `mixture` computed.
-        position: [T].
+        of: the result of `mixture`.
+        position: [T], position of each row.
     """
     assert layer.router is not None
     g = np.zeros_like(of.weights)

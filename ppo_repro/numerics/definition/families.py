@@ -1,7 +1,6 @@
-"""Transformers' models, read into the arrays of the definition: every family is data.
+"""Read transformers' models into the arrays of the definition.
 
-Which parameter is which matrix comes from `numerics.description`. This is the only file of the definition that needs
-torch.
+`numerics.description` maps parameters to matrices. This is the only file of the definition that needs torch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _norm(module: Any) -> NormWeights:
 
 
 def _matrix(layers: tuple[Any, ...]) -> Matrix:
-    """Join the weights of linear layers whose outputs follow one another."""
+    """Join the weights of linear layers whose outputs are consecutive."""
     weights = [array(layer.weight).T if isinstance(layer, Conv1D) else array(layer.weight) for layer in layers]
     biases = [bias for layer in layers if (bias := _bias(layer)) is not None]
     return Matrix(np.concatenate(weights), np.concatenate(biases) if biases else None)

@@ -1,8 +1,8 @@
-"""Rule 2, gradient of a weight: blocks of 128 positions, added to slots of sequences; slots joined as a tree.
+"""Compute rule 2, the gradient of a weight: add blocks of 128 positions to slots of sequences; join slots as a tree.
 
 A sequence contributes a list of addends for each parameter. `slot_sums` adds the addends of all sequences one by one,
-in the order of the sequences. Nothing here knows of micro-batches, threads or processes, so none of them can change a
-bit. A kernel that stops between two sequences must save the open slot's sum and the sums of finished subtrees.
+in the order of the sequences. The code knows no micro-batches, threads or processes, so these cannot change a bit. A
+kernel that stops between two sequences must save the open slot's sum and the sums of finished subtrees.
 
 To sum a minibatch of S sequences: `slot_of` -> `weight_addends`, `column_addends` or `row_addends` -> `slot_sums` ->
 `join_slots`. `network.gradients` does it for every parameter of a model.
@@ -29,7 +29,7 @@ Contributions = dict[str, Addends]  # by the parameter's path, as in `model.para
 def slot_of(sequence: int, sequences: int, slots: int) -> int:
     """Return the slot of sequence i of S: slot s has the sequences floor(s S / slots) .. floor((s + 1) S / slots) - 1.
 
-    So a minibatch of fewer sequences than slots has empty slots. Computed in `rows.slots_of`.
+    A minibatch of fewer sequences than slots has empty slots. The package computes slots in `rows.slots_of`.
     """
     return ((sequence + 1) * slots - 1) // sequences
 
@@ -37,23 +37,23 @@ def slot_of(sequence: int, sequences: int, slots: int) -> int:
 def blocks_of(position: Array) -> list[Array]:
     """Return the rows of each block of 128 positions, in order; position [rows] rises. Kernel: `make_blocks`.
 
-    Positions bound the blocks, not counted rows: leaving rows out moves no bound.
+    A block is a range of positions, not of rows, so missing rows do not move its bounds.
     """
     block = position // BLOCK
     return [np.flatnonzero(block == b) for b in np.unique(block)]
 
 
 def weight_addends(dy: Array, x: Array, position: Array) -> Addends:
-    """Rule 2 for a matrix: dW[n, k] = sum_t dy[t, n] x[t, k], one chain by rising position for each block.
+    """Compute rule 2 for a matrix: dW[n, k] = sum_t dy[t, n] x[t, k], one chain by rising position for each block.
 
     dy [rows, N], x [rows, K]; each addend [N, K]. An expert's rows are the tokens that chose it; a sequence without
-    such tokens adds nothing. Kernel: `weight_gradient`.
+    tokens of the expert adds nothing. Kernel: `weight_gradient`.
     """
     return [(EVERYWHERE, chain(dy[rows].T, x[rows].T)) for rows in blocks_of(position)]
 
 
 def column_addends(dy: Array, x: Array | None, position: Array) -> Addends:
-    """Rule 2 for biases and norms: db[c] = sum_t dy[t, c], or dw[c] = sum_t dy[t, c] x[t, c].
+    """Compute rule 2 for biases and norms: db[c] = sum_t dy[t, c], or dw[c] = sum_t dy[t, c] x[t, c].
 
     Each block is summed in float64, term by term, and rounded once: the terms of a norm's weight may be far larger than
     their sum. dy and x are [rows, C], or [rows, heads, C]: then the heads of a row follow one another. Each addend is
@@ -70,7 +70,7 @@ def column_addends(dy: Array, x: Array | None, position: Array) -> Addends:
 
 
 def row_addends(dx: Array, ids: Array) -> Addends:
-    """Rule 2 for a table: d table[id] = sum of dx[t] over the rows t with this id, row by row, without blocks.
+    """Compute rule 2 for a table: d table[id] = sum of dx[t] over the rows t with this id, row by row, without blocks.
 
     dx [rows, H], ids [rows]; each addend [H] goes to one row of the table. Kernel: `table_gradient`.
     """
@@ -78,7 +78,7 @@ def row_addends(dx: Array, ids: Array) -> Addends:
 
 
 def slot_sums(shape: tuple[int, ...], sequences: Sequence[Addends], slots: int) -> list[Array]:
-    """Add each sequence's addends to the sum of its slot, one after the other from +0; `slots` sums of this shape."""
+    """Return `slots` sums of this shape: add each sequence's addends to the sum of its slot, one by one from +0."""
     sums = [np.zeros(shape, F) for _ in range(slots)]
     for index, addends in enumerate(sequences):
         total = sums[slot_of(index, len(sequences), slots)]
@@ -90,7 +90,7 @@ def slot_sums(shape: tuple[int, ...], sequences: Sequence[Addends], slots: int) 
 def join_slots(sums: Sequence[Array]) -> Array:
     """Join the slots as ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). Kernels: `close_slots`, `join_sums`.
 
-    P processes hold slots / P consecutive slots each, join them, and then join the processes in the same way.
+    Each of P processes has slots / P consecutive slots, and joins them; then the processes are joined in the same way.
     """
     while len(sums) > 1:
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]

@@ -1,4 +1,4 @@
-"""Linear layers: the product of rule 1 and a bias, and their gradients by rules 1 and 2."""
+"""Compute linear layers: the product of rule 1 and a bias, and their gradients by rules 1 and 2."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def linear_backward(grads: Contributions, name: str, matrix: Matrix, dy: Array, 
     Kernel: `linear_backward`.
 
     Args:
-        grads: gets the addends.
-        name: of the matrix, a prefix in `grads`.
+        grads: receives the addends.
+        name: name of the matrix, a prefix in `grads`.
         matrix: w [N, K], bias [N].
         dy: [T, N].
         x: [T, K].
-        position: [T].
+        position: [T], position of each row.
     """
     grads[f"{name}.w"] = weight_addends(dy, x, position)
     if matrix.bias is not None:

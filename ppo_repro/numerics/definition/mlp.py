@@ -1,4 +1,4 @@
-"""The MLP of a layer, or of one expert: up, activation, down. Products follow rule 1, the activation rule 5."""
+"""Compute the MLP of a layer, or of one expert: up, activation, down. Products follow rule 1, the activation rule 5."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppo_repro.numerics.definition.rows import activate
 
 @dataclass(frozen=True)
 class Mlp:
-    """Rows x [rows, H], `up` before the activation [rows, I or 2 I], `act` after it [rows, I]."""
+    """Intermediate results of an MLP: x [rows, H], `up` [rows, I or 2 I], and `act` [rows, I] after the activation."""
 
     x: Array
     up: Array
@@ -27,7 +27,7 @@ def mlp(model: Model, up: Matrix, down: Matrix, x: Array) -> tuple[Array, Mlp]:
     """Compute down(act(up x)), or down(act(gate x) (up x)) if gated. Kernel: `mlp_forward`.
 
     Args:
-        model: activation, gate, roundings on purpose.
+        model: activation, gate, deliberate roundings.
         up: [I, H], or gate and up [2 I, H].
         down: [H, I].
         x: [T, H].
@@ -58,14 +58,14 @@ def mlp_backward(
     Without gate: d act'(up). Kernel: `activation_backward_row`.
 
     Args:
-        grads: gets the addends of weights and biases.
-        names: of up and down, prefixes in `grads`.
+        grads: receives the addends of weights and biases.
+        names: names of up and down, prefixes in `grads`.
         model: activation, gate.
-        up: as in `mlp`.
-        down: likewise.
+        up: [I, H], or gate and up [2 I, H].
+        down: [H, I].
         dy: [T, H].
-        of: what `mlp` computed.
-        position: [T].
+        of: the result of `mlp`.
+        position: [T], position of each row.
     """
     d = linear_backward(grads, names[1], down, dy, of.act, position)
     if model.gated:

@@ -1,4 +1,4 @@
-"""A transformer as arrays: what the other files of the definition compute with. Every model family is such data."""
+"""Describe a transformer of any family as arrays, which the other files of the definition use."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer below its head. Head h of queries is columns q_at + h q_step .. + head_dim - 1 of a row of qkv."""
+    """Transformer below its head. Head h of queries has columns q_at + h q_step .. + head_dim - 1 of a row of qkv."""
 
     heads: int
     kv_heads: int
@@ -82,7 +82,7 @@ class Model:
 
 
 def parameters(model: Model) -> dict[str, Array]:
-    """Return every trained array of a model by its path, such as `layers.0.qkv.bias` or `layers.1.expert_up.3.w`."""
+    """Return every trained array of a model by its path, for example `layers.1.expert_up.3.w`."""
     found: dict[str, Array] = {}
 
     def walk(part: object, path: str) -> None:

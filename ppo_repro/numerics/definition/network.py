@@ -1,7 +1,7 @@
-"""A decoder-only language model, forward and backward, for one sequence; and the gradients of a minibatch.
+"""Compute a decoder-only language model, forward and backward, for one sequence; and the gradients of a minibatch.
 
 Start here to follow a token: `forward` embeds it and runs the layers, `backward` turns the gradient of the hidden
-states into what one sequence adds to each parameter, `gradients` sums these addends over a minibatch (rule 2).
+states into one sequence's addends for each parameter, and `gradients` sums these addends over a minibatch (rule 2).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Activations:
 
 
 def embed(model: Model, ids: Array) -> Array:
-    """Look up rows of the embedding, times its scale, + rows of learned positions; [T, H]. Kernel: `embedding_row`."""
+    """Return rows of the embedding times its scale, plus rows of learned positions; [T, H]. Kernel: `embedding_row`."""
     x = model.embedding[ids] * F(model.embedding_scale)
     if model.positions is not None:
         x = x + model.positions[: len(ids)]
@@ -78,10 +78,10 @@ def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Ac
 
 
 def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
-    """Return what one sequence adds to the gradient of every parameter; d_hidden [T, H]. Kernel: `model_backward`.
+    """Return one sequence's addends to the gradient of every parameter; d_hidden [T, H]. Kernel: `model_backward`.
 
-    With d the gradient of a layer's output: d2 = d + norm2's; attention gets d2, or d if parallel; d2 + norm1's is the
-    gradient of its input.
+    With d the gradient of a layer's output: d2 = d + the gradient through norm2; attention receives d2, or d if
+    parallel; d2 + the gradient through norm1 is the gradient of the layer's input.
     """
     grads: Contributions = {}
     position = np.arange(len(of.ids))
@@ -110,15 +110,16 @@ def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
 def gradients(
     model: Model, sequences: Sequence[Activations], d_hidden: Sequence[Array], slots: int = 8
 ) -> dict[str, Array]:
-    """Rule 2: the gradient of every parameter for a minibatch, by its path.
+    """Compute rule 2: the gradient of every parameter for a minibatch, by the parameter's path.
 
-    A sequence that gives a parameter no addend (an expert that none of its tokens chose) leaves the slot's sum as is.
+    A sequence without an addend for a parameter (an expert that none of its tokens chose) does not change the slot's
+    sum.
 
     Args:
         model: the weights.
-        sequences: what the forward pass of each computed.
-        d_hidden: [T, H] of each.
-        slots: a power of two.
+        sequences: the result of `forward` for each sequence.
+        d_hidden: [T, H] for each sequence, gradients of its hidden states.
+        slots: number of slots, a power of two.
     """
     parts = [backward(model, of, d) for of, d in zip(sequences, d_hidden, strict=True)]
     return {

@@ -1,4 +1,4 @@
-"""Rules 3 and 6: the norm of all gradients, and AdamW."""
+"""Compute rules 3 and 6: the norm of all gradients, and AdamW."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ NORM_BLOCK = 4096
 
 
 def sum_of_squares(gradient: Array, block: int = NORM_BLOCK) -> float:
-    """Rule 3: sum g^2 in float64, blocks of 4,096 elements by 16 lanes, added in order. Kernel: `gradient_squares`."""
+    """Compute rule 3: sum g^2 in float64, in blocks of 4,096 elements by 16 lanes, added in order.
+
+    Kernel: `gradient_squares`.
+    """
     flat, total = gradient.reshape(-1), 0.0
     for start in range(0, len(flat), block):
         part = flat[start : start + block]
@@ -24,7 +27,7 @@ def sum_of_squares(gradient: Array, block: int = NORM_BLOCK) -> float:
 
 
 def global_norm(gradients: Sequence[Array]) -> float:
-    """Rule 3: the root of the sum of squares over tensors, in order; float64."""
+    """Compute rule 3: the root of the sum of squares over tensors, in order; float64."""
     total = 0.0
     for gradient in gradients:
         total += sum_of_squares(gradient)
@@ -32,7 +35,10 @@ def global_norm(gradients: Sequence[Array]) -> float:
 
 
 def power(base: float, exponent: int) -> float:
-    """Multiply base^(2^i) for each bit i of the exponent, from the lowest; float64. Computed in `optimizer.power`."""
+    """Return base^exponent, float64: multiply base^(2^i) for each set bit i, from the lowest.
+
+    The package computes it in `numerics.optimizer.power`.
+    """
     result = 1.0
     for bit in reversed(f"{exponent:b}"):
         if bit == "1":
@@ -43,7 +49,7 @@ def power(base: float, exponent: int) -> float:
 
 @dataclass(frozen=True)
 class Settings:
-    """AdamW's constants; `max_grad_norm` 0: gradients are not clipped."""
+    """Constants of AdamW; with `max_grad_norm` 0, gradients are not clipped."""
 
     learning_rate: float
     beta1: float
@@ -55,7 +61,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Moments:
-    """A parameter p and AdamW's moments m and v, float32 of one shape."""
+    """Parameter p and AdamW's moments m and v, float32 of one shape."""
 
     p: Array
     m: Array
@@ -63,17 +69,17 @@ class Moments:
 
 
 def adamw(of: Moments, gradient: Array, s: Settings, norm: float, step: int) -> Moments:
-    """Rule 6: AdamW with decoupled weight decay after clipping to the norm. Kernel: `adamw`.
+    """Compute rule 6: AdamW with decoupled weight decay, after clipping to the norm. Kernel: `adamw`.
 
-    g = clip gradient, m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2,
-    p = (1 - lr wd) p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps), elementwise in float32.
-    Every constant is computed in float64 and rounded once. Loshchilov and Hutter, 2019.
+    g = clip gradient, m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p = (1 - lr wd) p - lr / (1 - b1^t) m / (sqrt(v)
+    / sqrt(1 - b2^t) + eps), elementwise in float32. Every constant is computed in float64 and rounded once. Loshchilov
+    and Hutter, 2019.
 
     Args:
         of: p, m and v before the step.
-        gradient: of the shape of p.
+        gradient: gradient of p, of the shape of p.
         s: b1, b2, eps, lr, wd and the largest norm.
-        norm: of the gradients of all parameters, float64.
+        norm: norm of the gradients of all parameters, float64.
         step: t, from 1 on.
     """
     clip = 1.0 if s.max_grad_norm == 0 else min(1.0, s.max_grad_norm / (float(F(norm)) + 1e-6))

@@ -1,7 +1,7 @@
-"""Rule 1, product: y[m, n] = sum_k x[m, k] w[n, k] in chains of 128 terms.
+"""Compute rule 1, the product: y[m, n] = sum_k x[m, k] w[n, k] in chains of 128 terms.
 
-Rules 2 and 4 use the same chains. No sum is -0, because every chain starts at +0. So a kernel may leave out a term that
-is zero, and padding, masked keys and ragged tiles change no bit.
+Rules 2 and 4 use the same chains. No sum is -0, because every chain starts at +0. So a kernel may leave out zero terms,
+and padding, masked keys and ragged tiles change no bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def chain(x: Array, w: Array) -> Array:
 
 
 def product(x: Array, w: Array) -> Array:
-    """Rule 1: y = y + chain for each 128 terms, in order from y = +0; shapes as in `chain`. Kernel: `linear`."""
+    """Compute rule 1: y = y + chain of each 128 terms, in order from y = +0.
+
+    [.., M, K], [.., N, K] -> [.., M, N]. Kernel: `linear`.
+    """
     y = np.zeros((*x.shape[:-1], w.shape[-2]), F)
     for start in range(0, x.shape[-1], BLOCK):
         k = slice(start, start + BLOCK)

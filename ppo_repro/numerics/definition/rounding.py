@@ -1,4 +1,4 @@
-"""Rounding on purpose to other number formats (`mismatch.sampler.precision`)."""
+"""Round deliberately to other number formats (`mismatch.sampler.precision`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOATS = {
 
 @dataclass(frozen=True)
 class Rounding:
-    """Formats that a model rounds to: results of operations, inputs of linear layers, keys and values."""
+    """Formats to which a model rounds: results of operations, inputs of linear layers, keys and values."""
 
     activations: str = "float32"
     inputs: str = "float32"
@@ -27,7 +27,7 @@ class Rounding:
 
 
 def nearest(form: str, x: Array) -> Array:
-    """Return the nearest number of a format, ties to even; beyond its range infinity or, in 8 bits, the largest number.
+    """Return the nearest number of a format, ties to even; beyond its range infinity, or in 8 bits the largest number.
 
     Kernel: `round_float`.
     """

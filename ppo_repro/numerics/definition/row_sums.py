@@ -1,4 +1,7 @@
-"""Rule 3, sum of a row: 16 lanes in float64, joined by halves. Norms, softmax and dot products use it."""
+"""Compute rule 3, the sum of a row: 16 lanes in float64, joined by halves.
+
+Norms, softmax and dot products use rule 3.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,10 @@ LANES = 16
 
 
 def row_sum(a: Array, b: Array | None = None) -> Array:
-    """Rule 3: sum_i a[.., i] b[.., i] before rounding, float64 [..]; without b sum_i a[.., i].
+    """Compute rule 3: sum_i a[.., i] b[.., i], or without b sum_i a[.., i]; float64 [..], not yet rounded.
 
-    Lane l adds i = l, l + 16, .. in order. Then the upper half of the lanes is added to the lower half until one
-    is left.
-    Kernels: `dot_rows`, `sum_row`, `join_lanes`.
+    Lane l adds i = l, l + 16, .. in order. Then the upper half of the lanes is added to the lower half until one is
+    left. Kernels: `dot_rows`, `sum_row`, `join_lanes`.
     """
     terms = a.astype(D) if b is None else a.astype(D) * b.astype(D)
     lanes = np.zeros((*terms.shape[:-1], LANES), D)

@@ -1,4 +1,4 @@
-"""Rule 5 on rows: norms, rotary positions, activations. Their sums follow rule 3, the gradients of weights rule 2."""
+"""Compute rule 5 on rows: norms, rotary positions, activations. Sums follow rule 3, gradients of weights rule 2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppo_repro.numerics.definition.row_sums import row_mean, row_sum
 
 @dataclass(frozen=True)
 class Normed:
-    """A norm's y [.., C]; for the backward pass x_hat [.., C], y without weights, and r [.., 1], the factor of x."""
+    """Result y [.., C] of a norm; for the backward pass x_hat [.., C], y without weights, and the factor r [.., 1]."""
 
     y: Array
     x_hat: Array
@@ -24,7 +24,7 @@ class Normed:
 
 
 def norm_factor(kind: str, weights: NormWeights) -> Array:
-    """Return the factor of x_hat: w, or 1 + w, rounded first."""
+    """Return the factor of x_hat: w, or float32(1 + w)."""
     return weights.w + F(1) if kind == "rms_offset" else weights.w
 
 
@@ -37,7 +37,7 @@ def norm(kind: str, x: Array, weights: NormWeights, eps: float) -> Normed:
         kind: `layer`, `rms` or `rms_offset`.
         x: [..., H].
         weights: w [H], and b [H] of a LayerNorm.
-        eps: rounded to float32.
+        eps: added to the mean square; first rounded to float32.
     """
     if kind == "layer":
         x = x - row_mean(x)
@@ -57,13 +57,13 @@ def norm_backward(
     Kernel: `norm_backward`.
 
     Args:
-        grads: gets the addends of the weights.
-        name: of the norm, a prefix in `grads`.
-        kind: as in `norm`.
-        weights: likewise.
+        grads: receives the addends of the weights.
+        name: name of the norm, a prefix in `grads`.
+        kind: `layer`, `rms` or `rms_offset`.
+        weights: w [H], and b [H] of a LayerNorm.
         dy: [T, H].
-        of: what `norm` computed.
-        position: [T].
+        of: the result of `norm`.
+        position: [T], position of each row.
     """
     grads[f"{name}.w"] = column_addends(dy, of.x_hat, position)
     if weights.b is not None:
@@ -82,7 +82,7 @@ def layer_norm(model: Model, x: Array, weights: NormWeights) -> Normed:
 def rotate(x: Array, cosine: Array, sine: Array) -> Array:
     """Rotate (a, b) -> (a c - b s, b c + a s), the two halves of the first R columns; x [T, heads, D], c [T, R / 2].
 
-    Products and sums are rounded one by one. Columns from R on stay. With -sine this is the backward pass.
+    Each product and each sum is rounded. Columns from R on stay. With -sine, the function is the backward pass.
 
     Kernel: `rotate`.
     """

@@ -1,4 +1,4 @@
-"""Rule 8, sampling: the token with the largest log-prob plus Gumbel noise, noise counted by seed, position, token."""
+"""Compute rule 8, sampling: the token with the largest log-prob + Gumbel noise of seed, position and token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ MASK = 0xFFFFFFFF
 
 
 def murmur3(data: bytes, seed: int = 0) -> int:
-    """MurmurHash3_x86_32 of bytes whose length is a multiple of 4. Kernels: `absorb`, `finish`. Appleby, 2011."""
+    """Return MurmurHash3_x86_32 of bytes whose length is a multiple of 4. Kernels: `absorb`, `finish`.
+
+    Appleby, 2011.
+    """
     h = seed
     for (word,) in struct.iter_unpack("<I", data):
         k = word * 0xCC9E2D51 & MASK
@@ -46,7 +49,7 @@ def gumbel_noise(seed: int, position: int, columns: Array) -> Array:
 
 
 def normal_noise(seed: int, position: int, columns: Array) -> Array:
-    """Normal noise sqrt(-2 ln u) cos(2 pi v), u, v = (h + 1/2) / 2^32 of hashes with first words 1 and 2; float64.
+    """Return normal noise sqrt(-2 ln u) cos(2 pi v), float64; u, v = (h + 1/2) / 2^32, h: hash with first word 1 or 2.
 
     Kernel: `normal_noise`. Box and Muller, 1958.
     """
@@ -78,12 +81,14 @@ def cut(scaled: Array, top_k: int, top_p: float) -> tuple[Array, Array, Array]:
 def sample(
     z: Array, seed: int, position: int, temperature: float, kept: tuple[Array, Array] | None
 ) -> tuple[int, np.float32]:
-    """Rule 8: the first v with the largest log p_v + noise of one row of logits, and log p_v. Kernel: `sample_row`.
+    """Compute rule 8: the first v with the largest log p_v + noise in one row of logits, and log p_v.
+
+    Kernel: `sample_row`.
 
     Args:
         z: logits [V].
-        seed: of the response.
-        position: of the token.
+        seed: seed of the response.
+        position: position of the token.
         temperature: above 0.
         kept: (eligible, column of the noise), [V] each; None: all tokens, each with its own id as its column.
     """

@@ -1,4 +1,4 @@
-"""Rows of logits: log-probs, entropies, divergences and their gradients. Sums over the vocabulary follow rule 3.
+"""Compute log-probs, entropies, divergences and their gradients from rows of logits. Sums over tokens follow rule 3.
 
 z float32 [n, V]; eligible bool [n, V], None: all tokens; results float32 unless a docstring says float64.
 """
@@ -15,7 +15,7 @@ from ppo_repro.numerics.definition.row_sums import row_sum
 
 @dataclass(frozen=True)
 class Softmax:
-    """shifted [n, V], e = exp(shifted) [n, V], 0 if not eligible; total, log_total and top [n, 1] float64."""
+    """Softmax of rows: shifted and e = exp(shifted) [n, V], 0 if ineligible; total, log_total, top [n, 1] float64."""
 
     shifted: Array
     e: Array
@@ -26,7 +26,7 @@ class Softmax:
 
 @quiet
 def softmax(z: Array, temperature: float, eligible: Array | None) -> Softmax:
-    """Shift z / temperature by the largest eligible one, and sum exp; p = e / total. Kernel: `row_softmax`."""
+    """Subtract the largest eligible z / temperature, and sum the exponentials; p = e / total. Kernel: `row_softmax`."""
     scaled = z / F(temperature)
     candidates = scaled if eligible is None else np.where(eligible, scaled, F(-np.inf))
     top = candidates.max(-1, keepdims=True) + F(0)  # never -0
@@ -37,7 +37,7 @@ def softmax(z: Array, temperature: float, eligible: Array | None) -> Softmax:
 
 
 def log_p(s: Softmax) -> Array:
-    """log p = shifted - log_total in float64, rounded once; [n, V]. Kernel: `log_prob`."""
+    """Return log p = shifted - log_total, computed in float64 and rounded once; [n, V]. Kernel: `log_prob`."""
     return (s.shifted.astype(D) - s.log_total).astype(F)
 
 
@@ -68,15 +68,15 @@ def statistics_gradient(
 ) -> Array:
     """Return ([v = target] d_logprob - p_v (d_logprob + d_entropy (shifted_v - mean))) / temperature, [n, V].
 
-    +0 in rows whose d_logprob and d_entropy are zeros of any sign. Kernel: `token_statistics_gradient`.
+    Rows whose d_logprob and d_entropy are zeros of any sign have +0. Kernel: `token_statistics_gradient`.
 
     Args:
-        z: as in `statistics`.
-        targets: likewise.
-        temperature: likewise.
-        eligible: likewise.
-        d_logprob: [n].
-        d_entropy: [n].
+        z: logits [n, V].
+        targets: [n], token ids.
+        temperature: above 0.
+        eligible: [n, V] bool, the tokens that cuts left; None: all.
+        d_logprob: [n], gradient of each log-prob.
+        d_entropy: [n], gradient of each entropy.
     """
     s = softmax(z, temperature, eligible)
     mean = expectation(s, s.shifted.astype(D)).astype(F)
@@ -114,7 +114,7 @@ def divergence_gradient(
         p_logits: [n, V].
         q_logits: [n, V].
         temperature: above 0.
-        eligible: as in `divergence`.
+        eligible: [n, V] bool, the tokens that cuts left; None: all.
         seed: [n], the gradient of each divergence.
     """
     p, q = softmax(p_logits, temperature, eligible), softmax(q_logits, temperature, eligible)

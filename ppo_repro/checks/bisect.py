@@ -77,7 +77,11 @@ class Op:
 
 @dataclass(frozen=True)
 class Bisection:
-    """Result of a bisection; `first_divergent_op` has an operation for each mode, "" if no bit differs."""
+    """Result of a bisection; `folder` holds the table of `ops`.
+
+    `first_divergent_op` maps each mode to the first operation that gives other bits in the cached decode than in the
+    training forward although its inputs are equal; "" if no operation does.
+    """
 
     folder: str
     first_divergent_op: dict[str, str]

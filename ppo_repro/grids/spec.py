@@ -50,7 +50,7 @@ class GridFile(Section):
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of one axis."""
+    """One value of one axis: its label, and the dotted fields that it sets."""
 
     axis: str
     label: str
@@ -59,10 +59,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a grid."""
+    """One run of a grid: a seed and one choice of each axis; `labels` maps each axis to the label of its choice."""
 
     name: str  # made of the labels and the seed
-    labels: Mapping[str, str]  # axis -> label
+    labels: Mapping[str, str]
     seed: int
     config: Config
 

@@ -116,7 +116,7 @@ class _Active:
         self.samples.append((drawn, row))
 
     def put_in(self, tokens: Sequence[int]) -> None:
-        """Append tokens of the environment, and begin another turn after them."""
+        """Append tokens that the environment wrote and the policy did not sample, and begin another turn after them."""
         self.tokens += tokens
         self.forced += [True] * len(tokens)
         self.turns.append([])

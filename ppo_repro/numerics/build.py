@@ -1,8 +1,8 @@
-"""Compiles the C kernels with the clang of ziglang: one library for each kind of CPU, all with the same bits.
+"""Compile the C kernels with the clang of ziglang: one library for each kind of CPU, all with the same bits.
 
-On Linux also the library that drives a CUDA card, and the PTX of its kernels (`build_ptx.py`).
+On Linux, also compile the library that drives a CUDA card, and the PTX of its kernels (`build_ptx.py`).
 
-`hatch_build.py` runs this file where ppo_repro is installed from source. Only the standard library is imported here.
+`hatch_build.py` runs this file when ppo_repro is installed from source. Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIBRARY_FLAGS = ("-shared", "-fPIC", "-fvisibility=hidden")
 
 
 class Variant(NamedTuple):
-    """A kind of CPU: what zig is told to compile for it, and the words of /proc/cpuinfo that it must have."""
+    """Kind of CPU: zig's flags for it, and the words that /proc/cpuinfo must have."""
 
     name: str
     flags: tuple[str, ...]
@@ -35,7 +35,7 @@ class Variant(NamedTuple):
 
 
 class Platform(NamedTuple):
-    """An operating system on one architecture: zig's target, the tag of its wheels, its variants, the fastest first."""
+    """Operating system on one architecture: zig's target, the tag of wheels, and the variants, the fastest first."""
 
     target: str
     tag: str
@@ -71,17 +71,17 @@ def digest() -> str:
 
 
 def file_name(variant: Variant) -> str:
-    """Return the name of the library of a variant, compiled from the sources as they are now."""
+    """Return the name of the library of a variant, compiled from the current sources."""
     return f"kernels-{variant.name}-{digest()}.so"
 
 
 def card_library_name() -> str:
-    """Return the name of the library that drives a card, compiled from the sources as they are now."""
+    """Return the name of the library that drives a card, compiled from the current sources."""
     return f"gpu-{digest()}.so"
 
 
 def ptx_name() -> str:
-    """Return the name of the PTX of the kernels of a card, likewise."""
+    """Return the name of the PTX of a card's kernels, compiled from the current sources."""
     return f"gpu-{digest()}.ptx"
 
 
@@ -103,9 +103,9 @@ def compiler_environment(spare: Path) -> dict[str, str]:
 
 
 def compile_variants(where: Platform, folder: Path, *more_flags: str) -> list[Path]:
-    """Compile the libraries of a platform's variants into a folder, all at once; RuntimeError if one fails.
+    """Compile the libraries of a platform's variants into a folder, in parallel. Raises RuntimeError if one fails.
 
-    A library replaces one of the same name as a whole: a process may have the old one loaded.
+    A library replaces an older one of the same name atomically, because a process may have the older one loaded.
     """
     with tempfile.TemporaryDirectory(dir=folder) as new:
         environment, running = compiler_environment(Path(new) / "zig"), []
@@ -122,7 +122,10 @@ def compile_variants(where: Platform, folder: Path, *more_flags: str) -> list[Pa
 
 
 def compile_card(where: Platform, folder: Path) -> list[Path]:
-    """Compile what a CUDA card needs into a folder, nothing on macOS; RuntimeError if it fails."""
+    """Compile the library and the PTX for a CUDA card into a folder; on macOS do nothing.
+
+    Raises RuntimeError if it fails.
+    """
     if "linux" not in where.target or not _PTX.exists():
         return []
     with tempfile.TemporaryDirectory(dir=folder) as new:

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a GPU to PTX, with the compiler of the CPU's libraries: no card, no CUDA toolkit.
+"""Compile the kernels of a GPU to PTX with the compiler of the CPU's libraries, without a card or a CUDA toolkit.
 
 PTX is text. The driver of any NVIDIA card from sm_80 on compiles it when it is loaded. Only the standard library is
 imported here.
@@ -24,13 +24,13 @@ IGNORED = "argument unused during compilation"  # zig passes options of CPUs to 
 
 
 def with_bounds(ptx: str) -> str:
-    """Write the most threads of a block into each kernel, for which C has no words: registers are shared out by it."""
+    """Write the largest number of threads per block into each kernel; it limits registers, and C cannot express it."""
     entry = re.compile(r"(\.visible \.entry \w+\([^)]*\))[^{]*\{")
     return entry.sub(rf"\1\n.maxntid {THREADS}, 1, 1\n{{", ptx)
 
 
 def compile_ptx(source: Path, out: Path, environment: Mapping[str, str], *more_flags: str) -> None:
-    """Compile a C file to PTX; RuntimeError with what the compiler says if there is an error or a warning."""
+    """Compile a C file to PTX. Raises RuntimeError, with the compiler's output, if there is an error or a warning."""
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         new = Path(folder) / out.name
         command = [

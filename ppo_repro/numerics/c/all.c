@@ -2,7 +2,7 @@
 // "definition: rows.norm" is the function `norm` of ../definition/rows.py, which computes the same bits. All
 // functions are static: one compiler sees all. To begin, read interface.h, then tiles.c, then model.c.
 //
-// Where is a sum, so that its order is a rule?
+// Which operations are sums, so that their order is a rule?
 //   rule 1  products, gradients of inputs         tile in tiles.c
 //   rule 2  gradients of weights                  chain_block and close_slots in gradients.c
 //           of norm weights and biases            column_chain and column_sums_task in gradients.c
@@ -23,7 +23,7 @@
 #include "kernels.h"
 
 // the machine
-#include "memory.c"      // what happens without memory
+#include "memory.c"      // the error without memory
 #include "scratch.c"     // memory that is kept from call to call
 #include "threads.c"     // a pool of threads
 #include "operations.c"  // row functions and the two memories on a CPU, see operations.h
@@ -40,7 +40,7 @@
 #include "gradients.c"  // gradients of weights, biases, embeddings: sums over tokens
 #include "attention.c"  // attention over a cache, and its gradients
 
-// what is left outside the model
+// operations outside the model
 #include "tokens.c"     // rows of logits: probabilities, sampling
 #include "optimizer.c"  // the join of gradients, their norm, AdamW
 
@@ -50,6 +50,6 @@
 #include "heads.c"     // queries, keys and values on their way to attention
 #include "experts.c"   // mixtures of experts
 #include "model.c"     // the forward and the backward pass
-#include "validity.c"  // what the kernels need of a model
+#include "validity.c"  // the rules that a model must follow
 
 #include "checks.c"  // the known answer

@@ -13,7 +13,7 @@
 //   dq    = scale (sum of ds key)                 in blocks of 128 key positions
 //   dk    = scale (sum of ds q), dv = sum of p d  in blocks of 128 query positions, a group's heads in order
 //
-// Keys that a query does not see are terms of zero, which rule 1 lets stand: no bit depends on where a loop
+// Keys that a query does not see are terms of zero, which rule 1 allows: no bit depends on where a loop
 // ends.
 #include "kernels.h"
 
@@ -193,7 +193,7 @@ static void add_queries_to_keys(const float *x, long ld, int query0, int query1,
 // One key head of one sequence, whose tokens all are in the batch
 typedef struct {
   int first;                  // its first row in the batch
-  const float *key_panels;    // as in the cache
+  const float *key_panels;    // in the layout of the cache
   const float *key_rows;      // turned, see above
   const float *value_panels;  // turned
   float *dk;                  // a row of dk and of dv for each position, `row` apart

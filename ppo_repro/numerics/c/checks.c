@@ -1,4 +1,4 @@
-// What the first use of the library checks: the CPU's state, and a known answer. The known answer is a digest
+// Checks at the first use of the library: the CPU's state, and a known answer. The known answer is a digest
 // of all that two small models compute, forward and backward; a library that computes anything else is
 // refused (library.py).
 #include "kernels.h"
@@ -165,7 +165,7 @@ static void make_model(Plan *plan, WhichModel which, SomeModel *of) {
 
 // -------------------------------------------------------------------------------------------- a known answer
 
-// Where each token is, and what follows it
+// Position of each token, and its next token
 typedef struct {
   int ids[TOKENS];
   int position[TOKENS];

@@ -1,6 +1,6 @@
 // Mixtures of experts in place of an MLP. Rule 7: a token goes to the experts with the largest router logits,
 // of equal ones to the lower index. Weights p = exp(z - top) / (sum by rule 3), over the token's experts
-// where `normalised`, else over all. The result is a chain fma(p, y, sum) from +0 over the token's experts by
+// if `normalised`, else over all. The result is a chain fma(p, y, sum) from +0 over the token's experts by
 // rising index.
 //
 // Forward:  1 router logits, 2 routes and weights, 3 rows in the order of experts, 4 up, 5 act, 6 down,
@@ -13,7 +13,7 @@
 // ---------------------------------------------------------------------------------- routes and their weights
 
 // definition: experts.softmax. p [n] = softmax of z over the experts of[0] .. of[n - 1], or over 0 .. n - 1
-// where `of` is NULL
+// if `of` is NULL
 INLINE void routing_weights(const float *z, const int *of, int n, float *p) {
   LANE_VALUES(float, tops, z[of ? of[0] : 0]);
   IN_LANES(i, n, {
@@ -52,8 +52,8 @@ typedef struct {
   int normalised;
   NumberFormat format;
   int given_step;       // integers from a token's routes to the next token's in `given` and `seen`
-  const int *given;     // routes of this layer that are given; NULL: the router chooses
-  int *seen;            // where routes go too, or NULL
+  const int *given;     // routes of this layer to replay; NULL: the router chooses
+  int *seen;            // receives the routes too, or NULL
   const float *router;  // [tokens][experts]
   int *route;           // [tokens][chosen]
   float *weights;       // [tokens][chosen]
@@ -212,10 +212,10 @@ ROW(add_experts_row, AddExperts) {
 }
 
 // ===================================================================================================== calls
-// What follows runs on the host, see operations.h.
+// The code below runs on the host, see operations.h.
 #ifndef GPU_KERNELS
 
-// The rows of experts: those of expert e are start[e] .. start[e + 1] - 1, by rising token
+// The rows of experts: the rows of expert e are start[e] .. start[e + 1] - 1, by rising token
 typedef struct {
   int *start;                   // host: [experts + 2]
   int *token;                   // host: [rows], the token of each row

@@ -7,7 +7,7 @@
 //
 // One element of a gradient thus has `parts`: part 0 is the present slot's sum, part i + 1 a subtree of 2^i
 // slots. Each task below takes a tile of elements through the whole batch: it loads the parts that an earlier
-// backward pass left, adds its blocks, and stores what is open. No other task touches these elements.
+// backward pass left, adds its blocks, and stores the open sum. No other task touches these elements.
 #include "kernels.h"
 
 // Sizes that change no bit
@@ -37,7 +37,7 @@ INLINE void close_slots(float *restrict parts, int from, int to, const int n) {
 
 INLINE int parts_of(const Sums *s) { return s->levels + 2; }
 
-// Whether part 0, or part i + 1, lies in memory between two passes, when slot `slot` is next or is open
+// Returns whether part 0, or part i + 1, is in memory between two passes, when slot `slot` is next or is open
 INLINE int part_waits(int part, int slot, int open) { return part ? (slot >> (part - 1)) & 1 : open; }
 
 // The elements of a gradient that one task computes: `rows` rows of `cols` <= 16, `ld` apart, the first at
@@ -75,7 +75,7 @@ INLINE void store_parts(const Sums *s, Elements e, const float *parts, const int
 
 // ---------------------------------------------------------------------------------------------------- blocks
 
-// Whether block i is the last of its slot
+// Returns whether block i is the last of its slot
 INLINE int ends_slot(const Blocks *b, int i) { return b->slot[i + 1] != b->slot[i]; }
 
 // -------------------------------------------------------------------------------------- gradient of a matrix

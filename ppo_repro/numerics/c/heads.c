@@ -132,7 +132,7 @@ typedef struct {
   const float *qkv;  // [tokens][qkv_width]
   const float *q_r;
   const float *k_r;
-  float *d_qkv;  // [tokens][qkv_width], of normed queries and keys; gets those of queries and keys
+  float *d_qkv;  // [tokens][qkv_width], of normed queries and keys; receives gradients of queries and keys
 } HeadNormsBackward;
 
 INLINE void norm_heads_backward(const Model *m, const float *w, const float *x, int heads, const float *r,
@@ -155,10 +155,10 @@ ROW(head_norms_backward_row, HeadNormsBackward) {
 }
 
 // ===================================================================================================== calls
-// What follows runs on the host, see operations.h.
+// The code below runs on the host, see operations.h.
 #ifndef GPU_KERNELS
 
-// What attention takes of layer `index`, see attention.c
+// Returns the arguments of attention from layer `index`, see attention.c
 static Heads heads_of(const Pass *pass, int index, const Saved *s) {
   const Model *m = pass->m;
   const long cache = (long)index * m->kv_heads * pass->b->capacity * m->head_dim;
@@ -215,7 +215,7 @@ static void head_norm_gradient(const Model *m, const NormWeights *w, const Saved
   column_sums(of, blocks, w->grad);
 }
 
-// From gradients of rotated queries (dq), of rotated keys and of values (d_qkv) to those of the rows of qkv
+// From gradients of rotated queries (dq), of rotated keys and of values (d_qkv) to gradients of qkv's rows
 // (d_qkv), and the gradients of norms of heads
 static void heads_step_backward(const Pass *pass, const Layer *l, const Saved *s, const float *dq,
                                 const Blocks *blocks, float *d_qkv) {

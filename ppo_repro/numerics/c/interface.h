@@ -18,11 +18,11 @@ typedef enum { QK_NORM_NONE, QK_NORM_HEAD, QK_NORM_WHOLE } QkNormKind;
 // rows.c has their functions
 typedef enum { ACT_SILU, ACT_GELU, ACT_GELU_TANH } ActivationKind;
 
-// What a forward pass keeps for its backward pass: nothing, where there is none; the inputs of layers, from
+// Memory that a pass keeps for its backward pass: nothing, if there is none; the inputs of layers, from
 // which the backward pass computes everything else again; all that the backward pass needs
 typedef enum { KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL } Keep;
 
-// Formats of rounding on purpose (rounding.c); FLOAT32 does not round
+// Formats of deliberate rounding (rounding.c); FLOAT32 does not round
 typedef enum {
   FORMAT_FLOAT32,
   FORMAT_BFLOAT16,
@@ -42,7 +42,7 @@ enum { MAX_LAYERS = 1024, MAX_WIDTH = 1048576, MAX_VOCABULARY = 16777216, MAX_EX
 
 // A linear layer y = x w^T + bias
 typedef struct {
-  const float *w;     // [n][k], or [k][n] where `transposed`
+  const float *w;     // [n][k], or [k][n] if `transposed`
   const float *bias;  // [n], or NULL
   float *panels;      // panel_floats(n, k) floats, which `pack` fills: [ceil(n / 16)][k][16]; on a GPU none
   long grad;          // offset of the gradient of w; -1: not trained
@@ -83,7 +83,7 @@ typedef struct {
   Matrix out;
   Matrix up;                   // with gates [2 mlp]: the gates first
   Matrix down;
-  Matrix router;               // only where there are experts
+  Matrix router;               // only with experts
   const Matrix *expert_up;     // [experts]; NULL: the layer has one MLP, and no experts
   const Matrix *expert_down;   // [experts]
   int window;                  // keys that a query sees, itself included; 0: all
@@ -108,7 +108,7 @@ typedef struct {
   int chosen;                      // experts that a token goes to
   int normalised;                  // routing weights are a softmax over the chosen experts, not over all
   int mixtures;                    // layers with experts
-  int q_at;                        // queries in a row of qkv: where the first begins
+  int q_at;                        // first column of the queries in a row of qkv
   int q_step;                      // and their distance
   int k_at;
   int k_step;
@@ -145,8 +145,8 @@ typedef struct {
   float *keys;          // [layers][kv_heads][capacity / 16][head_dim][16]
   float *values;        // [layers][kv_heads][capacity][head_dim]
   long capacity;
-  const int *routes;    // [tokens][mixtures][chosen] experts that are given, rising; NULL: routers choose
-  int *seen;            // [tokens][mixtures][chosen]: where the experts go; or NULL
+  const int *routes;    // [tokens][mixtures][chosen] experts to replay, rising; NULL: routers choose
+  int *seen;            // [tokens][mixtures][chosen]: receives the experts; or NULL
 } Batch;
 
 // ------------------------------------------------------------------------------------- rows of logits [n][v]
@@ -155,7 +155,7 @@ typedef struct {
 typedef struct {
   double top;        // the largest z / temperature
   double total;      // sum of e = exp(shifted), shifted = z / temperature - top
-  double log_total;  // ln total; NaN where a shifted logit is not finite
+  double log_total;  // ln total; NaN if a shifted logit is not finite
   double mean;       // of Statistics.rows: sum of e shifted / total; of Divergence.p: the mean of
                      // shifted_p - shifted_q; of others 0
 } Softmax;
@@ -287,7 +287,7 @@ void copy_prefix(const Model *m, float *keys, float *values, long capacity, long
 // validity.c: NULL, or "FIELD: RULE" for a model that breaks a rule on which the kernels rely
 const char *model_fault(const Model *m);
 
-// tokens.c: an int is 0 where a row of logits is not finite
+// tokens.c: an int is 0 if a row of logits is not finite
 int token_statistics(const Statistics *a);
 void token_statistics_gradient(const Statistics *a);
 int kl_divergence(const Divergence *a);

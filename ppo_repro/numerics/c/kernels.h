@@ -1,4 +1,4 @@
-// What the kernels share: sizes of tiles, memory, threads, and blocks of rows.
+// Definitions that the kernels share: sizes of tiles, memory, threads, and blocks of rows.
 //
 // Every output element is one chain of operations, each rounded once (+ - * / sqrt fma), in one written order
 // that depends on that element alone: the rules of ../README.md, stated as functions of NumPy in
@@ -103,7 +103,7 @@ static void sum_table_rows(const TableGradient *of);
 
 // ---------------------------------------------------------------------------------------------- attention.c
 
-// What attention takes of one layer
+// Arguments of attention from one layer
 typedef struct {
   const Model *m;
   const Batch *b;          // its integers lie on the host

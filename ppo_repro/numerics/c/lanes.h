@@ -6,7 +6,7 @@
 //   ROW(name, Struct) { .. }        a row function for for_rows: `a` is the struct, `row` the index of the
 //                                   row, `memory` the floats that for_rows_with_memory gives it
 //   EACH(i, n) ..                   a loop over [0, n) whose iterations are independent
-//   EACH_OF_MANY(i, n) ..           the same where n is large
+//   EACH_OF_MANY(i, n) ..           the same if n is large
 //   SHARE(i, n) ..                  a loop over [0, n) that the lanes share; local variables are each lane's
 //   IN_LANES(i, n, ..)              the loop of rule 3: lane l takes the elements l, l + 16, .. in this order
 //   LANE_VALUES(type, name, start)  one number for each lane, in IN_LANES called LANE(name)
@@ -115,7 +115,7 @@ INLINE uint32_t largest_bits(const uint32_t *lane) {
   return top;
 }
 
-// What the lanes found in a loop that they share: the largest score, and the first element that has it
+// Result of the lanes in a loop that they share: the largest score, and the first element that has it
 typedef struct {
   double score;
   int element;
@@ -123,7 +123,7 @@ typedef struct {
 
 INLINE Best best_of_lanes(Best own) { return own; }
 
-// Whether all lanes found that a condition holds
+// Returns whether a condition holds in all lanes
 INLINE int all_of_lanes(int own) { return own; }
 
 // ----------------------------------------------------------------------------------------------------- loads

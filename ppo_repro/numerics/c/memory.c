@@ -1,4 +1,4 @@
-// Memory of the host. Where the system gives none, the process ends with one line on standard error and
+// Memory of the host. If the system has none, the process ends with one line on standard error and
 // status 2. A kernel has no way back, and a run that ends here goes on from its last checkpoint like one that
 // was killed.
 #include <stdarg.h>

@@ -136,7 +136,7 @@ int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float 
 }
 
 // From d_hidden [tokens][hidden], the gradient of the hidden states, to the gradients of all parameters,
-// which are added to `sums`. `kept` and `keep` are those of the forward pass.
+// which are added to `sums`. `kept` and `keep` are from the forward pass.
 void model_backward(const Model *m, const Batch *b, float *kept, Keep keep, const float *d_hidden,
                     const Sums *sums) {
   const Pass pass = pass_over(m, b);

@@ -15,13 +15,14 @@
 #include "interface.h"
 #pragma GCC visibility pop
 
-// ---- what sums over tokens take, on a CPU and on a GPU
+// ---- arguments of sums over tokens, on a CPU and on a GPU
 
-// Whether a pass ends a minibatch: then the last part of each sum is the tree of all slots, and the gradient.
+// Returns whether a pass ends a minibatch: then the last part of each sum is the tree of all slots, and the
+// gradient.
 INLINE int is_whole(const Sums *s) { return s->last == 1 << s->levels; }
 
 // Columns of which each row t has `each` groups, e.g. of the weight of a norm. Their gradient is
-//   dw[c] = sum over t and e of dy[t][e][c] x[t][e][c] r[t][e], or of dy[t][e][c] where x is NULL
+//   dw[c] = sum over t and e of dy[t][e][c] x[t][e][c] r[t][e], or of dy[t][e][c] if x is NULL
 // With `mean`, x[t][e][c] - mean[t][e] stands for x[t][e][c].
 typedef struct {
   const float *dy;

@@ -1,4 +1,4 @@
-// What follows the backward passes of a step, in this order: the join of the slots' gradients, the norm of
+// Operations after the backward passes, in this order: the join of the slots' gradients, the norm of
 // all gradients, AdamW. A tensor of n numbers is computed as rows of 4,096; the last one may be shorter.
 #include "operations.h"
 
@@ -77,7 +77,7 @@ ROW(adamw_row, Adamw) {
 }
 
 // ===================================================================================================== calls
-// What follows runs on the host, see operations.h.
+// The code below runs on the host, see operations.h.
 #ifndef GPU_KERNELS
 
 // The whole tree of n sums in level[0], after the last backward pass. Slot `first` is the last one with

@@ -1,4 +1,4 @@
-// Rounding on purpose to the number formats of other stacks: what a float32 number becomes there, as a
+// Deliberate rounding to the number formats of other stacks: the value of a float32 number there, as a
 // float32 number. Floating formats round to nearest, ties to even. Formats of 8 bits have a scale for each
 // row, max |x| / largest; beyond their largest they saturate, where 16 bits overflow to infinity.
 // Micikevicius et al., 2022.
@@ -8,7 +8,7 @@ typedef struct {
   int dropped;   // bits of float32 that the format lacks
   int smallest;  // exponent of its smallest normal number
   float largest;
-  float beyond;  // what larger numbers become
+  float beyond;  // the result for larger numbers
 } Format;
 
 INLINE Format format_of(const NumberFormat format) {
@@ -50,7 +50,7 @@ INLINE float round_integer(const Format f, float x) {
   return y < -f.largest ? -f.largest : y;
 }
 
-// The scale of a row: its largest |x| over the format's largest number, NaN where an element is
+// The scale of a row: its largest |x| over the format's largest number, NaN if an element is
 INLINE float scale_of(const Format f, const float *x, int n) {
   LANE_VALUES(uint32_t, size, 0);
   IN_LANES(i, n, {
@@ -91,10 +91,10 @@ typedef struct {
 ROW(rounding_row, Rounding) { round_row(a->format, a->scaled, a->x + (long)row * a->n, a->n); }
 
 // ===================================================================================================== calls
-// What follows runs on the host, see operations.h.
+// The code below runs on the host, see operations.h.
 #ifndef GPU_KERNELS
 
-// Rows x [rows][n] in place; `scaled` as in round_row
+// Rows x [rows][n] in place; `scaled`: see round_row
 void round_tensor(NumberFormat format, int scaled, float *x, long rows, long n) {
   if (format == FORMAT_FLOAT32) return;
   for_rows((int)rows, rounding_row, &(Rounding){.format = format, .scaled = scaled, .x = x, .n = (int)n});

@@ -58,7 +58,7 @@ INLINE int norm(const NormKind kind, float eps, const float *w, const float *b, 
   return is_finite64(squares);
 }
 
-// Rules 3 and 5, definition: rows.norm_backward: from dy to dx; r and mean are those of the forward
+// Rules 3 and 5, definition: rows.norm_backward: from dy to dx; r and mean are from the forward
 // pass. With g = dy w:
 //   dx = r fma(-h, mean of g h, g), or r (fma(..) - mean of g) for a kind with a mean
 // plus `residual` unless NULL. All rows [n]. dx may be dy.
@@ -97,7 +97,7 @@ typedef struct {
   NormKind kind;
   float eps;
   int n;
-  int place;  // what *not_finite becomes where a row is not finite, see model_forward
+  int place;  // the value of *not_finite if a row is not finite, see model_forward
   int *not_finite;
   const float *w;
   const float *b;

@@ -1,4 +1,4 @@
-// Memory of a pass: what each layer computes, what the backward pass needs of it, and gradients of
+// Memory of a pass: the results of each layer, the ones that the backward pass needs, and gradients of
 // activations.
 //
 // The caller gives a forward pass kept_floats(..) floats, `kept`. They hold, one after the other:
@@ -8,7 +8,7 @@
 // KEEP_NOTHING there are also only two inputs: the layers take turns, from one to the other.
 #include "kernels.h"
 
-// Gives out memory in pieces of whole 64 bytes; where `memory` is NULL it only counts.
+// Gives out memory in pieces of whole 64 bytes; if `memory` is NULL, it only counts.
 typedef struct {
   float *memory;
   long used;
@@ -29,7 +29,7 @@ INLINE long mlp_rows(const Model *m, const Layer *l, long tokens) {
   return has_experts(l) ? tokens * m->chosen : tokens;
 }
 
-// What a layer computes, in this order. The names of the first and of the second norm end in 1 and 2.
+// The results of a layer, in this order. The names of the first and of the second norm end in 1 and 2.
 typedef struct {
   float *x;        // [tokens][hidden], its input
   float *r1;       // [tokens], the factor 1 / sqrt(..) of a norm

@@ -1,4 +1,4 @@
-// Memory of kernels that is kept from call to call, and grows. What an area held is lost when it grows.
+// Memory of kernels that is kept from call to call, and grows. An area's contents are lost when it grows.
 #include "kernels.h"
 
 typedef struct {

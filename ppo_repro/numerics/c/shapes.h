@@ -9,7 +9,7 @@ INLINE int q_width(const Model *m) { return m->heads * m->head_dim; }
 INLINE int kv_width(const Model *m) { return m->kv_heads * m->head_dim; }
 INLINE int qkv_width(const Model *m) { return q_width(m) + 2 * kv_width(m); }
 
-// The offset of a key among those of its head: keys lie in panels [position / 16][head_dim][16]
+// Returns the offset of a key among the keys of its head: keys lie in panels [position / 16][head_dim][16]
 INLINE long key_at(int position, int head_dim) {
   return (long)(position / COLS) * head_dim * COLS + position % COLS;
 }

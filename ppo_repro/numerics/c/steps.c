@@ -43,7 +43,8 @@ static void linear_step_backward(const Matrix *w, const float *dy, const float *
 }
 
 // The backward pass of a linear layer that stands alone: sequence and position [rows], slots [sequences + 1];
-// dx may be NULL, and the rest too where neither w nor bias is trained. definition: linear.linear_backward
+// dx may be NULL; x, sequence, position, slots and sums too if neither w nor bias is trained.
+// definition: linear.linear_backward
 void linear_backward(const Matrix *w, const float *dy, const float *x, int rows, const int *sequence,
                      const int *position, const int *slots, const Sums *sums, float *dx) {
   if (dx) linear_backward_input(w, dy, rows, dx);
@@ -55,8 +56,8 @@ void linear_backward(const Matrix *w, const float *dy, const float *x, int rows,
 
 // ----------------------------------------------------------------------------------------------------- norms
 
-// definition: rows.layer_norm: y, r and mean of x [tokens][hidden]. `place` is what the pass returns
-// where x is not finite.
+// definition: rows.layer_norm: y, r and mean of x [tokens][hidden]. `place` is the result of the pass
+// if x is not finite.
 static void norm_step(const Pass *pass, const NormWeights *w, const float *x, float *r, float *mean, float *y,
                       int place, int *not_finite) {
   const Model *m = pass->m;

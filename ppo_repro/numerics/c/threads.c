@@ -100,7 +100,7 @@ static void parallel_for(int total, Task task, void *argument) {
   }
 }
 
-// End all workers and start `threads` - 1 others. 0, or -1 where the system gives no more threads; then there
+// End all workers and start `threads` - 1 others. 0, or -1 if the system gives no more threads; then there
 // is one.
 int set_threads(int threads) {
   int wanted = threads - 1 < MAX_WORKERS ? threads - 1 : MAX_WORKERS;

@@ -28,7 +28,7 @@ typedef struct {
   long y_row;
   int rows;        // at most ROWS
   int terms;       // at most BLOCK
-  int first;       // this block is the first of its sum, which begins at +0; what y held is forgotten
+  int first;       // this block is the first of its sum, which begins at +0; earlier contents of y are lost
 } Tile;
 
 // The columns of the block from w and y on. `rows` and `panels` are constants where this is inlined, as the

@@ -18,7 +18,7 @@ INLINE const uint8_t *eligible_row(const uint8_t *eligible, int row, int v) {
 
 // ------------------------------------------------------------------------------------------ softmax of a row
 
-// The largest z / temperature over the eligible tokens; +0 where zeros of both signs are the largest
+// The largest z / temperature over the eligible tokens; +0 if zeros of both signs are the largest
 INLINE float row_top(const float *z, const uint8_t *eligible, int v, float temperature) {
   LANE_VALUES(float, top, -INFINITE);
   IN_LANES(i, v, {
@@ -309,7 +309,7 @@ typedef struct {
   int *not_finite;
 } SamplingRows;
 
-// What a token's score is made of
+// The parts of a token's score
 typedef struct {
   const float *z;
   const int *columns;  // NULL: a token's column is its id
@@ -334,7 +334,7 @@ INLINE float bound_of(const Scores *s, int token) {
 }
 
 // The largest score of the tokens whose bound reaches the threshold, and the first token that has it. Most
-// groups of tokens have no such token.
+// groups of tokens have no token like this.
 INLINE Best best_token(const Scores *s, const float *bound, int v, float threshold) {
   Best best = {-INFINITE, 0};
   SHARE(group, (v + SCAN - 1) / SCAN) {
@@ -387,7 +387,7 @@ ROW(sample_row, SamplingRows) {
 }
 
 // ===================================================================================================== calls
-// What follows runs on the host, see operations.h.
+// The code below runs on the host, see operations.h.
 #ifndef GPU_KERNELS
 
 int token_statistics(const Statistics *of) {

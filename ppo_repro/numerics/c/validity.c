@@ -1,4 +1,4 @@
-// What the kernels need of a model, stated once: each kernel relies on these rules, and none checks them
+// Rules that a model must follow, stated once: each kernel relies on these rules, and none checks them
 // again. Python asks `model_fault` before it shows a Model to any other kernel.
 #include "kernels.h"
 
@@ -6,7 +6,7 @@ INLINE int within(long value, long least, long most) { return least <= value && 
 INLINE int is_positive(float x) { return x > 0 && x <= 3.402823466e38f; }  // false for NaN
 INLINE int has_shape(const Matrix *w, long n, long k) { return w->n == n && w->k == k; }
 
-// Whether the `count` heads from element `at` on, `step` apart, lie within a row of `width` elements
+// Returns whether the `count` heads from element `at` on, `step` apart, lie within a row of `width` elements
 INLINE int heads_fit(const Model *m, int count, int at, int step, long width) {
   return at >= 0 && step >= m->head_dim && at + (count - 1L) * step + m->head_dim <= width;
 }

@@ -132,7 +132,7 @@ KERNEL(attend_queries, AttendArguments) {
 
 // ------------------------------------------------------------------------------------------- whole sequences
 
-// What a thread block computes: one head of one sequence of the launch
+// Work of a thread block: one head of one sequence of the launch
 typedef struct {
   int head;
   int kv;

@@ -72,7 +72,7 @@ static const char *error_text(int code) {
   return text;
 }
 
-// Ends the process where the driver could not do `what`
+// Ends the process if the driver could not do `what`
 static void check(int code, const char *what) {
   if (code) end_process("the GPU: %s: %s (%d)", what, error_text(code), code);
 }

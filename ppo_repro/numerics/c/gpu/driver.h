@@ -1,4 +1,4 @@
-// What the library that drives a GPU has beside ../interface.h; cffi reads both.
+// Functions of the library that drives a GPU, beside ../interface.h; cffi reads both.
 
 typedef struct {
   char name[256];  // of the card

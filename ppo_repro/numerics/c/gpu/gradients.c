@@ -70,7 +70,7 @@ KERNEL(weight_gradient_tiles, GradientArguments) {
     t.blocks = a->blocks;
     float y[MOST_HIGH][8];
 
-    // 1. what earlier passes left
+    // 1. the sums that earlier passes left
     EACH_OWN(f) y[i][j] = 0.0f;
     if (s->open) EACH_ELEMENT(a, t, f, y[i][j] = s->level[0][at];)
     for (int level = 0; level < s->levels; level++)
@@ -87,7 +87,7 @@ KERNEL(weight_gradient_tiles, GradientArguments) {
     }
     end_tile();
 
-    // 3. what the next pass finds, or the gradient
+    // 3. the sum for the next pass, or the gradient
     if (is_whole(s)) {
       EACH_ELEMENT(a, t, f, s->level[0][at] = OWN_PART(s->levels);)
       continue;
@@ -116,7 +116,7 @@ INLINE void close_element_slots(Element *e, int from, int to) {
   }
 }
 
-// What earlier passes left of the element at offset `at`
+// Returns the sum that earlier passes left of the element at offset `at`
 INLINE Element load_element(const Sums *s, long at) {
   Element e = {.sum = s->open ? s->level[0][at] : 0.0f, .subtrees = shared_memory + thread_index()};
   for (int level = 0; level < s->levels; level++)

@@ -71,7 +71,7 @@ INLINE uint32_t largest_bits(uint32_t top) {
   return top;
 }
 
-// What the lanes found in a loop that they share: the largest score, and the first element that has it
+// Result of the lanes in a loop that they share: the largest score, and the first element that has it
 typedef struct {
   double score;
   int element;
@@ -88,7 +88,7 @@ INLINE Best best_of_lanes(Best own) {
   return own;
 }
 
-// Whether all lanes found that a condition holds
+// Returns whether a condition holds in all lanes
 INLINE int all_of_lanes(int own) {
   for (int width = LANES / 2; width; width /= 2) own &= (int)other_lane((uint32_t)own, width);
   return own;

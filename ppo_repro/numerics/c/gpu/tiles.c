@@ -13,7 +13,7 @@
 
 enum { MOST_HIGH = 8 };  // rows of a tile / 16
 
-// What a kernel knows when it is compiled
+// Constants of a kernel when it is compiled
 typedef struct {
   int high;        // rows of a tile / 16
   int x_by_terms;  // whether the terms of a row of x follow one another in memory; else its rows do
@@ -45,7 +45,7 @@ INLINE Operand matrix_by_rows(const float *at, long ld, int rows) {
 
 // ---------------------------------------------------------------------------------------------------- stages
 
-// What a thread copies of each stage of an operand.
+// The numbers that a thread copies of each stage of an operand.
 //   by terms  every 32nd row from `row` on, and of each one the terms `term` and `term` + 8, one by one. A
 //             warp reads 8 terms of 4 rows, and writes them to 32 banks.
 //   by rows   4 rows from `row` on of every term_copies-th term from `term` on, at once where they begin at a

@@ -46,7 +46,7 @@ def directions(sequences: int) -> Tensor:
 
 
 class Stock:
-    """The phases by unmodified transformers and torch."""
+    """Phases of PPO by unmodified transformers and torch."""
 
     def __init__(self, model: PreTrainedModel, size: Size) -> None:
         self.model, self.size = model, size
@@ -73,7 +73,7 @@ class Stock:
 
 
 class Deterministic:
-    """The phases by the kernels."""
+    """Phases of PPO by the kernels."""
 
     def __init__(self, model: PreTrainedModel, size: Size) -> None:
         self.policy = make_policy(model, "deterministic", CONTEXT)

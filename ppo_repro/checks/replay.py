@@ -84,7 +84,7 @@ COMPUTED: Mapping[Stage, Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Records:
-    """The recorded tables of one iteration, by name."""
+    """Recorded tables of one iteration, by name."""
 
     iteration: int
     tables: Mapping[str, pa.Table]

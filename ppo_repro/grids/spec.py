@@ -33,7 +33,7 @@ Config = RunConfig | ControlConfig | DPOConfig
 
 
 class GridFile(Section):
-    """The content of a grid file."""
+    """Content of a grid file."""
 
     question: str = Field(min_length=1, description="What the grid is to answer.")
     expectation: str = Field(min_length=1, description="The answer expected before anything ran.")
@@ -69,7 +69,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid file and its cells."""
+    """Grid file and its cells."""
 
     name: str
     file: GridFile

@@ -134,7 +134,7 @@ class SlotSums:
 
 
 class GradientSums:
-    """The gradients of a module's parameters over one minibatch, added up over its backward passes and over ranks."""
+    """Gradients of a module's parameters over one minibatch, summed over its backward passes and over ranks."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], slots: int) -> None:
         """Collect gradients in `slots` slots, a power of two; only trained parameters have gradients."""

@@ -136,13 +136,16 @@ class NativeNetwork:
         """Compute differentiable hidden states of whole sequences.
 
         Args:
-            batch: the sequences; UserError if it has routes to replay.
+            batch: the sequences, without routes to replay.
             rows: [n], the rows to return.
             seen: whether to return the routes of mixtures.
             padding: short rows are padded `right` or `left`; `none` packs all sequences in one row.
 
         Returns:
             Hidden states [n, H], and routes of all rows, None unless wanted.
+
+        Raises:
+            UserError: the batch has routes to replay.
         """
         if batch.routes is not None:
             raise UserError("ppo.replay_routes = true: needs numerics.mode = deterministic; remove it")

@@ -57,7 +57,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A prompt and all turns after it; model and environment alternate, and the model begins."""
+    """Prompt and all turns after it; model and environment alternate, and the model begins."""
 
     key: str  # key of the prompt
     prompt: str

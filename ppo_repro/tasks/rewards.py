@@ -110,7 +110,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Judge:
-    """The reward of a configuration with its functions loaded."""
+    """Reward of a configuration, with its loaded functions."""
 
     config: RewardConfig
     functions: tuple[UserFunction | None, ...]  # one entry per term

@@ -40,7 +40,7 @@ _DTYPES = {"log-probs in nats": "fiu", "token ids": "iu", "0 and 1": "fiub"}  # 
 
 @dataclass(frozen=True)
 class Names:
-    """The columns of a dump, None for no column. Only the log-probs, in nats, must be in every file."""
+    """Columns of a dump, None for no column. Only the log-probs, in nats, must be in every file."""
 
     sampler: str
     trainer: str

@@ -70,7 +70,7 @@ ENOUGH_TOKENS = 50
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The cause whose prediction fits, or `unknown`, with all causes that remain possible."""
+    """Verdict: the cause whose prediction fits, or `unknown` with all causes that remain possible."""
 
     verdict: Cause
     possible: tuple[Cause, ...]

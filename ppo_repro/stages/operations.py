@@ -1,48 +1,84 @@
-"""The operations of torch whose bits depend on the machine, and a watch that notes which operations a block calls."""
+"""Watch for operations of torch whose bits may depend on the machine, which are all but those listed here."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-# operations of torch whose bits depend on the machine, the library or how a tensor is cut; and what to take instead
+# exact or rounded once for each number
+_ARITHMETIC = "abs add ceil clamp clamp_max clamp_min div floor mul neg reciprocal rsub sgn sign sub trunc"
+_CHOICE = "amax amin argmax argmin masked_fill max maximum min minimum nan_to_num relu sort threshold_backward where"
+_COMPARISON = "all any eq equal ge gt isfinite isin isinf isnan le logical_and logical_not logical_or lt ne nonzero"
+_PLACES = """
+    _local_scalar_dense _reshape_alias _unsafe_view alias as_strided cat diagonal expand flip gather index index_select
+    masked_scatter masked_select permute repeat roll select select_backward slice slice_backward split split_with_sizes
+    squeeze stack t transpose unbind unsqueeze view
+"""
+_COPIES = """
+    _to_copy arange clone copy detach empty empty_like empty_strided fill full full_like lift_fresh new_empty
+    new_empty_strided new_full new_ones new_zeros ones ones_like scalar_tensor zero zeros zeros_like
+"""
+_SAME_BITS = frozenset(" ".join((_ARITHMETIC, _CHOICE, _COMPARISON, _PLACES, _COPIES)).split())
+
 _EXACT = "ppo_repro.numerics"
 _SUMS = "batch.response_sums or batch.response_means"
-MACHINE_DEPENDENT = {
+_INSTEAD = {
     **{name: f"{_EXACT}.{name}" for name in ("exp", "log", "sigmoid", "softplus", "sqrt", "tanh")},
-    **dict.fromkeys(("sum", "mean", "cumsum", "prod", "nansum"), _SUMS),
+    **dict.fromkeys(("sum", "mean", "cumsum", "nansum", "logsumexp", "_softmax", "_log_softmax"), _SUMS),
+    **dict.fromkeys(("std", "var", "var_mean", "linalg_vector_norm", "dot", "mv", "mm", "bmm", "addmm"), _SUMS),
+    **dict.fromkeys(("index_add", "index_put", "scatter_add"), "batch.of_tokens for the number of several tokens"),
     "log_sigmoid_forward": f"-{_EXACT}.softplus(-x)",
-    "pow": "x * x, or exp and log of ppo_repro.numerics",
-    **dict.fromkeys(
-        ("exp2", "expm1", "log1p", "log2", "log10", "sin", "cos", "tan", "erf", "rsqrt", "silu", "gelu", "logit"),
-        f"exp and log of {_EXACT}",
-    ),
-    **dict.fromkeys(("logsumexp", "_softmax", "_log_softmax", "logcumsumexp", "std", "var", "norm"), _SUMS),
-    **dict.fromkeys(("linalg_vector_norm", "dot", "mm", "bmm", "addmm", "mv", "cumprod", "var_mean"), _SUMS),
+    "pow": f"x * x, or exp and log of {_EXACT}",
 }
 
 
+def instead_of(name: str) -> str:
+    """Return what a function may call instead of an operation of torch whose bits may depend on the machine."""
+    return _INSTEAD.get(name, f"+ - * /, comparisons, where, indexing, and the functions of {_EXACT}")
+
+
 class Watch(TorchDispatchMode):
-    """Notes the operations on floating-point tensors of several numbers in a block, including a backward pass."""
+    """Notes operations on real or complex numbers in a block, also of a backward pass, that may differ by machine.
+
+    Attributes:
+        machine_dependent: Names of the noted operations, without "aten::".
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.names = set[str]()
+        self.machine_dependent = set[str]()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: dict[str, Any] | None = None
     ) -> Any:
         result = function(*arguments, **(named or {}))
-        first = arguments[0] if arguments else None
+        given = dict(zip((a.name for a in function._schema.arguments), arguments, strict=False)) | (named or {})
         name = function._schema.name.removeprefix("aten::").rstrip("_")
-        is_product = name == "pow" and not isinstance(arguments[1], Tensor) and arguments[1] in (1, 2)
-        if isinstance(first, Tensor) and first.is_floating_point() and first.numel() > 1 and not is_product:
-            self.names.add(name)
+        kinds = {x.dtype for x in tree_leaves((given, result)) if isinstance(x, Tensor)}
+        is_real = any(kind.is_floating_point for kind in kinds)
+        if any(kind.is_complex for kind in kinds) or (is_real and not _has_same_bits(name, given, result)):
+            self.machine_dependent.add(name)
         return result
 
-    @property
-    def machine_dependent(self) -> list[str]:
-        """Return the noted operations whose bits depend on the machine, by name."""
-        return sorted(self.names & MACHINE_DEPENDENT.keys())
+
+def _has_same_bits(name: str, given: dict[str, Any], result: Any) -> bool:
+    """Whether an operation with these arguments has the same bits on every machine."""
+    if name in ("sum", "mean"):
+        return result.numel() == given["self"].numel()  # each sum has one number
+    if name == "pow":
+        return not isinstance(given["exponent"], Tensor) and given["exponent"] in (1, 2)
+    if name == "index_put":
+        return not _repeats(given)
+    # x + 0.1 * y is rounded once or twice, by the machine
+    return name in _SAME_BITS and given.get("alpha", 1) == 1 and given.get("rounding_mode") is None
+
+
+def _repeats(given: dict[str, Any]) -> bool:
+    """Whether several numbers go to one place, as in the gradient of x[index] if `index` repeats an entry."""
+    counts = torch.zeros(given["self"].shape, dtype=torch.int64)
+    counts = torch.ops.aten.index_put(counts, given["indices"], torch.tensor(1), accumulate=True)
+    return given["values"].numel() > 1 and bool((counts > 1).any())

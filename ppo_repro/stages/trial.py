@@ -25,7 +25,7 @@ from ppo_repro.ppo.objectives import probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
 from ppo_repro.ppo.own_functions import Own, place_of
 from ppo_repro.stages.functions import Functions, require_settings, settings_of_process
-from ppo_repro.stages.operations import MACHINE_DEPENDENT, Watch
+from ppo_repro.stages.operations import Watch, instead_of
 
 LONGEST, RESPONSES = 40, 7  # of the drawn responses: tokens, and how many
 LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
@@ -114,9 +114,10 @@ def _try_iterations(config: RunConfig, own: Own, call: Callable[[Batch], Tensor]
 
 
 def _require_same_everywhere(config: RunConfig, own: Own, seen: Watch) -> None:
-    if not config.is_native and (names := seen.machine_dependent):
-        instead = f"its bits differ between machines; take {MACHINE_DEPENDENT[names[0]]}"
-        raise _refused(own, f"calls torch's {names[0].strip('_')}: {instead}")
+    if not config.is_native and seen.machine_dependent:
+        name = min(seen.machine_dependent)
+        what = f"calls torch's {name.strip('_')}: its bits may differ between machines; take {instead_of(name)}"
+        raise _refused(own, what)
 
 
 def _unchecked(own: Own) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ppo_repro.base.seeding import bell
 from ppo_repro.ppo import advantages, corrections, kl, losses, objectives, own_batches, preferences, rewards
 from ppo_repro.ppo.objectives import Objective
-from ppo_repro.stages.operations import Watch
+from ppo_repro.stages.operations import Watch, instead_of
 
 LENGTHS = torch.tensor([3, 1, 4, 2])
 RESPONSES = torch.repeat_interleave(torch.arange(4), LENGTHS)
@@ -123,7 +123,7 @@ def machine_dependent(call: Call) -> list[str]:
         for result in tensors(call()):
             if result.requires_grad:
                 result.backward(torch.full_like(result, 1.0 / 64), inputs=[X, Y, Z, RATIOS, *PAIRS], retain_graph=True)
-    return seen.machine_dependent
+    return sorted(seen.machine_dependent)
 
 
 def results(objective: Objective) -> list[Tensor | None]:
@@ -149,11 +149,58 @@ def test_no_objective_depends_on_the_machine(objective: Objective) -> None:
     assert machine_dependent(lambda: results(objective)) == []
 
 
-def test_an_operation_that_depends_on_the_machine_is_named() -> None:
-    assert machine_dependent(lambda: X * X.sum()) == ["sum"]
-    assert machine_dependent(lambda: kl.k1(X).exp()) == ["exp"]
-    only_backward = machine_dependent(lambda: RATIOS[:1] * X)
-    assert only_backward == ["sum"]
+TWICE = torch.tensor([0, 0])
+DEPENDENT: list[tuple[str, Call, list[str]]] = [
+    ("sum", lambda: X * X.sum(), ["sum"]),
+    ("sum in backward", lambda: RATIOS[:1] * X, ["sum"]),
+    ("exp", lambda: kl.k1(X).exp(), ["exp"]),
+    ("exp of one number", lambda: X[0].exp(), ["exp"]),
+    ("sinh", lambda: torch.sinh(X), ["cosh", "sinh"]),
+    ("atan", lambda: torch.atan(X), ["atan"]),
+    ("elu", lambda: torch.nn.functional.elu(X), ["elu", "elu_backward"]),
+    ("mish", lambda: torch.nn.functional.mish(X), ["mish", "mish_backward"]),
+    ("xlogy", lambda: torch.xlogy(Y.detach(), RATIOS), ["xlogy"]),
+    ("mse_loss", lambda: torch.nn.functional.mse_loss(X, Y), ["mse_loss", "mse_loss_backward"]),
+    ("of a list", lambda: torch._foreach_exp([X.detach(), Y.detach()]), ["_foreach_exp"]),
+    ("of integers", lambda: torch.exp(POSITIONS), ["exp"]),
+    ("index_add", lambda: torch.zeros(4).index_add(0, RESPONSES, X.detach()), ["index_add"]),
+    ("repeated index in backward", lambda: X[TWICE], ["index_put"]),
+    ("factor in a sum", lambda: torch.add(X.detach(), Y.detach(), alpha=0.1), ["add"]),
+    ("quotient rounded down", lambda: torch.div(X, RATIOS, rounding_mode="floor").detach(), ["div"]),
+    (
+        "complex numbers",
+        lambda: torch.view_as_real(X.detach().to(torch.complex64) * 1j),
+        ["_to_copy", "mul", "view_as_real"],
+    ),
+    ("square root", lambda: RATIOS.sqrt(), ["sqrt"]),
+    ("cube", lambda: X**3, ["pow"]),
+]
+
+SAME: list[tuple[str, Call]] = [
+    ("arithmetic", lambda: (X + 2 * Y - 1.0 / RATIOS).abs() / Z - X**2),
+    ("choice", lambda: torch.where(X > 0, X, Y).clamp(-1, 1).minimum(Z).maximum(Y)),
+    ("largest", lambda: X.amax() - X.max()),
+    ("sum of one number", lambda: X[:1].sum()),
+    ("indices", lambda: torch.stack([X[torch.tensor([3, 1])], X[1:3], X[[-1, 0]]]).T.reshape(-1)),
+    ("mask", lambda: X[POSITIONS > 0]),
+    ("of many dimensions", lambda: X.view(5, 2)[:, torch.tensor([1, 0])]),
+    ("sums of integers", lambda: POSITIONS.cumsum(0).sum().float()),
+]
+
+
+@pytest.mark.parametrize(("call", "names"), [pytest.param(*rest, id=name) for name, *rest in DEPENDENT])
+def test_an_operation_that_may_depend_on_the_machine_is_named(call: Call, names: list[str]) -> None:
+    assert machine_dependent(call) == names
+
+
+@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in SAME])
+def test_an_operation_with_the_same_bits_on_every_machine_is_not_named(call: Call) -> None:
+    assert machine_dependent(call) == []
+
+
+def test_an_operation_that_nobody_listed_has_advice() -> None:
+    assert instead_of("exp") == "ppo_repro.numerics.exp"
+    assert "the functions of ppo_repro.numerics" in instead_of("mish")
 
 
 def taking_tensors(owner: ModuleType | type, module: str) -> set[object]:

@@ -6,20 +6,20 @@ import json
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ppo_repro.base.errors import Mistakes, UserError
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.fields import field_paths
-from ppo_repro.config.files import build_config, dump_yaml, read_tree, set_field, validated
+from ppo_repro.config.fields import field_paths, sections_of
+from ppo_repro.config.files import MODELS, build_config, dump_yaml, path_fields, read_tree, set_field, validated
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import MAX_FLOAT
+from ppo_repro.config.section import MAX_FLOAT, PathText
 from ppo_repro.config.yaml_text import parse_yaml
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 from tests.support.runs import small_config
@@ -38,6 +38,21 @@ def numbers(node: Any, prefix: str = "") -> Iterator[str]:
         yield from numbers(value, f"{prefix}{name}.")
         if isinstance(value, float):
             yield f"{prefix}{name}"
+
+
+def fields_and_paths(model: type[BaseModel]) -> Iterator[tuple[str, bool]]:
+    """The name of every field of a configuration, and whether its type is a path."""
+    for name, hint in get_type_hints(model, include_extras=True).items():
+        if name in model.model_fields:
+            yield name, PathText in (hint, *get_args(hint))
+            for section in sections_of(hint):
+                yield from fields_and_paths(section)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_exactly_the_fields_of_type_path_have_the_name_of_a_path(model: type[BaseModel]) -> None:
+    by_type = set(fields_and_paths(model))
+    assert by_type == {(name, bool(list(path_fields({name: "folder/file"})))) for name, _ in by_type}
 
 
 def test_the_digest_sees_every_field_but_how_much_is_recorded() -> None:

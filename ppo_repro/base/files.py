@@ -1,4 +1,4 @@
-"""Writing files and folders completely or not at all, and computing their digests."""
+"""Write files and folders completely or not at all, and compute their digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a user's JSON Lines: one object per line. Every line is checked, and messages name FILE:LINE."""
+"""Read a user's JSON Lines: one object per line. Every line is checked, and messages name FILE:LINE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executing a user's Python file and the modules beside it, and reporting mistakes by file and line.
+"""Execute a user's Python file and the modules beside it, and report mistakes by file and line.
 
 Rewards and tasks run in a child process (`tasks/child.py`), all other functions in the process of the run.
 """

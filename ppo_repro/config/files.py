@@ -1,4 +1,4 @@
-"""Reading and writing configurations as YAML: three kinds of run, `--set`, and relative paths."""
+"""Read and write configurations of every kind of run as YAML, with `--set` and relative paths."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Policy, value model, reward model and reference: making, loading, batches, forward passes, adapters."""
+"""Make and load policy, value model, reward model and reference, and compute their forward passes over batches."""

@@ -1,4 +1,4 @@
-"""Writing and reading model folders: models, adapters in peft's format, value models, reward models."""
+"""Write and read model folders: models, adapters in peft's format, value models, reward models."""
 
 from __future__ import annotations
 

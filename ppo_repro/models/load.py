@@ -1,4 +1,4 @@
-"""Reading a transformers model folder, without code from the folder and without the network."""
+"""Read a transformers model folder, without code from the folder and without the network."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Pairs of responses, and training on them."""
+"""Make or read pairs of responses, and train on them."""

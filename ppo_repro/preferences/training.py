@@ -1,4 +1,4 @@
-"""Training on preference pairs: a reward model by Bradley-Terry, a policy by DPO."""
+"""Train on preference pairs: a reward model by Bradley-Terry, a policy by DPO."""
 
 from __future__ import annotations
 

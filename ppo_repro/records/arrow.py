@@ -1,4 +1,4 @@
-"""Conversion of arrays and lists to Arrow tables of a schema, and of Arrow tables to Parquet."""
+"""Convert arrays and lists to Arrow tables of a schema, and Arrow tables to Parquet."""
 
 from __future__ import annotations
 

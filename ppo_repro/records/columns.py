@@ -1,4 +1,4 @@
-"""Conversion of a language run's stages to the columns of its tables, at the configured level.
+"""Convert a language run's stages to the columns of its tables, at the configured level.
 
 No other module of records/ knows tensors and stages.
 """

@@ -1,4 +1,4 @@
-"""Reading the files of a run folder that are not tables, checked against the manifest."""
+"""Read the files of a run folder that are not tables, and check them against the manifest."""
 
 from __future__ import annotations
 

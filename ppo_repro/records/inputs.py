@@ -1,4 +1,4 @@
-"""Finding the inputs of a recorded run by their digests, comparing the setups of two runs, and planning forks.
+"""Find the inputs of a recorded run by their digests, compare the setups of two runs, and plan forks.
 
 config.yaml in the run folder names the copies of inputs by paths relative to this folder.
 """

@@ -1,4 +1,4 @@
-"""Writing a run: files first, then the manifest that lists them, so that a killed run stays readable."""
+"""Write a run: files first, then the manifest that lists them, so that a killed run stays readable."""
 
 from __future__ import annotations
 

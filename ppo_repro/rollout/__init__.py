@@ -1,1 +1,1 @@
-"""Sampling responses: the engine protocol, the torch engine and the counter-based sampler."""
+"""Sample responses: the requests to an engine, the built-in engine, and its counter-based sampler."""

@@ -1,1 +1,1 @@
-"""Runs as a whole: executing, resuming, repeating and checking them."""
+"""Execute, resume, repeat and check runs as a whole."""

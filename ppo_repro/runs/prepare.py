@@ -1,4 +1,4 @@
-"""Preparing a run from its configuration: task, networks, optimizers, engine."""
+"""Prepare a run from its configuration: task, networks, optimizers, engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming a run, to the fingerprint of the uninterrupted run, and executing a recorded run again to compare."""
+"""Resume a run, to the fingerprint of the uninterrupted run, and execute a recorded run again to compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running from the first iteration to the last: computing, recording, saving models."""
+"""Run from the first iteration to the last: compute, record, save models."""
 
 from __future__ import annotations
 

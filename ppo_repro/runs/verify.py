@@ -1,4 +1,4 @@
-"""Checking that every file of a run folder has the recorded bytes."""
+"""Check that every file of a run folder has the recorded bytes."""
 
 from __future__ import annotations
 

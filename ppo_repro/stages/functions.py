@@ -1,4 +1,4 @@
-"""Loading the user's functions that the loop calls, once when a run is prepared or repeated."""
+"""Load the user's functions that the loop calls, once when a run is prepared or repeated."""
 
 from __future__ import annotations
 

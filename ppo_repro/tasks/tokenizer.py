@@ -1,4 +1,4 @@
-"""Tokenizers of tiny models, encoding and decoding, and the position of each token in the text of a response."""
+"""Tokenize for tiny models: encode, decode, and find the position of each token in the text of a response."""
 
 from __future__ import annotations
 

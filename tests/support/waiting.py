@@ -1,4 +1,4 @@
-"""Waiting for what other processes do, with a limit that only a fault reaches."""
+"""Wait for what other processes do, with a limit that only a fault reaches."""
 
 from __future__ import annotations
 

@@ -10,13 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # exact or rounded once for each number
-_ARITHMETIC = "abs add ceil clamp clamp_max clamp_min div floor mul neg reciprocal rsub sgn sign sub trunc"
+_ARITHMETIC = (
+    "abs add ceil clamp clamp_max clamp_min copysign div floor mul neg reciprocal round rsub sgn sign sub trunc"
+)
 _CHOICE = "amax amin argmax argmin masked_fill max maximum min minimum nan_to_num relu sort threshold_backward where"
 _COMPARISON = "all any eq equal ge gt isfinite isin isinf isnan le logical_and logical_not logical_or lt ne nonzero"
 _PLACES = """
-    _local_scalar_dense _reshape_alias _unsafe_view alias as_strided cat diagonal expand flip gather index index_select
-    masked_scatter masked_select permute repeat roll select select_backward slice slice_backward split split_with_sizes
-    squeeze stack t transpose unbind unsqueeze view
+    _local_scalar_dense _reshape_alias _unsafe_view alias as_strided cat constant_pad_nd diagonal expand flip gather
+    index index_select masked_scatter masked_select permute repeat roll select select_backward slice slice_backward
+    split split_with_sizes squeeze stack t transpose unbind unsqueeze view
 """
 _COPIES = """
     _to_copy arange clone copy detach empty empty_like empty_strided fill full full_like lift_fresh new_empty
@@ -68,17 +70,21 @@ class Watch(TorchDispatchMode):
 def _has_same_bits(name: str, given: dict[str, Any], result: Any) -> bool:
     """Whether an operation with these arguments has the same bits on every machine."""
     if name in ("sum", "mean"):
-        return result.numel() == given["self"].numel()  # each sum has one number
+        return given["self"].numel() <= result.numel()  # each sum has one number or none
     if name == "pow":
         return not isinstance(given["exponent"], Tensor) and given["exponent"] in (1, 2)
-    if name == "index_put":
-        return not _repeats(given)
+    if name in ("index_put", "scatter", "scatter_add"):
+        return "reduce" not in given and not _repeats(given)
     # x + 0.1 * y is rounded once or twice, by the machine
-    return name in _SAME_BITS and given.get("alpha", 1) == 1 and given.get("rounding_mode") is None
+    is_plain = given.get("alpha", 1) == 1 and given.get("rounding_mode") is None and "decimals" not in given
+    return name in _SAME_BITS and is_plain
 
 
 def _repeats(given: dict[str, Any]) -> bool:
     """Whether several numbers go to one place, as in the gradient of x[index] if `index` repeats an entry."""
     counts = torch.zeros(given["self"].shape, dtype=torch.int64)
-    counts = torch.ops.aten.index_put(counts, given["indices"], torch.tensor(1), accumulate=True)
-    return given["values"].numel() > 1 and bool((counts > 1).any())
+    if "index" in given:
+        counts.scatter_add_(given["dim"], given["index"], torch.ones_like(given["index"]))
+    else:
+        counts = torch.ops.aten.index_put(counts, given["indices"], torch.tensor(1), accumulate=True)
+    return bool((counts > 1).any())

@@ -165,6 +165,7 @@ DEPENDENT: list[tuple[str, Call, list[str]]] = [
     ("of integers", lambda: torch.exp(POSITIONS), ["exp"]),
     ("index_add", lambda: torch.zeros(4).index_add(0, RESPONSES, X.detach()), ["index_add"]),
     ("repeated index in backward", lambda: X[TWICE], ["index_put"]),
+    ("repeated index of gather in backward", lambda: X.gather(0, TWICE), ["scatter_add"]),
     ("factor in a sum", lambda: torch.add(X.detach(), Y.detach(), alpha=0.1), ["add"]),
     ("quotient rounded down", lambda: torch.div(X, RATIOS, rounding_mode="floor").detach(), ["div"]),
     (
@@ -180,7 +181,8 @@ SAME: list[tuple[str, Call]] = [
     ("arithmetic", lambda: (X + 2 * Y - 1.0 / RATIOS).abs() / Z - X**2),
     ("choice", lambda: torch.where(X > 0, X, Y).clamp(-1, 1).minimum(Z).maximum(Y)),
     ("largest", lambda: X.amax() - X.max()),
-    ("sum of one number", lambda: X[:1].sum()),
+    ("order", lambda: (X.sort().values, X.view(5, 2).max(1).values, X.gather(0, torch.tensor([2, 0])))),
+    ("sum of one number", lambda: (X[:1].sum(), X[:0].sum())),
     ("indices", lambda: torch.stack([X[torch.tensor([3, 1])], X[1:3], X[[-1, 0]]]).T.reshape(-1)),
     ("mask", lambda: X[POSITIONS > 0]),
     ("of many dimensions", lambda: X.view(5, 2)[:, torch.tensor([1, 0])]),

@@ -316,7 +316,7 @@ def _side(
 
 
 def verdict(found: Audit) -> str:
-    """Return the sentence that names the wrong side."""
+    """Return the words that say which side is wrong, or that both are, or that none is."""
     wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
     return {0: "both sides are right", 1: f"the {''.join(wrong)} is wrong", 2: "both sides are wrong"}[len(wrong)]
 

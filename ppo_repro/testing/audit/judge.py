@@ -74,6 +74,7 @@ class Audit:
     sampler: Side
     trainer: Side
     tokens: pd.DataFrame
+    are_comparable: bool = True  # False: each side is right for an order of cuts of its own
 
 
 @torch.no_grad()
@@ -81,12 +82,16 @@ def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -
     """Judge both sides of a dump. Raises UserError if the dump cannot come from this model."""
     _check(subject, responses)
     references = _references(subject, responses, sampling)
-    definitions = _definitions(responses, references, sampling)
+    orders = _different_orders(responses, references, sampling)
+    definitions = orders or _definitions(responses, references, sampling)
     entries = {name: _entries(name, responses, references[d]) for name, d in definitions.items()}
     sides = {
         name: _side(name, subject, responses, sampling, d, references[d], entries[name])
         for name, d in definitions.items()
     }
+    are_comparable = not orders or not all(side.is_right for side in sides.values())
+    if not are_comparable:
+        sides = {name: replace(side, is_right=False, cause=_order(side.definition)) for name, side in sides.items()}
     reference = references[definitions["sampler"]]
     if not sampling.is_temperature_given:
         _check_temperature(sides.values())
@@ -99,7 +104,7 @@ def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -
         for r, logprobs in zip(responses, reference.logprobs, strict=True)
     ]  # fmt: skip
     tokens = pd.concat(frames, ignore_index=True).astype({"sampler": "float64", "trainer": "float64"})
-    return Audit(len(responses), reference.floor, sides["sampler"], sides["trainer"], tokens)
+    return Audit(len(responses), reference.floor, sides["sampler"], sides["trainer"], tokens, are_comparable)
 
 
 def _check(subject: Subject, responses: Sequence[Response]) -> None:
@@ -249,6 +254,29 @@ def _definitions(
     return {name: of_said.get(said, lambda name, said=said: said)(name) for name, said in asked.items()}
 
 
+def _different_orders(
+    responses: Sequence[Response], references: Mapping[str, Reference], sampling: Sampling
+) -> dict[str, str]:
+    """Return the order of cuts that each side is right for if no order serves both sides, else nothing."""
+    if {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto", PROCESSED}:
+        return {}
+    right: dict[str, list[str]] = {}
+    for name in ("sampler", "trainer"):
+        far = {
+            definition: rms(torch.cat(_distances(_entries(name, responses, reference), reference))) / reference.floor
+            for definition, reference in references.items()
+            if definition.startswith(PROCESSED)
+        }
+        right[name] = sorted((d for d, distance in far.items() if distance <= RIGHT), key=lambda d: far[d])
+    if not all(right.values()) or set(right["sampler"]) & set(right["trainer"]):
+        return {}
+    return {name: found[0] for name, found in right.items()}
+
+
+def _order(definition: str) -> str:
+    return f"{PROCESSED}, each cut of all tokens" if definition == PROCESSED else definition
+
+
 def _side(
     name: str,
     subject: Subject,
@@ -317,6 +345,8 @@ def _side(
 
 def verdict(found: Audit) -> str:
     """Return the words that say which side is wrong, or that both are, or that none is."""
+    if not found.are_comparable:
+        return "the sides are processed in different orders of the cuts; take one order on both"
     wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
     return {0: "both sides are right", 1: f"the {''.join(wrong)} is wrong", 2: "both sides are wrong"}[len(wrong)]
 
@@ -328,14 +358,16 @@ def lines(found: Audit, skipped: int = 0) -> list[str]:
     return [
         f"{len(found.tokens):,} tokens of {found.responses:,} responses{left_out}; stock float32 is "
         f"{found.floor:.2g} nats (rms) from the model in float64",
-        *(_sentence(side, found.responses) for side in sides),
+        *(_sentence(side, found.responses, found.are_comparable) for side in sides),
         *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
         *(f"{side.name}: {side.advice}" for side in sides if side.advice),
         f"verdict: {verdict(found)}",
     ]
 
 
-def _sentence(side: Side, responses: int) -> str:
+def _sentence(side: Side, responses: int, is_comparable: bool) -> str:
+    if not is_comparable:
+        return f"{side.name} is {side.cause}; {side.rms:.2g} nats (rms) from the model in float64"
     is_unknown, verb = side.cause == UNKNOWN, "right" if side.is_right else "wrong"
     some = 0 < side.wrong_responses < responses and not is_unknown
     where = f", in {side.wrong_responses} of {responses} responses" if some else ""

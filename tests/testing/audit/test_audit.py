@@ -195,6 +195,21 @@ def test_the_order_of_cuts_on_one_side_is_named(made: Material, subject: Subject
     assert audit(subject, made.dump(values, made.logprobs(), mask), said).sampler.is_right
 
 
+@pytest.mark.parametrize("said", ["auto", "processed"])
+def test_sides_with_different_orders_of_cuts_are_of_different_distributions(
+    made: Material, subject: Subject, said: str
+) -> None:
+    sampling = replace(ALL_CUTS, sampler_logprobs=said, trainer_logprobs=said)
+    names = ", top-p of what top-k leaves (Transformers, vLLM)", ""
+    (sampler, a), (trainer, b) = (in_order(made, ALL_CUTS, ORDERS[name][0], 0.8) for name in names)
+    both = [[u and v for u, v in zip(*masks, strict=True)] for masks in zip(a, b, strict=True)]
+    found = audit(subject, made.dump(sampler, trainer, both), sampling)
+    assert (found.sampler.cause, found.trainer.cause) == (f"processed{names[0]}", "processed, each cut of all tokens")
+    assert not found.sampler.is_right
+    assert not found.trainer.is_right
+    assert lines(found)[-1].startswith("verdict: the sides are processed in different orders of the cuts")
+
+
 @pytest.mark.slow
 def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, subject: Subject) -> None:
     raw, tempered, kept = made.logprobs(temperature=1.0), made.logprobs(), cut("top-k", 8)(made)

@@ -29,7 +29,7 @@ def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, matrix: PackedMatrix, rows: Rows | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, trained: Tensor, matrix: PackedMatrix, rows: Rows | None) -> Tensor:
         ctx.save_for_backward(x)
         ctx.matrix, ctx.rows = matrix, rows
         return product(x, matrix)
@@ -83,8 +83,11 @@ def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
     trained.
     """
     matrix = packed(layer)
-    if torch.is_grad_enabled() and (x.requires_grad or matrix.weights[0].requires_grad):
-        return _Linear.apply(x, matrix.weights[0], matrix, rows)
+    parameters = (*matrix.weights, *matrix.biases)
+    # a trained parameter only makes autograd call backward; all gradients of parameters go to GradientSums
+    trained = next((p for p in parameters if p.requires_grad), parameters[0])
+    if torch.is_grad_enabled() and (x.requires_grad or trained.requires_grad):
+        return _Linear.apply(x, trained, matrix, rows)
     return product(x, matrix)
 
 

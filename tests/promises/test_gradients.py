@@ -172,6 +172,15 @@ def test_gradients_of_a_layer_are_the_definition(
             assert_same(array(gradients[ours]), expected, name)
 
 
+def test_a_bias_is_trained_though_weight_and_inputs_are_not() -> None:
+    layer = nn.Linear(3, 2)
+    layer.weight.requires_grad_(False)
+    sums = GradientSums(list(layer.named_parameters()), SLOTS)
+    rows = Rows(sequence=ints([0, 1]), position=ints([0, 0]), slots=ints([0, 3, 8]))
+    linear(torch.ones(2, 3), layer, rows).backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert {name: g.tolist() for name, g in sums.finish().items()} == {"bias": [4, 6]}
+
+
 def add_ones(bias: nn.Parameter, *slots: int) -> None:
     """One backward pass of sequences of one row, whose gradient is 1; the last slot is of the sequence after them."""
     sequences = np.arange(len(slots) - 1)

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
+from ppo_repro.numerics import description
+from ppo_repro.numerics.definition import rows
 from ppo_repro.numerics.definition.elementary import fma
 from ppo_repro.numerics.definition.families import model_from
 from ppo_repro.numerics.definition.gradients import join_slots, slot_of
@@ -20,6 +23,7 @@ from ppo_repro.numerics.definition.model import Model, parameters
 from ppo_repro.numerics.definition.network import forward, gradients
 from ppo_repro.numerics.definition.product import product
 from ppo_repro.numerics.definition.row_sums import row_sum
+from ppo_repro.numerics.interface import names
 from tests.support.models import CONFIGS, MIXTURES, VARIANTS, VOCAB, small_model
 from tests.support.paths import ROOT
 
@@ -131,6 +135,29 @@ def test_orders_of_sums() -> None:
     assert join_slots([F(1), F(0), small, small]) == F(1) + 2 * small != (F(1) + small) + small
     assert [slot_of(i, 3, 8) for i in range(3)] == [2, 5, 7]
     assert [slot_of(i, 16, 8) for i in range(16)] == [i // 2 for i in range(16)]
+
+
+KINDS = names("ActivationKind", "ACT_")
+
+
+def activation_errors(kind: str, name: str) -> tuple[float, float]:
+    """The largest error of a kind's value and of its derivative, against transformers' function `name` in float64."""
+    x = np.concatenate([np.linspace(-12, 12, 4801), np.geomspace(1e-30, 100, 200)]).astype(F)
+    wide = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+    expected = ACT2FN[name](wide)
+    expected.sum().backward()
+    assert wide.grad is not None
+    value, slope = rows.ACTIVATIONS[kind](x)
+    errors = np.abs(value - expected.detach().numpy()) / np.maximum(np.abs(x), 1), np.abs(slope - wide.grad.numpy())
+    return float(errors[0].max()), float(errors[1].max())
+
+
+def test_activations_and_their_derivatives_are_those_of_transformers() -> None:
+    """Control: the two forms of GELU, by erf and by tanh, differ by more than the bound."""
+    assert {KINDS[number] for number in description.ACTIVATIONS.values()} == {*KINDS} == {*rows.ACTIVATIONS}
+    for name, number in description.ACTIVATIONS.items():
+        assert max(activation_errors(KINDS[number], name)) < 1e-6, name
+    assert min(activation_errors("gelu", "gelu_new")) > 1e-4
 
 
 def trunk_of(family: str) -> PreTrainedModel:

@@ -182,6 +182,11 @@ def test_kernels_compute_the_definition_of_random_models(**case: Any) -> None:
     assert_any_case(**case)
 
 
+@pytest.mark.parametrize("activation", {number: name for name, number in ACTIVATIONS.items()}.values())
+def test_kernels_compute_the_definition_of_every_activation(activation: str) -> None:
+    Case(trunk_of("llama", hidden_act=activation), (17, 2)).assert_kernels_are_the_definition(1, recompute=True)
+
+
 @pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(**ANY_CASE)

@@ -156,8 +156,7 @@ def update(
 
     Yields:
         After each step, a MinibatchUpdate without the digests of the weights; and these digests, which threads may
-            still
-        compute during the next step.
+        still compute during the next step.
     """
     ppo, value = config.ppo, config.value
     batch = training_batch(config, state.coefficients, rollout, forward, advantages, functions)

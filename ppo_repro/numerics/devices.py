@@ -63,7 +63,7 @@ def locate(folder: Path) -> tuple[Path, str]:
 
 
 def open_card(index: int, driver: str) -> Card:
-    """Open the kernels of a card. Raises UserError says what is missing, or that they compute something else."""
+    """Open the kernels of a card. Raises UserError if they are missing or compute something else."""
     path, kernels = locate(build.SOURCES)
     functions, facts = ffi.dlopen(str(path)), ffi.new("GpuFacts *")
     fault = functions.gpu_open(driver.encode(), kernels.encode(), index, facts)

@@ -1,8 +1,11 @@
 """Read the kernels' interface from `c/interface.h` by cffi: structs, numbers and pointers.
 
-matrix = ffi.new("Matrix *", {"n": 3, "k": 5, "grad": -1})  # zeros elsewhere; freed with the object matrix.w =
-pointer(weight)  # keeps no memory alive: the owner of the struct keeps the tensor library.load().pack(matrix)
-constants.KEEP_ALL
+An example:
+
+    matrix = ffi.new("Matrix *", {"n": 3, "k": 5, "grad": -1})  # zeros elsewhere; freed with the object
+    matrix.w = pointer(weight)  # keeps no memory alive: the owner of the struct keeps the tensor
+    library.load().pack(matrix)
+    constants.KEEP_ALL
 """
 
 from __future__ import annotations

@@ -74,8 +74,7 @@ def loss(kind: str, new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Compute the estimator `kind` of KL(new || reference) as a differentiable per-token loss, [n] float32, nats.
 
     k1: log pi - log ref. Its gradient has mean zero under pi, so as a loss it constrains nothing.
-    k2: (log pi - log ref)^2 / 2. Its gradient (log pi - log ref) grad log pi is on-policy the gradient of KL(pi ||
-    ref).
+    k2: (log pi - log ref)^2 / 2. On-policy, its gradient (log pi - log ref) grad log pi is that of KL(pi || ref).
     k3: ref/pi - 1 - log(ref/pi). Its gradient is on-policy the gradient of KL(ref || pi). Tang and Munos, 2025.
     """
     assert new_logprobs.shape == ref_logprobs.shape == (new_logprobs.numel(),)

@@ -292,7 +292,7 @@ def check_loss(
 
     Returns:
         A sentence by layout, dtype or extreme token; empty if the loss conforms. A loss that is not finite on the frame
-            itself has one entry, and no layout is tried.
+        itself has one entry, and no layout is tried.
 
     Raises:
         UserError: the frame or the loss cannot be used.

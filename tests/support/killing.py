@@ -1,8 +1,7 @@
 """Processes that run or resume, and are killed after some time.
 
 As a program it imports everything, then forks a child for each line `SECONDS run CONFIG OUT`, `SECONDS resume RUN` or
-`SECONDS fork RUN OUT FIELD=VALUE`,
-kills it after so many seconds (inf: never), and prints its exit code.
+`SECONDS fork RUN OUT FIELD=VALUE`, kills it after so many seconds (inf: never), and prints its exit code.
 """
 
 from __future__ import annotations

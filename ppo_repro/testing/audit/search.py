@@ -49,6 +49,7 @@ LEFT_OF_HALF = 0.5  # of the distance of 16 bits may be left by computing in 16 
 LEFT_OF_PART = 0.2  # of the whole distance may be left by computing one part in 16 bits
 LEFT_OF_ROUNDED = 0.4  # of the whole distance may be left by rounding the logits of the right model
 LIKE = 0.3  # correlation with our own 16-bit errors from which errors of their size are called 16-bit rounding
+SAME_FORMAT = 2.0  # times the size of a format's rounding may be; the formats are 8 times apart
 NEARLY = 0.8  # of that correlation another part may have that is then named too
 TRIED_TOKENS, FIRST_TOKENS = 256, 24  # response tokens that causes are tried on, and screened on
 FEW, MANY = 16, 32  # tokens of a window, or up to twice as many if those are the rest of the response
@@ -166,6 +167,7 @@ class Search:
         self.definition, self.reference, self.entries = definition, reference, entries
         self.wrong = wrong
         self.ways = ways(responses, subject)
+        self.has_experts = any(name.endswith("experts") for name, _ in subject.model.named_modules())
         self.made: tuple[str, PreTrainedModel] = ("", subject.model)  # one other model at a time is in memory
         self.states: dict[tuple[str, str, bool], list[tuple[States, Tensor]]] = {}  # by weights, input, of the few
         self.rows: dict[tuple[str, str, bool], list[list[Row]]] = {}  # by window, in pieces
@@ -197,6 +199,11 @@ class Search:
         if size > last.end:  # a cause has to be right at the end of a response too
             some += (Window(last.response, max(last.end, size - MANY), size),)
         self.some = some
+        self.causes = [c for c in self.causes if c.stage != "input" or self._predicts(c.name)]
+
+    def _predicts(self, way: str) -> bool:
+        """Return whether a way has a forward pass for some token of the few, which are the first of the tried ones."""
+        return any(f.within(w.start, w.end) for w in self.few for f in self.ways[way][w.response])
 
     def _bad(self, i: int) -> Tensor:
         apart = self.entries.values[i] - self.reference.logprobs[i]
@@ -430,10 +437,13 @@ class Search:
         return bool((values[numbers.counts[at] & (numbers.recorded[at] == 0)].abs() <= self.tolerance).all())
 
     def _as_half(self, steps: Steps, left: Tensor) -> list[Tried]:
-        """Return an explanation with 16-bit rounding added, if the remaining errors have its size and its pattern."""
+        """Return an explanation with 16-bit rounding added, if the remaining errors have its size and its pattern.
+
+        With experts there is none: a small error of any cause may choose other experts, which gives the same pattern.
+        """
         judged, plain = self._judged(steps, left), self._left((), self.some)
-        is_half = any(_is_half(c) for c, _ in steps)
-        if judged.explains or is_half or plain is None or (steps and rms(left) > LEFT_OF_HALF * rms(plain)):
+        is_excluded = self.has_experts or any(_is_half(c) for c, _ in steps)
+        if judged.explains or is_excluded or plain is None or (steps and rms(left) > LEFT_OF_HALF * rms(plain)):
             return []
         for name in HALF:
             size = rms(self._errors(COMPUTED + name, self.few))
@@ -447,7 +457,9 @@ class Search:
             if like >= max(LIKE, 3 / len(left) ** 0.5):
                 parts = [c.name for c in self.causes if c.name.endswith(IN_BFLOAT16) and name in c.name]
                 far = [p for p in parts if _correlation(left, self._errors(p, self.some)) > NEARLY * like]
-                what = " or ".join([f"as large as {name} rounding ({size:.2g} nats rms)", *far]) + ", with other bits"
+                is_near = size / SAME_FORMAT <= rms(left) <= SAME_FORMAT * size
+                kind = name if is_near else "16-bit"
+                what = " or ".join([f"as large as {kind} rounding ({size:.2g} nats rms)", *far]) + ", with other bits"
                 words = f"{judged.words} and {what}" if steps else what
                 advice = f"{judged.advice}; " * bool(steps) + CAUSES["reduced_precision"].mend
                 found = [Tried(words, advice, rms(left), True, judged.deviations + 1.5)]

@@ -30,6 +30,7 @@ from ppo_repro.testing.audit.judge import Audit, audit, lines
 from ppo_repro.testing.audit.variants import VARIANTS, Sampling
 from ppo_repro.testing.audit.ways import Subject
 from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
+from tests.testing.audit.families import made as made_family
 from tests.testing.audit.material import (
     BOS_ID,
     EOS_ID,
@@ -41,6 +42,7 @@ from tests.testing.audit.material import (
     Material,
     Values,
     cut,
+    half,
     material,
     old,
 )
@@ -306,6 +308,28 @@ def test_context_that_a_later_turn_does_not_see(
     found = audit(subject, made.dump(values, made.logprobs(), counts), GIVEN)
     assert found.sampler.cause == words
     assert found.trainer.is_right
+
+
+# experts
+
+
+@pytest.mark.parametrize(
+    ("family", "factor", "cause"),
+    [
+        ("llama3", 1.8, "as large as bfloat16 rounding"),
+        ("llama3", 2.6, "as large as 16-bit rounding"),
+        ("mixtral", 1.8, "unknown"),
+    ],
+)
+def test_errors_like_16_bit_rounding_have_a_format_by_their_size_and_no_cause_with_experts(
+    family: str, factor: float, cause: str
+) -> None:
+    m = made_family(family)
+    good, rounded = m.logprobs(), m.logprobs(m.logits(half(m.model, torch.bfloat16)))
+    bad = [g + factor * (r - g) for g, r in zip(good, rounded, strict=True)]
+    found = judged(m, Subject(m.model, {}), good, bad)
+    assert found.sampler.is_right
+    assert found.trainer.cause.startswith(cause)
 
 
 # any architecture of transformers

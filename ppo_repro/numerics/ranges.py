@@ -44,7 +44,10 @@ def check_ranges(fields: Mapping[str, object], where: str) -> None:
     """
     for name, value in fields.items():
         if name in RANGES and value is not None:
-            _check(f"{where} {name}", value, *RANGES[name], name in _WHOLE)
+            least, most = RANGES[name]
+            if name == "sliding_window" and fields.get("use_sliding_window") is False:
+                least = 0  # transformers writes 0 for a Qwen2-MoE without a window
+            _check(f"{where} {name}", value, least, most, name in _WHOLE)
         if name in _ROPE and isinstance(value, Mapping):
             check_ranges(value, f"{where} {name}:")
     padding, tokens = fields.get("pad_token_id"), fields.get("vocab_size")

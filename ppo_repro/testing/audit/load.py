@@ -35,6 +35,7 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
             folder,
             dtype=torch.float32,
             attn_implementation="eager",  # the family's own; others may leave out soft caps or sinks
+            experts_implementation="eager",  # grouped products refuse rows of no multiple of 16 bytes
             use_safetensors=True,
             output_loading_info=True,
             **FROM_DISK,
@@ -105,10 +106,11 @@ def last_matrices(model: PreTrainedModel, others: Mapping[str, PreTrainedModel])
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a folder; None if there is none, or, with a line on stderr, if it does not load."""
+    if not has_tokenizer(folder):  # transformers may make an empty one
+        return None
     try:
         with reading("its tokenizer"):
             return AutoTokenizer.from_pretrained(folder, **FROM_DISK)
-    except UserError as error:  # also if there is no class for a tokenizer that is missing
-        if has_tokenizer(folder):
-            say(f"--model {folder}: {shown(str(error))}; causes that need it are left out")
+    except UserError as error:
+        say(f"--model {folder}: {shown(str(error))}; causes that need it are left out")
         return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.models.folder_files import check_config
@@ -15,7 +16,7 @@ from ppo_repro.tasks.tokenizer import character_tokenizer
 from ppo_repro.testing.audit.load import load_model, load_tokenizer
 from tests.support.damage import changed, computes, drawn
 from tests.support.models import CONFIGS, MIXTURES, llama_config, qwen3_config, small_model
-from tests.testing.audit.families import FAMILIES, made
+from tests.testing.audit.families import EXPERTS, FAMILIES, SHAPE, made
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
@@ -90,6 +91,24 @@ def test_fused_attention_is_taken_only_if_it_gives_the_numbers_of_the_familys_ow
 ) -> None:
     folder = saved(made(family).model, tmp_path / "model")
     assert load_model("--model", folder, "cpu").config._attn_implementation == chosen
+
+
+def test_a_folder_without_files_of_a_tokenizer_has_none(tmp_path: Path) -> None:
+    assert load_tokenizer(saved(small_model(qwen3_config(), 0), tmp_path / "model")) is None
+
+
+def test_a_qwen2_moe_without_a_window_loads_as_transformers_writes_it(tmp_path: Path) -> None:
+    config = Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=24)
+    folder = saved(Qwen2MoeForCausalLM(config), tmp_path / "model")
+    assert json.loads((folder / "config.json").read_text())["sliding_window"] == 0
+    use(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_any_width_compute(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = load_model("--model", saved(made("qwen3_moe").model, tmp_path / "model"), "cpu")
+    assert EXPERTS["moe_intermediate_size"] % 8 == 4
+    assert torch.isfinite(model.to(dtype)(torch.tensor([[1, 2, 3]])).logits).all()
 
 
 @pytest.mark.slow

@@ -101,10 +101,11 @@ def audit_command(options: argparse.Namespace) -> int:
     for option, folder in (("--model", options.model), *(("--also", folder) for folder in options.also)):
         check_config(folder, f"{option} {folder}")
         check_weights(folder, f"{option} {folder}")
-    responses = list(islice(read_dump(options.dump if run is None else run.rows, options.format), options.responses))
+    rows = read_dump(options.dump if run is None else run.rows, options.format)
+    responses = list(islice(rows, options.responses))
     if not responses:
         raise UserError(f"{options.dump}: has no response with a token that counts; there is nothing to audit")
-    skipped = responses[-1].row - len(responses)
+    skipped, unread = responses[-1].row - len(responses), sum(1 for _ in rows)
 
     import torch
 
@@ -132,7 +133,7 @@ def audit_command(options: argparse.Namespace) -> int:
     means = options.sampler_logprobs, options.trainer_logprobs
     sampling = Sampling(options.temperature, *cuts, *means, options.is_temperature_given)
     found = audit(subject, responses, sampling)
-    said = lines(found, skipped)
+    said = lines(found, skipped, unread)
     if options.out is not None:
         found.tokens.to_parquet(options.out)
         said.append(f"tokens  {options.out}")

@@ -60,6 +60,12 @@ def test_the_wrong_temperature_is_wrong(cli: Cli, dump: tuple[Path, Path]) -> No
     assert found["trainer"]["cause"] == found["sampler"]["cause"] == "temperature 1 instead of 0.5"
 
 
+def test_the_first_line_counts_the_responses_of_the_dump(cli: Cli, dump: tuple[Path, Path]) -> None:
+    every = len(dump[0].read_text().splitlines())
+    _, out, _ = cli("audit", dump[0], "--model", dump[1], "--responses", "6")
+    assert f" tokens of 6 of {every} responses; " in out.splitlines()[0]
+
+
 @pytest.mark.slow
 def test_a_tokenizer_that_does_not_load_is_said(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
     model = shutil.copytree(dump[1], tmp_path / "model")

@@ -51,9 +51,10 @@ LEFT_OF_ROUNDED = 0.4  # of the whole distance may be left by rounding the logit
 LIKE = 0.3  # correlation with our own 16-bit errors from which errors of their size are called 16-bit rounding
 SAME_FORMAT = 2.0  # times the size of a format's rounding may be; the formats are 8 times apart
 NEARLY = 0.8  # of that correlation another part may have that is then named too
-TRIED_TOKENS, FIRST_TOKENS = 256, 24  # response tokens that causes are tried on, and screened on
-FEW, MANY = 16, 32  # tokens of a window, or up to twice as many if those are the rest of the response
-LEAD = 8  # tokens of a window before its first wrong one
+TRIED_TOKENS, FIRST_TOKENS = 256, 24  # response tokens that causes are tried on, and at most screened on
+WRONG_TOKENS = 8  # wrong tokens that suffice for screening
+FEW, MANY = 8, 32  # tokens of a window, or up to twice as many if those are the rest of the response
+LEAD = 8  # tokens of a window before its first wrong one; at most half of the window
 ROUGHLY = 8.0  # times is how far sizes on a few tokens and on more may be apart
 LEAST_TOKENS = 8  # on fewer no cause is named for a part of the tokens
 ON_ALL = 12  # explanations of each level that are computed on all tokens that are tried
@@ -189,11 +190,10 @@ class Search:
         self.tolerance = RIGHT * reference.floor * self.scale + 2.0**-22 * rms(every)
         self._restrict(entries.usable)
         bad = {i: (self._bad(i).nonzero()[:1, 0].tolist() or [0])[0] for i in wrong}
-        starts = {i: first - LEAD if first > LEAD else 0 for i, first in bad.items()}
         # with few tokens before the window a pass is short
-        order = sorted(starts.items(), key=lambda item: item[1] + len(responses[item[0]].prompt_ids))
-        self.few = self._windows(order, FEW, FIRST_TOKENS)
-        some = self._windows(order, max(MANY, math.ceil(TRIED_TOKENS / len(wrong))), TRIED_TOKENS)
+        order = sorted(bad.items(), key=lambda item: max(item[1], LEAD) + len(responses[item[0]].prompt_ids))
+        self.few = self._windows(order, FEW, FIRST_TOKENS, WRONG_TOKENS)
+        some = self._windows(order, max(MANY, math.ceil(TRIED_TOKENS / len(wrong))), TRIED_TOKENS, TRIED_TOKENS)
         last = some[-1]
         size = len(responses[last.response].response_ids)
         if size > last.end:  # a cause has to be right at the end of a response too
@@ -209,13 +209,16 @@ class Search:
         apart = self.entries.values[i] - self.reference.logprobs[i]
         return self.entries.usable[i] & ~(apart.abs() <= self.tolerance)
 
-    def _windows(self, order: Sequence[tuple[int, int]], length: int, tokens: int) -> tuple[Window, ...]:
-        found, total = [], 0
-        for i, start in order:
-            if total < tokens:
+    def _windows(self, order: Sequence[tuple[int, int]], length: int, tokens: int, wrong: int) -> tuple[Window, ...]:
+        """Return windows of a length until they have enough usable tokens, or enough wrong ones."""
+        found, total, bad = [], 0, 0
+        for i, first in order:
+            if total < tokens and bad < wrong:
+                start = max(0, first - min(LEAD, length // 2))
                 whole = len(self.responses[i].response_ids)
                 found.append(Window(i, start, whole if whole - start <= 2 * length else start + length))
                 total += int(self.entries.usable[i][start : found[-1].end].sum())
+                bad += int(self._bad(i)[start : found[-1].end].sum())
         return tuple(found)
 
     def explain(self) -> list[Tried]:

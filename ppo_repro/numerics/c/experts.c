@@ -214,6 +214,7 @@ ROW(add_experts_row, AddExperts) {
 // ===================================================================================================== calls
 // The code below runs on the host, see operations.h.
 #ifndef GPU_KERNELS
+#include "kernels.h"
 
 // The rows of experts: the rows of expert e are start[e] .. start[e + 1] - 1, by rising token
 typedef struct {

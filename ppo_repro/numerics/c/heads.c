@@ -157,6 +157,7 @@ ROW(head_norms_backward_row, HeadNormsBackward) {
 // ===================================================================================================== calls
 // The code below runs on the host, see operations.h.
 #ifndef GPU_KERNELS
+#include "kernels.h"
 
 // Returns the arguments of attention from layer `index`, see attention.c
 static Heads heads_of(const Pass *pass, int index, const Saved *s) {

@@ -120,4 +120,40 @@ typedef struct {
   float *dq;             // [tokens][heads][head_dim]
   float *d_raw;          // [tokens][qkv_width]: the key and value parts of its rows get dk and dv
 } Heads;
+
+// ------------------------------------------------------------------------------------------------- the model
+
+// A forward or backward pass over a batch
+typedef struct {
+  const Model *m;
+  const Batch *b;    // its integers lie on the host
+  Batch in_kernels;  // the same batch; its integers lie in memory of kernels
+} Pass;
+
+// The results of a layer, in this order. The names of the first and of the second norm end in 1 and 2.
+typedef struct {
+  float *x;        // [tokens][hidden], its input
+  float *r1;       // [tokens], the factor 1 / sqrt(..) of a norm
+  float *mean1;    // [tokens]
+  float *normed1;  // [tokens][hidden]
+  float *qkv;      // [tokens][qkv_width], before norms of heads and rotation
+  float *q_r;      // [tokens][heads], factors of norms of heads
+  float *k_r;      // [tokens][kv_heads]
+  float *q;        // [tokens][heads][head_dim], as attention takes them
+  float *top;      // [tokens][heads], the largest score
+  float *total;    // [tokens][heads], the sum of exponentials
+  float *mixed;    // [tokens][heads][head_dim], results of attention
+  float *x2;       // [tokens][hidden], x + out(mixed)
+  float *r2;
+  float *mean2;
+  float *normed2;
+  float *router;   // [tokens][experts], logits
+  int *route;      // [tokens][chosen], experts by rising index
+  float *weights;  // [tokens][chosen]
+  float *rows;     // [tokens chosen][hidden], normed2 in the order of experts
+  float *up;       // [mlp_rows][up_width]
+  float *act;      // [mlp_rows][mlp_width]
+  float *y;        // [tokens chosen][hidden], results of experts
+  float *next;     // [tokens][hidden], its output
+} Saved;
 #endif

@@ -2,13 +2,6 @@
 // and all gradients are rows of tokens.
 #include "kernels.h"
 
-// A forward or backward pass over a batch
-typedef struct {
-  const Model *m;
-  const Batch *b;    // its integers lie on the host
-  Batch in_kernels;  // the same batch; its integers lie in memory of kernels
-} Pass;
-
 // -------------------------------------------------------------------------------------------------- products
 
 // Rule 1, definition: linear.layer_linear: y [rows][n] = x w^T + bias, and + residual [rows][n] unless

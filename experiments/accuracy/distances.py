@@ -16,7 +16,7 @@ from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.models.stock import float64
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.optimizer import SLOTS
-from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.runs.accuracy import Scores, Text, policy_scores, reference_scores, spacing, stock_scores
 

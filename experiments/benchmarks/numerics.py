@@ -29,7 +29,7 @@ from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import library
 from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
-from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 
 PEER = "stock float32"

@@ -35,7 +35,7 @@ from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.families import MIXTURES, head_of, trunk_of
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import network_of
-from ppo_repro.numerics.rows import Ragged, index
+from ppo_repro.numerics.sequences import Ragged, index
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.records.folder import FINAL, UNEQUAL, UNEQUAL_TOKENS, load_recorded_config
 from ppo_repro.rollout.engine import Completion, Request, Sampling

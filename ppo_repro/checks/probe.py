@@ -25,7 +25,7 @@ from ppo_repro.models.networks import checkpoint_gradients, policy_logits, value
 from ppo_repro.numerics import library
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
-from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.records.columns import unequal_bits
 from ppo_repro.records.folder import Accuracy

@@ -24,7 +24,7 @@ from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
-from ppo_repro.numerics.rows import alone, slots_of
+from ppo_repro.numerics.sequences import alone, slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import gae, whiten

@@ -23,7 +23,7 @@ from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.environments import Actions, DiscreteActions
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.linear import add_to_bias, linear
-from ppo_repro.numerics.rows import Rows
+from ppo_repro.numerics.sequences import Rows
 from ppo_repro.numerics.token_statistics import require_finite, token_statistics
 
 HIDDEN_GAIN, ACTOR_GAIN, CRITIC_GAIN = math.sqrt(2.0), 0.01, 1.0

@@ -24,7 +24,7 @@ from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
 from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of, shapes_of
 from ppo_repro.numerics.network import Network, network_of
-from ppo_repro.numerics.rows import Ragged, ragged
+from ppo_repro.numerics.sequences import Ragged, ragged
 from ppo_repro.numerics.token_statistics import token_statistics
 
 IGNORED = -100  # the label of a position that does not count, as in transformers

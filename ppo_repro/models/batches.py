@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ppo_repro.buffers import Rollout
 from ppo_repro.numerics.interface import Ints, ints
-from ppo_repro.numerics.rows import Ragged, Rows, ragged
+from ppo_repro.numerics.sequences import Ragged, Rows, ragged
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowere
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import logits, network_of
 from ppo_repro.numerics.precision import NARROW, Precision
-from ppo_repro.numerics.rows import Rows
+from ppo_repro.numerics.sequences import Rows
 
 
 class ValueModel(nn.Module):

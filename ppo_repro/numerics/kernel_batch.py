@@ -7,7 +7,7 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.interface import Ints, Struct, ffi, ints, pointer
-from ppo_repro.numerics.rows import Ragged
+from ppo_repro.numerics.sequences import Ragged
 
 
 class Cache:

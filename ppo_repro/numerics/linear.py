@@ -14,7 +14,7 @@ from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import Struct, ffi, pointer
 from ppo_repro.numerics.matrices import PackedMatrix, packed
-from ppo_repro.numerics.rows import Rows
+from ppo_repro.numerics.sequences import Rows
 
 
 def product(x: Tensor, matrix: PackedMatrix) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.families import decoder_layers, head_dim, key_value_heads, routers, stock_masks
 from ppo_repro.numerics.interface import Ints, ints
-from ppo_repro.numerics.rows import Ragged, index
+from ppo_repro.numerics.sequences import Ragged, index
 
 
 class SlotCache:
@@ -131,13 +131,13 @@ class NativeNetwork:
         return self._pass(ids, positions, place, options, seen)
 
     def over_batch(
-        self, batch: Ragged, rows: Ints, seen: bool = False, padding: str = "right"
+        self, batch: Ragged, wanted: Ints, seen: bool = False, padding: str = "right"
     ) -> tuple[Tensor, Ints | None]:
         """Compute differentiable hidden states of whole sequences.
 
         Args:
             batch: the sequences, without routes to replay.
-            rows: [n], the rows to return.
+            wanted: [n], the rows to return.
             seen: whether to return the routes of mixtures.
             padding: short rows are padded `right` or `left`; `none` packs all sequences in one row.
 
@@ -156,14 +156,14 @@ class NativeNetwork:
         first, last = (x.to(self.trunk.device) for x in (first, last))
         masks = stock_masks(self.trunk.config, lambda window: _visible(first, last, window, ids.shape[1]))
         hidden, routes = self._pass(ids, positions, place, {"attention_mask": masks}, seen)
-        return hidden[index(rows).to(self.trunk.device)], routes
+        return hidden[index(wanted).to(self.trunk.device)], routes
 
     def _pass(
-        self, ids: Tensor, positions: Tensor, rows: Tensor, options: dict[str, Any], seen: bool
+        self, ids: Tensor, positions: Tensor, places: Tensor, options: dict[str, Any], seen: bool
     ) -> tuple[Tensor, Ints | None]:
-        """Return hidden states and routes at flat positions `rows` of a pass of the model over [R, L]."""
+        """Return hidden states and routes at flat `places` of a pass of the model over [R, L]."""
         device = self.trunk.device
-        where = rows.to(device)
+        where = places.to(device)
         with _recording_gradients(self.trunk), _seen_routes(self.trunk if seen else None) as routes:
             out = self.trunk(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False, **options)
         hidden = out.last_hidden_state.flatten(0, 1)[where]

@@ -29,7 +29,7 @@ from ppo_repro.numerics.matrices import packed
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.packed_model import PackedModel
 from ppo_repro.numerics.precision import round_rows
-from ppo_repro.numerics.rows import Ragged, Rows, index
+from ppo_repro.numerics.sequences import Ragged, Rows, index
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = constants.KEEP_NOTHING, constants.KEEP_INPUTS, constants.KEEP_ALL
 
@@ -99,7 +99,7 @@ class Network:
         kernel_batch = KernelBatch(batch, cache, base=base, seen=self._routes(batch, seen))
         return self._without_gradients(kernel_batch), kernel_batch.seen
 
-    def over_batch(self, batch: Ragged, rows: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
+    def over_batch(self, batch: Ragged, wanted: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
         """Compute whole sequences, differentiably.
 
         The backward pass adds to the GradientSums of the parameters. It raises PromiseBroken if the sequences are not
@@ -107,14 +107,14 @@ class Network:
 
         Args:
             batch: n tokens of S sequences.
-            rows: [r], rising and without repetition, else ValueError, because a repeated row would lose gradients.
+            wanted: [r], rising and without repetition, else ValueError, because a repeated row would lose gradients.
             seen: whether to return the experts of the tokens.
 
         Returns:
-            Hidden states [r, H] at `rows`, float32, and the routes of all n rows int32 [n, mixtures x chosen] or None.
+            Hidden states [r, H] at `wanted`, float32, and the routes of all n rows int32 [n, mixtures x chosen] or None.
         """
         check_batch(self.model.struct, batch, self.lowered.max_context)
-        if (np.diff(np.asarray(rows)) <= 0).any():
+        if (np.diff(np.asarray(wanted)) <= 0).any():
             raise ValueError("rows must rise, each once")
         self.prepare()
         cache, base = own_cache(self.model.struct, batch, self.device)
@@ -122,8 +122,8 @@ class Network:
         trained = [p for p in self.parameters.values() if p.requires_grad]
         if trained and torch.is_grad_enabled():
             # trained[0] only makes autograd call backward; all gradients go to GradientSums
-            return _Hidden.apply(trained[0], self, kernel_batch, rows), kernel_batch.seen
-        return self._without_gradients(kernel_batch)[index(rows, self.device)], kernel_batch.seen
+            return _Hidden.apply(trained[0], self, kernel_batch, wanted), kernel_batch.seen
+        return self._without_gradients(kernel_batch)[index(wanted, self.device)], kernel_batch.seen
 
     def _routes(self, batch: Ragged, wanted: bool) -> Ints | None:
         """Return memory for the routes of a pass; None if not `wanted`."""
@@ -172,11 +172,11 @@ class Network:
 
 class _Hidden(Function):
     @staticmethod
-    def forward(ctx: Any, trained: Tensor, network: Network, kernel_batch: KernelBatch, rows: Ints) -> Tensor:
+    def forward(ctx: Any, trained: Tensor, network: Network, kernel_batch: KernelBatch, wanted: Ints) -> Tensor:
         ctx.keep = KEEP_INPUTS if network.lowered.recompute else KEEP_ALL
-        ctx.network, ctx.kernel_batch, ctx.rows = network, kernel_batch, rows
+        ctx.network, ctx.kernel_batch, ctx.wanted = network, kernel_batch, wanted
         ctx.kept = network.memory(len(kernel_batch.batch.ids), ctx.keep)
-        return network.forward(kernel_batch, ctx.kept, ctx.keep)[index(rows, network.device)]
+        return network.forward(kernel_batch, ctx.kept, ctx.keep)[index(wanted, network.device)]
 
     @staticmethod
     @once_differentiable
@@ -190,7 +190,7 @@ class _Hidden(Function):
             raise RuntimeError("a second backward through one pass: its activations were freed")
         kept, ctx.kept = ctx.kept, None
         d_hidden = torch.zeros(len(batch.ids), network.model.struct.hidden, device=device)
-        d_hidden[index(ctx.rows, device)] = grad
+        d_hidden[index(ctx.wanted, device)] = grad
         use = sums.use("trunk", *parameters)
         network.model.prepare()
         network.model.collect(use)

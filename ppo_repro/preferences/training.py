@@ -20,7 +20,7 @@ from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
-from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.ppo.preferences import (

@@ -18,7 +18,7 @@ from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.kernel_batch import Cache
 from ppo_repro.numerics.native import SlotCache
 from ppo_repro.numerics.network import logits, network_of
-from ppo_repro.numerics.rows import index, ragged
+from ppo_repro.numerics.sequences import index, ragged
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling, check_request
 from ppo_repro.rollout.sampler import sample
 

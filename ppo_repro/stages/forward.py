@@ -23,7 +23,7 @@ from ppo_repro.models.networks import hidden_states, seen_states, values_of
 from ppo_repro.models.state import Stream, TrainState
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.network import forget_packed, logits
-from ppo_repro.numerics.rows import Rows
+from ppo_repro.numerics.sequences import Rows
 from ppo_repro.numerics.token_statistics import expand_kept, kl_divergence, prob_sq_sum, token_statistics
 from ppo_repro.ppo import kl
 from ppo_repro.stages.training_batch import TrainingBatch

@@ -31,7 +31,7 @@ from ppo_repro.config.algorithm import (
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, micro_batches
 from ppo_repro.numerics.optimizer import SLOTS
-from ppo_repro.numerics.rows import slots_of_rank
+from ppo_repro.numerics.sequences import slots_of_rank
 from ppo_repro.ppo import corrections
 from ppo_repro.ppo.corrections import Correction, Corrections
 from ppo_repro.ppo.losses import loss_weights

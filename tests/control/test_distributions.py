@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppo_repro.control.networks import Categorical, DiagonalGaussian, gumbels, normals
 from ppo_repro.numerics.gradient_sums import GradientSums
-from ppo_repro.numerics.rows import alone, slots_of
+from ppo_repro.numerics.sequences import alone, slots_of
 from tests.support.float32 import bits, finite, tensor
 
 MODES = ["deterministic", "native"]

@@ -24,7 +24,7 @@ from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import devices, library
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
-from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records import manifest
 from ppo_repro.rollout.engine import Request, Sampling

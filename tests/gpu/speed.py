@@ -18,7 +18,7 @@ from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import library
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
-from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import sample_tokens, token_statistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine

@@ -17,7 +17,7 @@ import numpy as np
 
 from ppo_repro.numerics.interface import constants, ffi
 from ppo_repro.numerics.optimizer import SLOTS
-from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.sequences import slots_of
 
 LEVELS = 3
 F = np.float32

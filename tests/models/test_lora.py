@@ -27,7 +27,7 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
-from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from tests.support.models import CONTEXT, ragged, scored, seeded, source_model, unequal
 

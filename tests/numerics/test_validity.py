@@ -19,7 +19,7 @@ from ppo_repro.numerics.interface import ffi, ints, names
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.ranges import MAX_EXPERTS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
-from ppo_repro.numerics.rows import ragged
+from ppo_repro.numerics.sequences import ragged
 from tests.support.models import CONFIGS, CONTEXT, MIXTURES, gpt_neox_config, llama_config, mixtral_config, small_model
 
 IDS = torch.tensor([[1, 2, 3]])

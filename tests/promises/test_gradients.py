@@ -37,7 +37,7 @@ from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.linear import add_to_bias, linear
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
-from ppo_repro.numerics.rows import Rows, ragged, slots_of_rank
+from ppo_repro.numerics.sequences import Rows, ragged, slots_of_rank
 from ppo_repro.stages import forward as scoring
 from tests.support.models import CONFIGS, MIXTURES, fill, small_model
 

@@ -39,7 +39,7 @@ from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.precision import EXACT, Precision
-from ppo_repro.numerics.rows import Rows, ragged, slots_of
+from ppo_repro.numerics.sequences import Rows, ragged, slots_of
 from tests.support.models import CONFIGS, EVERY_FAMILY, MIXTURES, small_model
 from tests.support.variants import ABLE, FASTEST
 

@@ -10,7 +10,7 @@ import torch
 
 from ppo_repro.base.watcher import Silent, Watcher
 from ppo_repro.numerics.network import Network
-from ppo_repro.numerics.rows import Ragged
+from ppo_repro.numerics.sequences import Ragged
 from ppo_repro.records import manifest
 from tests.support.language import run
 from tests.support.runs import small_config

@@ -18,7 +18,7 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.watcher import Silent
 from ppo_repro.commands.cli import main
 from ppo_repro.config.files import load_config
-from ppo_repro.numerics.rows import slots_of, slots_of_rank
+from ppo_repro.numerics.sequences import slots_of, slots_of_rank
 from ppo_repro.records import manifest, reader
 from tests.support.language import fork, run
 from tests.support.paths import ROOT, SMALL, TINY

@@ -1,4 +1,4 @@
-"""Describe rows of sequences without padding, for the kernels."""
+"""Sequences of tokens one after the other, without padding: which sequence and position each row of a tensor is."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
     sequences, step, evaluated = (ceil(count / processes) for count in counts)
     forward = min(layout.forward_micro_batch or sequences, sequences)
     update = min(layout.update_micro_batch or step, step)
-    slots, responses = min(layout.rollout_slots, max(sequences, evaluated)), config.rollout.max_response_tokens
+    seats, responses = min(layout.rollout_slots, max(sequences, evaluated)), config.rollout.max_response_tokens
     arrays = (SLOTS // processes).bit_length() if deterministic and update < step else 1
     trained = [model for model in models if model.trained]
     stays = FLOAT * sum(model.weights for model in models)
@@ -225,13 +225,13 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
         "kernels": dict.fromkeys(PHASES[1:], CARD_SCRATCH if on_card else 0),
         "gradients": {"update": FLOAT * arrays * sum(model.collected for model in trained)},
         "activations": {
-            "rollout": policy.forward(slots * (context - responses)),
+            "rollout": policy.forward(seats * (context - responses)),
             "scoring": policy.forward(forward * row) + policy.cache(forward * row),
             "update": max(s.step(update * row, layout.gradient_checkpointing) for s in (policy, value) if s),
         },
-        "KV cache": {"rollout": policy.cache(slots * ceil(context / 16) * 16)},
+        "KV cache": {"rollout": policy.cache(seats * ceil(context / 16) * 16)},
         "logits": {
-            "rollout": 4 * FLOAT * slots * vocabulary,  # a masked copy, and bounds of the noise
+            "rollout": 4 * FLOAT * seats * vocabulary,  # a masked copy, and bounds of the noise
             "scoring": of_logits[0] * several,  # of policy and reference
             "update": of_logits[1] * several,  # with gradients
         },

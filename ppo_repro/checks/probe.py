@@ -92,10 +92,10 @@ class _SampledRun:
 
 
 def _generate(
-    config: RunConfig, prepared: Prepared, requests: Sequence[Request], slots: int, chunk: int, prefix_cache: bool
+    config: RunConfig, prepared: Prepared, requests: Sequence[Request], seats: int, chunk: int, prefix_cache: bool
 ) -> list[Completion]:
     policy, stop_ids, numerics = prepared.state.policy, prepared.engine.stop_ids, config.numerics
-    engine = TorchEngine(policy, stop_ids, numerics.mode, numerics.max_context, slots, chunk, prefix_cache)
+    engine = TorchEngine(policy, stop_ids, numerics.mode, numerics.max_context, seats, chunk, prefix_cache)
     return engine.generate(requests, sampling_of(config))
 
 
@@ -183,8 +183,8 @@ def _checks(run: _SampledRun) -> list[Check]:
     """Return all checks in the order of execution; the last check changes the policy."""
     forward, weights, values = _forward(run, SEQUENCES), _weights_after_step(run, SEQUENCES), _values(run, SEQUENCES)
 
-    def resampled(slots: int, chunk: int = 0, prefix_cache: bool = True, step: int = 1) -> tuple[int, int]:
-        again = _generate(run.config, run.prepared, run.requests[::step], slots, chunk, prefix_cache)[::step]
+    def resampled(seats: int, chunk: int = 0, prefix_cache: bool = True, step: int = 1) -> tuple[int, int]:
+        again = _generate(run.config, run.prepared, run.requests[::step], seats, chunk, prefix_cache)[::step]
         return len(run.logprobs), _differing(run.completions, again)
 
     def compared(expected: Tensor, compute: Callable[[], Tensor]) -> tuple[int, int]:

@@ -11,19 +11,19 @@ from ppo_repro.numerics.sequences import Ragged
 
 
 class Cache:
-    """Cache of keys and values: some slots of `positions` tokens each."""
+    """Cache of keys and values: some seats of `positions` tokens each."""
 
-    def __init__(self, model: Struct, slots: int, positions: int, device: torch.device) -> None:
+    def __init__(self, model: Struct, seats: int, positions: int, device: torch.device) -> None:
         """Allocate memory for keys and values without clearing it.
 
         Args:
             model: layers, heads and their size.
-            slots: number of sequences.
-            positions: tokens of a slot, rounded up to a multiple of 16.
+            seats: number of sequences.
+            positions: tokens of a seat, rounded up to a multiple of 16.
             device: device of the kernels.
         """
         self.each = -(-positions // 16) * 16
-        self.capacity = slots * self.each
+        self.capacity = seats * self.each
         floats = model.layers * model.kv_heads * self.capacity * model.head_dim
         self.keys, self.values = (torch.empty(floats, device=device) for _ in range(2))
 

@@ -1,4 +1,4 @@
-"""Run a trunk in stock torch: transformers' forward pass over padded rows, and a cache of fixed slots for decoding.
+"""Run a trunk in stock torch: transformers' forward pass over padded rows, and a cache of fixed seats for decoding.
 
 Native numerics are the negative control, and the numerics for devices without kernels. They promise no bits.
 """
@@ -21,34 +21,34 @@ from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.sequences import Ragged, index
 
 
-class SlotCache:
-    """Cache of keys and values [slots, Hk, positions, D] of each layer, for a model's `past_key_values`.
+class NativeCache:
+    """Cache of keys and values [seats, Hk, positions, D] of each layer, for a model's `past_key_values`.
 
-    Earlier contents of a slot are never visible, because a query sees no key after its own position.
+    Earlier contents of a seat are never visible, because a query sees no key after its own position.
     """
 
     def __init__(
-        self, config: PretrainedConfig, slots: int, positions: int, device: torch.device, dtype: torch.dtype
+        self, config: PretrainedConfig, seats: int, positions: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         """Allocate cleared memory for keys and values.
 
         Args:
             config: layers, heads and their size.
-            slots: number of sequences.
-            positions: tokens of a slot.
+            seats: number of sequences.
+            positions: tokens of a seat.
             device: device of the model.
             dtype: dtype of the model.
         """
-        shape = (slots, key_value_heads(config), positions, head_dim(config))
+        shape = (seats, key_value_heads(config), positions, head_dim(config))
         self.keys, self.values = (
             [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2)
         )
 
-    def aim(self, slots: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """Set the target of the next pass: row r is slot slots[r], valid query i is at positions[r, i], [R, L]."""
-        slots, positions, valid = (x.to(self.keys[0].device) for x in (slots, positions, valid))
-        self._slots, self._valid = slots, valid
-        self._rows, self._positions = slots[:, None].expand_as(positions)[valid], positions[valid]
+    def aim(self, seats: Tensor, positions: Tensor, valid: Tensor) -> None:
+        """Set the target of the next pass: row r is seat seats[r], valid query i is at positions[r, i], [R, L]."""
+        seats, positions, valid = (x.to(self.keys[0].device) for x in (seats, positions, valid))
+        self._seats, self._valid = seats, valid
+        self._rows, self._positions = seats[:, None].expand_as(positions)[valid], positions[valid]
         self._width = int(positions.max()) + 1
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ class SlotCache:
         for store, new in ((self.keys[layer_idx], keys), (self.values[layer_idx], values)):
             store[self._rows, :, self._positions] = new.transpose(1, 2)[self._valid]
         stores = self.keys[layer_idx], self.values[layer_idx]
-        return stores[0][self._slots, :, : self._width], stores[1][self._slots, :, : self._width]
+        return stores[0][self._seats, :, : self._width], stores[1][self._seats, :, : self._width]
 
 
 def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tensor:
@@ -94,24 +94,24 @@ class NativeNetwork:
     def forget(self) -> None:
         """Do nothing, because stock torch needs no packed weights."""
 
-    def make_cache(self, slots: int, positions: int) -> SlotCache:
-        return SlotCache(self.trunk.config, slots, positions, self.trunk.device, self.trunk.dtype)
+    def make_cache(self, seats: int, positions: int) -> NativeCache:
+        return NativeCache(self.trunk.config, seats, positions, self.trunk.device, self.trunk.dtype)
 
-    def copy_prefix(self, cache: SlotCache, source: int, target: int, positions: int) -> None:
-        """Copy the keys and values of the first `positions` positions from slot `source` to slot `target`."""
+    def copy_prefix(self, cache: NativeCache, source: int, target: int, positions: int) -> None:
+        """Copy the keys and values of the first `positions` positions from seat `source` to seat `target`."""
         for store in (*cache.keys, *cache.values):
             store[target, :, :positions] = store[source, :, :positions]
 
     @torch.no_grad()
     def over_cache(
-        self, batch: Ragged, cache: SlotCache, slots: Sequence[int], seen: bool = False
+        self, batch: Ragged, cache: NativeCache, seats: Sequence[int], seen: bool = False
     ) -> tuple[Tensor, Ints | None]:
-        """Compute the hidden states of tokens whose past is in slots of a cache.
+        """Compute the hidden states of tokens whose past is in seats of a cache.
 
         Args:
             batch: n tokens of some sequences.
             cache: receives the keys and values of the tokens.
-            slots: the slot of each sequence in the cache.
+            seats: the seat of each sequence in the cache.
             seen: whether to return the routes of mixtures.
 
         Returns:
@@ -121,7 +121,7 @@ class NativeNetwork:
         valid = torch.zeros(ids.shape, dtype=torch.bool)
         valid.view(-1)[place] = True
         # a padded query sits at position 0, where it sees one key; its result is not used
-        cache.aim(torch.tensor(list(slots)), positions, valid)
+        cache.aim(torch.tensor(list(seats)), positions, valid)
         last = positions.to(self.trunk.device)
         masks = stock_masks(
             self.trunk.config,

@@ -63,17 +63,17 @@ class Network:
         """Free the packed copies of the weights until the next pass."""
         self.model.forget()
 
-    def make_cache(self, slots: int, positions: int) -> Cache:
-        """Return a cache of `slots` slots for `positions` tokens each."""
-        return Cache(self.model.struct, slots, positions, self.device)
+    def make_cache(self, seats: int, positions: int) -> Cache:
+        """Return a cache of `seats` seats for `positions` tokens each."""
+        return Cache(self.model.struct, seats, positions, self.device)
 
     def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
-        """Copy the keys and values of a slot's first positions to another slot.
+        """Copy the keys and values of a seat's first positions to another seat.
 
         Args:
-            cache: the cache of both slots.
-            source: slot to read.
-            target: slot to write.
+            cache: the cache of both seats.
+            source: seat to read.
+            target: seat to write.
             positions: number of positions to copy.
         """
         keys, values = pointer(cache.keys, self.device), pointer(cache.values, self.device)
@@ -81,21 +81,21 @@ class Network:
         kernels_of(self.device).copy_prefix(self.model.struct, keys, values, cache.capacity, begin, to, positions)
 
     def over_cache(
-        self, batch: Ragged, cache: Cache, slots: Sequence[int], seen: bool = False
+        self, batch: Ragged, cache: Cache, seats: Sequence[int], seen: bool = False
     ) -> tuple[Tensor, Ints | None]:
         """Compute tokens whose past is in a cache, and write their keys and values there. Call `prepare` first.
 
         Args:
             batch: n new tokens of S sequences, with their positions.
             cache: the keys and values of earlier tokens.
-            slots: the slot of each sequence in the cache [S].
+            seats: the seat of each sequence in the cache [S].
             seen: whether to return the experts of the tokens.
 
         Returns:
             Hidden states float32 [n, H], and routes int32 [n, mixtures x chosen] or None.
         """
         check_batch(self.model.struct, batch, self.lowered.max_context)
-        base = ints(np.asarray(slots) * cache.each)
+        base = ints(np.asarray(seats) * cache.each)
         kernel_batch = KernelBatch(batch, cache, base=base, seen=self._routes(batch, seen))
         return self._without_gradients(kernel_batch), kernel_batch.seen
 
@@ -111,7 +111,7 @@ class Network:
             seen: whether to return the experts of the tokens.
 
         Returns:
-            Hidden states [r, H] at `wanted`, float32, and the routes of all n rows int32 [n, mixtures x chosen] or None.
+            Hidden states [r, H] at `wanted`, float32; routes of all n rows int32 [n, mixtures x chosen] or None.
         """
         check_batch(self.model.struct, batch, self.lowered.max_context)
         if (np.diff(np.asarray(wanted)) <= 0).any():

@@ -1,4 +1,4 @@
-"""The built-in engine: prefill and cached decoding of any number of requests in a few slots."""
+"""The built-in engine: prefill and cached decoding of any number of requests in a few seats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.kernel_batch import Cache
-from ppo_repro.numerics.native import SlotCache
+from ppo_repro.numerics.native import NativeCache
 from ppo_repro.numerics.network import logits, network_of
 from ppo_repro.numerics.sequences import index, ragged
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling, check_request
@@ -29,51 +29,51 @@ def _keys(tokens: Sequence[int]) -> list[int]:
 
 
 class PrefixIndex:
-    """The tokens whose keys and values are in each slot."""
+    """The tokens whose keys and values are in each seat."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, tuple[int, ...]] = {}
-        self._slots: dict[int, int] = {}  # key of a prefix -> the slot last known to hold it
+        self._seats: dict[int, int] = {}  # key of a prefix -> the seat last known to hold it
 
-    def note(self, slot: int, tokens: Sequence[int]) -> None:
-        """Note that `slot` now has the keys and values of exactly these tokens."""
-        self._tokens[slot] = tuple(tokens)
+    def note(self, seat: int, tokens: Sequence[int]) -> None:
+        """Note that `seat` now has the keys and values of exactly these tokens."""
+        self._tokens[seat] = tuple(tokens)
         for key in _keys(tokens):
-            self._slots[key] = slot
+            self._seats[key] = seat
 
     def longest(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """Find (slot, number of tokens) of the longest prefix of `prompt` in any slot; (0, 0) if there is none."""
+        """Find (seat, number of tokens) of the longest prefix of `prompt` in any seat; (0, 0) if there is none."""
         keys = _keys(prompt)
         for length in range(len(keys), 0, -1):
-            slot = self._slots.get(keys[length - 1])
-            # the slot may hold other tokens by now, and two prefixes may have the same key
-            if slot is not None and self._tokens[slot][:length] == tuple(prompt[:length]):
-                return slot, length
+            seat = self._seats.get(keys[length - 1])
+            # the seat may hold other tokens by now, and two prefixes may have the same key
+            if seat is not None and self._tokens[seat][:length] == tuple(prompt[:length]):
+                return seat, length
         return 0, 0
 
 
-class SlotRoutes:
-    """The experts that computed the token, and so the keys and values, at each position of each slot."""
+class CachedRoutes:
+    """The experts that computed the token, and so the keys and values, at each position of each seat."""
 
-    def __init__(self, slots: int, context: int) -> None:
-        self._shape = slots, context
-        self._routes: Tensor | None = None  # [slots, context, M k] int32, once the width is known
+    def __init__(self, seats: int, context: int) -> None:
+        self._shape = seats, context
+        self._routes: Tensor | None = None  # [seats, context, M k] int32, once the width is known
 
-    def note(self, slots: Ints, positions: Ints, routes: Ints) -> None:
-        """Store the routes [n, M k] of tokens at positions [n] of slots [n]."""
+    def note(self, seats: Ints, positions: Ints, routes: Ints) -> None:
+        """Store the routes [n, M k] of tokens at positions [n] of seats [n]."""
         if self._routes is None:
             self._routes = torch.zeros(*self._shape, routes.shape[-1], dtype=torch.int32)
-        self._routes[index(slots), index(positions)] = torch.from_numpy(routes)
+        self._routes[index(seats), index(positions)] = torch.from_numpy(routes)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the routes of the first `length` tokens from slot `source` to slot `target`."""
+        """Copy the routes of the first `length` tokens from seat `source` to seat `target`."""
         assert self._routes is not None
         self._routes[target, :length] = self._routes[source, :length]
 
-    def of(self, slot: int, length: int) -> Tensor:
-        """Return the routes of the first `length` tokens of a slot, [length, M k] int32."""
+    def of(self, seat: int, length: int) -> Tensor:
+        """Return the routes of the first `length` tokens of a seat, [length, M k] int32."""
         assert self._routes is not None
-        return self._routes[slot, :length].clone()
+        return self._routes[seat, :length].clone()
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class Drawn:
 
 @dataclass
 class _Active:
-    """A request in a slot, and its tokens so far."""
+    """A request in a seat, and its tokens so far."""
 
     index: int
     request: Request
-    slot: int
-    known: int = 0  # tokens whose keys and values are in the slot when a prefill begins
+    seat: int
+    known: int = 0  # tokens whose keys and values are in the seat when a prefill begins
     tokens: list[int] = field(default_factory=list)  # after the prompt: sampled, and put in by a dialogue
     samples: list[tuple[Drawn, int]] = field(default_factory=list)  # of the sampled ones
     turns: list[list[int]] = field(default_factory=lambda: [[]])  # the sampled ones by turn
@@ -143,7 +143,7 @@ class TorchEngine:
         stop_ids: frozenset[int],
         mode: str,
         max_context: int,
-        slots: int,
+        seats: int,
         prefill_chunk: int,
         prefix_cache: bool = True,
         observer: Observer | None = None,
@@ -156,7 +156,7 @@ class TorchEngine:
             stop_ids: end tokens.
             mode: numerics, `deterministic` or `native`.
             max_context: tokens of the longest prompt and response together.
-            slots: number of sequences at the same time.
+            seats: number of sequences at the same time.
             prefill_chunk: tokens of a prompt in one pass, 0 for all.
             prefix_cache: whether prompts reuse the keys and values of a shared prefix.
             observer: receives what is computed.
@@ -164,12 +164,12 @@ class TorchEngine:
                 weights, rounded. None: the policy itself is trained.
         """
         self.policy, self.stop_ids, self.mode = policy, stop_ids, mode
-        self.max_context, self.slots = max_context, slots
+        self.max_context, self.seats = max_context, seats
         self.prefill_chunk = prefill_chunk or max_context
         self.prefix_cache = prefix_cache
         self.observer, self.live = observer, live
         self._network: Any = network_of(trunk_of(policy))  # of the generation in progress
-        self._routes: SlotRoutes | None = None  # likewise
+        self._routes: CachedRoutes | None = None  # likewise
 
     @torch.no_grad()
     def generate(
@@ -180,13 +180,13 @@ class TorchEngine:
                 parameter.copy_(self.live.get_parameter(name))
         for request in requests:
             check_request(request, sampling, self.policy.config.vocab_size, self.max_context)
-        slots = min(self.slots, len(requests))
+        seats = min(self.seats, len(requests))
         has_routes = sampling.routes and bool(routers(self.policy))
-        self._routes = SlotRoutes(slots, self.max_context) if has_routes else None
+        self._routes = CachedRoutes(seats, self.max_context) if has_routes else None
         self._network = network_of(trunk_of(self.policy))
         self._network.prepare()
-        cache = self._network.make_cache(slots, self.max_context)
-        free = list(range(slots))
+        cache = self._network.make_cache(seats, self.max_context)
+        free = list(range(seats))
         prefixes = PrefixIndex()
         waiting = deque(enumerate(requests))
         active: list[_Active] = []
@@ -212,8 +212,8 @@ class TorchEngine:
                     answered.append(item)
                 elif reason:
                     done[item.index] = _completion(item, reason, self._routes)
-                    free.append(item.slot)
-                    prefixes.note(item.slot, item.context[:-1])
+                    free.append(item.seat)
+                    prefixes.note(item.seat, item.context[:-1])
             active = [item for item in active if item.index not in done and not item.forced[-1]]
         return [done[index] for index in range(len(requests))]
 
@@ -231,13 +231,13 @@ class TorchEngine:
             return "stop"
         if len(item.tokens) + len(reply) >= sampling.max_response_tokens:
             return "length"
-        # keys and values of all but the last token are in the slot
+        # keys and values of all but the last token are in the seat
         item.known = item.last_position if self.prefix_cache else 0
         item.put_in(reply)
         return ""
 
-    def _admit(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
-        """Copy known prefixes of the prompts into their slots; return the prompts to prefill, then copies of them."""
+    def _admit(self, cache: Cache | NativeCache, prefixes: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
+        """Copy known prefixes of the prompts into their seats; return the prompts to prefill, then copies of them."""
         leaders: dict[tuple[int, ...], _Active] = {}
         copies: list[_Active] = []
         for item in turn:
@@ -249,18 +249,18 @@ class TorchEngine:
             else:
                 self._take_over(cache, prefixes, item)
                 leaders[prompt] = item
-            prefixes.note(item.slot, ())
+            prefixes.note(item.seat, ())
         return [list(leaders.values()), copies] if copies else [list(leaders.values())]
 
-    def _take_over(self, cache: Cache | SlotCache, prefixes: PrefixIndex, item: _Active) -> None:
-        """Copy the longest prefix that a slot has; the last prompt token is always computed, for its logits."""
+    def _take_over(self, cache: Cache | NativeCache, prefixes: PrefixIndex, item: _Active) -> None:
+        """Copy the longest prefix that a seat has; the last prompt token is always computed, for its logits."""
         source, item.known = prefixes.longest(item.request.prompt_ids[:-1])
-        if item.known and source != item.slot:
-            self._network.copy_prefix(cache, source, item.slot, item.known)
+        if item.known and source != item.seat:
+            self._network.copy_prefix(cache, source, item.seat, item.known)
             if self._routes is not None:
-                self._routes.copy_prefix(source, item.slot, item.known)
+                self._routes.copy_prefix(source, item.seat, item.known)
 
-    def _prefill(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
+    def _prefill(self, cache: Cache | NativeCache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
         """Compute the unknown tokens of the prompts, and return the logits [len(turn), V] after each prompt."""
         row_of: dict[int, Tensor] = {}
         for wave, items in enumerate(self._admit(cache, prefixes, turn)):
@@ -269,10 +269,10 @@ class TorchEngine:
                     self._take_over(cache, prefixes, item)
             for item, row in self._chunks(cache, items):
                 row_of[item.index] = row
-                prefixes.note(item.slot, item.request.prompt_ids)
+                prefixes.note(item.seat, item.request.prompt_ids)
         return torch.stack([row_of[item.index] for item in turn])
 
-    def _chunks(self, cache: Cache | SlotCache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:
+    def _chunks(self, cache: Cache | NativeCache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:
         """Prefill `prefill_chunk` tokens of each context at a time; yield the logits [V] of a context at its end."""
         while items:
             pieces = [item.context[item.known : item.known + self.prefill_chunk] for item in items]
@@ -285,22 +285,22 @@ class TorchEngine:
                 yield from zip((items[row] for row in ends), found, strict=True)
             items = [item for item in items if item.known < len(item.context)]
 
-    def _decode(self, cache: Cache | SlotCache, turn: list[_Active]) -> Tensor:
+    def _decode(self, cache: Cache | NativeCache, turn: list[_Active]) -> Tensor:
         """Compute the last token of each response, and return the logits [len(turn), V] after it."""
         pieces = [(item.tokens[-1],) for item in turn]
         hidden = self._forward(cache, turn, pieces, [item.last_position for item in turn])
         return logits(self.policy, hidden)
 
     def _forward(
-        self, cache: Cache | SlotCache, items: list[_Active], pieces: Sequence[tuple[int, ...]], starts: list[int]
+        self, cache: Cache | NativeCache, items: list[_Active], pieces: Sequence[tuple[int, ...]], starts: list[int]
     ) -> Tensor:
         """Compute the hidden states [R, H] of the last token of each piece, which begins at position starts[r]."""
         if self.observer is not None:
             self.observer.before_pass([item.index for item in items], starts, list(map(len, pieces)))
-        batch, slots = ragged(pieces, past=starts), [item.slot for item in items]
-        hidden, routes = self._network.over_cache(batch, cache, slots, seen=self._routes is not None)
+        batch, seats = ragged(pieces, past=starts), [item.seat for item in items]
+        hidden, routes = self._network.over_cache(batch, cache, seats, seen=self._routes is not None)
         if self._routes is not None:
-            self._routes.note(ints(slots)[batch.rows.sequence], batch.rows.position, routes)
+            self._routes.note(ints(seats)[batch.rows.sequence], batch.rows.position, routes)
         return hidden if len(hidden) == len(pieces) else hidden[index(batch.start[1:] - 1).to(hidden.device)]
 
     def _sample(self, turn: list[_Active], found: Tensor, sampling: Sampling) -> None:
@@ -315,7 +315,7 @@ class TorchEngine:
             item.add(token, drawn, row)
 
 
-def _completion(item: _Active, reason: str, routes: SlotRoutes | None) -> Completion:
+def _completion(item: _Active, reason: str, routes: CachedRoutes | None) -> Completion:
     return Completion(
         response_ids=tuple(token for turn in item.turns for token in turn),
         logprobs=torch.from_numpy(np.array([drawn.logprobs[row] for drawn, row in item.samples])),
@@ -326,7 +326,7 @@ def _completion(item: _Active, reason: str, routes: SlotRoutes | None) -> Comple
         latency=None,
         episode_ids=tuple(item.tokens),
         is_forced=tuple(item.forced),
-        routes=None if routes is None else routes.of(item.slot, item.last_position),
+        routes=None if routes is None else routes.of(item.seat, item.last_position),
     )
 
 

@@ -221,7 +221,7 @@ def _engine(
         end_tokens,
         config.numerics.mode,
         max_context,
-        slots=layout.rollout_slots,
+        seats=layout.rollout_slots,
         prefill_chunk=layout.prefill_chunk,
         prefix_cache=layout.prefix_cache,
         live=live,

@@ -86,7 +86,7 @@ def test_a_fault_before_the_first_rounding_difference_is_found_in_native_numeric
 @pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_decoded_path_is_the_engines(mode: Mode, sampling: str) -> None:
-    """The same slots and the same order of work: native numerics repeat themselves too."""
+    """The same seats and the same order of work: native numerics repeat themselves too."""
     s = subject("qwen3", mode, sampling)
     completions = TorchEngine(s.policy, STOPS, mode, CONTEXT, 6, 0).generate(requests_of(6, 11), SAMPLINGS[sampling])
     logprobs = torch.cat([c.logprobs for c in completions])

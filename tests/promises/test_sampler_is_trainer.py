@@ -41,8 +41,8 @@ SAMPLINGS = (PLAIN, Sampling(0.7, 0, 1.0, 12), Sampling(1.0, 9, 1.0, 12), Sampli
 PADDINGS = ("right", "left", "none")
 
 
-def engine(architecture: str, mode: str, slots: int = 16, prefill_chunk: int = 0) -> TorchEngine:
-    return TorchEngine(policy(architecture, mode), STOPS, mode, CONTEXT, slots, prefill_chunk)
+def engine(architecture: str, mode: str, seats: int = 16, prefill_chunk: int = 0) -> TorchEngine:
+    return TorchEngine(policy(architecture, mode), STOPS, mode, CONTEXT, seats, prefill_chunk)
 
 
 def joined(completions: Sequence[Completion]) -> Tensor:
@@ -98,11 +98,11 @@ schedules = st.tuples(
 def test_rollout_is_the_same_under_every_schedule_and_equals_the_training_forward(
     schedule: tuple[str, int, int, Sampling, int, int], padding: str, micro_batch: int
 ) -> None:
-    architecture, count, seed, sampling, slots, chunk = schedule
+    architecture, count, seed, sampling, seats, chunk = schedule
     requests = requests_of(count, seed)
     reference = engine(architecture, "deterministic").generate(requests, sampling)
     order = torch.randperm(count, generator=seeded(seed)).tolist()
-    shuffled = engine(architecture, "deterministic", slots, chunk).generate([requests[i] for i in order], sampling)
+    shuffled = engine(architecture, "deterministic", seats, chunk).generate([requests[i] for i in order], sampling)
     assert same(shuffled, [reference[i] for i in order])
     got = forward_logprobs(
         policy(architecture, "deterministic"), "deterministic", requests, reference, sampling, padding, micro_batch
@@ -123,8 +123,8 @@ CASES = [
 def test_every_schedule_and_layout_of_one_batch(architecture: str, sampling: Sampling) -> None:
     requests = requests_of(8, 5)
     reference = engine(architecture, "deterministic").generate(requests, sampling)
-    for slots, chunk in ((1, 1), (3, 3), (16, 3)):
-        assert same(engine(architecture, "deterministic", slots, chunk).generate(requests, sampling), reference)
+    for seats, chunk in ((1, 1), (3, 3), (16, 3)):
+        assert same(engine(architecture, "deterministic", seats, chunk).generate(requests, sampling), reference)
     for padding, micro_batch in zip(PADDINGS, (1, 3, 0), strict=True):
         got = forward_logprobs(
             policy(architecture, "deterministic"), "deterministic", requests, reference, sampling, padding, micro_batch
@@ -173,9 +173,9 @@ def related_requests() -> list[Request]:
     return [Request(tuple(p), 100 * i + s) for s in range(3) for i, p in enumerate(shared)]
 
 
-def generated(mode: str, slots: int, chunk: int, prefix_cache: bool) -> tuple[list[Completion], int]:
+def generated(mode: str, seats: int, chunk: int, prefix_cache: bool) -> tuple[list[Completion], int]:
     """Completions and the prompt and response tokens that went through the model."""
-    sampler = TorchEngine(policy("qwen3", mode), STOPS, mode, CONTEXT, slots, chunk, prefix_cache)
+    sampler = TorchEngine(policy("qwen3", mode), STOPS, mode, CONTEXT, seats, chunk, prefix_cache)
     network, seen = Network if mode == "deterministic" else NativeNetwork, list[int]()
     over_cache = network.over_cache
 
@@ -188,10 +188,10 @@ def generated(mode: str, slots: int, chunk: int, prefix_cache: bool) -> tuple[li
         return sampler.generate(related_requests(), PLAIN), sum(seen)
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [(21, 0), (5, 0), (2, 3)])
-def test_a_prefix_taken_from_the_cache_changes_no_bit_and_saves_work(slots: int, chunk: int) -> None:
-    cold, computed = generated("deterministic", slots, chunk, False)
-    warm, saved = generated("deterministic", slots, chunk, True)
+@pytest.mark.parametrize(("seats", "chunk"), [(21, 0), (5, 0), (2, 3)])
+def test_a_prefix_taken_from_the_cache_changes_no_bit_and_saves_work(seats: int, chunk: int) -> None:
+    cold, computed = generated("deterministic", seats, chunk, False)
+    warm, saved = generated("deterministic", seats, chunk, True)
     assert same(cold, warm)
     assert saved < computed
 

@@ -1,4 +1,4 @@
-"""The built-in engine: slots that are used again, ends of responses, requests that are refused, prefixes."""
+"""The built-in engine: seats that are used again, ends of responses, requests that are refused, prefixes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.sampler import STOPS, requests_of
 PLAIN = Sampling(1.0, 0, 1.0, 12)
 
 
-def engine(slots: int = 16) -> TorchEngine:
-    return TorchEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, slots, 0)
+def engine(seats: int = 16) -> TorchEngine:
+    return TorchEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, seats, 0)
 
 
 class CountingEngine(TorchEngine):
@@ -32,12 +32,12 @@ class CountingEngine(TorchEngine):
         return super()._prefill(cache, held, turn)
 
     def _decode(self, cache: object, turn: list) -> Tensor:
-        assert len({item.slot for item in turn}) == len(turn)
+        assert len({item.seat for item in turn}) == len(turn)
         self.passes.append((len(turn), self.started))
         return super()._decode(cache, turn)
 
 
-def test_a_finished_sequence_gives_its_slot_to_the_next() -> None:
+def test_a_finished_sequence_gives_its_seat_to_the_next() -> None:
     requests = requests_of(25, 4)
     counting = CountingEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, 3, 0)
     completions = counting.generate(requests, PLAIN)
@@ -46,7 +46,7 @@ def test_a_finished_sequence_gives_its_slot_to_the_next() -> None:
     assert len(set(lengths)) > 4
     # the first token of a response comes with its prompt, every other is one row of a decoding pass
     assert sum(rows for rows, _ in counting.passes) == sum(lengths) - 25
-    # while prompts wait, no slot is idle
+    # while prompts wait, no seat is idle
     assert {rows for rows, started in counting.passes if started < 25} == {3}
     assert sum(started < 25 for _, started in counting.passes) > 20
 

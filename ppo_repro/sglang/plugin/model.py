@@ -53,15 +53,15 @@ class PpoReproForCausalLM(nn.Module):
         """
         if self.cache is None or self._missing:
             raise RuntimeError("deterministic numerics in SGLang: the pools were not made, or weights are missing")
-        slots, (starts, lengths) = forward_batch.req_pool_indices.long(), _spans(forward_batch)
+        seats, (starts, lengths) = forward_batch.req_pool_indices.long(), _spans(forward_batch)
         batch = ragged(input_ids.split(lengths.tolist()), past=starts.tolist())
         if not torch.equal(index(batch.rows.position), positions.long()):
             raise RuntimeError("deterministic numerics in SGLang: positions are not those of the requests' tokens")
         self.network.prepare()
-        self.cache.take_pasts(slots, starts)
+        self.cache.take_pasts(seats, starts)
         capturer = get_global_experts_capturer()  # there with --enable-return-routed-experts
-        hidden, routes = self.network.over_cache(batch, self.cache.cache, slots.tolist(), seen=capturer is not None)
-        self.cache.give(slots[index(batch.rows.sequence)], positions.long(), forward_batch.out_cache_loc.long())
+        hidden, routes = self.network.over_cache(batch, self.cache.cache, seats.tolist(), seen=capturer is not None)
+        self.cache.give(seats[index(batch.rows.sequence)], positions.long(), forward_batch.out_cache_loc.long())
         if routes is not None:
             # SGLang keeps routes beside keys and values: a cached prefix has the routes of the pass that computed it
             layers = mixture_layers(self.policy)

@@ -11,11 +11,11 @@ from ppo_repro.numerics.network import Network
 
 
 class PoolCache:
-    """Cache with a slot for each row of SGLang's request table, filled from SGLang's pool.
+    """Cache with a seat for each row of SGLang's request table, filled from SGLang's pool.
 
     Prefixes, retracted requests and chunks come from the pool. Each token written to the pool gets a new stamp, and a
-    slot stores the stamps of its tokens. If a stamp differs from the stamp at the token's location in the pool, the
-    slot copies the token again. So a token is copied once for each request, not once for each step.
+    seat stores the stamps of its tokens. If a stamp differs from the stamp at the token's location in the pool, the
+    seat copies the token again. So a token is copied once for each request, not once for each step.
     """
 
     def __init__(self, network: Network, table: Tensor, pool: Any, width: int) -> None:
@@ -36,11 +36,11 @@ class PoolCache:
         self.stamps = torch.zeros(self.cache.capacity, dtype=torch.int64)  # by place in the cache
         self.clock = 0
 
-    def take_pasts(self, slots: Tensor, lengths: Tensor) -> None:
-        """Before a pass, copy changed tokens from the pool into slots [R]: the first `lengths` [R] of each, int64."""
+    def take_pasts(self, seats: Tensor, lengths: Tensor) -> None:
+        """Before a pass, copy changed tokens from the pool into seats [R]: the first `lengths` [R] of each, int64."""
         rows, positions = (torch.arange(int(lengths.max())) < lengths[:, None]).nonzero(as_tuple=True)
-        places = slots[rows] * self.cache.each + positions
-        locations = self.table[slots[rows], positions].long()
+        places = seats[rows] * self.cache.each + positions
+        locations = self.table[seats[rows], positions].long()
         stale = self.stamps[places] != self.written[locations]
         if not stale.any():
             return
@@ -50,9 +50,9 @@ class PoolCache:
             values[:, places] = self.pool.get_value_buffer(layer)[locations].transpose(0, 1)
         self.stamps[places] = self.written[locations]
 
-    def give(self, slots: Tensor, positions: Tensor, locations: Tensor) -> None:
-        """After a pass, copy its N tokens from positions [N] of slots [N] to locations [N] of the pool, all int64."""
-        places = slots * self.cache.each + positions
+    def give(self, seats: Tensor, positions: Tensor, locations: Tensor) -> None:
+        """After a pass, copy its N tokens from positions [N] of seats [N] to locations [N] of the pool, all int64."""
+        places = seats * self.cache.each + positions
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             self.pool.get_key_buffer(layer)[locations] = keys[:, places // 16, :, places % 16]
             self.pool.get_value_buffer(layer)[locations] = values[:, places].transpose(0, 1)

@@ -1,7 +1,8 @@
 """Compute rule 1, the product: y[m, n] = sum_k x[m, k] w[n, k] in chains of 128 terms.
 
-Rules 2 and 4 use the same chains. No sum is -0, because every chain starts at +0. So a kernel may leave out zero terms,
-and padding, masked keys and ragged tiles change no bit.
+Rules 2 and 4 use the same chains. A chain ends at -0 if a negative product underflows, but no y is -0, because the
+first chain is added to +0. So a kernel may leave out a term that is zero, and padding, masked keys and ragged tiles
+change no bit.
 """
 
 from __future__ import annotations

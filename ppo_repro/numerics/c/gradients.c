@@ -231,7 +231,7 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
       .panels = shared_scratch(SCRATCH_GRADIENT_PANELS, (size_t)panels * COLS * (size_t)rows),
   };
   parallel_for(packing_tasks(strips * ROWS) + packing_tasks(panels * COLS), pack_gradient_task, &a);
-  a.strip_group = least(MAX_STRIPS, 1 + 65536 / (ROWS * (rows + 1)));
+  a.strip_group = least(MAX_STRIPS, 1 + (int)(65536 / (ROWS * (rows + 1L))));
   a.panel_group = task_size(panels, strips / a.strip_group + 1, 64);
   int strip_groups = (strips + a.strip_group - 1) / a.strip_group;
   int panel_groups = (panels + a.panel_group - 1) / a.panel_group;

@@ -36,7 +36,10 @@ enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: a minibatch ha
 
 // The largest model. The kernels count in ints the elements of a row, and the key heads of all layers
 // together.
-enum { MAX_LAYERS = 1024, MAX_WIDTH = 1048576, MAX_VOCABULARY = 16777216, MAX_EXPERTS = 1024 };
+#define MAX_LAYERS 1024
+#define MAX_WIDTH 1048576
+#define MAX_VOCABULARY 16777216
+#define MAX_EXPERTS 1024
 
 // ------------------------------------------------------------------------------ matrices and their gradients
 

@@ -83,8 +83,9 @@ static void *work(void *seen) {
 // Waits for the tasks, not for the workers: one that sleeps wakes after milliseconds, when others have done
 // its part.
 static void parallel_for(int total, Task task, void *argument) {
-  // each thread may count once more than there are tasks, and that must not carry into `total`
-  if (!pool.count || total < 2 || total > (int)TASK_MASK - MAX_WORKERS - 1) {
+  // This thread may count once more than there are tasks, a worker twice: a late one takes from this job as
+  // from the one before, then from this one. That must not carry into `total`.
+  if (!pool.count || total < 2 || total > (int)TASK_MASK - 2 * MAX_WORKERS - 1) {
     for (int i = 0; i < total; i++) task(argument, i);
     return;
   }

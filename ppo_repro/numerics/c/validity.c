@@ -2,6 +2,9 @@
 // again. Python asks `model_fault` before it shows a Model to any other kernel.
 #include "kernels.h"
 
+#define TEXT(number) TEXT_OF(number)
+#define TEXT_OF(digits) #digits
+
 INLINE int within(long value, long least, long most) { return least <= value && value <= most; }
 INLINE int is_positive(float x) { return x > 0 && x <= 3.402823466e38f; }  // false for NaN
 INLINE int has_shape(const Matrix *w, long n, long k) { return w->n == n && w->k == k; }
@@ -48,12 +51,12 @@ static const char *layer_fault(const Model *m, const Layer *l, int mixture) {
 
 // NULL for a model that the kernels can compute; else "FIELD: RULE", the field by its name in transformers.
 const char *model_fault(const Model *m) {
-  if (!within(m->layers, 1, MAX_LAYERS)) return "num_hidden_layers: must be from 1 to 1024";
-  if (!within(m->hidden, 1, MAX_WIDTH)) return "hidden_size: must be from 1 to 1048576";
-  if (!within(m->vocabulary, 1, MAX_VOCABULARY)) return "vocab_size: must be from 1 to 16777216";
-  if (!within(m->heads, 1, MAX_WIDTH)) return "num_attention_heads: must be from 1 to 1048576";
+  if (!within(m->layers, 1, MAX_LAYERS)) return "num_hidden_layers: must be from 1 to " TEXT(MAX_LAYERS);
+  if (!within(m->hidden, 1, MAX_WIDTH)) return "hidden_size: must be from 1 to " TEXT(MAX_WIDTH);
+  if (!within(m->vocabulary, 1, MAX_VOCABULARY)) return "vocab_size: must be from 1 to " TEXT(MAX_VOCABULARY);
+  if (!within(m->heads, 1, MAX_WIDTH)) return "num_attention_heads: must be from 1 to " TEXT(MAX_WIDTH);
   if (!within(m->head_dim, 1, MAX_WIDTH / m->heads))
-    return "head_dim: must be at least 1, and all heads together at most 1048576";
+    return "head_dim: must be at least 1, and all heads together at most " TEXT(MAX_WIDTH);
   if (!within(m->kv_heads, 1, m->heads) || m->heads % m->kv_heads)
     return "num_key_value_heads: must divide num_attention_heads";
   if (m->rotary % 2 || !within(m->rotary, m->position_entries ? 0 : 2, m->head_dim))
@@ -61,7 +64,7 @@ const char *model_fault(const Model *m) {
            "must rotate";
   if (m->rotary && (!m->cosine || !m->sine)) return "rope_parameters: there are no tables of cosine and sine";
   if (!within(m->position_entries, 0, MAX_VOCABULARY))
-    return "max_position_embeddings: must be from 1 to 16777216";
+    return "max_position_embeddings: must be from 1 to " TEXT(MAX_VOCABULARY);
   if (!within(m->padding, -1, m->vocabulary - 1L)) return "pad_token_id: must be a token of the vocabulary";
   if (!is_positive(m->eps)) return "eps of the norms: must be finite and above 0";
   if (!is_positive(m->embedding_scale))
@@ -70,7 +73,8 @@ const char *model_fault(const Model *m) {
     return "model_type: its kind of norm is not known";
   if (!is_activation(m->activation)) return "hidden_act: is not known";
   if (!within(m->mixtures, 0, m->layers)) return "num_experts: more layers have experts than there are";
-  if (m->mixtures && !within(m->experts, 1, MAX_EXPERTS)) return "num_experts: must be from 1 to 1024";
+  if (m->mixtures && !within(m->experts, 1, MAX_EXPERTS))
+    return "num_experts: must be from 1 to " TEXT(MAX_EXPERTS);
   if (m->mixtures && !within(m->chosen, 1, m->experts))
     return "num_experts_per_tok: must be from 1 to the number of experts";
   long qkv = (m->heads + 2L * m->kv_heads) * m->head_dim;

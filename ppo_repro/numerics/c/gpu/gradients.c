@@ -136,8 +136,8 @@ INLINE void store_element(const Sums *s, long at, const Element *e) {
 
 // ------------------------------------------------------------------- gradients of biases and of norm weights
 
-// One column of one block: the sum over its rows in float64, rounded once. definition:
-// gradients.column_addends
+// One column of one block: the sum over its rows in float64, rounded once.
+// definition: gradients.column_addends
 INLINE float column_block(const Columns *a, int first, int rows, int c) {
   double sum = 0.0;
   for (int t = first; t < first + rows; t++)

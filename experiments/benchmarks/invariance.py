@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.base.errors import PromiseBroken
+from ppo_repro.base.mode import Mode
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
@@ -113,7 +114,7 @@ def _started(out: Path, sets: Sequence[str], condition: str, environment: dict[s
     return _outcome(condition, Path(json.loads(done.stdout)["run_dir"]))
 
 
-def outcomes(mode: str, folder: Path, sets: Sequence[str] = ()) -> Iterator[Outcome]:
+def outcomes(mode: Mode, folder: Path, sets: Sequence[str] = ()) -> Iterator[Outcome]:
     """Run every condition in a numerics mode and yield the outcomes; the first condition changes nothing."""
     sets = (*sets, f"numerics.mode={mode}")
     for index, layout in enumerate(LAYOUTS):

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import ppo_repro
 from experiments.benchmarks.workload import PROMPT, RESPONSE, set_random_weights
 from ppo_repro.analysis.mismatch.parity import parity
+from ppo_repro.base.mode import MODES, Mode
 
 CONFIG = Path(__file__).with_name("ppo_step.yaml")
 PROMPTS = 256
@@ -39,7 +40,6 @@ FAMILIES: dict[str, dict[str, int]] = {
     "mixtral": {**EXPERTS, "num_local_experts": 4, "intermediate_size": 96},
     "olmoe": {**EXPERTS, "num_experts": 4, "intermediate_size": 96},
 }
-MODES = ("deterministic", "native")
 
 
 def write_folder(family: str, folder: Path) -> None:
@@ -59,7 +59,7 @@ def write_folder(family: str, folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def overrides(folder: Path, mode: str, tokens: int) -> list[str]:
+def overrides(folder: Path, mode: Mode, tokens: int) -> list[str]:
     """Return the overrides for a run of two iterations that samples at least `tokens` tokens."""
     return [
         f"experiment={folder.name}-{mode}",

@@ -19,6 +19,7 @@ from experiments.benchmarks import timing, workload
 from experiments.benchmarks.peers import environment, process
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import SIZES, USUAL, Work
+from ppo_repro.base.mode import MODES, Mode
 from ppo_repro.base.ranks import ALONE
 from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import Iteration
@@ -34,12 +35,11 @@ from ppo_repro.runs.prepare import Prepared, prepare
 
 QUESTION, PEER = "PPO step", "TRL PPOTrainer"
 CONFIG = Path(__file__).with_name("ppo_step.yaml")
-MODES = ("deterministic", "native")
 PROMPTS = 256  # in the folder; every iteration takes SEQUENCES of them
 SCRIPT = Path(__file__).parent / "peers" / "trl_ppo.py"
 
 
-def config_of(folder: Path, mode: str, work: Work) -> RunConfig:
+def config_of(folder: Path, mode: Mode, work: Work) -> RunConfig:
     """Return the configuration of the measured run, with the model and prompts in `folder`."""
     numerics = [f"numerics.mode={mode}", f"numerics.max_context={work.prompt + work.response}"]
     return load_config(
@@ -89,7 +89,7 @@ class Own:
         writer.RunWriter(self.run_dir).append(item.index, iteration_tables(item, self.config))
 
 
-def own(folder: Path, mode: str, work: Work = USUAL) -> Own:
+def own(folder: Path, mode: Mode, work: Work = USUAL) -> Own:
     """Return a run in `mode`, one of MODES, before its first iteration."""
     config = config_of(folder, mode, work)
     prepared = without_stop(config, prepare(config, Silent()))
@@ -108,7 +108,7 @@ def trl(python: Path, folder: Path, work: Work = USUAL) -> Iterator[Callable[[in
 
 
 def measure(
-    python: Path, sizes: Sequence[str], threads: Sequence[int], rounds: int, modes: Sequence[str] = MODES
+    python: Path, sizes: Sequence[str], threads: Sequence[int], rounds: int, modes: Sequence[Mode] = MODES
 ) -> list[Measured]:
     """Measure every size with every number of threads; peer and runs of a size continue through all of them."""
     rows: list[Measured] = []

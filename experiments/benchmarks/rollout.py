@@ -22,6 +22,7 @@ from experiments.benchmarks import timing
 from experiments.benchmarks.peers import environment, process
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import CONTEXT, RESPONSE, SEQUENCES, SIZES, Size, make_model, prompt_ids
+from ppo_repro.base.mode import Mode
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics import library
 from ppo_repro.rollout.engine import Request, Sampling
@@ -36,7 +37,7 @@ SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RES
 
 
 def engine(
-    model: PreTrainedModel, size: Size, mode: str, threads: int, sequences: int = SEQUENCES
+    model: PreTrainedModel, size: Size, mode: Mode, threads: int, sequences: int = SEQUENCES
 ) -> Callable[[], Cost]:
     """Return a function that samples once with the built-in engine; threads are set before the clock starts."""
     sampler = TorchEngine(make_policy(model, mode, CONTEXT), frozenset(), mode, CONTEXT, sequences, 0)

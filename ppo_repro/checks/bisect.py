@@ -25,9 +25,10 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, check_sums
+from ppo_repro.base.mode import MODES, Mode
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.base.watcher import Silent
-from ppo_repro.checks.probe import MODES, Mode, plain
+from ppo_repro.checks.probe import plain
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import TokenBatch, lay_out
@@ -64,7 +65,7 @@ class ResponseIndex:
 class Op:
     """One row of `mismatch_op.parquet`: an operation of the policy in one mode, compared on both paths."""
 
-    mode: str  # of numerics: deterministic or native
+    mode: Mode  # of numerics: deterministic or native
     order: int  # position in the order of execution, from 0
     layer: int  # decoder layer, -1 outside of them
     op: str  # native: module within the layer; deterministic: embeddings, layer, last_norm, head; then log_probs
@@ -250,7 +251,7 @@ def compare_ops(trace: SamplerTrace, trainer: PreTrainedModel) -> list[Op]:
     ]
 
 
-def _compare(mode: str, order: int, name: str, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Op:
+def _compare(mode: Mode, order: int, name: str, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Op:
     (inputs, outputs), equal = zip(left, right, strict=True), _bits(left[1]) == _bits(right[1])
     a, b = (x.to(torch.float64) for x in outputs)
     layer = re.search(r"\.(\d+)(?:\.|$)", name)

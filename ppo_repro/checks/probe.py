@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from ppo_repro.base.mode import MODES, Mode, is_deterministic_mode
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.layout import LayoutConfig
@@ -35,8 +35,6 @@ from ppo_repro.runs.accuracy import policy_accuracy
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 
-Mode = Literal["deterministic", "native"]
-MODES: tuple[Mode, ...] = ("deterministic", "native")
 SEQUENCES = 24
 MICRO_BATCHES = (1, 5)
 CONTROL = "decode = full forward"
@@ -230,7 +228,7 @@ def probe(config: RunConfig, progress: Progress) -> Probed:
     accuracy = None
     for before, mode in enumerate(MODES):
         subject = _sampled_run(config, mode)
-        if mode == "deterministic":
+        if is_deterministic_mode(mode):
             policy = subject.prepared.state.policy
             accuracy = policy_accuracy(subject.config, subject.prepared.task.prompt_ids, policy)
         checks, found[mode] = _checks(subject), []

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, Tag
 
 from ppo_repro.base.files import check_path
+from ppo_repro.base.mode import Mode
 
 MAX_COUNT = 2**31 - 1  # of anything that is counted
 MAX_FLOAT = 1e30  # of numbers that meet others in float32
@@ -76,7 +77,7 @@ WORD, FUNCTION, WORD_OR_FUNCTION = Tag("word"), Tag("function"), Discriminator(_
 class NumericsMode(Section):
     """The mode of the numerics."""
 
-    mode: Literal["deterministic", "native"] = Field(
+    mode: Mode = Field(
         "deterministic", description="One written order for every sum, so layout cannot matter, or stock torch."
     )
 

@@ -19,6 +19,7 @@ from torch.autograd import Function
 
 from ppo_repro.base import seeding
 from ppo_repro.base.errors import NumericsError
+from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.environments import Actions, DiscreteActions
 from ppo_repro.numerics import elementwise
@@ -50,7 +51,7 @@ def normals(count: int, *name: int | str) -> Tensor:
 class Categorical(nn.Module):
     """The distribution softmax(outputs) over a fixed number of actions, sampled by Gumbel-max."""
 
-    def __init__(self, actions: int, mode: str) -> None:
+    def __init__(self, actions: int, mode: Mode) -> None:
         super().__init__()
         self.outputs, self.mode = actions, mode
 
@@ -107,7 +108,7 @@ class _GaussianStatistics(Function):
 class DiagonalGaussian(nn.Module):
     """The distribution Normal(outputs, exp(log_std)) per component, with one log_std for all states. Williams, 1992."""
 
-    def __init__(self, size: int, mode: str) -> None:
+    def __init__(self, size: int, mode: Mode) -> None:
         super().__init__()
         self.outputs, self.mode = size, mode
         self.log_std = nn.Parameter(torch.zeros(size))
@@ -132,7 +133,7 @@ class DiagonalGaussian(nn.Module):
         """
         if not torch.isfinite(outputs).all():
             raise NumericsError("the policy's means are not finite; lower the learning rate")
-        if self.mode == "deterministic":
+        if is_deterministic_mode(self.mode):
             return _GaussianStatistics.apply(outputs, self.log_std, actions, rows)
         normal = torch.distributions.Normal(outputs, self.log_std.exp().expand_as(outputs))
         return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
@@ -172,7 +173,7 @@ def _mlp(sizes: Sequence[int], last_gain: float, seed: int, name: str) -> nn.Seq
 class Agent(nn.Module):
     """The policy (`actor` and `distribution`) and the value model (`critic`)."""
 
-    def __init__(self, observation_size: int, actions: Actions, network: NetworkConfig, mode: str, seed: int) -> None:
+    def __init__(self, observation_size: int, actions: Actions, network: NetworkConfig, mode: Mode, seed: int) -> None:
         """Draw the weights of policy and value network.
 
         Args:
@@ -205,7 +206,7 @@ class Agent(nn.Module):
         return self._outputs(self.critic, observations, rows)[:, 0]
 
     def _outputs(self, network: nn.Sequential, x: Tensor, rows: Rows | None) -> Tensor:
-        if self.mode == "native":
+        if not is_deterministic_mode(self.mode):
             return network(x)
         for layer in network:
             x = linear(x, layer, rows) if isinstance(layer, nn.Linear) else elementwise.differentiable_tanh(x)

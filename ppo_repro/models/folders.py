@@ -24,6 +24,7 @@ from transformers import (
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import check_sums, whole_folder, write_sums
+from ppo_repro.base.mode import Mode
 from ppo_repro.models.folder_files import ADAPTER
 from ppo_repro.models.load import load_as
 from ppo_repro.models.lora import Lora
@@ -162,7 +163,7 @@ def load_value_parameters(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"{folder / VALUE_TENSORS}: cannot be read ({reason}); restore it") from error
 
 
-def load_reward_model(folder: Path, mode: str, max_context: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_reward_model(folder: Path, mode: Mode, max_context: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load reward model and tokenizer of a transformers folder, without code from it and without the network.
 
     Raises UserError if the class is not in `CLASSIFIERS`, has more than one label, or cannot be read.

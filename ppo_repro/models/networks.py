@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.seeding import bell
 from ppo_repro.config.rollout import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
@@ -35,14 +36,14 @@ class ValueModel(nn.Module):
         self.trunk, self.head = trunk, head
 
 
-def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrainedModel:
+def make_policy(source: PreTrainedModel, mode: Mode, max_context: int) -> PreTrainedModel:
     """Copy `source` for training in the given numerics, without dropout, whatever the model's config says.
 
     Raises UserError if the kernels do not support the model.
     """
     check_visibility(source.config, max_context)
     model = copy.deepcopy(source).eval()
-    if mode == "deterministic":
+    if is_deterministic_mode(mode):
         return lower(model, Lowered(max_context))
     model.set_attn_implementation("sdpa")
     if routers(model):
@@ -50,7 +51,7 @@ def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrai
     return model
 
 
-def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> ValueModel:
+def make_value_model(source: PreTrainedModel, mode: Mode, max_context: int, seed: int) -> ValueModel:
     """Make a value model whose trunk starts as the policy's; the head's weights are bell-shaped, std 0.1 / sqrt(H).
 
     Args:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.mode import Mode
 from ppo_repro.models.networks import ValueModel, draw_head, make_policy, sequence_scores
 from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 
 
-def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> PreTrainedModel:
+def make_reward_model(source: PreTrainedModel, mode: Mode, max_context: int, seed: int) -> PreTrainedModel:
     """Make a reward model from the trunk of a causal model; its head is bell-shaped, std 0.1 / sqrt(H).
 
     Args:
@@ -65,7 +66,7 @@ def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pa
     return torch.cat([torch.empty(0), *(sequence_scores(model, chunk, padding) for chunk in chunks)])
 
 
-def value_model_from(reward_model: PreTrainedModel, mode: str, max_context: int) -> ValueModel:
+def value_model_from(reward_model: PreTrainedModel, mode: Mode, max_context: int) -> ValueModel:
     """Make a value model from a copy of the reward model, so that V after the last token is the score.
 
     Its head also has a bias, which starts at 0. Ouyang et al., 2022, section 3.5.

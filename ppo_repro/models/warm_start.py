@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_repro.base.mode import Mode
 from ppo_repro.base.seeding import permutation
 from ppo_repro.config.run import NumericsConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
@@ -40,7 +41,7 @@ class WarmStartStep:
 
 
 def _cross_entropy_step(
-    policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: str
+    policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: Mode
 ) -> tuple[float, float]:
     """Take one step on -log p(answer token), token mean; return the loss before the step and the gradient norm."""
     losses: list[torch.Tensor] = []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_repro.base.errors import NumericsError
+from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.gradient_sums import GradientSums
@@ -241,7 +242,7 @@ class Optimizer:
         self,
         module: nn.Module,
         settings: AdamWSettings,
-        mode: str,
+        mode: Mode,
         slots: int = SLOTS,
         adapter: Adapter | None = None,
     ) -> None:
@@ -256,9 +257,9 @@ class Optimizer:
         """
         self.settings, self._adapter = settings, adapter
         named = list(module.named_parameters())
-        self.sums = GradientSums(named, slots) if mode == "deterministic" else NativeGradients(named)
+        self.sums = GradientSums(named, slots) if is_deterministic_mode(mode) else NativeGradients(named)
         trained = self.sums.trained if adapter is None else adapter.trained()
-        self.adamw = AdamW(trained) if mode == "deterministic" else NativeAdamW(trained, settings)
+        self.adamw = AdamW(trained) if is_deterministic_mode(mode) else NativeAdamW(trained, settings)
 
     def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> float:
         """Run `backward` over a minibatch, apply one step, and return the gradient norm before clipping.

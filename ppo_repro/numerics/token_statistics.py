@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.base.errors import NumericsError
+from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.interface import CPU, Struct, ffi, pointer
 
@@ -119,7 +120,7 @@ class _TokenStatistics(Function):
 
 
 def token_statistics(
-    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: str
+    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: Mode
 ) -> tuple[Tensor, Tensor]:
     """Compute log p(target) and the entropy -sum p log p, both differentiable in the logits.
 
@@ -136,7 +137,7 @@ def token_statistics(
     Raises:
         NumericsError: logits are not finite.
     """
-    if mode == "deterministic":
+    if is_deterministic_mode(mode):
         return _TokenStatistics.apply(_dense(logits), targets.contiguous(), temperature, _mask(eligible, logits.device))
     require_finite(logits)
     log_p = _native_log_softmax(logits, temperature, eligible)
@@ -197,7 +198,7 @@ class _Divergence(Function):
 
 
 def kl_divergence(
-    p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, mode: str = "deterministic"
+    p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, mode: Mode = "deterministic"
 ) -> Tensor:
     """Compute KL(p || q) = sum_v p_v (log p_v - log q_v) over the eligible tokens, differentiable in p.
 
@@ -211,7 +212,7 @@ def kl_divergence(
     Raises:
         NumericsError: logits are not finite.
     """
-    if mode == "deterministic":
+    if is_deterministic_mode(mode):
         mask = _mask(eligible, p_logits.device)
         return _Divergence.apply(_dense(p_logits), _dense(q_logits.detach()), temperature, mask)
     log_p, log_q = (_native_log_softmax(logits, temperature, eligible) for logits in (p_logits, q_logits))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.base.mode import Mode
 from ppo_repro.base.seeding import permutation
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import NumericsConfig
@@ -211,7 +212,7 @@ def _pair_logprobs(
     policy: PreTrainedModel,
     pairs: Sequence[Preference],
     temperature: float,
-    mode: str,
+    mode: Mode,
     padding: str,
     slots: Ints | None = None,
 ) -> Tensor:
@@ -224,7 +225,7 @@ def _pair_logprobs(
 
 @torch.no_grad()
 def pair_logprobs(
-    policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: str, layout: LayoutConfig
+    policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: Mode, layout: LayoutConfig
 ) -> Tensor:
     """Compute log pi(y | x) of the preferred and of the rejected response of each pair, in micro-batches.
 
@@ -251,7 +252,7 @@ def dpo_losses_of(
     reference: Tensor,
     beta: float,
     temperature: float,
-    mode: str,
+    mode: Mode,
     padding: str,
 ) -> LossesOf:
     """Return a function that computes the DPO losses of some of the pairs.

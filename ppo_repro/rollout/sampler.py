@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.numerics.token_statistics import (
     cut_tokens,
     normal_noise,
@@ -98,7 +99,7 @@ def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor
     return (logits.to(torch.float64) + z * (temperature * size)).to(torch.float32)
 
 
-def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: str) -> Sample:
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: Mode) -> Sample:
     """Sample one token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
 
     The column is the token id or, with top-k or top-p, the token's rank, as in SGLang.
@@ -126,7 +127,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
         tokens = first_argmax(_divided(logits, temperature)).cpu()
     else:
         tokens, logprobs = sample_tokens(logits, seeds, positions, temperature, kept)
-    if sampling.greedy or sampling.cuts or mode == "native":
+    if sampling.greedy or sampling.cuts or not is_deterministic_mode(mode):
         logprobs, _ = token_statistics(logits, tokens, temperature, eligible, mode)
     return Sample(tokens, logprobs, log_kept_mass, packed)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.base.mode import Mode
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.kernel_batch import Cache
@@ -141,7 +142,7 @@ class TorchEngine:
         self,
         policy: PreTrainedModel,
         stop_ids: frozenset[int],
-        mode: str,
+        mode: Mode,
         max_context: int,
         seats: int,
         prefill_chunk: int,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
@@ -228,10 +229,10 @@ def _engine(
     )
 
 
-def usable_device(name: str, mode: str, ranks: Ranks) -> torch.device:
+def usable_device(name: str, mode: Mode, ranks: Ranks) -> torch.device:
     """Return torch's device for `layout.device`. Raises UserError if the numerics do not compute there."""
     device = torch_device(name, ranks.rank)
-    if mode == "deterministic":
+    if is_deterministic_mode(mode):
         kernels_of(device)
     elif device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"layout.device = {name}: torch sees no CUDA device here; take cpu")

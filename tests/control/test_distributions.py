@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ppo_repro.base.mode import Mode
 from ppo_repro.control.networks import Categorical, DiagonalGaussian, gumbels, normals
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.sequences import alone, slots_of
@@ -21,7 +22,7 @@ MODES = ["deterministic", "native"]
 sizes = st.integers(1, 4)
 
 
-def gaussian(log_std: list[float], mode: str = "deterministic") -> DiagonalGaussian:
+def gaussian(log_std: list[float], mode: Mode = "deterministic") -> DiagonalGaussian:
     found = DiagonalGaussian(len(log_std), mode)
     with torch.no_grad():
         found.log_std.copy_(tensor(log_std))

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.folders import ADAPTER_TENSORS, save_adapter
 from ppo_repro.models.lora import Lora, add_lora, share_frozen
@@ -52,10 +53,10 @@ class Subject:
     model: PreTrainedModel | ValueModel
     lora: Lora
     optimizer: Optimizer
-    mode: str
+    mode: Mode
 
     @classmethod
-    def of(cls, kind: str, architecture: str, mode: str, targets: tuple[str, ...] = ()) -> Subject:
+    def of(cls, kind: str, architecture: str, mode: Mode, targets: tuple[str, ...] = ()) -> Subject:
         model = fresh(kind, architecture, mode)
         lora = add_lora(model, RANK, ALPHA, targets, seed=5)
         return cls(model, lora, Optimizer(model, SETTINGS, mode, adapter=lora), mode)
@@ -68,7 +69,7 @@ class Subject:
         return weights_digest([*self.model.named_parameters(), *self.lora.factors().items()])
 
 
-def fresh(kind: str, architecture: str, mode: str) -> PreTrainedModel | ValueModel:
+def fresh(kind: str, architecture: str, mode: Mode) -> PreTrainedModel | ValueModel:
     source = source_model(architecture)
     return make_policy(source, mode, CONTEXT) if kind == "policy" else make_value_model(source, mode, CONTEXT, 0)
 
@@ -76,7 +77,7 @@ def fresh(kind: str, architecture: str, mode: str) -> PreTrainedModel | ValueMod
 def learn(
     model: PreTrainedModel | ValueModel,
     optimizer: Optimizer,
-    mode: str,
+    mode: Mode,
     steps: int,
     micro_batch: int = 0,
     padding: str = "right",
@@ -104,7 +105,7 @@ def learn(
 LAYOUTS = ((0, "right", 1), (3, "left", 2), (1, "none", 1), (4, "left", 2))  # micro-batch, padding, threads
 
 
-def trained(kind: str, architecture: str, mode: str, layout: tuple[int, str, int]) -> str:
+def trained(kind: str, architecture: str, mode: Mode, layout: tuple[int, str, int]) -> str:
     library.use_threads(layout[2])
     return Subject.of(kind, architecture, mode).learn(2, *layout[:2]).digest()
 
@@ -125,7 +126,9 @@ def test_in_native_numerics_every_layout_does(kind: str) -> None:
 @kinds
 @modes
 @pytest.mark.parametrize("architecture", TARGETS)
-def test_targets_and_the_head_of_a_value_model_change_and_nothing_else(kind: str, architecture: str, mode: str) -> None:
+def test_targets_and_the_head_of_a_value_model_change_and_nothing_else(
+    kind: str, architecture: str, mode: Mode
+) -> None:
     before = dict(fresh(kind, architecture, mode).named_parameters())
     s = Subject.of(kind, architecture, mode, TARGETS[architecture]).learn(3)
     for name, parameter in s.model.named_parameters():
@@ -153,7 +156,7 @@ def base_of(kind: str, reference: PreTrainedModel) -> PreTrainedModel:
 @kinds
 @modes
 @pytest.mark.parametrize("architecture", TARGETS)
-def test_shared_or_copied_the_same_bits_are_trained(kind: str, architecture: str, mode: str) -> None:
+def test_shared_or_copied_the_same_bits_are_trained(kind: str, architecture: str, mode: Mode) -> None:
     digests = []
     for shared in (False, True):
         model, reference = (
@@ -180,7 +183,7 @@ OF_PEFT = ("qwen3", "gpt2", "gpt_neox")
 
 @modes
 @pytest.mark.parametrize("architecture", OF_PEFT)
-def test_peft_merges_a_saved_adapter_to_our_weights(architecture: str, mode: str, tmp_path: Path) -> None:
+def test_peft_merges_a_saved_adapter_to_our_weights(architecture: str, mode: Mode, tmp_path: Path) -> None:
     s = Subject.of("policy", architecture, mode).learn(3)
     save_adapter(s.lora, tmp_path, "base")
     saved = safetensors.torch.load_file(tmp_path / ADAPTER_TENSORS)

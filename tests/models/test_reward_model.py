@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.folders import load_reward_model, save_reward_model
 from ppo_repro.models.networks import make_policy, value_predictions
@@ -64,7 +65,7 @@ def test_a_saved_folder_is_read_by_transformers_and_by_us_with_the_same_scores(
 
 @pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_a_value_model_made_from_it_starts_with_its_score_after_the_last_token(architecture: str, mode: str) -> None:
+def test_a_value_model_made_from_it_starts_with_its_score_after_the_last_token(architecture: str, mode: Mode) -> None:
     model = make_policy(classifier(architecture), mode, CONTEXT)
     value_model = value_model_from(model, mode, CONTEXT)
     prompts, responses = ragged(9, 2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import CohereConfig, CohereForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.lowering import Lowered, lower
@@ -43,7 +44,7 @@ def stock_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
-def logits_error(architecture: str, mode: str, padding: str) -> float:
+def logits_error(architecture: str, mode: Mode, padding: str) -> float:
     """Relative distance from the unmodified model in float64, each sequence alone under the masks it makes itself."""
     prompts, responses = ragged(6, 1, prompt=30)
     source = copy.deepcopy(source_model(architecture)).double()

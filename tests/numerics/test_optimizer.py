@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, replace
 from fractions import Fraction
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ppo_repro.base.errors import NumericsError
+from ppo_repro.base.mode import Mode
 from ppo_repro.numerics import library
 from ppo_repro.numerics.definition.elementary import Array, F
 from ppo_repro.numerics.definition.optimizer import Moments, Settings, adamw, global_norm, sum_of_squares
@@ -21,6 +23,7 @@ from ppo_repro.numerics.optimizer import (
     AdamW,
     AdamWSettings,
     NativeAdamW,
+    Optimizer,
 )
 from ppo_repro.numerics.sums import mean_of, run_sums
 
@@ -144,13 +147,18 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) 
 
 @pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("field", ["first", "second", "steps"])
-def test_a_state_without_one_parameter_is_refused_by_its_name(mode: str, field: str) -> None:
+def test_a_state_without_one_parameter_is_refused_by_its_name(mode: Mode, field: str) -> None:
     weights = {name: torch.zeros(3) for name in ("a", "layer.weight", "z")}
     adam = AdamW(weights) if mode == "deterministic" else NativeAdamW(weights, SETTINGS)
     adam.load(adam.state())
     missing = {name: kept for name, kept in getattr(adam.state(), field).items() if name != "layer.weight"}
     with pytest.raises(ValueError, match=r"layer\.weight$"):
         adam.load(replace(adam.state(), **{field: missing}))
+
+
+def test_a_misspelt_mode_is_not_stock_torch() -> None:
+    with pytest.raises(ValueError, match=r"^mode = 'determinstic': must be one of deterministic, native$"):
+        Optimizer(nn.Linear(2, 1), SETTINGS, cast(Mode, "determinstic"))
 
 
 def test_parameters_that_step_alone_are_refused_by_name_in_deterministic_numerics() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.base.mode import Mode
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import read_tree, validated
@@ -80,7 +81,7 @@ ROWS = (  # forward and update micro-batches in sequences, padding, threads
 )
 
 
-def train_reward(mode: str, row: tuple[int, int, str, int]) -> RewardTraining:
+def train_reward(mode: Mode, row: tuple[int, int, str, int]) -> RewardTraining:
     config = small_config(
         f"numerics.mode={mode}", "task.max_operand=6", f"layout.forward_micro_batch={row[0]}",
         f"layout.update_micro_batch={row[1]}", f"layout.padding={row[2]}",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import TokenBatch
 from ppo_repro.models.networks import policy_logits, value_predictions
 from ppo_repro.numerics.native import NativeNetwork
@@ -41,7 +42,7 @@ SAMPLINGS = (PLAIN, Sampling(0.7, 0, 1.0, 12), Sampling(1.0, 9, 1.0, 12), Sampli
 PADDINGS = ("right", "left", "none")
 
 
-def engine(architecture: str, mode: str, seats: int = 16, prefill_chunk: int = 0) -> TorchEngine:
+def engine(architecture: str, mode: Mode, seats: int = 16, prefill_chunk: int = 0) -> TorchEngine:
     return TorchEngine(policy(architecture, mode), STOPS, mode, CONTEXT, seats, prefill_chunk)
 
 
@@ -64,7 +65,7 @@ def same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
 @torch.no_grad()
 def forward_logprobs(
     model: PreTrainedModel,
-    mode: str,
+    mode: Mode,
     requests: Sequence[Request],
     completions: Sequence[Completion],
     sampling: Sampling,
@@ -148,7 +149,7 @@ def test_native_rollout_differs_from_the_training_forward_and_between_schedules(
 
 
 @torch.no_grad()
-def values_of(architecture: str, mode: str, padding: str, micro_batch: int) -> Tensor:
+def values_of(architecture: str, mode: Mode, padding: str, micro_batch: int) -> Tensor:
     model = value_model(architecture, mode)
     prompts, responses = ragged(14, 7, prompt=20, response=12)
     return scored(prompts, responses, padding, micro_batch, lambda b, *_: value_predictions(model, b))
@@ -173,7 +174,7 @@ def related_requests() -> list[Request]:
     return [Request(tuple(p), 100 * i + s) for s in range(3) for i, p in enumerate(shared)]
 
 
-def generated(mode: str, seats: int, chunk: int, prefix_cache: bool) -> tuple[list[Completion], int]:
+def generated(mode: Mode, seats: int, chunk: int, prefix_cache: bool) -> tuple[list[Completion], int]:
     """Completions and the prompt and response tokens that went through the model."""
     sampler = TorchEngine(policy("qwen3", mode), STOPS, mode, CONTEXT, seats, chunk, prefix_cache)
     network, seen = Network if mode == "deterministic" else NativeNetwork, list[int]()

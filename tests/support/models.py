@@ -35,6 +35,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import ValueModel, make_policy, make_value_model
 from ppo_repro.numerics.interface import Ints
@@ -246,13 +247,13 @@ def source_model(architecture: str, seed: int = 0) -> PreTrainedModel:
 
 
 @cache
-def policy(architecture: str, mode: str, seed: int = 0) -> PreTrainedModel:
+def policy(architecture: str, mode: Mode, seed: int = 0) -> PreTrainedModel:
     """A policy made from `source_model`; shared between tests, which must not change it."""
     return make_policy(source_model(architecture, seed), mode, CONTEXT)
 
 
 @cache
-def value_model(architecture: str, mode: str, seed: int = 0) -> ValueModel:
+def value_model(architecture: str, mode: Mode, seed: int = 0) -> ValueModel:
     """A value model with a large head; shared between tests, which must not change it."""
     model = make_value_model(source_model(architecture, seed), mode, CONTEXT, seed)
     fill(model.head, seed + 1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ppo_repro.base.errors import UserError
@@ -17,7 +18,7 @@ from ppo_repro.models.load import reading
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.options import not_computed
 
-PROBE = 16  # tokens on which two implementations of attention are compared
+PROBE = 2, 16  # tokens on which two implementations of attention are compared, fewer and more than a window
 SAME = 1e-12  # of the largest logit, in float64: another order of sums
 FROM_DISK = {"local_files_only": True, "trust_remote_code": False}
 
@@ -78,16 +79,18 @@ def _check_computed(model: PreTrainedModel, where: str) -> None:
 @torch.no_grad()
 def _take_fused_attention(model: PreTrainedModel) -> None:
     """Switch to torch's fused attention, which needs less memory, if its results agree with the model's attention."""
-    ids = torch.arange(PROBE)[None] % int(model.config.get_text_config().vocab_size)
-    stock: Any = model
+    vocabulary, stock = int(model.config.get_text_config().vocab_size), cast(Any, model)
+
+    def probed() -> list[Tensor]:
+        return [stock(torch.arange(length)[None] % vocabulary, use_cache=False).logits for length in PROBE]
+
     with float64(model):
-        own = stock(ids, use_cache=False).logits
+        own = probed()
         try:
             model.set_attn_implementation("sdpa")
-            is_same = torch.allclose(
-                stock(ids, use_cache=False).logits, own, rtol=0.0, atol=SAME * float(own.abs().max())
-            )
-        except (ValueError, RuntimeError):  # a class may have no other than its own
+            pairs = zip(probed(), own, strict=True)
+            is_same = all(torch.allclose(x, y, rtol=0.0, atol=SAME * float(y.abs().max())) for x, y in pairs)
+        except (ValueError, RuntimeError, TypeError):  # a class may have no other than its own
             is_same = False
     if not is_same:
         model.set_attn_implementation("eager")

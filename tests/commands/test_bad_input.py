@@ -97,7 +97,7 @@ def test_a_path_that_is_no_path(cli: Cli) -> None:
         ("ppo.learning_rate=" + "9" * 5000 + ".0", "ppo.learning_rate = inf"),
         ("a" * 100_000 + "=1", "unknown field"),
         ("\x1b[31mfoo=1", "\\x1b[31mfoo: unknown field"),
-        ("layout.threads=100000", "must be at most 1024"),
+        ("layout.threads=257", "must be at most 256"),
         ('model={kind: folder, path: "a\\0b"}', "must be a path on this machine"),
         (f"model={{kind: folder, path: '{LOGIN}'}}", "has a URI or option with a password"),
     ],

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ppo_repro.numerics import library
 from ppo_repro.numerics.interface import pointer
@@ -92,6 +93,7 @@ class _Differentiable(Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad * ctx.slope(*ctx.saved_tensors), None, None
 

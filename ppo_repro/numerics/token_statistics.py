@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ppo_repro.base.errors import NumericsError
 from ppo_repro.base.mode import Mode, is_deterministic_mode
@@ -107,6 +108,7 @@ class _TokenStatistics(Function):
         return found.logprobs, found.entropies
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, eligible, rows = ctx.saved_tensors
         device = logits.device
@@ -187,6 +189,7 @@ class _Divergence(Function):
         return out.cpu()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         p_logits, q_logits, eligible, p, q = ctx.saved_tensors
         device = p_logits.device

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.elementwise import EXP_MAX, EXP_MIN
@@ -94,6 +95,7 @@ class _K3(torch.autograd.Function):
         return k3(x).to(torch.float32)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return grad * (0.0 - elementwise.expm1(-x))

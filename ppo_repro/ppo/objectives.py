@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.elementwise import differentiable_exp
@@ -188,6 +189,7 @@ class _SequenceRatio(Function):
         return ratios
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (ratios,) = ctx.saved_tensors
         return grad * ratios, None

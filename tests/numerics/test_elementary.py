@@ -116,6 +116,15 @@ def test_the_functions_for_a_users_loss_have_torchs_values_and_derivatives(name:
     torch.testing.assert_close(x.grad.double(), wide.grad, rtol=4e-6, atol=2e-7)
 
 
+@pytest.mark.parametrize("name", ["exp", "log", "sigmoid", "softplus", "sqrt", "tanh"])
+def test_a_second_derivative_is_refused(name: str) -> None:
+    """It would be wrong, because the slope is computed without autograd."""
+    x = torch.tensor([1.0], requires_grad=True)
+    (slope,) = torch.autograd.grad(getattr(ppo_repro.numerics, name)(x).square(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.backward()
+
+
 def test_a_logarithm_outside_of_its_domain_is_torchs() -> None:
     x = torch.tensor([0.0, -1.0, math.inf, math.nan, 1e-42])
     torch.testing.assert_close(ppo_repro.numerics.log(x), torch.log(x), equal_nan=True)

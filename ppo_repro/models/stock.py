@@ -9,16 +9,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 
 class _Widening(TorchFunctionMode):
+    """Widen float32 tensors where a function takes them; the output matrix, which may be the largest, only once."""
+
+    def __init__(self, head: Module | None) -> None:
+        super().__init__()
+        self.matrix = None if head is None else head.weight
+
+    @cached_property
+    def wide_matrix(self) -> Tensor:
+        return cast(Tensor, self.matrix).double()
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -28,6 +40,8 @@ class _Widening(TorchFunctionMode):
     ) -> Any:
         def wider(x: Any) -> Any:
             if isinstance(x, Tensor):
+                if x is self.matrix:
+                    return self.wide_matrix
                 return x.double() if x.dtype == torch.float32 else x
             if type(x) in (list, tuple):
                 return type(x)(map(wider, x))
@@ -36,6 +50,8 @@ class _Widening(TorchFunctionMode):
         call = Tensor.double if func is Tensor.float else func
         if getattr(func, "__name__", "") in ("__get__", "__set__"):  # attributes are of the tensor itself
             return call(*args, **(kwargs or {}))
+        if func is embedding:  # else the whole matrix would be widened for a few rows
+            return wider(call(*args, **(kwargs or {})))
         result = call(*map(wider, args), **{name: wider(x) for name, x in (kwargs or {}).items()})
         if isinstance(result, Tensor) and result.dtype == torch.float32:
             raise TypeError(f"{getattr(func, '__name__', func)} gave float32 inside a float64 model")
@@ -54,7 +70,7 @@ def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     torch.set_default_dtype(torch.float64)
     try:
         model.config._experts_implementation = "eager"  # grouped products take no float64
-        with _Widening():
+        with _Widening(model.get_output_embeddings()):
             for name, module in list(model.named_modules()):
                 if name and _constants(module):
                     narrow[name] = module

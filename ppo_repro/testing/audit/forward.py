@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from ppo_repro.base.output import say
 from ppo_repro.testing.audit.ways import Fed
 
-TOGETHER = 2048  # tokens that are computed together
+TOGETHER = 4096  # tokens that are computed together
 PIECE = 1 << 21  # logits that are computed with at once: larger blocks cost the system more than the arithmetic
 EVERY = 10.0  # seconds between two lines of progress
 

@@ -198,8 +198,8 @@ class ValueUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinibatchUpdate:
-    """The updates of policy and value model on a minibatch of M tokens."""
+class MinibatchStep:
+    """The optimizer steps of policy and value model on a minibatch of M tokens."""
 
     epoch: int
     minibatch: int
@@ -207,7 +207,13 @@ class MinibatchUpdate:
     loss_weights: Tensor  # [M] float32, of each token's losses in the losses of the step
     policy: PolicyUpdate | None  # None where its epochs are over, or after an early stop
     value: ValueUpdate | None  # None where its epochs are over or there is no value model
-    policy_digest: str  # weights after the step
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinibatchUpdate(MinibatchStep):
+    """The optimizer steps on a minibatch, and the digests of the weights after them."""
+
+    policy_digest: str
     value_digest: str | None  # None without a value model
 
 

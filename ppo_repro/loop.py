@@ -7,14 +7,22 @@ Letters: B responses and N response tokens of an iteration, M tokens of a miniba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.buffers import Advantages, ForwardPass, Iteration, MinibatchUpdate, PolicyUpdate, Rollout, ValueUpdate
+from ppo_repro.buffers import (
+    Advantages,
+    ForwardPass,
+    Iteration,
+    MinibatchStep,
+    MinibatchUpdate,
+    PolicyUpdate,
+    Rollout,
+    ValueUpdate,
+)
 from ppo_repro.config.algorithm import SeparateValue, ValueHead
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch
@@ -107,7 +115,10 @@ def ppo_iterations(
 
         # take the optimizer steps
         taken = list(update(config, state, received, forward, advantages, ranks, clock, task.functions))
-        updates = tuple(step(policy_digest=digests.policy, value_digest=digests.value) for step, digests in taken)
+        updates = tuple(
+            MinibatchUpdate(**vars(step), policy_digest=digests.policy, value_digest=digests.value)
+            for step, digests in taken
+        )
         state.free_update_memory()
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("digests")
@@ -138,7 +149,7 @@ def update(
     ranks: Ranks,
     clock: Clock,
     functions: Functions,
-) -> Iterator[tuple[partial[MinibatchUpdate], Digests]]:
+) -> Iterator[tuple[MinibatchStep, Digests]]:
     """Take all optimizer steps of one iteration, in order.
 
     Policy and value model each have a number of epochs, over the same minibatches. After a minibatch with more KL
@@ -155,8 +166,7 @@ def update(
         functions: the user's own.
 
     Yields:
-        After each step, a MinibatchUpdate without the digests of the weights; and these digests, which threads may
-        still compute during the next step.
+        Each step, and the digests of the weights after it, which threads may still compute during the next step.
     """
     ppo, value = config.ppo, config.value
     batch = training_batch(config, state.coefficients, rollout, forward, advantages, functions)
@@ -182,8 +192,7 @@ def update(
             clock.lap("update")
             digests = state.digests()
             clock.lap("digests")
-            step_without_digests = partial(
-                MinibatchUpdate,
+            step_taken = MinibatchStep(
                 epoch=epoch,
                 minibatch=number,
                 tokens=minibatch.tokens,
@@ -191,7 +200,7 @@ def update(
                 policy=of_policy,
                 value=of_value,
             )
-            yield step_without_digests, digests
+            yield step_taken, digests
 
 
 def policy_step(

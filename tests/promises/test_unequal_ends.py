@@ -15,6 +15,7 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
+from ppo_repro.buffers import MinibatchStep
 from ppo_repro.checks.bisect import ResponseIndex, first_unequal, trace_sampler
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
@@ -26,7 +27,7 @@ from ppo_repro.stages.agreement import UnequalBits
 from tests.support.cli import Cli
 from tests.support.language import rerun, resume, run
 from tests.support.paths import TINY
-from tests.support.unequal import StepWithoutDigests, first_step_differs, other_ratio, other_value, sampler_differs
+from tests.support.unequal import first_step_differs, other_ratio, other_value, sampler_differs
 
 QUICK = ("model.warm_start_steps=4",)
 
@@ -129,7 +130,7 @@ def test_from_a_checkpoint_it_goes_on_and_what_was_kept_is_gone(
     ],
 )
 def test_a_ratio_or_a_value_of_the_first_minibatch_ends_the_first_iteration(
-    change: Callable[[StepWithoutDigests], StepWithoutDigests],
+    change: Callable[[MinibatchStep], MinibatchStep],
     says: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

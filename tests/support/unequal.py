@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro import loop
-from ppo_repro.buffers import MinibatchUpdate
+from ppo_repro.buffers import MinibatchStep
 from ppo_repro.models.state import Digests
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -46,14 +45,11 @@ def sampler_differs(patch: pytest.MonkeyPatch, iteration: int, response: int, to
     patch.setattr(TorchEngine, "generate", generate)
 
 
-StepWithoutDigests = partial[MinibatchUpdate]
-
-
-def first_step_differs(patch: pytest.MonkeyPatch, change: Callable[[StepWithoutDigests], StepWithoutDigests]) -> None:
+def first_step_differs(patch: pytest.MonkeyPatch, change: Callable[[MinibatchStep], MinibatchStep]) -> None:
     """The first minibatch of every iteration is what `change` makes of it."""
     real = loop.update
 
-    def update(*arguments: Any) -> Iterator[tuple[StepWithoutDigests, Digests]]:
+    def update(*arguments: Any) -> Iterator[tuple[MinibatchStep, Digests]]:
         steps = real(*arguments)
         step, digests = next(steps)
         yield change(step), digests
@@ -62,14 +58,14 @@ def first_step_differs(patch: pytest.MonkeyPatch, change: Callable[[StepWithoutD
     patch.setattr(loop, "update", update)
 
 
-def other_ratio(step: StepWithoutDigests) -> StepWithoutDigests:
-    policy = step.keywords["policy"]
-    return partial(step, policy=replace(policy, ratios=flipped(policy.ratios, 0)))
+def other_ratio(step: MinibatchStep) -> MinibatchStep:
+    assert step.policy is not None
+    return replace(step, policy=replace(step.policy, ratios=flipped(step.policy.ratios, 0)))
 
 
-def other_value(step: StepWithoutDigests) -> StepWithoutDigests:
-    value = step.keywords["value"]
-    return partial(step, value=replace(value, new_values=flipped(value.new_values, 0)))
+def other_value(step: MinibatchStep) -> MinibatchStep:
+    assert step.value is not None
+    return replace(step, value=replace(step.value, new_values=flipped(step.value.new_values, 0)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ computes in float32 in every model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, cast
@@ -31,13 +31,7 @@ class _Widening(TorchFunctionMode):
     def wide_matrix(self) -> Tensor:
         return cast(Tensor, self.matrix).double()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wider(x: Any) -> Any:
             if isinstance(x, Tensor):
                 if x is self.matrix:

@@ -406,13 +406,7 @@ def _filled(model: PreTrainedModel, names: set[str], value: float) -> Callable[[
 class _Narrow(TorchFunctionMode):
     """Run matrix products in bfloat16 while the block runs."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not linear:
             return func(*args, **(kwargs or {}))
         narrow = [x.bfloat16() if isinstance(x, Tensor) else x for x in (*args, *(kwargs or {}).values())]

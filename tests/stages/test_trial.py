@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
-from ppo_repro.stages.functions import load_functions
+from ppo_repro.stages.functions import Functions, load_functions
 from ppo_repro.stages.trial import try_functions
 from tests.support.runs import small_config
 
@@ -130,7 +131,7 @@ def test_native_numerics_have_a_tolerance_and_any_operation(tmp_path: Path) -> N
         tried(tmp_path, "return -b.ratios / len(b.ratios)", "numerics.mode=native")
 
 
-FIELDS = {"advantages": "f(b)", "kl.estimator": "f(p, q)", "reward.placement": "f(b)"}
+FIELDS = {"ppo.objective": "f(b)", "advantages": "f(b)", "kl.estimator": "f(p, q)", "reward.placement": "f(b)"}
 
 
 def tried_as(field: str, folder: Path, body: str, *overrides: str) -> None:
@@ -148,6 +149,28 @@ OTHERS = [
     ("reward.placement", "return b.of_tokens(b.scores) / b.lengths"),
     ("reward.placement", "return torch.where(b.positions + 1 == b.lengths, b.of_tokens(b.scores).float(), -0.01)"),
 ]
+
+
+# in torch's tanh; its derivative is another operation of torch
+DEPENDENT = {
+    "ppo.objective": "return -torch.tanh(b.ratios) * b.advantages",
+    "advantages": "return torch.tanh(b.rewards)",
+    "kl.estimator": "return torch.tanh(p - q)",
+    "reward.placement": "return torch.tanh(b.of_tokens(b.scores))",
+}
+
+
+def test_every_field_with_a_function_has_a_case_below() -> None:
+    assert len(fields(Functions)) == len(FIELDS)
+    assert FIELDS.keys() == DEPENDENT.keys()
+
+
+@pytest.mark.parametrize("field", DEPENDENT)
+@pytest.mark.parametrize("kl", ["kl={placement: reward}", KL_IN_LOSS])
+def test_the_operations_of_every_function_are_watched(field: str, kl: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^{field}\.path: .*: f calls torch's tanh: its bits may differ"):
+        tried_as(field, tmp_path, DEPENDENT[field], kl)
+    tried_as(field, tmp_path, DEPENDENT[field], kl, "numerics.mode=native")
 
 
 @pytest.mark.parametrize(("field", "body"), OTHERS)

@@ -5,12 +5,21 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ppo_repro.numerics.families import MIXTURES, check_visibility, head_dim, key_value_heads, refuse, windows_of
+from ppo_repro.numerics.families import (
+    FAMILIES,
+    MIXTURES,
+    Names,
+    check_visibility,
+    head_dim,
+    key_value_heads,
+    refuse,
+    windows_of,
+)
 from ppo_repro.numerics.interface import constants
 
 ACTIVATIONS = {  # by transformers' names
@@ -23,49 +32,6 @@ ACTIVATIONS = {  # by transformers' names
     "gelu_accurate": constants.ACT_GELU_TANH,
     "gelu_pytorch_tanh": constants.ACT_GELU_TANH,
     "gelu_python_tanh": constants.ACT_GELU_TANH,
-}
-
-
-class _Names(NamedTuple):
-    """Names of a family for the parts of its trunk; the defaults are Llama's names."""
-
-    layers: str = "layers"
-    embedding: str = "embed_tokens"
-    norm1: str = "input_layernorm"
-    norm2: str = "post_attention_layernorm"
-    last_norm: str = "norm"
-    eps: str = "rms_norm_eps"
-    attention: str = "self_attn"
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    out: str = "o_proj"
-    up: tuple[str, ...] = ("gate_proj", "up_proj")
-    down: str = "down_proj"
-
-
-_NAMES = {  # by model_type; other families have Llama's
-    "gpt2": _Names(
-        layers="h",
-        embedding="wte",
-        norm1="ln_1",
-        norm2="ln_2",
-        last_norm="ln_f",
-        eps="layer_norm_epsilon",
-        attention="attn",
-        qkv=("c_attn",),
-        out="c_proj",
-        up=("c_fc",),
-        down="c_proj",
-    ),
-    "gpt_neox": _Names(
-        embedding="embed_in",
-        last_norm="final_layer_norm",
-        eps="layer_norm_eps",
-        attention="attention",
-        qkv=("query_key_value",),
-        out="dense",
-        up=("dense_h_to_4h",),
-        down="dense_4h_to_h",
-    ),
 }
 
 
@@ -122,7 +88,7 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
     )
 
 
-def _layer(names: _Names, layer: Any, window: int) -> LayerParts:
+def _layer(names: Names, layer: Any, window: int) -> LayerParts:
     """Return the parts of a decoder layer, whose queries see `window` keys."""
     attention, mlp = getattr(layer, names.attention), layer.mlp
     norms = {name: getattr(layer, getattr(names, name)) for name in ("norm1", "norm2")}
@@ -139,22 +105,17 @@ def _layer(names: _Names, layer: Any, window: int) -> LayerParts:
     return LayerParts(norms=norms, matrices=matrices, experts=experts, window=window, scale=scale)
 
 
-def _norm_kinds(family: str, layer: LayerParts, head_dim: int) -> dict[str, float]:
-    """Return the kinds of a family's norms."""
-    kind = {
-        "gpt2": constants.NORM_LAYER,
-        "gpt_neox": constants.NORM_LAYER,
-        "gemma": constants.NORM_RMS_OFFSET,
-    }.get(family, constants.NORM_RMS)
-    of_queries, qk_kind = layer.norms.get("q_norm"), constants.QK_NORM_NONE
-    if of_queries is not None:
-        qk_kind = constants.QK_NORM_HEAD if len(of_queries.weight) == head_dim else constants.QK_NORM_WHOLE
-    return {"norm": kind, "qk_norm": qk_kind}
+def _qk_norm(layer: LayerParts, head_dim: int) -> int:
+    """Return the kind of a layer's norms of queries and keys."""
+    of_queries = layer.norms.get("q_norm")
+    if of_queries is None:
+        return int(constants.QK_NORM_NONE)
+    return int(constants.QK_NORM_HEAD if len(of_queries.weight) == head_dim else constants.QK_NORM_WHOLE)
 
 
-def _places_of_heads(family: str, heads: int, kv_heads: int, d: int) -> dict[str, float]:
+def _places_of_heads(together: bool, heads: int, kv_heads: int, d: int) -> dict[str, float]:
     """Return the columns at which queries, keys and values begin in a row of qkv, and the distance of two heads."""
-    if family == "gpt_neox":  # query, key and value of a head lie together
+    if together:
         return dict(q_at=0, q_step=3 * d, k_at=d, k_step=3 * d, v_at=2 * d, v_step=3 * d)
     return dict(q_at=0, q_step=d, k_at=heads * d, k_step=d, v_at=(heads + kv_heads) * d, v_step=d)
 
@@ -162,12 +123,12 @@ def _places_of_heads(family: str, heads: int, kv_heads: int, d: int) -> dict[str
 def describe(trunk: PreTrainedModel) -> Description:
     """Return the description of a trunk of a known family."""
     parts, config = cast(Any, trunk), trunk.config
-    family = config.model_type
-    names = _NAMES.get(family, _Names())
+    family = FAMILIES[config.model_type]
+    names = family.names
     modules = zip(getattr(parts, names.layers), windows_of(config), strict=True)
     layers = tuple(_layer(names, layer, window) for layer, window in modules)
     table = getattr(parts, names.embedding)
-    positions = parts.wpe.weight if family == "gpt2" else None
+    positions = getattr(parts, family.learned_positions).weight if family.learned_positions else None
     mixture = next((cast(Any, m) for m in trunk.modules() if isinstance(m, MIXTURES)), None)
     heads, kv_heads, d = config.num_attention_heads, key_value_heads(config), head_dim(config)
     numbers: dict[str, float] = dict(
@@ -177,11 +138,12 @@ def describe(trunk: PreTrainedModel) -> Description:
         kv_heads=kv_heads,
         head_dim=d,
         vocabulary=len(table.weight),
-        **_norm_kinds(family, layers[0], d),
-        **_places_of_heads(family, heads, kv_heads, d),
+        norm=family.norm,
+        qk_norm=_qk_norm(layers[0], d),
+        **_places_of_heads(family.joins_heads, heads, kv_heads, d),
         activation=ACTIVATIONS[activation_of(config)[1]],
         gated=len(names.up) == 2,
-        parallel=family == "gpt_neox" and bool(config.use_parallel_residual),
+        parallel=family.may_be_parallel and bool(config.use_parallel_residual),
         experts=0 if mixture is None else len(mixture.gate.weight),
         chosen=0 if mixture is None else int(mixture.gate.top_k),
         normalised=mixture is not None and bool(getattr(mixture.gate, "norm_topk_prob", True)),  # Mixtral's always are
@@ -189,7 +151,7 @@ def describe(trunk: PreTrainedModel) -> Description:
         position_entries=0 if positions is None else len(positions),
         padding=-1 if table.padding_idx is None else int(table.padding_idx),
         eps=float(getattr(config, names.eps)),
-        embedding_scale=math.sqrt(config.hidden_size) if family == "gemma" else 1.0,
+        embedding_scale=math.sqrt(config.hidden_size) if family.scales_embedding else 1.0,
     )
     return Description(
         embedding=table.weight,

@@ -1,9 +1,10 @@
-"""Define the supported model families: their transformers classes, and settings whose meaning differs by family."""
+"""Define the supported families of models, one row of `FAMILIES` each, and read numbers that configs name otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
 
 import transformers
 from torch import Tensor, nn
@@ -14,26 +15,104 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.numerics.interface import constants
 from ppo_repro.numerics.ranges import check_ranges
 
-NAMES = "Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2, GPT-NeoX, Qwen3-MoE, Mixtral or OLMoE"
-_FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "GPT2", "GPTNeoX", "Qwen3Moe", "Mixtral", "Olmoe")
+
+class Names(NamedTuple):
+    """Names of a family for the parts of its trunk; the defaults are Llama's names."""
+
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    norm1: str = "input_layernorm"
+    norm2: str = "post_attention_layernorm"
+    last_norm: str = "norm"
+    eps: str = "rms_norm_eps"
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+
+_LLAMA = Names()
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models in transformers: its classes, its names, and its differences from Llama, the default."""
+
+    name: str  # in messages
+    classes: str  # the beginning of the names of its classes
+    names: Names = _LLAMA
+    norm: int = constants.NORM_RMS
+    windows: Literal["no layer", "every layer", "by layer_types"] = "no layer"  # which layers may have a sliding window
+    mixture: type[nn.Module] | None = None  # a router and its experts
+    learned_positions: str | None = None  # the name of their table; None: rotary positions
+    rotates_part: bool = False  # partial_rotary_factor may be below 1
+    joins_heads: bool = False  # query, key and value of a head lie together in the matrix qkv
+    may_be_parallel: bool = False  # use_parallel_residual: attention and MLP have the same input
+    scales_embedding: bool = False  # by the root of hidden_size
+
+
+_GPT2 = Names(
+    layers="h",
+    embedding="wte",
+    norm1="ln_1",
+    norm2="ln_2",
+    last_norm="ln_f",
+    eps="layer_norm_epsilon",
+    attention="attn",
+    qkv=("c_attn",),
+    out="c_proj",
+    up=("c_fc",),
+    down="c_proj",
+)
+_GPT_NEOX = Names(
+    embedding="embed_in",
+    last_norm="final_layer_norm",
+    eps="layer_norm_eps",
+    attention="attention",
+    qkv=("query_key_value",),
+    out="dense",
+    up=("dense_h_to_4h",),
+    down="dense_4h_to_h",
+)
+FAMILIES = {  # by model_type
+    "llama": Family("Llama", "Llama"),
+    "qwen2": Family("Qwen2", "Qwen2", windows="by layer_types"),
+    "qwen3": Family("Qwen3", "Qwen3", windows="by layer_types"),
+    "mistral": Family("Mistral", "Mistral", windows="every layer"),
+    "gemma": Family("Gemma", "Gemma", norm=constants.NORM_RMS_OFFSET, scales_embedding=True),
+    "gpt2": Family("GPT-2", "GPT2", _GPT2, norm=constants.NORM_LAYER, learned_positions="wpe"),
+    "gpt_neox": Family(
+        "GPT-NeoX",
+        "GPTNeoX",
+        _GPT_NEOX,
+        norm=constants.NORM_LAYER,
+        rotates_part=True,
+        joins_heads=True,
+        may_be_parallel=True,
+    ),
+    "qwen3_moe": Family("Qwen3-MoE", "Qwen3Moe", windows="every layer", mixture=Qwen3MoeSparseMoeBlock),
+    "mixtral": Family("Mixtral", "Mixtral", windows="every layer", mixture=MixtralSparseMoeBlock),
+    "olmoe": Family("OLMoE", "Olmoe", mixture=OlmoeSparseMoeBlock),
+}
 
 
 def _classes(*ends: str) -> dict[str, type[PreTrainedModel]]:
-    """Return by family the class with the family's name and one of the ends, for families with this class."""
-    found = ((family, getattr(transformers, family + end, None)) for family in _FAMILIES for end in ends)
-    return {family: kind for family, kind in found if kind is not None}
+    """Return by family the class with one of the ends, for families with this class."""
+    every = [(name, family.classes + end) for name, family in FAMILIES.items() for end in ends]
+    return {name: getattr(transformers, of) for name, of in every if hasattr(transformers, of)}
 
 
+*_FIRST, _LAST = (family.name for family in FAMILIES.values())
+NAMES = f"{', '.join(_FIRST)} or {_LAST}"
 _CAUSAL, _CLASSIFIERS = _classes("ForCausalLM", "LMHeadModel"), _classes("ForSequenceClassification")
 CAUSAL_MODELS, CLASSIFIERS = tuple(_CAUSAL.values()), tuple(_CLASSIFIERS.values())
-CLASSIFIER_OF = {_CAUSAL[family]: kind for family, kind in _CLASSIFIERS.items()}  # OLMoE has none
+CLASSIFIER_OF = {_CAUSAL[name]: kind for name, kind in _CLASSIFIERS.items()}  # OLMoE has none
 TRUNKS = tuple(_classes("Model").values())
-MIXTURES = (Qwen3MoeSparseMoeBlock, MixtralSparseMoeBlock, OlmoeSparseMoeBlock)  # a router and its experts
-
-_WINDOWED = {"mistral", "mixtral", "qwen3_moe"}  # families with one window for all layers
-_TYPED_LAYERS = {"qwen2", "qwen3"}  # families whose `layer_types` say which layers have a sliding window
+MIXTURES = tuple(family.mixture for family in FAMILIES.values() if family.mixture is not None)
 
 
 def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -86,7 +165,7 @@ def check_visibility(config: PretrainedConfig, max_context: int) -> None:
     """
     check_ranges(vars(config), "model config")
     types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    known = {"full_attention", "sliding_attention"} if config.model_type in _TYPED_LAYERS else {"full_attention"}
+    known = {"full_attention"} | ({"sliding_attention"} if _windows(config) == "by layer_types" else set())
     refusals = {
         "layer_types": not types <= known,
         "sliding_window": "sliding_attention" in types and config.sliding_window is None,
@@ -107,15 +186,20 @@ def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor
 
     `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys, or all (None).
     """
-    if config.model_type in _TYPED_LAYERS:
+    if _windows(config) == "by layer_types":
         windows = {"full_attention": None, "sliding_attention": config.sliding_window}
         return {kind: visible(windows[kind]) for kind in sorted(set(config.layer_types))}
-    return visible(config.sliding_window if config.model_type in _WINDOWED else None)
+    return visible(config.sliding_window if _windows(config) == "every layer" else None)
 
 
 def windows_of(config: PretrainedConfig) -> list[int]:
     """Return for each layer the number of keys that a query sees, its own included; 0 for all keys up to it."""
     window = int(getattr(config, "sliding_window", None) or 0)
-    if config.model_type in _TYPED_LAYERS:
+    if _windows(config) == "by layer_types":
         return [window if kind == "sliding_attention" else 0 for kind in config.layer_types]
-    return [window if config.model_type in _WINDOWED else 0] * config.num_hidden_layers
+    return [window if _windows(config) == "every layer" else 0] * config.num_hidden_layers
+
+
+def _windows(config: PretrainedConfig) -> str:
+    """Return which layers of a model may have a sliding window."""
+    return FAMILIES[config.model_type].windows

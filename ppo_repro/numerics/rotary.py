@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.elementwise import cos_sin, exp64, log
-from ppo_repro.numerics.families import head_dim
+from ppo_repro.numerics.families import FAMILIES, head_dim
 
 
 def rotating(config: PretrainedConfig) -> int:
@@ -26,7 +26,7 @@ def inverse_frequencies(config: PretrainedConfig) -> Tensor:
     """
     rope = config.rope_parameters
     partial, kind = rope.get("partial_rotary_factor", 1.0), rope["rope_type"]
-    if partial != 1.0 and config.model_type != "gpt_neox":
+    if partial != 1.0 and not FAMILIES[config.model_type].rotates_part:
         raise UserError(
             f"model config partial_rotary_factor = {partial}: must be 1 in deterministic numerics outside GPT-NeoX"
         )

@@ -34,6 +34,7 @@ def rope(**changes: Any) -> dict[str, Any]:
 MODELS: dict[str, Callable[[], Any]] = {
     "head_dim = 15: .*even": lambda: llama_config(head_dim=15),
     "head_dim = 15: .* even": lambda: gpt_neox_config(hidden_size=60, **rope(partial_rotary_factor=1.0)),
+    "head_dim = 18: .* must rotate": lambda: gpt_neox_config(hidden_size=72, rotary_pct=0.5),
     "num_key_value_heads = 2: must divide": lambda: llama_config(**THREE),
     "num_experts_per_tok = 3: must be from 1": lambda: mixtral_config(num_local_experts=2, num_experts_per_tok=3),
     "rope_parameters: rope_theta = nan: ": lambda: llama_config(**rope(rope_theta=float("nan"))),

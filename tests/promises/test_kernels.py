@@ -130,12 +130,17 @@ def case_of(family: str) -> Case:
     return Case(trunk_of(family), LENGTHS)
 
 
+HEAD_WIDTHS = (4, 8, 18, 64, 136)
+# the parts of a GPT-NeoX head that rotate: pairs, so the kernels refuse an odd number of elements
+ROTATING = {d: [part for part in (0.25, 0.5, 1.0) if d * part % 2 == 0] for d in HEAD_WIDTHS}
+
+
 @st.composite
 def trunks(draw: st.DrawFn) -> PreTrainedModel:
     """A trunk of any family with odd widths, one or two layers, and settings that change what is computed."""
     family = draw(st.sampled_from([name for name in FAMILIES if " " not in name]))
     kv_heads, each = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    heads, d, layers = kv_heads * each, draw(st.sampled_from((4, 8, 18, 64, 136))), draw(st.integers(1, 2))
+    heads, d, layers = kv_heads * each, draw(st.sampled_from(HEAD_WIDTHS)), draw(st.integers(1, 2))
     width, vocabulary = draw(st.sampled_from((1, 7, 16, 33, 130))), draw(st.sampled_from((3, 16, 97)))
     common: dict[str, Any] = {"vocab_size": vocabulary, "pad_token_id": draw(st.sampled_from((None, 0, 2)))}
     activation = draw(st.sampled_from(sorted(ACTIVATIONS)))
@@ -149,6 +154,7 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
         more = {"hidden_act": activation}
         if family == "gpt_neox":
             more |= {"use_parallel_residual": draw(st.booleans()), "attention_bias": draw(st.booleans())}
+            more |= {"rotary_pct": draw(st.sampled_from(ROTATING[d]))}
         else:
             shape |= {"num_key_value_heads": kv_heads, "head_dim": d}
         if family in ("llama", "qwen3"):
@@ -192,6 +198,12 @@ def test_kernels_compute_the_definition_of_every_activation(activation: str) -> 
 @given(**ANY_CASE)
 def test_kernels_compute_the_definition_of_many_models(**case: Any) -> None:
     assert_any_case(**case)
+
+
+@pytest.mark.parametrize(("d", "part"), [(d, part) for d, parts in ROTATING.items() for part in parts])
+def test_kernels_compute_the_definition_whatever_part_of_a_head_rotates(d: int, part: float) -> None:
+    trunk = trunk_of("gpt_neox", hidden_size=2 * d, num_attention_heads=2, rotary_pct=part)
+    Case(trunk, (17, 2)).assert_kernels_are_the_definition()
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)

@@ -21,8 +21,9 @@ def rotating(config: PretrainedConfig) -> int:
 def inverse_frequencies(config: PretrainedConfig) -> Tensor:
     """Return the frequencies theta^(-2i/D), float64 [D/2]; D is the width of a head, or its rotating part in GPT-NeoX.
 
-    Types `default`, `linear` (position interpolation) and `llama3`. Raises UserError, which names any other: `dynamic`
-    and `longrope` change with the current length, so that no cached key could equal a recomputed one.
+    theta is rounded to float32. The types are `default`, `linear` (position interpolation) and `llama3`. Raises
+    UserError, which names any other: `dynamic` and `longrope` change with the current length, so that no cached key
+    could equal a recomputed one.
     """
     rope = config.rope_parameters
     partial, kind = rope.get("partial_rotary_factor", 1.0), rope["rope_type"]
@@ -32,7 +33,8 @@ def inverse_frequencies(config: PretrainedConfig) -> Tensor:
         )
     dim = rotating(config)
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-    frequencies = 1.0 / exp64(exponents * log(torch.tensor([float(rope["rope_theta"])])))
+    theta = torch.tensor([float(rope["rope_theta"])], dtype=torch.float32)  # as transformers rounds it
+    frequencies = 1.0 / exp64(exponents * log(theta))
     if kind == "default":
         return frequencies
     if kind == "linear":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
+import sys
 from fractions import Fraction
 from typing import Any
 
@@ -17,14 +18,24 @@ from transformers.activations import ACT2FN
 from ppo_repro.numerics import description
 from ppo_repro.numerics.definition import rows
 from ppo_repro.numerics.definition.elementary import fma
-from ppo_repro.numerics.definition.families import model_from
 from ppo_repro.numerics.definition.gradients import join_slots, slot_of
 from ppo_repro.numerics.definition.model import Model, parameters
 from ppo_repro.numerics.definition.network import forward, gradients
 from ppo_repro.numerics.definition.product import BLOCK, chain, product
 from ppo_repro.numerics.definition.row_sums import row_sum
 from ppo_repro.numerics.interface import names
-from tests.support.models import CONFIGS, MIXTURES, VARIANTS, VOCAB, small_model
+from ppo_repro.numerics.rotary import tables
+from tests.support.definition import model_from, tables_of
+from tests.support.models import (
+    CONFIGS,
+    LLAMA3_ROPE,
+    MIXTURES,
+    VARIANTS,
+    VOCAB,
+    gpt_neox_config,
+    llama_config,
+    small_model,
+)
 from tests.support.paths import ROOT
 
 F = np.float32
@@ -87,6 +98,18 @@ def test_every_rule_of_the_readme_names_functions_of_the_definition() -> None:
     assert {f"{file}.{function}" for rule in named for function, file in rule} <= DEFINED.keys()
 
 
+def test_the_definition_imports_numpy_and_itself_alone() -> None:
+    found = set[str]()
+    for path in (NUMERICS / "definition").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                found |= {str(node.module)} if isinstance(node, ast.ImportFrom) else {a.name for a in node.names}
+    own = {name for name in found if name.startswith("ppo_repro.numerics.definition.")}
+    foreign = {name.partition(".")[0] for name in found - own} - {"__future__", *sys.stdlib_module_names}
+    assert own
+    assert foreign == {"numpy"}
+
+
 def test_definition_and_kernels_name_each_other_truly() -> None:
     """Docstrings name C functions after "Kernel:"; C comments name functions of the definition after "definition:"."""
     named = {
@@ -138,6 +161,31 @@ def test_orders_of_sums() -> None:
     assert join_slots([F(1), F(0), small, small]) == F(1) + 2 * small != (F(1) + small) + small
     assert [slot_of(i, 3, 8) for i in range(3)] == [2, 5, 7]
     assert [slot_of(i, 16, 8) for i in range(16)] == [i // 2 for i in range(16)]
+
+
+ROPES: dict[str, Any] = {
+    "default": llama_config(rope_parameters=None),
+    "theta that float32 rounds": llama_config(rope_parameters={"rope_type": "default", "rope_theta": 10000.0001}),
+    "linear": llama_config(rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}),
+    "llama3": llama_config(rope_parameters=LLAMA3_ROPE),
+    "half of a head": gpt_neox_config(),
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotary_tables_are_the_definition(rope: str) -> None:
+    found, expected = tables(ROPES[rope], 999), tables_of(ROPES[rope], 999)
+    assert [x.numpy().tobytes() for x in found] == [x.tobytes() for x in expected]
+
+
+def test_theta_is_rounded_to_float32() -> None:
+    """10,000.0001 gives the tables of 10,000. Control: the next float32 gives other tables."""
+    plain, same, other = (
+        tables(llama_config(rope_parameters={"rope_type": "default", "rope_theta": theta}), 999)[1]
+        for theta in (1e4, 10000.0001, float(np.nextafter(F(1e4), F(2e4))))
+    )
+    assert torch.equal(plain, same)
+    assert not torch.equal(plain, other)
 
 
 KINDS = names("ActivationKind", "ACT_")

@@ -27,7 +27,6 @@ from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics.definition import linear as linear_definition
 from ppo_repro.numerics.definition.elementary import Array, F
-from ppo_repro.numerics.definition.families import array, model_from
 from ppo_repro.numerics.definition.gradients import Addends, Contributions, column_addends, join_slots, slot_sums
 from ppo_repro.numerics.definition.model import Matrix, parameters
 from ppo_repro.numerics.definition.network import backward, forward
@@ -39,6 +38,7 @@ from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.sequences import Rows, ragged, slots_of_rank
 from ppo_repro.stages import forward as scoring
+from tests.support.definition import array, model_from
 from tests.support.models import CONFIGS, MIXTURES, fill, small_model
 
 SLOTS, CONTEXT, MOST = 8, 140, 20

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from ppo_repro.numerics import build, library
 from ppo_repro.numerics.definition import linear as linear_definition
 from ppo_repro.numerics.definition.elementary import Array, F
-from ppo_repro.numerics.definition.families import array, model_from
 from ppo_repro.numerics.definition.gradients import Contributions, join_slots, slot_sums
 from ppo_repro.numerics.definition.model import Matrix, parameters
 from ppo_repro.numerics.definition.network import forward
@@ -40,6 +39,7 @@ from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.precision import EXACT, Precision
 from ppo_repro.numerics.sequences import Rows, ragged, slots_of
+from tests.support.definition import array, model_from
 from tests.support.models import CONFIGS, EVERY_FAMILY, MIXTURES, small_model
 from tests.support.variants import ABLE, FASTEST
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from ppo_repro.numerics.definition.elementary import Array, D, F, sin_cos64
+from ppo_repro.numerics.definition.elementary import Array, F
 from ppo_repro.numerics.definition.rounding import Rounding
 
 
@@ -98,9 +98,3 @@ def parameters(model: Model) -> dict[str, Array]:
     for name in ("embedding", "positions", "layers", "last_norm"):
         walk(getattr(model, name), name)
     return found
-
-
-def rotary_tables(frequencies: Array, positions: int) -> tuple[Array, Array]:
-    """Compute cos and sin of position x frequency in float64, rounded once; float32 [positions, R / 2] each."""
-    sine, cosine = sin_cos64(np.arange(positions)[:, None] * np.asarray(frequencies, D))
-    return cosine.astype(F), sine.astype(F)

@@ -1,7 +1,4 @@
-"""Read transformers' models into the arrays of the definition.
-
-`numerics.description` maps parameters to matrices. This is the only file of the definition that needs torch.
-"""
+"""Read transformers' models into the arrays of the definition; `numerics.description` maps parameters to matrices."""
 
 from __future__ import annotations
 
@@ -9,17 +6,19 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics.definition.elementary import Array
-from ppo_repro.numerics.definition.model import Layer, Matrix, Model, NormWeights, rotary_tables
+from ppo_repro.numerics.definition.model import Layer, Matrix, Model, NormWeights
+from ppo_repro.numerics.definition.rotary import frequencies, llama3_frequencies, rotary_tables
 from ppo_repro.numerics.description import LayerParts, describe
+from ppo_repro.numerics.families import head_dim
 from ppo_repro.numerics.interface import names
-from ppo_repro.numerics.rotary import inverse_frequencies
 
 NORMS, QK_NORMS = names("NormKind", "NORM_"), names("QkNormKind", "QK_NORM_")
 ACTIVATIONS = names("ActivationKind", "ACT_")
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 SAME = (
     *("heads", "kv_heads", "head_dim", "eps", "embedding_scale", "gated", "parallel"),
     *("padding", "chosen", "normalised", "q_at", "q_step", "k_at", "k_step", "v_at", "v_step"),
@@ -27,7 +26,7 @@ SAME = (
 
 
 def array(x: Tensor) -> Array:
-    """Copy a tensor to float32 in NumPy."""
+    """A copy in float32."""
     return x.detach().float().numpy().copy()
 
 
@@ -41,7 +40,7 @@ def _norm(module: Any) -> NormWeights:
 
 
 def _matrix(layers: tuple[Any, ...]) -> Matrix:
-    """Join the weights of linear layers whose outputs are consecutive."""
+    """The weights of linear layers whose outputs are consecutive."""
     weights = [array(layer.weight).T if isinstance(layer, Conv1D) else array(layer.weight) for layer in layers]
     biases = [bias for layer in layers if (bias := _bias(layer)) is not None]
     return Matrix(np.concatenate(weights), np.concatenate(biases) if biases else None)
@@ -54,13 +53,23 @@ def _layer(parts: LayerParts) -> Layer:
     return Layer(**weights, window=parts.window, scale=parts.scale)
 
 
+def tables_of(config: PretrainedConfig, positions: int) -> tuple[Array, Array]:
+    """Cosines and sines of a config's rotary positions, float32 [positions, D / 2] each."""
+    rope = config.rope_parameters
+    found = frequencies(rope["rope_theta"], int(head_dim(config) * rope.get("partial_rotary_factor", 1.0)))
+    if rope["rope_type"] == "linear":
+        found = found / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        found = llama3_frequencies(found, *(rope[name] for name in LLAMA3))
+    return rotary_tables(found, positions)
+
+
 def model_from(trunk: PreTrainedModel, positions: int) -> Model:
-    """Read the weights and numbers of a transformers trunk; rotary tables have `positions` rows."""
+    """The weights and numbers of a transformers trunk; rotary tables have `positions` rows."""
     d = describe(trunk)
     more: dict[str, Any] = {name: d.numbers[name] for name in SAME}
     if d.positions is None:
-        tables = rotary_tables(inverse_frequencies(trunk.config).numpy(), positions)
-        more |= dict(zip(("cosine", "sine"), tables, strict=True))
+        more |= dict(zip(("cosine", "sine"), tables_of(trunk.config, positions), strict=True))
     return Model(
         **more,
         embedding=array(d.embedding),

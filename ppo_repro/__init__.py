@@ -7,26 +7,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ppo_repro.api.model import deterministic
+    from ppo_repro.api.runs import Run, diff, latest_run, open_run
+    from ppo_repro.api.text import generate, logprobs
+    from ppo_repro.api.training import train
     from ppo_repro.base.errors import UserError
-    from ppo_repro.library.model import deterministic
-    from ppo_repro.library.runs import Run, diff, latest_run, open_run
-    from ppo_repro.library.text import generate, logprobs
-    from ppo_repro.library.training import train
     from ppo_repro.rollout.engine import Sampling
 
 __version__ = "0.3.0"
 
 _HOMES = {
-    "Run": "library.runs",
+    "Run": "api.runs",
     "Sampling": "rollout.engine",
     "UserError": "base.errors",
-    "deterministic": "library.model",
-    "diff": "library.runs",
-    "generate": "library.text",
-    "latest_run": "library.runs",
-    "logprobs": "library.text",
-    "open_run": "library.runs",
-    "train": "library.training",
+    "deterministic": "api.model",
+    "diff": "api.runs",
+    "generate": "api.text",
+    "latest_run": "api.runs",
+    "logprobs": "api.text",
+    "open_run": "api.runs",
+    "train": "api.training",
 }
 
 __all__ = [

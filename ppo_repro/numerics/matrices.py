@@ -36,7 +36,7 @@ def fuse(tensors: Sequence[Tensor]) -> None:
 def state_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Return numbers that change when one of the tensors is written in place or gets other memory.
 
-    The numbers miss writes through `.data`, NumPy or another library. So `library/gradients.py` packs weights in each
+    The numbers miss writes through `.data`, NumPy or another library. So `api/gradients.py` packs weights in each
     pass, and code of this package calls `increment_version`.
     """
     return tuple(number for t in tensors for number in (t.data_ptr(), t._version))

@@ -37,7 +37,7 @@ def test_the_example_of_each_name_runs(name: str, deterministic_run: Path, tmp_p
 
 def test_the_example_of_the_readme_runs(deterministic_run: Path) -> None:
     """On the policy of a small run in place of SmolLM2; its last line compares every log-prob."""
-    text = (ROOT / "ppo_repro" / "library" / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "ppo_repro" / "api" / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     assert example.count('"models/smollm2"') == 1
     assert example.rstrip().splitlines()[-1].startswith("assert ")

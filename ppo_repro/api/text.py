@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_repro.api.model import begin_pass, check_number, is_whole, layout_of, logits_at, max_context
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from ppo_repro.config.section import MAX_COUNT, MAX_FLOAT
-from ppo_repro.library.model import begin_pass, check_number, is_whole, layout_of, logits_at, max_context
 from ppo_repro.models.load import stop_ids
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Request, Sampling

@@ -16,9 +16,9 @@ from torch.autograd import Function
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from ppo_repro.api.gradients import Passes, Watched, modules_of
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.section import MAX_FLOAT
-from ppo_repro.library.gradients import Passes, Watched, modules_of
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
 from ppo_repro.numerics.interface import ints

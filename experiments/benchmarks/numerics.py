@@ -27,8 +27,9 @@ from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import library
+from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.interface import Ints
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 

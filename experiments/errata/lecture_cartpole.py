@@ -27,7 +27,7 @@ from ppo_repro.config.control import ControlConfig, NetworkConfig
 from ppo_repro.config.files import read_tree, validated
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.runs.control import ControlKind
 from ppo_repro.runs.run import run
 from ppo_repro.runs.summary import summarise

@@ -23,8 +23,9 @@ from ppo_repro.config.tasks import TrainedRewardModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import checkpoint_gradients, policy_logits, value_predictions
 from ppo_repro.numerics import library
+from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
+from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.records.columns import unequal_bits

@@ -23,9 +23,11 @@ from ppo_repro.control.buffers import Advantages, ControlIteration, ForwardPass,
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.numerics import library
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
+from ppo_repro.numerics.adamw import AdamWSettings
+from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import alone, slots_of
 from ppo_repro.numerics.sums import mean_of
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import gae, whiten
 from ppo_repro.ppo.controllers import rate_factor

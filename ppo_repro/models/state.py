@@ -16,7 +16,8 @@ from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics import library
 from ppo_repro.numerics.interface import CPU
 from ppo_repro.numerics.network import forget_packed, free_memory
-from ppo_repro.numerics.optimizer import Optimizer, copy_named, weights_digest
+from ppo_repro.numerics.optimizer import Optimizer
+from ppo_repro.numerics.weights import copy_named, weights_digest
 
 Stream = tuple[int | str, ...]  # the name of a random stream
 HiddenHook = Callable[[Tensor, Tensor, Stream], Tensor]

@@ -13,7 +13,8 @@ from ppo_repro.base.seeding import permutation
 from ppo_repro.config.run import NumericsConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
+from ppo_repro.numerics.adamw import AdamWSettings
+from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics

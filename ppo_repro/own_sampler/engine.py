@@ -18,7 +18,7 @@ from ppo_repro.base.files import whole_folder
 from ppo_repro.base.user_file import file_and_name
 from ppo_repro.config.rollout import OwnEngine
 from ppo_repro.models.folders import write_sampled
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.own_sampler.child import METHODS
 from ppo_repro.own_sampler.responses import EngineSampling, Response
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling, check_request

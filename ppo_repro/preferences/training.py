@@ -19,11 +19,13 @@ from ppo_repro.config.tasks import RewardModelTraining
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores
+from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.interface import Ints, ints
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
+from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.ppo.preferences import (
     bradley_terry_losses,
     dpo_losses,

@@ -24,8 +24,10 @@ from ppo_repro.base.output import size
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.models.folders import load_value_parameters, named_weights, write_model, write_tensors
 from ppo_repro.models.state import TrainState
+from ppo_repro.numerics.adamw import OptimizerState
 from ppo_repro.numerics.library import KNOWN_ANSWER
-from ppo_repro.numerics.optimizer import Optimizer, OptimizerState, copy_named
+from ppo_repro.numerics.optimizer import Optimizer
+from ppo_repro.numerics.weights import copy_named
 from ppo_repro.records.folder import CHECKPOINTS_NAME, FINAL, FINAL_STATE, REFERENCE, VALUE_MODEL, starts_of
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.reader import check_file

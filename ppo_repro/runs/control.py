@@ -20,8 +20,8 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import CONTROL
 from ppo_repro.control.buffers import ControlIteration
 from ppo_repro.control.loop import ControlState, control_iterations, evaluate, prepare
-from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.objectives import flag_names, removes_gradient
 from ppo_repro.records import schema

@@ -27,8 +27,10 @@ from ppo_repro.models.folders import try_to_save
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics import library
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, weights_digest
+from ppo_repro.numerics.adamw import AdamWSettings
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sums import mean_of, run_sums
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.ppo.preferences import dpo_margins, preference_accuracy
 from ppo_repro.preferences import training
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file

@@ -27,8 +27,8 @@ from ppo_repro.faults.trainer import received
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.models.folders import named_weights, save_adapter, save_reward_model, save_value_model, write_model
 from ppo_repro.numerics.devices import Card, kernels_of
-from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sums import mean_of
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
 from ppo_repro.records.folder import (
     ACCURACY_NAME,

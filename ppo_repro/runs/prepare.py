@@ -30,10 +30,11 @@ from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
+from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.devices import Card, kernels_of, torch_device
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.interface import CPU
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
+from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.rollout.torch_engine import TorchEngine, in_dtype

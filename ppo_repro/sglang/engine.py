@@ -27,7 +27,7 @@ from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import NumericsConfig, RunConfig
 from ppo_repro.models.folders import write_sampled
 from ppo_repro.numerics.families import routers
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.sglang.client import Call, ask
 from ppo_repro.sglang.command import (

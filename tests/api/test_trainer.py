@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 import ppo_repro
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.weights import weights_digest
 from tests.support.models import CLASSES, source_model, unequal
 from tests.support.trained import LAYOUTS, trained_by_hand, trained_by_trainer
 

@@ -23,7 +23,8 @@ from ppo_repro.config.inputs import run_folder
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import devices, library
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
+from ppo_repro.numerics.adamw import AdamWSettings
+from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records import manifest

@@ -16,10 +16,12 @@ from ppo_repro.config.files import load_config
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import library
+from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.linear import linear
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
+from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import sample_tokens, token_statistics
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.summary import summarise

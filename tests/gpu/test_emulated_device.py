@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ppo_repro.models import state
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.weights import weights_digest
 from tests.gpu.emulator.device import CARD, Devices, Places, catch_backward
 from tests.support.models import source_model
 

@@ -25,11 +25,13 @@ from ppo_repro.models.networks import (
     value_predictions,
 )
 from ppo_repro.numerics import library
+from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.interface import Ints
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
+from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.numerics.weights import weights_digest
 from tests.support.models import CONTEXT, ragged, scored, seeded, source_model, unequal
 
 SETTINGS = AdamWSettings(learning_rate=2e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)

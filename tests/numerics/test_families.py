@@ -17,8 +17,8 @@ from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.lowering import Lowered, lower
 from ppo_repro.numerics.network import network_of
-from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.rotary import tables
+from ppo_repro.numerics.weights import weights_digest
 from tests.support.models import (
     CLASSES,
     CONTEXT,

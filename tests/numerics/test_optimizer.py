@@ -17,14 +17,10 @@ from torch import nn
 from ppo_repro.base.errors import NumericsError
 from ppo_repro.base.mode import Mode
 from ppo_repro.numerics import library
+from ppo_repro.numerics.adamw import AdamW, AdamWSettings, NativeAdamW
 from ppo_repro.numerics.definition.elementary import Array, F
 from ppo_repro.numerics.definition.optimizer import Moments, Settings, adamw, global_norm, sum_of_squares
-from ppo_repro.numerics.optimizer import (
-    AdamW,
-    AdamWSettings,
-    NativeAdamW,
-    Optimizer,
-)
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sums import mean_of, run_sums
 
 SETTINGS = AdamWSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)

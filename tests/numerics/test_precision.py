@@ -17,8 +17,8 @@ from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.definition.rounding import rounded as rounded_by_definition
 from ppo_repro.numerics.linear import product
 from ppo_repro.numerics.matrices import matrix_of, packed
-from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.precision import FORMATS, NARROW, Precision, round_rows
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.runs.accuracy import Text, policy_scores, reference_scores, stock_scores
 from tests.support.float32 import LARGEST, bits, tensor
 from tests.support.models import CONTEXT, EVERY_FAMILY, ragged, seeded, source_model, unequal

@@ -15,8 +15,9 @@ from ppo_repro.base.seeding import sample_seed
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.models.networks import make_policy
+from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.interface import Ints
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.preferences.pairs import Preference
 from ppo_repro.preferences.training import (
     dpo_losses_of,

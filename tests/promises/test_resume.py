@@ -24,7 +24,7 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.config.inputs import run_folder
-from ppo_repro.numerics.optimizer import OptimizerState
+from ppo_repro.numerics.adamw import OptimizerState
 from ppo_repro.records import manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs import checkpoint, language

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
-from ppo_repro.numerics.optimizer import OptimizerState
+from ppo_repro.numerics.adamw import OptimizerState
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs import checkpoint
 from tests.support.language import run

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import PromiseBroken, UserError
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.sglang.engine import SGLangEngine, sglang_engine
 from tests.sglang.fake_sglang import FakeServer, serving, token_of

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ppo_repro
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.weights import weights_digest
 from tests.support.models import VOCAB, seeded
 
 STEPS, BATCH = 3, 8  # sequences in an optimizer step

@@ -37,7 +37,7 @@ def global_norm(gradients: Sequence[Array]) -> float:
 def power(base: float, exponent: int) -> float:
     """Return base^exponent, float64: multiply base^(2^i) for each set bit i, from the lowest.
 
-    The package computes it in `numerics.optimizer.power`.
+    The package computes it in `numerics.adamw.power`.
     """
     result = 1.0
     for bit in reversed(f"{exponent:b}"):

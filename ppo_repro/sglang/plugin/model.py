@@ -17,8 +17,8 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.families import CAUSAL_MODELS, mixture_layers
 from ppo_repro.numerics.lowering import Lowered, lower
 from ppo_repro.numerics.network import Network, network_of
-from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sequences import index, ragged
+from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.sglang.plugin.logits import Logits
 from ppo_repro.sglang.plugin.names import DIGEST
 from ppo_repro.sglang.plugin.pool import PoolCache

@@ -13,7 +13,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import LANGUAGE
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.models.folders import named_weights
-from ppo_repro.numerics.optimizer import copy_named
+from ppo_repro.numerics.weights import copy_named
 from ppo_repro.records import reader
 from ppo_repro.records.folder import REFERENCE, checkpoints_of, load_recorded_config
 from ppo_repro.records.inputs import located_tree

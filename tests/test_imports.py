@@ -21,7 +21,7 @@ README_ROW = re.compile(r"^\| \[`(\w+)(?:/|\.py)`\]\(", re.MULTILINE)
 ANALYSIS = """
     program words stats pairs csv_text
     clipping notebooks tokenization
-    mismatch dialects
+    mismatch
     compare grids
     figures
     report

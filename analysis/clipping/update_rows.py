@@ -1,4 +1,4 @@
-"""Read one row for each token that an update step used: the frame of clip analyses and dialects."""
+"""Read one row for each token that an update step used: the frame of the clip analyses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_BY_TOKEN = {
 TOKEN = ["sequence", "position"]
 STEP = ["epoch", "minibatch"]
 TOKEN_COLUMNS = [
-    *("iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "ref_logprobs", "entropies"),
+    *("iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies"),
     *("values", "advantages", "returns"),
 ]
 

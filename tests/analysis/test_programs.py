@@ -22,7 +22,6 @@ COMMANDS = {
     "analysis.compare": ("analysis.compare.verdicts", ["RUN", "RUN", "--seed", "0"]),
     "analysis.clipping": ("analysis.clipping.tables", ["RUN"]),
     "analysis.tokenization": ("analysis.tokenization.tables", ["RUN", "--boundary", "leading"]),
-    "analysis.dialects": ("analysis.dialects", ["RUN"]),
     "analysis.grids.table": ("analysis.grids.table", ["RUN"]),
     "analysis.figures": ("analysis.figures", ["learning", "x.svg", "RUN"]),
 }
@@ -93,7 +92,6 @@ def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Pat
         ("analysis.clipping", ["RUN", "--clip-range", "nan", "1"], "clip range = nan, 1"),
         ("analysis.mismatch", ["RUN", "RUN"], "ppo_repro.analysis.compare takes two runs"),
         ("analysis.mismatch", ["x.jsonl", "--columns", "verl", "--pair", "rollout_vs_old"], "is for recorded runs"),
-        ("analysis.dialects", ["RUN", "--definitions"], "give either a run or --definitions"),
         ("analysis.tokenization", ["RUN", "--boundary", "leading", "--iteration", "-1"], "no iteration -1"),
     ],
 )

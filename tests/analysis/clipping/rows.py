@@ -39,7 +39,6 @@ def make_item(
             "position": position,
             "rollout_logprobs": rollout,
             "old_logprobs": old,
-            "ref_logprobs": old - 0.1,
             "entropies": -old,
             "values": np.zeros(count) if values is None else values[0],
             "advantages": np.asarray(advantages, dtype=np.float64),

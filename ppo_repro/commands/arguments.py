@@ -34,8 +34,6 @@ from ppo_repro.commands.recorded import (
     view_command,
 )
 from ppo_repro.commands.runs import (
-    control_command,
-    dpo_command,
     fork_command,
     rerun_command,
     resume_command,
@@ -123,8 +121,6 @@ def build_parser() -> argparse.ArgumentParser:
     add(init_command)("folder", metavar="DIR", type=_path, nargs="?", default=Path("."), help="where the files go")
     option = add(run_command, config, field, label, track, events, out)
     option("--unchecked", action="store_true", help="do not try your own objective, advantages, KL or rewards before")
-    for command in (control_command, dpo_command):
-        add(command, config, field, label, track, events, out)
     for command in (probe_command, plan_command):
         add(command, config, field)
     about = "such as ppo.objective, control or dpo; default all"

@@ -90,21 +90,7 @@ def _executed_by(kind: Kind, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run PPO, record every buffer, print a summary."""
-    return _run(arguments, "run")
-
-
-def control_command(arguments: argparse.Namespace) -> int:
-    """Run PPO on a Gymnasium environment, record every buffer, print a summary."""
-    return _run(arguments, "control")
-
-
-def dpo_command(arguments: argparse.Namespace) -> int:
-    """Train by DPO on preference pairs, of a recorded run or of a file."""
-    return _run(arguments, "dpo")
-
-
-def _run(arguments: argparse.Namespace, command: str) -> int:
+    """Run PPO on a language model or in Gymnasium, or DPO; record every buffer, print a summary."""
     from ppo_repro.base.files import require_new
     from ppo_repro.base.lock import require_no_writer
     from ppo_repro.config.files import load_any
@@ -115,12 +101,12 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
 
     label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
-    kind, config = load_any(arguments.config, arguments.set, command)
-    if command == "run" and arguments.unchecked:
+    kind, config = load_any(arguments.config, arguments.set)
+    if arguments.unchecked:
         own = config.functions if isinstance(config, RunConfig) else {}
         if not own:
             raise UserError("--unchecked: this configuration has no function of your own; leave it out")
-        kind, config = load_any(arguments.config, [*arguments.set, *(f"{f}.checked=false" for f in own)], command)
+        kind, config = load_any(arguments.config, [*arguments.set, *(f"{f}.checked=false" for f in own)])
     folder = run_folder(config, arguments.out)
     say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
     require_no_writer(folder)

@@ -88,7 +88,7 @@ ROWS = (
     Row("environment.id", "", "", "", "", "env env_id env_name"),
     Row("environment.num_envs", "", "", "", "", "n_envs"),
     Row("environment.steps_per_env", "", "", "", "", "n_steps num_steps"),
-    Row("dpo.beta", "beta", "", "", "in files for `ppo-repro dpo`", "beta"),
+    Row("dpo.beta", "beta", "", "", "in files for DPO", "beta"),
     Row("dpo.learning_rate", "learning_rate", "", "", "", "lr"),
     Row("dpo.epochs", "num_train_epochs"),
     Row("dpo.minibatch_size", "per_device_train_batch_size", "", "", "pairs", "batch_size"),

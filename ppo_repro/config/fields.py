@@ -50,9 +50,9 @@ def groups(sections: Sequence[str] = ()) -> list[Group]:
     Raises UserError for an unknown section.
     """
     every = [
-        *_groups(RunConfig, "", "A file for `run`: PPO on a language model."),
-        *_groups(ControlConfig, "control", "A file for `control`: PPO on a Gymnasium environment."),
-        *_groups(DPOConfig, "dpo", "A file for `dpo`: DPO on the responses of a recorded run."),
+        *_groups(RunConfig, "", "A file for PPO on a language model."),
+        *_groups(ControlConfig, "control", "A file for PPO on a Gymnasium environment."),
+        *_groups(DPOConfig, "dpo", "A file for DPO on the responses of a recorded run."),
     ]
     found = []
     for section in sections:

@@ -26,37 +26,34 @@ DPO: Final = "dpo"  # DPO on preference pairs
 Model = TypeVar("Model", bound=BaseModel)
 MODELS: dict[Kind, type[RunConfig | ControlConfig | DPOConfig]]
 MODELS = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
-# of each kind of file a field that no other kind has, and the command that takes the file
-COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "grid", "base": "grid"}
+# of each kind of file a field that no other kind has
+GRID: Final = "grid"
+KIND_OF_FIELD = {"rollout": LANGUAGE, "environment": CONTROL, "dpo": DPO, "axes": GRID, "base": GRID}
 ENGINE_KIND = "rollout.engine.kind"
 _PACKAGE = Path(__file__).parent.parent
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML configuration of PPO and apply `a.b=c` overrides. Raises UserError if anything is wrong."""
-    return build_config(read_tree(path, overrides, ("run",)), str(path))
+    return build_config(read_tree(path, overrides, (LANGUAGE,)), str(path))
 
 
-def load_any(path: Path, overrides: Sequence[str], command: str) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig]:
-    """Return the configuration that a command takes, with its kind; the command `run` takes every kind.
-
-    Raises UserError if anything is wrong.
-    """
-    tree = read_tree(path, overrides, ("run", CONTROL, DPO) if command == "run" else (command,))
-    kind = kind_of(tree, command)
+def load_any(path: Path, overrides: Sequence[str] = ()) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig]:
+    """Return the configuration of a run of any kind, with its kind. Raises UserError if anything is wrong."""
+    tree = read_tree(path, overrides, tuple(MODELS))
+    kind = kind_of(tree)
     return kind, validated(MODELS[kind], tree, str(path))
 
 
-def kind_of(tree: object, command: str = "run") -> Kind:
-    """Return the kind of run of a parsed file, by its fields; if they do not decide, the kind that `command` runs."""
-    kinds: dict[str, Kind] = {CONTROL: CONTROL, DPO: DPO}
-    return kinds.get(_command_of(tree) or command, LANGUAGE)
+def kind_of(tree: object) -> Kind:
+    """Return the kind of run of a parsed file, by its fields; LANGUAGE if they do not decide."""
+    return next((kind for kind in MODELS if kind == _kind_of_file(tree)), LANGUAGE)
 
 
-def _command_of(tree: object) -> str | None:
-    """Return the command that takes a parsed file, by its fields; None if they do not decide."""
-    commands = {COMMANDS[name] for name in COMMANDS if isinstance(tree, dict) and name in tree}
-    return commands.pop() if len(commands) == 1 else None
+def _kind_of_file(tree: object) -> str | None:
+    """Return the kind of a parsed file, by its fields; None if they do not decide."""
+    kinds = {KIND_OF_FIELD[name] for name in KIND_OF_FIELD if isinstance(tree, dict) and name in tree}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def build_config(tree: Any, source: str) -> RunConfig:
@@ -78,8 +75,8 @@ def validated(model: type[Model], tree: Any, source: str) -> Model:
         raise Mistakes([f"{source}: {line}" for line in mistakes(model, tree, error)]) from error
 
 
-def read_tree(path: Path, overrides: Sequence[str] = (), commands: Sequence[str] = ()) -> Any:
-    """Parse a YAML file and apply `a.b=c` overrides. The file must be for one of `commands`, or for any if it is empty.
+def read_tree(path: Path, overrides: Sequence[str] = (), kinds: Sequence[str] = ()) -> Any:
+    """Parse a YAML file and apply `a.b=c` overrides. The file must be of one of `kinds`, or of any if it is empty.
 
     Relative paths in the file start at its folder, paths in overrides at the current folder. Raises UserError if
     anything is wrong.
@@ -88,9 +85,9 @@ def read_tree(path: Path, overrides: Sequence[str] = (), commands: Sequence[str]
     from_folder(tree, path.parent)
     if isinstance(tree, dict):
         apply_overrides(tree, overrides)
-    other = _command_of(tree)
-    if commands and other not in (None, *commands):
-        raise UserError(f"{path}: is a file for `ppo-repro {other}`; give it to that command")
+    other = _kind_of_file(tree)
+    if kinds and other not in (None, *kinds):
+        raise UserError(f"{path}: is a {other} file; give it to `ppo-repro {GRID if other == GRID else 'run'}`")
     return tree
 
 

@@ -17,6 +17,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import (
+    GRID,
     MODELS,
     from_folder,
     kind_of,
@@ -130,7 +131,7 @@ def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) 
 
 def load_grid(path: Path) -> Grid:
     """Read a grid file and expand it into cells. Raises UserError for any mistake, before anything runs."""
-    file = validated(GridFile, read_tree(path, commands=("grid",)), str(path))
+    file = validated(GridFile, read_tree(path, kinds=(GRID,)), str(path))
     if not NAME.match(path.stem):
         raise UserError(f"{path}: the file name is the grid's name; use letters, digits, '.', '_' and '-'")
     base = read_tree(path.parent / file.base)

@@ -14,7 +14,7 @@ import pandas as pd
 from ppo_repro.base.clock import from_text
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import MODELS, build_config, read_tree, validated
+from ppo_repro.config.files import LANGUAGE, MODELS, build_config, read_tree, validated
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Head
@@ -66,7 +66,7 @@ def load_recorded_config(run_dir: Path | str) -> RunConfig:
     Raises UserError if the file or the manifest is missing or damaged.
     """
     path = check_config(Path(run_dir), manifest.load_head(Path(run_dir)))
-    return build_config(read_tree(path, (), ("run",)), str(path))
+    return build_config(read_tree(path, (), (LANGUAGE,)), str(path))
 
 
 def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig | DPOConfig:

@@ -184,11 +184,11 @@ def test_the_library_and_a_file_for_dpo_take_the_latest_run(runs: Path, tmp_path
     (tmp_path / "configs").mkdir()
     for name in ("configs/dpo.yaml", "dpo.yaml"):
         Path(name).write_text((ROOT / "experiments" / "dpo.yaml").read_text())
-        _, config = load_any(Path(name), ["run=latest"], "dpo")
+        _, config = load_any(Path(name), ["run=latest"])
         assert isinstance(config, DPOConfig)
         assert config.run == str(runs / "a" / "one")
     (tmp_path / "latest").mkdir()
-    _, config = load_any(Path("configs/dpo.yaml"), ["run=latest"], "dpo")
+    _, config = load_any(Path("configs/dpo.yaml"), ["run=latest"])
     assert isinstance(config, DPOConfig)
     assert config.run == str(tmp_path / "latest")
 

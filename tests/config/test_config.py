@@ -157,11 +157,11 @@ def test_every_mistake_and_every_contradiction_has_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "command"),
-    [(SMALL_CONTROL, "control"), (ROOT / "experiments" / "dpo.yaml", "dpo"), (TINY_GRID, "grid")],
+    ("path", "kind", "command"),
+    [(SMALL_CONTROL, "control", "run"), (ROOT / "experiments" / "dpo.yaml", "dpo", "run"), (TINY_GRID, "grid", "grid")],
 )
-def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
-    with pytest.raises(UserError, match=f"is a file for `ppo-repro {command}`; give it to that command"):
+def test_a_file_for_another_command_is_named(path: Path, kind: str, command: str) -> None:
+    with pytest.raises(UserError, match=f"is a {kind} file; give it to `ppo-repro {command}`"):
         load_config(path)
 
 

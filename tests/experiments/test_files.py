@@ -20,9 +20,9 @@ def test_a_file_loads(path: Path) -> None:
     if "\naxes:" in text:
         assert len(load_grid(path).cells) > 1
     elif "\nenvironment:" in text:
-        load_any(path, (), "control")
+        load_any(path)
     elif path.stem == "dpo":
-        load_any(path, ["run=RUN"], "dpo")
+        load_any(path, ["run=RUN"])
     else:
         config = load_config(path)
         assert build_config(parse_yaml(dump_yaml(config)), "file") == config

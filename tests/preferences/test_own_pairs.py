@@ -82,7 +82,7 @@ def test_an_interrupted_dpo_run_goes_on_to_the_same_fingerprint(
 
     with monkeypatch.context() as patch:
         patch.setattr(ConsoleProgress, "iteration", interrupted)
-        assert cli("dpo", folder / "dpo.yaml", "--out", tmp_path)[0] == 130
+        assert cli("run", folder / "dpo.yaml", "--out", tmp_path)[0] == 130
     (ended,) = (path.parent for path in tmp_path.rglob("manifest.json"))
     code, _, err = cli("resume", ended)
     assert code == 0
@@ -97,7 +97,7 @@ def test_a_rerun_takes_the_pairs_that_the_run_has(finished: Path, folder: Path, 
     try:
         (folder / "pairs.jsonl").write_text(before.replace("120", "121"))
         assert cli("rerun", finished)[0] == 0
-        code, _, err = cli("dpo", folder / "dpo.yaml", "--out", tmp_path)
+        code, _, err = cli("run", folder / "dpo.yaml", "--out", tmp_path)
         assert code == 0, err
     finally:
         (folder / "pairs.jsonl").write_text(before)
@@ -137,7 +137,7 @@ def test_a_line_that_is_no_pair_is_named(
     shutil.copy(folder / "dpo.yaml", tmp_path)
     text = (folder / "pairs.jsonl").read_text() + json.dumps({"prompt": "9+9=", **line}) + "\n"
     (tmp_path / "pairs.jsonl").write_text(text)
-    code, _, err = cli("dpo", tmp_path / "dpo.yaml", "--out", tmp_path)
+    code, _, err = cli("run", tmp_path / "dpo.yaml", "--out", tmp_path)
     said = one_line(err)
     assert code == 2
     assert message in said

@@ -106,7 +106,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def race(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Race]:
     folder = tmp_path_factory.mktemp("race")
-    with racing(folder / "log", "control", SMALL_CONTROL, "--out", folder / "warm") as track:
+    with racing(folder / "log", "run", SMALL_CONTROL, "--out", folder / "warm") as track:
         yield Race(track, Counter())
 
 
@@ -133,7 +133,7 @@ def test_of_processes_that_start_one_run_one_goes_on(race: Race, config: Path, w
     expected, generator, before = manifest.load(whole), random.Random(1), race.seen.copy()
     for trial in range(TRIALS):
         out = tmp_path / str(trial)
-        ended = race.run(*contenders(4, generator, "control", config, "--out", out))
+        ended = race.run(*contenders(4, generator, "run", config, "--out", out))
         assert sorted(one.code for one in ended) == [0, 2, 2, 2], ended
         require_whole(run_folder(small_control(*QUICK), out), expected)
         shutil.rmtree(out)
@@ -178,7 +178,7 @@ def test_a_run_whose_processes_are_killed_while_others_come_is_finished(
         out = tmp_path / str(trial)
         run_dir = run_folder(small_control(*QUICK), out)
         for _ in range(100):
-            start: tuple[str | Path, ...] = ("control", config, "--out", out)
+            start: tuple[str | Path, ...] = ("run", config, "--out", out)
             command = ("resume", run_dir) if run_dir.exists() else start
             race.run(*some_killed(contenders(4, generator, *command), 3, generator))
             if run_dir.exists() and manifest.load(run_dir).status == "complete":

@@ -148,8 +148,8 @@ def test_a_file_for_dpo_has_the_fields_of_templates_at_its_top(cli: Cli, tmp_pat
     tree = {"experiment": "d", "seed": 1, "model": own, "pairs": "p.jsonl", "num_eval_prompts": 2}
     tree |= {"dpo": {"minibatch_size": 4, "learning_rate": 1e-4}, "numerics": {"max_context": 60}}
     config = write_tree(tmp_path, {**tree, "chat_template": True})
-    code, _, err = cli("dpo", config, "--out", tmp_path / "runs")
+    code, _, err = cli("run", config, "--out", tmp_path / "runs")
     assert code == 2
     assert "; set template_time, such as" in one_line(err)
-    code, _, err = cli("dpo", config, "--out", tmp_path / "runs", "--set", "template_time=2026-11-03")
+    code, _, err = cli("run", config, "--out", tmp_path / "runs", "--set", "template_time=2026-11-03")
     assert code == 0, err

@@ -131,7 +131,6 @@ class ForwardPass:
     old_logprobs: Tensor  # [N] float32
     ref_logprobs: Tensor  # [N] float32
     ref_kl: Tensor  # [N] float32, KL(policy || reference) over the whole distribution at that position
-    reverse_ref_kl: Tensor | None  # [N] float32, KL(reference || policy); None unless the reward charges it
     entropies: Tensor  # [N] float32
     prob_sq_sums: Tensor  # [N] float32, sum over the vocabulary of the squared probabilities
     routes: Tensor  # [N, M k] int32, of the policy, as `Rollout.token_routes`; [N, 0] below level deep

@@ -33,7 +33,6 @@ from ppo_repro.config.section import (
 RatioLevel = Literal["token", "sequence", "geometric"]
 DivergenceLevel = Literal["token", "sum", "mean", "max"]
 KLEstimator = Literal["k1", "k2", "k3", "exact"]
-KLDirection = Literal["policy_reference", "reference_policy"]
 KLCharge = Literal["token", "word", "length_normalized", "last_sum", "last_mean"]
 Anchor = Literal["rollout", "old"]
 
@@ -295,7 +294,6 @@ class KLInReward(Section):
     estimator: AnyEstimator = Field(
         "k1", description="From the sampled token, `exact` over the vocabulary, or your own."
     )
-    direction: KLDirection = Field("policy_reference", description="KL(policy || reference), or the reverse.")
     charge: KLCharge = Field("token", description="On the token, on its word's end, by length, or on the last token.")
     controller: Controller = Field(FixedController(), description="How kl_coef moves between iterations.")
 
@@ -303,8 +301,6 @@ class KLInReward(Section):
     def _no_contradiction(self) -> Self:
         if self.controller.kind == "adaptive" and not self.kl_coef:
             raise ValueError("controller.kind = adaptive needs a kl_coef above 0: it multiplies it")
-        if isinstance(self.estimator, FunctionEstimator) and self.direction != "policy_reference":
-            raise ValueError("direction = reference_policy is for the package's estimators; your function has its own")
         return self
 
 

@@ -11,7 +11,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "ppo": (
         "value={learning_rate: 1e-3, epochs: 3, clip_range: null, normalize_returns: true}",
         *("advantages.gae_lambda=1", "advantages.whiten=scale", "reward.whiten=full", "ppo.schedule=cosine"),
-        "kl={charge: word, estimator: k3, direction: reference_policy}",
+        "kl={charge: word, estimator: k3}",
         *("rollout.temperature=0.7", "rollout.top_p=0.9", "layout.gradient_checkpointing=true"),
     ),
     "grpo": (

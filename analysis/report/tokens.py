@@ -267,8 +267,8 @@ def token_section(view: dict[str, Any], recorded: int) -> Section:
     note = (
         f"{shown} of {number(recorded)} responses: in turn those with the largest |old - rollout| difference, the most "
         "clipped token updates, the best score, the worst score (the latest first), and the first "
-        f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. --responses N "
-        "chooses another number."
+        f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. ppo-repro view "
+        "shows every response."
     )
     return Section("tokens", "Tokens", (note,), (), (needs, token_area()))
 

@@ -152,8 +152,6 @@ def build_parser() -> argparse.ArgumentParser:
         "ppo-repro wrote"
     )
     option("--out", metavar="FILE", type=_path, help=about)
-    about = "responses in the token view of a run; default 60, 0 for none"
-    option("--responses", metavar="N", type=_count, help=about)
     option = add(view_command)
     about = f"folders of runs, or with runs in them; default {RUNS}"
     option("folders", metavar="RUN_OR_FOLDER", type=_run_folder, nargs="*", help=about)

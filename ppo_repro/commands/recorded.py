@@ -186,7 +186,7 @@ def report_command(arguments: argparse.Namespace) -> int:
     if len(arguments.runs) > 2:
         raise UserError(f"report: {len(arguments.runs)} folders; give one, or two runs, or the folder of many")
     say(f"{' and '.join(map(str, arguments.runs))}: writing a page")
-    path, size = analysis("report.build").write_report(arguments.runs, arguments.out, arguments.responses)
+    path, size = analysis("report.build").write_report(arguments.runs, arguments.out)
     print_result(arguments.json, {"report": str(path), "bytes": size}, [f"report      {path} ({size / 1e6:.2f} MB)"])
     return 0
 

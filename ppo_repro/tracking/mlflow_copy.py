@@ -117,7 +117,7 @@ def copy(folder: Path, uri: str, is_over: IsOver) -> Place | None:
             place = run.place
         with tempfile.TemporaryDirectory() as temporary:
             try:
-                page, _ = analysis("report.build").write_report([folder], Path(temporary) / REPORT_NAME, None)
+                page, _ = analysis("report.build").write_report([folder], Path(temporary) / REPORT_NAME)
             except UserError as error:  # such as a run without iterations, which is copied nevertheless
                 say(f"the report page is not in the copy: {error}")
             else:

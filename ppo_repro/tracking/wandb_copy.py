@@ -153,7 +153,7 @@ class _RunCopy:
         for name in KEPT:
             shutil.copy(self.run_dir / name, folder / name)
         try:
-            analysis("report.build").write_report([self.run_dir], folder / REPORT_NAME, None)
+            analysis("report.build").write_report([self.run_dir], folder / REPORT_NAME)
         except UserError as error:  # such as a run without iterations, which is copied nevertheless
             say(f"the report page is not in the copy: {error}")
         self._run.save(str(folder / "*"), base_path=self._run.dir, policy="now")

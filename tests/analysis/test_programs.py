@@ -130,7 +130,7 @@ def test_only_a_file_of_ours_is_written_over(
     def write(path: Path) -> tuple[int, str]:
         if kind == "in Python":
             try:
-                return 0 * write_report([deterministic_run], path, 1)[1], ""
+                return 0 * write_report([deterministic_run], path)[1], ""
             except UserError as error:
                 return 2, str(error)
         if kind == "report":

@@ -30,14 +30,15 @@ def pages(deterministic_run: Path, native_run: Path, tmp_path_factory: pytest.Te
         "native": native_run,
         "hostile": make_hostile_run(native_run, folder / "grid" / "run"),
     }
-    found = {name: build.write_report([run], folder / f"{name}.html", None if name != "hostile" else 200)[0]
-             for name, run in runs.items()}  # fmt: skip
+    found = {name: folder / f"{name}.html" for name in runs}
+    for name, run in runs.items():
+        found[name].write_text(build.page_of(run, 200 if name == "hostile" else build.RESPONSES))
     cut = folder / "cut" / deterministic_run.name
     shutil.copytree(deterministic_run, cut)
     cut_back(cut, 2, "interrupted")
     control = control_run(small_control("ppo.iterations=2"), folder / "control", Silent())[0]
     others = {"grid": [folder / "grid"], "cut": [cut], "control": [control], "pair": [deterministic_run, native_run]}
-    more = {name: build.write_report(runs, folder / f"{name}.html", None)[0] for name, runs in others.items()}
+    more = {name: build.write_report(runs, folder / f"{name}.html")[0] for name, runs in others.items()}
     return {**found, **more}
 
 

@@ -131,29 +131,26 @@ def test_the_command_writes_the_page_and_says_where(native_run: Path, tmp_path: 
     code, out, _ = cli("report", run)
     assert code == 0
     assert str(run / "report.html") in out
-    assert (run / "report.html").read_text() == build.page_of(run, build.DEFAULT_RESPONSES)
+    assert (run / "report.html").read_text() == build.page_of(run)
     page = tmp_path / "page.html"
     for _ in range(2):  # over nothing, and over an earlier report
-        code, out, _ = cli("report", run, "--out", page, "--responses", "3", "--json")
+        code, out, _ = cli("report", run, "--out", page, "--json")
         assert code == 0
         assert json.loads(out) == {"report": str(page), "bytes": page.stat().st_size}
     assert not list(tmp_path.rglob("*.tmp")), "a report is no record"
     assert cli("diff", run, native_run)[0] == 0, "a report is no record"
 
 
-def test_mistakes_are_one_line(tmp_path: Path, hostile_run: Path) -> None:
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
     start_run(tmp_path / "empty" / "run")
     (tmp_path / "bare").mkdir()
-    grid = hostile_run.parent
-    for targets, out, responses, said in (
-        ([tmp_path / "nowhere"], None, None, "no such folder"),
-        ([tmp_path / "bare"], None, None, "has no run"),
-        ([tmp_path / "empty" / "run"], None, None, "no complete iteration to report; go on with"),
-        ([hostile_run, hostile_run], None, 5, "--responses 5: a page about two runs has no token view"),
-        ([grid], tmp_path / "x.html", 5, "--responses 5: a grid has no token view"),
+    for target, said in (
+        (tmp_path / "nowhere", "no such folder"),
+        (tmp_path / "bare", "has no run"),
+        (tmp_path / "empty" / "run", "no complete iteration to report; go on with"),
     ):
         with pytest.raises(UserError, match=said):
-            build.write_report(targets, out, responses)
+            build.write_report([target])
 
 
 def grid_of(folder: Path, native_run: Path, deterministic_run: Path) -> Path:
@@ -173,7 +170,7 @@ def test_a_grid_has_its_question_its_settings_and_links(
     deterministic_run: Path, native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = grid_of(tmp_path / "grid", native_run, deterministic_run)
-    path, size = build.write_report([folder], None, None)
+    path, size = build.write_report([folder])
     page = path.read_text()
     assert path == folder / "report.html"
     assert size == len(page.encode())
@@ -189,12 +186,12 @@ def test_a_grid_has_its_question_its_settings_and_links(
     links = [n.get("href") or "" for n in check(page).iter("a")]
     assert f"cells/native,a/small/{native_run.name}" in links
     assert all((folder / link).is_dir() for link in links if link.startswith("cells/"))
-    elsewhere = build.write_report([folder], tmp_path / "x.html", None)[0].read_text()
+    elsewhere = build.write_report([folder], tmp_path / "x.html")[0].read_text()
     assert "cells/native,a" in text_of(elsewhere)
     assert 'href="cells' not in elsewhere
     start_run(folder / "cells" / "c" / "run")
     (folder / "cells" / "c" / "run" / "records").mkdir(exist_ok=True)
-    said = text_of(build.write_report([folder], None, None)[0].read_text())
+    said = text_of(build.write_report([folder])[0].read_text())
     assert "Not complete and not in this page: cells/c/run (running)." in said
     assert "grid: 4 runs" in said
 
@@ -230,7 +227,7 @@ def test_a_folder_of_runs_has_short_labels_and_no_run_twice(
     ):
         shutil.copytree(run, folder / name)
     write_label(folder / "d", Label(name="large steps"))
-    written = build.write_report([folder], tmp_path / "page.html", None)[0].read_text()
+    written = build.write_report([folder], tmp_path / "page.html")[0].read_text()
     root, said = check(written), text_of(written)
     assert "runs: 3 runs" in said
     assert "b/x/one has the fingerprint of a/one: they count as one run." in said
@@ -249,19 +246,17 @@ def test_a_folder_of_runs_has_short_labels_and_no_run_twice(
 
 def test_a_control_run_has_a_page(tmp_path: Path) -> None:
     run_dir = record_control(small_control("ppo.iterations=2"), tmp_path, Silent())[0]
-    page = build.page_of(run_dir, None)
-    assert page == build.page_of(run_dir, None)
+    page = build.page_of(run_dir)
+    assert page == build.page_of(run_dir)
     titles = [n.text for n in check(page).iter("h3")]
     assert {"Return of training episodes", "Loss of the value model", "Learning rate", "Extreme ratios"} <= set(titles)
     steps = int(reader.read_iterations(run_dir)["tokens"].sum())
     assert f"agree on every bit of {steps:,} environment steps." in text_of(page)
-    with pytest.raises(UserError, match="--responses 3: a control run has no token view"):
-        build.page_of(run_dir, 3)
 
 
 def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_path: Path) -> None:
     pages = [
-        build.write_report(list(pair), tmp_path / "both.html", None)[0].read_text()
+        build.write_report(list(pair), tmp_path / "both.html")[0].read_text()
         for pair in ((deterministic_run, native_run), (deterministic_run, native_run), (native_run, native_run))
     ]
     said, same = text_of(pages[0]), text_of(pages[2])

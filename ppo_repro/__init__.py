@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ppo_repro.api.model import deterministic
-    from ppo_repro.api.runs import Run, diff, latest_run, open_run
+    from ppo_repro.api.runs import Run, diff, open_run
     from ppo_repro.api.text import generate, logprobs
     from ppo_repro.api.training import train
     from ppo_repro.base.errors import UserError
@@ -23,7 +23,6 @@ _HOMES = {
     "deterministic": "api.model",
     "diff": "api.runs",
     "generate": "api.text",
-    "latest_run": "api.runs",
     "logprobs": "api.text",
     "open_run": "api.runs",
     "train": "api.training",
@@ -36,7 +35,6 @@ __all__ = [
     "deterministic",
     "diff",
     "generate",
-    "latest_run",
     "logprobs",
     "open_run",
     "train",

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.latest import latest_run as newest
 from ppo_repro.base.latest import run_named
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
@@ -110,16 +109,6 @@ def open_run(path: RunOrPath) -> Run:
     found = path if isinstance(path, Run) else Run(run_named(path))
     manifest.load_head(found.path)
     return found
-
-
-def latest_run(root: Path | str = "runs") -> Run:
-    """Return the run below `root` that was written last, complete or not. Raises UserError if there is none.
-
-    >>> import ppo_repro
-    >>> ppo_repro.latest_run(EXAMPLE_RUN.parent.parent).path == EXAMPLE_RUN
-    True
-    """
-    return open_run(newest(Path(root)))
 
 
 def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from experiments.benchmarks import rollout, timing, workload
+from experiments.benchmarks import sampling, timing, workload
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import CONTEXT, PROMPT, RESPONSE, SEQUENCES, SIZES, Size, prompt_ids
 from ppo_repro.analysis.program import program
@@ -116,8 +116,8 @@ def candidates(model: Callable[[], PreTrainedModel], size: Size, phase: str, thr
     """Return both sides of a phase; threads are set before the clock starts."""
     if phase == "sampling":
         return {
-            PEER: rollout.stock(model(), size, threads),
-            "deterministic": rollout.engine(model(), size, "deterministic", threads),
+            PEER: sampling.stock(model(), size, threads),
+            "deterministic": sampling.engine(model(), size, threads),
         }
     peer, mine = Stock(model(), size), Deterministic(model(), size)
     if phase == "optimizer step":

@@ -7,31 +7,26 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from experiments.benchmarks.timing import Cost
 
 
 class Peer:
-    """Running peer; its methods raise RuntimeError, with the end of the log, if the peer has ended."""
+    """Running peer; `step` raises RuntimeError, with the end of the log, if the peer has ended."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process, self._log = process, log
 
-    def answer(self) -> Any:
-        """Return the value of the next line of JSON."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the peer's process ended: " + self._log.read_text(errors="replace")[-2000:])
-        return json.loads(line)
-
     def step(self, threads: int) -> Cost:
         """Run one step on `threads` threads, and return its cost."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(f"step {threads}\n")
         self._process.stdin.flush()
-        return Cost(**self.answer())
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the peer's process ended: " + self._log.read_text(errors="replace")[-2000:])
+        return Cost(**json.loads(line))
 
 
 @contextmanager

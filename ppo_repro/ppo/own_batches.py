@@ -16,18 +16,19 @@ from torch.autograd import Function
 from ppo_repro.numerics.sums import run_sums
 
 
-class _ResponseSums(Function):
-    """Sums consecutive tokens, each sum rounded once; in the backward pass each token gets its response's gradient."""
+class ResponseSums(Function):
+    """Sums consecutive tokens, [n] -> [R] float64, each sum rounded once; backward, a token gets its sum's gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: Tensor) -> Tensor:
         ctx.save_for_backward(lengths)
-        return run_sums(values, lengths).to(values.dtype)
+        ctx.dtype = values.dtype
+        return run_sums(values, lengths)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (lengths,) = ctx.saved_tensors
-        return torch.repeat_interleave(grad, lengths), None
+        return torch.repeat_interleave(grad, lengths).to(ctx.dtype), None
 
 
 class _OfTokens(Function):
@@ -65,7 +66,7 @@ class Tokens:
 
     def response_sums(self, values: Tensor) -> Tensor:
         """Return the sum over each response: [n] -> [R], differentiable."""
-        return _ResponseSums.apply(values, self.response_lengths)
+        return ResponseSums.apply(values, self.response_lengths).to(values.dtype)
 
     def response_means(self, values: Tensor) -> Tensor:
         """Return the mean over each response: [n] -> [R], differentiable."""

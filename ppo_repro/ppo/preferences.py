@@ -5,26 +5,10 @@ In a pair, y_w is preferred to y_l. Log-probs of a response are sums over its to
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ppo_repro.numerics.elementwise import differentiable_softplus
-from ppo_repro.numerics.sums import run_sums
-
-
-class _SequenceSums(Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, lengths: Tensor) -> Tensor:
-        ctx.save_for_backward(lengths)
-        return run_sums(values, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (lengths,) = ctx.saved_tensors
-        return torch.repeat_interleave(grad, lengths).to(torch.float32), None
+from ppo_repro.ppo.own_batches import ResponseSums
 
 
 def sequence_logprobs(token_logprobs: Tensor, lengths: Tensor) -> Tensor:
@@ -34,7 +18,7 @@ def sequence_logprobs(token_logprobs: Tensor, lengths: Tensor) -> Tensor:
     """
     assert token_logprobs.shape == (int(lengths.sum()),)
     assert lengths.dim() == 1
-    return _SequenceSums.apply(token_logprobs, lengths)
+    return ResponseSums.apply(token_logprobs, lengths)
 
 
 def bradley_terry_losses(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:

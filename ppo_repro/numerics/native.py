@@ -172,7 +172,7 @@ class NativeNetwork:
 
 @contextmanager
 def _recording_gradients(trunk: nn.Module) -> Iterator[None]:
-    """Put layers in training mode in this block if gradients are recorded, because transformers checkpoints only then.
+    """Put layers in training mode inside `with` if gradients are recorded, because transformers checkpoints only then.
 
     A pass over a cache records no gradients: in training mode transformers would drop the cache.
     """
@@ -188,7 +188,7 @@ def _recording_gradients(trunk: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _seen_routes(trunk: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Yield a list that collects the experts [T, k] that each router chooses in this block, by rising index."""
+    """Yield a list that collects the experts [T, k] that each router chooses inside `with`, by rising index."""
     seen: list[Tensor] = []
 
     def look(_: nn.Module, __: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:

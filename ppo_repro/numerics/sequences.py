@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.numerics.interface import CPU, Ints, ints
-
-BLOCK = 128  # rule 2: positions of a chain in the gradient of a weight
+from ppo_repro.numerics.interface import CPU, Ints, constants, ints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class Rows:
         n = len(self.position)
         if n <= at_once:
             return [slice(0, n)]
-        blocks = self.sequence.astype(np.int64) * (1 << 32) + self.position // BLOCK
+        blocks = self.sequence.astype(np.int64) * (1 << 32) + self.position // constants.BLOCK
         ends = [*(np.flatnonzero(np.diff(blocks)) + 1).tolist(), n]
         cuts = [0]
         for end, after in zip(ends, [*ends[1:], n + at_once + 1], strict=True):

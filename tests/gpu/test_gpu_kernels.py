@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from ppo_repro.numerics import build, library
 from ppo_repro.numerics.interface import ffi
 from tests.gpu.emulator import compile_for_host, stand_in
 from tests.gpu.twins import Case, GpuSide, Side, all_cases, differences, quick_cases
+from tests.support.broken import broken_sources
 from tests.support.variants import FASTEST
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the library that drives a GPU is for Linux")
@@ -116,7 +116,7 @@ BREAKS = {
     "terms of a stage fall": Break(
         ("product (33, 70, 131)",), "gpu/tiles.c", (("int k = 0; k < TERMS; k++", "int k = TERMS - 1; k >= 0; k--"),)
     ),
-    "blocks of 64 terms": Break(("product (33, 70, 131)", "model"), flags=("-DBLOCK_TERMS=64",)),
+    "blocks of 64 terms": Break(("product (33, 70, 131)", "model"), "interface.h", (("BLOCK = 128", "BLOCK = 64"),)),
     "blocks fall": Break(
         ("product (130, 200, 300)",),
         "gpu/products.c",
@@ -161,31 +161,12 @@ BREAKS = {
 }
 
 
-@pytest.fixture
-def broken_sources(tmp_path: Path) -> Iterator[Callable[[Break], Path]]:
-    """Copies the sources, with the changes of a break; each changed text must stand there once."""
-
-    def copy(of: Break) -> Path:
-        sources = tmp_path / "c"
-        shutil.copytree(build.SOURCES, sources, ignore=shutil.ignore_patterns("*.so", "*.ptx"))
-        if of.file:
-            text = (sources / of.file).read_text()
-            for old, new in of.changes:
-                assert text.count(old) == 1, old
-                text = text.replace(old, new)
-            (sources / of.file).write_text(text)
-        return sources
-
-    yield copy
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
-def test_control_a_mistake_changes_bits(
-    name: str, cpu: Side, opened: Open, broken_sources: Callable[[Break], Path]
-) -> None:
+def test_control_a_mistake_changes_bits(name: str, cpu: Side, opened: Open, tmp_path: Path) -> None:
     mistake = BREAKS[name]
-    gpu = opened(*mistake.flags, sources=broken_sources(mistake))
+    sources = broken_sources(tmp_path, mistake.file, mistake.changes) if mistake.file else build.SOURCES
+    gpu = opened(*mistake.flags, sources=sources)
     take_turns(gpu, mistake.order)
     for case in mistake.cases:
         assert differences(QUICK[case], cpu, gpu)[1] != []

@@ -39,9 +39,10 @@ from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.precision import EXACT, Precision
 from ppo_repro.numerics.sequences import Rows, ragged, slots_of
+from tests.support.broken import broken_library
 from tests.support.definition import array, model_from
 from tests.support.models import CONFIGS, EVERY_FAMILY, MIXTURES, small_model
-from tests.support.variants import ABLE, FASTEST
+from tests.support.variants import ABLE
 
 FAMILIES = {**CONFIGS, **MIXTURES}
 LENGTHS = (17, 133, 1, 40)
@@ -90,7 +91,7 @@ class Case:
         return hidden, parameters(model_from(named, 1))
 
     def over_cache(self, chunks: Sequence[int], precision: Precision = EXACT) -> list[Array]:
-        """Hidden states in chunks of these sizes in turn, the sequences in slots of a cache in another order."""
+        """Hidden states in chunks of these sizes in turn, the sequences in seats of a cache in another order."""
         network = Network(self.trunk, Lowered(CONTEXT, precision))
         network.prepare()
         cache, count = network.make_cache(len(self.ids) + 1, CONTEXT), len(self.ids)
@@ -313,17 +314,25 @@ def test_every_instruction_set_computes_the_definition(variant: build.Variant, f
         case_of(family).assert_kernels_are_the_definition()
 
 
-def kernels_of_another_order(folder: Path, flag: str) -> library.Kernels:
-    (path,) = build.compile_variants(FASTEST, folder, flag)
+def kernels_of_another_order(folder: Path, file: str, *changes: tuple[str, str]) -> library.Kernels:
+    path = broken_library(folder, file, *changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "KNOWN_ANSWER", ffi.dlopen(str(path)).known_answer())
         return library.open_library(path)
 
 
-@pytest.mark.parametrize("flag", ["-DBLOCK_TERMS=64", pytest.param("-DFALLING_TERMS", marks=pytest.mark.slow)])
-def test_chains_of_another_order_give_other_bits(flag: str, tmp_path: Path) -> None:
+SHORT = ("interface.h", ("BLOCK = 128", "BLOCK = 64"))
+FALLING = (
+    "tiles.c",
+    ("w_panel + k * w_step);", "w_panel + (terms - 1 - k) * w_step);"),
+    ("k * x_step]", "(terms - 1 - k) * x_step]"),
+)
+
+
+@pytest.mark.parametrize("change", [SHORT, pytest.param(FALLING, marks=pytest.mark.slow)], ids=["short", "falling"])
+def test_chains_of_another_order_give_other_bits(change: Any, tmp_path: Path) -> None:
     """Control: chains of 64 terms, and chains by falling index."""
-    with using(kernels_of_another_order(tmp_path, flag)):
+    with using(kernels_of_another_order(tmp_path, *change)):
         found, found_gradients = case_of("qwen3").by_kernels()
     hidden, gradients = case_of("qwen3").by_definition()
     assert not np.array_equal(found[1], hidden[1])
@@ -333,7 +342,7 @@ def test_chains_of_another_order_give_other_bits(flag: str, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_row_sums_of_other_lanes_give_other_bits(tmp_path: Path) -> None:
     """Control: 8 lanes. Only sums that are not rounded to float32 yet can tell."""
-    kernels = kernels_of_another_order(tmp_path, "-DLANE_COUNT=8")
+    kernels = kernels_of_another_order(tmp_path, "arithmetic.h", ("LANES = 16", "LANES = 8"))
     assert any(row_dot(kernels, *two_rows(seed, 48)) != row_sum(*two_rows(seed, 48)) for seed in range(9))
 
 

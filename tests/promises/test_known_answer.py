@@ -1,4 +1,7 @@
-"""Kernels that compute something else are refused: each library gives the answer that is written in the source."""
+"""Kernels that compute something else are refused: each library gives the answer that the definition gives.
+
+Controls: libraries with one mistake each, which must give another answer.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,15 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import build, library
-from tests.support.variants import ABLE, FASTEST
+from tests.numerics.known_answer import known_answer
+from tests.support.broken import broken_library
+from tests.support.variants import ABLE
 
 ARM_LIBC = Path("/usr/aarch64-linux-gnu")
+
+
+def test_the_known_answer_is_the_definitions() -> None:
+    assert known_answer() == library.KNOWN_ANSWER
 
 
 @pytest.mark.parametrize("variant", ABLE, ids=[variant.name for variant in ABLE])
@@ -22,8 +31,129 @@ def test_every_variant_that_this_cpu_runs_gives_the_known_answer(variant: build.
     assert kernels.known_answer() == library.KNOWN_ANSWER
 
 
-def test_kernels_of_another_order_give_another_answer(tmp_path: Path) -> None:
-    path = build.compile_variants(FASTEST, tmp_path, "-DBLOCK_TERMS=64")[0]
+LAST_EXPERT_FIRST = "    const int choice = a->chosen - 1 - j;\n"
+# a file, and texts of the file with what stands there instead
+MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    "rule 1: blocks of 64 terms": ("interface.h", (("BLOCK = 128", "BLOCK = 64"),)),
+    "rule 1: terms of a block fall": (
+        "tiles.c",
+        (
+            ("w_panel + k * w_step);", "w_panel + (terms - 1 - k) * w_step);"),
+            ("k * x_step]", "(terms - 1 - k) * x_step]"),
+        ),
+    ),
+    "rule 1: a term is rounded twice": (
+        "kernels.h",
+        (("return __builtin_elementwise_fma(a, b, c);", "return a * b + c;"),),
+    ),
+    "rule 1: the bias is added to the residual": (
+        "linear.c",
+        (
+            ("y[n] = y[n] + bias[n];", "y[n] = a->residual ? y[n] : y[n] + bias[n];"),
+            ("residual[n] + y[n]", "(bias ? residual[n] + bias[n] : residual[n]) + y[n]"),
+        ),
+    ),
+    "rule 2: blocks are rows, not positions": (
+        "blocks.c",
+        (("position[t] / BLOCK == position[t - 1] / BLOCK", "position && t / BLOCK == (t - 1) / BLOCK"),),
+    ),
+    "rule 2: slots are joined in pairs from the last": (
+        "optimizer.c",
+        (("level = 0; level < sums->levels; level++", "level = sums->levels - 1; level >= 0; level--"),),
+    ),
+    "rule 2: an open slot begins again": (
+        "gradients.c",
+        (("part_waits(part, s->first, s->open)", "part_waits(part, s->first, 0)"),),
+    ),
+    "rule 2: a norm's terms are rounded to float32": (
+        "gradients.c",
+        (("acc[j] += (double)dy[j] * (", "acc[j] += dy[j] * ("),),
+    ),
+    "rule 2: an embedding's rows fall": ("gradients.c", (("a->sorted[i];", "a->sorted[begin + end - 1 - i];"),)),
+    "rule 2: padding is trained": ("gradients.c", (("id == a->skipped ? begin : ", ""),)),
+    "rule 3: 8 lanes": ("arithmetic.h", (("LANES = 16", "LANES = 8"),)),
+    "rule 3: neighbouring lanes are joined first": (
+        "lanes.h",
+        (
+            (
+                "for (int width = LANES / 2; width; width /= 2)\n    for (int l = 0; l < width; l++)",
+                "for (int width = 1; width < LANES; width *= 2)\n    for (int l = 0; l < LANES; l += 2 * width)",
+            ),
+        ),
+    ),
+    "rule 3: stretches of 8,192 gradients": ("optimizer.c", (("STRETCH = 4096", "STRETCH = 8192"),)),
+    "rule 4: p is summed in float32": (
+        "attention.c",
+        (
+            (
+                "*total = (float)sum_row(score_to_p + keys.begin, keys.to - keys.begin);",
+                "*total = 0.0f;\n  for (int j = keys.from; j < keys.to; j++) *total += score_to_p[j];",
+            ),
+        ),
+    ),
+    "rule 4: mixed values times 1 / sum": (
+        "attention.c",
+        (("mixed[i * head_dim + d] / h->total[at[i]]", "mixed[i * head_dim + d] * (1.0f / h->total[at[i]])"),),
+    ),
+    "rule 4: heads of a group fall": (
+        "attention.c",
+        (
+            (
+                "int head = kv * group; head < (kv + 1) * group; head++",
+                "int head = (kv + 1) * group - 1; head >= kv * group; head--",
+            ),
+        ),
+    ),
+    "rule 4: a window of one key more": ("shapes.h", (("position - window + 1", "position - window"),)),
+    "rule 5: the last step of exp is rounded twice": (
+        "elementary.h",
+        (("y = fma32(y, r * r, r) + 1.0f;\n  int32_t", "y = (y * (r * r) + r) + 1.0f;\n  int32_t"),),
+    ),
+    "rule 5: a norm's root in float32": (
+        "rows.c",
+        (("(float)(1.0 / sqrt64(squares / n + eps))", "1.0f / sqrt32((float)(squares / n + eps))"),),
+    ),
+    "rule 5: a rotation is contracted": ("rows.c", (("y[d] = a * c - b * s;", "y[d] = fma32(a, c, -(b * s));"),)),
+    "rule 5: slope of SiLU without fma": ("rows.c", (("s * fma32(x, 1.0f - s, 1.0f)", "s * (1.0f + x * (1.0f - s))"),)),
+    "rule 6: another product in AdamW": ("optimizer.c", (("s.rest2 * c * c", "s.rest2 * (c * c)"),)),
+    "rule 6: moments without fma": (
+        "optimizer.c",
+        (("fma32(s.beta1, m[i], s.rest1 * c)", "s.beta1 * m[i] + s.rest1 * c"),),
+    ),
+    "rule 7: experts are added by falling index": (
+        "experts.c",
+        (
+            (
+                "    const float weight = a->weights[(long)row * a->chosen + j];\n"
+                "    const float *y = a->y + (long)a->row_of[(long)row * a->chosen + j] * n;",
+                LAST_EXPERT_FIRST + "    const float weight = a->weights[(long)row * a->chosen + choice];\n"
+                "    const float *y = a->y + (long)a->row_of[(long)row * a->chosen + choice] * n;",
+            ),
+        ),
+    ),
+    "rule 7: given experts are not heeded": ("experts.c", (("if (a->given) {", "if (0) {"),)),
+    "rule 8: top-p without the last token": (
+        "tokens.c",
+        (("before <= a->of.top_p * total", "before + e[order[i]] <= a->of.top_p * total"),),
+    ),
+    "rule 8: a bound above every score": ("tokens.c", (("#define BOUND_SLACK 1e-3f", "#define BOUND_SLACK -30.0f"),)),
+    "rule 8: the sine of an angle": ("tokens.c", (("* -2.0) * cosine", "* -2.0) * sine"),)),
+    "a divergence in float32": (
+        "tokens.c",
+        (("(float)(((double)p_shifted - (double)q_shifted) - mean)", "((p_shifted - q_shifted) - (float)mean)"),),
+    ),
+    "int8 is cut, not rounded": ("rounding.c", (("__builtin_rintf(x)", "(float)(int)x"),)),
+    "a prefix without its values": ("rows.c", (("values[a->to + i] = values[a->from + i]", "(void)values"),)),
+}
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["rule 1: blocks of 64 terms", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MISTAKES)[1:])],
+)
+def test_control_a_library_with_a_mistake_is_refused(mistake: str, tmp_path: Path) -> None:
+    file, changes = MISTAKES[mistake]
+    path = broken_library(tmp_path, file, *changes)
     with pytest.raises(UserError) as error:
         library.open_library(path)
     assert f"where {library.KNOWN_ANSWER:#x} is right, so results would differ; PPO_REPRO_KERNELS" in str(error.value)

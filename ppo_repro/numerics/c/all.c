@@ -3,14 +3,15 @@
 // functions are static: one compiler sees all. To begin, read interface.h, then tiles.c, then model.c.
 //
 // Which operations are sums, so that their order is a rule?
-//   rule 1  products, gradients of inputs         tile in tiles.c
+//   rule 1  products, gradients of inputs         add_tile in tiles.c
 //   rule 2  gradients of weights                  chain_block and close_slots in gradients.c
 //           of norm weights and biases            column_chain and column_sums_task in gradients.c
 //           of embeddings                         table_gradient_row in gradients.c
 //           the slots of several backward passes  join_row in optimizer.c
 //   rule 3  norms, softmax, dot products          IN_LANES and join_lanes
 //           norm of all gradients                 squares_row and gradient_squares in optimizer.c
-//   rule 4  attention                             exponentials and add_queries_to_keys in attention.c; tile
+//   rule 4  attention                             exponentiate_scores and add_queries_to_keys in attention.c,
+//                                                 and add_tile
 //   rule 7  experts                               combine_row and add_experts_row in experts.c
 //   rule 8  mass of top-p                         cut_row in tokens.c
 // What is left adds two numbers: a bias, a residual, a position, the two uses of one weight.
@@ -19,7 +20,7 @@
 // element of a head, n outputs or width, k terms of a product, v vocabulary, e expert, i and j in loops; in
 // tiles p panel, s strip, c column; in attention p probability, s sequence. y is computed from x and w, and
 // dx is the gradient of x. Numbers [rows][n] follow row after row, and two rows are `ld` floats apart. Rows
-// [a, b) are a, a + 1, .. b - 1.
+// [a, b) are a, a + 1, .. b - 1. Block, slot, lane, seat, tile, strip and panel: ../README.md#words.
 #include "kernels.h"
 
 // the machine

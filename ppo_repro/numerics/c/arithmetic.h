@@ -1,25 +1,18 @@
-// The numbers of the rules, and single operations, each rounded once. Nothing here needs a library or an
+// Single operations, each rounded once. Nothing here needs a library or an
 // operating system: a compiler for C11 and IEEE 754 compiles it for a CPU and for a GPU.
 #ifndef ARITHMETIC_H
 #define ARITHMETIC_H
 #include <stddef.h>
 #include <stdint.h>
 
-#ifndef BLOCK_TERMS
-#define BLOCK_TERMS 128  // the tests build others, to see that the bits then differ
-#endif
-#ifndef LANE_COUNT
-#define LANE_COUNT 16
-#endif
-enum { BLOCK = BLOCK_TERMS };  // rules 1, 2 and 4: terms of a chain
-enum { LANES = LANE_COUNT };   // rule 3: partial sums of a row
+enum { LANES = 16 };  // rule 3: partial sums of a row
 
 #define INLINE static inline __attribute__((always_inline))
 #define INFINITE __builtin_inff()
 #define NOT_A_NUMBER __builtin_nan("")
 
 INLINE int least(int a, int b) { return a < b ? a : b; }
-INLINE long round16(long n) { return (n + 15) & ~15L; }
+INLINE long multiple_of_16(long n) { return (n + 15) & ~15L; }
 
 // Numbers as their bits, and bits as their number
 INLINE float as_float(uint32_t bits) {
@@ -47,8 +40,8 @@ INLINE uint64_t as_bits64(double x) {
 }
 
 // |x|, exactly
-INLINE float size32(float x) { return as_float(as_bits(x) & 0x7fffffffu); }
-INLINE double size64(double x) { return as_double(as_bits64(x) & 0x7fffffffffffffffu); }
+INLINE float abs32(float x) { return as_float(as_bits(x) & 0x7fffffffu); }
+INLINE double abs64(double x) { return as_double(as_bits64(x) & 0x7fffffffffffffffu); }
 
 // size >= 0 with the sign of x
 INLINE float with_sign(float size, float x) { return as_float(as_bits(size) | (as_bits(x) & 0x80000000u)); }

@@ -27,7 +27,7 @@ INLINE long head_at(const Heads *h, int kv, int s) {
 static void multiply_keys(const float *x, long x_row, int rows, const float *panels, int head_dim, int begin,
                           int end, float *scores, long ld) {
   for (int d = 0; d < head_dim; d += BLOCK) {
-    Tile block = {
+    BlockOfProduct block = {
         .x = x + d,
         .x_row = x_row,
         .x_step = 1,
@@ -40,7 +40,7 @@ static void multiply_keys(const float *x, long x_row, int rows, const float *pan
         .terms = least(BLOCK, head_dim - d),
         .first = d == 0,
     };
-    multiply_panels(&block, (int)round16(end - begin));
+    multiply_panels(&block, (int)multiple_of_16(end - begin));
   }
 }
 
@@ -48,7 +48,7 @@ static void multiply_keys(const float *x, long x_row, int rows, const float *pan
 static void multiply_values(const float *p, long ld, int rows, const float *values, int head_dim, int begin,
                             int end, float *out, long out_row) {
   for (int j = begin; j < end; j += BLOCK) {
-    Tile block = {
+    BlockOfProduct block = {
         .x = p + j,
         .x_row = ld,
         .x_step = 1,
@@ -74,7 +74,7 @@ typedef struct {
 
 // Scores into p, in place: p = exp(scale score - top) for the keys j that the query sees, 0 for the others
 // with scores. Returns top; total is the sum.
-static float exponentials(float *score_to_p, Keys keys, float scale, float *total) {
+static float exponentiate_scores(float *score_to_p, Keys keys, float scale, float *total) {
   for (int j = keys.from; j < keys.to; j++) score_to_p[j] = score_to_p[j] * scale;
   float top = largest(score_to_p + keys.from, keys.to - keys.from);
   for (int j = keys.begin; j < keys.from; j++) score_to_p[j] = 0.0f;
@@ -98,7 +98,7 @@ static void attend_strip(const Heads *h, int kv, int s, int row0, int row1, floa
   int past = h->b->position[first];     // position of the first query
   int begin = first_seen(h->window, past + row0 / group) / BLOCK * BLOCK;
   int end = past + (row1 - 1) / group + 1;
-  long ld = round16(end);
+  long ld = multiple_of_16(end);
   float *q = memory;                    // [ROWS][head_dim]
   float *mixed = q + ROWS * head_dim;   // [ROWS][head_dim]
   float *p = mixed + ROWS * head_dim;   // [ROWS][ld]
@@ -111,7 +111,7 @@ static void attend_strip(const Heads *h, int kv, int s, int row0, int row1, floa
   for (int i = 0; i < rows; i++) {
     int position = past + (row0 + i) / group;
     Keys keys = {.begin = begin, .end = end, .from = first_seen(h->window, position), .to = position + 1};
-    h->top[at[i]] = exponentials(p + i * ld, keys, h->scale, &h->total[at[i]]);
+    h->top[at[i]] = exponentiate_scores(p + i * ld, keys, h->scale, &h->total[at[i]]);
   }
   multiply_values(p, ld, rows, h->values + head_at(h, kv, s), head_dim, begin, end, mixed, head_dim);
   for (int i = 0; i < rows; i++) {
@@ -130,7 +130,7 @@ static void attend_task(void *argument, int index) {
   int rows = queries * (h->m->heads / h->m->kv_heads);
   int strips = strips_of(rows);
   int end = h->b->position[h->b->start[s + 1] - 1] + 1;
-  float *memory = scratch((size_t)(2 * ROWS * h->m->head_dim) + ROWS * (size_t)round16(end));
+  float *memory = scratch((size_t)(2 * ROWS * h->m->head_dim) + ROWS * (size_t)multiple_of_16(end));
   for (int i = 0; i < strips; i++)
     attend_strip(h, kv, s, strip_row(rows, i, strips), strip_row(rows, i + 1, strips), memory);
 }
@@ -175,7 +175,7 @@ static void add_queries_to_keys(const float *x, long ld, int query0, int query1,
     int key0 = begin + strip_row(keys, i, strips);
     int key1 = begin + strip_row(keys, i + 1, strips);
     int from = key0 > query0 ? key0 : query0;
-    Tile block = {
+    BlockOfProduct block = {
         .x = x + (from - query0) * ld + key0,
         .x_row = 1,
         .x_step = ld,
@@ -209,7 +209,7 @@ static void attend_backward_block(const Heads *h, const KeyHead *key_head, int h
   int head_dim = m->head_dim;
   int strips = strips_of(query1 - query0);
   int begin = first_seen(h->window, query0) / BLOCK * BLOCK;
-  long ld = round16(query1);
+  long ld = multiple_of_16(query1);
   long width = q_width(m);
   // of query 0 of this head; the next query is `width` further
   long at = key_head->first * width + head * head_dim;
@@ -253,7 +253,7 @@ static void attend_backward_task(void *argument, int index) {
   int positions = h->b->start[s + 1] - first;
   int head_dim = m->head_dim;
   int group = m->heads / m->kv_heads;
-  long padded = round16(positions);
+  long padded = multiple_of_16(positions);
   long row = qkv_width(m);
   float *key_rows = scratch((size_t)(2 * padded * head_dim + 2 * BLOCK * padded));
   float *value_panels = key_rows + padded * head_dim;

@@ -44,7 +44,7 @@ INLINE float sigmoid32(float x) { return 1.0f / (1.0f + exp32(-x)); }
 
 // tanh x for every x, 1.4 ulp: an odd polynomial below 0.625, else 1 - 2 / (e^2|x| + 1)
 INLINE float tanh32(float x) {
-  float size = size32(x);
+  float size = abs32(x);
   float z = x * x;
   float y = fma32(z, -5.70498872745e-3f, 2.06390887954e-2f);
   y = fma32(y, z, -5.37397155531e-2f);
@@ -58,7 +58,7 @@ INLINE float tanh32(float x) {
 // erf x = 2 / sqrt(pi) integral of e^-t^2 from 0 to x, for every x, 1.2 ulp: an odd polynomial below 1, else
 // 1 - e^-q(|x|). The minimax polynomial q is within 1.1e-9 of -ln(1 - erf) where that matters, up to 3.95.
 INLINE float erf32(float x) {
-  float size = size32(x);
+  float size = abs32(x);
   float z = x * x;
   float y = fma32(z, 7.853861353153693e-5f, -8.010193625184903e-4f);
   y = fma32(y, z, 5.188327685732524e-3f);

@@ -113,7 +113,7 @@ typedef struct {
   int hidden;
   int chosen;
   NumberFormat format;
-  const int *place;      // [tokens][chosen]
+  const int *row_of;     // [tokens][chosen], the row of each choice
   const float *weights;  // [tokens][chosen]
   const float *y;        // [tokens chosen][hidden]
   const float *x2;       // [tokens][hidden]
@@ -128,7 +128,7 @@ ROW(combine_row, Combination) {
   EACH(i, n) out[i] = 0.0f;
   for (int j = 0; j < a->chosen; j++) {
     const float weight = a->weights[(long)row * a->chosen + j];
-    const float *y = a->y + (long)a->place[(long)row * a->chosen + j] * n;
+    const float *y = a->y + (long)a->row_of[(long)row * a->chosen + j] * n;
     EACH(i, n) out[i] = fma32(weight, y[i], out[i]);
   }
   round_row(a->format, 0, out, n);
@@ -139,7 +139,7 @@ ROW(combine_row, Combination) {
 typedef struct {
   int hidden;
   int chosen;
-  const int *place;
+  const int *row_of;
   const float *weights;
   const float *dy;  // [tokens][hidden], of the mixture's result
   float *d_rows;    // [tokens chosen][hidden], of the experts' results
@@ -150,7 +150,7 @@ ROW(spread_row, Spread) {
   const float *dy = a->dy + (long)row * n;
   for (int j = 0; j < a->chosen; j++) {
     const float weight = a->weights[(long)row * a->chosen + j];
-    float *d_row = a->d_rows + (long)a->place[(long)row * a->chosen + j] * n;
+    float *d_row = a->d_rows + (long)a->row_of[(long)row * a->chosen + j] * n;
     EACH(i, n) d_row[i] = weight * dy[i];
   }
 }
@@ -162,7 +162,7 @@ typedef struct {
   int hidden;
   const float *router;  // [tokens][experts]
   const int *route;     // [tokens][chosen]
-  const int *place;
+  const int *row_of;
   const float *y;   // [tokens chosen][hidden]
   const float *dy;  // [tokens][hidden]
   float *d_router;  // [tokens][experts]
@@ -182,7 +182,7 @@ ROW(route_backward_row, RouteBackward) {
   EACH(e, a->experts) dz[e] = 0.0f;
   MEET_LANES;
   for (int j = 0; j < a->chosen; j++) {
-    const float *y = a->y + (long)a->place[(long)row * a->chosen + j] * a->hidden;
+    const float *y = a->y + (long)a->row_of[(long)row * a->chosen + j] * a->hidden;
     float product = (float)dot_rows(dy, y, a->hidden);
     ONE_LANE {
       g[a->normalised ? j : route[j]] = product;
@@ -196,7 +196,7 @@ ROW(route_backward_row, RouteBackward) {
 typedef struct {
   int hidden;
   int chosen;
-  const int *place;
+  const int *row_of;
   const float *d_rows;  // [tokens chosen][hidden], of the experts' inputs
   float *dh;            // [tokens][hidden]: has the gradient through the router
 } AddExperts;
@@ -206,7 +206,7 @@ ROW(add_experts_row, AddExperts) {
   const int n = a->hidden;
   float *dh = a->dh + (long)row * n;
   for (int j = 0; j < a->chosen; j++) {
-    const float *d_row = a->d_rows + (long)a->place[(long)row * a->chosen + j] * n;
+    const float *d_row = a->d_rows + (long)a->row_of[(long)row * a->chosen + j] * n;
     EACH(i, n) dh[i] = dh[i] + d_row[i];
   }
 }
@@ -220,9 +220,9 @@ ROW(add_experts_row, AddExperts) {
 typedef struct {
   int *start;                   // host: [experts + 2]
   int *token;                   // host: [rows], the token of each row
-  int *place;                   // host: [tokens][chosen], the row of each choice
+  int *row_of;                  // host: [tokens][chosen], the row of each choice
   const int *token_in_kernels;  // the same in memory of kernels
-  const int *place_in_kernels;
+  const int *row_of_in_kernels;
 } Dispatch;
 
 // Choices i of route [tokens][chosen], sorted by expert
@@ -232,15 +232,15 @@ static Dispatch make_dispatch(const Model *m, const int *route_in_kernels, int t
   Dispatch d;
   d.start = allocate_zeros((size_t)(m->experts + 2 + 2 * (long)rows), sizeof(int));
   d.token = d.start + m->experts + 2;
-  d.place = d.token + rows;
+  d.row_of = d.token + rows;
   sort_by_id(route, rows, m->experts, d.start, d.token);
   for (int row = 0; row < rows; row++) {
     const int i = d.token[row];  // the choice that has this row
-    d.place[i] = row;
+    d.row_of[i] = row;
     d.token[row] = i / m->chosen;
   }
   d.token_in_kernels = integers_for_kernels(d.token, rows);
-  d.place_in_kernels = integers_for_kernels(d.place, rows);
+  d.row_of_in_kernels = integers_for_kernels(d.row_of, rows);
   return d;
 }
 
@@ -313,7 +313,7 @@ static void mixture_forward(const Pass *pass, const Layer *l, const Saved *s) {
       .hidden = hidden,
       .chosen = m->chosen,
       .format = m->round_activations,
-      .place = d.place_in_kernels,
+      .row_of = d.row_of_in_kernels,
       .weights = s->weights,
       .y = s->y,
       .x2 = s->x2,
@@ -344,7 +344,7 @@ static void mixture_backward(const Pass *pass, const Layer *l, const Saved *s, c
   Spread spread = {
       .hidden = hidden,
       .chosen = m->chosen,
-      .place = d.place_in_kernels,
+      .row_of = d.row_of_in_kernels,
       .weights = s->weights,
       .dy = dy,
       .d_rows = d_rows,
@@ -359,7 +359,7 @@ static void mixture_backward(const Pass *pass, const Layer *l, const Saved *s, c
       .hidden = hidden,
       .router = s->router,
       .route = s->route,
-      .place = d.place_in_kernels,
+      .row_of = d.row_of_in_kernels,
       .y = s->y,
       .dy = dy,
       .d_router = d_router,
@@ -384,7 +384,7 @@ static void mixture_backward(const Pass *pass, const Layer *l, const Saved *s, c
   AddExperts add = {
       .hidden = hidden,
       .chosen = m->chosen,
-      .place = d.place_in_kernels,
+      .row_of = d.row_of_in_kernels,
       .d_rows = d_rows,
       .dh = dh,
   };

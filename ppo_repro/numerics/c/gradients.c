@@ -141,8 +141,8 @@ INLINE void chain_block(const float *restrict dy, const float *restrict x, int t
   Wide acc[ROWS] = {0};
   Wide *sum = (Wide *)parts;
   for (int t = 0; t < terms; t++) {
-    Wide row = wide_at(x + TERM(t, terms) * COLS);
-    for (int i = 0; i < ROWS; i++) acc[i] = fma_wide((Wide)dy[TERM(t, terms) * ROWS + i], row, acc[i]);
+    Wide row = wide_at(x + t * COLS);
+    for (int i = 0; i < ROWS; i++) acc[i] = fma_wide((Wide)dy[t * ROWS + i], row, acc[i]);
   }
   for (int i = 0; i < ROWS; i++) acc[i] = sum[i] + acc[i];
   if (ends) {

@@ -32,6 +32,8 @@ typedef enum {
   FORMAT_INT8
 } NumberFormat;
 
+enum { BLOCK = 128 };  // rules 1, 2 and 4: terms of a chain
+
 enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: a minibatch has at most 2^7 slots
 
 // The largest model. The kernels count in ints the elements of a row, and the key heads of all layers
@@ -135,7 +137,7 @@ typedef struct {
 } Model;
 
 // Rows of tokens, sequence after sequence, without padding. Keys and values lie in a cache, whose capacity
-// counts positions of all sequences together; the first position of sequence s is base[s], a multiple of 16.
+// counts positions of all sequences together; the seat of sequence s begins at base[s], a multiple of 16.
 typedef struct {
   int tokens;
   int sequences;

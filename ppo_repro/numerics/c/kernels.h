@@ -2,9 +2,9 @@
 //
 // Every output element is one chain of operations, each rounded once (+ - * / sqrt fma), in one written order
 // that depends on that element alone: the rules of ../README.md, stated as functions of NumPy in
-// ../definition/. Vector lanes run along the outputs; sums of rows (rule 3) have 16 lanes, whatever the
-// vector width. So batch, padding, cache, micro-batches, threads, vector width and instruction set cannot
-// change a bit. Compile with -ffp-contract=off, never -ffast-math.
+// ../definition/. The elements of a vector are different outputs; sums of rows (rule 3) have 16 lanes,
+// whatever the vector width. So batch, padding, cache, micro-batches, threads, vector width and instruction
+// set cannot change a bit. Compile with -ffp-contract=off, never -ffast-math.
 //
 // all.c says which file is which.
 #ifndef KERNELS_H
@@ -67,7 +67,7 @@ typedef enum {
   SCRATCH_PASS,             // model_forward: what a pass computes, where nothing is kept
   SCRATCH_DELTAS,           // model_backward: gradients of one layer
   SCRATCH_EXPERTS,          // gradients of the rows of experts
-  SCRATCH_SQUARES,          // gradient_squares: sums of blocks
+  SCRATCH_SQUARES,          // gradient_squares: sums of stretches
   SCRATCH_ROWS,             // here and below: on a GPU; for_rows_with_memory
   SCRATCH_PARTIAL_PRODUCTS,
   SCRATCH_GRADIENT_PARTS,

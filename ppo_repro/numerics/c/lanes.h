@@ -1,7 +1,7 @@
 // The loops of row functions. A row function computes one row: a token's hidden state, a row of logits, a
-// stretch of a parameter. 16 lanes compute a row (rule 3), and one caller computes all of it. This file is
-// the CPU's form: a thread computes a row, and a lane is an element of a vector register. On a GPU a lane
-// is a thread, and 16 threads compute a row: gpu/lanes.h has the other form of these definitions.
+// stretch of a parameter. A row has 16 lanes (rule 3), its partial sums. This file is the CPU's form: one
+// thread computes a row, with its lanes in the elements of a vector register. On a GPU 16 threads compute a
+// row, each thread one lane: gpu/lanes.h has the other form of these definitions.
 //
 //   ROW(name, Struct) { .. }        a row function for for_rows: `a` is the struct, `row` the index of the
 //                                   row, `memory` the floats that for_rows_with_memory gives it
@@ -76,8 +76,8 @@ typedef void (*RowFunction)(const void *argument, int row, float *memory);
   for (int lane_ = 0; lane_ < LANES; lane_++) name[lane_] = (start)
 #define LANE(name) name[lane_]
 
-// The 16 elements of a whole group are one vector. Left alone, clang may first unroll this loop into 16
-// scalar copies, of which it then finds only some vectors again: a softmax takes 1.4 times as long.
+// The 16 elements that the lanes take at once are one vector. Left alone, clang may first unroll this loop
+// into 16 scalar copies, of which it then finds only some vectors again: a softmax takes 1.4 times as long.
 #define ONE_VECTOR _Pragma("clang loop unroll(disable) vectorize_width(16) interleave_count(1)")
 
 #define IN_LANES(i, n, ...)                              \

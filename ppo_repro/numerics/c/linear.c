@@ -4,7 +4,7 @@
 
 // Sizes that change no bit
 enum {
-  CHUNK_ROWS = 192,     // rows of a task: a chunk of x and a block of the panels fit the second-level cache
+  CHUNK_ROWS = 192,     // rows of a task: a chunk of x and 128 terms of the panels fit the second-level cache
   GROUP_PANELS = 16,    // panels of a task, at most
   FAR_WEIGHTS = 1 << 20  // elements of a matrix that does not stay in the caches
 };
@@ -36,7 +36,7 @@ long panel_floats(int n, int k) { return (long)panels_of(n) * COLS * k; }
 
 // -------------------------------------------------------------------------------------------------- products
 
-// A product, cut into tasks of a chunk of rows and a group of panels (16 columns of the result each)
+// A product, cut into tasks. A task computes a rectangle of the result: a chunk of rows, a group of panels.
 typedef struct Product Product;
 struct Product {
   const Matrix *w;
@@ -46,7 +46,7 @@ struct Product {
   int rows;
   int terms;
   int columns;
-  void (*block)(const Product *a, int row0, int row1, int panel0, int panel1);
+  void (*rectangle)(const Product *a, int row0, int row1, int panel0, int panel1);
   int chunks;  // tasks along the rows
   int group;   // panels of a task
 };
@@ -63,7 +63,7 @@ static void product_task(void *argument, int index) {
   }
   int row0 = strip_row(a->rows, chunk, a->chunks);
   int row1 = strip_row(a->rows, chunk + 1, a->chunks);
-  a->block(a, row0, row1, group * a->group, least(panels, (group + 1) * a->group));
+  a->rectangle(a, row0, row1, group * a->group, least(panels, (group + 1) * a->group));
 }
 
 static void run_product(Product a) {
@@ -79,7 +79,7 @@ static void run_product(Product a) {
 // One block of terms, from k0, of rows [row0, row1), at most ROWS, and panels [panel0, panel1) of y = x w^T
 INLINE void forward_tiles(const Product *a, int k0, int row0, int row1, int panel0, int panel1) {
   long k = a->terms;
-  Tile block = {
+  BlockOfProduct block = {
       .x = a->x + row0 * k + k0,
       .x_row = k,
       .x_step = 1,
@@ -110,9 +110,9 @@ static void finish_rows(const Product *a, int row0, int row1, int n0, int n1) {
 }
 
 // y [rows][n] from x [rows][k] and the packed w. The order of loops is for the caches: with one strip of rows
-// (decoding) a panel is read once, from its beginning to its end; with more, a block of the panels stays in
+// (decoding) a panel is read once, from its beginning to its end; with more, 128 terms of the panels stay in
 // the second-level cache while the strips, which stay in the first, go by.
-static void forward_block(const Product *a, int row0, int row1, int panel0, int panel1) {
+static void forward_rectangle(const Product *a, int row0, int row1, int panel0, int panel1) {
   int rows = row1 - row0;
   int strips = strips_of(rows);
   if (strips == 1) {
@@ -140,7 +140,7 @@ void linear(const Matrix *w, const float *x, int rows, const float *residual, fl
       .rows = rows,
       .terms = w->k,
       .columns = w->n,
-      .block = forward_block,
+      .rectangle = forward_rectangle,
   });
 }
 
@@ -161,7 +161,7 @@ static void input_panel(const Matrix *w, int n0, int terms, int p, float *panel)
 }
 
 // dx [rows][k] from dy [rows][n], w as it lies. A block of terms is packed once for all strips of the chunk.
-static void input_gradient_block(const Product *a, int row0, int row1, int panel0, int panel1) {
+static void input_gradient_rectangle(const Product *a, int row0, int row1, int panel0, int panel1) {
   int rows = row1 - row0;
   int strips = strips_of(rows);
   float *panels = scratch((size_t)(panel1 - panel0) * BLOCK * COLS);
@@ -172,7 +172,7 @@ static void input_gradient_block(const Product *a, int row0, int row1, int panel
     for (int s = 0; s < strips; s++) {
       int strip0 = row0 + strip_row(rows, s, strips);
       int strip1 = row0 + strip_row(rows, s + 1, strips);
-      Tile block = {
+      BlockOfProduct block = {
           .x = a->x + (long)strip0 * a->terms + n0,
           .x_row = a->terms,
           .x_step = 1,
@@ -199,6 +199,6 @@ static void linear_backward_input(const Matrix *w, const float *dy, int rows, fl
       .rows = rows,
       .terms = w->n,
       .columns = w->k,
-      .block = input_gradient_block,
+      .rectangle = input_gradient_rectangle,
   });
 }

@@ -20,7 +20,7 @@ static void mlp_forward(const Pass *pass, const Layer *l, const Saved *s) {
   linear_step(m, &l->down, s->act, tokens, s->x2, s->next);  // 9
 }
 
-// From s->x to s->next. `place` of a norm: see model_forward.
+// From s->x to s->next. The number of a norm: see model_forward.
 static void layer_forward(const Pass *pass, int index, const Saved *s, int *not_finite) {
   const Model *m = pass->m;
   const Layer *l = &m->layer[index];
@@ -169,7 +169,7 @@ void copy_prefix(const Model *m, float *keys, float *values, long capacity, long
       .step = capacity * m->head_dim,
       .from = from * m->head_dim,
       .to = to * m->head_dim,
-      .n = (int)round16(positions) * m->head_dim,
+      .n = (int)multiple_of_16(positions) * m->head_dim,
       .keys = keys,
       .values = values,
   };

@@ -2,16 +2,17 @@
 // all gradients, AdamW. A tensor of n numbers is computed as rows of 4,096; the last one may be shorter.
 #include "operations.h"
 
-// Rule 3: elements of a block of the norm. The other rows have this length too, but any other would do.
-enum { NORM_BLOCK = 4096 };
+// Rule 3: elements of a stretch, whose squares are summed as one row. The rows of the other operations have
+// this length too, but any other would do.
+enum { STRETCH = 4096 };
 
 // Scratch memory is counted in floats.
 enum { FLOATS_OF_A_DOUBLE = sizeof(double) / sizeof(float) };
 
-INLINE int rows_in(long n) { return (int)((n + NORM_BLOCK - 1) / NORM_BLOCK); }
+INLINE int rows_in(long n) { return (int)((n + STRETCH - 1) / STRETCH); }
 INLINE int row_length(long n, int row) {
-  long left = n - (long)row * NORM_BLOCK;
-  return left < NORM_BLOCK ? (int)left : NORM_BLOCK;
+  long left = n - (long)row * STRETCH;
+  return left < STRETCH ? (int)left : STRETCH;
 }
 
 // ------------------------------------------------------------------------------------------ 1. sums of slots
@@ -25,7 +26,7 @@ typedef struct {
 // by rising i, total = total + level[i + 1]
 ROW(join_row, Join) {
   const Sums *sums = &a->sums;
-  const long begin = (long)row * NORM_BLOCK;
+  const long begin = (long)row * STRETCH;
   const int n = row_length(a->n, row);
   float *total = sums->level[0] + begin;
   if (!sums->open) {
@@ -43,12 +44,12 @@ ROW(join_row, Join) {
 typedef struct {
   const float *g;
   long n;
-  double *blocks;  // [rows_in(n)]: the sum of squares of each block
+  double *sums;  // [rows_in(n)]: the sum of squares of each stretch
 } Squares;
 
 ROW(squares_row, Squares) {
-  const float *g = a->g + (long)row * NORM_BLOCK;
-  a->blocks[row] = dot_rows(g, g, row_length(a->n, row));
+  const float *g = a->g + (long)row * STRETCH;
+  a->sums[row] = dot_rows(g, g, row_length(a->n, row));
 }
 
 // -------------------------------------------------------------------------------------------------- 3. AdamW
@@ -63,7 +64,7 @@ typedef struct {
 //   p = keep p - (rate m) / (sqrt(v) unroot + eps),  where each a b + c is one fma
 ROW(adamw_row, Adamw) {
   const Step s = a->step;
-  const long begin = (long)row * NORM_BLOCK;
+  const long begin = (long)row * STRETCH;
   float *p = a->tensor.p + begin;
   float *m = a->tensor.m + begin;
   float *v = a->tensor.v + begin;
@@ -88,18 +89,18 @@ void join_sums(const Sums *sums, long n) {
 }
 
 // Rule 3, definition: optimizer.sum_of_squares, definition: optimizer.global_norm. Writes the sum of g^2 of
-// each tensor, whose blocks' sums are added in order from +0. Returns the sum over the tensors, in order from
-// +0. It is NaN or infinite if and only if a gradient is: no sum of squares of float32 overflows float64.
+// each tensor: the sums of its stretches are added in order from +0. Returns the sum over the tensors, in
+// order from +0. It is NaN or infinite if and only if a gradient is: no sum of squares of float32 overflows
+// float64.
 double gradient_squares(Trained *tensors, int count) {
   double sum = 0.0;
   for (Trained *t = tensors; t < tensors + count; t++) {
-    int blocks = rows_in(t->n);
-    size_t floats = (size_t)blocks * FLOATS_OF_A_DOUBLE;
-    double *of_blocks = (double *)shared_scratch(SCRATCH_SQUARES, floats);
-    for_rows(blocks, squares_row, &(Squares){t->g, t->n, of_blocks});
-    const double *squares = on_host(of_blocks, (size_t)blocks * sizeof(double));
+    int rows = rows_in(t->n);
+    double *sums = (double *)shared_scratch(SCRATCH_SQUARES, (size_t)rows * FLOATS_OF_A_DOUBLE);
+    for_rows(rows, squares_row, &(Squares){t->g, t->n, sums});
+    const double *squares = on_host(sums, (size_t)rows * sizeof(double));
     t->square = 0.0;
-    for (int block = 0; block < blocks; block++) t->square += squares[block];
+    for (int row = 0; row < rows; row++) t->square += squares[row];
     sum += t->square;
   }
   return sum;

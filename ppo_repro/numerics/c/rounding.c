@@ -28,7 +28,7 @@ INLINE float power_of_two(int exponent) { return as_float((uint32_t)(exponent + 
 // To the nearest number of a floating format; definition: rounding.nearest
 INLINE float round_float(const Format f, float x) {
   if (!is_finite32(x)) return x;
-  const float size = size32(x);
+  const float size = abs32(x);
   float y;
   if (f.smallest > -126 && size < power_of_two(f.smallest)) {
     // around this number float32 has the spacing of the format's denormal numbers

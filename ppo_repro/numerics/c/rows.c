@@ -97,7 +97,7 @@ typedef struct {
   NormKind kind;
   float eps;
   int n;
-  int place;  // the value of *not_finite if a row is not finite, see model_forward
+  int number;  // of the norm in the model: the value of *not_finite if a row is not finite, see model_forward
   int *not_finite;
   const float *w;
   const float *b;
@@ -110,7 +110,7 @@ typedef struct {
 INLINE void norm_one(const Norm *a, int row, const NormKind kind) {
   long at = (long)row * a->n;
   int finite = norm(kind, a->eps, a->w, a->b, a->x + at, a->n, a->r + row, a->mean + row, a->y + at);
-  if (!finite) set_flag(a->not_finite, a->place);
+  if (!finite) set_flag(a->not_finite, a->number);
 }
 
 ROW(norm_row, Norm) { OF_NORM_KIND(norm_one) }

@@ -16,7 +16,7 @@ typedef struct {
 
 static void *take(Arena *arena, long floats) {
   float *here = arena->memory ? arena->memory + arena->used : NULL;
-  arena->used += round16(floats);
+  arena->used += multiple_of_16(floats);
   return here;
 }
 
@@ -68,7 +68,7 @@ static long saved_floats(const Model *m, const Layer *l, long tokens) {
 // the last
 long layer_input_at(const Model *m, long tokens, int layer, Keep keep) {
   int input = keep == KEEP_NOTHING ? layer % 2 : layer;
-  return 2 * round16(tokens) + input * round16(tokens * m->hidden);
+  return 2 * multiple_of_16(tokens) + input * multiple_of_16(tokens * m->hidden);
 }
 
 INLINE float *layer_input(const Model *m, long tokens, float *kept, int layer, Keep keep) {
@@ -76,12 +76,12 @@ INLINE float *layer_input(const Model *m, long tokens, float *kept, int layer, K
 }
 
 INLINE float *last_r(float *kept) { return kept; }
-INLINE float *last_mean(float *kept, long tokens) { return kept + round16(tokens); }
+INLINE float *last_mean(float *kept, long tokens) { return kept + multiple_of_16(tokens); }
 
 // Floats from the beginning of `kept` to the Saved of layer 0
 static long first_saved_at(const Model *m, long tokens, Keep keep) {
   int inputs = keep == KEEP_NOTHING ? 2 : m->layers + 1;
-  return 2 * round16(tokens) + inputs * round16(tokens * m->hidden);
+  return 2 * multiple_of_16(tokens) + inputs * multiple_of_16(tokens * m->hidden);
 }
 
 long kept_floats(const Model *m, long tokens, Keep keep) {

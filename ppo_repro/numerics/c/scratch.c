@@ -9,7 +9,7 @@ typedef struct {
 static float *grown(Area *area, size_t floats) {
   if (area->memory && floats <= area->floats) return area->memory;
   free_kernel_memory(area->memory);
-  area->floats = (size_t)round16((long)floats + 1);
+  area->floats = (size_t)multiple_of_16((long)floats + 1);
   area->memory = kernel_memory(area->floats);
   return area->memory;
 }

@@ -49,16 +49,16 @@ void linear_backward(const Matrix *w, const float *dy, const float *x, int rows,
 
 // ----------------------------------------------------------------------------------------------------- norms
 
-// definition: rows.layer_norm: y, r and mean of x [tokens][hidden]. `place` is the result of the pass
-// if x is not finite.
+// definition: rows.layer_norm: y, r and mean of x [tokens][hidden]. `number`, the norm's, is the result of
+// the pass if x is not finite.
 static void norm_step(const Pass *pass, const NormWeights *w, const float *x, float *r, float *mean, float *y,
-                      int place, int *not_finite) {
+                      int number, int *not_finite) {
   const Model *m = pass->m;
   Norm norm = {
       .kind = m->norm,
       .eps = m->eps,
       .n = m->hidden,
-      .place = place,
+      .number = number,
       .not_finite = not_finite,
       .w = w->w,
       .b = w->b,

@@ -1,20 +1,15 @@
-// Tiles: small matrix products whose sums stay in registers. Products, gradients of weights and attention are
-// loops over tiles. Rule 1 is stated here; chain_block in gradients.c has the same chain over positions.
+// Tiles: small rectangles of a result whose sums stay in registers. Products, gradients of weights and
+// attention are loops over tiles. Rule 1 is stated here; chain_block in gradients.c has the same chain over
+// positions.
 //
 // Rule 1: y[i][j] = sum over k of x[i][k] w[k][j]. The terms are cut into blocks of BLOCK. A block is one
 // chain acc = fma(x, w, acc) from +0 by rising k, and the blocks are added in order, y = y + block from y =
 // +0. Because even the first block is added to +0, no sum is -0, and terms that are zero may be left out.
 // definition: product.chain, product.product
 //
-// A tile is ROWS rows by 16 columns (by 32 with AVX-512). Its columns are the elements of a vector and its
-// rows are separate accumulators, so a sum never crosses lanes and no width changes a bit.
+// A tile is ROWS rows by 16 columns (by 32 with AVX-512). Each of its sums stays in one element of one vector
+// register, so no width of a vector changes a bit.
 #include "kernels.h"
-
-#ifdef FALLING_TERMS  // another order, for the tests
-#define TERM(k, terms) ((terms) - 1 - (k))
-#else
-#define TERM(k, terms) (k)
-#endif
 
 // One block of a product: x [rows][terms] times w [terms][columns], added to y [rows][columns].
 typedef struct {
@@ -29,12 +24,12 @@ typedef struct {
   int rows;        // at most ROWS
   int terms;       // at most BLOCK
   int first;       // this block is the first of its sum, which begins at +0; earlier contents of y are lost
-} Tile;
+} BlockOfProduct;
 
-// The columns of the block from w and y on. `rows` and `panels` are constants where this is inlined, as the
-// steps may be: then all sums are registers.
-INLINE void tile(const Tile *a, const float *restrict w, float *restrict y, long x_step, long w_step,
-                 const int rows, const int panels) {
+// Adds one tile of the block, from w and y on, to y. `rows` and `panels` are constants where this is inlined,
+// as the steps may be: then all sums are registers.
+INLINE void add_tile(const BlockOfProduct *a, const float *restrict w, float *restrict y, long x_step,
+                     long w_step, const int rows, const int panels) {
   const float *restrict x = a->x;
   const long x_row = a->x_row;
   const long w_panel = a->w_panel;
@@ -44,11 +39,11 @@ INLINE void tile(const Tile *a, const float *restrict w, float *restrict y, long
   Wide acc[ROWS][PANELS] = {0};
   Wide column[PANELS];
   for (int k = 0; k < terms; k++) {
-    for (int p = 0; p < panels; p++) column[p] = wide_at(w + p * w_panel + TERM(k, terms) * w_step);
+    for (int p = 0; p < panels; p++) column[p] = wide_at(w + p * w_panel + k * w_step);
 #pragma clang loop unroll(full)  // or the sums do not stay in registers
     for (int i = 0; i < rows; i++)
       for (int p = 0; p < panels; p++)
-        acc[i][p] = fma_wide((Wide)x[i * x_row + TERM(k, terms) * x_step], column[p], acc[i][p]);
+        acc[i][p] = fma_wide((Wide)x[i * x_row + k * x_step], column[p], acc[i][p]);
   }
   for (int i = 0; i < rows; i++)
     for (int p = 0; p < panels; p++) {
@@ -57,10 +52,10 @@ INLINE void tile(const Tile *a, const float *restrict w, float *restrict y, long
     }
 }
 
-// One copy of `tile` for each number of rows
-#define CASE(r, x_step, w_step, panels)       \
-  case r:                                     \
-    tile(a, w, y, x_step, w_step, r, panels); \
+// One copy of `add_tile` for each number of rows
+#define CASE(r, x_step, w_step, panels)           \
+  case r:                                         \
+    add_tile(a, w, y, x_step, w_step, r, panels); \
     break;
 #define CASES_TO_6(x_step, w_step, panels) \
   CASE(1, x_step, w_step, panels)          \
@@ -84,7 +79,7 @@ _Static_assert(ROWS <= 6, "a number of rows without a case computes nothing");
 #endif
 
 // 16 PANELS columns of packed w: x_step is 1, w_step is 16
-static void wide_tile(const Tile *a, const float *w, float *y) {
+static void add_wide_tile(const BlockOfProduct *a, const float *w, float *y) {
   switch (a->rows) {
     CASES_TO_6(1, COLS, PANELS)
     CASES_TO_12(1, COLS, PANELS)
@@ -92,7 +87,7 @@ static void wide_tile(const Tile *a, const float *w, float *y) {
 }
 
 // 16 columns, any steps
-static void narrow_tile(const Tile *a, const float *w, float *y) {
+static void add_narrow_tile(const BlockOfProduct *a, const float *w, float *y) {
   const long x_step = a->x_step;
   const long w_step = a->w_step;
   switch (a->rows) {
@@ -102,50 +97,50 @@ static void narrow_tile(const Tile *a, const float *w, float *y) {
 }
 
 // `cols` < 16 columns of y; w has 16. The tile goes through a copy of y that has 16.
-static void ragged_tile(const Tile *a, const float *w, float *y, int cols) {
+static void add_ragged_tile(const BlockOfProduct *a, const float *w, float *y, int cols) {
   float copy[ROWS * COLS];
-  Tile to_copy = *a;
+  BlockOfProduct to_copy = *a;
   to_copy.y_row = COLS;
   for (int i = 0; i < a->rows; i++)
     for (int j = 0; j < COLS; j++) copy[i * COLS + j] = a->first || j >= cols ? 0.0f : y[i * a->y_row + j];
-  narrow_tile(&to_copy, w, copy);
+  add_narrow_tile(&to_copy, w, copy);
   for (int i = 0; i < a->rows; i++) copy_floats(y + i * a->y_row, copy + i * COLS, cols);
 }
 
 // `cols` columns of y, any number, where w is packed in panels: w_step is 16, x_step is 1, and every panel
 // has 16 columns in memory, also the last one.
-static void multiply_panels(const Tile *a, int cols) {
+static void multiply_panels(const BlockOfProduct *a, int cols) {
   const float *w = a->w;
   float *y = a->y;
   for (; cols >= PANELS * COLS; cols -= PANELS * COLS) {
-    wide_tile(a, w, y);
+    add_wide_tile(a, w, y);
     w += PANELS * a->w_panel;
     y += PANELS * COLS;
   }
   for (; cols >= COLS; cols -= COLS) {
-    narrow_tile(a, w, y);
+    add_narrow_tile(a, w, y);
     w += a->w_panel;
     y += COLS;
   }
-  if (cols > 0) ragged_tile(a, w, y, cols);
+  if (cols > 0) add_ragged_tile(a, w, y, cols);
 }
 
 // `cols` columns of y, any number, where w lies in rows of any distance. A last part of less than 16 columns
 // is copied, so that nothing is read beyond it.
-static void multiply_rows(const Tile *a, int cols) {
+static void multiply_rows(const BlockOfProduct *a, int cols) {
   const float *w = a->w;
   float *y = a->y;
   for (; cols >= COLS; cols -= COLS) {
-    narrow_tile(a, w, y);
+    add_narrow_tile(a, w, y);
     w += COLS;
     y += COLS;
   }
   if (cols < 1) return;
   float panel[BLOCK * COLS] = {0};
-  Tile in_panel = *a;
+  BlockOfProduct in_panel = *a;
   in_panel.w_step = COLS;
   for (int k = 0; k < a->terms; k++) copy_floats(panel + k * COLS, w + k * a->w_step, cols);
-  ragged_tile(&in_panel, panel, y, cols);
+  add_ragged_tile(&in_panel, panel, y, cols);
 }
 
 // Any number of rows is cut into strips of nearly equal height, at most ROWS: the row at which strip s

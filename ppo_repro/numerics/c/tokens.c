@@ -6,7 +6,7 @@
 #include "elementary.h"
 #include "operations.h"
 
-INLINE float shift(float z, float temperature, float top) { return z / temperature - top; }
+INLINE float shifted_logit(float z, float temperature, float top) { return z / temperature - top; }
 
 // definition: tokens.log_p
 INLINE float log_prob(float shifted, double log_total) { return (float)((double)shifted - log_total); }
@@ -39,7 +39,7 @@ INLINE Softmax softmax_of(const float *z, const uint8_t *eligible, int v, float 
   LANE_VALUES(double, square, 0.0);
   LANE_VALUES(uint32_t, size, 0);  // bits of the largest |shifted|: infinity and NaN are largest
   IN_LANES(i, v, {
-    float shifted = shift(fixed_at(z, i), temperature, top);
+    float shifted = shifted_logit(fixed_at(z, i), temperature, top);
     float e = exp32(shifted);
     uint32_t bits = as_bits(shifted) & 0x7fffffffu;
     LANE(size) = bits > LANE(size) ? bits : LANE(size);
@@ -86,7 +86,7 @@ ROW(statistics_row, StatisticsRows) {
   } else {
     s = row_softmax(z, NULL, of->v, of->temperature, &squares);
   }
-  float shifted = shift(z[of->targets[row]], of->temperature, (float)s.top);
+  float shifted = shifted_logit(z[of->targets[row]], of->temperature, (float)s.top);
   of->logprobs[row] = log_prob(shifted, s.log_total);
   of->entropies[row] = (float)(s.log_total - s.mean);
   of->squares[row] = (float)(squares / (s.total * s.total));
@@ -113,7 +113,7 @@ ROW(statistics_gradient_row, Statistics) {
     return;
   }
   EACH_OF_MANY(i, a->v) {
-    float shifted = shift(fixed_at(z, i), temperature, top);
+    float shifted = shifted_logit(fixed_at(z, i), temperature, top);
     float p = exp32(shifted) * inverse;
     out[i] = (0.0f - p * fma32(d_entropy, shifted - mean, d_logprob)) / temperature;
   }
@@ -123,7 +123,7 @@ ROW(statistics_gradient_row, Statistics) {
   MEET_LANES;
   ONE_LANE {
     const int64_t target = a->targets[row];
-    float shifted = shift(z[target], temperature, top);
+    float shifted = shifted_logit(z[target], temperature, top);
     float p = eligible && !eligible[target] ? 0.0f : exp32(shifted) * inverse;
     out[target] = (d_logprob - p * fma32(d_entropy, shifted - mean, d_logprob)) / temperature;
   }
@@ -143,8 +143,8 @@ INLINE double mean_difference(const float *p_logits, const float *q_logits, cons
   const float q_top = (float)q.top;
   LANE_VALUES(double, sum, 0.0);
   IN_LANES(i, v, {
-    float p_shifted = shift(p_logits[i], temperature, p_top);
-    float q_shifted = shift(q_logits[i], temperature, q_top);
+    float p_shifted = shifted_logit(p_logits[i], temperature, p_top);
+    float q_shifted = shifted_logit(q_logits[i], temperature, q_top);
     float e = exp32(p_shifted);
     if (eligible) e = eligible[i] ? e : 0.0f;
     LANE(sum) += (double)e * ((double)p_shifted - (double)q_shifted);
@@ -189,8 +189,8 @@ ROW(divergence_gradient_row, Divergence) {
   const double mean = a->p[row].mean;
   float *out = a->gradient + (long)row * a->v;
   EACH(i, a->v) {
-    float p_shifted = shift(p_logits[i], temperature, p_top);
-    float q_shifted = shift(q_logits[i], temperature, q_top);
+    float p_shifted = shifted_logit(p_logits[i], temperature, p_top);
+    float q_shifted = shifted_logit(q_logits[i], temperature, q_top);
     float p = exp32(p_shifted) * inverse;
     out[i] = seed * (p * (float)(((double)p_shifted - (double)q_shifted) - mean)) / temperature;
   }
@@ -324,12 +324,12 @@ INLINE uint32_t hash_of(const Scores *s, int token) {
 }
 
 INLINE double score_of(const Scores *s, int token) {
-  float log_p = log_prob(shift(s->z[token], s->temperature, s->top), s->log_total);
+  float log_p = log_prob(shifted_logit(s->z[token], s->temperature, s->top), s->log_total);
   return (double)log_p + gumbel_of_hash(hash_of(s, token));
 }
 
 INLINE float bound_of(const Scores *s, int token) {
-  float log_p = shift(fixed_at(s->z, token), s->temperature, s->top) - (float)s->log_total;
+  float log_p = shifted_logit(fixed_at(s->z, token), s->temperature, s->top) - (float)s->log_total;
   return log_p + gumbel_bound(hash_of(s, token));
 }
 
@@ -383,7 +383,7 @@ ROW(sample_row, SamplingRows) {
   const Best first = best_token(&s, bound, v, highest);
   const Best best = best_token(&s, bound, v, (float)first.score - BOUND_SLACK);
   of->tokens[row] = best.element;
-  of->logprobs[row] = log_prob(shift(s.z[best.element], s.temperature, s.top), s.log_total);
+  of->logprobs[row] = log_prob(shifted_logit(s.z[best.element], s.temperature, s.top), s.log_total);
 }
 
 // ===================================================================================================== calls

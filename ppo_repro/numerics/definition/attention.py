@@ -110,8 +110,8 @@ def columns_of_heads(at: int, step: int, heads: int, head_dim: int) -> Array:
 
 
 @dataclass(frozen=True)
-class AttentionBlock:
-    """Intermediate results of an attention block.
+class AttentionPart:
+    """Intermediate results of the attention part of a layer.
 
     Input x [T, H] of the qkv layer, norms of queries and keys (or None), attention, rows of its outputs [T, heads D].
     """
@@ -140,7 +140,7 @@ def _norm_heads(model: Model, x: Array, weights: NormWeights | None) -> tuple[Ar
     return normed.y.reshape(x.shape), normed
 
 
-def attention_block(model: Model, layer: Layer, x: Array) -> tuple[Array, AttentionBlock]:
+def attention_part(model: Model, layer: Layer, x: Array) -> tuple[Array, AttentionPart]:
     """Apply qkv layer, norms, rotation, attention and output layer to normed rows x [T, H]. Kernel: `layer_forward`."""
     r = model.rounding
     x = rounded(r.inputs, x)
@@ -155,13 +155,13 @@ def attention_block(model: Model, layer: Layer, x: Array) -> tuple[Array, Attent
     q, k, v = (a.swapaxes(0, 1) for a in (q, k, v))
     attention = attend(q, k, v, layer.scale, layer.window)
     mixed = rounded(r.inputs, rounded(r.activations, attention.out.swapaxes(0, 1).reshape(len(x), -1)))
-    return layer_linear(model, mixed, layer.out), AttentionBlock(x, q_normed, k_normed, attention, mixed)
+    return layer_linear(model, mixed, layer.out), AttentionPart(x, q_normed, k_normed, attention, mixed)
 
 
-def attention_block_backward(
-    grads: Contributions, name: str, model: Model, layer: Layer, dy: Array, of: AttentionBlock, position: Array
+def attention_part_backward(
+    grads: Contributions, name: str, model: Model, layer: Layer, dy: Array, of: AttentionPart, position: Array
 ) -> Array:
-    """Return the gradient of x in `attention_block`, [T, H]. Kernel: `layer_backward`.
+    """Return the gradient of x in `attention_part`, [T, H]. Kernel: `layer_backward`.
 
     Args:
         grads: receives the addends of weights and biases.
@@ -169,7 +169,7 @@ def attention_block_backward(
         model: shapes.
         layer: weights.
         dy: [T, H].
-        of: the result of `attention_block`.
+        of: the result of `attention_part`.
         position: [T], position of each row.
     """
     d_mixed = linear_backward(grads, f"{name}.out", layer.out, dy, of.mixed, position)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ppo_repro.numerics.definition.attention import AttentionBlock, attention_block, attention_block_backward
+from ppo_repro.numerics.definition.attention import AttentionPart, attention_part, attention_part_backward
 from ppo_repro.numerics.definition.elementary import Array, F
 from ppo_repro.numerics.definition.experts import Mixture, mixture, mixture_backward
 from ppo_repro.numerics.definition.gradients import Contributions, join_slots, row_addends, slot_sums
@@ -26,7 +26,7 @@ class LayerActivations:
     """Activations of one layer, for its backward pass."""
 
     normed1: Normed
-    attention: AttentionBlock
+    attention: AttentionPart
     normed2: Normed
     mlp: Mlp | Mixture
 
@@ -62,7 +62,7 @@ def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Ac
     form = model.rounding.activations
     for layer in model.layers:
         normed1 = layer_norm(model, x, layer.norm1)
-        attended, attention = attention_block(model, layer, normed1.y)
+        attended, attention = attention_part(model, layer, normed1.y)
         after = rounded(form, x + attended)
         normed2 = layer_norm(model, x if model.parallel else after, layer.norm2)
         inside: Mlp | Mixture
@@ -97,7 +97,7 @@ def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
             dh = mlp_backward(grads, names, model, layer.up, layer.down, d, seen.mlp, position)
         dh = norm_backward(grads, f"{name}.norm2", model.norm, layer.norm2, dh, seen.normed2, position)
         d2 = d + dh
-        dh = attention_block_backward(grads, name, model, layer, d if model.parallel else d2, seen.attention, position)
+        dh = attention_part_backward(grads, name, model, layer, d if model.parallel else d2, seen.attention, position)
         dh = norm_backward(grads, f"{name}.norm1", model.norm, layer.norm1, dh, seen.normed1, position)
         d = d2 + dh
     if model.positions is not None:

@@ -11,17 +11,17 @@ import numpy as np
 from ppo_repro.numerics.definition.elementary import Array, F, fma
 from ppo_repro.numerics.definition.row_sums import row_sum
 
-NORM_BLOCK = 4096
+STRETCH = 4096  # elements whose squares are summed as one row
 
 
-def sum_of_squares(gradient: Array, block: int = NORM_BLOCK) -> float:
-    """Compute rule 3: sum g^2 in float64, in blocks of 4,096 elements by 16 lanes, added in order.
+def sum_of_squares(gradient: Array, stretch: int = STRETCH) -> float:
+    """Compute rule 3: sum g^2 in float64, in stretches of 4,096 elements by 16 lanes, added in order.
 
     Kernel: `gradient_squares`.
     """
     flat, total = gradient.reshape(-1), 0.0
-    for start in range(0, len(flat), block):
-        part = flat[start : start + block]
+    for start in range(0, len(flat), stretch):
+        part = flat[start : start + stretch]
         total += float(row_sum(part, part))
     return total
 

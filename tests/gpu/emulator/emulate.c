@@ -44,8 +44,8 @@ typedef struct {
 float *shared_memory;
 int emulated_thread;
 int emulated_threads;
-int emulated_block[3];
-int emulated_blocks[3];
+int emulated_thread_block[3];
+int emulated_thread_blocks[3];
 
 static Fiber *fibers;
 static char *stacks;
@@ -55,8 +55,8 @@ static Function kernel;
 static const void *const *arguments;
 
 static void fail(const char *what) {
-  fprintf(stderr, "emulator: %s (block %d, %d, %d, thread %d)\n", what, emulated_block[0], emulated_block[1],
-          emulated_block[2], emulated_thread);
+  fprintf(stderr, "emulator: %s (block %d, %d, %d, thread %d)\n", what, emulated_thread_block[0], emulated_thread_block[1],
+          emulated_thread_block[2], emulated_thread);
   abort();
 }
 
@@ -181,10 +181,10 @@ void emulate(Function function, const void *const *with, const int *blocks, int 
   kernel = function;
   arguments = with;
   emulated_threads = threads;
-  for (int i = 0; i < 3; i++) emulated_blocks[i] = blocks[i];
-  for (emulated_block[2] = 0; emulated_block[2] < blocks[2]; emulated_block[2]++)
-    for (emulated_block[1] = 0; emulated_block[1] < blocks[1]; emulated_block[1]++)
-      for (emulated_block[0] = 0; emulated_block[0] < blocks[0]; emulated_block[0]++) {
+  for (int i = 0; i < 3; i++) emulated_thread_blocks[i] = blocks[i];
+  for (emulated_thread_block[2] = 0; emulated_thread_block[2] < blocks[2]; emulated_thread_block[2]++)
+    for (emulated_thread_block[1] = 0; emulated_thread_block[1] < blocks[1]; emulated_thread_block[1]++)
+      for (emulated_thread_block[0] = 0; emulated_thread_block[0] < blocks[0]; emulated_thread_block[0]++) {
         memset(memory, 0xff, bytes);
         run_block(order);
       }

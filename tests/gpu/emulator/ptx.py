@@ -15,7 +15,7 @@ _HEAD = """#include <math.h>
 typedef uint8_t u8; typedef uint16_t u16; typedef uint32_t u32; typedef uint64_t u64;
 typedef int8_t s8; typedef int16_t s16; typedef int32_t s32; typedef int64_t s64;
 extern float *shared_memory;
-extern int emulated_thread, emulated_threads, emulated_block[3], emulated_blocks[3];
+extern int emulated_thread, emulated_threads, emulated_thread_block[3], emulated_thread_blocks[3];
 void barrier(void);
 void meet_lanes(void);
 u32 other_lane(u32 x, int mask);
@@ -36,8 +36,8 @@ static inline u64 of_f64(double x) { u64 bits; memcpy(&bits, &x, 8); return bits
 _SPECIAL = {
     "%tid.x": "(u32)emulated_thread",
     "%ntid.x": "(u32)emulated_threads",
-    **{f"%ctaid.{axis}": f"(u32)emulated_block[{i}]" for i, axis in enumerate("xyz")},
-    **{f"%nctaid.{axis}": f"(u32)emulated_blocks[{i}]" for i, axis in enumerate("xyz")},
+    **{f"%ctaid.{axis}": f"(u32)emulated_thread_block[{i}]" for i, axis in enumerate("xyz")},
+    **{f"%nctaid.{axis}": f"(u32)emulated_thread_blocks[{i}]" for i, axis in enumerate("xyz")},
 }
 _DECLARED = {"pred": "int", "b16": "u16", "b32": "u32", "b64": "u64"}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "rem": "%", "and": "&", "or": "|", "xor": "^"}

@@ -17,8 +17,9 @@ enum {
 // Floats of a stage of a tile of 16 high rows
 INLINE int stage_floats(int high) { return TERMS * (16 * high + GAP + TILE + GAP); }
 
-// The second parameter of a row function's kernel. 16 threads compute a row, so a block of T threads computes
-// T / 16 rows at once: group g = block (T / 16) + thread / 16 computes the rows g, g + blocks (T / 16), ..
+// The second parameter of a row function's kernel. 16 threads compute a row, so a thread block of T
+// threads computes T / 16 rows at once: group g = thread block (T / 16) + thread / 16 computes the rows g,
+// g + thread blocks (T / 16), ..
 typedef struct {
   int rows;
   int floats;     // of memory for each group, a multiple of 4
@@ -94,7 +95,7 @@ typedef struct {
 
 // Floats of shared memory for `heads` heads of a group over `span` keys
 INLINE long attend_queries_floats(int heads, int head_dim, int span) {
-  long keys = round16(span);
+  long keys = multiple_of_16(span);
   return heads * (head_dim + keys + 1) + (keys + BLOCK - 1) / BLOCK * heads * head_dim;
 }
 

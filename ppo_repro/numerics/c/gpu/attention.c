@@ -15,7 +15,7 @@ INLINE int first_block(int window, int position) { return first_seen(window, pos
 
 // 16 lanes: scores s[begin .. end) become exp(s - top), 0 outside [from, to); `begin` is a multiple of 16, so
 // that lanes go by position. Writes the largest score and, by rule 3, the sum. definition: attention.attend
-INLINE void exponentials(float *s, int begin, int from, int to, int end, float *top, float *total) {
+INLINE void exponentiate_scores(float *s, int begin, int from, int to, int end, float *top, float *total) {
   LANE_VALUES(float, tops, -INFINITE);
   IN_LANES(i, end - begin, {
     const int j = begin + i;
@@ -42,9 +42,9 @@ INLINE void exponentials(float *s, int begin, int from, int to, int end, float *
 KERNEL(attend_queries, AttendArguments) {
   const int each = a->heads / a->kv_heads;
   const int parts = (each + QUERY_HEADS - 1) / QUERY_HEADS;
-  const int part = block_x() % parts;
-  const int kv = block_x() / parts % a->kv_heads;
-  const int token = block_x() / parts / a->kv_heads;
+  const int part = thread_block_x() % parts;
+  const int kv = thread_block_x() / parts % a->kv_heads;
+  const int token = thread_block_x() / parts / a->kv_heads;
   const int heads = least(QUERY_HEADS, each - part * QUERY_HEADS);
   const long first_head = (long)token * a->heads + kv * each + part * QUERY_HEADS;  // in [tokens][heads]
   const int head_dim = a->head_dim;
@@ -53,7 +53,7 @@ KERNEL(attend_queries, AttendArguments) {
   const int from = first_seen(a->window, position);
   const int begin = from / BLOCK * BLOCK;
   const int seen = position + 1 - begin;  // keys from `begin` on
-  const int span = (int)round16(seen);
+  const int span = (int)multiple_of_16(seen);
   const int blocks = (seen + BLOCK - 1) / BLOCK;
   const long cache = ((long)kv * a->capacity + a->base[a->sequence[token]]) * head_dim;
   const float *keys = a->keys + cache;
@@ -95,7 +95,7 @@ KERNEL(attend_queries, AttendArguments) {
   if (own_head < heads) {
     float top;
     float total;
-    exponentials((float *)(p + own_head * span), 0, from - begin, seen, span, &top, &total);
+    exponentiate_scores((float *)(p + own_head * span), 0, from - begin, seen, span, &top, &total);
     if (lane_index() == 0) {
       totals[own_head] = total;
       a->top[first_head + own_head] = top;
@@ -147,7 +147,7 @@ typedef struct {
 // Head `index` of the `heads` that the launch has
 INLINE HeadOf head_of(const SequenceArguments *a, int index, int heads) {
   const int each = a->heads / a->kv_heads;
-  const int s = a->first_sequence + block_z();
+  const int s = a->first_sequence + thread_block_z();
   HeadOf h;
   h.head = a->first_kv * each + index;
   h.kv = h.head / each;
@@ -156,7 +156,7 @@ INLINE HeadOf head_of(const SequenceArguments *a, int index, int heads) {
   h.past = h.count ? a->position[h.first] : 0;
   h.row = (long)h.first * a->heads + h.head;
   h.cache = ((long)h.kv * a->capacity + a->base[s]) * a->head_dim;
-  h.scores = ((long)block_z() * heads + index) * a->most * a->ld;
+  h.scores = ((long)thread_block_z() * heads + index) * a->most * a->ld;
   return h;
 }
 
@@ -168,8 +168,8 @@ INLINE int tile_begin(const SequenceArguments *a, const HeadOf *h, int m0) {
 INLINE int tile_end(const HeadOf *h, int m0) { return h->past + least(h->count, m0 + TILE); }
 
 // The row and column of this thread block's tile of a result with `rows` rows
-INLINE int tile_row(int rows) { return block_x() % tiles_of(rows, TILE) * TILE; }
-INLINE int tile_column(int rows) { return block_x() / tiles_of(rows, TILE) * TILE; }
+INLINE int tile_row(int rows) { return thread_block_x() % tiles_of(rows, TILE) * TILE; }
+INLINE int tile_column(int rows) { return thread_block_x() / tiles_of(rows, TILE) * TILE; }
 
 // Rows of queries of one head, in an array [tokens][heads][head_dim]
 INLINE Operand queries_by_terms(const SequenceArguments *a, const HeadOf *h, const float *of) {
@@ -184,7 +184,7 @@ INLINE Operand queries_by_rows(const SequenceArguments *a, const HeadOf *h, cons
 INLINE Operand keys_by_rows(const SequenceArguments *a, const HeadOf *h) {
   return (Operand){
       .at = a->keys + h->cache,
-      .rows = (int)round16(h->past + h->count),
+      .rows = (int)multiple_of_16(h->past + h->count),
       .row_step = (long)a->head_dim * COLS,
       .term_step = COLS,
   };
@@ -194,7 +194,7 @@ INLINE Operand keys_by_terms(const SequenceArguments *a, const HeadOf *h) {
 }
 
 // One tile of scores, times the scale. `x_by_terms` rows are queries, columns are keys.
-INLINE void put_scores(const SequenceArguments *a, const HeadOf *h, Operand x, Operand w, const Form f,
+INLINE void put_scores(const SequenceArguments *a, const HeadOf *h, Operand x, Operand w, const TileForm f,
                        float scale, float *scores) {
   const int m0 = tile_row(a->most);
   const int n0 = tile_column(a->most);
@@ -203,29 +203,29 @@ INLINE void put_scores(const SequenceArguments *a, const HeadOf *h, Operand x, O
   float y[MOST_HIGH][8];
   sum_blocks(&t, 0, f, y);
   EACH_OWN(f) {
-    int m = OWN_M(t, f);
-    int n = OWN_N(t, f);
+    int m = own_m(&t, i, f);
+    int n = own_n(&t, j);
     if (m < h->count && n < a->ld) scores[h->scores + (long)m * a->ld + n] = y[i][j] * scale;
   }
 }
 
 KERNEL(attend_scores, SequenceArguments) {
-  const HeadOf h = head_of(a, block_y(), blocks_y());
-  const Form f = {.high = 8, .x_by_terms = 1};
+  const HeadOf h = head_of(a, thread_block_y(), thread_blocks_y());
+  const TileForm f = {.high = 8, .x_by_terms = 1};
   put_scores(a, &h, queries_by_terms(a, &h, a->q), keys_by_rows(a, &h), f, a->scale, a->p);
 }
 
 // 16 lanes have a query: its row of scores becomes exponentials.
 KERNEL(attend_rows, SequenceArguments) {
-  const HeadOf h = head_of(a, block_y(), blocks_y());
-  const int m = block_x() * (GPU_THREADS / LANES) + thread_index() / LANES;
+  const HeadOf h = head_of(a, thread_block_y(), thread_blocks_y());
+  const int m = thread_block_x() * (GPU_THREADS / LANES) + thread_index() / LANES;
   if (m >= h.count) return;
   const int m0 = m / TILE * TILE;
   const int position = h.past + m;
   float top;
   float total;
-  exponentials(a->p + h.scores + (long)m * a->ld, tile_begin(a, &h, m0), first_seen(a->window, position),
-               position + 1, tile_end(&h, m0), &top, &total);
+  exponentiate_scores(a->p + h.scores + (long)m * a->ld, tile_begin(a, &h, m0),
+                      first_seen(a->window, position), position + 1, tile_end(&h, m0), &top, &total);
   ONE_LANE {
     a->top[h.row + (long)m * a->heads] = top;
     a->total[h.row + (long)m * a->heads] = total;
@@ -234,7 +234,7 @@ KERNEL(attend_rows, SequenceArguments) {
 
 // One tile [queries][elements] of x w, where the rows of x [queries][ld] are numbers of keys
 INLINE void sum_over_keys(const SequenceArguments *a, const HeadOf *h, const float *x, Operand w,
-                          const Form f, Tile *t, float y[MOST_HIGH][8]) {
+                          const TileForm f, Tile *t, float y[MOST_HIGH][8]) {
   const int m0 = tile_row(a->most);
   Operand rows = matrix_by_terms(x + h->scores, a->ld, h->count);
   *t = tile_at(rows, w, m0, tile_column(a->most), tile_end(h, m0), f);
@@ -242,16 +242,16 @@ INLINE void sum_over_keys(const SequenceArguments *a, const HeadOf *h, const flo
 }
 
 KERNEL(attend_values, SequenceArguments) {
-  const HeadOf h = head_of(a, block_y(), blocks_y());
+  const HeadOf h = head_of(a, thread_block_y(), thread_blocks_y());
   if (tile_row(a->most) >= h.count) return;
-  const Form f = {.high = 8, .x_by_terms = 1};
+  const TileForm f = {.high = 8, .x_by_terms = 1};
   Operand values = matrix_by_rows(a->values + h.cache, a->head_dim, a->head_dim);
   Tile t;
   float y[MOST_HIGH][8];
   sum_over_keys(a, &h, a->p, values, f, &t, y);
   EACH_OWN(f) {
-    int m = OWN_M(t, f);
-    int d = OWN_N(t, f);
+    int m = own_m(&t, i, f);
+    int d = own_n(&t, j);
     long row = h.row + (long)m * a->heads;
     if (m < h.count && d < a->head_dim) a->mixed[row * a->head_dim + d] = y[i][j] / a->total[row];
   }
@@ -261,12 +261,12 @@ KERNEL(attend_values, SequenceArguments) {
 
 // Scores again, and d_mixed . value, which becomes ds
 KERNEL(attend_backward_scores, SequenceArguments) {
-  const HeadOf h = head_of(a, block_y() / 2, blocks_y() / 2);
-  if (block_y() % 2 == 0) {
-    const Form f = {.high = 8, .x_by_terms = 1};
+  const HeadOf h = head_of(a, thread_block_y() / 2, thread_blocks_y() / 2);
+  if (thread_block_y() % 2 == 0) {
+    const TileForm f = {.high = 8, .x_by_terms = 1};
     put_scores(a, &h, queries_by_terms(a, &h, a->q), keys_by_rows(a, &h), f, a->scale, a->p);
   } else {
-    const Form f = {.high = 8, .x_by_terms = 1, .w_by_terms = 1};
+    const TileForm f = {.high = 8, .x_by_terms = 1, .w_by_terms = 1};
     Operand values = matrix_by_terms(a->values + h.cache, a->head_dim, h.count);
     put_scores(a, &h, queries_by_terms(a, &h, a->d_mixed), values, f, 1.0f, a->ds);
   }
@@ -275,8 +275,8 @@ KERNEL(attend_backward_scores, SequenceArguments) {
 // 16 lanes have a query: p = exp(score - top) (1 / total), ds = p (d_mixed . value - delta), 0 where it sees
 // no key; delta = row sum of mixed d_mixed. definition: attention.attend_backward
 KERNEL(attend_backward_rows, SequenceArguments) {
-  const HeadOf h = head_of(a, block_y(), blocks_y());
-  const int m = block_x() * (GPU_THREADS / LANES) + thread_index() / LANES;
+  const HeadOf h = head_of(a, thread_block_y(), thread_blocks_y());
+  const int m = thread_block_x() * (GPU_THREADS / LANES) + thread_index() / LANES;
   if (m >= h.count) return;
   const int m0 = m / TILE * TILE;
   const int begin = tile_begin(a, &h, m0);
@@ -299,15 +299,15 @@ KERNEL(attend_backward_rows, SequenceArguments) {
 
 // dq = scale (sum of ds key)
 KERNEL(attend_backward_queries, SequenceArguments) {
-  const HeadOf h = head_of(a, block_y(), blocks_y());
+  const HeadOf h = head_of(a, thread_block_y(), thread_blocks_y());
   if (tile_row(a->most) >= h.count) return;
-  const Form f = {.high = 8, .x_by_terms = 1, .w_by_terms = 1};
+  const TileForm f = {.high = 8, .x_by_terms = 1, .w_by_terms = 1};
   Tile t;
   float y[MOST_HIGH][8];
   sum_over_keys(a, &h, a->ds, keys_by_terms(a, &h), f, &t, y);
   EACH_OWN(f) {
-    int m = OWN_M(t, f);
-    int d = OWN_N(t, f);
+    int m = own_m(&t, i, f);
+    int d = own_n(&t, j);
     if (m < h.count && d < a->head_dim)
       a->dq[(h.row + (long)m * a->heads) * a->head_dim + d] = y[i][j] * a->scale;
   }
@@ -323,11 +323,11 @@ INLINE int query_blocks_end(const SequenceArguments *a, const HeadOf *h, int n0)
 // dk = scale (sum of ds q) and dv = sum of p d_mixed: for each head of the group in order, blocks of 128
 // queries. Rows of the tile are keys, terms are queries; queries before these keys do not see them.
 KERNEL(attend_backward_keys, SequenceArguments) {
-  const Form f = {.high = 8};
+  const TileForm f = {.high = 8};
   const int each = a->heads / a->kv_heads;
-  const int of_values = block_y() % 2;
-  const int group = block_y() / 2;  // of the launch
-  const int heads = blocks_y() / 2 * each;
+  const int of_values = thread_block_y() % 2;
+  const int group = thread_block_y() / 2;  // of the launch
+  const int heads = thread_blocks_y() / 2 * each;
   const int n0 = tile_row(a->most);
   HeadOf h = head_of(a, group * each, heads);
   if (n0 >= h.count) return;
@@ -342,8 +342,8 @@ KERNEL(attend_backward_keys, SequenceArguments) {
     add_blocks_to(&t, n0 / BLOCK, query_blocks_end(a, &h, n0), f, y);
   }
   EACH_OWN(f) {
-    int n = OWN_M(t, f);
-    int d = OWN_N(t, f);
+    int n = own_m(&t, i, f);
+    int d = own_n(&t, j);
     if (n >= h.count || d >= a->head_dim) continue;
     float *row = a->d_raw + (h.first + n) * a->d_raw_row;
     if (of_values) {

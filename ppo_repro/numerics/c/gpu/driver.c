@@ -184,7 +184,8 @@ static void *function_of(Kernel *kernel) {
   return kernel->function;
 }
 
-// Thread blocks in three dimensions, and threads of each; 0 stands for 1 block, or for GPU_THREADS threads
+// Thread blocks in three dimensions, and threads of each; 0 stands for 1 thread block, or for GPU_THREADS
+// threads
 typedef struct {
   long x;
   long y;

@@ -14,7 +14,11 @@
   for (int i = 0; i < 8; i++) \
     UNROLL                \
     for (int j = 0; j < 8; j += 4)
-#define FOUR_AT(part, i, j) (parts + (long)(part) * TILE * TILE + (2 * (i) + (j) / 4) * 4 * GPU_THREADS)
+INLINE float *four_at(float *parts, int part, int i, int j) {
+  return parts + (long)part * TILE * TILE + (2 * i + j / 4) * 4 * GPU_THREADS;
+}
+
+INLINE float *own_part(float *parts, int part, int i, int j) { return four_at(parts, part, i, j) + j % 4; }
 
 INLINE Float4 four_of(float y[MOST_HIGH][8], int i, int j) {
   return (Float4){y[i][j], y[i][j + 1], y[i][j + 2], y[i][j + 3]};
@@ -27,41 +31,40 @@ INLINE void close_tile_slots(float y[MOST_HIGH][8], float *parts, int from, int 
     int level = 0;
     for (; (slot >> level) & 1; level++)
       EACH_FOUR {
-        const Float4 subtree = load4(FOUR_AT(level, i, j));
+        const Float4 subtree = load4(four_at(parts, level, i, j));
         y[i][j] = y[i][j] + subtree.x;
         y[i][j + 1] = y[i][j + 1] + subtree.y;
         y[i][j + 2] = y[i][j + 2] + subtree.z;
         y[i][j + 3] = y[i][j + 3] + subtree.w;
       }
     EACH_FOUR {
-      store4(FOUR_AT(level, i, j), four_of(y, i, j));
+      store4(four_at(parts, level, i, j), four_of(y, i, j));
       y[i][j] = y[i][j + 1] = y[i][j + 2] = y[i][j + 3] = 0.0f;
     }
   }
 }
 
 // The thread's elements of dw that exist: element (i, j) is at `at` in the arrays of partial sums, and at
-// OWN_PART(part) in a part
+// own_part(parts, part, i, j) in a part
 #define EACH_ELEMENT(a, t, f, ...)                    \
   EACH_OWN(f) {                                       \
-    const int n = OWN_M(t, f);                        \
-    const int k = OWN_N(t, f);                        \
+    const int n = own_m(&(t), i, f);                  \
+    const int k = own_n(&(t), j);                     \
     const long at = (a)->grad + (long)n * (a)->k + k; \
     if (n < (a)->n && k < (a)->k) {                   \
       __VA_ARGS__                                     \
     }                                                 \
   }
-#define OWN_PART(part) FOUR_AT(part, i, j)[j % 4]
 
 // A thread block takes tile after tile of dw. For each one it loads the parts that an earlier backward pass
 // left, adds its blocks, and stores what is open. Rows of dy and x are terms here.
 KERNEL(weight_gradient_tiles, GradientArguments) {
-  const Form f = {.high = 8};
+  const TileForm f = {.high = 8};
   const Sums *s = &a->sums;
   const int tiles_down = tiles_of(a->n, TILE);
   const int tiles = tiles_down * tiles_of(a->k, TILE);
-  float *parts = a->parts + (long)block_x() * (s->levels + 1) * TILE * TILE + 4 * thread_index();
-  for (int index = block_x(); index < tiles; index += blocks_x()) {
+  float *parts = a->parts + (long)thread_block_x() * (s->levels + 1) * TILE * TILE + 4 * thread_index();
+  for (int index = thread_block_x(); index < tiles; index += thread_blocks_x()) {
     Operand dy = matrix_by_rows(a->dy, a->ldd, a->n);
     Operand x = matrix_by_rows(a->x, a->ldx, a->k);
     Tile t = tile_at(dy, x, index % tiles_down * TILE, index / tiles_down * TILE, 0, f);
@@ -74,7 +77,8 @@ KERNEL(weight_gradient_tiles, GradientArguments) {
     EACH_OWN(f) y[i][j] = 0.0f;
     if (s->open) EACH_ELEMENT(a, t, f, y[i][j] = s->level[0][at];)
     for (int level = 0; level < s->levels; level++)
-      if ((s->first >> level) & 1) EACH_ELEMENT(a, t, f, OWN_PART(level) = s->level[level + 1][at];)
+      if ((s->first >> level) & 1)
+        EACH_ELEMENT(a, t, f, *own_part(parts, level, i, j) = s->level[level + 1][at];)
     close_tile_slots(y, parts, s->first, a->slot[0]);
 
     // 2. the blocks
@@ -89,12 +93,13 @@ KERNEL(weight_gradient_tiles, GradientArguments) {
 
     // 3. the sum for the next pass, or the gradient
     if (is_whole(s)) {
-      EACH_ELEMENT(a, t, f, s->level[0][at] = OWN_PART(s->levels);)
+      EACH_ELEMENT(a, t, f, s->level[0][at] = *own_part(parts, s->levels, i, j);)
       continue;
     }
     if (s->stays_open) EACH_ELEMENT(a, t, f, s->level[0][at] = y[i][j];)
     for (int level = 0; level < s->levels; level++)
-      if ((s->last >> level) & 1) EACH_ELEMENT(a, t, f, s->level[level + 1][at] = OWN_PART(level);)
+      if ((s->last >> level) & 1)
+        EACH_ELEMENT(a, t, f, s->level[level + 1][at] = *own_part(parts, level, i, j);)
   }
 }
 
@@ -158,15 +163,15 @@ INLINE float column_block(const Columns *a, int first, int rows, int c) {
 
 // First all blocks, each for itself: a thread has a column of some blocks.
 KERNEL(column_blocks, ColumnArguments) {
-  const int c = block_x() * GPU_THREADS + thread_index();
+  const int c = thread_block_x() * GPU_THREADS + thread_index();
   if (c >= a->of.cols) return;
-  for (int block = block_y(); block < a->blocks; block += blocks_y())
+  for (int block = thread_block_y(); block < a->blocks; block += thread_blocks_y())
     a->partial[(long)block * a->of.cols + c] = column_block(&a->of, a->start[block], a->length[block], c);
 }
 
 // Then their sums, slot by slot: a thread has a column.
 KERNEL(column_slots, ColumnArguments) {
-  const int c = block_x() * GPU_THREADS + thread_index();
+  const int c = thread_block_x() * GPU_THREADS + thread_index();
   if (c >= a->of.cols) return;
   Element e = load_element(&a->sums, a->grad + c);
   close_element_slots(&e, a->sums.first, a->slot[0]);
@@ -184,7 +189,7 @@ KERNEL(column_slots, ColumnArguments) {
 KERNEL(table_rows, TableGradient) {
   const Sums *s = &a->sums;
   const int alone = !s->first && !s->open && is_whole(s);  // there is no other pass
-  for (int id = block_x(); id < a->entries; id += blocks_x()) {
+  for (int id = thread_block_x(); id < a->entries; id += thread_blocks_x()) {
     const int begin = a->start[id];
     const int end = id == a->skipped ? begin : a->start[id + 1];
     for (int c = thread_index(); c < a->width; c += GPU_THREADS) {

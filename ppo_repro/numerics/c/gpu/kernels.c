@@ -5,7 +5,7 @@
 // Other sums than in the table of ../all.c:
 //   rule 1  chain in tiles.c, add_blocks in products.c, attend_queries in attention.c (scores and values)
 //   rule 2  close_tile_slots, column_block, close_element_slots and table_rows in gradients.c
-//   rule 3  exponentials in attention.c
+//   rule 3  exponentiate_scores in attention.c
 //   rule 4  attend_backward_keys in attention.c
 #define GPU_KERNELS
 #include "../operations.h"

@@ -1,6 +1,6 @@
-// The loops of row functions on a GPU: the macros and functions of ../lanes.h, where a lane is a thread. 16
-// threads compute a row. A variable is each lane's own, so `LANE(sum)` is `sum`; what all lanes must know
-// they get by shuffles. Two rows are computed by one warp and need not keep step.
+// The loops of row functions on a GPU: the macros and functions of ../lanes.h, where each lane of a row has a
+// thread of its own. 16 threads compute a row. A variable is each lane's own, so `LANE(sum)` is `sum`; what
+// all lanes must know they get by shuffles. Two rows are computed by one warp and need not keep step.
 #ifndef GPU_LANES_H
 #define GPU_LANES_H
 #include "../arithmetic.h"
@@ -17,10 +17,10 @@ typedef void (*RowFunction)(const void *argument, int row, float *memory);  // o
 #define ROW(name, Struct)                                                                           \
   INLINE void name##_body(const Struct *a, int row, float *memory);                                 \
   ROW_KERNEL(name, Struct) {                                                                        \
-    const int groups_of_block = threads() / LANES;                                                  \
-    const int group = block_x() * groups_of_block + thread_index() / LANES;                         \
+    const int groups_at_once = threads() / LANES;                                                   \
+    const int group = thread_block_x() * groups_at_once + thread_index() / LANES;                   \
     float *memory = rows.memory + (long)group * rows.floats;                                        \
-    for (int row = group; row < rows.rows; row += blocks_x() * groups_of_block) {                   \
+    for (int row = group; row < rows.rows; row += thread_blocks_x() * groups_at_once) {             \
       name##_body(&argument, row, memory);                                                          \
       meet_lanes(); /* the next row uses the same memory */                                         \
     }                                                                                               \

@@ -5,25 +5,26 @@
 
 enum {
   FEW_ROWS = 256,     // up to here each block of terms has thread blocks of its own
-  MOST_BLOCKS_Y = 32768,
-  MOST_BLOCKS_Z = 32768,
+  MOST_GRID_Y = 32768,
+  MOST_GRID_Z = 32768,
   SCORE_FLOATS = 1 << 26,  // memory of scores
   PARTS_BYTES = 4 * GPU_THREADS * (MAX_LEVELS + 1)
 };
 
-#define KERNEL(name) static Kernel name[1] = {{#name, 0, NULL}}
+// A kernel of kernels.c that this file launches
+#define LAUNCHES(name) static Kernel name[1] = {{#name, 0, NULL}}
 
 // Bytes of shared memory for tiles of 16 high rows
 static long tile_bytes(int high) { return 4L * STAGES * stage_floats(high); }
 
 // -------------------------------------------------------------------------------------------------- products
 
-KERNEL(product_8);
-KERNEL(product_4);
-KERNEL(product_2);
-KERNEL(product_1);
-KERNEL(product_8_rows);
-KERNEL(add_blocks);
+LAUNCHES(product_8);
+LAUNCHES(product_4);
+LAUNCHES(product_2);
+LAUNCHES(product_1);
+LAUNCHES(product_8_rows);
+LAUNCHES(add_blocks);
 
 // A kernel of products, and the height of its tiles / 16
 typedef struct {
@@ -44,9 +45,9 @@ static ProductKernel product_kernel(int rows, int w_by_rows) {
 static void run_product(ProductArguments a, int w_by_rows) {
   if (a.rows < 1) return;
   ProductKernel with = product_kernel(a.rows, w_by_rows);
-  long tiles = blocks_for(a.rows, 16 * with.high) * blocks_for(a.cols, TILE);
+  long tiles = divided_up(a.rows, 16 * with.high) * divided_up(a.cols, TILE);
   long shared = tile_bytes(with.high);
-  int blocks = (int)blocks_for(a.terms, BLOCK);
+  int blocks = (int)divided_up(a.terms, BLOCK);
   if (tiles >= 2L * gpu.multiprocessors || blocks == 1 || a.rows > FEW_ROWS) {
     launch(with.kernel, (Grid){.x = tiles}, shared, &a);
     return;
@@ -55,7 +56,7 @@ static void run_product(ProductArguments a, int w_by_rows) {
   a.each = 1;
   a.partial = shared_scratch(SCRATCH_PARTIAL_PRODUCTS, floats);
   launch(with.kernel, (Grid){.x = tiles, .y = blocks}, shared, &a);
-  launch(add_blocks, (Grid){.x = blocks_for((long)a.rows * a.cols, GPU_THREADS)}, 0, &a);
+  launch(add_blocks, (Grid){.x = divided_up((long)a.rows * a.cols, GPU_THREADS)}, 0, &a);
 }
 
 void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y) {
@@ -101,14 +102,14 @@ void pack(Matrix *m) { (void)m; }
 
 // -------------------------------------------------------------------------------------- sums over tokens
 
-KERNEL(weight_gradient_tiles);
-KERNEL(column_blocks);
-KERNEL(column_slots);
-KERNEL(table_rows);
+LAUNCHES(weight_gradient_tiles);
+LAUNCHES(column_blocks);
+LAUNCHES(column_slots);
+LAUNCHES(table_rows);
 
 static void weight_gradient(const float *dy, int n, const float *x, int k, const Blocks *blocks, long grad) {
   if (grad < 0) return;
-  const long tiles = blocks_for(n, TILE) * blocks_for(k, TILE);
+  const long tiles = divided_up(n, TILE) * divided_up(k, TILE);
   const long grid = tiles < gpu.multiprocessors ? tiles : gpu.multiprocessors;
   const size_t parts = (size_t)(blocks->sums->levels + 1) * TILE * TILE;
   GradientArguments a = {
@@ -142,8 +143,8 @@ static void column_sums(Columns of, const Blocks *blocks, long grad) {
       .grad = grad,
       .sums = *blocks->sums,
   };
-  const long across = blocks_for(of.cols, GPU_THREADS);
-  if (count) launch(column_blocks, (Grid){.x = across, .y = least(count, MOST_BLOCKS_Y)}, 0, &a);
+  const long across = divided_up(of.cols, GPU_THREADS);
+  if (count) launch(column_blocks, (Grid){.x = across, .y = least(count, MOST_GRID_Y)}, 0, &a);
   launch(column_slots, (Grid){.x = across}, PARTS_BYTES, &a);
 }
 
@@ -153,14 +154,14 @@ static void sum_table_rows(const TableGradient *of) {
 
 // ------------------------------------------------------------------------------------------------- attention
 
-KERNEL(attend_queries);
-KERNEL(attend_scores);
-KERNEL(attend_rows);
-KERNEL(attend_values);
-KERNEL(attend_backward_scores);
-KERNEL(attend_backward_rows);
-KERNEL(attend_backward_queries);
-KERNEL(attend_backward_keys);
+LAUNCHES(attend_queries);
+LAUNCHES(attend_scores);
+LAUNCHES(attend_rows);
+LAUNCHES(attend_values);
+LAUNCHES(attend_backward_scores);
+LAUNCHES(attend_backward_rows);
+LAUNCHES(attend_backward_queries);
+LAUNCHES(attend_backward_keys);
 
 enum { FEW_QUERIES = 8 };  // of a sequence, on average
 
@@ -201,7 +202,7 @@ static void attend_single_queries(const Heads *h, int heads, long shared) {
       .window = h->window,
       .scale = h->scale,
   };
-  const long of_token = m->kv_heads * blocks_for(m->heads / m->kv_heads, heads);
+  const long of_token = m->kv_heads * divided_up(m->heads / m->kv_heads, heads);
   launch(attend_queries, (Grid){.x = b->tokens * of_token}, shared, &a);
 }
 
@@ -243,9 +244,9 @@ static void by_sequences(const Heads *h, int arrays, SequencePass pass) {
   for (int first = 0; first < b->sequences; first += count) {
     a.first_sequence = first;
     a.most = a.ld = 0;
-    for (count = 0; first + count < b->sequences && count < MOST_BLOCKS_Z; count++) {
+    for (count = 0; first + count < b->sequences && count < MOST_GRID_Z; count++) {
       const int queries = queries_of(b, first + count);
-      const int keys = (int)round16(keys_of(b, first + count));
+      const int keys = (int)multiple_of_16(keys_of(b, first + count));
       const int most = queries > a.most ? queries : a.most;
       const int ld = keys > a.ld ? keys : a.ld;
       if (count && (long)arrays * (count + 1) * m->heads * most * ld > SCORE_FLOATS) break;
@@ -256,7 +257,7 @@ static void by_sequences(const Heads *h, int arrays, SequencePass pass) {
     const long of_group = (long)count * group * a.most * a.ld;  // scores of one key head
     long groups = SCORE_FLOATS / (arrays * of_group);
     groups = groups < 1 ? 1 : groups > m->kv_heads ? m->kv_heads : groups;
-    const long scores = round16(groups * of_group);
+    const long scores = multiple_of_16(groups * of_group);
     a.p = shared_scratch(SCRATCH_SCORES, (size_t)(arrays * scores));
     a.ds = arrays > 1 ? a.p + scores : NULL;
     for (a.first_kv = 0; a.first_kv < m->kv_heads; a.first_kv += (int)groups)
@@ -265,21 +266,21 @@ static void by_sequences(const Heads *h, int arrays, SequencePass pass) {
 }
 
 static void attend_sequences(const SequenceArguments *a, long heads, long sequences) {
-  const long down = blocks_for(a->most, TILE);
-  const Grid scores = {down * blocks_for(a->ld, TILE), heads, sequences, 0};
-  const Grid rows = {blocks_for(a->most, GPU_THREADS / LANES), heads, sequences, 0};
-  const Grid values = {down * blocks_for(a->head_dim, TILE), heads, sequences, 0};
+  const long down = divided_up(a->most, TILE);
+  const Grid scores = {down * divided_up(a->ld, TILE), heads, sequences, 0};
+  const Grid rows = {divided_up(a->most, GPU_THREADS / LANES), heads, sequences, 0};
+  const Grid values = {down * divided_up(a->head_dim, TILE), heads, sequences, 0};
   launch(attend_scores, scores, tile_bytes(8), a);
   launch(attend_rows, rows, 0, a);
   launch(attend_values, values, tile_bytes(8), a);
 }
 
 static void attend_backward_sequences(const SequenceArguments *a, long heads, long sequences) {
-  const long down = blocks_for(a->most, TILE);
-  const long across = blocks_for(a->head_dim, TILE);
+  const long down = divided_up(a->most, TILE);
+  const long across = divided_up(a->head_dim, TILE);
   const long key_heads = heads * a->kv_heads / a->heads;
-  const Grid scores = {down * blocks_for(a->ld, TILE), 2 * heads, sequences, 0};
-  const Grid rows = {blocks_for(a->most, GPU_THREADS / LANES), heads, sequences, 0};
+  const Grid scores = {down * divided_up(a->ld, TILE), 2 * heads, sequences, 0};
+  const Grid rows = {divided_up(a->most, GPU_THREADS / LANES), heads, sequences, 0};
   const Grid queries = {down * across, heads, sequences, 0};
   const Grid keys = {down * across, 2 * key_heads, sequences, 0};
   launch(attend_backward_scores, scores, tile_bytes(8), a);

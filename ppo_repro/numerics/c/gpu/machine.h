@@ -6,9 +6,9 @@
 // dimension. Shared memory is one array of floats, whose size the launch says.
 //
 //   KERNEL(name, Struct) { .. }  a kernel; `a` is the struct
-//   thread_index, threads        the thread in its block, and how many there are
-//   block_x, block_y, block_z    the block in the grid; blocks_x, blocks_y how many there are
-//   barrier                      waits for all threads of the block, and shows what they wrote
+//   thread_index, threads        the thread in its thread block, and how many there are
+//   thread_block_x, .._y, .._z   the thread block in the grid; thread_blocks_x, .._y how many there are
+//   barrier                      waits for all threads of the thread block, and shows what they wrote
 //   meet_lanes                   the same for the 16 lanes that compute a row (lanes.h)
 //   other_lane(x, mask)          x of the lane whose number differs in the bits `mask`, of 16
 //   load_fixed(p)                *p in global memory, which no thread writes while the kernel runs
@@ -45,11 +45,11 @@ extern SHARED float shared_memory[] __attribute__((aligned(16)));
 
 INLINE int thread_index(void) { return __nvvm_read_ptx_sreg_tid_x(); }
 INLINE int threads(void) { return __nvvm_read_ptx_sreg_ntid_x(); }
-INLINE int block_x(void) { return __nvvm_read_ptx_sreg_ctaid_x(); }
-INLINE int block_y(void) { return __nvvm_read_ptx_sreg_ctaid_y(); }
-INLINE int block_z(void) { return __nvvm_read_ptx_sreg_ctaid_z(); }
-INLINE int blocks_x(void) { return __nvvm_read_ptx_sreg_nctaid_x(); }
-INLINE int blocks_y(void) { return __nvvm_read_ptx_sreg_nctaid_y(); }
+INLINE int thread_block_x(void) { return __nvvm_read_ptx_sreg_ctaid_x(); }
+INLINE int thread_block_y(void) { return __nvvm_read_ptx_sreg_ctaid_y(); }
+INLINE int thread_block_z(void) { return __nvvm_read_ptx_sreg_ctaid_z(); }
+INLINE int thread_blocks_x(void) { return __nvvm_read_ptx_sreg_nctaid_x(); }
+INLINE int thread_blocks_y(void) { return __nvvm_read_ptx_sreg_nctaid_y(); }
 
 INLINE void barrier(void) { __syncthreads(); }
 
@@ -103,8 +103,8 @@ INLINE void put_shared4(SHARED float *p, Float4 x) { *(SHARED Float4 *)p = x; }
 extern float *shared_memory;
 extern int emulated_thread;
 extern int emulated_threads;
-extern int emulated_block[3];
-extern int emulated_blocks[3];
+extern int emulated_thread_block[3];
+extern int emulated_thread_blocks[3];
 void barrier(void);
 void meet_lanes(void);
 uint32_t other_lane(uint32_t x, int mask);
@@ -114,11 +114,11 @@ void wait_copies(int groups);
 
 INLINE int thread_index(void) { return emulated_thread; }
 INLINE int threads(void) { return emulated_threads; }
-INLINE int block_x(void) { return emulated_block[0]; }
-INLINE int block_y(void) { return emulated_block[1]; }
-INLINE int block_z(void) { return emulated_block[2]; }
-INLINE int blocks_x(void) { return emulated_blocks[0]; }
-INLINE int blocks_y(void) { return emulated_blocks[1]; }
+INLINE int thread_block_x(void) { return emulated_thread_block[0]; }
+INLINE int thread_block_y(void) { return emulated_thread_block[1]; }
+INLINE int thread_block_z(void) { return emulated_thread_block[2]; }
+INLINE int thread_blocks_x(void) { return emulated_thread_blocks[0]; }
+INLINE int thread_blocks_y(void) { return emulated_thread_blocks[1]; }
 
 INLINE void copy16(float *to, const float *from, int bytes) { copy_later(to, from, 16, bytes); }
 INLINE void copy4(float *to, const float *from, int bytes) { copy_later(to, from, 4, bytes); }

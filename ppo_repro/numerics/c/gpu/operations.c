@@ -62,7 +62,7 @@ static int *room_for_integers(long n) {
     gathered.used = gathered.sent = 0;
   }
   int *here = gathered.host + gathered.used;
-  gathered.used += round16(n);
+  gathered.used += multiple_of_16(n);
   if (gathered.used > gathered.size) gathered.used = gathered.size;
   return here;
 }
@@ -107,24 +107,24 @@ static int flag_value(const int *flag) { return *(const int *)on_host(flag, size
 
 // ------------------------------------------------------------------------------------------------------ rows
 
-enum { FEW_THREADS = 32, MOST_ROW_BLOCKS = 1 << 20, ROW_MEMORY_FLOATS = 1 << 26 };
+enum { FEW_THREADS = 32, MOST_ROW_GRID = 1 << 20, ROW_MEMORY_FLOATS = 1 << 26 };
 
-static long blocks_for(long items, long each) { return (items + each - 1) / each; }
+static long divided_up(long items, long each) { return (items + each - 1) / each; }
 
 static void for_rows_with_memory(int rows, int floats, RowFunction function, const void *argument) {
   if (rows < 1) return;
-  // few rows in blocks of 2, so that they meet on no multiprocessor
+  // few rows in thread blocks of 2 rows, so that they meet on no multiprocessor
   const int threads = rows <= 16 * gpu.multiprocessors ? FEW_THREADS : GPU_THREADS;
-  const int rows_of_block = threads / LANES;
+  const int rows_at_once = threads / LANES;
   RowsOf of = {.rows = rows, .floats = (floats + 3) / 4 * 4};
-  long blocks = blocks_for(rows, rows_of_block);
-  if (blocks > MOST_ROW_BLOCKS) blocks = MOST_ROW_BLOCKS;
+  long grid = divided_up(rows, rows_at_once);
+  if (grid > MOST_ROW_GRID) grid = MOST_ROW_GRID;
   if (floats) {
-    long most = ROW_MEMORY_FLOATS / ((long)of.floats * rows_of_block);
-    if (blocks > most) blocks = most > 0 ? most : 1;
-    of.memory = shared_scratch(SCRATCH_ROWS, (size_t)blocks * (size_t)rows_of_block * (size_t)of.floats);
+    long most = ROW_MEMORY_FLOATS / ((long)of.floats * rows_at_once);
+    if (grid > most) grid = most > 0 ? most : 1;
+    of.memory = shared_scratch(SCRATCH_ROWS, (size_t)grid * (size_t)rows_at_once * (size_t)of.floats);
   }
-  launch_kernel(function, (Grid){.x = blocks, .threads = threads}, 0, argument, &of);
+  launch_kernel(function, (Grid){.x = grid, .threads = threads}, 0, argument, &of);
 }
 
 static void for_rows(int rows, RowFunction function, const void *argument) {

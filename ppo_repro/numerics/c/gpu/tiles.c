@@ -18,7 +18,7 @@ typedef struct {
   int high;        // rows of a tile / 16
   int x_by_terms;  // whether the terms of a row of x follow one another in memory; else its rows do
   int w_by_terms;
-} Form;
+} TileForm;
 
 // -------------------------------------------------------------------------------------------------- operands
 
@@ -159,14 +159,14 @@ typedef struct {
 
 INLINE int tiles_of(int n, int size) { return (n + size - 1) / size; }
 
-INLINE Tile tile_at(Operand x, Operand w, int m0, int n0, int terms, const Form f) {
+INLINE Tile tile_at(Operand x, Operand w, int m0, int n0, int terms, const TileForm f) {
   const int warp = thread_index() / 32;
-  const int lane = thread_index() % 32;
+  const int in_warp = thread_index() % 32;
   return (Tile){
       .m0 = m0,
       .n0 = n0,
-      .place_x = lane / 2 % 8 + 8 * (warp % 2),
-      .place_w = lane / 16 * 2 + lane % 2 + 4 * (warp / 2),
+      .place_x = in_warp / 2 % 8 + 8 * (warp % 2),
+      .place_w = in_warp / 16 * 2 + in_warp % 2 + 4 * (warp / 2),
       .terms = terms,
       .blocks = tiles_of(terms, BLOCK),
       .x = fetch_of(x, m0, f.x_by_terms, 16 * f.high),
@@ -174,14 +174,14 @@ INLINE Tile tile_at(Operand x, Operand w, int m0, int n0, int terms, const Form 
   };
 }
 
-// The elements of a thread: i of `high` rows and j of 8 columns; element (i, j) is y[m][n]
+// The elements of a thread: i of `high` rows and j of 8 columns; element (i, j) is y[own_m][own_n]
 #define EACH_OWN(f)                  \
   UNROLL                             \
   for (int i = 0; i < (f).high; i++) \
     UNROLL                           \
     for (int j = 0; j < 8; j++)
-#define OWN_M(t, f) ((t).m0 + own_row((f).high, (t).place_x, i))
-#define OWN_N(t, f) ((t).n0 + own_row(8, (t).place_w, j))
+INLINE int own_m(const Tile *t, int i, const TileForm f) { return t->m0 + own_row(f.high, t->place_x, i); }
+INLINE int own_n(const Tile *t, int j) { return t->n0 + own_row(8, t->place_w, j); }
 
 // The terms [begin, end) of a block
 typedef struct {
@@ -205,7 +205,7 @@ typedef struct {
 
 // Starts the copies of the next stage, into place `stage`. A group of copies ends here even where there is no
 // stage left, so that the number of groups always tells which stages are here.
-INLINE void fetch_stage(const Tile *t, Pipeline *p, int stage, const Form f) {
+INLINE void fetch_stage(const Tile *t, Pipeline *p, int stage, const TileForm f) {
   SHARED float *x = shared_memory + stage * stage_floats(f.high);
   SHARED float *w = x + TERMS * (16 * f.high + GAP);
   if (p->block < p->after) {
@@ -222,7 +222,7 @@ INLINE void fetch_stage(const Tile *t, Pipeline *p, int stage, const Form f) {
 }
 
 // Blocks [first, after) of the tile
-INLINE Pipeline begin_tile(const Tile *t, int first, int after, const Form f) {
+INLINE Pipeline begin_tile(const Tile *t, int first, int after, const TileForm f) {
   Pipeline p = {.block = first, .after = after};
   if (first < after) {
     Span span = span_of(t, first);
@@ -239,7 +239,7 @@ INLINE void end_tile(void) {
 }
 
 // One block: acc[i][j] = chain over its terms, by rising term
-INLINE void chain(const Tile *t, Pipeline *p, int block, const Form f, float acc[MOST_HIGH][8]) {
+INLINE void chain(const Tile *t, Pipeline *p, int block, const TileForm f, float acc[MOST_HIGH][8]) {
   Span span = span_of(t, block);
   EACH_OWN(f) acc[i][j] = 0.0f;
   for (int term = span.begin; term < span.end; term += TERMS) {
@@ -269,7 +269,7 @@ INLINE void chain(const Tile *t, Pipeline *p, int block, const Form f, float acc
 }
 
 // Adds the blocks [first, after) to y, in order
-INLINE void add_blocks_to(const Tile *t, int first, int after, const Form f, float y[MOST_HIGH][8]) {
+INLINE void add_blocks_to(const Tile *t, int first, int after, const TileForm f, float y[MOST_HIGH][8]) {
   Pipeline p = begin_tile(t, first, after, f);
   for (int block = first; block < after; block++) {
     float acc[MOST_HIGH][8];
@@ -280,7 +280,7 @@ INLINE void add_blocks_to(const Tile *t, int first, int after, const Form f, flo
 }
 
 // The product from block `first` on: y = +0, then y = y + block for all blocks, in order
-INLINE void sum_blocks(const Tile *t, int first, const Form f, float y[MOST_HIGH][8]) {
+INLINE void sum_blocks(const Tile *t, int first, const TileForm f, float y[MOST_HIGH][8]) {
   EACH_OWN(f) y[i][j] = 0.0f;
   add_blocks_to(t, first, t->blocks, f, y);
 }

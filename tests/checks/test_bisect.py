@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from transformers import PreTrainedModel
 
 from ppo_repro.checks.bisect import SamplerTrace, compare_ops, first_divergent_op, sample
 from ppo_repro.checks.probe import Mode
-from ppo_repro.commands.cli import main
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
+from tests.support.cli import Cli
 from tests.support.models import CONTEXT, policy, unequal
 from tests.support.sampler import STOPS, requests_of
 
@@ -96,18 +95,8 @@ def test_the_decoded_path_is_the_engines(mode: Mode, sampling: str) -> None:
     assert forward.outputs_equal == (mode == "deterministic")
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["ppo-repro", "bisect", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
-
-
-def test_the_command_on_a_run(
-    deterministic_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, deterministic_run, "--out", tmp_path, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_command_on_a_run(deterministic_run: Path, tmp_path: Path, cli: Cli) -> None:
+    found = json.loads(cli.done("bisect", deterministic_run, "--out", tmp_path, "--json"))
     assert found["first_divergent_op"] == {"deterministic": "", "native": "layer 0 self_attn.q_proj"}
     folder = Path(found["folder"])
     ops = pd.read_parquet(folder / "mismatch_op.parquet").sort_values("order")
@@ -119,8 +108,5 @@ def test_the_command_on_a_run(
     assert len(found["ops"]) == len(ops)
 
 
-def test_what_cannot_be_bisected_is_refused(
-    deterministic_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, deterministic_run, "--set", "seed=1") == 2
-    assert "--set goes with a configuration" in capsys.readouterr().err
+def test_what_cannot_be_bisected_is_refused(deterministic_run: Path, cli: Cli) -> None:
+    assert "--set goes with a configuration" in cli.refusal("bisect", deterministic_run, "--set", "seed=1")

@@ -19,11 +19,10 @@ from experiments.benchmarks import peak
 from ppo_repro.base.errors import OUT_OF_MEMORY, UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.plan import FLOAT, PHASES, PROCESS, as_json, plan_run, require_memory
-from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.config.files import load_config
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.prepare import prepare
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli
 from tests.support.models import CLASSES, CONFIGS
 from tests.support.paths import SMALL
 from tests.support.runs import small_config
@@ -85,17 +84,13 @@ def config_only(folder: Path) -> Path:
     return folder
 
 
-def test_a_folder_with_nothing_but_its_config_can_be_planned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_nothing_but_its_config_can_be_planned(tmp_path: Path, cli: Cli) -> None:
     model = f"model={{kind: folder, path: {config_only(tmp_path)}}}"
     found = plan_run(small_config(model))
     assert [m.name for m in found.models] == ["policy", "value model", "reference"]
     assert found.peak == PROCESS + max(found.total(phase) for phase in PHASES)
-    assert exit_code_of(["plan", "tests/support/small.yaml", "--set", model, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(as_json(found)))
-    assert exit_code_of(["plan", "tests/support/small.yaml", "--set", model]) == 0
-    table = capsys.readouterr().out
+    assert json.loads(cli.done("plan", SMALL, "--set", model, "--json")) == json.loads(json.dumps(as_json(found)))
+    table = cli.done("plan", SMALL, "--set", model)
     assert all(word in table for word in ("policy", "value model", "reference", "peak", *found.rows))
 
 
@@ -148,9 +143,7 @@ def test_every_kind_of_failed_allocation_is_one_line(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setattr(runner, "execute", lambda *arguments: FAILURES[number]())
-    code, _, err = cli("run", SMALL, "--out", tmp_path)
-    assert code == 2
-    assert one_line(err) == f"error: {OUT_OF_MEMORY}"
+    assert cli.refusal("run", SMALL, "--out", tmp_path) == f"error: {OUT_OF_MEMORY}"
     assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("seed")] == []
 
 
@@ -159,9 +152,7 @@ def test_what_cannot_fit_is_refused_before_it_begins(
 ) -> None:
     config, plan = small_config(), plan_run(small_config())
     monkeypatch.setattr("ppo_repro.checks.plan.memory_limit", lambda: plan.certain - 1)
-    code, _, err = cli("run", SMALL, "--out", tmp_path)
-    assert code == 2
-    assert one_line(err).startswith("error: not enough memory: ")
+    assert cli.refusal("run", SMALL, "--out", tmp_path).startswith("error: not enough memory: ")
     assert not list(tmp_path.iterdir())
     for limit, warned in ((plan.peak - 1, True), (plan.peak, False)):
         monkeypatch.setattr("ppo_repro.checks.plan.memory_limit", lambda limit=limit: limit)

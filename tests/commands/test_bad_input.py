@@ -74,9 +74,7 @@ def test_a_fifo_is_refused_where_a_file_is_wanted(
         ("run", dpo),
         ("run", TINY, "--set", f"task={{kind: jsonl, path: {fifo}, num_eval_prompts: 1}}"),
     ):
-        code, _, err = cli(*arguments)
-        assert code == 2, arguments
-        assert "it is no regular file" in one_line(err), arguments
+        assert "it is no regular file" in cli.refusal(*arguments), arguments
 
 
 def test_a_path_that_is_no_path(cli: Cli) -> None:
@@ -170,8 +168,5 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
 
 
 def test_a_learning_rate_without_measure_is_the_users_mistake(cli: Cli, tmp_path: Path) -> None:
-    code, _, err = cli("run", TINY, "--out", tmp_path, "--set", "ppo.learning_rate=1e30")
-    assert code == 2
-    assert "is not finite; lower the learning rate" in one_line(err).replace(
-        ", or further apart than float32 reaches", ""
-    )
+    said = cli.refusal("run", TINY, "--out", tmp_path, "--set", "ppo.learning_rate=1e30")
+    assert "is not finite; lower the learning rate" in said.replace(", or further apart than float32 reaches", "")

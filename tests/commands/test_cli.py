@@ -11,16 +11,15 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli, sets
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT, SMALL
-from tests.support.runs import recorded_iterations
+from tests.support.runs import recorded_iterations, run_below
 from tests.support.waiting import until
 
 
 def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
-    code, out, _ = cli("run", SMALL, "--out", tmp_path, "--json", "--set", "ppo.iterations=2")
-    assert code == 0
+    out = cli.done("run", SMALL, "--out", tmp_path, "--json", "--set", "ppo.iterations=2")
     summary = json.loads(out)
     assert summary["unequal_old_rollout_logprobs"] == summary["unequal_values"] == 0
     assert summary["unequal_first_ratios"] == 0
@@ -28,19 +27,16 @@ def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
     assert {"accuracy_before", "accuracy_after"} <= set(summary)
     assert {"preparation", "rollout", "forward", "update", "total"} <= set(summary["seconds"])
     run_dir = summary["run_dir"]
-    code, out, _ = cli("show", run_dir)
-    assert code == 0
+    out = cli.done("show", run_dir)
     assert summary["fingerprint"] in out
     assert "0 of" in out
     ratio = summary["numerical_accuracy"]["ratio"]
     assert 0 < ratio < 4
     assert f"stock float32 {summary['numerical_accuracy']['stock_rms']:.2g} and" in out
-    code, out, _ = cli("rerun", run_dir, "--json")
-    assert code == 0
+    out = cli.done("rerun", run_dir, "--json")
     found = json.loads(out)
     assert (found["identical"], found["first_difference"]) == (True, None)
-    code, out, _ = cli("diff", run_dir, run_dir)
-    assert code == 0
+    out = cli.done("diff", run_dir, run_dir)
     assert out.strip() == "identical"
 
 
@@ -72,24 +68,12 @@ MISTAKES = [
 @pytest.mark.parametrize(("arguments", "said"), MISTAKES, ids=[said for _, said in MISTAKES])
 def test_a_mistake_is_one_line_and_exit_two(cli: Cli, tmp_path: Path, arguments: list[str], said: str) -> None:
     where = ["--out", str(tmp_path)] if arguments[0] == "run" and "--out" not in arguments else []
-    code, out, err = cli(*arguments, *where)
-    assert code == 2
-    assert out == ""
-    assert said in one_line(err)
+    assert said in cli.refusal(*arguments, *where)
     assert not list(tmp_path.rglob("manifest.json")), "a run that could not start must leave nothing"
 
 
-def test_an_existing_run_is_left_alone(cli: Cli, deterministic_run: Path) -> None:
-    before = (deterministic_run / "manifest.json").read_bytes()
-    code, _, err = cli("run", SMALL, "--out", deterministic_run.parents[1])
-    assert code == 2
-    assert "exists already" in one_line(err)
-    assert (deterministic_run / "manifest.json").read_bytes() == before
-
-
 def start(out: Path, *overrides: str) -> subprocess.Popen[str]:
-    sets = [part for o in overrides for part in ("--set", o)]
-    command = [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(out), *sets]
+    command = [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(out), *sets(*overrides)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with hearing_ctrl_c():
         return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
@@ -102,7 +86,7 @@ def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> No
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    run_dir = run_below(tmp_path)
     done = manifest.load(run_dir).num_iterations
     assert done > 10
     assert (run_dir / "checkpoints" / f"iteration-{done // 10 * 10:06d}.safetensors").exists()
@@ -183,9 +167,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_complete(
         real(path, data)
 
     monkeypatch.setattr(writer, "atomic_write", full)
-    code, _, err = cli("run", SMALL, "--out", tmp_path)
-    assert code == 2
-    assert "No space left on device" in one_line(err)
-    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    assert "No space left on device" in cli.refusal("run", SMALL, "--out", tmp_path)
+    run_dir = run_below(tmp_path)
     assert manifest.load(run_dir).status == "failed"
     assert len(reader.read_iterations(run_dir, allow_incomplete=True)) == 1

@@ -24,12 +24,8 @@ from tests.support.synthetic_run import cut_back
 
 
 def test_the_seed_of_the_command_line(cli: Cli) -> None:
-    code, _, err = cli("plan", TINY, "--seed", str(2**63))
-    assert code == 2
-    assert f"seed = {2**63}: must be below" in one_line(err)
-    code, _, err = cli("plan", TINY, "--seed", "-1")
-    assert code == 2
-    assert "'-1' is not a count; try ppo-repro plan --help" in one_line(err)
+    assert f"seed = {2**63}: must be below" in cli.refusal("plan", TINY, "--seed", str(2**63))
+    assert "'-1' is not a count; try ppo-repro plan --help" in cli.refusal("plan", TINY, "--seed", "-1")
 
 
 @pytest.mark.parametrize(
@@ -37,9 +33,7 @@ def test_the_seed_of_the_command_line(cli: Cli) -> None:
     [("5:2", "'5:2' ends before it begins"), ("0:2", "must be at least 1"), ("3:", "'' is not a count")],
 )
 def test_iterations_that_are_none(cli: Cli, tmp_path: Path, text: str, said: str) -> None:
-    code, _, err = cli("rerun", tmp_path, "--iterations", text)
-    assert code == 2
-    assert f"argument --iterations: {said}" in one_line(err)
+    assert f"argument --iterations: {said}" in cli.refusal("rerun", tmp_path, "--iterations", text)
 
 
 def test_run_takes_a_file_for_control_runs(cli: Cli, tmp_path: Path) -> None:
@@ -72,18 +66,16 @@ def runs(tmp_path: Path, deterministic_run: Path, native_run: Path, monkeypatch:
 
 
 def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run: Path) -> None:
-    code, out, _ = cli("ls", "--json")
+    out = cli.done("ls", "--json")
     found = json.loads(out)["runs"]
-    assert code == 0
     assert [run["folder"] for run in found] == ["runs/a/b/three", "runs/a/one", "runs/two"]
     assert [run["state"] for run in found] == ["damaged", "complete", "complete"]
     head = manifest.load_head(deterministic_run)
     assert (found[1]["fingerprint"], found[1]["iterations"]) == (head.fingerprint, head.num_iterations)
     assert found[1]["kind"] == "language"
     assert 3600 <= found[1]["age_seconds"] < 3700
-    code, out, _ = cli("ls", runs / "a")
+    out = cli.done("ls", runs / "a")
     lines = out.splitlines()
-    assert code == 0
     assert lines[0].split() == ["run", "state", "iterations", "score", "fingerprint", "age"]
     assert [line.split()[0] for line in lines[1:]] == [str(runs / "a/b/three"), str(runs / "a/one")]
     score = f"{head.final['eval_score']:.3f}"
@@ -93,8 +85,7 @@ def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run:
 
 def test_ls_says_what_runs_differ_in_and_what_they_are_called(cli: Cli, runs: Path) -> None:
     head = manifest.load_head(runs / "two")
-    code, out, _ = cli("label", runs / "two", "--name", "plain torch", "--tag", "control", "--notes", "why 40 %?")
-    assert code == 0
+    out = cli.done("label", runs / "two", "--name", "plain torch", "--tag", "control", "--notes", "why 40 %?")
     assert out.splitlines() == ["name        plain torch", "tags        control", "notes       why 40 %?"]
     shutil.rmtree(runs / "a" / "b")
     lines = cli("ls")[1].splitlines()
@@ -107,18 +98,16 @@ def test_ls_says_what_runs_differ_in_and_what_they_are_called(cli: Cli, runs: Pa
     listed = json.loads(cli("ls", "--json")[1])["runs"][1]
     assert (listed["name"], listed["tags"], listed["notes"]) == ("plain torch", ["control"], "why 40 %?")
     assert "plain torch" in cli("show", runs / "two")[1]
-    code, out, _ = cli("verify", runs / "two")
-    assert code == 0
+    out = cli.done("verify", runs / "two")
     assert "under no digest: label.json" in out
     assert manifest.load_head(runs / "two") == head
     assert cli("label", runs / "two", "--name", "", "--tag", "", "--notes", "")[1] == "no label\n"
     assert not (runs / "two" / "label.json").exists()
-    code, _, err = cli("label", runs / "two", "--name", "x" * 61)
-    assert code == 2
-    assert "--name xxxx" in err
-    assert "must be one line of at most 60 characters" in one_line(err)
+    said = cli.refusal("label", runs / "two", "--name", "x" * 61)
+    assert "--name xxxx" in said
+    assert "must be one line of at most 60 characters" in said
     for name in ("two\nlines", "\x1b[31mred"):
-        assert cli("label", runs / "two", "--name", name)[0] == 2
+        cli.refusal("label", runs / "two", "--name", name)
     (runs / "two" / "label.json").write_text("{}}")
     assert "is no label; remove it" in one_line(cli("show", runs / "two")[2])
     assert [run["state"] for run in json.loads(cli("ls", "--json")[1])["runs"]] == ["complete", "damaged"]
@@ -127,9 +116,7 @@ def test_ls_says_what_runs_differ_in_and_what_they_are_called(cli: Cli, runs: Pa
 def test_a_name_changes_neither_folder_nor_fingerprint(cli: Cli, tmp_path: Path) -> None:
     summaries = []
     for out, name in (("plain", ()), ("named", ("--name", "first try", "--tag", "a", "--tag", "b"))):
-        code, printed, err = cli("run", TINY, "--out", tmp_path / out, "--json", *name)
-        assert code == 0, err
-        summaries.append(json.loads(printed))
+        summaries.append(json.loads(cli.done("run", TINY, "--out", tmp_path / out, "--json", *name)))
     plain, named = summaries
     assert plain["fingerprint"] == named["fingerprint"]
     assert Path(plain["run_dir"]).name == Path(named["run_dir"]).name
@@ -156,11 +143,9 @@ def test_a_run_without_a_process_that_writes_it_is_called_killed(cli: Cli, runs:
 def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:
     shutil.rmtree(runs / "a" / "b")
     assert latest_run() == Path("runs/a/one")
-    code, out, _ = cli("show", "latest")
-    assert code == 0
+    out = cli.done("show", "latest")
     assert out.startswith("runs/a/one: complete")
-    code, out, _ = cli("verify", "latest")
-    assert code == 0
+    out = cli.done("verify", "latest")
     assert f"{len(list(runs.glob('a/one/records/*/*')))} table files" in out
     assert cli("diff", "latest", runs / "a" / "one")[0] == 0
     assert cli("diff", "latest", runs / "two")[0] == 1
@@ -195,17 +180,14 @@ def test_the_library_and_a_file_for_dpo_take_the_latest_run(runs: Path, tmp_path
 
 @pytest.mark.parametrize(("wrong", "meant"), [("rnu", "run"), ("shwo", "show"), ("diif", "diff"), ("zzz", "")])
 def test_a_command_that_is_mistyped(cli: Cli, wrong: str, meant: str) -> None:
-    code, _, err = cli(wrong, TINY)
-    line = one_line(err)
-    assert code == 2
+    line = cli.refusal(wrong, TINY)
     assert f"argument COMMAND: '{wrong}' must be one of init, run, " in line
     assert (f"; did you mean {meant}?; try" if meant else "fetch; try") in line
 
 
 def test_fields_takes_several_sections(cli: Cli) -> None:
-    code, out, _ = cli("fields", "reward", "layout", "reward.terms", "--json")
+    out = cli.done("fields", "reward", "layout", "reward.terms", "--json")
     found = [section["path"] for section in json.loads(out)["sections"]]
-    assert code == 0
     assert {path.partition(".")[0] for path in found} == {"reward", "layout"}
     assert found.index("layout") > found.index("reward.terms"), "in the order of the command line"
     assert found.count("layout") == 1, "each once"

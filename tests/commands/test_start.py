@@ -12,7 +12,7 @@ import pytest
 
 from ppo_repro.commands import checks
 from ppo_repro.config.files import load_config
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli
 from tests.support.paths import ROOT
 
 FILES = ["prompts.jsonl", "reward.py", "run.yaml", "test_run.py"]
@@ -26,8 +26,7 @@ def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 def test_a_folder_to_start_from(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, _ = cli("init", "new/one folder")
-    assert code == 0
+    out = cli.done("init", "new/one folder")
     assert sorted(p.name for p in (tmp_path / "new" / "one folder").iterdir()) == FILES
     assert "cd 'new/one folder' && ppo-repro run run.yaml" in out
     assert "fetch smollm2" in out
@@ -45,18 +44,14 @@ def test_what_its_check_needs_is_said_where_it_is_missing(
     there: bool, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: there or None)
-    code, out, _ = cli("init", tmp_path / "new")
-    assert code == 0
+    out = cli.done("init", tmp_path / "new")
     assert ("needs pytest; install it with pip install pytest" in out) is not there
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_is_overwritten(cli: Cli, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
-    code, out, err = cli("init", tmp_path)
-    assert code == 2
-    assert out == ""
-    assert f"{tmp_path / name}: exists already; nothing was written" in one_line(err)
+    assert f"{tmp_path / name}: exists already; nothing was written" in cli.refusal("init", tmp_path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine")]
 
 

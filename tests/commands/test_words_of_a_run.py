@@ -14,7 +14,7 @@ from ppo_repro import open_run
 from ppo_repro.analysis.report.build import page_of
 from ppo_repro.analysis.view.index import Index
 from ppo_repro.records import manifest, reader
-from tests.support.cli import Cli, folder_config, one_line, write_prompts
+from tests.support.cli import Cli, folder_config, sets, write_prompts
 from tests.support.paths import TINY
 
 
@@ -26,8 +26,7 @@ def policy_folder(deterministic_run: Path) -> Path:
 def test_many_cut_responses_and_too_few_prompts_are_named_and_steps_are_counted(cli: Cli, tmp_path: Path) -> None:
     few = ("rollout.prompts_per_iteration=40", "ppo.minibatch_size=20")
     for fields, warned in ((("rollout.max_response_tokens=1", *few), True), ((), False)):
-        sets = [word for field in fields for word in ("--set", field)]
-        code, out, err = cli("run", TINY, "--out", tmp_path, *sets)
+        code, out, err = cli("run", TINY, "--out", tmp_path, *sets(*fields))
         assert code == 0, err
         cut = re.compile(r"(\d+)% of the responses were cut at rollout\.max_response_tokens; raise it")
         while_running = [line for line in err.splitlines() if line.startswith("warning: iteration ")]
@@ -45,9 +44,7 @@ def test_many_cut_responses_and_too_few_prompts_are_named_and_steps_are_counted(
 
 def test_a_long_prompt_is_named_by_its_key_and_length(cli: Cli, tmp_path: Path, policy_folder: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", *[f"{n}+1=" for n in range(8)], "1+" * 3000)
-    code, _, err = cli("run", folder_config(tmp_path / "c.yaml", policy_folder, prompts), "--out", tmp_path)
-    line = one_line(err)
-    assert code == 2
+    line = cli.refusal("run", folder_config(tmp_path / "c.yaml", policy_folder, prompts), "--out", tmp_path)
     assert re.search(r"prompt 'p8': prompt of \d{4} tokens: with rollout\.max_response_tokens = 4 it", line)
     assert len(line) < 250
 
@@ -71,9 +68,7 @@ def test_equal_scores_move_nothing(reward: str, moves: bool, cli: Cli, tmp_path:
         "advantages={kind: group}", "value={kind: none}", "kl={placement: loss, kl_coef: 0}", "ppo.entropy_coef=0",
         "rollout.samples_per_prompt=3", f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:score'}}]",
     )  # fmt: skip
-    sets = [word for field in fields for word in ("--set", field)]
-    code, out, err = cli("run", TINY, "--out", tmp_path, "--json", *sets)
-    assert code == 0, err
+    out = cli.done("run", TINY, "--out", tmp_path, "--json", *sets(*fields))
     run_dir = Path(json.loads(out)["run_dir"])
     final = manifest.load(run_dir).final
     assert (final["policy_digest"] != final["initial_policy_digest"]) is moves

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.analysis.mismatch.parity import parity
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from tests.support.language import run
@@ -94,6 +93,6 @@ def test_a_preset_says_what_its_document_says(path: Path) -> None:
 def test_a_preset_runs_and_keeps_parity(path: Path, tmp_path: Path) -> None:
     """Two iterations from weights as they are made: what is promised holds for any weights."""
     config = load_config(path, ["ppo.iterations=2", "model.warm_start_steps=0"])
-    found = parity(run(config, tmp_path, Silent())[0])
+    found = parity(run(config, tmp_path)[0])
     assert found.tokens > 0
     assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppo_repro.base.watcher import Silent
 from ppo_repro.control.loop import control_iterations, prepare
 from ppo_repro.records import manifest, reader
 from tests.support.control import run, small_control
@@ -23,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def limited(folder: Path) -> Path:
-    return run(small_control(*LIMITED), folder, Silent())[0]
+    return run(small_control(*LIMITED), folder)[0]
 
 
 def test_results_follow_from_the_records(control_run: Path) -> None:
@@ -99,5 +98,5 @@ def test_the_gradient_norm_is_that_of_both_networks() -> None:
     ],
 )
 def test_every_option_has_an_effect(override: str, limited: Path, tmp_path: Path) -> None:
-    changed = run(small_control(*LIMITED, override), tmp_path, Silent())[0]
+    changed = run(small_control(*LIMITED, override), tmp_path)[0]
     assert manifest.load(limited).fingerprint != manifest.load(changed).fingerprint

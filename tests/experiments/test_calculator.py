@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest, reader
 from ppo_repro.tasks.problems import load_source, row_of
@@ -41,9 +40,9 @@ def test_the_calculator_answers_products_and_nothing_else() -> None:
 
 @pytest.mark.slow
 def test_the_example_uses_the_tool_and_repeats_itself(tmp_path: Path) -> None:
-    run_dir = run(load_config(CONFIG, ["ppo.iterations=2"]), tmp_path, Silent())[0]
+    run_dir = run(load_config(CONFIG, ["ppo.iterations=2"]), tmp_path)[0]
     forced = reader.read_sequences(run_dir, columns=["is_forced"])["is_forced"]
     assert sum(max(of_episode) for of_episode in forced) > len(forced) // 4
-    found = rerun(run_dir, Silent(), ["layout.prefix_cache=false", "layout.threads=2", "layout.padding=none"])
+    found = rerun(run_dir, ["layout.prefix_cache=false", "layout.threads=2", "layout.padding=none"])
     assert found.difference is None
     assert found.fingerprint == manifest.load(run_dir).fingerprint

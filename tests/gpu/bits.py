@@ -102,8 +102,8 @@ def runs_go_on(check: Check) -> Results:
         part, elsewhere = check.folder / f"begun on {begun}", f"layout.device={DEVICES[other]}"
         config, out = load_config(TINY, [*settings, f"layout.device={DEVICES[begun]}"]), check.next_folder()
         whole, _ = language.run(config, out, _Stop(run_folder(config, out), part))
-        language.resume(part, Silent(), [elsewhere])
-        again = language.rerun(whole, Silent(), [elsewhere], only=range(1, 2))
+        language.resume(part, [elsewhere])
+        again = language.rerun(whole, [elsewhere], only=range(1, 2))
         changed = "kl.kl_coef=0.5"
         here, there = (
             language.fork(whole, check.folder / f"{begun} {i}", 1, changed, f"layout.device={DEVICES[place]}")

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.plan import plan_run
-from ppo_repro.config.files import load_config
 from ppo_repro.numerics import build, devices
 from ppo_repro.records import manifest
 from tests.gpu.emulator import stand_in
 from tests.gpu.emulator.device import current_stream
-from tests.support.language import run
+from tests.support.cli import sets
+from tests.support.language import tiny_run
 from tests.support.paths import ROOT, TINY
 from tests.support.ranks import end, start_ranks
 from tests.support.runs import small_config
@@ -162,10 +161,10 @@ def test_two_processes_with_a_card_each_have_the_fingerprint_of_the_cpu(
     driver_of_emulated_card: Path, tmp_path: Path
 ) -> None:
     overrides = ("model.warm_start_steps=4", "ppo.iterations=1")
-    alone, _ = run(load_config(TINY, overrides), tmp_path / "cpu", Silent())
+    alone = tiny_run(tmp_path / "cpu", *overrides)
     program = ["-m", "tests.gpu.emulator.device", str(driver_of_emulated_card), "run", str(TINY)]
-    sets = [word for field in (*overrides, "layout.device=cuda") for word in ("--set", field)]
-    ended = end(start_ranks(*[[*program, "--out", str(tmp_path / "card"), "--json", *sets]] * 2))
+    command = [*program, "--out", str(tmp_path / "card"), "--json", *sets(*overrides, "layout.device=cuda")]
+    ended = end(start_ranks(command, command))
     assert [process.code for process in ended] == [0, 0], ended
     assert json.loads(ended[0].out)["fingerprint"] == manifest.load(alone).fingerprint
 

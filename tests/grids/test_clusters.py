@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.grids import clusters
 from ppo_repro.grids.cell import LOST, Order, Processes, last_result, record_result, state_of
 from ppo_repro.grids.clusters import Slurm
@@ -17,6 +16,7 @@ from ppo_repro.grids.grid import run_grid
 from ppo_repro.grids.spec import load_grid
 from tests.grids.slurm import Cluster, cluster
 from tests.grids.small_grids import fingerprints, grid_file, held_grid_file, resumed
+from tests.support.cli import Cli
 from tests.support.runs import recorded_iterations
 from tests.support.waiting import until
 
@@ -98,7 +98,7 @@ def answer(folder: Path, name: str, script: str) -> None:
 def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
     commands: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
     option: str,
     missing: str,
@@ -109,11 +109,8 @@ def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
     if missing == "package":
         monkeypatch.setattr(clusters, "find_spec", lambda name: None)
     path = grid_file(tmp_path, {}, [1])
-    assert exit_code_of(["grid", str(path), "--out", str(tmp_path / "out"), *option.split()]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, lines
-    assert said in lines[0], lines
-    assert not (tmp_path / "out").exists(), lines
+    assert said in cli.refusal("grid", path, "--out", tmp_path / "out", *option.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(

@@ -15,7 +15,6 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.lock import has_writer, only_writer
-from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Executor, Order, Processes, record_result, run_of, start_cell, state_of
 from ppo_repro.grids.clusters import Ray
@@ -23,6 +22,7 @@ from ppo_repro.grids.grid import Outcome, lines, run_grid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest, reader
 from tests.grids.small_grids import fingerprints, grid_file
+from tests.support.cli import Cli
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT, TINY
 from tests.support.runs import recorded_iterations
@@ -201,11 +201,8 @@ def test_of_two_grids_on_one_folder_the_second_says_which_one_has_it(
         (["--slurm", "a=["], "--slurm a=[: line 1: not valid YAML"),
     ],
 )
-def test_a_wrong_option_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    assert exit_code_of(["grid", str(grid_file(tmp_path, {}, [1])), "--out", str(tmp_path / "out"), *arguments]) == 2
-    assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1]
+def test_a_wrong_option_is_one_line(tmp_path: Path, cli: Cli, arguments: list[str], said: str) -> None:
+    assert f"error: {said}" in cli.refusal("grid", grid_file(tmp_path, {}, [1]), "--out", tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
 
 

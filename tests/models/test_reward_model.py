@@ -19,7 +19,6 @@ from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 from ppo_repro.tasks.problems import arithmetic
 from tests.support.models import CONFIGS, CONTEXT, FAMILIES, fill, ragged, source_model, unequal
 
-LAYOUTS = [(padding, micro_batch) for padding in ("right", "left", "none") for micro_batch in (0, 1, 4)]
 SEQUENCES = [[*s, 5] for s in ragged(11, 4, prompt=25)[0]]  # the stock forward cannot see its padding, 0, at the end
 
 
@@ -36,8 +35,8 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return make_tokenizer(arithmetic(5), 16)
 
 
-def scores(model: PreTrainedModel, layout: tuple[str, int], sequences: list[list[int]] = SEQUENCES) -> Tensor:
-    return reward_scores(model, sequences, *layout)
+def scores(model: PreTrainedModel, sequences: list[list[int]] = SEQUENCES) -> Tensor:
+    return reward_scores(model, sequences, "right", 0)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -53,14 +52,14 @@ def test_a_saved_folder_is_read_by_transformers_and_by_us_with_the_same_scores(
         width = max(map(len, SEQUENCES))
         ids = torch.tensor([s + [0] * (width - len(s)) for s in SEQUENCES])
         padded = stock(input_ids=ids, attention_mask=(ids != 0).long()).logits[:, 0]
-    expected = scores(model, LAYOUTS[0])
+    expected = scores(model)
     for found in (alone, padded):
         # two orders of float32
         assert float((found - expected).norm() / expected.norm()) < 3e-5
     again, _ = load_reward_model(tmp_path / "model", "deterministic", CONTEXT)
-    assert unequal(scores(again, LAYOUTS[0]), expected) == 0
+    assert unequal(scores(again), expected) == 0
     native, _ = load_reward_model(tmp_path / "model", "native", CONTEXT)
-    assert unequal(scores(native, LAYOUTS[0]), expected) > 0
+    assert unequal(scores(native), expected) > 0
 
 
 @pytest.mark.parametrize("mode", ["deterministic", "native"])
@@ -73,7 +72,7 @@ def test_a_value_model_made_from_it_starts_with_its_score_after_the_last_token(a
     with torch.no_grad():
         values = value_predictions(value_model, batch)
     last = torch.tensor([len(r) + 1 for r in responses]).cumsum(0) - 1
-    expected = scores(model, ("right", 0), [p + r for p, r in zip(prompts, responses, strict=True)])
+    expected = scores(model, [p + r for p, r in zip(prompts, responses, strict=True)])
     if mode == "deterministic":
         assert unequal(values[last], expected) == 0
         assert unequal(values[last - 1], expected) > 0, "one token earlier the value is another"

@@ -7,19 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.base.watcher import Silent
-from tests.support.cli import Cli, one_line
-from tests.support.language import run
+from tests.support.cli import Cli
+from tests.support.language import run, small_run
 from tests.support.own_engine import config_of, written
-from tests.support.runs import small_config
 
 
 def test_the_built_in_engine_is_right_in_the_newest_iteration_with_weights(
     cli: Cli, deterministic_run: Path, tmp_path: Path
 ) -> None:
-    run_dir, _ = run(
-        small_config("ppo.iterations=2", "checkpoints.every=1", "rollout.temperature=0.7"), tmp_path, Silent()
-    )
+    run_dir = small_run(tmp_path, "ppo.iterations=2", "checkpoints.every=1", "rollout.temperature=0.7")
     code, out, err = cli("audit", run_dir, "--responses", "8", "--json")
     assert code == 0
     assert json.loads(out)["sampler"]["is_right"]
@@ -27,7 +23,7 @@ def test_the_built_in_engine_is_right_in_the_newest_iteration_with_weights(
 
 
 def test_an_engine_that_ignores_the_distribution_is_wrong(cli: Cli, tmp_path: Path) -> None:
-    run_dir, _ = run(config_of(written(tmp_path), "ppo.iterations=1", "checkpoints.every=1"), tmp_path, Silent())
+    run_dir, _ = run(config_of(written(tmp_path), "ppo.iterations=1", "checkpoints.every=1"), tmp_path)
     code, out, _ = cli("audit", run_dir, "--responses", "8", "--json")
     found = json.loads(out)
     assert code == 1
@@ -37,13 +33,10 @@ def test_an_engine_that_ignores_the_distribution_is_wrong(cli: Cli, tmp_path: Pa
 
 @pytest.mark.parametrize("option", ["--model=x", "--temperature=0.5", "--top-k=3"])
 def test_what_the_run_says_is_no_option(cli: Cli, deterministic_run: Path, option: str) -> None:
-    code, _, err = cli("audit", deterministic_run, option)
-    assert code == 2
-    assert one_line(err).endswith(f"{deterministic_run} is a run, which has it; leave it out")
+    said = cli.refusal("audit", deterministic_run, option)
+    assert said.endswith(f"{deterministic_run} is a run, which has it; leave it out")
 
 
 def test_a_run_without_its_weights_is_one_line(cli: Cli, tmp_path: Path) -> None:
-    run_dir, _ = run(config_of(written(tmp_path), "ppo.iterations=1"), tmp_path, Silent())
-    code, _, err = cli("audit", run_dir)
-    assert code == 2
-    assert "kept no weights that it sampled with; run it with checkpoints.every = 1" in one_line(err)
+    run_dir, _ = run(config_of(written(tmp_path), "ppo.iterations=1"), tmp_path)
+    assert "kept no weights that it sampled with; run it with checkpoints.every = 1" in cli.refusal("audit", run_dir)

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.base.watcher import Silent
 from ppo_repro.records import reader
 from tests.support.cli import Cli
-from tests.support.language import rerun, run
+from tests.support.language import rerun, small_run
 from tests.support.paths import ROOT
-from tests.support.runs import small_config
 
 EXAMPLES = ROOT / "experiments" / "own_sampler"
 VLLM = os.environ.get("PPO_REPRO_VLLM_PYTHON", "")
@@ -35,7 +33,7 @@ class Engine(Generating):
 
 def sampled_by(path: Path, out: Path, parameters: str) -> Path:
     engine = f"rollout.engine={{kind: function, path: '{path}:Engine', parameters: {{{parameters}}}}}"
-    return run(small_config(*SETS, engine), out, Silent())[0]
+    return small_run(out, *SETS, engine)
 
 
 def require_near(run_dir: Path, dtype: str) -> None:
@@ -58,7 +56,7 @@ def test_generate_of_transformers(dtype: str, cli: Cli, tmp_path: Path) -> None:
     run_dir = sampled_by(EXAMPLES / "transformers_generate.py", tmp_path, f"dtype: {dtype}, batch: 20")
     require_near(run_dir, dtype)
     require_judged(cli, run_dir, dtype)
-    assert rerun(run_dir, Silent()).difference is None
+    assert rerun(run_dir).difference is None
 
 
 @pytest.mark.slow
@@ -83,7 +81,7 @@ def test_a_vllm_server(dtype: str, cli: Cli, tmp_path: Path) -> None:
     run_dir = sampled_by(EXAMPLES / "vllm_server.py", tmp_path, f"python: {VLLM}, dtype: {dtype}, {SMALL_SERVER}")
     require_near(run_dir, dtype)
     require_judged(cli, run_dir, dtype)
-    assert rerun(run_dir, Silent()).difference is None
+    assert rerun(run_dir).difference is None
 
 
 @pytest.mark.vllm

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.rollout import OwnEngine
 from ppo_repro.own_sampler.engine import EngineProcess
 from ppo_repro.own_sampler.responses import EngineSampling
@@ -17,6 +16,7 @@ from ppo_repro.records import manifest
 from tests.support.language import run
 from tests.support.own_engine import UNIFORM, config_of, written
 from tests.support.ranks import cli_ranks
+from tests.support.runs import run_below
 from tests.support.waiting import require_ended
 
 SAMPLING = EngineSampling(temperature=1.0, max_response_tokens=3, end_ids=(1,), vocab_size=10)
@@ -72,9 +72,9 @@ def test_a_generator_that_nobody_seeded_follows_the_first_seed(tmp_path: Path) -
 @pytest.mark.slow
 def test_the_number_of_processes_changes_nothing(tmp_path: Path) -> None:
     config = config_of(written(tmp_path))
-    alone, _ = run(config, tmp_path / "alone", Silent())
+    alone, _ = run(config, tmp_path / "alone")
     path = tmp_path / "run.yaml"
     path.write_text((alone / "config.yaml").read_text().replace("inputs/engine.py", str(tmp_path / "engine.py")))
     assert [ended.code for ended in cli_ranks(2, "run", path, "--out", tmp_path / "two")] == [0, 0]
-    (two,) = (found.parent for found in (tmp_path / "two").rglob("manifest.json"))
+    two = run_below(tmp_path / "two")
     assert manifest.load(two).fingerprint == manifest.load(alone).fingerprint

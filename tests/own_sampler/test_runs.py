@@ -13,17 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from ppo_repro.analysis.figures import main
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.records import reader
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli
 from tests.support.language import fork, rerun, resume, run
 from tests.support.own_engine import UNIFORM, config_of, written
 from tests.support.paths import ROOT
 from tests.support.resume import Recorded, record
-from tests.support.runs import small_config
+from tests.support.runs import run_below, small_config
 
 ENGINE = "rollout.engine.path = engine.py:Engine"
 NOT_PROMISED = f"{ENGINE}: sampled tokens and their log-probs are recorded, not promised"
@@ -56,14 +55,13 @@ def test_the_engine_gets_each_version_of_the_weights_once(recorded: Recorded) ->
 
 
 def test_a_rerun_takes_the_recorded_responses_and_finds_the_same_bits(recorded: Recorded, cli: Cli) -> None:
-    code, out, _ = cli("rerun", recorded.whole)
-    assert code == 0
+    out = cli.done("rerun", recorded.whole)
     assert out.startswith("identical: 3 iterations, fingerprint ")
     assert out.strip().endswith(f"; the responses are the recorded ones, because {ENGINE} promises no bits")
 
 
 def test_a_rerun_with_the_built_in_engine_finds_other_responses(recorded: Recorded) -> None:
-    difference = rerun(recorded.whole, Silent(), ["rollout.engine.kind=torch"]).difference
+    difference = rerun(recorded.whole, ["rollout.engine.kind=torch"]).difference
     assert difference is not None
     assert difference.table == "sequences"
 
@@ -74,32 +72,31 @@ def test_a_killed_run_goes_on_with_what_it_had_sampled(recorded: Recorded, tmp_p
     for checkpoint in (run_dir / "checkpoints").glob("iteration-*"):
         checkpoint.unlink()
     records = {path: path.read_bytes() for path in (run_dir / "records").rglob("*.parquet")}
-    assert resume(run_dir, Silent()) == Resumed(0, iterations)
+    assert resume(run_dir) == Resumed(0, iterations)
     assert all(path.read_bytes() == content for path, content in records.items())
     assert verify(run_dir).status == "complete"
-    assert rerun(run_dir, Silent()).difference is None
+    assert rerun(run_dir).difference is None
 
 
 def test_another_engine_does_not_go_on_with_a_run(recorded: Recorded, tmp_path: Path) -> None:
     run_dir = recorded.copy(1, tmp_path)
     other = written(tmp_path, UNIFORM + "\n")
     with pytest.raises(UserError, match=r"rollout.engine: would sample with Engine of a file of SHA-256 \w{12}, ") as e:
-        resume(run_dir, Silent(), [other])
+        resume(run_dir, [other])
     assert "leave rollout.engine as it is recorded" in str(e.value)
 
 
 def test_a_fork_samples_on_and_is_repeated_without_its_origin(recorded: Recorded, tmp_path: Path) -> None:
     forked = fork(recorded.whole, tmp_path, 2, "ppo.iterations=4", "ppo.learning_rate=5e-4")
     assert len(reader.read_iterations(forked)) == 4
-    assert rerun(forked, Silent()).difference is None
+    assert rerun(forked).difference is None
 
 
 def test_show_verify_and_the_report_say_what_is_promised(recorded: Recorded, cli: Cli, tmp_path: Path) -> None:
     for command in ("show", "verify"):
         _, out, _ = cli(command, recorded.whole)
         assert f"{NOT_PROMISED}; scores, rewards and updates follow from them bit for bit" in out
-    code, _, _ = cli("report", recorded.whole, "--out", tmp_path / "report.html")
-    assert code == 0
+    cli.done("report", recorded.whole, "--out", tmp_path / "report.html")
     assert NOT_PROMISED in (tmp_path / "report.html").read_text()
 
 
@@ -125,7 +122,6 @@ def test_the_folder_is_a_transformers_folder_with_tokenizer_and_end_tokens(tmp_p
     assert (tmp_path / "copy" / "tokenizer.json").exists()
 
 
-GENERATES = "    def generate(self, prompts, sampling, seeds):\n"
 RETURNS = "        return [self.response("
 
 
@@ -192,9 +188,7 @@ def test_a_wrong_engine_is_one_line_and_leaves_no_run(name: str, cli: Cli, tmp_p
     engine = written(tmp_path, text, class_name)
     config = tmp_path / "run.yaml"
     config.write_text(dump_yaml(small_config("model.warm_start_steps=0", "numerics.accuracy_sequences=0")))
-    code, _, err = cli("run", config, "--set", engine, "--out", tmp_path / "runs")
-    line = one_line(err)
-    assert code == 2
+    line = cli.refusal("run", config, "--set", engine, "--out", tmp_path / "runs")
     assert line.startswith("error: rollout.engine.path" + said.format(file=tmp_path / "engine.py"))
     assert not list((tmp_path / "runs").rglob("manifest.json"))
 
@@ -203,9 +197,8 @@ def test_an_engine_that_hangs_is_given_up(cli: Cli, tmp_path: Path) -> None:
     engine = written(tmp_path, returning("__import__('time').sleep(60)"))
     config = tmp_path / "run.yaml"
     config.write_text(dump_yaml(config_of(engine, "rollout.engine.timeout_s=1")))
-    code, _, err = cli("run", config, "--out", tmp_path / "runs")
-    assert code == 2
-    assert one_line(err).endswith(
+    said = cli.refusal("run", config, "--out", tmp_path / "runs")
+    assert said.endswith(
         "engine.py:Engine: generate gave no answer within 1 s; make it end, or raise rollout.engine.timeout_s"
     )
 
@@ -217,19 +210,18 @@ def test_an_error_later_keeps_the_iterations_before_it(cli: Cli, tmp_path: Path)
     )
     config = tmp_path / "run.yaml"
     config.write_text(dump_yaml(config_of(written(tmp_path, once))))
-    code, _, err = cli("run", config, "--out", tmp_path / "runs")
-    assert code == 2
-    assert "Engine.generate raised AssertionError: tired; 2 iterations are recorded" in one_line(err)
-    (run_dir,) = (path.parent for path in (tmp_path / "runs").rglob("manifest.json"))
+    said = cli.refusal("run", config, "--out", tmp_path / "runs")
+    assert "Engine.generate raised AssertionError: tired; 2 iterations are recorded" in said
+    run_dir = run_below(tmp_path / "runs")
     assert verify(run_dir).iterations == 2
-    assert resume(run_dir, Silent()) == Resumed(0, 2)  # 2 calls suffice now
+    assert resume(run_dir) == Resumed(0, 2)  # 2 calls suffice now
 
 
 def test_importance_weights_correct_the_mismatch_and_are_replayed(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text(UNIFORM)
     engine = written(tmp_path, "from beside import Engine as Uniform\n\n\nclass Engine(Uniform):\n    pass\n")
     weights = "ppo.importance_weights={kind: truncated, cap: 1.5}"
-    run_dir, _ = run(config_of(engine, "ppo.ratio_anchor=old", weights, "ppo.iterations=1"), tmp_path, Silent())
+    run_dir, _ = run(config_of(engine, "ppo.ratio_anchor=old", weights, "ppo.iterations=1"), tmp_path)
     updates = reader.read_updates(run_dir, columns=["importance_weights", "correction"])
     assert (updates["correction"] == "truncated_high").any()
     assert updates["importance_weights"].max() == 1.5

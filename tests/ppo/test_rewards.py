@@ -1,4 +1,4 @@
-"""From scores and KL estimates to rewards, and from losses to their mean: placement, charging, aggregation."""
+"""The weights that reduce the losses of tokens to one number."""
 
 from __future__ import annotations
 
@@ -9,38 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.ppo.losses import loss_weights
-from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
 from tests.support.float32 import bits, tensor
-
-CHARGES = ("token", "word", "length_normalized", "last_sum", "last_mean")
-PLACEMENTS = ("last", "word_ends")
-
-
-def columns(responses: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """lengths [B], word_ids [N]."""
-    words = [index for response in responses for index, size in enumerate(response) for _ in range(size)]
-    return torch.tensor([sum(response) for response in responses]), torch.tensor(words)
-
-
-def test_placements_and_charges_by_hand() -> None:
-    lengths, words = columns([[2, 1], [1]])
-    scores = torch.tensor([6.0, -1.0], dtype=torch.float64)
-    placed = {name: place_scores(scores, lengths, words, name).tolist() for name in PLACEMENTS}
-    assert placed == {"last": [0, 0, 6, -1], "word_ends": [0, 3, 3, -1]}
-    penalties = tensor([1.0, 2.0, 4.0, 8.0])
-    charged = {charge: charge_penalties(penalties, lengths, words, charge).tolist() for charge in CHARGES}
-    assert charged == {
-        "token": [1, 2, 4, 8],
-        "word": [0, 3, 4, 8],
-        "length_normalized": [tensor([1 / 3]).item(), tensor([2 / 3]).item(), tensor([4 / 3]).item(), 8],
-        "last_sum": [0, 0, 7, 8],
-        "last_mean": [0, 0, tensor([7 / 3]).item(), 8],
-    }
-    rewards = token_rewards(place_scores(scores, lengths, words, "last"), penalties)
-    assert rewards.tolist() == [-1.0, -2.0, 2.0, -9.0]
-    assert rewards.dtype == torch.float32
-    assert penalties.tolist() == [1, 2, 4, 8], "what is recorded elsewhere must not change"
-
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,16 @@ import yaml
 from tokenizers.normalizers import NFC
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.commands.cli import main
+from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.config.tasks import JsonlTask
 from ppo_repro.preferences.pairs import Preference, pairs_of_file
 from ppo_repro.records import manifest, reader
 from ppo_repro.tasks.problems import arithmetic
 from ppo_repro.tasks.templates import encoder
 from ppo_repro.tasks.tokenizer import character_tokenizer
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli, sets
 from tests.support.paths import TINY
+from tests.support.runs import run_below
 
 Run = Callable[..., tuple[int, str]]
 
@@ -53,21 +53,17 @@ def folder(deterministic_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> Path:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(sys, "argv", ["ppo-repro", "run", f"{folder}/dpo.yaml", "--out", f"{folder}/runs"])
-        main()
-    (found,) = (path.parent for path in (folder / "runs").rglob("manifest.json"))
+    assert exit_code_of(["run", f"{folder}/dpo.yaml", "--out", f"{folder}/runs"]) == 0
+    found = run_below(folder / "runs")
     assert manifest.load(found).status == "complete"
     return found
 
 
 def test_a_dpo_run_is_shown_verified_rerun_and_reported(finished: Path, cli: Cli) -> None:
-    code, out, _ = cli("show", finished)
-    assert code == 0
+    out = cli.done("show", finished)
     assert "held-out pairs in the right order" in out
     for command in (("verify",), ("rerun", "--set", "layout.update_micro_batch=4"), ("report",)):
-        code, out, err = cli(command[0], finished, *command[1:])
-        assert code == 0, err
+        cli.done(command[0], finished, *command[1:])
     assert "own" in (finished / "report.html").read_text(encoding="utf-8")
 
 
@@ -83,7 +79,7 @@ def test_an_interrupted_dpo_run_goes_on_to_the_same_fingerprint(
     with monkeypatch.context() as patch:
         patch.setattr(ConsoleProgress, "iteration", interrupted)
         assert cli("run", folder / "dpo.yaml", "--out", tmp_path)[0] == 130
-    (ended,) = (path.parent for path in tmp_path.rglob("manifest.json"))
+    ended = run_below(tmp_path)
     code, _, err = cli("resume", ended)
     assert code == 0
     assert "computed again from the beginning; 2 recorded" in err
@@ -97,11 +93,10 @@ def test_a_rerun_takes_the_pairs_that_the_run_has(finished: Path, folder: Path, 
     try:
         (folder / "pairs.jsonl").write_text(before.replace("120", "121"))
         assert cli("rerun", finished)[0] == 0
-        code, _, err = cli("run", folder / "dpo.yaml", "--out", tmp_path)
-        assert code == 0, err
+        cli.done("run", folder / "dpo.yaml", "--out", tmp_path)
     finally:
         (folder / "pairs.jsonl").write_text(before)
-    (edited,) = (path.parent for path in tmp_path.rglob("manifest.json"))
+    edited = run_below(tmp_path)
     assert cli("diff", edited, finished)[0] == 1
 
 
@@ -137,9 +132,7 @@ def test_a_line_that_is_no_pair_is_named(
     shutil.copy(folder / "dpo.yaml", tmp_path)
     text = (folder / "pairs.jsonl").read_text() + json.dumps({"prompt": "9+9=", **line}) + "\n"
     (tmp_path / "pairs.jsonl").write_text(text)
-    code, _, err = cli("run", tmp_path / "dpo.yaml", "--out", tmp_path)
-    said = one_line(err)
-    assert code == 2
+    said = cli.refusal("run", tmp_path / "dpo.yaml", "--out", tmp_path)
     assert message in said
     assert len(said) < 400
     assert "preference pair" in said or "pairs.jsonl:50: " in said
@@ -152,8 +145,7 @@ def test_a_dpo_run_is_copied_to_tensorboard_and_mlflow(
     monkeypatch.chdir(tmp_path)
     assert cli("track", finished, "--tensorboard", tmp_path / "tb")[0] == 0
     assert list((tmp_path / "tb").rglob("events.out*"))
-    code, out, err = cli("track", finished, "--uri", f"sqlite:///{tmp_path}/mlflow.db", "--json")
-    assert code == 0, err
+    out = cli.done("track", finished, "--uri", f"sqlite:///{tmp_path}/mlflow.db", "--json")
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
@@ -165,8 +157,7 @@ def test_a_dpo_run_is_copied_to_tensorboard_and_mlflow(
 
 @pytest.mark.slow
 def test_a_grid_of_dpo_runs(folder: Path, finished: Path, tmp_path: Path, cli: Cli) -> None:
-    code, _, err = cli("grid", folder / "seeds.yaml", "--out", tmp_path)
-    assert code == 0, err
+    cli.done("grid", folder / "seeds.yaml", "--out", tmp_path)
     runs = sorted(path.parent for path in tmp_path.rglob("manifest.json"))
     assert manifest.load(runs[0]).fingerprint == manifest.load(finished).fingerprint
     assert len(runs) == 2
@@ -181,14 +172,12 @@ def test_a_reward_model_is_trained_on_pairs_of_ones_own(folder: Path, tmp_path: 
     task = f"task={{kind: jsonl, path: '{tmp_path}/p.jsonl', num_eval_prompts: 7}}"
     term = "{kind: trained_model, %sminibatch_size: 8, learning_rate: 1e-3}"
     model = f"model={json.dumps(yaml.safe_load((folder / 'dpo.yaml').read_text())['model'])}"
-    sets = [word for field in (task, model, "ppo.iterations=1") for word in ("--set", field)]
+    changed = sets(task, model, "ppo.iterations=1")
     terms = f"reward.terms=[{term % f'pairs: {folder}/pairs.jsonl, '}]"
-    code, out, err = cli("run", TINY, "--out", tmp_path, *sets, "--set", terms, "--json")
-    assert code == 0, err
+    out = cli.done("run", TINY, "--out", tmp_path, *changed, "--set", terms, "--json")
     made = f"reward.terms=[{term % 'num_pairs: 30, '}]"
-    code, _, err = cli("run", TINY, "--out", tmp_path, *sets, "--set", made)
-    assert code == 2
-    assert "need pairs, or task.kind = arithmetic" in one_line(err)
+    said = cli.refusal("run", TINY, "--out", tmp_path, *changed, "--set", made)
+    assert "need pairs, or task.kind = arithmetic" in said
     summary = json.loads(out)
     assert not summary["is_judged"], "no answer tells a right response from a wrong one"
     run_dir = Path(summary["run_dir"])

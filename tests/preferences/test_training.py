@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ppo_repro.base.seeding import sample_seed
@@ -16,7 +14,6 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.adamw import AdamWSettings
-from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.preferences.pairs import Preference
 from ppo_repro.preferences.training import (
@@ -102,21 +99,3 @@ def test_the_divergence_is_its_definition_on_the_unmodified_models(tmp_path: Pat
         total += float(rows[len(request.prompt_ids) - 1 :].sum())
     assert found == pytest.approx(total / len(problems), rel=1e-4)
     assert found > 0
-
-
-def test_every_epoch_trains_on_each_pair_once_in_an_order_of_its_own() -> None:
-    model: Any = nn.Linear(1, 1)
-    optimizer = Optimizer(
-        model,
-        AdamWSettings(learning_rate=1e-3, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0),
-        "native",
-    )
-
-    def losses_of(pairs: list[int], _: Ints) -> tuple[Tensor, Tensor]:
-        losses = model.weight.sum() * torch.ones(len(pairs))
-        return losses, losses
-
-    epochs = [list(preference_steps(model, optimizer, 12, 4, 0, 7, epoch, losses_of)) for epoch in range(2)]
-    first, second = ([pair for step in steps for pair in step.indices] for steps in epochs)
-    assert sorted(first) == sorted(second) == list(range(12))
-    assert first != second

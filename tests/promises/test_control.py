@@ -13,7 +13,6 @@ import pytest
 
 from ppo_repro.analysis.mismatch.parity import parity
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.control import loop
 from ppo_repro.control.buffers import Rollout
@@ -38,14 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def real(folder: Path) -> Path:
-    return run(small_control(*REAL), folder, Silent())[0]
+    return run(small_control(*REAL), folder)[0]
 
 
 @pytest.fixture(scope="module")
 def native(folder: Path) -> Path:
     """The negative control: native numerics whose sums depend on the number of rows on every processor."""
     with row_dependent_linear():
-        return run(small_control("numerics.mode=native"), folder, Silent())[0]
+        return run(small_control("numerics.mode=native"), folder)[0]
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def test_native_numerics_fail_the_same_check(native: Path) -> None:
 @pytest.mark.parametrize("which", ["control_run", "real"])
 def test_no_layout_changes_a_bit(which: str, request: pytest.FixtureRequest) -> None:
     run_dir = request.getfixturevalue(which)
-    found = rerun(run_dir, Silent(), ("layout.update_micro_batch=7",))
+    found = rerun(run_dir, ("layout.update_micro_batch=7",))
     assert found.difference is None, found.difference.describe()
     assert found.fingerprint == manifest.load(run_dir).fingerprint
 
@@ -107,13 +106,13 @@ def test_a_killed_run_is_completed_and_compared(copy: Path, control_run: Path) -
     complete = manifest.load(control_run)
     synthetic_run.cut_back(copy, 2, "interrupted")
     with pytest.raises(UserError, match="the run is interrupted"):
-        rerun(copy, Silent())
-    assert resume(copy, Silent(), ["layout.update_micro_batch=7"]) == Resumed(0, 2)
+        rerun(copy)
+    assert resume(copy, ["layout.update_micro_batch=7"]) == Resumed(0, 2)
     resumed = manifest.load(copy)
     assert resumed == complete.model_copy(update={"notes": resumed.notes, "log_digest": resumed.log_digest})
     assert set(resumed.notes) == {"environment.json", "resumed-001.json", "times.json"}
     with pytest.raises(UserError, match="the run is finished"):
-        resume(copy, Silent())
+        resume(copy)
 
 
 def test_an_action_whose_log_prob_is_another_one_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,12 +126,12 @@ def test_an_action_whose_log_prob_is_another_one_ends_the_run(tmp_path: Path, mo
     monkeypatch.setattr(loop, "roll_out", other)
     config = small_control("ppo.iterations=2")
     with pytest.raises(UnequalBits, match=r"iteration 1, response 0, token 5: rollout_logprobs .*, old_logprobs "):
-        run(config, tmp_path, Silent())
+        run(config, tmp_path)
     run_dir = run_folder(config, tmp_path)
     recorded = manifest.load(run_dir)
     assert recorded.status == "failed"
     assert len(recorded.iterations) == 1
     monkeypatch.undo()
-    assert resume(run_dir, Silent()) == Resumed(0, 1)
-    without, _ = run(config, tmp_path / "without", Silent())
+    assert resume(run_dir) == Resumed(0, 1)
+    without, _ = run(config, tmp_path / "without")
     assert manifest.load(run_dir).fingerprint == manifest.load(without).fingerprint

@@ -137,7 +137,7 @@ class Interrupted(Silent):
 @pytest.mark.slow
 def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
     config = load_config(TINY, ["ppo.iterations=3", "checkpoints.every=1", "model.warm_start_steps=3"])
-    whole, _ = run(config, tmp_path / "whole", Silent())
+    whole, _ = run(config, tmp_path / "whole")
     with suppress(KeyboardInterrupt):
         run(config, tmp_path / "part", Interrupted())
     part, generator, seen = run_folder(config, tmp_path / "part"), random.Random(1), Counter[str]()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.records import manifest, reader
-from tests.support.cli import PROMPTS, Cli, folder_config, one_line, write_prompts
+from tests.support.cli import PROMPTS, Cli, folder_config, write_prompts
 
 REWARD = "def shorter(prompt, response, answer):\n    return -float(len(response))\n"
 
@@ -29,8 +29,7 @@ def project(tmp_path: Path, deterministic_run: Path) -> Path:
 
 
 def ran(cli: Cli, project: Path) -> Path:
-    code, out, err = cli("run", project / "run.yaml", "--out", project / "runs", "--json")
-    assert code == 0, err
+    out = cli.done("run", project / "run.yaml", "--out", project / "runs", "--json")
     return Path(json.loads(out)["run_dir"])
 
 
@@ -45,18 +44,15 @@ def test_a_run_folder_reruns_at_another_path_without_its_originals(
         (moved / name).unlink()
     assert cli("rerun", run_dir)[0] == 0, "the model lies beside the run as it did"
     model = shutil.move(moved / "models" / "policy", tmp_path / "somewhere" / "else")
-    code, _, err = cli("rerun", run_dir)
-    assert code == 2
-    assert "model.path = " in one_line(err)
-    assert "say with --inputs DIR where it is" in err
-    assert cli("rerun", run_dir, "--inputs", tmp_path / "somewhere")[0] == 0
+    said = cli.refusal("rerun", run_dir)
+    assert "model.path = " in said
+    assert "say with --inputs DIR where it is" in said
+    cli.done("rerun", run_dir, "--inputs", tmp_path / "somewhere")
     # the control: files of these names with other bytes are not the inputs
     weights = Path(model) / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    code, _, err = cli("rerun", run_dir, "--inputs", tmp_path / "somewhere")
-    assert code == 2
-    assert "nor is it below" in one_line(err)
+    assert "nor is it below" in cli.refusal("rerun", run_dir, "--inputs", tmp_path / "somewhere")
 
 
 def test_an_edited_input_is_another_run_and_an_unchanged_one_is_not(cli: Cli, project: Path) -> None:
@@ -65,9 +61,10 @@ def test_an_edited_input_is_another_run_and_an_unchanged_one_is_not(cli: Cli, pr
     assert (sequences["scores"] == -sequences["response"].str.len()).all()
     assert (run_dir / "inputs" / "reward.py").read_text() == REWARD
     assert manifest.load(run_dir).files.keys() > {"inputs/reward.py", "inputs/prompts.jsonl"}
-    code, _, err = cli("run", project / "run.yaml", "--out", project / "runs")
-    assert code == 2
-    assert "exists already, with this configuration and these inputs" in one_line(err)
+    before = (run_dir / manifest.FILE_NAME).read_bytes()
+    said = cli.refusal("run", project / "run.yaml", "--out", project / "runs")
+    assert "exists already, with this configuration and these inputs" in said
+    assert (run_dir / manifest.FILE_NAME).read_bytes() == before
     (project / "reward.py").write_text(REWARD.replace("float", "2.0 * float"))
     other = ran(cli, project)
     assert other.parent == run_dir.parent
@@ -79,18 +76,14 @@ def test_an_edited_input_is_another_run_and_an_unchanged_one_is_not(cli: Cli, pr
     assert first.startswith("different: table ")
     assert cli("rerun", run_dir)[0] == 0, "a rerun uses the copy"
     (project / "reward.py").write_text(REWARD)
-    code, _, err = cli("run", project / "run.yaml", "--out", project / "runs")
-    assert code == 2
-    assert f"{run_dir}: exists already" in one_line(err)
+    assert f"{run_dir}: exists already" in cli.refusal("run", project / "run.yaml", "--out", project / "runs")
 
 
 def test_an_edited_copy_is_refused(cli: Cli, project: Path) -> None:
     run_dir = ran(cli, project)
     (run_dir / "inputs" / "reward.py").write_text(REWARD.replace("float", "2.0 * float"))
     for command in ("rerun", "verify", "fork"):
-        code, _, err = cli(command, run_dir)
-        assert code == 2
-        assert "inputs/reward.py: has another SHA-256" in one_line(err)
+        assert "inputs/reward.py: has another SHA-256" in cli.refusal(command, run_dir)
 
 
 def test_two_files_of_one_name_are_both_kept(cli: Cli, project: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_repro.base.watcher import Silent, Watcher
+from ppo_repro.base.watcher import Watcher
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.sequences import Ragged
 from ppo_repro.records import manifest
-from tests.support.language import run
+from tests.support.language import run, small_run
 from tests.support.runs import small_config
 
 # with the most that one pass then has, see `Passes`
@@ -87,6 +87,5 @@ def test_no_layout_changes_the_fingerprint(
 @pytest.mark.usefixtures("row_noise")
 def test_native_layouts_change_the_fingerprint(native_run: Path, tmp_path: Path) -> None:
     """The negative control."""
-    config = small_config(*LAYOUTS[1][0], "numerics.mode=native")
-    run_dir, _ = run(config, tmp_path, Silent())
+    run_dir = small_run(tmp_path, *LAYOUTS[1][0], "numerics.mode=native")
     assert manifest.load(run_dir).fingerprint != manifest.load(native_run).fingerprint

@@ -72,15 +72,15 @@ FASTER = ["ppo.learning_rate=6e-4", "value.learning_rate=2e-3"]
 @pytest.mark.timeout(900)
 def test_ppo_with_the_kl_in_the_reward_comes_within_three_percent_of_the_optimum(tmp_path: Path) -> None:
     config = load_config(CONFIG, [*FASTER, "ppo.iterations=30"])
-    found = read(run(config, tmp_path, Silent())[0])
+    found = read(run(config, tmp_path)[0])
     assert 0.0 < gap(found) < 0.03
     assert all(d.policy < d.optimum for d in found)
     # control: training without the penalty ends below the reference, by the objective with it
-    free = run(load_config(CONFIG, [*FASTER, "ppo.iterations=12", "kl.kl_coef=0"]), tmp_path, Silent())[0]
+    free = run(load_config(CONFIG, [*FASTER, "ppo.iterations=12", "kl.kl_coef=0"]), tmp_path)[0]
     assert gap(read(free, config.kl.kl_coef)) > 1.0
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_published_run_comes_within_one_percent(tmp_path: Path) -> None:
-    assert 0.0 < gap(read(run(load_config(CONFIG), tmp_path, Silent())[0])) < 0.01
+    assert 0.0 < gap(read(run(load_config(CONFIG), tmp_path)[0])) < 0.01

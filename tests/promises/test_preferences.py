@@ -24,7 +24,7 @@ from ppo_repro.runs.resume import rerun
 from ppo_repro.runs.run import run
 from ppo_repro.tasks.problems import arithmetic, split
 from ppo_repro.tasks.templates import encoder
-from tests.support.language import run as language_run
+from tests.support.language import small_run
 from tests.support.runs import DPO, small_config
 
 LAYOUTS = (
@@ -37,8 +37,8 @@ LAYOUTS = (
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run that keeps its reference, so that no warm start has to be done again."""
-    config = small_config("checkpoints.every=2", "ppo.iterations=2", "rollout.samples_per_prompt=4")
-    return language_run(config, tmp_path_factory.mktemp("source"), Silent())[0]
+    settings = "checkpoints.every=2", "ppo.iterations=2", "rollout.samples_per_prompt=4"
+    return small_run(tmp_path_factory.mktemp("source"), *settings)
 
 
 @pytest.fixture(scope="module")

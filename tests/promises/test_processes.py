@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.base.watcher import Silent
-from ppo_repro.commands.cli import main
 from ppo_repro.config.files import load_config
 from ppo_repro.numerics.sequences import slots_of, slots_of_rank
 from ppo_repro.records import manifest, reader
-from tests.support.language import fork, run
+from tests.support.cli import Cli, sets
+from tests.support.language import fork, run, tiny_run
 from tests.support.paths import ROOT, SMALL, TINY
 from tests.support.ranks import Ended, cli_ranks, end, start_ranks
-from tests.support.runs import recorded_iterations
+from tests.support.runs import recorded_iterations, run_below
 from tests.support.waiting import until
 
 slow = pytest.mark.slow
@@ -54,20 +53,19 @@ def torchrun(processes: int, *arguments: str | Path, module: str = "ppo_repro") 
 
 
 def fingerprint(processes: int, config: Path, out: Path, *overrides: str, module: str = "ppo_repro") -> str:
-    sets = [part for o in overrides for part in ("--set", o)]
-    done = torchrun(processes, "run", config, "--out", out, "--json", *sets, module=module)
+    done = torchrun(processes, "run", config, "--out", out, "--json", *sets(*overrides), module=module)
     assert done.returncode == 0, done.stderr
     return str(json.loads(done.stdout)["fingerprint"])  # of one process alone: anything more is no JSON
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(load_config(TINY, QUICK), tmp_path_factory.mktemp("tiny"), Silent())[0]
+def quick_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run(tmp_path_factory.mktemp("tiny"), *QUICK)
 
 
 @pytest.mark.parametrize("processes", [2, *(pytest.param(size, marks=slow) for size in (1, 8))])
-def test_no_number_of_processes_changes_the_fingerprint(tiny_run: Path, tmp_path: Path, processes: int) -> None:
-    assert fingerprint(processes, TINY, tmp_path, *QUICK) == manifest.load(tiny_run).fingerprint
+def test_no_number_of_processes_changes_the_fingerprint(quick_run: Path, tmp_path: Path, processes: int) -> None:
+    assert fingerprint(processes, TINY, tmp_path, *QUICK) == manifest.load(quick_run).fingerprint
 
 
 @slow
@@ -81,17 +79,17 @@ def test_no_number_of_processes_changes_the_fingerprint(tiny_run: Path, tmp_path
     ids=["cut distributions", "one sequence a minibatch", "lag"],
 )
 def test_two_processes_do_what_one_does(config: Path, overrides: tuple[str, ...], tmp_path: Path) -> None:
-    alone, _ = run(load_config(config, overrides), tmp_path / "alone", Silent())
+    alone, _ = run(load_config(config, overrides), tmp_path / "alone")
     layout = ("layout.padding=left", "layout.rollout_slots=5")
     assert fingerprint(2, config, tmp_path / "two", *overrides, *layout) == manifest.load(alone).fingerprint
 
 
 @slow
-def test_two_processes_fork_as_one_does(tiny_run: Path, tmp_path: Path) -> None:
+def test_two_processes_fork_as_one_does(quick_run: Path, tmp_path: Path) -> None:
     folder, changed = tmp_path / "two", "ppo.iterations=4"
-    done = torchrun(2, "fork", tiny_run, "--out", folder, "--json", "--set", changed, "--set", "kl.kl_coef=0.5")
+    done = torchrun(2, "fork", quick_run, "--out", folder, "--json", "--set", changed, "--set", "kl.kl_coef=0.5")
     assert done.returncode == 0, done.stderr
-    alone = fork(tiny_run, tmp_path / "one", None, changed, "kl.kl_coef=0.5")
+    alone = fork(quick_run, tmp_path / "one", None, changed, "kl.kl_coef=0.5")
     assert json.loads(done.stdout)["fingerprint"] == manifest.load(alone).fingerprint
     assert torchrun(2, "rerun", next(folder.glob("*/*"))).returncode == 0
 
@@ -112,7 +110,7 @@ def test_native_numerics_and_gradients_that_are_not_added_up_are_noticed(native_
 
 
 @slow
-def test_a_mistake_is_said_once_with_the_number_of_its_rank(tiny_run: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_said_once_with_the_number_of_its_rank(quick_run: Path, tmp_path: Path) -> None:
     done = torchrun(2, "run", TINY, "--out", tmp_path, "--set", "ppo.epochs=two")
     assert done.returncode != 0
     assert done.stdout == ""
@@ -124,11 +122,11 @@ def test_a_mistake_is_said_once_with_the_number_of_its_rank(tiny_run: Path, tmp_
     assert ended[0].errors[0].startswith("promise broken: configuration: rank 1 has ")
     assert ended[1].errors[0].startswith("rank 1: configuration: rank 1 has ")
     assert not list(tmp_path.rglob("manifest.json"))
-    before = (tiny_run / "manifest.json").read_bytes()
-    ended = cli_ranks(2, "run", TINY, "--out", tiny_run.parents[1], "--set", QUICK[0])
+    before = (quick_run / "manifest.json").read_bytes()
+    ended = cli_ranks(2, "run", TINY, "--out", quick_run.parents[1], "--set", QUICK[0])
     assert [e.code for e in ended] == [2, 2]
     assert "exists already" in ended[0].errors[0]
-    assert (tiny_run / "manifest.json").read_bytes() == before
+    assert (quick_run / "manifest.json").read_bytes() == before
 
 
 @slow
@@ -138,7 +136,7 @@ def test_unequal_bits_of_one_rank_end_every_rank(tmp_path: Path) -> None:
     assert [e.code for e in ended] == [1, 1], ended
     # 15 responses: the first one of the second rank
     assert ended[0].errors[0].startswith("promise broken: iteration 1, response 7, token 0: rollout_logprobs ")
-    recorded = manifest.load(next(tmp_path.rglob("manifest.json")).parent)
+    recorded = manifest.load(run_below(tmp_path))
     assert recorded.status == "failed"
     assert len(recorded.iterations) == 1
 
@@ -154,7 +152,7 @@ def test_a_process_that_ends_ends_the_run_and_complete_iterations_stay(number: i
     assert ended[0].code == 3, ended
     assert len(ended[0].errors) == 1, ended
     assert ended[0].errors[0].startswith("stopped: another process of this run ended (")
-    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    run_dir = run_below(tmp_path)
     assert manifest.load(run_dir).status == "interrupted"
     with pytest.raises(UserError, match="the run is "):
         reader.read_tokens(run_dir)
@@ -173,15 +171,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED, ids=" ".join)
 def test_what_cannot_run_in_several_processes_is_one_line(
-    case: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     size, rank, *command = case
     monkeypatch.setenv("WORLD_SIZE", size)
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(sys, "argv", ["ppo-repro", *command])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2
-    err = capsys.readouterr().err
+    code, _, err = cli(*command)
+    assert code == 2
     assert err.startswith(f"error: {REFUSED[case]}")
     assert len(err.splitlines()) == 1

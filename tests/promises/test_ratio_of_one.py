@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.analysis.mismatch.parity import parity
-from ppo_repro.base.watcher import Silent
-from tests.support.language import run
-from tests.support.runs import small_config
+from tests.support.language import small_run
+
+NO_LEARNING = "ppo.learning_rate=0", "value.learning_rate=0"
 
 
 def test_sampler_and_trainer_agree_on_every_bit(deterministic_run: Path) -> None:
@@ -29,8 +29,7 @@ def test_native_numerics_fail_the_same_check(native_run: Path) -> None:
 
 
 def test_without_learning_every_ratio_of_every_epoch_is_one(tmp_path: Path) -> None:
-    config = small_config("ppo.learning_rate=0", "value.learning_rate=0", "ppo.epochs=3", "ppo.iterations=2")
-    found = parity(run(config, tmp_path, Silent())[0])
+    found = parity(small_run(tmp_path, *NO_LEARNING, "ppo.epochs=3", "ppo.iterations=2"))
     assert found.update_rows == 3 * found.tokens
     assert found.unequal_ratios == 0
     assert found.unequal_update_values == 0
@@ -38,5 +37,4 @@ def test_without_learning_every_ratio_of_every_epoch_is_one(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("row_noise")
 def test_without_learning_native_ratios_still_differ_from_one(tmp_path: Path) -> None:
-    config = small_config("ppo.learning_rate=0", "value.learning_rate=0", "numerics.mode=native")
-    assert parity(run(config, tmp_path, Silent())[0]).unequal_ratios > 0
+    assert parity(small_run(tmp_path, *NO_LEARNING, "numerics.mode=native")).unequal_ratios > 0

@@ -20,7 +20,6 @@ import pytest
 
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.lock import only_writer
-from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.config.inputs import run_folder
@@ -32,10 +31,10 @@ from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from tests.support.killing import working
-from tests.support.language import resume, run
+from tests.support.language import resume, tiny_run
 from tests.support.paths import TINY
 from tests.support.resume import Recorded, newest, record, require_as_uninterrupted
-from tests.support.runs import small_config
+from tests.support.runs import run_below, small_config
 
 OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=20", "layout.update_micro_batch=9")
 # what moves from iteration to iteration besides the weights
@@ -60,7 +59,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
 ) -> None:
     run_dir = recorded.copy(iterations, tmp_path)
     records = {path: path.read_bytes() for path in (run_dir / "records").rglob("*.parquet")}
-    assert resume(run_dir, Silent(), OTHER_LAYOUT) == Resumed(start, iterations)
+    assert resume(run_dir, OTHER_LAYOUT) == Resumed(start, iterations)
     recorded.require_same(run_dir)
     assert all(path.read_bytes() == content for path, content in records.items()), "a committed file was rewritten"
     assert verify(run_dir).status == "complete"
@@ -122,7 +121,7 @@ def test_every_part_of_a_checkpoint_is_needed(recorded: Recorded, tmp_path: Path
     assert newest(run_dir).read_bytes() == before
     altered(run_dir, ALTERATIONS[part])
     with pytest.raises(PromiseBroken, match=r"table (sequences|tokens|updates|steps), iteration 2, column "):
-        resume(run_dir, Silent())
+        resume(run_dir)
     assert manifest.load(run_dir).status == "failed"
 
 
@@ -142,7 +141,7 @@ def test_a_checkpoint_of_another_run_or_with_parts_missing_is_refused(
     run_dir = recorded.copy(3, tmp_path)
     altered(run_dir, change)
     with pytest.raises(UserError, match=message):
-        resume(run_dir, Silent())
+        resume(run_dir)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +155,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 def test_a_native_run_goes_on_to_its_own_numbers(native: Recorded, tmp_path: Path) -> None:
     run_dir = native.copy(3, tmp_path)
-    assert resume(run_dir, Silent()) == Resumed(2, 3)
+    assert resume(run_dir) == Resumed(2, 3)
     native.require_same(run_dir)
 
 
@@ -173,7 +172,7 @@ def test_every_part_of_a_native_checkpoint_is_needed(native: Recorded, tmp_path:
     run_dir = native.copy(3, tmp_path)
     altered(run_dir, NATIVE_ALTERATIONS[part])
     with pytest.raises(PromiseBroken, match="iteration 2, column "):
-        resume(run_dir, Silent())
+        resume(run_dir)
 
 
 ADAPTERS = ("lora={rank: 1, alpha: 2}", "value={learning_rate: 1e-3, lora: {rank: 1, alpha: 2}}")
@@ -192,9 +191,9 @@ def test_a_run_of_adapters_keeps_small_checkpoints_by_itself_and_goes_on_from_th
     weights = deterministic_run / "checkpoints" / "final" / "model.safetensors"
     assert newest(run_dir).stat().st_size < weights.stat().st_size
     assert not (run_dir / "checkpoints" / "reference").exists(), "the folder of the model has it"
-    assert resume(run_dir, Silent(), OTHER_LAYOUT) == Resumed(2, 3)
+    assert resume(run_dir, OTHER_LAYOUT) == Resumed(2, 3)
     adapted.require_same(run_dir)
-    whole, _ = run(load_config(TINY, [model, "ppo.iterations=4"]), tmp_path / "whole", Silent())
+    whole = tiny_run(tmp_path / "whole", model, "ppo.iterations=4")
     assert not list((whole / "checkpoints").glob("iteration-*"))
 
 
@@ -213,26 +212,26 @@ def test_what_cannot_go_on_is_one_line_and_changes_nothing(recorded: Recorded, t
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     manifest_before = (run_dir / manifest.FILE_NAME).read_bytes()
     with pytest.raises(UserError, match=r"iteration-000004\.safetensors: has another SHA-256 .* remove "):
-        resume(run_dir, Silent())
+        resume(run_dir)
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"may change fields of layout and rollout\.engine "):
-        resume(run_dir, Silent(), ["ppo.epochs=3"])
+        resume(run_dir, ["ppo.epochs=3"])
     with only_writer(run_dir), pytest.raises(UserError, match="another process is writing it"):
-        resume(run_dir, Silent())
+        resume(run_dir)
     assert (run_dir / manifest.FILE_NAME).read_bytes() == manifest_before
     # a damaged checkpoint that is removed costs what it would have saved
     path.unlink()
-    assert resume(run_dir, Silent()) == Resumed(0, 5)
+    assert resume(run_dir) == Resumed(0, 5)
     recorded.require_same(run_dir)
     with pytest.raises(UserError, match="the run is finished"):
-        resume(run_dir, Silent())
+        resume(run_dir)
 
 
 def test_a_link_out_of_the_folder_is_refused(recorded: Recorded, tmp_path: Path) -> None:
     run_dir = recorded.copy(3, tmp_path)
     (run_dir / "records" / "tokens" / "iteration=000003.parquet.tmp").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is a symbolic link"):
-        resume(run_dir, Silent())
+        resume(run_dir)
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -246,7 +245,7 @@ def test_runs_and_forks_killed_at_any_instant_are_resumed(tmp_path: Path) -> Non
     run_dir, longer = run_folder(config, tmp_path / "whole"), "ppo.iterations=7"
     with working(f"run {path} {tmp_path / 'whole'}") as forks:
         assert not forks.killed(math.inf, "fork", run_dir, tmp_path / "longer", longer)
-        fork_dir = next(path.parent for path in (tmp_path / "longer").rglob(manifest.FILE_NAME))
+        fork_dir = run_below(tmp_path / "longer")
         begun = {"run": ((path,), run_dir, ()), "fork": ((run_dir,), fork_dir, (longer,))}
         started = time.perf_counter()
         assert not forks.killed(math.inf, "run", path, tmp_path / "timed")

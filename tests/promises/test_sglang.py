@@ -18,18 +18,18 @@ from torch import Tensor
 
 import ppo_repro
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.sglang import command
 from ppo_repro.sglang.client import Call, ask
-from tests.support.language import rerun, run
+from tests.support.cli import sets
+from tests.support.language import rerun, small_run
 from tests.support.models import unequal
 from tests.support.paths import SMALL
 from tests.support.ranks import cli_ranks
 from tests.support.row_dependent import NOISE, row_dependent_linear
-from tests.support.runs import small_config
+from tests.support.runs import run_below
 from tests.support.sglang import PYTHON, WARM, Subject, subject
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -225,11 +225,11 @@ def test_a_run_on_two_deterministic_servers_is_the_run_of_the_built_in_engine(
     deterministic: Subject, tmp_path: Path
 ) -> None:
     sets = "rollout.engine.kind=sglang", deterministic.urls, *WARM
-    there, _ = run(small_config(*sets), tmp_path, Silent())
+    there = small_run(tmp_path, *sets)
     deterministic.forget()
-    here, _ = run(small_config(*WARM), tmp_path, Silent())
+    here = small_run(tmp_path, *WARM)
     assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
-    assert rerun(there, Silent(), ["rollout.engine.kind=torch"]).difference is None
+    assert rerun(there, ["rollout.engine.kind=torch"]).difference is None
     tokens = reader.read_tokens(there, columns=["rollout_logprobs", "old_logprobs"])
     assert len(tokens) > 300
     assert (tokens.rollout_logprobs == tokens.old_logprobs).all()
@@ -254,13 +254,13 @@ def test_deterministic_servers_return_what_a_cut_kept(deterministic: Subject, sa
 def test_two_processes_on_servers_are_one_process_on_the_built_in_engine(
     deterministic: Subject, tmp_path: Path
 ) -> None:
-    sets = *WARM, "rollout.top_p=0.9"
-    words = [word for each in (*sets, "rollout.engine.kind=sglang", deterministic.urls) for word in ("--set", each)]
+    fields = *WARM, "rollout.top_p=0.9"
+    words = sets(*fields, "rollout.engine.kind=sglang", deterministic.urls)
     ended = cli_ranks(2, "run", SMALL, "--out", tmp_path / "two", *words)
     deterministic.forget()
     assert [each.code for each in ended] == [0, 0], ended
-    (there,) = [path.parent for path in (tmp_path / "two").rglob("manifest.json")]
-    here, _ = run(small_config(*sets), tmp_path, Silent())
+    there = run_below(tmp_path / "two")
+    here = small_run(tmp_path, *fields)
     assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
 
 
@@ -270,9 +270,9 @@ def test_a_run_of_a_mixture_that_is_behind_is_the_run_of_the_built_in_engine(tmp
     experts = "model.experts={family: qwen3_moe, count: 5, per_token: 2}", "model.intermediate_size=12"
     common = (*WARM, *experts, behind, "records.level=deep", "ppo.replay_routes=true")
     sets = "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", *common
-    there, _ = run(small_config(*sets), tmp_path, Silent())
-    here, _ = run(small_config(*common), tmp_path, Silent())
-    chosen, _ = run(small_config(*common, "ppo.replay_routes=false"), tmp_path, Silent())
+    there = small_run(tmp_path, *sets)
+    here = small_run(tmp_path, *common)
+    chosen = small_run(tmp_path, *common, "ppo.replay_routes=false")
     found = [manifest.load(folder).fingerprint for folder in (there, here, chosen)]
     assert found[0] == found[1] != found[2], "the trainer's own choice differs where the sampler is behind"
     columns = [reader.read_tokens(folder)[["rollout_routes", "policy_routes"]] for folder in (there, here, chosen)]
@@ -288,7 +288,7 @@ def test_a_run_of_a_mixture_that_is_behind_is_the_run_of_the_built_in_engine(tmp
 @pytest.mark.parametrize("mode", ["native", "deterministic"])
 def test_a_run_on_a_stock_server_shows_its_mismatch(stock: Subject, mode: str, tmp_path: Path) -> None:
     sets = "rollout.engine.kind=sglang", "rollout.engine.numerics=stock", stock.urls, f"numerics.mode={mode}", *WARM
-    folder, _ = run(small_config(*sets), tmp_path, Silent())
+    folder = small_run(tmp_path, *sets)
     stock.forget()
     tokens = reader.read_tokens(folder, columns=["rollout_logprobs", "old_logprobs"])
     differ = (tokens.rollout_logprobs != tokens.old_logprobs).sum()

@@ -10,7 +10,7 @@ import pytest
 
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.grids.study import Reproduction, first_difference, read_results
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli
 from tests.support.paths import ROOT
 
 STUDIES = sorted(path.parent for path in (ROOT / "experiments").glob("*/results.csv"))
@@ -71,11 +71,7 @@ def test_a_difference_is_exit_one(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_is_no_study_is_refused(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "s").mkdir()
-    code, _, err = cli("reproduce", tmp_path / "s")
-    assert code == 2
-    assert "s.yaml" in one_line(err)
+    assert "s.yaml" in cli.refusal("reproduce", tmp_path / "s")
     shutil.copy(ROOT / "tests" / "support" / "tiny_grid.yaml", tmp_path / "s" / "s.yaml")
     shutil.copy(ROOT / "tests" / "support" / "tiny.yaml", tmp_path / "s" / "tiny.yaml")
-    code, _, err = cli("reproduce", tmp_path / "s")
-    assert code == 2
-    assert "results.csv: there is no such file" in one_line(err)
+    assert "results.csv: there is no such file" in cli.refusal("reproduce", tmp_path / "s")

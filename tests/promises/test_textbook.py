@@ -17,13 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import load_config
 from ppo_repro.numerics.adamw import OptimizerState
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs import checkpoint
-from tests.support.language import run
-from tests.support.paths import TINY
+from tests.support.language import tiny_run
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    run_dir, _ = run(load_config(TINY, OVERRIDES), tmp_path_factory.mktemp("textbook"), Silent())
+    run_dir = tiny_run(tmp_path_factory.mktemp("textbook"), *OVERRIDES)
     files = manifest.load(run_dir).files
     names = [f"checkpoints/iteration-{n:06d}.safetensors" for n in (1, 2)]
     before, after = (checkpoint.load(run_dir / name, files[name]) for name in names)

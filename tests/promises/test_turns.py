@@ -58,7 +58,7 @@ def test_parity_holds_over_whole_episodes(recorded: Recorded) -> None:
 )
 def test_another_layout_gives_the_same_run(recorded: Recorded, layout: tuple[str, ...]) -> None:
     """Without the prefix cache each turn is computed from its first token."""
-    found = rerun(recorded.whole, Silent(), list(layout))
+    found = rerun(recorded.whole, list(layout))
     assert found.difference is None
     assert found.fingerprint == manifest.load(recorded.whole).fingerprint
 
@@ -66,12 +66,12 @@ def test_another_layout_gives_the_same_run(recorded: Recorded, layout: tuple[str
 @pytest.mark.usefixtures("row_dependent")
 def test_another_layout_gives_another_run_in_native_numerics(tmp_path: Path) -> None:
     native = record(turns_config(tmp_path, "numerics.mode=native", "ppo.iterations=1"), tmp_path / "out")
-    assert rerun(native.whole, Silent(), ["layout.rollout_slots=2"]).difference is not None
+    assert rerun(native.whole, ["layout.rollout_slots=2"]).difference is not None
 
 
 def test_a_resumed_run_is_the_uninterrupted_run(recorded: Recorded, tmp_path: Path) -> None:
     run_dir = recorded.copy(1, tmp_path)
-    assert resume(run_dir, Silent(), ["layout.prefix_cache=false"]).start == 1
+    assert resume(run_dir, ["layout.prefix_cache=false"]).start == 1
     recorded.require_same(run_dir)
 
 

@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import MinibatchStep
 from ppo_repro.checks.bisect import ResponseIndex, first_unequal, trace_sampler
 from ppo_repro.config.files import load_config
@@ -25,7 +24,7 @@ from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.agreement import UnequalBits
 from tests.support.cli import Cli
-from tests.support.language import rerun, resume, run
+from tests.support.language import rerun, resume, run, tiny_run
 from tests.support.paths import TINY
 from tests.support.unequal import first_step_differs, other_ratio, other_value, sampler_differs
 
@@ -36,14 +35,14 @@ def ended(out: Path, *overrides: str) -> tuple[Path, str]:
     """The folder of a run that has to end because bits are unequal, and its error."""
     config = load_config(TINY, [*QUICK, *overrides])
     with pytest.raises(UnequalBits) as stop:
-        run(config, out, Silent())
+        run(config, out)
     return run_folder(config, out), str(stop.value)
 
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run without the fault: the control of what follows."""
-    return run(load_config(TINY, QUICK), tmp_path_factory.mktemp("whole"), Silent())[0]
+    return tiny_run(tmp_path_factory.mktemp("whole"), *QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +95,15 @@ def test_rerun_refuses_it_and_resume_ends_there_again_or_goes_on(
 ) -> None:
     run_dir = Path(shutil.copytree(failed[0], tmp_path / "copy"))
     with pytest.raises(UserError, match="the run is failed"):
-        rerun(run_dir, Silent())
+        rerun(run_dir)
     with monkeypatch.context() as patch:
         sampler_differs(patch, 1, 3, 0)
         with pytest.raises(UnequalBits, match="iteration 1, response 3, token 0: "):
-            resume(run_dir, Silent())
+            resume(run_dir)
     assert manifest.load(run_dir).status == "failed"
     assert len(manifest.load(run_dir).iterations) == 1
     # once what was wrong is put right, it is the run that it would have been
-    assert resume(run_dir, Silent()) == Resumed(0, 1)
+    assert resume(run_dir) == Resumed(0, 1)
     assert manifest.load(run_dir).fingerprint == manifest.load(whole_run).fingerprint
     assert verify(run_dir).status == "complete"
 
@@ -116,7 +115,7 @@ def test_from_a_checkpoint_it_goes_on_and_what_was_kept_is_gone(
         sampler_differs(patch, 1, 3, 0)
         run_dir, _ = ended(tmp_path, "checkpoints.every=1")
     assert verify(run_dir).model_folders == 2  # and the reference
-    assert resume(run_dir, Silent()) == Resumed(1, 1)
+    assert resume(run_dir) == Resumed(1, 1)
     assert manifest.load(run_dir).fingerprint == manifest.load(whole_run).fingerprint
     assert not (run_dir / UNEQUAL).exists()
     assert verify(run_dir).uncovered == ()
@@ -147,7 +146,7 @@ def test_a_ratio_or_a_value_of_the_first_minibatch_ends_the_first_iteration(
 def test_where_it_is_measured_nothing_changes(override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler_differs(monkeypatch, 0, 3, 0)
     first_step_differs(monkeypatch, other_ratio)
-    run_dir, _ = run(load_config(TINY, [*QUICK, override, "ppo.iterations=1"]), tmp_path, Silent())
+    run_dir = tiny_run(tmp_path, *QUICK, override, "ppo.iterations=1")
     counted = reader.read_iterations(run_dir).iloc[0]
     assert counted["unequal_old_rollout_logprobs"] > 0
     assert counted["unequal_first_ratios"] > 0

@@ -10,9 +10,8 @@ import pyarrow as pa
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.records import arrow, manifest, reader, writer
+from ppo_repro.records import arrow, manifest, reader
 from ppo_repro.records.columns import offsets_of
-from ppo_repro.records.writer import RunWriter
 from tests.support import synthetic_run
 from tests.support.synthetic_run import one_column
 
@@ -79,30 +78,6 @@ def test_what_is_not_there_is_refused(run: Path, arguments: dict[str, Any], mess
         reader.read_tokens(run, **arguments)
     with pytest.raises(UserError, match="no table 'token'; there are sequences, tokens"):
         reader.read_table("token", run)
-
-
-@pytest.mark.parametrize("last", ["tokens", manifest.LOG_NAME, manifest.FILE_NAME])
-def test_a_crash_at_any_file_loses_at_most_the_iteration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
-) -> None:
-    written = synthetic_run.start_run(tmp_path / "a")
-    written.append(0, synthetic_run.random_tables(0, 4))
-
-    def killed(path: Path, *arguments: object) -> None:
-        if last in path.as_posix() or last == manifest.LOG_NAME:
-            raise KeyboardInterrupt
-
-    target = {"tokens": (writer, "atomic_write"), manifest.FILE_NAME: (manifest, "atomic_write")}
-    with monkeypatch.context() as patch:
-        patch.setattr(*target.get(last, (manifest, "cut_log")), killed)
-        with pytest.raises(KeyboardInterrupt):
-            written.append(1, synthetic_run.random_tables(1, 4))
-    assert manifest.load(tmp_path / "a").num_iterations == 1
-    again = RunWriter(tmp_path / "a")
-    again.append(1, synthetic_run.random_tables(1, 4))
-    again.finish(synthetic_run.FINAL, {})
-    whole = synthetic_run.make_run(tmp_path / "whole", rows=4)
-    assert manifest.load(tmp_path / "a").fingerprint == manifest.load(whole).fingerprint
 
 
 def test_final_results_keep_their_type_and_bits(tmp_path: Path) -> None:

@@ -12,13 +12,11 @@ from ppo_repro.analysis.mismatch.metrics import update_table
 from ppo_repro.analysis.mismatch.tables import measure, whole
 from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
-from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.token_statistics import normal_noise
 from ppo_repro.records import reader
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import disturbed, sample
-from tests.support.language import run
+from tests.support.language import small_run
 from tests.support.models import unequal
 from tests.support.runs import small_config
 from tests.support.sampler import drawn_case
@@ -44,17 +42,8 @@ def test_the_sampler_sees_the_disturbed_logits_and_reports_their_log_probs() -> 
         assert not torch.equal(got.tokens, sample(logits, seeds, positions, plain, mode).tokens)
 
 
-@pytest.fixture(scope="module")
-def config() -> RunConfig:
-    return small_config(f"rollout.mismatch_sigma={SIGMA}", "ppo.iterations=2")
-
-
-@pytest.fixture(scope="module")
-def disturbed_run(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(config, tmp_path_factory.mktemp("disturbed"), Silent())[0]
-
-
-def test_the_mismatch_of_a_run_is_the_chosen_one(disturbed_run: Path) -> None:
+def test_the_mismatch_of_a_run_is_the_chosen_one(tmp_path: Path) -> None:
+    disturbed_run = small_run(tmp_path, f"rollout.mismatch_sigma={SIGMA}", "ppo.iterations=2")
     table = update_table(whole(measure(run_pairs(disturbed_run))).mismatch).set_index(["metric", "reduction"])["value"]
     tokens = reader.read_tokens(disturbed_run)
     uncertain = float((1.0 - tokens["prob_sq_sums"]).mean())

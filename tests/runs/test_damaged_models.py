@@ -12,13 +12,10 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import one_line
-from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import load_config
 from ppo_repro.models.load import load_folder
 from ppo_repro.runs.verify import verify
 from tests.support.damage import Damage, cut, device, flipped
-from tests.support.language import fork, run
-from tests.support.paths import TINY
+from tests.support.language import fork, tiny_run
 
 USUAL = ("model.warm_start_steps=3", "ppo.iterations=1", "lora={rank: 2, alpha: 4}")
 SECONDS = 2.0  # of this process, for a refusal
@@ -27,7 +24,7 @@ SECONDS = 2.0  # of this process, for a refusal
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an adapter and a value model of its own."""
-    return run(load_config(TINY, USUAL), tmp_path_factory.mktemp("finished"), Silent())[0]
+    return tiny_run(tmp_path_factory.mktemp("finished"), *USUAL)
 
 
 def drawn(folder: Path, seed: int) -> tuple[str, Damage]:

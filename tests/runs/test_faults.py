@@ -22,7 +22,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest, reader
 from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
-from tests.support.language import resume, run
+from tests.support.language import resume, run, tiny_run
 from tests.support.paths import TINY
 
 COMMON = (
@@ -188,7 +188,7 @@ def require_no_layout_shows_and_no_interruption(case: Case, tmp_path: Path) -> N
 
     with suppress(KeyboardInterrupt):
         run(config, tmp_path, Interrupting())
-    found = resume(run_folder(config, tmp_path), Silent(), LAYOUT)
+    found = resume(run_folder(config, tmp_path), LAYOUT)
     assert found.start > 0, "it began again, so nothing was taken from a checkpoint"
     assert manifest.load(run_folder(config, tmp_path)).fingerprint == manifest.load(case.folder).fingerprint
 
@@ -210,7 +210,7 @@ def require_the_records_suffice_and_the_cause_is_named(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_cause_is_what_it_says_under_every_layout(name: str, tmp_path: Path) -> None:
-    case = Case(name, run(load_config(TINY, [*COMMON, *CASES[name]]), tmp_path / "first", Silent())[0])
+    case = Case(name, tiny_run(tmp_path / "first", *COMMON, *CASES[name]))
     require_both_sides_are_those_of_stock_torch(case)
     require_the_mismatch_is_what_its_definition_says(case)
     require_the_records_suffice_and_the_cause_is_named(case)

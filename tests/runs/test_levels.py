@@ -12,14 +12,14 @@ from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference
 from ppo_repro.records.schema import LEVELS
-from tests.support.language import resume, run
+from tests.support.language import resume, run, tiny_run
 from tests.support.paths import TINY
 
 CUT = ("rollout.top_p=0.9", "rollout.temperature=1.3")
 
 
 def recorded(out: Path, *overrides: str) -> Path:
-    return run(load_config(TINY, [*CUT, *overrides]), out, Silent())[0]
+    return tiny_run(out, *CUT, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_run_is_resumed_at_another_level(runs: dict[str, Path], tmp_path: Path
         run(config, tmp_path, Stopped())
     (run_dir,) = tmp_path.glob("tiny/*")
     before = reader.open_manifest(run_dir, allow_incomplete=True).num_iterations
-    resume(run_dir, Silent(), ["records.level=lean"])
+    resume(run_dir, ["records.level=lean"])
     frame = reader.read_tokens(run_dir)
     is_full = frame["iteration"] < before
     assert 0 < before < 3

@@ -15,7 +15,6 @@ from ppo_repro.analysis.pairs.places import ROUTE, ROUTES
 from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.analysis.report.figures import bucket_figure
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.replay import STAGES, recompute
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
@@ -45,7 +44,7 @@ def config_of(family: str, *more: str) -> RunConfig:
 
 
 def record(out: Path, family: str, *more: str) -> Path:
-    return run(config_of(family, *more), out, Silent())[0]
+    return run(config_of(family, *more), out)[0]
 
 
 def routes(folder: Path, column: str) -> np.ndarray:

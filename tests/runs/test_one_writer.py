@@ -43,9 +43,9 @@ def test_whoever_comes_at_any_moment_of_a_run_is_refused_and_the_run_is_whole(
     def come(descriptor: int) -> None:
         if not busy.acquire(blocking=False):  # of the one who came
             return
-        comers: dict[str, Callable[[], object]] = {"run": lambda: run(config, tmp_path, Silent())}
+        comers: dict[str, Callable[[], object]] = {"run": lambda: run(config, tmp_path)}
         if run_dir.exists():
-            comers["resume"] = lambda: resume(run_dir, Silent())
+            comers["resume"] = lambda: resume(run_dir)
         for name, comer in comers.items():
             with pytest.raises(UserError, match=rf"is writing it \(process {os.getpid()} on {HERE}, since "):
                 comer()
@@ -53,7 +53,7 @@ def test_whoever_comes_at_any_moment_of_a_run_is_refused_and_the_run_is_whole(
         busy.release()
 
     monkeypatch.setattr(os, "fsync", come)
-    assert run(config, tmp_path, Silent())[0] == run_dir
+    assert run(config, tmp_path)[0] == run_dir
     monkeypatch.undo()
     assert came["run"] > came["resume"] > 50, came
     assert manifest.load(run_dir).fingerprint == manifest.load(control_run).fingerprint
@@ -100,7 +100,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nobody disturbs."""
-    return run(small_control(*QUICK), tmp_path_factory.mktemp("whole"), Silent())[0]
+    return run(small_control(*QUICK), tmp_path_factory.mktemp("whole"))[0]
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_of_processes_that_run_one_grid_one_at_a_time_goes_on(race: Race, config
     path, generator, before = tmp_path / "g.yaml", random.Random(6), race.seen.copy()
     path.write_text(f"question: q?\nexpectation: e.\nbase: {config}\naxes: {{}}\nseeds: [1]\n")
     command = ("grid", path, "--out", tmp_path / "out", "--workers", "1")
-    alone = run(small_control(*QUICK, "seed=1"), tmp_path / "alone", Silent())[0]
+    alone = run(small_control(*QUICK, "seed=1"), tmp_path / "alone")[0]
     for trial in range(TRIALS):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         ended = race.run(*contenders(4, generator, *command))

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.replay import STAGES, lines, recompute
-from ppo_repro.config.files import load_config
-from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
 from tests.grids.small_grids import grid_file
-from tests.support.cli import Cli, one_line
-from tests.support.language import fork, rerun, run
+from tests.support.cli import Cli, sets
+from tests.support.language import fork, rerun, tiny_run
 from tests.support.paths import TINY
 from tests.support.ranks import cli_ranks
+from tests.support.runs import run_below
 
 SMALLEST = ("model.warm_start_steps=4", "layout.update_micro_batch=2", "ppo.minibatch_size=5")
 # as ppo.objectives.Clip, ppo.advantages.gae, ppo.kl.k1 and ppo.rewards.place_scores compute them
@@ -65,22 +63,22 @@ def own(folder: Path) -> tuple[str, ...]:
     )
 
 
-def config(*overrides: str) -> RunConfig:
-    return load_config(TINY, [*SMALLEST, *overrides])
+def recorded_in(out: Path, *overrides: str) -> Path:
+    return tiny_run(out, *SMALLEST, *overrides)
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
-    return run(config(*own(folder)), folder, Silent())[0]
+    return recorded_in(folder, *own(folder))
 
 
 def test_functions_that_equal_the_packages_give_its_fingerprint(recorded: Path, tmp_path: Path) -> None:
-    built_in = run(config(), tmp_path, Silent())[0]
+    built_in = recorded_in(tmp_path)
     assert manifest.load(recorded).fingerprint == manifest.load(built_in).fingerprint
     flags = reader.read_updates(recorded, columns=["clip_flag"])["clip_flag"].unique()
     assert len(flags) > 1, "some tokens are cut"
-    other = run(config(*own(tmp_path), "ppo.objective.parameters.low=0.1"), tmp_path, Silent())[0]
+    other = recorded_in(tmp_path, *own(tmp_path), "ppo.objective.parameters.low=0.1")
     assert manifest.load(other).fingerprint != manifest.load(built_in).fingerprint, "the negative control"
 
 
@@ -90,7 +88,7 @@ def test_replay_rerun_and_fork_take_the_copy_in_the_run(recorded: Path, tmp_path
         (recorded.parents[1] / name).unlink()
     found = recompute(run_dir, STAGES)
     assert found.difference is None, lines(found)
-    assert rerun(run_dir, Silent(), ["layout.update_micro_batch=1", "layout.padding=left"]).difference is None
+    assert rerun(run_dir, ["layout.update_micro_batch=1", "layout.padding=left"]).difference is None
     forked = fork(run_dir, tmp_path, None, "ppo.iterations=3", "ppo.objective.parameters.high=0.3")
     assert recompute(forked, STAGES).difference is None
     assert (forked / "inputs" / "own.py").read_bytes() == (run_dir / "inputs" / "own.py").read_bytes()
@@ -100,10 +98,8 @@ def refused(cli: Cli, folder: Path, text: str, *more: str) -> tuple[str, Path]:
     """The error line of a run with this file as objective, behind the field and the file; and the folder of runs."""
     (folder / "own.py").write_text(text)
     objective = f"{{kind: function, path: {folder}/own.py:loss}}"
-    sets = [part for one in (*SMALLEST, f"ppo.objective={objective}") for part in ("--set", one)]
-    code, _, err = cli("run", TINY, *sets, *more, "--out", folder / "runs")
-    assert code == 2
-    line = one_line(err).removeprefix("error: ").removeprefix("ppo.objective.path: ")
+    said = cli.refusal("run", TINY, *sets(*SMALLEST, f"ppo.objective={objective}"), *more, "--out", folder / "runs")
+    line = said.removeprefix("error: ").removeprefix("ppo.objective.path: ")
     return line.removeprefix(f"{folder}/own.py"), folder / "runs"
 
 
@@ -144,7 +140,7 @@ def test_what_goes_wrong_later_keeps_the_complete_iterations(cli: Cli, tmp_path:
     """--unchecked counts no call before the first update: an iteration has 2 epochs of 3 minibatches of 3 parts."""
     found, runs = refused(cli, tmp_path, LATE.format(limit=20, late=late), "--unchecked")
     assert found.startswith(line)
-    (run_dir,) = (path.parent for path in runs.rglob("manifest.json"))
+    run_dir = run_below(runs)
     left = manifest.load(run_dir)
     assert (left.status, left.num_iterations) == ("failed", 1)
     assert "checked: false" in (run_dir / "config.yaml").read_text()
@@ -156,7 +152,7 @@ def test_rerun_finds_a_function_that_depends_on_more_than_its_batch(cli: Cli, tm
         "import os, time\n\ndef loss(batch):\n    return -batch.ratios * batch.advantages * (1 + time.time_ns() % 97)\n"
     )
     objective = f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss, checked: false}}"
-    run_dir = run(config(objective), tmp_path, Silent())[0]
+    run_dir = recorded_in(tmp_path, objective)
     cli("report", run_dir, "--out", tmp_path / "page.html")
     assert (
         "own.py:loss, the objective of this run, does not say which tokens it cut."
@@ -169,7 +165,7 @@ def test_rerun_finds_a_function_that_depends_on_more_than_its_batch(cli: Cli, tm
 
 def test_what_it_prints_goes_to_stderr(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("print('file')\ndef loss(batch):\n    print('call'); return -batch.ratios\n")
-    config(objective := f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss}}")
+    objective = f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss}}"
     _, out, err = cli("run", TINY, "--json", "--set", objective, "--set", SMALLEST[0], "--out", tmp_path)
     assert json.loads(out)
     assert "file" in err
@@ -182,17 +178,15 @@ def test_a_wrong_path_or_parameter_is_one_line(cli: Cli, tmp_path: Path) -> None
         ("path: own.txt:loss", "must be FILE.py:NAME, with the name of a function or class in the file"),
         (f"path: {tmp_path}/own.py:loss, parameters: {{low: 0.1}}", "got an unexpected keyword argument 'low'"),
     ):
-        code, _, err = cli("run", TINY, "--set", f"ppo.objective={{kind: function, {value}}}", "--out", tmp_path)
-        assert code == 2
-        assert expected in one_line(err)
+        said = cli.refusal("run", TINY, "--set", f"ppo.objective={{kind: function, {value}}}", "--out", tmp_path)
+        assert expected in said
 
 
 @pytest.mark.slow
 def test_two_processes_give_the_fingerprint_of_one(recorded: Path, tmp_path: Path) -> None:
-    sets = [part for one in (*SMALLEST, *own(tmp_path)) for part in ("--set", one)]
-    for ended in cli_ranks(2, "run", TINY, *sets, "--out", tmp_path / "runs"):
+    for ended in cli_ranks(2, "run", TINY, *sets(*SMALLEST, *own(tmp_path)), "--out", tmp_path / "runs"):
         assert ended.code == 0, ended.err
-    (run_dir,) = (path.parent for path in (tmp_path / "runs").rglob("manifest.json"))
+    run_dir = run_below(tmp_path / "runs")
     assert manifest.load(run_dir).fingerprint == manifest.load(recorded).fingerprint
 
 
@@ -202,9 +196,7 @@ def test_a_grid_of_three_functions_has_its_page(cli: Cli, tmp_path: Path) -> Non
     (tmp_path / "own.py").write_text("\n".join(text.format(name, n) for n, name in enumerate("abc", 1)))
     own = {name: {"ppo.objective": {"kind": "function", "path": f"own.py:{name}"}} for name in "abc"}
     file = grid_file(tmp_path, {"objective": own}, [1], **{"model.warm_start_steps": 4})
-    code, _, err = cli("grid", file, "--out", tmp_path / "runs")
-    assert code == 0, err
-    code, _, err = cli("report", tmp_path / "runs" / "g")
+    cli.done("grid", file, "--out", tmp_path / "runs")
+    cli.done("report", tmp_path / "runs" / "g")
     page = (tmp_path / "runs" / "g" / "report.html").read_text()
-    assert code == 0, err
-    assert all(f"objective={name}" in page or f">{name}<" in page for name in "abc"), err
+    assert all(f"objective={name}" in page or f">{name}<" in page for name in "abc")

@@ -8,22 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_repro.analysis.mismatch.parity import Parity, parity
-from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import load_config
-from ppo_repro.config.run import RunConfig
+from ppo_repro.analysis.mismatch.parity import parity
 from ppo_repro.models.load import load_folder
-from ppo_repro.records import reader
+from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.torch_engine import in_dtype
 from ppo_repro.runs.accuracy import Text, reference_scores, stock_scores
-from tests.support.language import run
-from tests.support.paths import TINY
+from tests.support.language import tiny_run
+from tests.support.recipes import OTHER_LAYOUT
 
-# the same work cut up in another way
-OTHER_LAYOUT = (
-    *("layout.rollout_slots=2", "layout.prefill_chunk=2", "layout.prefix_cache=false", "layout.forward_micro_batch=2"),
-    *("layout.update_micro_batch=1", "layout.padding=left"),
-)
 BFLOAT16 = "{weights: bfloat16, activations: bfloat16, logits: bfloat16}"
 W8A8 = "{weights: float8_e4m3, activations: float8_e4m3, rest: bfloat16, kv_cache: float8_e4m3}"
 SIDES = {
@@ -40,33 +32,15 @@ SIDES = {
 }
 
 
-def tiny(*overrides: str) -> RunConfig:
-    return load_config(TINY, overrides)
-
-
-def recorded(out: Path, *overrides: str) -> Path:
-    return run(tiny(*overrides), out, Silent())[0]
-
-
-def fingerprint(run_dir: Path) -> str:
-    found = reader.open_manifest(run_dir).fingerprint
-    assert found
-    return found
-
-
-def check(tmp_path: Path, overrides: tuple[str, ...]) -> Parity:
-    first = recorded(tmp_path / "first", *overrides)
-    again = recorded(tmp_path / "again", *overrides, *OTHER_LAYOUT)
-    assert fingerprint(first) == fingerprint(again)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIDES)
+def test_a_rounded_side_is_a_mismatch_of_its_own_that_no_layout_changes(name: str, tmp_path: Path) -> None:
+    first = tiny_run(tmp_path / "first", *SIDES[name])
+    again = tiny_run(tmp_path / "again", *SIDES[name], *OTHER_LAYOUT)
+    assert manifest.load(first).fingerprint == manifest.load(again).fingerprint
     found = parity(first)
     assert found.unequal_values == 0
     assert found.tokens > 30
-    return found
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in SIDES])
-def test_a_rounded_side_is_a_mismatch_of_its_own_that_no_layout_changes(name: str, tmp_path: Path) -> None:
-    found = check(tmp_path, SIDES[name])
     assert found.unequal_old_rollout_logprobs > found.tokens / 2
     assert 1e-5 < found.max_abs_old_rollout < 2.0
     if "ppo.ratio_anchor=old" in SIDES[name]:
@@ -79,7 +53,7 @@ def test_a_rounded_side_is_a_mismatch_of_its_own_that_no_layout_changes(name: st
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_stock_torch_samples_with_the_error_of_its_dtype(dtype: str, tmp_path: Path) -> None:
     """The mismatch of the first iteration beside the model in float64 and in that dtype, each response by itself."""
-    run_dir = recorded(tmp_path, f"mismatch.sampler.stock={dtype}", "ppo.iterations=1", "checkpoints.every=1")
+    run_dir = tiny_run(tmp_path, f"mismatch.sampler.stock={dtype}", "ppo.iterations=1", "checkpoints.every=1")
     found = parity(run_dir)
     assert found.unequal_old_rollout_logprobs > found.tokens / 2
     sequences, tokens = reader.read_sequences(run_dir), reader.read_tokens(run_dir)

@@ -8,32 +8,26 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest, reader
-from tests.support.cli import Cli, one_line
-from tests.support.language import rerun, run
+from tests.support.cli import Cli
+from tests.support.language import rerun, tiny_run
 from tests.support.paths import TINY
-from tests.support.runs import REWARD_MODEL
-
-
-def recorded(out: Path, *overrides: str) -> Path:
-    return run(load_config(TINY, overrides), out, Silent())[0]
+from tests.support.runs import REWARD_MODEL, run_below
 
 
 def test_a_reward_model_made_in_one_run_judges_another_from_its_folder(tmp_path: Path) -> None:
-    made = recorded(tmp_path / "made", f"reward.terms=[{REWARD_MODEL}]")
+    made = tiny_run(tmp_path / "made", f"reward.terms=[{REWARD_MODEL}]")
     folder = tmp_path / "folder"
     (made / "checkpoints" / "reward_model").rename(folder)
-    taken = recorded(tmp_path / "taken", f"reward.terms=[{{kind: model, path: '{folder}'}}]")
+    taken = tiny_run(tmp_path / "taken", f"reward.terms=[{{kind: model, path: '{folder}'}}]")
     frames = [reader.read_sequences(path, columns=["response", "scores"]) for path in (made, taken)]
     assert frames[0].equals(frames[1]), "the same policy and the same reward model"
     assert frames[0]["scores"].nunique() > 5
-    assert rerun(taken, Silent(), ["layout.padding=left", "layout.forward_micro_batch=1"]).difference is None
+    assert rerun(taken, ["layout.padding=left", "layout.forward_micro_batch=1"]).difference is None
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     with pytest.raises(UserError, match=r"folder: is not there as the run \S+ had it"):
-        rerun(taken, Silent(), [])
+        rerun(taken, [])
 
 
 def with_function(folder: Path, text: str) -> tuple[str | Path, ...]:
@@ -66,13 +60,10 @@ def test_a_function_that_fails_later_is_one_line_and_keeps_iterations(
     cli: Cli, tmp_path: Path, statement: str, reason: str
 ) -> None:
     # the check calls it 8 times, then 7 held-out prompts and 15 responses are scored in each iteration
-    code, out, err = cli(*with_function(tmp_path / "later", LATER.format(statement)))
-    assert code == 2
-    assert out == ""
-    message = one_line(err)
+    message = cli.refusal(*with_function(tmp_path / "later", LATER.format(statement)))
     assert message.startswith(f"error: reward.terms.0.path: {tmp_path}/later/r.py:{reason}")
     assert " prompt key '" in message
-    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    run_dir = run_below(tmp_path)
     recorded = manifest.load(run_dir)
     assert recorded.status == "failed"
     assert len(recorded.iterations) == 1
@@ -81,20 +72,15 @@ def test_a_function_that_fails_later_is_one_line_and_keeps_iterations(
 def test_after_a_failure_the_message_has_the_command_that_goes_on(cli: Cli, tmp_path: Path) -> None:
     """`resume` calls the copy that failed; the corrected file goes on in a fork."""
     arguments = with_function(tmp_path / "mine", LATER.format("raise ValueError('no')"))
-    code, _, err = cli(*arguments, "--set", "checkpoints.every=1")
-    assert code == 2
-    found = re.search(
-        r"1 iterations are recorded: .* go on after iteration 1 with `ppo-repro (fork .*)`$", one_line(err)
-    )
-    assert found is not None, err
+    said = cli.refusal(*arguments, "--set", "checkpoints.every=1")
+    found = re.search(r"1 iterations are recorded: .* go on after iteration 1 with `ppo-repro (fork .*)`$", said)
+    assert found is not None, said
     (tmp_path / "mine" / "r.py").write_text("def score(prompt, response, answer): return 1.0\n")
     command = found[1].replace("FILE.py:NAME", f"{tmp_path}/mine/r.py:score").split()
-    code, _, err = cli(*command, "--out", tmp_path / "forks")
-    assert code == 0, err
-    assert manifest.load(next((tmp_path / "forks").rglob("manifest.json")).parent).status == "complete"
+    cli.done(*command, "--out", tmp_path / "forks")
+    assert manifest.load(run_below(tmp_path / "forks")).status == "complete"
 
 
 def test_after_a_failure_without_a_checkpoint_the_message_says_so(cli: Cli, tmp_path: Path) -> None:
-    code, _, err = cli(*with_function(tmp_path / "mine", LATER.format("raise ValueError('no')")))
-    assert code == 2
-    assert "1 iterations are recorded, without a checkpoint: correct the function" in one_line(err)
+    said = cli.refusal(*with_function(tmp_path / "mine", LATER.format("raise ValueError('no')")))
+    assert "1 iterations are recorded, without a checkpoint: correct the function" in said

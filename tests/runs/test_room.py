@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import load_config
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.checkpoint import require_room
 from tests.support.cli import one_line
-from tests.support.language import run
+from tests.support.language import tiny_run
 from tests.support.paths import ROOT, TINY
 
 HEADERS = 100_000  # bytes: more than the names of all tensors take in all files of a run
@@ -40,7 +38,7 @@ def test_the_bytes_that_a_run_keeps_are_known_before_its_first_iteration(
     said = list[int]()
     monkeypatch.setattr(runner, "require_room", lambda run_dir, to_keep: said.append(to_keep))
     wide = "model.hidden_size=64", "model.intermediate_size=256", "model.warm_start_steps=0"
-    run_dir, _ = run(load_config(TINY, [*wide, *overrides]), tmp_path, Silent())
+    run_dir = tiny_run(tmp_path, *wide, *overrides)
     kept = sum(path.stat().st_size for path in (run_dir / "checkpoints").rglob("*.safetensors"))
     assert said[0] > 4 * HEADERS, "a model that was forgotten would show"
     assert said[0] <= kept < said[0] + HEADERS

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import ACCURACY_NAME, Accuracy, read_accuracy
 from ppo_repro.runs.summary import summarise
-from tests.support.language import run
+from tests.support.language import small_run
 from tests.support.runs import small_config
 
 
@@ -31,7 +30,7 @@ def test_a_run_records_and_tells_it(deterministic_run: Path) -> None:
 
 
 def test_measuring_changes_no_bit(deterministic_run: Path, tmp_path: Path) -> None:
-    quiet, _ = run(small_config("numerics.accuracy_sequences=0"), tmp_path, Silent())
+    quiet = small_run(tmp_path, "numerics.accuracy_sequences=0")
     summary = summarise(quiet)
     assert summary.figures["fingerprint"] == manifest.load(deterministic_run).fingerprint
     assert summary.figures["numerical_accuracy"] is None

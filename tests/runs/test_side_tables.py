@@ -23,7 +23,8 @@ from tests.support.synthetic_run import damage_cell, rewrite_cell
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    config = load_config(TINY, [f"reward.terms=[{REWARD_MODEL}]", "evaluation.every=2", "ppo.iterations=3"])
+    reward = REWARD_MODEL.replace("num_pairs", "epochs: 2, num_pairs")
+    config = load_config(TINY, [f"reward.terms=[{reward}]", "evaluation.every=2", "ppo.iterations=3"])
     return record(config, tmp_path_factory.mktemp("side"))
 
 
@@ -80,7 +81,9 @@ def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
     assert (held_out["margin_after"] != held_out["margin_before"]).mean() > 0.9, "training moves them"
     accuracy = float((held_out["margin_after"] > 0).mean())
     assert accuracy == reader.open_manifest(recorded.whole).final["reward_model_pair_accuracy"]
-    assert sorted(updates[updates["epoch"] == 0]["pair"]) == list(range(24))
+    first, second = (of_epoch["pair"].tolist() for _, of_epoch in updates.groupby("epoch"))
+    assert sorted(first) == sorted(second) == list(range(24)), "each pair once in every epoch"
+    assert first != second, "in an order of its own"
     means = updates.groupby(["epoch", "minibatch"])[["margins", "losses"]].mean().reset_index()
     of_steps = reader.read_table("pair_steps", recorded.whole)
     # pandas adds up float32 values in its own way
@@ -90,19 +93,19 @@ def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
 
 
 def test_rerun_compares_them(recorded: Recorded, copy: Path) -> None:
-    assert rerun(recorded.whole, Silent(), ["layout.padding=left"]).difference is None
+    assert rerun(recorded.whole, ["layout.padding=left"]).difference is None
     rewrite_cell(copy, "evaluations", 3, "scores", flip_last_bit)
-    found = rerun(copy, Silent()).difference
+    found = rerun(copy).difference
     assert found is not None
     assert found.describe().startswith("table evaluations, iteration 3, column scores, row 6")
     rewrite_cell(copy, "evaluations", 0, "scores", flip_last_bit)
-    found = rerun(copy, Silent()).difference
+    found = rerun(copy).difference
     assert found is not None
     assert (found.table, found.iteration) == ("evaluations", 0)
     rewrite_cell(copy, "pair_updates", None, "margins", flip_last_bit)
-    found = rerun(copy, Silent()).difference
+    found = rerun(copy).difference
     assert found is not None
     assert found.describe().startswith("table pair_updates, column margins")
     damage_cell(copy, "pairs", None, "margin_after", flip_last_bit)
     with pytest.raises(UserError, match=r"pairs/preparation\.parquet: has another SHA-256"):
-        rerun(copy, Silent())
+        rerun(copy)

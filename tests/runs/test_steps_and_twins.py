@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest, reader
 from ppo_repro.tasks.problems import column_steps
 from tests.support.cli import Cli
-from tests.support.language import rerun, run
+from tests.support.language import rerun, tiny_run
 from tests.support.paths import TINY
 
 STEPS = (
@@ -27,7 +26,7 @@ STEPS = (
 
 
 def recorded(out: Path, *overrides: str) -> Path:
-    return run(load_config(TINY, [*STEPS, *overrides]), out, Silent())[0]
+    return tiny_run(out, *STEPS, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -72,4 +71,4 @@ def test_a_flipped_bit_and_a_flipped_token_change_a_run(usual: Path, tmp_path: P
     assert np.flatnonzero(ids[0] != ids[3]).tolist() == [0]
     logprobs = [reader.read_tokens(path, iterations=[0])["old_logprobs"].to_numpy() for path in (usual, bit)]
     assert 0 < np.abs(logprobs[0] - logprobs[1]).max() < 1e-5
-    assert rerun(bit, Silent()).difference is None
+    assert rerun(bit).difference is None

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
@@ -31,7 +30,7 @@ def fingerprint(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch, a
     with monkeypatch.context() as patch:
         patch.setattr(forward, "logits", watched)
         patch.setattr(forward, "LOGITS_AT_ONCE", at_once * config.model.vocab_size)  # type: ignore[union-attr]
-        found = manifest.load(run(config, out, Silent())[0]).fingerprint
+        found = manifest.load(run(config, out)[0]).fingerprint
     return found, max(rows)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from ppo_repro.analysis.clipping.corrections import corrections_of
 from ppo_repro.analysis.clipping.update_rows import load_iterations
 from ppo_repro.analysis.clipping.weights import loss_weights
-from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.replay import STAGES, lines, recompute
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
@@ -22,7 +21,7 @@ from ppo_repro.loop import policy_loss
 from ppo_repro.records import reader
 from ppo_repro.stages.training_batch import TrainingBatch, training_batch
 from tests.support.bare import NO_COEFFICIENTS, bare_advantages, bare_forward, bare_rollout
-from tests.support.language import run
+from tests.support.language import tiny_run
 from tests.support.paths import TINY
 
 LENGTHS = torch.tensor([2, 2])
@@ -127,7 +126,7 @@ REJECTION = "ppo.rejection=[{kind: ratio, level: geometric, low: 0.9, high: 1.1}
 
 
 def recorded(out: Path, *options: str) -> Path:
-    return run(load_config(TINY, [*SHORT, ANCHOR, *options]), out, Silent())[0]
+    return tiny_run(out, *SHORT, ANCHOR, *options)
 
 
 def fingerprint(run_dir: Path) -> str:

@@ -24,6 +24,18 @@ class Cli:
         out, err = self.capsys.readouterr()
         return int(stop.value.code or 0), out, err
 
+    def done(self, *arguments: str | Path) -> str:
+        """What a command prints that has to succeed."""
+        code, out, err = self(*arguments)
+        assert code == 0, err
+        return out
+
+    def refusal(self, *arguments: str | Path) -> str:
+        """The one line with which a command has to end, exit code 2 and nothing on stdout."""
+        code, out, err = self(*arguments)
+        assert (code, out) == (2, ""), err
+        return one_line(err)
+
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
@@ -37,6 +49,11 @@ def one_line(err: str) -> str:
     assert err.rstrip().endswith(errors[0]), err
     assert "Traceback" not in err
     return errors[0]
+
+
+def sets(*fields: str) -> list[str]:
+    """The words of a command line that change some fields."""
+    return [word for field in fields for word in ("--set", field)]
 
 
 def write_prompts(path: Path, *prompts: str) -> Path:

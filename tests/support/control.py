@@ -10,15 +10,15 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from ppo_repro.base.watcher import Watcher
+from ppo_repro.base.watcher import Silent, Watcher
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import read_tree, validated
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.control import ControlKind
-from tests.support.paths import ROOT, SMALL_CONTROL
+from tests.support.paths import SMALL_CONTROL
 
-PRESETS = sorted((ROOT / "experiments" / "control").glob("*.yaml"))
+SILENT = Silent()
 
 
 class Corridor(gymnasium.Env[Any, Any]):
@@ -62,16 +62,16 @@ for _name, _length, _limit in (
     gymnasium.register(f"tests/{_name}", Corridor, max_episode_steps=_limit, kwargs={"length": _length})
 
 
-def run(config: ControlConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[str, float]]:
+def run(config: ControlConfig, out: Path, watcher: Watcher = SILENT) -> tuple[Path, dict[str, float]]:
     return runner.run(ControlKind(watcher), config, out)
 
 
-def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> resumer.Rerun:
-    return resumer.rerun(ControlKind(watcher), run_dir, overrides)
+def rerun(run_dir: Path, overrides: Sequence[str] = ()) -> resumer.Rerun:
+    return resumer.rerun(ControlKind(SILENT), run_dir, overrides)
 
 
-def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> resumer.Resumed:
-    return resumer.resume(ControlKind(watcher), run_dir, overrides)
+def resume(run_dir: Path, overrides: Sequence[str] = ()) -> resumer.Resumed:
+    return resumer.resume(ControlKind(SILENT), run_dir, overrides)
 
 
 def small_control(*overrides: str) -> ControlConfig:

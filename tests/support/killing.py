@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from tests.support.language import fork, resume, run
 
@@ -59,11 +58,11 @@ def work(line: str) -> int:
     command, *arguments = line.split()
     try:
         if command == "run":
-            run(load_config(Path(arguments[0])), Path(arguments[1]), Silent())
+            run(load_config(Path(arguments[0])), Path(arguments[1]))
         elif command == "fork":
             fork(Path(arguments[0]), Path(arguments[1]), None, *arguments[2:])
         else:
-            resume(Path(arguments[0]), Silent())
+            resume(Path(arguments[0]))
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
         return 2

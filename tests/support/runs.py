@@ -33,3 +33,9 @@ def recorded_iterations(folder: Path) -> int:
     """
     inside = (names for path, _, names in os.walk(folder) if Path(path).parts[-2:] == ("records", "iterations"))
     return sum(name.startswith("iteration=") and name.endswith(".parquet") for names in inside for name in names)
+
+
+def run_below(folder: Path) -> Path:
+    """The folder of the only run anywhere below a folder."""
+    (found,) = (path.parent for path in folder.rglob("manifest.json"))
+    return found

@@ -18,13 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.base.watcher import Silent
 from ppo_repro.records.folder import FINAL, REFERENCE
 from ppo_repro.sglang import server
 from ppo_repro.sglang.command import server_environment
-from tests.support.language import run
+from tests.support.language import small_run
 from tests.support.paths import ROOT
-from tests.support.runs import small_config
 from tests.support.sglang import PYTHON
 
 SCRIPT = ROOT / "experiments" / "guard_your_stack" / "sglang_dump.py"
@@ -89,7 +87,7 @@ def dump(url: str, model: Path, out: Path, options: Sequence[str]) -> None:
 
 def models(folder: Path) -> tuple[Path, Path]:
     """The reference of the small run, which all dumps are of, and its weights after an iteration."""
-    run_dir, _ = run(small_config("ppo.iterations=1", "checkpoints.every=1"), folder, Silent())
+    run_dir = small_run(folder, "ppo.iterations=1", "checkpoints.every=1")
     return run_dir / REFERENCE, run_dir / FINAL
 
 

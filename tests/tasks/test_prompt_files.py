@@ -21,8 +21,8 @@ from ppo_repro.tasks.problems import Problem, Split
 from ppo_repro.tasks.templates import encode_all, encoder
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.support.chat import chat_tree, make_chat_folder, write_lines, write_tree
-from tests.support.cli import Cli, one_line
-from tests.support.runs import small_config
+from tests.support.cli import Cli
+from tests.support.runs import run_below, small_config
 
 PLAIN = {"chat_template": False}
 EXACT = {"kind": "exact_match"}
@@ -37,11 +37,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_chat_folder(tmp_path_factory.mktemp("chat"))
-
-
-def run_dir_of(out: Path) -> Path:
-    (run_dir,) = (path.parent for path in out.rglob("manifest.json"))
-    return run_dir
 
 
 def verl_rows() -> list[dict[str, Any]]:
@@ -63,15 +58,13 @@ def test_parquet_and_reward_of_verl_are_taken_as_they_are(cli: Cli, tmp_path: Pa
     (tmp_path / "r.py").write_text(VERL)
     reward = {"kind": "verl", "path": "r.py:compute_score"}
     config = write_tree(tmp_path, chat_tree(model, {"kind": "jsonl", "path": "train.parquet"}, reward))
-    code, _, err = cli("run", config, "--out", tmp_path / "runs")
-    assert code == 0, err
-    rows = reader.read_sequences(run_dir_of(tmp_path / "runs"))
+    cli.done("run", config, "--out", tmp_path / "runs")
+    rows = reader.read_sequences(run_below(tmp_path / "runs"))
     assert rows["answer"].tolist() == ["ab"[(len(prompt) // 2) % 2] for prompt in rows["prompt"]]
     found = [answer in response for answer, response in zip(rows["answer"], rows["response"], strict=True)]
     assert rows["scores"].tolist() == [float(x) for x in found]
     assert 0 < sum(found) < len(found)
-    code, _, err = cli("rerun", run_dir_of(tmp_path / "runs"))
-    assert code == 0, err
+    cli.done("rerun", run_below(tmp_path / "runs"))
 
 
 @pytest.mark.parametrize(
@@ -96,9 +89,7 @@ def test_what_is_wrong_in_parquet_is_named(
     else:
         pq.write_table(pa.Table.from_pylist(rows, schema=None if rows else pa.schema([("prompt", pa.string())])), path)
     config = write_tree(tmp_path, chat_tree(model, {"kind": "jsonl", "path": "p.parquet", **PLAIN}, EXACT))
-    code, _, err = cli("run", config, "--out", tmp_path / "runs")
-    assert code == 2
-    assert message in one_line(err)
+    assert message in cli.refusal("run", config, "--out", tmp_path / "runs")
 
 
 def long_prompts(folder: Path, model: Path) -> Path:
@@ -112,21 +103,19 @@ def test_prompts_that_are_too_long_end_the_run_or_are_left_out_and_counted(
     cli: Cli, tmp_path: Path, model: Path
 ) -> None:
     config, out = long_prompts(tmp_path, model), tmp_path / "runs"
-    code, _, err = cli("run", config, "--out", out)
-    assert code == 2
-    assert "exceeds numerics.max_context = 40; " in one_line(err)
-    assert "set task.overlong = drop" in err
+    said = cli.refusal("run", config, "--out", out)
+    assert "exceeds numerics.max_context = 40; " in said
+    assert "set task.overlong = drop" in said
     code, _, err = cli("run", config, "--out", out, "--set", "task.overlong=drop")
     assert code == 0, err
     (said,) = (line for line in err.splitlines() if "task.overlong" in line)
     counts = [int(word) for word in said.split() if word.isdecimal()]
     assert counts[0] + counts[2] == 3, said
     assert counts[1] + counts[3] == 12, said
-    assert reader.read_sequences(run_dir_of(out))["prompt"].str.len().max() < 30
-    assert cli("rerun", run_dir_of(out))[0] == 0
-    code, _, err = cli("run", config, "--out", out, "--set", "task.overlong=drop", "--set", "numerics.max_context=13")
-    assert code == 2
-    assert "are left out, which numerics.max_context has no room for; raise it" in one_line(err)
+    assert reader.read_sequences(run_below(out))["prompt"].str.len().max() < 30
+    assert cli("rerun", run_below(out))[0] == 0
+    said = cli.refusal("run", config, "--out", out, "--set", "task.overlong=drop", "--set", "numerics.max_context=13")
+    assert "are left out, which numerics.max_context has no room for; raise it" in said
 
 
 @pytest.mark.parametrize("template", [False, True])

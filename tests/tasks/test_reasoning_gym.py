@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import load_config
 from ppo_repro.config.tasks import ReasoningGymTask
 from ppo_repro.records import manifest
 from ppo_repro.tasks.problems import load_source
-from tests.support.cli import Cli, one_line
-from tests.support.language import rerun, run
-from tests.support.paths import TINY
+from tests.support.cli import Cli
+from tests.support.language import rerun, tiny_run
 
 SETTINGS = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
 
@@ -72,11 +69,10 @@ def test_a_run_records_the_version_and_runs_again(tmp_path: Path, cli: Cli) -> N
     task = "{kind: reasoning_gym, dataset: chain_sum, size: 30, num_eval_prompts: 5, answer_extraction: last_number, "
     task += "settings: {min_terms: 2, max_terms: 2, max_digits: 1}}"
     fields = [f"task={task}", "model.vocab_size=60", "model.warm_start_steps=5", "numerics.max_context=80"]
-    run_dir = run(load_config(TINY, fields), tmp_path, Silent())[0]
+    run_dir = tiny_run(tmp_path, *fields)
     assert re.search(r'"reasoning-gym": "0\.1\.\d+"', (run_dir / "environment.json").read_text())
-    found = rerun(run_dir, Silent(), ["layout.padding=left"])
+    found = rerun(run_dir, ["layout.padding=left"])
     assert found.difference is None
     assert found.fingerprint == manifest.load(run_dir).fingerprint
-    code, _, err = cli("run", run_dir / "config.yaml", "--set", "task.dataset=nothing", "--out", tmp_path / "other")
-    assert code == 2
-    assert one_line(err).startswith("error: task.dataset = 'nothing': reasoning-gym refuses")
+    said = cli.refusal("run", run_dir / "config.yaml", "--set", "task.dataset=nothing", "--out", tmp_path / "other")
+    assert said.startswith("error: task.dataset = 'nothing': reasoning-gym refuses")

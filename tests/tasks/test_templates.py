@@ -17,7 +17,8 @@ from ppo_repro.records import reader
 from ppo_repro.tasks import templates
 from ppo_repro.tasks.templates import rendered
 from tests.support.chat import chat_tree, make_chat_folder, write_lines, write_tree
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli
+from tests.support.runs import run_below
 
 BODY = (
     "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
@@ -48,14 +49,12 @@ def prompts_of(run_dir: Path, model: Path) -> set[str]:
 
 def test_a_template_with_a_clock_needs_a_time_which_the_run_keeps(cli: Cli, tmp_path: Path, model: Path) -> None:
     config, out = configured(tmp_path, model, CLOCK), tmp_path / "runs"
-    code, _, err = cli("run", config, "--out", out)
-    assert code == 2
-    assert "asks for the time" in one_line(err)
-    assert "set task.template_time" in err
+    said = cli.refusal("run", config, "--out", out)
+    assert "asks for the time" in said
+    assert "set task.template_time" in said
     assert not [*out.rglob("manifest.json")]
-    code, _, err = cli("run", config, "--out", out, "--set", "task.template_time=2026-11-03")
-    assert code == 0, err
-    (run_dir,) = (path.parent for path in out.rglob("manifest.json"))
+    cli.done("run", config, "--out", out, "--set", "task.template_time=2026-11-03")
+    run_dir = run_below(out)
     assert all(text.startswith("bbbu") for text in prompts_of(run_dir, model))
     assert cli("rerun", run_dir)[0] == 0
     assert load_config(run_dir / "config.yaml").task.template_time == "2026-11-03"
@@ -85,14 +84,12 @@ def test_what_another_process_would_write_otherwise_is_refused(model: Path) -> N
 def test_arguments_of_the_template_are_a_field(cli: Cli, tmp_path: Path, model: Path) -> None:
     config, out = configured(tmp_path, model, THINKING), tmp_path / "runs"
     argument = "task.template_arguments.enable_thinking=false"
-    code, _, err = cli("run", config, "--out", out, "--set", argument)
-    assert code == 0, err
-    (run_dir,) = (path.parent for path in out.rglob("manifest.json"))
+    cli.done("run", config, "--out", out, "--set", argument)
+    run_dir = run_below(out)
     assert all(text.startswith("bbu") for text in prompts_of(run_dir, model))
-    code, _, err = cli("run", config, "--out", out, "--set", argument.replace("thinking", "thinkin"))
+    line = cli.refusal("run", config, "--out", out, "--set", argument.replace("thinking", "thinkin"))
     said = "task.template_arguments.enable_thinkin: the tokenizer's template does not read it; did you mean enable_"
-    assert code == 2
-    assert said in one_line(err)
+    assert said in line
 
 
 @pytest.mark.parametrize(
@@ -108,9 +105,7 @@ def test_what_cannot_be_an_argument_or_a_time_is_one_line(
     cli: Cli, tmp_path: Path, model: Path, field: str, message: str
 ) -> None:
     config = configured(tmp_path, model, THINKING, template_arguments={"enable_thinking": True})
-    code, _, err = cli("run", config, "--set", field)
-    assert code == 2
-    assert message.lower() in one_line(err).lower()
+    assert message.lower() in cli.refusal("run", config, "--set", field).lower()
 
 
 def test_tools_reach_the_template(model: Path) -> None:
@@ -124,9 +119,8 @@ def test_a_message_that_the_template_leaves_out_is_refused(cli: Cli, tmp_path: P
     config = configured(tmp_path, model, BODY.replace("messages", "messages[-1:]"))
     rows = [[{"role": "system", "content": "s"}, {"role": "user", "content": "ab" * n}] for n in range(1, 9)]
     write_lines(tmp_path / "p.jsonl", [{"prompt": chat, "answer": "a"} for chat in rows])
-    code, _, err = cli("run", config, "--out", tmp_path / "runs")
-    assert code == 2
-    assert "the tokenizer's chat template leaves out its message 's' of role system" in one_line(err)
+    said = cli.refusal("run", config, "--out", tmp_path / "runs")
+    assert "the tokenizer's chat template leaves out its message 's' of role system" in said
 
 
 def test_what_cannot_be_saved_at_the_end_is_refused_at_the_start(cli: Cli, tmp_path: Path, model: Path) -> None:
@@ -136,9 +130,8 @@ def test_what_cannot_be_saved_at_the_end_is_refused_at_the_start(cli: Cli, tmp_p
     path = tmp_path / "model" / "tokenizer_config.json"
     templates = [{"name": "default", "template": BODY}, {"name": "a/b", "template": BODY}]
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": templates}))
-    code, _, err = cli("run", config, "--out", tmp_path / "runs")
-    assert code == 2
-    assert "could not be saved with the trained weights (ValueError: Invalid chat" in one_line(err)
+    said = cli.refusal("run", config, "--out", tmp_path / "runs")
+    assert "could not be saved with the trained weights (ValueError: Invalid chat" in said
     assert not [*(tmp_path / "runs").rglob("manifest.json")]
 
 
@@ -148,8 +141,5 @@ def test_a_file_for_dpo_has_the_fields_of_templates_at_its_top(cli: Cli, tmp_pat
     tree = {"experiment": "d", "seed": 1, "model": own, "pairs": "p.jsonl", "num_eval_prompts": 2}
     tree |= {"dpo": {"minibatch_size": 4, "learning_rate": 1e-4}, "numerics": {"max_context": 60}}
     config = write_tree(tmp_path, {**tree, "chat_template": True})
-    code, _, err = cli("run", config, "--out", tmp_path / "runs")
-    assert code == 2
-    assert "; set template_time, such as" in one_line(err)
-    code, _, err = cli("run", config, "--out", tmp_path / "runs", "--set", "template_time=2026-11-03")
-    assert code == 0, err
+    assert "; set template_time, such as" in cli.refusal("run", config, "--out", tmp_path / "runs")
+    cli.done("run", config, "--out", tmp_path / "runs", "--set", "template_time=2026-11-03")

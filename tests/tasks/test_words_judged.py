@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.records import reader
 from tests.support.chat import chat_tree, make_chat_folder, write_lines, write_tree
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli
+from tests.support.runs import run_below
 from tests.support.turns import turns_config
 
 RIGHT = "<answer>RIGHT</answer>"
@@ -44,8 +45,7 @@ def test_no_reward_judges_what_the_environment_says(tmp_path: Path, cli: Cli) ->
         f"reward.terms=[{', '.join(terms)}]",
     )  # fmt: skip
     (tmp_path / "run.yaml").write_text(dump_yaml(turns_config(tmp_path, *overrides, task=ENVIRONMENT)))
-    code, out, err = cli("run", tmp_path / "run.yaml", "--out", tmp_path, "--json")
-    assert code == 0, err
+    out = cli.done("run", tmp_path / "run.yaml", "--out", tmp_path, "--json")
     summary = json.loads(out)
     assert summary["accuracy_before"] == summary["accuracy_after"] == 0.0
     rows = reader.read_sequences(summary["run_dir"])
@@ -82,9 +82,8 @@ def test_special_tokens_are_text_where_a_reward_or_a_stop_text_asks_for_them(
     """Prompts are messages without answers; the control asks for nothing."""
     task = {**messages(tmp_path), **({"answer_extraction": "answer_tags"} if asked else {})}
     config = chat_config(tmp_path, chat_folder, task, **({"stop": ["<end>"]} if asked else {}))
-    code, _, err = cli("run", config, "--out", tmp_path)
-    assert code == 0, err
-    rows = reader.read_sequences(next(tmp_path.rglob("manifest.json")).parent)
+    cli.done("run", config, "--out", tmp_path)
+    rows = reader.read_sequences(run_below(tmp_path))
     tokenizer = AutoTokenizer.from_pretrained(chat_folder)
     answer, end = tokenizer.convert_tokens_to_ids(["<answer>", "<end>"])
     has_answer = [answer in ids for ids in rows["response_ids"]]
@@ -117,13 +116,10 @@ def test_control_tokens_in_prompts_and_turns_are_refused_unless_they_are_allowed
 ) -> None:
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"a<end>{'b' * n}"}) + "\n" for n in range(9)))
     config = chat_config(tmp_path, chat_folder, {"kind": "jsonl", "path": "p.jsonl"})
-    code, _, err = cli("run", config, "--out", tmp_path)
-    assert code == 2
-    assert "contains '<end>', which the tokenizer reads as a control token" in one_line(err)
-    code, _, err = cli("run", config, "--out", tmp_path, "--set", "task.control_tokens=allow")
-    assert code == 0, err
+    said = cli.refusal("run", config, "--out", tmp_path)
+    assert "contains '<end>', which the tokenizer reads as a control token" in said
+    cli.done("run", config, "--out", tmp_path, "--set", "task.control_tokens=allow")
     (tmp_path / "task.py").write_text(CHAT.replace('" b "', '"<end>"'))
     task = {"kind": "python", "path": "task.py", "max_turns": 2}
-    code, _, err = cli("run", chat_config(tmp_path, chat_folder, task), "--out", tmp_path / "turns")
-    assert code == 2
-    assert re.search(r"task\.py:3: step returned a text for .* that contains '<end>', which", one_line(err))
+    said = cli.refusal("run", chat_config(tmp_path, chat_folder, task), "--out", tmp_path / "turns")
+    assert re.search(r"task\.py:3: step returned a text for .* that contains '<end>', which", said)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.records import manifest, reader
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli
 from tests.support.paths import TINY
 from tests.support.synthetic_run import cut_back
 
@@ -40,8 +40,7 @@ def seen(folder: Path) -> list[dict[str, object]]:
 def test_a_function_gets_every_iteration_of_a_recorded_run(
     cli: Cli, deterministic_run: Path, follow: str, tmp_path: Path
 ) -> None:
-    code, out, _ = cli("track", deterministic_run, "--uri", follow, "--json")
-    assert code == 0
+    out = cli.done("track", deterministic_run, "--uri", follow, "--json")
     assert json.loads(out)["function"] == {"path": follow, "iterations": 3}
     rows = reader.read_iterations(deterministic_run)
     got = seen(tmp_path)
@@ -65,19 +64,15 @@ def test_a_function_that_cannot_be_called_is_one_line_before_the_run(
     text: str, name: str, said: str, cli: Cli, tmp_path: Path
 ) -> None:
     (tmp_path / "follow.py").write_text(text)
-    code, out, err = cli("run", TINY, "--out", tmp_path / "runs", "--track", f"{tmp_path}/follow.py:{name}")
-    line = one_line(err)
-    assert code == 2
-    assert out == ""
+    line = cli.refusal("run", TINY, "--out", tmp_path / "runs", "--track", f"{tmp_path}/follow.py:{name}")
     assert said in line
     assert "--track" in line
     assert not (tmp_path / "runs").exists()
 
 
 def test_two_places_of_one_kind_are_refused(cli: Cli, follow: str, tmp_path: Path) -> None:
-    code, _, err = cli("run", TINY, "--track", "sqlite:///a.db", "--track", "mlflow")
-    assert code == 2
-    assert "sqlite:///a.db and mlflow are of one kind; give one of each kind" in one_line(err)
+    said = cli.refusal("run", TINY, "--track", "sqlite:///a.db", "--track", "mlflow")
+    assert "sqlite:///a.db and mlflow are of one kind; give one of each kind" in said
 
 
 @slow
@@ -94,8 +89,7 @@ def test_a_resumed_run_is_followed_from_its_first_iteration(cli: Cli, follow: st
     few = ("--set", "ppo.iterations=3", "--set", "checkpoints.every=1")
     run_dir = json.loads(cli("run", TINY, "--out", tmp_path / "runs", *few, "--json")[1])["run_dir"]
     cut_back(Path(run_dir), 3, "interrupted")  # before its ending
-    code, out, err = cli("resume", run_dir, "--track", follow, "--json")
-    assert code == 0, err
+    out = cli.done("resume", run_dir, "--track", follow, "--json")
     assert json.loads(out)["function"]["iterations"] == 3
     assert [row["iteration"] for row in seen(tmp_path)] == [0, 1, 2]
 
@@ -136,8 +130,7 @@ def test_a_system_without_another_process_costs_a_run_nothing(
 def test_a_grid_is_followed(cli: Cli, follow: str, tmp_path: Path) -> None:
     tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": {}, "seeds": [1, 2]}
     (tmp_path / "g.yaml").write_text(json.dumps(tree))
-    code, _, err = cli("grid", tmp_path / "g.yaml", "--out", tmp_path, "--track", follow)
-    assert code == 0, err
+    cli.done("grid", tmp_path / "g.yaml", "--out", tmp_path, "--track", follow)
     assert sorted((Path(str(row["run"])).name[:5], row["iteration"]) for row in seen(tmp_path)) == [
         ("seed1", 0), ("seed1", 1), ("seed2", 0), ("seed2", 1)
     ]  # fmt: skip

@@ -12,11 +12,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import read_accuracy, read_times
 from ppo_repro.tracking.mlflow_copy import Place
-from tests.support.cli import one_line
+from tests.support.cli import Cli, one_line
 from tests.support.paths import TINY
 from tests.support.ranks import free_port
 
@@ -53,14 +52,12 @@ def runs_of(client: Any, experiment: str) -> list[Any]:
 
 
 @slow
-def test_a_copy_has_what_the_run_recorded(
-    deterministic_run: Path, store: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code_of(["track", str(deterministic_run), "--uri", store]) == 0
+def test_a_copy_has_what_the_run_recorded(deterministic_run: Path, store: str, cli: Cli) -> None:
+    said = cli.done("track", deterministic_run, "--uri", store)
     client, recorded = mlflow_client(store), manifest.load(deterministic_run)
     (found,) = runs_of(client, "small")
     run_id = found.info.run_id
-    assert run_id in capsys.readouterr().out
+    assert run_id in said
     assert found.info.status == "FINISHED"
     assert found.info.run_name == deterministic_run.name
     assert found.data.tags["fingerprint"] == recorded.fingerprint
@@ -89,7 +86,7 @@ def test_a_copy_has_what_the_run_recorded(
     assert found.info.start_time == round(moment * 1000)
     assert found.info.end_time == round((moment + sum(spent.seconds.values())) * 1000)
     assert "0 of" in found.data.tags["mlflow.note.content"]
-    assert exit_code_of(["track", str(deterministic_run), "--uri", store]) == 0
+    cli.done("track", deterministic_run, "--uri", store)
     (again,) = runs_of(client, "small")
     assert again.info.run_id != run_id, "a second copy takes the place of the first"
     assert (again.data.metrics, again.data.params) == (found.data.metrics, found.data.params)
@@ -125,13 +122,11 @@ def records_of(path: Path) -> list[Any]:
     return found
 
 
-def test_event_files_have_what_was_recorded(deterministic_run: Path, tmp_path: Path, capsys: Any) -> None:
-    for json_too in ([], ["--json"]):  # a second copy takes the place of the first
-        assert exit_code_of(["track", str(deterministic_run), "--tensorboard", str(tmp_path / "tb"), *json_too]) == 0
-        if not json_too:
-            said = capsys.readouterr().out
-            assert f"tensorboard --logdir {tmp_path}/tb" in said
-            assert "pip install tensorboard" in said
+def test_event_files_have_what_was_recorded(deterministic_run: Path, tmp_path: Path, cli: Cli) -> None:
+    said = cli.done("track", deterministic_run, "--tensorboard", tmp_path / "tb")
+    assert f"tensorboard --logdir {tmp_path}/tb" in said
+    assert "pip install tensorboard" in said
+    cli.done("track", deterministic_run, "--tensorboard", tmp_path / "tb", "--json")  # takes the place of the first
     assert not (Path.cwd() / "mlflow.db").exists(), "nothing goes into MLflow unasked"
     (path,) = (tmp_path / "tb" / "small" / deterministic_run.name).iterdir()
     rows, steps = reader.read_iterations(deterministic_run), reader.read_steps(deterministic_run)
@@ -143,20 +138,17 @@ def test_event_files_have_what_was_recorded(deterministic_run: Path, tmp_path: P
 
 
 @slow
-def test_a_run_is_followed_and_the_copy_is_what_track_makes(
-    store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["run", str(TINY), "--out", str(tmp_path), "--name", "first try", "--track", store, "--json"]
-    assert exit_code_of(command) == 0
-    captured = capsys.readouterr()
-    assert "tracking" not in captured.err
-    said, client = json.loads(captured.out), mlflow_client(store)
+def test_a_run_is_followed_and_the_copy_is_what_track_makes(store: str, tmp_path: Path, cli: Cli) -> None:
+    code, out, err = cli("run", TINY, "--out", tmp_path, "--name", "first try", "--track", store, "--json")
+    assert code == 0
+    assert "tracking" not in err
+    said, client = json.loads(out), mlflow_client(store)
     (found,) = runs_of(client, "tiny")
     assert said["mlflow"]["run_id"] == found.info.run_id
     assert found.info.status == "FINISHED"
     assert found.info.run_name == "first try"
     assert "report.html" in {a.path for a in client.list_artifacts(found.info.run_id)}
-    assert exit_code_of(["track", said["run_dir"], "--uri", store]) == 0
+    cli.done("track", said["run_dir"], "--uri", store)
     (again,) = runs_of(client, "tiny")
     assert again.data.metrics == found.data.metrics
     assert again.info.run_id != found.info.run_id
@@ -164,35 +156,33 @@ def test_a_run_is_followed_and_the_copy_is_what_track_makes(
 
 @slow
 def test_a_server_that_is_down_costs_a_run_nothing(
-    store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    store: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    command = ["run", str(TINY), "--out", str(tmp_path), "--track", f"http://127.0.0.1:{free_port()}", "--json"]
-    assert exit_code_of(command) == 0
-    captured = capsys.readouterr()
-    run_dir = Path(json.loads(captured.out)["run_dir"])
-    (said,) = [line for line in captured.err.splitlines() if line.startswith("tracking failed")]
+    code, out, err = cli("run", TINY, "--out", tmp_path, "--track", f"http://127.0.0.1:{free_port()}", "--json")
+    assert code == 0
+    run_dir = Path(json.loads(out)["run_dir"])
+    (said,) = [line for line in err.splitlines() if line.startswith("tracking failed")]
     assert f"ppo-repro track {run_dir} --uri http" in said
     assert manifest.load(run_dir).status == "complete"
     assert len(reader.read_tokens(run_dir))
 
 
 @slow
-def test_a_grid_is_a_parent_with_its_settings_and_its_cells(
-    store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_is_a_parent_with_its_settings_and_its_cells(store: str, tmp_path: Path, cli: Cli) -> None:
     tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": {"ppo.epochs": [1, 2]}, "seeds": [1, 2]}
     (tmp_path / "g.yaml").write_text(json.dumps(tree))
-    command = ["grid", str(tmp_path / "g.yaml"), "--out", str(tmp_path), "--workers", "2"]
-    assert exit_code_of([*command, "--track", store, "--tensorboard", str(tmp_path / "tb")]) == 0
-    said, client = capsys.readouterr(), mlflow_client(store)
-    assert "tracking" not in said.err
+    to = ("--track", store, "--tensorboard", tmp_path / "tb")
+    code, out, err = cli("grid", tmp_path / "g.yaml", "--out", tmp_path, "--workers", "2", *to)
+    client = mlflow_client(store)
+    assert code == 0
+    assert "tracking" not in err
     cells = pd.read_parquet(tmp_path / "g" / "cells.parquet").set_index("cell")
     assert {path.parent.name for path in (tmp_path / "tb" / "g").glob("*/events.*")} == set(cells.index)
     by_name = {run.info.run_name: run for run in runs_of(client, "g")}
     assert set(by_name) == {"g", *cells.index}
     parent = by_name.pop("g")
-    assert parent.info.run_id in said.out
+    assert parent.info.run_id in out
     assert parent.data.params["question"] == "q?"
     names = {a.path for a in client.list_artifacts(parent.info.run_id)}
     assert names == {"grid.yaml", "cells.parquet", "results.parquet", "report.html"}
@@ -202,7 +192,7 @@ def test_a_grid_is_a_parent_with_its_settings_and_its_cells(
         assert run.info.status == "FINISHED"
         assert run.data.tags["fingerprint"] == cells["fingerprint"][name]
         assert run.data.tags["axis.ppo.epochs"] == cells["axis.ppo.epochs"][name]
-    assert exit_code_of(["track", str(tmp_path / "g"), "--uri", store]) == 0
+    cli.done("track", tmp_path / "g", "--uri", store)
     assert len(runs_of(client, "g")) == 5, "copied again, nothing is there twice"
 
 
@@ -223,41 +213,39 @@ def test_a_grid_is_a_parent_with_its_settings_and_its_cells(
     ],
 )
 def test_a_uri_that_cannot_be_used_is_one_line(
-    deterministic_run: Path, uri: str, said: str, tmp_path: Path, capsys: Any
+    deterministic_run: Path, uri: str, said: str, tmp_path: Path, cli: Cli
 ) -> None:
     (tmp_path / "x.db").write_text("words\n" * 1000)
-    assert exit_code_of(["track", str(deterministic_run), "--uri", uri.format(here=tmp_path)]) == 2
-    err = one_line(capsys.readouterr().err)
-    assert said in err
+    code, _, err = cli("track", deterministic_run, "--uri", uri.format(here=tmp_path))
+    assert code == 2
+    assert said in one_line(err)
     assert "secret" not in err
     assert (tmp_path / "x.db").read_text() == "words\n" * 1000
 
 
 @slow
-def test_a_deleted_experiment_is_named_with_what_to_do(deterministic_run: Path, store: str, capsys: Any) -> None:
+def test_a_deleted_experiment_is_named_with_what_to_do(deterministic_run: Path, store: str, cli: Cli) -> None:
     client = mlflow_client(store)
     number = client.create_experiment("small")
     client.delete_experiment(number)
-    assert exit_code_of(["track", str(deterministic_run), "--uri", store]) == 2
-    said = one_line(capsys.readouterr().err)
+    said = cli.refusal("track", deterministic_run, "--uri", store)
     assert "small: this experiment was deleted in MLflow" in said
     assert f"`mlflow experiments restore --experiment-id {number}`" in said
     assert "moved away" not in said
     client.restore_experiment(number)
-    assert exit_code_of(["track", str(deterministic_run), "--uri", store]) == 0
+    cli.done("track", deterministic_run, "--uri", store)
 
 
 @slow
 def test_the_store_of_mlflow_s_own_variable_counts(
-    deterministic_run: Path, store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+    deterministic_run: Path, store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Cli
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.replace("mlflow.db", "other.db"))
     (tmp_path / "mlflow.db").rename(tmp_path / "other.db")
     for option in ([], ["--uri", "mlflow"]):
-        assert exit_code_of(["track", str(deterministic_run), *option]) == 0
+        cli.done("track", deterministic_run, *option)
     assert len(runs_of(mlflow_client(store.replace("mlflow.db", "other.db")), "small")) == 1
     assert not (tmp_path / "mlflow.db").exists()
-    capsys.readouterr()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "./mlruns")
-    assert exit_code_of(["track", str(deterministic_run)]) == 2
-    assert "MLFLOW_TRACKING_URI './mlruns': must begin with one of http" in one_line(capsys.readouterr().err)
+    said = cli.refusal("track", deterministic_run)
+    assert "MLFLOW_TRACKING_URI './mlruns': must begin with one of http" in said

@@ -13,9 +13,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.records import manifest, reader
-from tests.support.cli import one_line
+from tests.support.cli import Cli
 from tests.support.paths import ROOT, TINY
 
 pytest.importorskip("wandb", reason="the extra [wandb] is not installed")
@@ -156,8 +155,8 @@ def test_a_client_that_is_not_logged_in_costs_a_run_nothing(tmp_path: Path) -> N
     assert manifest.load(Path(run_dir)).status == "complete"
 
 
-def test_without_the_package_nothing_begins(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_nothing_begins(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_repro.tracking.follower.find_spec", lambda name: None)
-    assert exit_code_of(["run", str(TINY), "--out", str(tmp_path / "runs"), "--track", "wandb"]) == 2
-    assert "pip install 'ppo_repro[wandb]'" in one_line(capsys.readouterr().err)
+    said = cli.refusal("run", TINY, "--out", tmp_path / "runs", "--track", "wandb")
+    assert "pip install 'ppo_repro[wandb]'" in said
     assert not (tmp_path / "runs").exists()

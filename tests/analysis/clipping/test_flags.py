@@ -10,10 +10,9 @@ import pytest
 from ppo_repro.analysis.clipping.flags import flags_of_ratios, token_flags, value_flags
 from ppo_repro.analysis.clipping.update_rows import clip_rule, load_iterations, policy_rows
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
 from ppo_repro.records import reader
 from tests.analysis.clipping.rows import RULE, make_item, single
-from tests.support.language import run
+from tests.support.language import small_run
 from tests.support.runs import small_config
 
 UP, DOWN, INSIDE = np.log(1.5), np.log(0.5), np.log(1.1)
@@ -102,7 +101,7 @@ OTHER_RUNS = {
 
 @pytest.mark.parametrize("name", OTHER_RUNS)
 def test_flags_agree_under_every_kind_of_clip(name: str, tmp_path: Path) -> None:
-    run_dir = run(small_config("numerics.mode=native", "ppo.iterations=2", *OTHER_RUNS[name]), tmp_path, Silent())[0]
+    run_dir = small_run(tmp_path, "numerics.mode=native", "ppo.iterations=2", *OTHER_RUNS[name])
     assert_agrees_with_records(run_dir)
     if name.startswith("dual"):
         assert sum(token_flags(policy_rows(i), i.rule)["dual_zero"].sum() for i in load_iterations(run_dir)) > 0

@@ -12,12 +12,9 @@ import pytest
 from ppo_repro.analysis.mismatch.remedies import PUBLISHED, Remedy, remedy_table
 from ppo_repro.analysis.mismatch.tables import main
 from ppo_repro.analysis.pairs.runs import run_pairs
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.algorithm import ImportanceWeights
-from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
-from tests.support.language import run
-from tests.support.paths import TINY
+from tests.support.language import tiny_run
 
 
 def pairs(*responses: list[float]) -> pd.DataFrame:
@@ -62,7 +59,7 @@ def test_remedies_by_hand() -> None:
 def test_a_run_with_the_remedy_recorded_these_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("ppo.iterations=1", "model.warm_start_steps=2", "rollout.mismatch_sigma=1.0", "ppo.ratio_anchor=old")
     settings = "{kind: masked, floor: 0.5, cap: 5.0}"
-    run_dir = run(load_config(TINY, [*options, f"ppo.importance_weights={settings}"]), tmp_path, Silent())[0]
+    run_dir = tiny_run(tmp_path, *options, f"ppo.importance_weights={settings}")
     updates = reader.read_updates(run_dir)
     first = updates[updates["epoch"] == 0]
     expected = row("IcePop", remedy_table(run_pairs(run_dir)))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from ppo_repro.analysis.report import build
-from ppo_repro.base.watcher import Silent
 from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.browser import find, look, opened, press
 from tests.support.control import run as control_run
@@ -36,7 +35,7 @@ def pages(deterministic_run: Path, native_run: Path, tmp_path_factory: pytest.Te
     cut = folder / "cut" / deterministic_run.name
     shutil.copytree(deterministic_run, cut)
     cut_back(cut, 2, "interrupted")
-    control = control_run(small_control("ppo.iterations=2"), folder / "control", Silent())[0]
+    control = control_run(small_control("ppo.iterations=2"), folder / "control")[0]
     others = {"grid": [folder / "grid"], "cut": [cut], "control": [control], "pair": [deterministic_run, native_run]}
     more = {name: build.write_report(runs, folder / f"{name}.html")[0] for name, runs in others.items()}
     return {**found, **more}

@@ -18,7 +18,6 @@ from ppo_repro.analysis.report import build
 from ppo_repro.analysis.report.page import page
 from ppo_repro.analysis.report.runs_page import answer_cards
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
 from ppo_repro.records.folder import read_accuracy
@@ -128,14 +127,12 @@ def test_what_is_not_finite_is_counted_and_shown_as_it_is(native_run: Path, host
 
 def test_the_command_writes_the_page_and_says_where(native_run: Path, tmp_path: Path, cli: Cli) -> None:
     run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
-    code, out, _ = cli("report", run)
-    assert code == 0
+    out = cli.done("report", run)
     assert str(run / "report.html") in out
     assert (run / "report.html").read_text() == build.page_of(run)
     page = tmp_path / "page.html"
     for _ in range(2):  # over nothing, and over an earlier report
-        code, out, _ = cli("report", run, "--out", page, "--json")
-        assert code == 0
+        out = cli.done("report", run, "--out", page, "--json")
         assert json.loads(out) == {"report": str(page), "bytes": page.stat().st_size}
     assert not list(tmp_path.rglob("*.tmp")), "a report is no record"
     assert cli("diff", run, native_run)[0] == 0, "a report is no record"
@@ -245,7 +242,7 @@ def test_a_folder_of_runs_has_short_labels_and_no_run_twice(
 
 
 def test_a_control_run_has_a_page(tmp_path: Path) -> None:
-    run_dir = record_control(small_control("ppo.iterations=2"), tmp_path, Silent())[0]
+    run_dir = record_control(small_control("ppo.iterations=2"), tmp_path)[0]
     page = build.page_of(run_dir)
     assert page == build.page_of(run_dir)
     titles = [n.text for n in check(page).iter("h3")]
@@ -273,7 +270,7 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
 
 def test_the_page_of_a_fork_marks_where_it_began_and_shows_the_reward(tmp_path: Path) -> None:
     config = load_config(TINY, ["model.warm_start_steps=3", "ppo.iterations=2", "checkpoints.every=1"])
-    origin, _ = record(config, tmp_path, Silent())
+    origin, _ = record(config, tmp_path)
     (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return 0.25  # mended\n")
     term = f"{{kind: function, path: '{tmp_path}/reward.py:score'}}"
     forked = fork(origin, tmp_path, 1, f"reward.terms=[{term}]", "ppo.iterations=3")

@@ -22,7 +22,7 @@ from ppo_repro.analysis.view.server import Server
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.analysis.report.hostile_run import make_hostile_run
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli
 from tests.support.html_page import tree
 from tests.support.synthetic_run import cut_back
 from tests.support.view import served
@@ -258,27 +258,19 @@ def test_the_command_prints_the_whole_address(tmp_path: Path, cli: Cli, monkeypa
         server.socket.close()
 
     monkeypatch.setattr(Server, "serve", serve)
-    code, out, _ = cli("view", tmp_path)
-    assert code == 0
+    out = cli.done("view", tmp_path)
     assert out.split()[1] == addresses[0]
-    code, out, _ = cli("view", tmp_path, "--json")
-    assert code == 0
+    out = cli.done("view", tmp_path, "--json")
     assert json.loads(out) == {"view": addresses[1]}
 
 
 def test_mistakes_of_the_command_are_one_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, err = cli("view", tmp_path / "nowhere")
-    assert code == 2
-    assert "no such folder" in one_line(err)
+    assert "no such folder" in cli.refusal("view", tmp_path / "nowhere")
     with served(tmp_path) as server:
         port = server.socket.getsockname()[1]
-        code, _, err = cli("view", tmp_path, "--port", str(port))
-        assert code == 2
-        assert f"--port {port}: cannot be used" in one_line(err)
+        assert f"--port {port}: cannot be used" in cli.refusal("view", tmp_path, "--port", str(port))
         assert api(server, "responses") == {"total": 0, "score": None, "correct": None, "offset": 0, "rows": []}
     with pytest.raises(UserError, match="--port 99999: cannot be used"):
         Server([tmp_path], 99999)
     monkeypatch.setattr("ppo_repro.base.analyses.find_spec", lambda name: None if name == "duckdb" else 1)
-    code, _, err = cli("view", tmp_path)
-    assert code == 2
-    assert "needs duckdb; install it with pip install 'ppo_repro[view]'" in one_line(err)
+    assert "needs duckdb; install it with pip install 'ppo_repro[view]'" in cli.refusal("view", tmp_path)

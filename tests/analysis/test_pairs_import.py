@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,17 +11,13 @@ from ppo_repro.analysis.pairs.files import imported_pairs, iteration_of, masked_
 from ppo_repro.analysis.pairs.runs import REQUIRED
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing import Names
+from tests.support.json_lines import write_lines
 from tests.testing.audit.rows import ROWS
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.mark.parametrize("form", ROWS)
 def test_every_format_of_the_audit_gives_the_frame_of_a_run(form: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [ROWS[form]] * 2)
+    path = write_lines(tmp_path / "a.jsonl", [ROWS[form]] * 2)
     for names in (form, None):
         (chunk,) = imported_pairs([path, path], names)
         assert list(chunk.columns[: len(REQUIRED)]) == REQUIRED
@@ -38,7 +32,7 @@ def test_every_format_of_the_audit_gives_the_frame_of_a_run(form: str, tmp_path:
 def test_iterations_are_chunks_and_other_columns_come_along(tmp_path: Path) -> None:
     row = {"a": [-1.0, None], "b": [-1.0, -2.0], "entropy": [0.5, 0.25]}
     rows = [row | {"iteration": i} for i in (0, 0, 3)]
-    first, second = imported_pairs(write(tmp_path / "a.jsonl", rows), Names("a", "b"))
+    first, second = imported_pairs(write_lines(tmp_path / "a.jsonl", rows), Names("a", "b"))
     assert len(first) == 4
     assert iteration_of(second) == 3
     assert second["entropies"].tolist() == [0.5, 0.25]

@@ -242,10 +242,7 @@ MISTAKES = {
     "a hole": (dict(input_ids=ROW, attention_mask=HOLE), "padding between its tokens"),
     "padding alone": (dict(input_ids=ROW, attention_mask=ROW * 0), "every position is padding"),
     "positions": (dict(input_ids=ROW, position_ids=ROW), r"position_ids\[0, 0\] = 3: must be one more"),
-    "too long": (
-        dict(input_ids=ids(1, 65)),
-        "has 65 tokens; deterministic.model, max_context=64. takes no more",
-    ),
+    "too long": (dict(input_ids=ids(1, 65)), "has 65 tokens; deterministic.model, max_context=64. takes no more"),
     "labels at padding": (
         dict(input_ids=ROW, attention_mask=torch.tensor([[1, 1, 0]]), labels=ROW),
         r"labels\[0, 2\] = 5: is at padding; must be -100",

@@ -53,10 +53,7 @@ def test_numbers_are_numbers_and_words_stay_words() -> None:
         ("ppo.clip_range=0.1", "; did you mean ppo.objective.clip_range?"),
         ("clip_range=0.1", "; did you mean value.clip_range or ppo.objective.clip_range?"),
         ("pppo={epochs: 2}", "pppo: unknown field; remove it or correct its name; did you mean ppo?"),
-        (
-            "advantages={kind: gea}",
-            "advantages.kind = 'gea': must be one of gae, group, function; did you mean gae?",
-        ),
+        ("advantages={kind: gea}", "advantages.kind = 'gea': must be one of gae, group, function; did you mean gae?"),
         ("ppo.objective={kind: 'a.py:loss'}", "; a function of your own is {kind: function, path: 'a.py:loss'}"),
         ("model.path=x", "model.path: belongs to another model.kind than tiny; remove it, or replace the section: "),
         (

@@ -96,13 +96,7 @@ def answer(folder: Path, name: str, script: str) -> None:
     ],
 )
 def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
-    commands: Path,
-    tmp_path: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-    option: str,
-    missing: str,
-    said: str,
+    commands: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, option: str, missing: str, said: str
 ) -> None:
     if missing == "sbatch":
         monkeypatch.setenv("PATH", str(tmp_path))

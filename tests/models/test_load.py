@@ -95,11 +95,6 @@ def bad_index(content: str) -> Damage:
     return damage
 
 
-def only_pickled(folder: Path) -> None:
-    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
-    (folder / WEIGHTS).unlink()
-
-
 def larger_tokenizer(folder: Path) -> None:
     """Another model's: tokens of its own, not such as classes of transformers add to any."""
     path = folder / "tokenizer.json"
@@ -117,7 +112,6 @@ def changed_tokenizer(**changes: object) -> Damage:
     return damage
 
 
-CODE = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
 OF_CONFIG: dict[str, tuple[Damage, str]] = {
     "no object": (text("config.json", "[]"), r"config\.json holds \[\]; must be a JSON object"),
     "no JSON": (text("config.json", '{"a":'), r"config\.json cannot be read as JSON"),
@@ -135,7 +129,6 @@ OF_CONFIG: dict[str, tuple[Damage, str]] = {
     "int8": (config(dtype="int8"), r"dtype = torch\.int8 .*must be float32"),
     "float64": (config(dtype="float64"), "dtype = float64 .*would be rounded"),
     "quantized": (config(quantization_config={"quant_method": "fp8"}), "has quantization_config; save the model in"),
-    "code": (config(auto_map=CODE), "has auto_map; code of a model folder is never run"),
     "adapter": (text(ADAPTER, "{}"), "an adapter; merge it into its base model"),
 }
 OF_FILES: dict[str, tuple[Damage, str]] = {
@@ -153,7 +146,6 @@ OF_FILES: dict[str, tuple[Damage, str]] = {
     "NaN": (one_number(float("nan")), f"tensor {Q} has numbers that are not finite"),
     "cut weights": (cut(-10), r"model\.safetensors cannot be read"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), r"has neither model\.safetensors nor"),
-    "pickled weights": (only_pickled, r"pickled weights only .* convert them"),
     "index leads out": (index("../outside.safetensors"), r"names the file '\.\./outside\.safetensors'; must be one of"),
     "index without file": (index("part.safetensors", absent=True), r"names part\.safetensors, which is not in the"),
     "index without map": (bad_index('{"metadata": {}}'), "has no metadata and weight_map"),

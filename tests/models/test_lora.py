@@ -1,4 +1,4 @@
-"""Low-rank adapters of policies and value models: they start as the base, learn as peft does, and are layout-free."""
+"""Low-rank adapters of policies and value models: they start as the base and learn as peft does."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.folders import ADAPTER_TENSORS, save_adapter
 from ppo_repro.models.lora import Lora, add_lora, share_frozen
-from ppo_repro.models.networks import (
-    ValueModel,
-    make_policy,
-    make_value_model,
-    policy_logits,
-    value_predictions,
-)
-from ppo_repro.numerics import library
+from ppo_repro.models.networks import ValueModel, make_policy, make_value_model, policy_logits, value_predictions
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.interface import Ints
@@ -63,12 +56,9 @@ class Subject:
         lora = add_lora(model, RANK, ALPHA, targets, seed=5)
         return cls(model, lora, Optimizer(model, SETTINGS, mode, adapter=lora), mode)
 
-    def learn(self, steps: int, micro_batch: int = 0, padding: str = "right") -> Subject:
-        learn(self.model, self.optimizer, self.mode, steps, micro_batch, padding)
+    def learn(self, steps: int) -> Subject:
+        learn(self.model, self.optimizer, self.mode, steps)
         return self
-
-    def digest(self) -> str:
-        return weights_digest([*self.model.named_parameters(), *self.lora.factors().items()])
 
 
 def fresh(kind: str, architecture: str, mode: Mode) -> PreTrainedModel | ValueModel:
@@ -76,15 +66,8 @@ def fresh(kind: str, architecture: str, mode: Mode) -> PreTrainedModel | ValueMo
     return make_policy(source, mode, CONTEXT) if kind == "policy" else make_value_model(source, mode, CONTEXT, 0)
 
 
-def learn(
-    model: PreTrainedModel | ValueModel,
-    optimizer: Optimizer,
-    mode: Mode,
-    steps: int,
-    micro_batch: int = 0,
-    padding: str = "right",
-) -> None:
-    """Some steps on the same sequences, cut up in some way: with random advantages, or towards random values."""
+def learn(model: PreTrainedModel | ValueModel, optimizer: Optimizer, mode: Mode, steps: int) -> None:
+    """Some steps on the same sequences: with random advantages, or towards random values."""
     drawn = torch.randn(COUNT, generator=seeded(4)).tolist()
     by_token = torch.tensor([x for x, response in zip(drawn, RESPONSES, strict=True) for _ in response])
 
@@ -98,31 +81,10 @@ def learn(
         return losses.detach()
 
     def backward() -> None:
-        scored(PROMPTS, RESPONSES, padding, micro_batch, loss, slots)
+        scored(PROMPTS, RESPONSES, "right", 0, loss, slots)
 
     for _ in range(steps):
         optimizer.step(backward)
-
-
-LAYOUTS = ((0, "right", 1), (3, "left", 2), (1, "none", 1), (4, "left", 2))  # micro-batch, padding, threads
-
-
-def trained(kind: str, architecture: str, mode: Mode, layout: tuple[int, str, int]) -> str:
-    library.use_threads(layout[2])
-    return Subject.of(kind, architecture, mode).learn(2, *layout[:2]).digest()
-
-
-@pytest.mark.parametrize(
-    ("kind", "architecture"), [("policy", "qwen3"), ("policy", "gpt2"), ("policy", "gemma"), ("value model", "qwen3")]
-)
-def test_no_layout_of_the_training_changes_an_adapter(kind: str, architecture: str) -> None:
-    assert len({trained(kind, architecture, "deterministic", layout) for layout in LAYOUTS}) == 1
-
-
-@kinds
-@pytest.mark.usefixtures("row_dependent")
-def test_in_native_numerics_every_layout_does(kind: str) -> None:
-    assert len({trained(kind, "qwen3", "native", layout) for layout in LAYOUTS[:3]}) == 3
 
 
 @kinds

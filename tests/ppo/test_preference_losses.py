@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.ppo.preferences import (
-    bradley_terry_losses,
-    dpo_losses,
-    dpo_margins,
-    sequence_logprobs,
-)
+from ppo_repro.ppo.preferences import bradley_terry_losses, dpo_losses, dpo_margins, sequence_logprobs
 from tests.support.float32 import bits, finite, tensor
 
 

@@ -21,6 +21,7 @@ from ppo_repro.tasks.problems import arithmetic
 from ppo_repro.tasks.templates import encoder
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.support.cli import Cli, sets
+from tests.support.json_lines import write_lines
 from tests.support.paths import TINY
 from tests.support.runs import run_below
 
@@ -44,7 +45,7 @@ def folder(deterministic_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """A configuration and its pairs, a grid of two seeds, and one finished run."""
     folder = tmp_path_factory.mktemp("own")
     rows = [{"prompt": p.prompt, "chosen": p.answer, "rejected": f"{p.answer}0"} for p in arithmetic(6)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "pairs.jsonl", rows)
     (folder / "dpo.yaml").write_text(yaml.safe_dump(tree(deterministic_run / "checkpoints" / "final")))
     grid = {"question": "?", "expectation": "none", "base": "dpo.yaml", "seeds": [3, 4]}
     (folder / "seeds.yaml").write_text(yaml.safe_dump(grid))
@@ -168,7 +169,7 @@ def test_a_grid_of_dpo_runs(folder: Path, finished: Path, tmp_path: Path, cli: C
 def test_a_reward_model_is_trained_on_pairs_of_ones_own(folder: Path, tmp_path: Path, cli: Cli) -> None:
     """For prompts of one's own that have no answers."""
     prompts = [{"prompt": p.prompt} for p in arithmetic(9)]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    write_lines(tmp_path / "p.jsonl", prompts)
     task = f"task={{kind: jsonl, path: '{tmp_path}/p.jsonl', num_eval_prompts: 7}}"
     term = "{kind: trained_model, %sminibatch_size: 8, learning_rate: 1e-3}"
     model = f"model={json.dumps(yaml.safe_load((folder / 'dpo.yaml').read_text())['model'])}"

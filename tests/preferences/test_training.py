@@ -16,11 +16,7 @@ from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.preferences.pairs import Preference
-from ppo_repro.preferences.training import (
-    dpo_losses_of,
-    pair_logprobs,
-    preference_steps,
-)
+from ppo_repro.preferences.training import dpo_losses_of, pair_logprobs, preference_steps
 from ppo_repro.rollout.engine import Request
 from ppo_repro.runs.dpo import sequence_kl
 from ppo_repro.runs.prepare import prepare

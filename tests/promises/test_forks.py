@@ -22,7 +22,7 @@ from tests.support.language import fork, rerun, resume, tiny_run
 from tests.support.resume import Snapshots, require_as_uninterrupted
 
 USUAL = ("model.warm_start_steps=5", "ppo.iterations=4", "checkpoints.every=2", "checkpoints.keep=1")
-OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=4", "layout.threads=2")
+OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=4", "layout.threads=2", "layout.update_micro_batch=2")
 
 
 @pytest.fixture(scope="module")

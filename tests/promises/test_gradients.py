@@ -38,7 +38,7 @@ from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.sequences import Rows, ragged, slots_of_rank
 from ppo_repro.stages import forward as scoring
-from tests.support.definition import array, model_from
+from tests.support.definition import array, assert_same, model_from
 from tests.support.models import CONFIGS, MIXTURES, fill, small_model
 
 SLOTS, CONTEXT, MOST = 8, 140, 20
@@ -113,13 +113,6 @@ def drawn_split(rng: np.random.Generator) -> tuple[int, Split]:
 def total_of(shape: tuple[int, ...], addends: Sequence[Addends]) -> Array:
     """The gradient by the definition, from the addends of each sequence."""
     return join_slots(slot_sums(shape, addends, SLOTS))
-
-
-def assert_same(found: Array, expected: Array, what: str) -> None:
-    """Equal shapes and bits."""
-    assert found.shape == expected.shape, what
-    differ = np.ascontiguousarray(found, F).view(np.int32) != np.ascontiguousarray(expected, F).view(np.int32)
-    assert not differ.any(), f"{what}: {differ.sum()} of {found.size} differ"
 
 
 # ---------------------------------------------------------------------------------------------- layers that stand alone

@@ -106,19 +106,11 @@ def test_one_flipped_bit_is_named(run: Path, copy: Path, table: schema.Table, co
 
 
 def test_the_earliest_difference_wins(run: Path, copy: Path) -> None:
-    for table, iteration, column in (
-        ("sequences", 1, "seed"),
-        ("steps", 0, "policy_digest"),
-        ("tokens", 0, "rewards"),
-    ):
+    for table, iteration, column in (("sequences", 1, "seed"), ("steps", 0, "policy_digest"), ("tokens", 0, "rewards")):
         synthetic_run.rewrite_cell(copy, table, iteration, column, _flip)
         found = first_difference(run, copy)
         assert found is not None
-        assert (found.table, found.iteration, found.column) == (
-            table,
-            iteration,
-            column,
-        )
+        assert (found.table, found.iteration, found.column) == (table, iteration, column)
 
 
 def _iterations_table(values: list[float | None]) -> pa.Table:

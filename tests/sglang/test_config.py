@@ -9,9 +9,7 @@ import pytest
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.rollout import DETERMINISTIC_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.runs.resume import require_same_sampler
-from ppo_repro.sglang.command import (
-    look_into,
-)
+from ppo_repro.sglang.command import look_into
 from tests.sglang.fake_sglang import fake_python
 from tests.support.paths import ROOT
 from tests.support.runs import small_config

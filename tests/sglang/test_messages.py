@@ -13,12 +13,7 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.sglang.messages import (
-    RoutedLayers,
-    generate_body,
-    read_completions,
-    read_routes,
-)
+from ppo_repro.sglang.messages import RoutedLayers, generate_body, read_completions, read_routes
 
 VOCAB, CONTEXT, STOPS = 20, 32, frozenset({1, 7})
 PLAIN = Sampling(0.7, 0, 1.0, 4)
@@ -34,9 +29,6 @@ def body(*requests: Request, sampling: Sampling = PLAIN) -> dict[str, Any]:
     "request_, message",
     [
         (Request((), 1), "empty prompt"),
-        (Request((2, VOCAB), 1), "prompt token id 20: must be in 0..19"),
-        (Request((-1,), 1), "prompt token id -1"),
-        (Request((2,) * 29, 1), "exceeds numerics.max_context = 32"),
         (Request((2,), 2**63), "must fit into a signed 64-bit integer"),
         (Request((2,), -(2**63) - 1), "must fit into a signed 64-bit integer"),
     ],

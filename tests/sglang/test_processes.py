@@ -38,11 +38,7 @@ def policy() -> PreTrainedModel:
 
 @contextmanager
 def started(
-    folder: Path,
-    policy: PreTrainedModel,
-    *misbehave: str,
-    timeout: int = 20,
-    count: int = 1,
+    folder: Path, policy: PreTrainedModel, *misbehave: str, timeout: int = 20, count: int = 1
 ) -> Iterator[SGLangEngine]:
     python = fake_python(folder, PACKAGE, *misbehave)
     sets = f"rollout.engine.servers={count}", f"rollout.engine.timeout_s={timeout}"

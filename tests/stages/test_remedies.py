@@ -44,39 +44,21 @@ REMEDIES: dict[str, tuple[tuple[str, ...], list[float]]] = {
         [-1.5, -1.5, 0.5, 4],
     ),
     "decoupled PPO": ((CLIP, WEIGHTS + "{kind: truncated, cap: null}"), [-1.5, -4, 1 / 16, 4]),
-    "TIS": (
-        (CLIP, WEIGHTS + "{kind: truncated, cap: 3}"),
-        [-1.5, -3, 1 / 16, 4],
-    ),
-    "TIS by response": (
-        (CLIP, WEIGHTS + "{kind: truncated, level: sequence, cap: 3}"),
-        [-4.5, -3, 1 / 8, 1 / 2],
-    ),
-    "MIS by response": (
-        (CLIP, WEIGHTS + "{kind: masked, level: sequence, floor: 0.5, cap: 2}"),
-        [0, 0, 0, 0],
-    ),
+    "TIS": ((CLIP, WEIGHTS + "{kind: truncated, cap: 3}"), [-1.5, -3, 1 / 16, 4]),
+    "TIS by response": ((CLIP, WEIGHTS + "{kind: truncated, level: sequence, cap: 3}"), [-4.5, -3, 1 / 8, 1 / 2]),
+    "MIS by response": ((CLIP, WEIGHTS + "{kind: masked, level: sequence, floor: 0.5, cap: 2}"), [0, 0, 0, 0]),
     "MIS by response, only small w": (
         (CLIP, WEIGHTS + "{kind: masked, level: sequence, floor: 0.5, cap: 5}"),
         [-6, -4, 0, 0],
     ),
-    "IcePop": (
-        (CLIP, WEIGHTS + "{kind: masked, floor: 0.1, cap: 3.5}"),
-        [-1.5, 0, 1 / 16, 4],
-    ),
-    "length-normalised ratio": (
-        (CLIP, WEIGHTS + "{kind: truncated, level: geometric, cap: null}"),
-        [-3, -2, 1 / 4, 1],
-    ),
+    "IcePop": ((CLIP, WEIGHTS + "{kind: masked, floor: 0.1, cap: 3.5}"), [-1.5, 0, 1 / 16, 4]),
+    "length-normalised ratio": ((CLIP, WEIGHTS + "{kind: truncated, level: geometric, cap: null}"), [-3, -2, 1 / 4, 1]),
     "rejection by the length-normalised ratio": (
         (CLIP, "ppo.rejection=[{kind: ratio, level: geometric, low: 0.6, high: 3}]"),
         [-1.5, -1, 0, 0],
     ),
     # s = root of 2 | 1
-    "GSPO": (
-        ("ppo.objective={kind: sequence_clip, clip_range: 0.25, clip_range_high: 0.25}",),
-        [-1.25, -1.25, 1, 1],
-    ),
+    "GSPO": (("ppo.objective={kind: sequence_clip, clip_range: 0.25, clip_range_high: 0.25}",), [-1.25, -1.25, 1, 1]),
 }
 
 

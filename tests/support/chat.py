@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +33,6 @@ def make_chat_folder(folder: Path, template: str = TRIMMING, rows: int = 0) -> P
         model.lm_head.weight[:, 0] = torch.tensor([-20.0] + [0.0] * (len(tokenizer) + rows - 1))
     model.save_pretrained(folder)
     return folder
-
-
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def chat_tree(model: Path, task: dict[str, Any], reward: dict[str, Any], **rollout: Any) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Read transformers' models into the arrays of the definition; `numerics.description` maps parameters to matrices."""
+"""Compare arrays with the definition's, and read transformers' models into them.
+
+`numerics.description` maps parameters to matrices.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ppo_repro.numerics.definition.elementary import Array
+from ppo_repro.numerics.definition.elementary import Array, F
 from ppo_repro.numerics.definition.model import Layer, Matrix, Model, NormWeights
 from ppo_repro.numerics.definition.rotary import frequencies, llama3_frequencies, rotary_tables
 from ppo_repro.numerics.description import LayerParts, describe
@@ -23,6 +26,13 @@ SAME = (
     *("heads", "kv_heads", "head_dim", "eps", "embedding_scale", "gated", "parallel"),
     *("padding", "chosen", "normalised", "q_at", "q_step", "k_at", "k_step", "v_at", "v_step"),
 )
+
+
+def assert_same(found: Array, expected: Array, what: str) -> None:
+    """Equal shapes and bits."""
+    assert found.shape == expected.shape, what
+    pairs = [np.ascontiguousarray(x, F).view(np.int32) for x in (found, expected)]
+    assert np.array_equal(*pairs), f"{what}: {(pairs[0] != pairs[1]).sum()} of {found.size} differ"
 
 
 def array(x: Tensor) -> Array:

@@ -24,30 +24,10 @@ TABLES = {LANGUAGE: schema.TABLES, CONTROL: schema.CONTROL_TABLES}
 ENVIRONMENT = {"python": "3", "started": "2026-01-01T00:00:00.000+00:00"}
 FINAL: dict[str, float | int | str] = {"eval_accuracy": 0.625, "eval_responses": 8, "policy_digest": "ab12"}
 
-TEXTS = [
-    "",
-    "47+38=",
-    "\0",
-    "\n\t\"'",
-    "e\u0301 \u00e9",
-    "\U0001f600\U00020000",
-    "\u202e\ufeff\uffff",
-    "x" * 300,
-]
+TEXTS = ["", "47+38=", "\0", "\n\t\"'", "e\u0301 \u00e9", "\U0001f600\U00020000", "\u202e\ufeff\uffff", "x" * 300]
 
 # quiet and signalling NaNs with payload and sign, both zeros, denormals, infinities, ordinary numbers
-FLOAT32_BITS = [
-    0x7FC00123,
-    0xFFC00001,
-    0x7FA00001,
-    0x80000000,
-    0,
-    1,
-    0x807FFFFF,
-    0x7F800000,
-    0xFF800000,
-    0x3F800001,
-]
+FLOAT32_BITS = [0x7FC00123, 0xFFC00001, 0x7FA00001, 0x80000000, 0, 1, 0x807FFFFF, 0x7F800000, 0xFF800000, 0x3F800001]
 FLOAT64_BITS = [
     0x7FF8000000000123,
     0xFFF8000000000001,

@@ -94,10 +94,7 @@ def test_jsonl_reads_any_text(tmp_path_factory: pytest.TempPathFactory, text: st
         ('{"prompt": "fine", "answer": "x", "key": "k"}', "prompt 'fine' is also that of line 1"),
         ('{"prompt": "x", "answer": "x", "key": "fine"}', "key 'fine' is also that of line 1"),
         ('{"prompt": ["x"], "answer": ""}', "field 'prompt': a message must be an object with 'role' and 'content'"),
-        (
-            '{"prompt": [{"role": "assistant", "content": "x"}], "answer": ""}',
-            "field 'prompt' has the roles assist",
-        ),
+        ('{"prompt": [{"role": "assistant", "content": "x"}], "answer": ""}', "field 'prompt' has the roles assist"),
     ],
 )
 def test_a_mistake_in_jsonl_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:

@@ -20,8 +20,9 @@ from ppo_repro.tasks import templates, tokenizer
 from ppo_repro.tasks.problems import Problem, Split
 from ppo_repro.tasks.templates import encode_all, encoder
 from ppo_repro.tasks.tokenizer import character_tokenizer
-from tests.support.chat import chat_tree, make_chat_folder, write_lines, write_tree
+from tests.support.chat import chat_tree, make_chat_folder, write_tree
 from tests.support.cli import Cli
+from tests.support.json_lines import write_lines
 from tests.support.runs import run_below, small_config
 
 PLAIN = {"chat_template": False}

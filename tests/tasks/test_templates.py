@@ -16,8 +16,9 @@ from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
 from ppo_repro.tasks import templates
 from ppo_repro.tasks.templates import rendered
-from tests.support.chat import chat_tree, make_chat_folder, write_lines, write_tree
+from tests.support.chat import chat_tree, make_chat_folder, write_tree
 from tests.support.cli import Cli
+from tests.support.json_lines import write_lines
 from tests.support.runs import run_below
 
 BODY = (

@@ -20,12 +20,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.tasks import CalledReward, TrlReward, VerlReward
 from ppo_repro.tasks import user_code
 from ppo_repro.tasks.problems import Problem, row_of
-from ppo_repro.tasks.user_code import (
-    UserFunction,
-    UserProcess,
-    check_repeats,
-    load_function,
-)
+from ppo_repro.tasks.user_code import UserFunction, UserProcess, check_repeats, load_function
 from tests.support.paths import ROOT
 from tests.support.waiting import require_ended
 

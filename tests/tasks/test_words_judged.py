@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.records import reader
-from tests.support.chat import chat_tree, make_chat_folder, write_lines, write_tree
+from tests.support.chat import chat_tree, make_chat_folder, write_tree
 from tests.support.cli import Cli
+from tests.support.json_lines import write_lines
 from tests.support.runs import run_below
 from tests.support.turns import turns_config
 

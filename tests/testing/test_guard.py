@@ -11,6 +11,7 @@ import pytest
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.testing import Names, assert_mismatch_below, guard
+from tests.support.json_lines import write_lines
 from tests.support.paths import ROOT
 
 pytest_plugins = "pytester"
@@ -30,17 +31,12 @@ def test_the_mismatch_of_runs_has_limits(deterministic_run: Path, native_run: Pa
         assert_mismatch_below(deterministic_run, max_abs=1.0, names=Names("a", "b"))
 
 
-def dump(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [
         {"rollout_log_probs": [-1.0, -2.0, 0.0], "old_log_probs": [-1.5, -2.0, 9.0], "response_mask": [1, 1, 0]},
         {"rollout_log_probs": [-1.0, -3.0], "old_log_probs": [-0.75, None], "response_mask": [1, 1]},
     ]
-    path = dump(tmp_path / "a.jsonl", rows)
+    path = write_lines(tmp_path / "a.jsonl", rows)
     pairs = guard.dump_pairs(path)
     found = {name: value for name, (value, _) in guard.measures(pairs).items()}
     # delta = -0.5, 0, 0.25 over three finite tokens; k3 is the same sum in another order
@@ -57,7 +53,7 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
 
 
 def test_other_names_are_given_by_what_the_message_says(tmp_path: Path) -> None:
-    path = dump(tmp_path / "a.jsonl", [{"mine": [-1.0, -2.0], "yours": [-1.0, 9.0], "counts": [True, False]}])
+    path = write_lines(tmp_path / "a.jsonl", [{"mine": [-1.0, -2.0], "yours": [-1.0, 9.0], "counts": [True, False]}])
     with pytest.raises(UserError, match=r"names=ppo_repro\.testing\.Names"):
         assert_mismatch_below(path, frac_unequal=0.0)
     assert_mismatch_below(path, frac_unequal=0.0, names=Names("mine", "yours", "counts"))
@@ -75,7 +71,7 @@ def test_the_example_guards_a_dump(pytester: pytest.Pytester) -> None:
     path = pytester.path / "tokens.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows[1]["inference_logprobs"] = rows[1]["inference_logprobs"][-1:] + rows[1]["inference_logprobs"][:-1]
-    dump(path, rows)
+    write_lines(path, rows)
     broken = pytester.runpytest("-p", "no:cacheprovider")
     broken.assert_outcomes(failed=2)
     broken.stdout.fnmatch_lines(["*tokens.jsonl: of * tokens*sequence 1, position*sampler*bits*trainer*bits*"])

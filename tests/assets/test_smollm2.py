@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import zipfile
 from pathlib import Path
 
@@ -77,8 +76,7 @@ def test_the_experiment_keeps_the_promise_on_the_real_model(folder: Path, tmp_pa
         *("task.num_eval_prompts=1", "rollout.prompts_per_iteration=8", "rollout.top_p=0.95", "ppo.minibatch_size=8"),
         *("ppo.iterations=1", f"model.path={folder}"),
     )
-    out = cli.done("run", EXPERIMENT, "--out", tmp_path / "runs", "--json", *sets(*fields))
-    result = json.loads(out)
+    result = cli.json("run", EXPERIMENT, "--out", tmp_path / "runs", *sets(*fields))
     assert result["unequal_old_rollout_logprobs"] == result["unequal_first_ratios"] == 0
     tokens = reader.read_tokens(result["run_dir"])
     assert len(tokens) >= 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from functools import cache
 from pathlib import Path
 
@@ -96,7 +95,7 @@ def test_the_decoded_path_is_the_engines(mode: Mode, sampling: str) -> None:
 
 
 def test_the_command_on_a_run(deterministic_run: Path, tmp_path: Path, cli: Cli) -> None:
-    found = json.loads(cli.done("bisect", deterministic_run, "--out", tmp_path, "--json"))
+    found = cli.json("bisect", deterministic_run, "--out", tmp_path)
     assert found["first_divergent_op"] == {"deterministic": "", "native": "layer 0 self_attn.q_proj"}
     folder = Path(found["folder"])
     ops = pd.read_parquet(folder / "mismatch_op.parquet").sort_values("order")

@@ -89,7 +89,7 @@ def test_a_folder_with_nothing_but_its_config_can_be_planned(tmp_path: Path, cli
     found = plan_run(small_config(model))
     assert [m.name for m in found.models] == ["policy", "value model", "reference"]
     assert found.peak == PROCESS + max(found.total(phase) for phase in PHASES)
-    assert json.loads(cli.done("plan", SMALL, "--set", model, "--json")) == json.loads(json.dumps(as_json(found)))
+    assert cli.json("plan", SMALL, "--set", model) == json.loads(json.dumps(as_json(found)))
     table = cli.done("plan", SMALL, "--set", model)
     assert all(word in table for word in ("policy", "value model", "reference", "peak", *found.rows))
 

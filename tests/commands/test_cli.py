@@ -19,8 +19,7 @@ from tests.support.waiting import until
 
 
 def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
-    out = cli.done("run", SMALL, "--out", tmp_path, "--json", "--set", "ppo.iterations=2")
-    summary = json.loads(out)
+    summary = cli.json("run", SMALL, "--out", tmp_path, "--set", "ppo.iterations=2")
     assert summary["unequal_old_rollout_logprobs"] == summary["unequal_values"] == 0
     assert summary["unequal_first_ratios"] == 0
     assert {"fingerprint", "iterations", "tokens", "reward_first", "reward_last"} <= set(summary)
@@ -33,8 +32,7 @@ def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
     ratio = summary["numerical_accuracy"]["ratio"]
     assert 0 < ratio < 4
     assert f"stock float32 {summary['numerical_accuracy']['stock_rms']:.2g} and" in out
-    out = cli.done("rerun", run_dir, "--json")
-    found = json.loads(out)
+    found = cli.json("rerun", run_dir)
     assert (found["identical"], found["first_difference"]) == (True, None)
     out = cli.done("diff", run_dir, run_dir)
     assert out.strip() == "identical"

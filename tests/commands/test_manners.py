@@ -66,8 +66,7 @@ def runs(tmp_path: Path, deterministic_run: Path, native_run: Path, monkeypatch:
 
 
 def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run: Path) -> None:
-    out = cli.done("ls", "--json")
-    found = json.loads(out)["runs"]
+    found = cli.json("ls")["runs"]
     assert [run["folder"] for run in found] == ["runs/a/b/three", "runs/a/one", "runs/two"]
     assert [run["state"] for run in found] == ["damaged", "complete", "complete"]
     head = manifest.load_head(deterministic_run)
@@ -95,7 +94,7 @@ def test_ls_says_what_runs_differ_in_and_what_they_are_called(cli: Cli, runs: Pa
     assert "mode=deterministic" in lines[1]
     assert "mode=native" in lines[2]
     assert "  plain torch  " in lines[2]
-    listed = json.loads(cli("ls", "--json")[1])["runs"][1]
+    listed = cli.json("ls")["runs"][1]
     assert (listed["name"], listed["tags"], listed["notes"]) == ("plain torch", ["control"], "why 40 %?")
     assert "plain torch" in cli("show", runs / "two")[1]
     out = cli.done("verify", runs / "two")
@@ -110,14 +109,12 @@ def test_ls_says_what_runs_differ_in_and_what_they_are_called(cli: Cli, runs: Pa
         cli.refusal("label", runs / "two", "--name", name)
     (runs / "two" / "label.json").write_text("{}}")
     assert "is no label; remove it" in one_line(cli("show", runs / "two")[2])
-    assert [run["state"] for run in json.loads(cli("ls", "--json")[1])["runs"]] == ["complete", "damaged"]
+    assert [run["state"] for run in cli.json("ls")["runs"]] == ["complete", "damaged"]
 
 
 def test_a_name_changes_neither_folder_nor_fingerprint(cli: Cli, tmp_path: Path) -> None:
-    summaries = []
-    for out, name in (("plain", ()), ("named", ("--name", "first try", "--tag", "a", "--tag", "b"))):
-        summaries.append(json.loads(cli.done("run", TINY, "--out", tmp_path / out, "--json", *name)))
-    plain, named = summaries
+    plain = cli.json("run", TINY, "--out", tmp_path / "plain")
+    named = cli.json("run", TINY, "--out", tmp_path / "named", "--name", "first try", "--tag", "a", "--tag", "b")
     assert plain["fingerprint"] == named["fingerprint"]
     assert Path(plain["run_dir"]).name == Path(named["run_dir"]).name
     assert json.loads((Path(named["run_dir"]) / "label.json").read_text())["tags"] == ["a", "b"]
@@ -129,12 +126,12 @@ def test_ls_has_the_score_of_a_run_that_works_still(cli: Cli, runs: Path) -> Non
     every = load_recorded_config(runs / "two").evaluation.every
     rows = reader.read_iterations(runs / "two", allow_incomplete=True)
     last = rows["eval_score"].iloc[1 // every * every]
-    assert json.loads(cli("ls", "--json")[1])["runs"][-1]["score"] == last
+    assert cli.json("ls")["runs"][-1]["score"] == last
 
 
 def test_a_run_without_a_process_that_writes_it_is_called_killed(cli: Cli, runs: Path) -> None:
     cut_back(runs / "two", 1, "running")
-    states = {run["folder"]: run["state"] for run in json.loads(cli("ls", "--json")[1])["runs"]}
+    states = {run["folder"]: run["state"] for run in cli.json("ls")["runs"]}
     assert states["runs/two"] == "killed"
     assert cli("show", "runs/two")[1].startswith("runs/two: killed, 1 iterations")
     assert cli("verify", "runs/two")[1].startswith("whole: killed, 1 iterations")
@@ -186,8 +183,7 @@ def test_a_command_that_is_mistyped(cli: Cli, wrong: str, meant: str) -> None:
 
 
 def test_fields_takes_several_sections(cli: Cli) -> None:
-    out = cli.done("fields", "reward", "layout", "reward.terms", "--json")
-    found = [section["path"] for section in json.loads(out)["sections"]]
+    found = [section["path"] for section in cli.json("fields", "reward", "layout", "reward.terms")["sections"]]
     assert {path.partition(".")[0] for path in found} == {"reward", "layout"}
     assert found.index("layout") > found.index("reward.terms"), "in the order of the command line"
     assert found.count("layout") == 1, "each once"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -68,8 +67,7 @@ def test_equal_scores_move_nothing(reward: str, moves: bool, cli: Cli, tmp_path:
         "advantages={kind: group}", "value={kind: none}", "kl={placement: loss, kl_coef: 0}", "ppo.entropy_coef=0",
         "rollout.samples_per_prompt=3", f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:score'}}]",
     )  # fmt: skip
-    out = cli.done("run", TINY, "--out", tmp_path, "--json", *sets(*fields))
-    run_dir = Path(json.loads(out)["run_dir"])
+    run_dir = Path(cli.json("run", TINY, "--out", tmp_path, *sets(*fields))["run_dir"])
     final = manifest.load(run_dir).final
     assert (final["policy_digest"] != final["initial_policy_digest"]) is moves
     assert (reader.read_tokens(run_dir)["advantages"] != 0.0).any() == moves

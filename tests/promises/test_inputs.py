@@ -29,8 +29,7 @@ def project(tmp_path: Path, deterministic_run: Path) -> Path:
 
 
 def ran(cli: Cli, project: Path) -> Path:
-    out = cli.done("run", project / "run.yaml", "--out", project / "runs", "--json")
-    return Path(json.loads(out)["run_dir"])
+    return Path(cli.json("run", project / "run.yaml", "--out", project / "runs")["run_dir"])
 
 
 def test_a_run_folder_reruns_at_another_path_without_its_originals(

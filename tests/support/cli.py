@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,10 @@ class Cli:
         code, out, err = self(*arguments)
         assert code == 0, err
         return out
+
+    def json(self, *arguments: str | Path) -> Any:
+        """What a command prints with `--json` that has to succeed."""
+        return json.loads(self.done(*arguments, "--json"))
 
     def refusal(self, *arguments: str | Path) -> str:
         """The one line with which a command has to end, exit code 2 and nothing on stdout."""

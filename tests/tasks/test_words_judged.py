@@ -46,8 +46,7 @@ def test_no_reward_judges_what_the_environment_says(tmp_path: Path, cli: Cli) ->
         f"reward.terms=[{', '.join(terms)}]",
     )  # fmt: skip
     (tmp_path / "run.yaml").write_text(dump_yaml(turns_config(tmp_path, *overrides, task=ENVIRONMENT)))
-    out = cli.done("run", tmp_path / "run.yaml", "--out", tmp_path, "--json")
-    summary = json.loads(out)
+    summary = cli.json("run", tmp_path / "run.yaml", "--out", tmp_path)
     assert summary["accuracy_before"] == summary["accuracy_after"] == 0.0
     rows = reader.read_sequences(summary["run_dir"])
     spoke = rows["is_forced"].map(max) > 0

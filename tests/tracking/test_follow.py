@@ -40,8 +40,7 @@ def seen(folder: Path) -> list[dict[str, object]]:
 def test_a_function_gets_every_iteration_of_a_recorded_run(
     cli: Cli, deterministic_run: Path, follow: str, tmp_path: Path
 ) -> None:
-    out = cli.done("track", deterministic_run, "--uri", follow, "--json")
-    assert json.loads(out)["function"] == {"path": follow, "iterations": 3}
+    assert cli.json("track", deterministic_run, "--uri", follow)["function"] == {"path": follow, "iterations": 3}
     rows = reader.read_iterations(deterministic_run)
     got = seen(tmp_path)
     assert [row["iteration"] for row in got] == [0, 1, 2]
@@ -87,10 +86,9 @@ def test_a_run_is_followed_while_it_works(cli: Cli, follow: str, tmp_path: Path)
 @slow
 def test_a_resumed_run_is_followed_from_its_first_iteration(cli: Cli, follow: str, tmp_path: Path) -> None:
     few = ("--set", "ppo.iterations=3", "--set", "checkpoints.every=1")
-    run_dir = json.loads(cli("run", TINY, "--out", tmp_path / "runs", *few, "--json")[1])["run_dir"]
+    run_dir = cli.json("run", TINY, "--out", tmp_path / "runs", *few)["run_dir"]
     cut_back(Path(run_dir), 3, "interrupted")  # before its ending
-    out = cli.done("resume", run_dir, "--track", follow, "--json")
-    assert json.loads(out)["function"]["iterations"] == 3
+    assert cli.json("resume", run_dir, "--track", follow)["function"]["iterations"] == 3
     assert [row["iteration"] for row in seen(tmp_path)] == [0, 1, 2]
 
 

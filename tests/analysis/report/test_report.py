@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import shutil
 from pathlib import Path
@@ -132,8 +131,8 @@ def test_the_command_writes_the_page_and_says_where(native_run: Path, tmp_path: 
     assert (run / "report.html").read_text() == build.page_of(run)
     page = tmp_path / "page.html"
     for _ in range(2):  # over nothing, and over an earlier report
-        out = cli.done("report", run, "--out", page, "--json")
-        assert json.loads(out) == {"report": str(page), "bytes": page.stat().st_size}
+        said = cli.json("report", run, "--out", page)
+        assert said == {"report": str(page), "bytes": page.stat().st_size}
     assert not list(tmp_path.rglob("*.tmp")), "a report is no record"
     assert cli("diff", run, native_run)[0] == 0, "a report is no record"
 

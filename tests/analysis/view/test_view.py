@@ -260,8 +260,7 @@ def test_the_command_prints_the_whole_address(tmp_path: Path, cli: Cli, monkeypa
     monkeypatch.setattr(Server, "serve", serve)
     out = cli.done("view", tmp_path)
     assert out.split()[1] == addresses[0]
-    out = cli.done("view", tmp_path, "--json")
-    assert json.loads(out) == {"view": addresses[1]}
+    assert cli.json("view", tmp_path) == {"view": addresses[1]}
 
 
 def test_mistakes_of_the_command_are_one_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import random
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,9 +30,9 @@ from ppo_repro.runs import checkpoint, language
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
-from tests.support.killing import working
 from tests.support.language import resume, tiny_run
 from tests.support.paths import TINY
+from tests.support.racing import Contender, Racetrack, racing
 from tests.support.resume import Recorded, newest, record, require_as_uninterrupted
 from tests.support.runs import run_below, small_config
 
@@ -235,6 +235,13 @@ def test_a_link_out_of_the_folder_is_refused(recorded: Recorded, tmp_path: Path)
     assert not (tmp_path / "elsewhere").exists()
 
 
+def killed(track: Racetrack, after: float | None, *command: str | Path) -> bool:
+    """Whether a command that is killed after so many seconds was still at work then."""
+    (ended,) = track.race(Contender(command, killed_after=after))
+    assert ended.code in (0, -signal.SIGKILL), ended
+    return ended.code != 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_runs_and_forks_killed_at_any_instant_are_resumed(tmp_path: Path) -> None:
@@ -242,23 +249,23 @@ def test_runs_and_forks_killed_at_any_instant_are_resumed(tmp_path: Path) -> Non
     config = load_config(TINY, ["ppo.iterations=4", "checkpoints.every=1", "model.warm_start_steps=3"])
     path, generator, seen, kills, chain = tmp_path / "config.yaml", random.Random(11), Counter[str](), 0, 0
     path.write_text(dump_yaml(config))
-    run_dir, longer = run_folder(config, tmp_path / "whole"), "ppo.iterations=7"
-    with working(f"run {path} {tmp_path / 'whole'}") as forks:
-        assert not forks.killed(math.inf, "fork", run_dir, tmp_path / "longer", longer)
-        fork_dir = run_below(tmp_path / "longer")
-        begun = {"run": ((path,), run_dir, ()), "fork": ((run_dir,), fork_dir, (longer,))}
+    run_dir = run_folder(config, tmp_path / "whole")
+    begins = {"run": ("run", path, "--out"), "fork": ("fork", run_dir, "--set", "ppo.iterations=7", "--out")}
+    with racing(tmp_path / "log", *begins["run"], tmp_path / "whole") as track:
+        assert not killed(track, None, *begins["fork"], tmp_path / "longer")
+        wholes = {"run": run_dir, "fork": run_below(tmp_path / "longer")}
         started = time.perf_counter()
-        assert not forks.killed(math.inf, "run", path, tmp_path / "timed")
+        assert not killed(track, None, *begins["run"], tmp_path / "timed")
         seconds = time.perf_counter() - started
         while kills < KILLS:
             chain += 1
             command = ("run", "fork")[chain % 2]
-            (first, whole, more), out = begun[command], tmp_path / f"chain{chain}"
+            whole, out = wholes[command], tmp_path / f"chain{chain}"
             expected, killed_dir, is_complete = manifest.load(whole), out / whole.relative_to(whole.parents[1]), False
             while not is_complete:
-                words = ("resume", killed_dir) if killed_dir.exists() else (command, *first, out, *more)
-                after = generator.uniform(0.0, seconds) if kills < KILLS else math.inf
-                kills += forks.killed(after, *words)
+                words = ("resume", killed_dir) if killed_dir.exists() else (*begins[command], out)
+                after = generator.uniform(0.0, seconds) if kills < KILLS else None
+                kills += killed(track, after, *words)
                 if not killed_dir.exists():
                     seen[f"{command}: no folder yet"] += 1
                     continue

@@ -1,7 +1,6 @@
 """The command line as a user meets it: one line per mistake, exit codes, JSON, real input."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,8 +10,8 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
-from tests.support.cli import Cli, sets
-from tests.support.interrupts import hearing_ctrl_c
+from tests.support.cli import Cli
+from tests.support.interrupts import started
 from tests.support.paths import ROOT, SMALL
 from tests.support.runs import recorded_iterations, run_below
 from tests.support.waiting import until
@@ -70,16 +69,9 @@ def test_a_mistake_is_one_line_and_exit_two(cli: Cli, tmp_path: Path, arguments:
     assert not list(tmp_path.rglob("manifest.json")), "a run that could not start must leave nothing"
 
 
-def start(out: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(out), *sets(*overrides)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with hearing_ctrl_c():
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.slow
 def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> None:
-    process = start(tmp_path, "ppo.iterations=2000")
+    process = started("run", SMALL, "--out", tmp_path, "--set", "ppo.iterations=2000")
     until(lambda: recorded_iterations(tmp_path) > 11, "11 iterations")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -109,7 +101,8 @@ def test_ctrl_c_before_the_first_iteration_leaves_nothing(tmp_path: Path) -> Non
         "import time\nfrom pathlib import Path\n\n\ndef r(prompt, response, answer):\n"
         "    Path(__file__).with_name('scoring').touch()\n    time.sleep(600)\n    return 0.0\n"
     )
-    process = start(tmp_path, f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]")
+    reward = f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]"
+    process = started("run", SMALL, "--out", tmp_path, "--set", reward)
     until((tmp_path / "scoring").exists, "the first score")
     assert list(tmp_path.rglob("manifest.json"))
     process.send_signal(signal.SIGINT)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -23,8 +20,8 @@ from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest, reader
 from tests.grids.small_grids import fingerprints, grid_file
 from tests.support.cli import Cli
-from tests.support.interrupts import hearing_ctrl_c
-from tests.support.paths import ROOT, TINY
+from tests.support.interrupts import started
+from tests.support.paths import TINY
 from tests.support.runs import recorded_iterations
 from tests.support.waiting import until
 
@@ -102,19 +99,12 @@ def test_a_cell_that_fails_stops_no_other_and_no_cell_changes_another(tmp_path: 
     assert (again.table["state"] == "complete").all()
 
 
-def start_grid(path: Path, out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "ppo_repro", "grid", str(path), "--out", str(out), "--workers", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with hearing_ctrl_c():
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-
-
 @slow
 def test_a_grid_killed_twice_and_then_interrupted_is_finished_as_if_nothing_was(four: Grid, tmp_path: Path) -> None:
     path = grid_file(tmp_path, {"ppo.learning_rate": [1e-3, 3e-3]}, [1])
     for iterations, number in ((1, signal.SIGKILL), (2, signal.SIGKILL), (3, signal.SIGINT)):  # of the 4 there are
         so_far = max(iterations, recorded_iterations(tmp_path) + 1)  # one more: the new process listens to signals
-        process = start_grid(path, tmp_path)
+        process = started("grid", path, "--out", tmp_path, "--workers", "2")
         until(lambda p=process, n=so_far: p.poll() is not None or recorded_iterations(tmp_path) >= n, "iterations")  # type: ignore[misc]
         process.send_signal(number)
         _, err = process.communicate(timeout=120)

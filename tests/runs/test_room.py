@@ -12,7 +12,7 @@ import pytest
 from ppo_repro.base.errors import UserError
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.checkpoint import require_room
-from tests.support.cli import one_line
+from tests.support.cli import one_line, sets
 from tests.support.language import tiny_run
 from tests.support.paths import ROOT, TINY
 
@@ -58,22 +58,10 @@ def test_a_disk_that_is_too_small_is_one_line_and_no_folder(tmp_path: Path) -> N
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets nobody mount a small disk")
     command = [sys.executable, "-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path)]
-    wide = [
-        "--set",
-        "model.hidden_size=512",
-        "--set",
-        "model.intermediate_size=1024",
-        "--set",
-        "model.warm_start_steps=0",
-    ]
+    wide = sets("model.hidden_size=512", "model.intermediate_size=1024", "model.warm_start_steps=0")
     script = 'mount -t tmpfs -o size=8m tmpfs "$0" && "$@"; code=$?; ls "$0"/tiny; exit $code'
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script, str(tmp_path), *command, *wide],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
+    mounted = ["unshare", "-rm", "sh", "-c", script, str(tmp_path)]
+    done = subprocess.run([*mounted, *command, *wide], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2
     assert "not enough room: models and checkpoints need at least " in one_line(done.stderr)
     assert ", and 8." in one_line(done.stderr)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,8 @@ from ppo_repro.records import manifest
 from ppo_repro.records.label import Label, write_label
 from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.browser import find, look, press
-from tests.support.paths import ROOT, TINY
+from tests.support.interrupts import started
+from tests.support.paths import TINY
 from tests.support.view import served
 from tests.support.waiting import until
 
@@ -148,17 +146,11 @@ def test_hostile_texts_do_nothing_and_the_page_fits(
 
 
 def test_a_run_is_followed_through_its_death_and_its_second_life(browser: Any, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-    def start(*arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "ppo_repro", *arguments]
-        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
     with served(tmp_path) as server:
         look(browser)
         browser.get(server.address)
         until(lambda: "No response matches" in text(browser, "#found"), "an empty page")
-        process = start("run", str(TINY), "--set", "ppo.iterations=40", "--out", str(tmp_path))
+        process = started("run", TINY, "--set", "ppo.iterations=40", "--out", tmp_path)
         try:
             until(lambda: " of " in text(browser, "#found"), "the first responses", 120)
             assert "running" in text(browser, "#runs")
@@ -170,9 +162,9 @@ def test_a_run_is_followed_through_its_death_and_its_second_life(browser: Any, t
         until(lambda: "1 killed" in text(browser, "#runs"), "that nobody writes the run")
         (run,) = (path.parent for path in tmp_path.glob("*/*/manifest.json"))
         assert manifest.load_head(run).num_iterations < 40, "it was killed in time"
-        resumed = start("resume", str(run))
-        out = resumed.communicate(timeout=200)[0]
-        assert resumed.returncode == 0, out.decode()
+        resumed = started("resume", run)
+        _, err = resumed.communicate(timeout=200)
+        assert resumed.returncode == 0, err
         until(lambda: "1 complete" in text(browser, "#runs") and "40 of 40" in text(browser, "#runs"), "the rest")
         total = manifest.load(run).iterations
         responses = sum(entry.tables["sequences"].rows for entry in total)

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.support.cli import sets
 from tests.support.paths import ROOT, SMALL_CONTROL, TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -131,8 +132,7 @@ def fingerprint_here(out: Path, *fields: str) -> str:
 
 
 def quickstart(out: Path, *fields: str) -> list[str]:
-    changed = [word for field in (*QUICKSTART, *fields) for word in ("--set", field)]
-    return ["-m", "ppo_repro", "run", "quickstart", "--out", str(out), "--json", *changed]
+    return ["-m", "ppo_repro", "run", "quickstart", "--out", str(out), "--json", *sets(*QUICKSTART, *fields)]
 
 
 ENDS: dict[str, tuple[tuple[str, ...], str | None, tuple[str, ...]]] = {  # options, torch, options of the torch build

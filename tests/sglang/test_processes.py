@@ -18,6 +18,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.sglang.engine import SGLangEngine, sglang_engine
 from tests.sglang.fake_sglang import fake_python
+from tests.support.cli import sets
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.models import source_model
 from tests.support.paths import ROOT, SMALL
@@ -97,11 +98,9 @@ def test_a_server_that_dies_ends_the_rollout_with_its_last_words(policy: PreTrai
 def test_no_server_outlives_the_run(number: signal.Signals, tmp_path: Path) -> None:
     python = fake_python(tmp_path, PACKAGE, "hangs in generate", "has a child")
     command = [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(tmp_path / "runs")]
-    for field in ("kind=sglang", f"python={python}"):
-        command += ["--set", f"rollout.engine.{field}"]
-    command += ["--set", "model.warm_start_steps=0"]
+    changed = sets("rollout.engine.kind=sglang", f"rollout.engine.python={python}", "model.warm_start_steps=0")
     with hearing_ctrl_c():
-        run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+        run = subprocess.Popen([*command, *changed], cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         pids = [int(written(tmp_path / name)) for name in ("serving", "child")]
         time.sleep(0.5)

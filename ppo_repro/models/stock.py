@@ -31,22 +31,22 @@ class _Widening(TorchFunctionMode):
     def wide_matrix(self) -> Tensor:
         return cast(Tensor, self.matrix).double()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def wider(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                if x is self.matrix:
-                    return self.wide_matrix
-                return x.double() if x.dtype == torch.float32 else x
-            if type(x) in (list, tuple):
-                return type(x)(map(wider, x))
-            return torch.float64 if x is torch.float32 else x
+    def _wider(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if x is self.matrix:
+                return self.wide_matrix
+            return x.double() if x.dtype == torch.float32 else x
+        if type(x) in (list, tuple):
+            return type(x)(map(self._wider, x))
+        return torch.float64 if x is torch.float32 else x
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = Tensor.double if func is Tensor.float else func
         if getattr(func, "__name__", "") in ("__get__", "__set__"):  # attributes are of the tensor itself
             return call(*args, **(kwargs or {}))
         if func is embedding:  # else the whole matrix would be widened for a few rows
-            return wider(call(*args, **(kwargs or {})))
-        result = call(*map(wider, args), **{name: wider(x) for name, x in (kwargs or {}).items()})
+            return self._wider(call(*args, **(kwargs or {})))
+        result = call(*map(self._wider, args), **{name: self._wider(x) for name, x in (kwargs or {}).items()})
         if isinstance(result, Tensor) and result.dtype == torch.float32:
             raise TypeError(f"{getattr(func, '__name__', func)} gave float32 inside a float64 model")
         return result

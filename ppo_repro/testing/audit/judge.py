@@ -36,7 +36,7 @@ NAMED = 3  # so many explanations that are equally good are named; with more the
 AGREE = 0.1  # sides that are nearer to each other than this part of their distance say the same
 UNKNOWN = "unknown"
 FLOOR_TOKENS = 2048  # response tokens on which stock float32 is measured
-AT_ONCE = 512  # response tokens whose logits are in memory
+AT_ONCE = 128  # response tokens whose logits are in memory
 
 
 @dataclass(frozen=True)

@@ -84,19 +84,19 @@ class Row:
 
     @cached_property
     def seen(self) -> Tensor:
-        """Count how often each token occurs before each target, in prompt and response, [k, V]."""
+        """Count how often each token occurs before each target, in prompt and response, int32 [k, V]."""
         return self.seen_in_response + self._counted(self.prompt)
 
     @cached_property
     def seen_in_response(self) -> Tensor:
-        """Count how often each token occurs before each target in the response, [k, V]."""
-        counts = torch.zeros_like(self.logits)
-        counts[range(1, len(counts)), self.targets[:-1]] = 1.0
-        return counts.cumsum(0) + self._counted(self.before)
+        """Count how often each token occurs before each target in the response, int32 [k, V]."""
+        counts = torch.zeros_like(self.logits, dtype=torch.int32)
+        counts[range(1, len(counts)), self.targets[:-1]] = 1
+        return counts.cumsum(0, dtype=torch.int32) + self._counted(self.before)
 
     def _counted(self, ids: tuple[int, ...]) -> Tensor:
         on = torch.tensor(ids, dtype=torch.long, device=self.logits.device)
-        return torch.bincount(on, minlength=self.logits.shape[-1])
+        return torch.bincount(on, minlength=self.logits.shape[-1]).int()
 
 
 # of the row's logits [k, V]: logits whose softmax is the distribution; of its log-probs [k, V]: the quantity [k]; of
@@ -392,7 +392,7 @@ VARIANTS: tuple[Variant, ...] = (
         FACTORS,
     ),
     _fitted("presence penalty {x:.4g}", PENALTY, lambda r, x: r.logits - x * (r.seen_in_response > 0), TERMS),
-    _fitted("frequency penalty {x:.4g}", PENALTY, lambda r, x: r.logits - x * r.seen_in_response, TERMS),
+    _fitted("frequency penalty {x:.4g}", PENALTY, lambda r, x: r.logits - x * r.seen_in_response.to(r.logits), TERMS),
     *(
         _distribution(
             f"logits rounded to {name}",

@@ -131,6 +131,7 @@ class ForwardPass:
     old_logprobs: Tensor  # [N] float32
     ref_logprobs: Tensor  # [N] float32
     ref_kl: Tensor  # [N] float32, KL(policy || reference) over the whole distribution at that position
+    reverse_ref_kl: Tensor | None  # [N] float32, KL(reference || policy); None unless the reward charges it
     entropies: Tensor  # [N] float32
     prob_sq_sums: Tensor  # [N] float32, sum over the vocabulary of the squared probabilities
     routes: Tensor  # [N, M k] int32, of the policy, as `Rollout.token_routes`; [N, 0] below level deep
@@ -169,7 +170,7 @@ class PolicyUpdate:
     new_entropies: Tensor  # [M] float32
     losses: Tensor  # [M] float32, all terms
     surrogates: Tensor  # [M] float32, the objective's term in ratio and advantage
-    penalty_terms: Tensor | None  # [M] float32, of PPO-Penalty; None for other objectives
+    penalty_terms: Tensor | None  # [M] float32, of PPO-Penalty and KL-Cov; None for other objectives
     importance_weights: Tensor | None  # [M] float32, factor on the two terms above; None unless configured
     corrections: Tensor | None  # [M] uint8, a ppo.corrections.Correction each; None unless configured
     kl_terms: Tensor | None  # [M] float32, kl_coef times the KL to the reference; None unless the loss has it

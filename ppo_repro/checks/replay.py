@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ppo_repro import buffers
 from ppo_repro.base.errors import PromiseBroken, UserError
-from ppo_repro.config.algorithm import KLInLoss
+from ppo_repro.config.algorithm import KLInLoss, KLInReward
 from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.faults.trainer import with_loss_mask
@@ -36,6 +36,7 @@ from ppo_repro.stages.training_batch import (
     Minibatch,
     Step,
     TrainingBatch,
+    chosen_tokens,
     minibatch_of,
     minibatches,
     training_batch,
@@ -171,6 +172,7 @@ def _forward(records: Records) -> buffers.ForwardPass:
     names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
     return buffers.ForwardPass(
         **{name: records.tensor("tokens", name) for name in names},
+        reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
         routes=torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32),
         values=records.tensor_or_none("tokens", "values"),
     )
@@ -240,7 +242,7 @@ def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
     for iteration in range(start, recorded.num_iterations):
         records = _read(run_dir, recorded, iteration)
         if iteration == start:
-            _require_kl_terms(run_dir, config, records, stages)
+            _require_columns(run_dir, config, records, stages)
         item = _recorded_iteration(config, records, coefficients, functions)
         tables = iteration_tables(_again(config, item, stages, functions), at_full)
         for stage in stages:
@@ -272,13 +274,19 @@ def _has_exact_kl(config: RunConfig) -> bool:
     return isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact"
 
 
-def _require_kl_terms(run_dir: Path, config: RunConfig, records: Records, stages: Collection[Stage]) -> None:
-    """Raise UserError if the losses need the column `kl_terms`, which level `lean` did not record."""
-    if "losses" in stages and _has_exact_kl(config) and not records.has("updates", "kl_terms"):
-        raise UserError(
-            f"{run_dir}: stage losses needs column kl_terms of table updates, which level lean does not record; record "
-            f"at records.level = full, or replay one of {', '.join(s for s in STAGES if s != 'losses')}"
-        )
+def _require_columns(run_dir: Path, config: RunConfig, records: Records, stages: Collection[Stage]) -> None:
+    """Raise UserError for the first stage that needs a column which level `lean` did not record."""
+    kl, needs = config.kl, dict[str, tuple[str, str]]()
+    if isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy":
+        needs["rewards"] = "tokens", "reverse_ref_kl"
+    if _has_exact_kl(config):
+        needs["losses"] = "updates", "kl_terms"
+    for stage, (table, column) in needs.items():
+        if stage in stages and not records.has(table, column):
+            raise UserError(
+                f"{run_dir}: stage {stage} needs column {column} of table {table}, which level lean does not record; "
+                f"record at records.level = full, or replay one of {', '.join(s for s in STAGES if s not in needs)}"
+            )
 
 
 def _recorded_iteration(
@@ -380,7 +388,8 @@ def _policy(
         kl_terms = records.tensor_or_none("updates", "kl_terms", rows)
         if kl_terms is None:  # then no loss is compared
             kl_terms = torch.zeros_like(logprobs)
-    columns = policy_loss(config, batch, tokens, logprobs, entropies, kl_terms)
+    chosen = chosen_tokens(config, batch, minibatch, logprobs) if batch.objective.chooses_tokens else None
+    columns = policy_loss(config, batch, tokens, logprobs, entropies, kl_terms, chosen)
     return policy_update(config, batch, minibatch, columns, grad_norm)
 
 

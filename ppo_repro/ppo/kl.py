@@ -1,8 +1,8 @@
 """Estimators of a KL divergence from log-probs of sampled tokens. Schulman, "Approximating KL Divergence", 2020.
 
 The tokens are drawn from p, and `log_ratio` is x = log p - log q in any shape. Each function estimates KL(p || q) per
-token in nats. rho = q/p = exp(-x) is clamped to [e^-87, e^88], so that every estimator nears its limit at infinite x;
-NaN stays NaN.
+token in nats, or with `reverse` KL(q || p), which is the mean under p of rho log rho with rho = q/p = exp(-x). rho is
+clamped to [e^-87, e^88], so that every estimator nears its limit at infinite x; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ppo_repro.numerics import elementwise
-from ppo_repro.numerics.elementwise import EXP_MAX
+from ppo_repro.numerics.elementwise import EXP_MAX, EXP_MIN
 
 _SERIES_TERMS = 16
 
@@ -23,7 +23,10 @@ def k1(log_ratio: Tensor) -> Tensor:
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """Return x^2 / 2: never negative, biased at third order, in shape and dtype of `log_ratio`."""
+    """Return x^2 / 2: never negative, biased at third order, in shape and dtype of `log_ratio`.
+
+    The estimate is the same in both directions.
+    """
     return log_ratio * log_ratio * 0.5
 
 
@@ -40,13 +43,32 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.where(x.abs() <= 1.0, x * x * 0.5 * series, _rho(log_ratio) - 1.0 + x)
 
 
+def reverse_k1(log_ratio: Tensor) -> Tensor:
+    """Return rho log rho: unbiased for KL(q || p), any sign. Float64."""
+    return _rho(log_ratio) * -log_ratio.to(torch.float64).clamp(max=-EXP_MIN)
+
+
+def reverse_k3(log_ratio: Tensor) -> Tensor:
+    """Return rho log rho - rho + 1: unbiased for KL(q || p), never negative, 1 for infinite x. Float64.
+
+    For x <= 1 the result is rho times k3 of the inverse ratio, so that small x lose no digits.
+    """
+    x, rho = log_ratio.to(torch.float64).clamp(max=-EXP_MIN), _rho(log_ratio)
+    return torch.where(x > 1.0, 1.0 - (1.0 + x) * rho, rho * k3(-x))
+
+
 def _rho(log_ratio: Tensor) -> Tensor:
     return elementwise.exp(-log_ratio.to(torch.float32)).to(torch.float64)
 
 
-def estimate(kind: str, log_ratio: Tensor) -> Tensor:
-    """Compute the estimator `kind` (k1, k2 or k3) of KL(p || q): float32, nats, in the shape of `log_ratio`."""
-    return {"k1": k1, "k2": k2, "k3": k3}[kind](log_ratio).to(torch.float32)
+def estimate(kind: str, log_ratio: Tensor, reverse: bool = False) -> Tensor:
+    """Compute the estimator `kind` (k1, k2 or k3) of KL(p || q), or with `reverse` of KL(q || p).
+
+    The result is float32, in nats and in the shape of `log_ratio`.
+    """
+    forward = {"k1": k1, "k2": k2, "k3": k3}
+    backward = {"k1": reverse_k1, "k2": k2, "k3": reverse_k3}
+    return (backward if reverse else forward)[kind](log_ratio).to(torch.float32)
 
 
 def loss(kind: str, new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

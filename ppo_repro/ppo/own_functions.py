@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -67,6 +67,8 @@ def place_of(tokens: Tokens, index: int) -> str:
 @dataclass(frozen=True)
 class OwnObjective(Own):
     """A user's objective; the loop multiplies its losses by the corrections, and adds KL and entropy terms."""
+
+    chooses_tokens: ClassVar[bool] = False
 
     def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
         """Return the ratio of each token, [n] float32."""

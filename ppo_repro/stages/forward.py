@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import ForwardPass, Rollout
-from ppo_repro.config.algorithm import KLInLoss
+from ppo_repro.config.algorithm import KLInLoss, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, TokenBatch, micro_batches
 from ppo_repro.models.networks import hidden_states, seen_states, values_of
@@ -42,6 +42,7 @@ class Distributions(NamedTuple):
     ref_kl: Tensor  # KL(policy || reference) over the whole distribution
     entropies: Tensor  # of the policy
     prob_sq_sums: Tensor  # sum over the vocabulary of the policy's squared probabilities
+    reverse_ref_kl: Tensor  # KL(reference || policy); empty unless the reward charges it
 
 
 class Scores(NamedTuple):
@@ -89,11 +90,17 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         old_logprobs=of_tokens.logprobs,
         ref_logprobs=of_tokens.ref_logprobs,
         ref_kl=of_tokens.ref_kl,
+        reverse_ref_kl=of_tokens.reverse_ref_kl if _charges_reverse(config) else None,
         entropies=of_tokens.entropies,
         prob_sq_sums=of_tokens.prob_sq_sums,
         routes=torch.cat([score.routes for score in scored]),
         values=None if state.value_model is None else values,
     )
+
+
+def _charges_reverse(config: RunConfig) -> bool:
+    charged = config.kl
+    return isinstance(charged, KLInReward) and charged.estimator == "exact" and charged.direction == "reference_policy"
 
 
 def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> Tensor:
@@ -138,12 +145,16 @@ def _distributions(
         ref_logprobs = token_statistics(other, batch.targets[rows], temperature, eligible, mode)[0]
         ref_kl = kl_divergence(own, other, temperature, eligible)
         squares = prob_sq_sum(own, temperature, eligible)
+        reverse = torch.empty(0)
+        if _charges_reverse(config):
+            reverse = kl_divergence(other, own, temperature, eligible)
         return Distributions(
             logprobs=logprobs,
             ref_logprobs=ref_logprobs,
             ref_kl=ref_kl,
             entropies=entropies,
             prob_sq_sums=squares,
+            reverse_ref_kl=reverse,
         )
 
     return Distributions(*in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size))

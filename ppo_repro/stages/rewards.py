@@ -197,13 +197,14 @@ def _kl_penalties(
     """Return kl_coef times the KL estimate on the charged tokens, [N] float32; 0 if the reward has no KL."""
     if not isinstance(config.kl, KLInReward):
         return torch.zeros_like(forward.old_logprobs)
+    reverse = config.kl.direction == "reference_policy"
     if functions.estimator is not None:
         divergence = functions.estimator.estimate(forward.old_logprobs.clone(), forward.ref_logprobs.clone())
     elif config.kl.estimator == "exact":
-        divergence = forward.ref_kl
+        divergence = forward.ref_kl if forward.reverse_ref_kl is None else forward.reverse_ref_kl
     else:
         assert isinstance(config.kl.estimator, str)
-        divergence = kl.estimate(config.kl.estimator, forward.old_logprobs - forward.ref_logprobs)
+        divergence = kl.estimate(config.kl.estimator, forward.old_logprobs - forward.ref_logprobs, reverse)
     return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), config.kl.charge)
 
 

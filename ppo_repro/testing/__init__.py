@@ -1,21 +1,36 @@
-"""An assertion for pytest on dumps of log-probs and recorded runs, and a check of losses.
+"""Assertions for pytest on dumps of log-probs and recorded runs, and checks of losses and advantage estimators.
 
-The check needs torch, which its first use imports.
+The checks need torch, which their first use imports.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.testing.dumps import Names
-from ppo_repro.testing.guard import assert_mismatch_below
+from ppo_repro.testing.guard import assert_matches_golden, assert_mismatch_below
 
 if TYPE_CHECKING:
+    from ppo_repro.testing.advantages import PaddedAdvantageBatch, check_advantages
     from ppo_repro.testing.losses import LossBatch, check_loss
 
-__all__ = ["LossBatch", "Names", "assert_mismatch_below", "check_loss"]
+__all__ = [
+    "LossBatch",
+    "Names",
+    "PaddedAdvantageBatch",
+    "assert_matches_golden",
+    "assert_mismatch_below",
+    "check_advantages",
+    "check_loss",
+]
+_HOMES = {
+    "PaddedAdvantageBatch": "advantages",
+    "check_advantages": "advantages",
+    "LossBatch": "losses",
+    "check_loss": "losses",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("LossBatch", "check_loss"):
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.losses"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

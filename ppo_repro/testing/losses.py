@@ -83,7 +83,7 @@ LAYOUTS = (
 
 
 @dataclass(frozen=True)
-class _Responses:
+class DrawnResponses:
     """Responses with N tokens in total: their `lengths`, columns [N] float64, and the tokens that count, [N] bool."""
 
     lengths: Sequence[int]
@@ -106,7 +106,7 @@ class _Step(NamedTuple):
     under_mask: int  # positions that do not count, with a gradient other than 0
 
 
-def _rollout_of(frame: pd.DataFrame) -> _Responses:
+def _rollout_of(frame: pd.DataFrame) -> DrawnResponses:
     for name in ("sequence", "new_logprobs"):
         if name not in frame.columns:
             raise UserError(f"check_loss: the frame has no column '{name}'; there are {', '.join(map(str, frame))}")
@@ -123,10 +123,12 @@ def _rollout_of(frame: pd.DataFrame) -> _Responses:
     mask = columns.pop("mask", torch.ones(len(frame))) != 0
     if not lengths or not all(bool(part.any()) for part in mask.split(lengths)):
         raise UserError("check_loss: needs at least one response, and in each a token that counts")
-    return _Responses(lengths, columns, mask)
+    return DrawnResponses(lengths, columns, mask)
 
 
-def _step(loss: Loss, rollout: _Responses, layout: _Layout, combine: str, dtype: torch.dtype = torch.float64) -> _Step:
+def _step(
+    loss: Loss, rollout: DrawnResponses, layout: _Layout, combine: str, dtype: torch.dtype = torch.float64
+) -> _Step:
     """Take one optimizer step in a layout.
 
     Args:
@@ -139,7 +141,7 @@ def _step(loss: Loss, rollout: _Responses, layout: _Layout, combine: str, dtype:
     Raises:
         UserError: the loss returns no scalar that depends on new_logprobs.
     """
-    order = _ordered(len(rollout.lengths), layout)
+    order = ordered(len(rollout.lengths), layout)
     ranks = [order[rank :: layout.ranks] for rank in range(min(layout.ranks, len(order)))]
     value, under_mask, gradients = 0.0, 0, torch.zeros(len(rollout.mask), dtype=torch.float64)
     for sequences in ranks:
@@ -147,7 +149,7 @@ def _step(loss: Loss, rollout: _Responses, layout: _Layout, combine: str, dtype:
         passes = [sequences[i : i + size] for i in range(0, len(sequences), size)]
         weight = 1.0 if combine == "sum" else 1.0 / (len(passes) * len(ranks))
         for some in passes:
-            batch, indices = _lay_out(rollout, some, layout, dtype)
+            batch, indices = lay_out(rollout, some, layout, dtype)
             result = loss(batch)
             if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
                 raise UserError(
@@ -160,14 +162,14 @@ def _step(loss: Loss, rollout: _Responses, layout: _Layout, combine: str, dtype:
     return _Step(value, gradients, under_mask)
 
 
-def _ordered(count: int, layout: _Layout) -> list[int]:
+def ordered(count: int, layout: _Layout) -> list[int]:
     """Return the responses 0 to count - 1 in the order of a layout."""
     order = permutation(count, "loss layout").tolist() if layout.order == "shuffled" else list(range(count))
     return order[:: -1 if layout.order == "reversed" else 1]
 
 
-def _lay_out(
-    rollout: _Responses, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
+def lay_out(
+    rollout: DrawnResponses, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
 ) -> tuple[LossBatch, Tensor]:
     """Return responses as a batch in one layout.
 
@@ -221,7 +223,7 @@ def _lay_out(
     return batch, indices
 
 
-def _extremes(rollout: _Responses) -> Iterator[tuple[str, _Responses]]:
+def _extremes(rollout: DrawnResponses) -> Iterator[tuple[str, DrawnResponses]]:
     """Yield the rollout with one extreme token, and its description: a large or tiny log-ratio, an advantage of 0.
 
     At this token, columns that end in `_logprobs` are new_logprobs - log-ratio. If the advantage is 0, columns `is_...`
@@ -243,7 +245,7 @@ def _extremes(rollout: _Responses) -> Iterator[tuple[str, _Responses]]:
             yield f"log-ratio {x:g}{words}", replace(rollout, columns=columns)
 
 
-def _difference(found: _Step, expected: _Step, rollout: _Responses, dtype: torch.dtype = torch.float64) -> str:
+def _difference(found: _Step, expected: _Step, rollout: DrawnResponses, dtype: torch.dtype = torch.float64) -> str:
     """Describe the differences beyond the tolerance; "" if there are none.
 
     Args:

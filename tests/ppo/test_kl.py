@@ -60,16 +60,20 @@ def test_k3s_gradient_of_a_small_ratio_has_its_relative_accuracy(x: float) -> No
 @given(lists(-1e30, 1e30))
 def test_no_estimate_of_k2_or_k3_is_negative_and_k3_is_zero_for_equal_probabilities_alone(x: list[float]) -> None:
     assert bool((kl.k2(tensor(x)) >= 0).all())
+    assert bool((kl.reverse_k3(tensor(x)) >= 0).all())
     assert (kl.k3(tensor(x)) > 0).tolist() == [v != 0 for v in x]
 
 
 def test_the_ends() -> None:
     """Float32 overflows at 88.7: there the estimators are monotone and near their limits, and no digit is lost."""
     x = [-math.inf, -1e30, -100.0, -87.0, 87.0, 89.0, 100.0, 1e30, math.inf]
-    k3 = kl.k3(tensor(x)).tolist()
+    k3, reverse = kl.k3(tensor(x)).tolist(), kl.reverse_k3(tensor(x)).tolist()
     assert k3[0] >= k3[1] >= k3[2] >= k3[3] == pytest.approx(math.exp(87) - 1 - 87, rel=1e-6)
     assert k3[4:8] == pytest.approx([v - 1 for v in x[4:8]], rel=1e-7)
     assert k3[8] >= k3[7]
+    assert reverse[4:] == pytest.approx([1.0] * 5, abs=1e-30)  # rho log rho - rho + 1 with rho = exp(-x)
+    assert reverse[3] == pytest.approx(math.exp(87) * 86 + 1, rel=1e-6)
+    assert min(reverse[:3]) >= reverse[3]
     ends = tensor(x[3:8]).requires_grad_()
     (found,) = torch.autograd.grad(kl.k3_loss(ends).sum(), ends)
     assert found.tolist() == pytest.approx([-math.expm1(87), 1.0, 1.0, 1.0, 1.0], rel=1e-6)

@@ -42,7 +42,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(
         folder,
         *("reward.whiten=scale", "ppo.iterations=3"),
-        f"kl={{charge: word, estimator: exact, controller: {ADAPTIVE}}}",
+        f"kl={{charge: word, estimator: exact, direction: reference_policy, controller: {ADAPTIVE}}}",
         *("ppo.objective={kind: kl_penalty, target_kl: 0.01}", "ppo.schedule=cosine", "ppo.early_stop_kl=0.5"),
         "value={learning_rate: 1e-3, normalize_returns: true}",
     )

@@ -141,6 +141,7 @@ OPTIONS = {
         *("rollout.top_p=0.9", "rollout.temperature=1.2", "model.warm_start_steps=3", "reward.whiten=full"),
         *(
             "kl.estimator=exact",
+            "kl.direction=reference_policy",
             "advantages.whiten=full",
             "rollout.mismatch_sigma=0.3",
         ),

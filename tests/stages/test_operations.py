@@ -60,7 +60,9 @@ CALLS: dict[Callable[..., object], Call] = {
     kl.k1: lambda: kl.k1(X),
     kl.k2: lambda: kl.k2(X),
     kl.k3: lambda: kl.k3(X),
-    kl.estimate: lambda: [kl.estimate(kind, X) for kind in ("k1", "k2", "k3")],
+    kl.reverse_k1: lambda: kl.reverse_k1(X),
+    kl.reverse_k3: lambda: kl.reverse_k3(X),
+    kl.estimate: lambda: [kl.estimate(kind, X, reverse) for kind in ("k1", "k2", "k3") for reverse in (False, True)],
     kl.loss: lambda: [kl.loss(kind, X, Y) for kind in ("k1", "k2", "k3")],
     kl.k3_loss: lambda: kl.k3_loss(X),
     losses.value_losses: lambda: [losses.value_losses(X, Y, Z, clip_range) for clip_range in (None, 0.2)],
@@ -73,6 +75,7 @@ CALLS: dict[Callable[..., object], Call] = {
     objectives.removes_gradient: lambda: objectives.removes_gradient(FLAGS),
     objectives.no_flags: lambda: objectives.no_flags(X),
     objectives.probability_ratios: lambda: objectives.probability_ratios(X, Y),
+    objectives.covariances: lambda: objectives.covariances(X, Y),
     own_batches.Tokens.response_sums: lambda: BATCH.response_sums(X),
     own_batches.Tokens.response_means: lambda: BATCH.response_means(X),
     own_batches.Tokens.of_tokens: lambda: BATCH.of_tokens(PAIRS[0]),
@@ -101,6 +104,8 @@ OBJECTIVES = [
     objectives.Clip(0.2, 0.3, dual=3.0),
     objectives.SequenceClip(0.01, 0.01),
     objectives.Cispo(0.5, 2.0),
+    objectives.ClipCov(0.2, 0.3, share=0.5, lowest=-1.0, highest=1.0),
+    objectives.KLCov(share=0.5, penalty_coef=0.5),
 ]
 
 
@@ -123,9 +128,15 @@ def machine_dependent(call: Call) -> list[str]:
 
 def results(objective: Objective) -> list[Tensor | None]:
     """What an objective computes in one update."""
+    order = torch.arange(10).flip(0)
     ratios = objective.ratios(X, Y.detach(), RESPONSES)
-    surrogates = objective.surrogates(ratios, Z.detach(), X)
-    return [surrogates, objective.penalties(X - Y.detach()), objective.flags(ratios.detach(), Z.detach())]
+    chosen = objective.choose(X, Y.detach(), Z.detach(), order) if objective.chooses_tokens else None
+    surrogates = objective.surrogates(ratios, Z.detach(), X, chosen)
+    return [
+        surrogates,
+        objective.penalties(X - Y.detach(), chosen),
+        objective.flags(ratios.detach(), Z.detach(), chosen),
+    ]
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: f"{function.__module__}.{function.__qualname__}")

@@ -18,6 +18,7 @@ from tests.support.paths import TINY
 # a response of two words in three tokens, and one of one token, both to one prompt
 SCORES = [6.0, -1.0]
 WORDS = (Spans([], [], [], [], [0, 0, 1], []), Spans([], [], [], [], [0], []))
+E = math.e
 
 
 def rollout() -> Rollout:
@@ -35,9 +36,9 @@ def forward() -> ForwardPass:
     )
 
 
-def rewards(*overrides: str) -> Rewards:
-    judged = Judgement(SCORES, [], [True, False])
-    return rewards_from(load_config(TINY, overrides), judged, rollout(), forward(), 0.5)
+def rewards(*overrides: str, reverse_ref_kl: list[float] | None = None) -> Rewards:
+    found = forward() if reverse_ref_kl is None else replace(forward(), reverse_ref_kl=torch.tensor(reverse_ref_kl))
+    return rewards_from(load_config(TINY, overrides), Judgement(SCORES, [], [True, False]), rollout(), found, 0.5)
 
 
 def whitened(values: list[float], shift: bool) -> list[float]:
@@ -55,6 +56,7 @@ REWARDS: dict[str, list[float]] = {
     "kl={charge: last_mean, estimator: exact}": [0.0, 0.0, 4.0, -5.0],
     "kl.estimator=k2": [-0.25, 0.0, 5.75, -2.0],
     "kl.estimator=exact": [-1.0, -2.0, 3.0, -5.0],
+    "kl.direction=reference_policy": [0.5 / E, 0.0, 6.0 - 0.5 * E, -1.0 + E**-2],
     "kl={placement: loss}": [0.0, 0.0, 6.0, -1.0],
     "reward.placement=word_ends": [-0.5, 3.0, 3.5, -2.0],
     "reward.whiten=full": whitened(USUAL, shift=True),
@@ -65,6 +67,11 @@ REWARDS: dict[str, list[float]] = {
 @pytest.mark.parametrize("option", REWARDS)
 def test_rewards_by_hand(option: str) -> None:
     assert rewards(option).rewards.tolist() == pytest.approx(REWARDS[option], rel=1e-6)
+
+
+def test_the_exact_divergence_of_the_other_direction_is_charged() -> None:
+    found = rewards("kl={estimator: exact, direction: reference_policy}", reverse_ref_kl=[1.0, 1.0, 1.0, 4.0])
+    assert found.rewards.tolist() == [-0.5, -0.5, 5.5, -3.0]
 
 
 PLAIN = [5.0, 4.0, 3.0, -5.0]  # the score less the values

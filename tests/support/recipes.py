@@ -11,7 +11,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "ppo": (
         "value={learning_rate: 1e-3, epochs: 3, clip_range: null, normalize_returns: true}",
         *("advantages.gae_lambda=1", "advantages.whiten=scale", "reward.whiten=full", "ppo.schedule=cosine"),
-        "kl={charge: word, estimator: k3}",
+        "kl={charge: word, estimator: k3, direction: reference_policy}",
         *("rollout.temperature=0.7", "rollout.top_p=0.9", "layout.gradient_checkpointing=true"),
     ),
     "grpo": (
@@ -27,7 +27,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     ),
     "head": (
         *("value={kind: head, value_coef: 0.5}", "kl={placement: loss, estimator: exact}"),
-        *("ppo.objective={kind: kl_penalty}", "ppo.aggregation=sequence_sum", "ppo.warmup_iterations=1"),
+        *("ppo.objective={kind: kl_cov, share: 0.2}", "ppo.aggregation=sequence_sum", "ppo.warmup_iterations=1"),
         "ppo.rejection=[{kind: ratio, low: 0.5, high: 2}, {kind: veto}, {kind: divergence, above: 1}]",
         *("ppo.rejected_tokens=left_out", "layout.gradient_checkpointing=true"),
     ),

@@ -1,4 +1,4 @@
-"""The assertion on recorded runs and dumps, good and damaged, and the example that the documentation shows."""
+"""The assertions on recorded runs and dumps, good and damaged, and the example that the documentation shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.testing import Names, assert_mismatch_below, guard
+from ppo_repro.testing import Names, assert_matches_golden, assert_mismatch_below, guard
 from tests.support.json_lines import write_lines
 from tests.support.paths import ROOT
 
@@ -63,6 +63,39 @@ def test_a_frame_is_a_dump(deterministic_run: Path, native_run: Path) -> None:
     assert_mismatch_below(reader.read_tokens(deterministic_run), frac_unequal=0.0)
     with pytest.raises(AssertionError, match=r"the frame: of \d+ tokens frac_unequal is .* \(as at iteration 0, seq"):
         assert_mismatch_below(reader.read_tokens(native_run), frac_unequal=0.0)
+
+
+def test_a_golden_run_is_written_once_and_compared_from_then_on(
+    deterministic_run: Path, native_run: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "golden.json"
+    with pytest.raises(AssertionError, match=r"golden\.json: there was no golden run, so .* was written to it"):
+        assert_matches_golden(deterministic_run, path)
+    assert_matches_golden(deterministic_run, path)
+    with pytest.raises(AssertionError, match=r"table .*, iteration 0.*numerics_mode native .golden deterministic.*del"):
+        assert_matches_golden(native_run, path)
+
+
+def test_what_differs_from_a_golden_run_is_named_and_the_environment_only_where_it_differs(
+    deterministic_run: Path, tmp_path: Path
+) -> None:
+    made, path = guard.golden_of(deterministic_run), tmp_path / "golden.json"
+    steps = [{**made.tables[0], "steps": "00"}, *made.tables[1:]]
+    for change, message in (
+        ({"tables": steps}, r"table steps, iteration 0: .*golden 00; the environment is the same"),
+        (
+            {"tables": steps, "environment": {**made.environment, "packages.torch": "1.0"}},
+            r"environment differs: packages.torch \S+ \(golden 1.0\)",
+        ),
+        ({"tables": made.tables[:-1]}, "number of iterations"),
+        ({"fingerprint": "00"}, "final results"),
+    ):
+        path.write_text(made.model_copy(update=change).model_dump_json())
+        with pytest.raises(AssertionError, match=message):
+            assert_matches_golden(deterministic_run, path)
+    path.write_text("{}")
+    with pytest.raises(UserError, match="is not a golden run"):
+        assert_matches_golden(deterministic_run, path)
 
 
 def test_the_example_guards_a_dump(pytester: pytest.Pytester) -> None:

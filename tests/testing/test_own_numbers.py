@@ -1,18 +1,68 @@
-"""`check_loss` on the loss that the loop itself computes."""
+"""Every check of `ppo_repro.testing`, on what the loop itself computes: one name, one formula."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
+import pytest
 import torch
 from torch import Tensor
 
+import ppo_repro.testing
+from ppo_repro.ppo import advantages
 from ppo_repro.ppo.objectives import Clip, probability_ratios
 from ppo_repro.records import reader
-from ppo_repro.testing import LossBatch, check_loss
+from ppo_repro.testing import (
+    LossBatch,
+    PaddedAdvantageBatch,
+    check_advantages,
+    check_loss,
+)
 
 CLIP = Clip(low=0.2, high=0.2)
+
+
+def gae(batch: PaddedAdvantageBatch) -> Tensor:
+    """The loop's, on the tokens that count."""
+    lengths = batch.mask.sum(1)
+    rewards, values = (x[batch.mask].to(torch.float32) for x in (batch.rewards, batch.values))
+    found = torch.zeros_like(batch.values)
+    found[batch.mask] = advantages.gae(rewards, values, lengths, torch.zeros(len(lengths)), 0.9, 0.95).to(found.dtype)
+    return found
+
+
+def group(batch: PaddedAdvantageBatch, scale: bool) -> Tensor:
+    found = advantages.group_advantages(batch.scores.tolist(), batch.groups.tolist(), scale)
+    return torch.tensor(found, dtype=batch.rewards.dtype)[:, None].expand_as(batch.rewards)
+
+
+def test_the_advantages_of_the_loop_are_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_advantages(lambda batch: group(batch, True), "group_normalised") == {}
+    assert check_advantages(lambda batch: group(batch, False), "group_mean") == {}
+    monkeypatch.setitem(ppo_repro.testing.advantages.TOLERANCE, torch.float64, 1e-6)  # the loop's are float32
+    assert check_advantages(gae, "gae", gamma=0.9) == {}
+    assert check_advantages(gae, "gae", gamma=0.8) != {}, "the control"
+
+
+def in_torch(batch: PaddedAdvantageBatch, epsilon: float) -> Tensor:
+    """As TRL (1e-4) and verl (1e-6) divide: torch.std has n - 1."""
+    found = torch.zeros_like(batch.scores)
+    for g in batch.groups.unique():
+        scores = batch.scores[batch.groups == g]
+        spread = scores.std() if len(scores) > 1 else torch.zeros(())
+        found[batch.groups == g] = (scores - scores.mean()) / (spread + epsilon)
+    return found[:, None].expand_as(batch.rewards)
+
+
+def test_the_divisor_and_epsilon_of_other_frameworks_are_said_and_theirs_alone() -> None:
+    for epsilon in (1e-4, 1e-6):
+        theirs = partial(in_torch, epsilon=epsilon)
+        assert check_advantages(theirs, "group_normalised", divisor="n - 1", epsilon=epsilon) == {}
+        assert check_advantages(theirs, "group_normalised") != {}
+    theirs = partial(in_torch, epsilon=1e-4)
+    assert check_advantages(theirs, "group_normalised", divisor="n - 1", epsilon=1e-6) != {}
 
 
 def frame_of(run_dir: Path) -> pd.DataFrame:

@@ -1,0 +1,155 @@
+"""Compare a user's advantage estimator with its definition; tokens that do not count must not change the advantages.
+
+The definitions are loops over the tokens of one response that count, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ppo_repro.testing.losses import LAYOUTS, WHOLE, DrawnResponses, lay_out, ordered
+
+Kind = Literal["gae", "rewards_to_go", "group_mean", "group_normalised"]
+Divisor = Literal["n", "n - 1"]
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest advantage
+# the layouts of one batch, in which groups are whole
+ONE_BATCH = [
+    layout for layout in LAYOUTS if layout.padding != "packed" and layout.micro_batch == 0 and layout.ranks == 1
+]
+CASES = [*((layout, torch.float64) for layout in (WHOLE, *ONE_BATCH)), (WHOLE, torch.float32)]
+LENGTHS, GROUPS = (5, 1, 4, 6, 2, 3), (0, 0, 1, 1, 1, 2)
+
+
+@dataclass(frozen=True)
+class PaddedAdvantageBatch:
+    """Batch that a user's estimator receives: R responses of L positions.
+
+    `rewards`, `values` [R, L]: any number at padding and at tokens that do not count; `mask` [R, L] bool: False at
+    these positions; `scores` [R]: the sum of a response's rewards; `groups` [R] int64: the number of each response's
+    prompt.
+    """
+
+    rewards: Tensor
+    values: Tensor
+    mask: Tensor
+    scores: Tensor
+    groups: Tensor
+
+
+Estimator = Callable[[PaddedAdvantageBatch], Tensor]  # [R, L]; advantages under the mask are ignored
+
+
+def definition(
+    kind: Kind,
+    responses: Sequence[tuple[list[float], list[float]]],
+    groups: Sequence[int],
+    gamma: float,
+    lam: float,
+    divisor: Divisor = "n",
+    epsilon: float = 1e-6,
+) -> list[list[float]]:
+    """Compute the advantages of the tokens that count, in float64, by the formula of an estimator.
+
+    gae (Schulman et al., 2016): A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t and V = 0
+    after the last token. rewards_to_go: sum over k >= t of gamma^(k - t) r_k. group_mean: score minus the mean score of
+    the group. group_normalised (Shao et al., 2024): (score minus mean) / (std + epsilon), where std^2 is the sum of
+    squared deviations over the divisor; 0 in a group of equal scores.
+
+    Args:
+        kind: name of the estimator.
+        responses: rewards and values of the tokens of each response; all these tokens count.
+        groups: number of the prompt of each response.
+        gamma: discount.
+        lam: lambda of GAE.
+        divisor: divisor of the squared deviations of n scores.
+        epsilon: number added to the standard deviation.
+
+    Returns:
+        The advantages of the tokens of each response.
+    """
+    found = []
+    scores = [math.fsum(rewards) for rewards, _ in responses]
+    for (rewards, values), score, group in zip(responses, scores, groups, strict=True):
+        advantages, after, value_after = [0.0] * len(rewards), 0.0, 0.0
+        peers = [s for s, g in zip(scores, groups, strict=True) if g == group]
+        mean = math.fsum(peers) / len(peers)
+        count = len(peers) if divisor == "n" else max(len(peers) - 1, 1)
+        spread = math.sqrt(math.fsum((s - mean) ** 2 for s in peers) / count)
+        for t in reversed(range(len(rewards))):
+            if kind == "gae":
+                after = rewards[t] + gamma * value_after - values[t] + gamma * lam * after
+                value_after = values[t]
+            elif kind == "rewards_to_go":
+                after = rewards[t] + gamma * after
+            else:
+                after = score - mean
+                if kind == "group_normalised":
+                    after = after / (spread + epsilon) if spread else 0.0
+            advantages[t] = after
+        found.append(advantages)
+    return found
+
+
+def check_advantages(
+    estimator: Estimator,
+    kind: Kind,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    divisor: Divisor = "n",
+    epsilon: float = 1e-6,
+    seed: int = 0,
+) -> dict[str, str]:
+    """Compare an estimator with its definition on random responses, in several layouts.
+
+    Args:
+        estimator: a function from a PaddedAdvantageBatch to advantages [R, L].
+        kind: name of the definition.
+        gamma: discount.
+        lam: lambda of GAE.
+        divisor: divisor of the squared deviations, for group_normalised.
+        epsilon: number added to the standard deviation, for group_normalised.
+        seed: seed of the responses.
+
+    Returns:
+        A sentence by layout about the first token that differs; empty if the estimator conforms.
+
+    Raises:
+        Exception: any exception of the estimator.
+
+    >>> from ppo_repro.testing import check_advantages
+    >>> def to_go(batch):
+    ...     rewards = batch.rewards.masked_fill(~batch.mask, 0.0)
+    ...     return rewards.flip(1).cumsum(1).flip(1)
+    >>> check_advantages(to_go, "rewards_to_go")
+    {}
+    """
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(2, sum(LENGTHS), generator=generator, dtype=torch.float64).float().double()
+    rewards, values = ([part.tolist() for part in row.split(LENGTHS)] for row in numbers)
+    pairs = list(zip(rewards, values, strict=True))
+    by_definition = definition(kind, pairs, GROUPS, gamma, lam, divisor, epsilon)
+    expected = torch.tensor([advantage for row in by_definition for advantage in row], dtype=torch.float64)
+    columns = {"new_logprobs": torch.zeros(sum(LENGTHS)).double(), "rewards": numbers[0], "values": numbers[1]}
+    rollout = DrawnResponses(LENGTHS, columns, torch.ones(sum(LENGTHS), dtype=torch.bool))
+    changes = {}
+    for layout, dtype in CASES:
+        order = ordered(len(LENGTHS), layout)
+        batch, indices = lay_out(rollout, order, layout, dtype)
+        scores = torch.tensor([math.fsum(rewards[i]) for i in order], dtype=dtype)
+        groups = torch.tensor([GROUPS[i] for i in order])
+        inputs = batch.columns["rewards"], batch.columns["values"], batch.mask
+        found = torch.empty_like(expected)
+        found[indices[batch.mask]] = estimator(PaddedAdvantageBatch(*inputs, scores, groups))[batch.mask].double()
+        limit = TOLERANCE[dtype] * float(expected.abs().max())
+        for i in (~((found - expected).abs() <= limit)).nonzero()[:1, 0].tolist():
+            both = f"{float(found[i]):.6g} instead of {float(expected[i]):.6g}"
+            name = layout.describe() or "all at once, padded right"
+            changes[name if dtype == torch.float64 else f"float32, {name}"] = f"{both} at {rollout.describe(i)}"
+    return changes

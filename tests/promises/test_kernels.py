@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ppo_repro.numerics import build, library
 from ppo_repro.numerics.definition import linear as linear_definition
 from ppo_repro.numerics.definition.elementary import Array, F
+from ppo_repro.numerics.definition.gradients import Contributions, join_slots, slot_sums
 from ppo_repro.numerics.definition.model import Matrix, parameters
 from ppo_repro.numerics.definition.network import forward
 from ppo_repro.numerics.definition.network import gradients as gradients_by_definition
@@ -37,7 +38,7 @@ from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.precision import EXACT, Precision
-from ppo_repro.numerics.sequences import ragged, slots_of
+from ppo_repro.numerics.sequences import Rows, ragged, slots_of
 from tests.support.broken import broken_library
 from tests.support.definition import array, assert_same, model_from
 from tests.support.models import CONFIGS, EVERY_FAMILY, MIXTURES, small_model
@@ -252,15 +253,25 @@ def test_equal_experts_are_chosen_as_the_definition_chooses() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_heads_compute_the_definition(bias: bool) -> None:
-    """`test_gradients.py` compares the gradients of their weights."""
+    """Rows of some positions of two sequences; positions, not counted rows, bound the blocks."""
     torch.manual_seed(0)
-    layer = nn.Linear(49, 35, bias).requires_grad_(False)
-    x, d = torch.randn(94, 49, requires_grad=True), torch.randn(94, 35)
-    y = linear(x, layer)
+    layer, rows = nn.Linear(49, 35, bias), np.array([*range(3, 131, 2), *range(120, 150)])
+    x, d = torch.randn(len(rows), 49, requires_grad=True), torch.randn(len(rows), 35)
+    sequence = ints(np.arange(len(rows)) >= 64)
+    sums = GradientSums(layer.named_parameters(), SLOTS)
+    y = linear(x, layer, Rows(sequence=sequence, position=ints(rows), slots=slots_of(range(2), 2, SLOTS)))
     y.backward(d)
     matrix = Matrix(array(layer.weight), array(layer.bias) if bias else None)
     assert_same(array(y), linear_definition.linear(array(x), matrix), "y")
     assert_same(array(x.grad), product(array(d), matrix.w.T), "dx")
+    parts: list[Contributions] = [{}, {}]
+    for index, grads in enumerate(parts):
+        own = sequence == index
+        linear_definition.linear_backward(grads, "m", matrix, array(d)[own], array(x)[own], rows[own])
+    for name, gradient in sums.finish().items():
+        added = [grads["m.w" if name == "weight" else "m.bias"] for grads in parts]
+        expected = join_slots(slot_sums(tuple(gradient.shape), added, SLOTS))
+        assert_same(array(gradient), expected, name)
 
 
 def row_dot(kernels: library.Kernels, a: Array, b: Array) -> float:

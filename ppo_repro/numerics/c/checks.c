@@ -288,7 +288,7 @@ static void add_backward_pass(Check *c, int first, int after, Keep keep, const S
   Integers of;
   Batch batch = some_batch(c, &of, first, after, FROM_THE_BEGINNING);
   const int n = batch.tokens;
-  batch.seen = c->seen + START[first] * CHOSEN;
+  if (m->mixtures) batch.seen = c->seen + START[first] * CHOSEN;
   float *kept = some_memory(c, kept_floats(m, n, keep));
   float *hidden = some_memory(c, n * HIDDEN);
   float *d_hidden = some_memory(c, n * HIDDEN);
@@ -382,7 +382,7 @@ static void add_decoding(Check *c) {
     of.routes[t * CHOSEN] = t % (EXPERTS - 1);
     of.routes[t * CHOSEN + 1] = EXPERTS - 1;
   }
-  batch.routes = of.routes;
+  if (c->kind->mixtures) batch.routes = of.routes;
   float *hidden = some_memory(c, batch.tokens * HIDDEN);
   model_forward(&c->model, &batch, NULL, KEEP_NOTHING, hidden);
   add_results(c, hidden, batch.tokens * HIDDEN);

@@ -18,7 +18,7 @@ from ppo_repro.analysis.mismatch.metrics import Sums, merged, sums_of, update_ta
 from ppo_repro.analysis.mismatch.remedies import NO_TOKEN, remedy_table
 from ppo_repro.analysis.mismatch.token import mismatch_token
 from ppo_repro.analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
-from ppo_repro.analysis.pairs.runs import run_pairs
+from ppo_repro.analysis.pairs.runs import PAIRS, run_pairs
 from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
@@ -102,9 +102,14 @@ def whole(measured: Iterable[Measured]) -> Measured:
     return Measured(-1, merged([part.mismatch for part in parts]), buckets)
 
 
-def summary(run_dir: Path | str) -> pd.DataFrame:
-    """Return `summary_of` of a run. Raises UserError if records are missing or damaged."""
-    return summary_of(run_pairs(run_dir))
+def summary(
+    run_dir: Path | str, pair: str = "rollout_vs_old", *, iterations: Sequence[int] | None = None
+) -> pd.DataFrame:
+    """Return `summary_of` of all or some iterations of a run.
+
+    Raises UserError for an unknown pair or damaged records.
+    """
+    return summary_of(run_pairs(run_dir, pair, iterations=iterations))
 
 
 def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
@@ -130,19 +135,23 @@ def main(argv: Sequence[str] | None) -> None:
     """Print the summary or the remedies."""
     parser = Parser(prog="python -m ppo_repro.analysis.mismatch", description="Do two log-probs agree?")
     parser.add_argument("paths", nargs="+", type=run_named, help="a run, or files with --columns")
+    parser.add_argument("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
     parser.add_argument("--columns", choices=FORMATS, help="the stack whose column names the files have")
     parser.add_argument("--remedies", action="store_true", help="what each published remedy would have done instead")
     arguments = parser.parse_args(argv)
-    pairs = _chosen_pairs(arguments.paths, arguments.columns)
+    pairs = _chosen_pairs(arguments.paths, arguments.pair, arguments.columns)
     table = remedy_table(pairs) if arguments.remedies else summary_of(pairs)
     tell(table.to_string(index=False, na_rep="", float_format=lambda x: f"{x:.6g}"))
 
 
-def _chosen_pairs(paths: Sequence[Path], columns: str | None) -> Iterator[pd.DataFrame]:
+def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None) -> Iterator[pd.DataFrame]:
+    """Return the pairs to compare. Raises UserError for an option that would change nothing."""
     if columns is not None:
+        if pair is not None:
+            raise UserError(f"--pair {pair}: is for recorded runs, --columns for files of other stacks; leave one out")
         return imported_pairs(paths, columns)
     if len(paths) > 1:
         raise UserError(
             f"{len(paths)} paths: give one run, or files with --columns; ppo_repro.analysis.compare takes two runs"
         )
-    return run_pairs(paths[0])
+    return run_pairs(paths[0], pair or PAIRS[0])

@@ -6,7 +6,7 @@ A source is an iterator of chunks, one per iteration. A chunk is a DataFrame wit
     logprobs_a, logprobs_b                    float32, nats, the recorded bits
 
 and, if the source has them, `entropies` and `log_kept_mass` (float32, nats), `advantages` (float32), `policy_lag`,
-`turn` and `route` (int32, `pairs.places`). Side `a` sampled the token; delta = logprobs_b - logprobs_a.
+`turn` and `route` (int32, `pairs.places`). Side `a` sampled the token or came first; delta = logprobs_b - logprobs_a.
 Rows are in the order of (iteration, sequence, position). `chunk.attrs["masked"]` counts the tokens that a mask removed
 from the chunk, possibly all; runs have no mask.
 """
@@ -19,11 +19,13 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.analysis.pairs.places import PLACES_OF_SEQUENCES, ROUTE_COLUMNS, with_places
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 
 KEY = ["iteration", "sequence", "position"]
 REQUIRED = [*KEY, "token_id", "logprobs_a", "logprobs_b"]
 OPTIONAL = ["entropies", "log_kept_mass", "advantages"]
+PAIRS = ("rollout_vs_old", "old_vs_first_new")
 
 
 def chosen_iterations(
@@ -38,18 +40,33 @@ def chosen_iterations(
 
 
 def run_pairs(
-    run_dir: Path | str, *, iterations: Sequence[int] | None = None, allow_incomplete: bool = False
+    run_dir: Path | str,
+    pair: str = "rollout_vs_old",
+    *,
+    iterations: Sequence[int] | None = None,
+    allow_incomplete: bool = False,
 ) -> Iterator[pd.DataFrame]:
-    """Yield rollout_logprobs and old_logprobs of a recorded run: sampler and trainer with the same weights.
+    """Yield the pairs of a recorded run, one iteration at a time.
 
-    There is one chunk per iteration; `iterations` chooses some. `allow_incomplete` also reads a run that is not
-    complete. Raises UserError if records are missing, unknown or damaged.
+    Args:
+        run_dir: folder of the run.
+        pair: `rollout_vs_old`: rollout_logprobs against old_logprobs, sampler and trainer with the same weights.
+            `old_vs_first_new`: old_logprobs against new_logprobs of the first epoch, without minibatches in which the
+            policy took no step.
+        iterations: the iterations to read; None for all.
+        allow_incomplete: also read a run that is not complete.
+
+    Raises:
+        UserError: another pair, or records that are missing, unknown or damaged.
     """
+    if pair not in PAIRS:
+        raise UserError(f"pair = {pair!r}: must be {' or '.join(PAIRS)}")
+    read = _rollout_and_old if pair == "rollout_vs_old" else _old_and_first_new
     chosen = chosen_iterations(run_dir, iterations, allow_incomplete)
-    return (_pairs_of(run_dir, iteration, allow_incomplete) for iteration in chosen)
+    return (read(run_dir, iteration, allow_incomplete) for iteration in chosen)
 
 
-def _pairs_of(run_dir: Path | str, iteration: int, allow_incomplete: bool) -> pd.DataFrame:
+def _rollout_and_old(run_dir: Path | str, iteration: int, allow_incomplete: bool) -> pd.DataFrame:
     columns = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", *OPTIONAL, *ROUTE_COLUMNS]
     tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, allow_incomplete=allow_incomplete)
     sequences = reader.read_sequences(
@@ -57,3 +74,15 @@ def _pairs_of(run_dir: Path | str, iteration: int, allow_incomplete: bool) -> pd
     )
     renamed = tokens.rename(columns={"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"})
     return with_places(renamed, sequences)
+
+
+def _old_and_first_new(run_dir: Path | str, iteration: int, allow_incomplete: bool) -> pd.DataFrame:
+    columns = [*KEY, "token_id", "old_logprobs", *OPTIONAL]
+    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, allow_incomplete=allow_incomplete)
+    # clip_flag is null exactly where the policy takes no step; new_logprobs can also be a recorded NaN
+    columns = [*KEY, "epoch", "new_logprobs", "clip_flag"]
+    updates = reader.read_updates(run_dir, iterations=[iteration], columns=columns, allow_incomplete=allow_incomplete)
+    first = updates[(updates["epoch"] == 0) & updates["clip_flag"].notna()][[*KEY, "new_logprobs"]]
+    joined = tokens.merge(first, on=KEY, how="inner", validate="one_to_one").sort_values(KEY, ignore_index=True)
+    renamed = joined.rename(columns={"old_logprobs": "logprobs_a", "new_logprobs": "logprobs_b"})
+    return renamed[[*REQUIRED, *OPTIONAL]]

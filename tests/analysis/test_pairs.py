@@ -30,6 +30,15 @@ def test_the_pairs_of_a_run_are_the_recorded_bits(native_run: Path) -> None:
         assert bits(found[name].to_numpy()) == bits(tokens[names.get(name, name)].to_numpy())
 
 
+def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
+    found = joined(run_pairs(native_run, "old_vs_first_new", iterations=[1, 2])).set_index(runs.KEY)
+    updates = reader.read_updates(native_run, iterations=[1, 2])
+    first = updates[updates["epoch"] == 0].set_index(runs.KEY)
+    assert len(found) == len(first) == len(reader.read_tokens(native_run, iterations=[1, 2]))
+    assert bits(found["logprobs_b"].to_numpy()) == bits(first.loc[found.index, "new_logprobs"].to_numpy())
+    assert found.index.is_monotonic_increasing
+
+
 @given(st.lists(st.booleans(), max_size=12))
 def test_a_turn_is_how_often_the_environment_spoke_before(forced: list[bool]) -> None:
     speaks = [now and not (i and forced[i - 1]) for i, now in enumerate(forced)]

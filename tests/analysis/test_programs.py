@@ -91,6 +91,7 @@ def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Pat
         ("analysis.compare", ["RUN", "RUN", "--seed", "0", "--iterations", "0", "9" * 30], "which both runs have"),
         ("analysis.clipping", ["RUN", "--clip-range", "nan", "1"], "clip range = nan, 1"),
         ("analysis.mismatch", ["RUN", "RUN"], "ppo_repro.analysis.compare takes two runs"),
+        ("analysis.mismatch", ["x.jsonl", "--columns", "verl", "--pair", "rollout_vs_old"], "is for recorded runs"),
         ("analysis.tokenization", ["RUN", "--boundary", "leading", "--iteration", "-1"], "no iteration -1"),
     ],
 )

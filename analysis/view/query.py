@@ -1,12 +1,13 @@
-"""Convert the page's requests to parametrised SQL over the table of `index`: filters, order, page."""
+"""Convert the page's requests to parametrised SQL over the table of `index`: filters, order, page, snippet."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ppo_repro.analysis.view.index import RESPONSES, Run, literal, pattern, source
 from ppo_repro.base.errors import UserError
 
 PAGE = 50  # responses
@@ -118,3 +119,27 @@ def place(asked: Mapping[str, str], runs: int) -> tuple[int, int, int]:
     names = {"run": runs - 1, "iteration": 2**31 - 1, "sequence": 2**31 - 1}
     run, iteration, sequence = (_count({name: asked.get(name, "")}, name, 0, most) for name, most in names.items())
     return run, iteration, sequence
+
+
+def snippet(query: Query, runs: Sequence[Run]) -> str:
+    """Return Python code that finds the same responses in the Parquet files, with duckdb and pandas alone."""
+    parts = []
+    for run in runs if query.run is None else [runs[query.run]]:
+        records = run.folder.resolve() / "records"
+        files = {
+            name: source([f"{pattern(records / name)}/iteration=*.parquet"])
+            for name in ("sequences", "tokens", "updates")
+        }
+        table = RESPONSES.format(**files)
+        parts.append(f"select {literal(run.name)} as run, * from (\n{table}\n) where iteration < {run.read}")
+    values = list(query.values)
+    where = query.where.replace("run = ?", "true")
+    if query.run is not None:
+        values.remove(query.run)
+    table = "\nunion all\n".join(parts)
+    sql = f"with responses as (\n{table}\n)\nselect * from responses\nwhere {where}\n"
+    sql += f"order by {query.order}, run, iteration, sequence"
+    text = sql.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+    return (
+        f'import duckdb\n\nfound = duckdb.execute(\n    """\n{text}\n""",\n    {values!r},\n).df()  # a pandas frame\n'
+    )

@@ -24,7 +24,7 @@ from ppo_repro.analysis.report.markup import differences
 from ppo_repro.analysis.report.page import document
 from ppo_repro.analysis.report.tokens import token_area
 from ppo_repro.analysis.view.index import TIMEOUT_SECONDS, Index, Slow
-from ppo_repro.analysis.view.query import COLUMNS, parsed, place
+from ppo_repro.analysis.view.query import COLUMNS, parsed, place, snippet
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import finite, one_line
 
@@ -133,6 +133,10 @@ def application(index: Index, token: str) -> ASGIApp:
         headers = {"Content-Disposition": 'attachment; filename="responses.csv"'}
         return StreamingResponse(rows_as_csv(index, query.everything(), query.values), 200, headers, "text/csv")
 
+    def as_snippet(request: Request) -> Response:
+        query = parsed(request.query_params, len(index.runs))
+        return JSONResponse({"snippet": snippet(query, index.runs)})
+
     def mistake(request: Request, error: Exception) -> Response:
         return JSONResponse({"error": one_line(error)}, 400)
 
@@ -140,6 +144,7 @@ def application(index: Index, token: str) -> ASGIApp:
         return JSONResponse({"error": f"the query took more than {TIMEOUT_SECONDS:g} s; ask for less"}, 503)
 
     api = {"state": state, "responses": responses, "response": response, "diff": diff, "csv": as_csv}
+    api["snippet"] = as_snippet
     answers = Starlette(
         routes=[Route("/", page), *(Route(f"/api/{name}", answer) for name, answer in api.items())],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],

@@ -299,6 +299,11 @@
     form.elements.prompt_key.value = row.prompt_key;
     again();
   });
+  at("as-snippet").addEventListener("click", async () => {
+    const found = await ask("snippet", filters());
+    if (found) document.querySelector("#snippet pre").textContent = found.snippet;
+    at("snippet").hidden = !found;
+  });
   heads();
   look();
 })();

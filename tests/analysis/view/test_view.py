@@ -51,7 +51,7 @@ def hostile(native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield server
 
 
-PATHS = ["/", "/api/state", "/api/responses", "/api/response", "/api/diff", "/api/csv", "/elsewhere"]
+PATHS = ["/", "/api/state", "/api/responses", "/api/response", "/api/diff", "/api/csv", "/api/snippet", "/elsewhere"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -113,7 +113,7 @@ def test_hostile_texts_stay_text(hostile: Server) -> None:
     ],
 )
 def test_a_bad_query_is_one_line(hostile: Server, asked: dict[str, str], said: str) -> None:
-    for name in ("responses", "csv"):
+    for name in ("responses", "csv", "snippet"):
         code, text, _ = get(hostile, f"/api/{name}", {"token": hostile.token, **asked})
         found = json.loads(text)["error"]
         assert code == 400
@@ -151,7 +151,7 @@ def expected(run: Path) -> pd.DataFrame:
     return found.rename(columns={"scores": "score", "response_length": "length", "finish_reason": "finish"})
 
 
-def test_queries_and_the_csv_find_what_the_files_hold(native_run: Path) -> None:
+def test_queries_find_what_the_files_hold_and_the_snippet_and_the_csv_find_the_same(native_run: Path) -> None:
     whole = expected(native_run)
     with served(native_run) as server:
         for asked, condition in QUERIES:
@@ -165,6 +165,9 @@ def test_queries_and_the_csv_find_what_the_files_hold(native_run: Path) -> None:
             assert rows["response"].tolist() == ordered["response"].tolist()
             by = rows[asked.get("sort", "iteration")]
             assert by.is_monotonic_decreasing
+            space: dict[str, Any] = {}
+            exec(api(server, "snippet", **asked)["snippet"], space)
+            pd.testing.assert_frame_equal(space["found"][rows.columns[1:]], rows[rows.columns[1:]], check_dtype=False)
             _, text, headers = get(server, "/api/csv", {"token": server.token, **asked})
             lines = list(csv.DictReader(io.StringIO(text)))
             assert [line["response"].removeprefix("'") for line in lines] == rows["response"].tolist()
@@ -182,6 +185,13 @@ def test_queries_and_the_csv_find_what_the_files_hold(native_run: Path) -> None:
         parts = api(server, "diff", run=0, iteration=first["iteration"], sequence=first["sequence"], **other)["parts"]
         assert "".join(text for kind, text in parts if kind != "+") == first["response"]
         assert "".join(text for kind, text in parts if kind != "-") == both[-1]["response"]
+
+
+def test_a_snippet_survives_any_path_and_text(hostile: Server) -> None:
+    for text in ('"""\\', "'; drop", "\u202e", "\n\n"):
+        space: dict[str, Any] = {}
+        exec(api(hostile, "snippet", text=text, run=0)["snippet"], space)
+        assert len(space["found"]) == api(hostile, "responses", text=text, run=0)["total"]
 
 
 def test_a_query_that_takes_too_long_is_ended(hostile: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,7 +296,10 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Iterator[DumpRow]:
         raise UserError(f"{path}: cannot be read without running code from it ({shown(reason)}); {advice}") from error
 
     def plain(value: Any) -> Any:
-        return value.tolist() if isinstance(value, torch.Tensor) else value
+        try:
+            return value.tolist() if isinstance(value, torch.Tensor) else value
+        except RuntimeError:  # without numbers, or sparse
+            return str(value)  # which no column may hold
 
     if isinstance(loaded, dict):
         loaded = next((loaded[name] for name in INSIDE if isinstance(loaded.get(name), dict | list)), loaded)

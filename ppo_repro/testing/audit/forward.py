@@ -60,8 +60,9 @@ class Progress:
 def states(model: PreTrainedModel, passes: Sequence[Fed], is_padded: bool = False) -> Iterator[tuple[int, States]]:
     """Compute passes, in batches of one length; yield the index of each pass and the states that predict its targets.
 
-    If `is_padded`, a batch has passes of any length, padded on the right.
+    If `is_padded`, a batch has passes of any length, padded on the right, unless its length changes the model.
     """
+    is_padded = is_padded and not _rotates_by_length(model)
     order = sorted(range(len(passes)), key=lambda k: (passes[k].positions is None, len(passes[k].ids)))
     for _, alike in groupby(order, lambda k: (passes[k].positions is None, is_padded or len(passes[k].ids))):
         some: list[int] = []
@@ -71,6 +72,12 @@ def states(model: PreTrainedModel, passes: Sequence[Fed], is_padded: bool = Fals
                 some = []
             some.append(k)
         yield from zip(some, _states(model, [passes[k] for k in some]), strict=True)
+
+
+def _rotates_by_length(model: PreTrainedModel) -> bool:
+    """Return whether rotary positions depend on the longest row of a batch."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    return any(isinstance(of, dict) and of.get("rope_type") == "longrope" for of in (rope, *rope.values()))
 
 
 def pieces(length: int, vocabulary: int) -> Iterator[slice]:

@@ -25,7 +25,7 @@ from ppo_repro.testing.audit.facts import facts
 from ppo_repro.testing.audit.forward import Progress, pieces, states
 from ppo_repro.testing.audit.search import RIGHT, Entries, Reference, Search, Tried, rms
 from ppo_repro.testing.audit.variants import DEFINITIONS, PROCESSED, Numbers, Row, Sampling, distinct, own
-from ppo_repro.testing.audit.ways import Subject, fed
+from ppo_repro.testing.audit.ways import Subject, fed, positions, vocabulary
 from ppo_repro.testing.dumps import Response, impossible
 
 FAR = 100.0  # times stock float32's rms distance: a single token this far is no rounding
@@ -108,18 +108,19 @@ def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -
 
 
 def _check(subject: Subject, responses: Sequence[Response]) -> None:
-    positions = subject.positions
-    vocabulary = int(subject.model.config.get_text_config().vocab_size)
     for r in responses:
         if not r.prompt_ids or not r.response_ids:
             what = "response tokens" if not r.response_ids else "prompt token, so nothing predicts its first token"
             raise UserError(f"row {r.row}: has no {what}; an audit needs the ids of prompt and response")
         worst, length = max(*r.prompt_ids, *r.response_ids), len(r.prompt_ids) + len(r.response_ids)
         advice = "give the folder of the model that the dump was made with"
-        if worst >= vocabulary:
-            raise UserError(f"row {r.row}: token {worst} is not in the model's vocabulary of {vocabulary}; {advice}")
-        if positions is not None and length > positions:
-            raise UserError(f"row {r.row}: {length} tokens; the model has {positions} positions; {advice}")
+        for name, model in subject.models.items():
+            if worst >= (size := vocabulary(model)):
+                raise UserError(
+                    f"row {r.row}: token {worst} is not in the vocabulary of {size} of the {name}; {advice}"
+                )
+            if length > (most := positions(model)):
+                raise UserError(f"row {r.row}: {length} tokens; the {name} has {most} positions; {advice}")
 
 
 def _check_temperature(sides: Iterable[Side]) -> None:
@@ -296,6 +297,8 @@ def _side(
     wrong = [
         i for i, d in enumerate(distances) if len(d) and (rms(d) > limit or float(d.abs().max()) > FAR * limit / 3)
     ]
+    if not (is_right or wrong):  # a single token of a long response is far off
+        wrong = [max(range(len(responses)), key=lambda i: float(distances[i].abs().sum()))]
     recorded = torch.cat([v[c] for v, c in zip(entries.values, counts, strict=True)])
     why, missing = impossible(recorded.float().numpy()), counted - len(every)
     empty = f"{missing:,} of {counted:,} tokens have no log-prob or a 0" if missing else ""

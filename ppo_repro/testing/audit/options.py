@@ -433,6 +433,39 @@ def _wrapped(
     return make
 
 
+def _table_in_bfloat16(forward: Callable[..., tuple[Tensor, Tensor]], rotary: Module, *args: Any) -> tuple[Tensor, ...]:
+    cos, sin = forward(rotary, *args)
+    return cos.bfloat16().to(cos.dtype), sin.bfloat16().to(sin.dtype)
+
+
+def _frequencies_in_bfloat16(forward: Callable[..., Any], rotary: Module, *args: Any) -> Any:
+    for name in _frequencies(rotary):
+        exact: Any = rotary._buffers[name]
+        rotary._buffers[name] = exact.bfloat16().to(exact.dtype)
+    return forward(rotary, *args)
+
+
+def _frequencies(rotary: Module) -> list[str]:
+    return [name for name in rotary._buffers if name.endswith("inv_freq")]
+
+
+def _rotated(make: Callable[[], PreTrainedModel], names: Sequence[str], wrapper: Callable[..., Any]) -> PreTrainedModel:
+    """Return a model whose rotary modules have a class with wrapper(forward, module, *args) as forward.
+
+    In float64 a new object of the same class replaces each rotary module, so the forward of an object would be lost.
+    """
+    found = make()
+    for name in names:
+        module = found.get_submodule(name)
+        kind: Any = type(module)
+
+        def forward(self: Module, *args: Any, kind: Any = kind, **named: Any) -> Any:
+            return wrapper(functools.partial(kind.forward, **named), self, *args)
+
+        module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    return found
+
+
 def _weighted(weigh: Callable[[Tensor, Tensor], Tensor], forward: Any, hidden: Tensor) -> tuple[Tensor, ...]:
     """Replace a router's weights by weigh(logits [n, E], logits of the chosen experts [n, k]) -> [n, k]."""
     logits, weights, experts = forward(hidden)
@@ -506,6 +539,15 @@ def _unsaid(model: PreTrainedModel) -> Iterator[Option]:
     for part, names in (("router", routers), ("output matrix", heads)):
         if names:
             yield Option(f"{part} {IN_BFLOAT16}", of_dtype, _wrapped(model, names, _in_bfloat16))
+    rotary = [name for name, module in model.named_modules() if _frequencies(module)]
+    cast = _changed(model, lambda name, x: x.bfloat16().to(x.dtype) if x.is_floating_point() else None)
+    narrow: Sequence[tuple[str, Callable[[], PreTrainedModel], Callable[..., Any]]] = (
+        (f"rotary table {IN_BFLOAT16}", same, _table_in_bfloat16),
+        ("rotary frequencies rounded to bfloat16", same, _frequencies_in_bfloat16),
+        ("weights and rotary frequencies rounded to bfloat16", cast, _frequencies_in_bfloat16),
+    )
+    for words, start, wrapper in narrow if rotary else ():
+        yield Option(words, of_dtype, functools.partial(_rotated, start, rotary, wrapper))
     for words, weigh in _WEIGHTS.items() if routers else ():
         advice = "weigh the experts by the same function of the router's logits on both sides"
         yield Option(f"experts weighed {words}", advice, _wrapped(model, routers, _weighted, weigh))

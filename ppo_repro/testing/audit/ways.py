@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,9 +33,20 @@ class Subject:
         return left_out(self.model)
 
     @property
-    def positions(self) -> int | None:
-        """Return the number of positions of the model; None for no limit."""
-        return getattr(self.model.config, "max_position_embeddings", None)
+    def models(self) -> dict[str, PreTrainedModel]:
+        """Return all models by name."""
+        return {"model": self.model, **self.others}
+
+
+def positions(model: PreTrainedModel) -> float:
+    """Return the number of positions of a model, infinity for no limit."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    return math.inf if most is None else most
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """Return the number of token ids of a model; a tokenizer may have more."""
+    return int(model.config.get_text_config().vocab_size)
 
 
 @dataclass(frozen=True)
@@ -77,8 +89,8 @@ def ways(responses: Sequence[Response], subject: Subject) -> dict[str, list[list
     found: dict[str, list[list[Fed]]] = {}
 
     def fits(one: Fed) -> bool:
-        most = subject.positions
-        return most is None or max(len(one.ids), 1 + max(one.positions or (0,))) <= most
+        length, ids = max(len(one.ids), 1 + max(one.positions or (0,))), (0, *one.ids, *one.targets)
+        return all(length <= positions(m) and max(ids) < vocabulary(m) for m in subject.models.values())
 
     for words, way in _all(responses, subject).items():
         changed = [list(way(i) or plain[i]) for i in range(len(responses))]

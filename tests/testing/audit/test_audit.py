@@ -122,6 +122,30 @@ def test_a_single_wrong_token_among_many_is_seen(made: Material, subject: Subjec
     assert not judged(made, subject, bad, good).sampler.is_right
 
 
+@pytest.mark.parametrize("far", [5.0, 10.0])  # as in a response of a thousand tokens
+def test_a_single_token_that_hardly_changes_the_rms_has_no_cause(
+    made: Material, subject: Subject, monkeypatch: pytest.MonkeyPatch, far: float
+) -> None:
+    monkeypatch.setattr(judge, "FAR", far)
+    monkeypatch.setattr(search, "FAR", 1.0)
+    good = made.logprobs()
+    bad = [v.clone() for v in good]
+    bad[1][7] -= 30 * judged(made, subject, good, good).floor
+    found = judged(made, subject, bad, good).sampler
+    assert (found.is_right, found.cause, found.wrong_responses) == (False, "unknown", 1)
+
+
+def test_other_weights_without_the_tokens_of_the_dump_are_refused(made: Material) -> None:
+    good = made.logprobs()
+    most = max(map(max, made.responses))
+    for config, words in (
+        (qwen3_config(vocab_size=most), f"is not in the vocabulary of {most} of the weights of other"),
+        (qwen3_config(max_position_embeddings=20), "the weights of other has 20 positions"),
+    ):
+        with pytest.raises(UserError, match=words):
+            judged(made, Subject(made.model, {"weights of other": small_model(config, 4)}), good, good)
+
+
 def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Material, subject: Subject) -> None:
     good = made.logprobs()
     bad = [torch.cat([torch.tensor([0.0, math.nan]), v[2:]]) for v in good]

@@ -105,6 +105,15 @@ def test_what_is_wrong_is_named_with_its_row(row: dict[str, Any], message: str, 
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor.to_sparse, lambda x: x.to("meta")])
+@pytest.mark.parametrize("side", ["rollout_log_probs", "old_log_probs"])
+def test_a_tensor_without_a_list_of_numbers_is_refused(side: str, kind: Any, tmp_path: Path) -> None:
+    columns = {name: torch.tensor([row]) for name, row in ROWS["verl"].items()}
+    torch.save(columns | {side: kind(columns[side])}, tmp_path / "dump.pt")
+    with pytest.raises(UserError, match=f"row 1: {side} = .*: must be a list of log-probs in nats"):
+        read(tmp_path / "dump.pt", "verl")
+
+
 class Code:
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return (Path.touch, (Path("was-run"),))  # type: ignore[return-value]

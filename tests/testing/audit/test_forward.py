@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit import forward
 from ppo_repro.testing.audit.forward import Progress, States, pieces, states
 from ppo_repro.testing.audit.ways import Fed, fed
-from tests.support.models import CONFIGS, MIXTURES, small_model
+from tests.support.models import CONFIGS, MIXTURES, VOCAB, small_model
 
 MODELS = {**CONFIGS, **MIXTURES}
 PASSES = [fed((5, 6, 7), (8, 9, 10, 11)), fed((5, 6), (8, 9, 10)), fed((1, 2, 3), (4, 5, 6, 7), (1, 2, 3, 5, 6, 7))]
@@ -30,6 +33,23 @@ def test_logits_of_parts_are_those_of_the_whole_forward(family: str, is_padded: 
             assert found.output is not None  # the decoder computed once
             assert (parts - expected).abs().max() < 1e-12
             assert not torch.equal(parts[0], expected[1])
+
+
+@torch.no_grad()
+def test_a_long_row_does_not_change_the_rotary_positions_of_a_short_one() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 4.0, 8.0, 16.0]}
+    fields: dict[str, Any] = {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "pad_token_id": None, "eos_token_id": None, "original_max_position_embeddings": 5},
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **factors},
+    }
+    torch.manual_seed(3)
+    model = Phi3ForCausalLM(Phi3Config(vocab_size=VOCAB, **fields)).eval()
+    passes = [fed((5, 6), (8, 9)), fed((5, 6, 7), (8, 9, 10, 11))]
+    with float64(model):
+        for i, found in states(model, passes, True):
+            expected = model(torch.tensor([passes[i].ids])).logits[0, list(passes[i].at)]
+            assert (found.logits(model) - expected).abs().max() < 1e-12
 
 
 @torch.no_grad()

@@ -194,6 +194,7 @@ CASES: dict[str, tuple[str, Fault, str]] = {
     ),
     "scale by layer": ("gpt2", config(scale_attn_by_inverse_layer_idx=False), "scale_attn_by_inverse_layer_idx"),
 }
+ROTARY = ("qwen3", "llama3", "yarn", "gpt_neox", "gpt_oss", "olmoe")
 QUICK = {"attention soft cap", "interleaved rope"}
 GIVEN = Sampling(0.8)
 
@@ -244,6 +245,34 @@ def test_a_router_in_bfloat16_is_named(family: str) -> None:
     found = judged(m, code(narrow_router)(m.model), m.model)
     assert found.trainer.is_right
     assert found.sampler.cause == "unknown" or "router computed in bfloat16" in found.sampler.cause
+
+
+def narrow_table(model: Any) -> None:
+    """Cosines and sines in bfloat16."""
+    for module in [m for m in model.modules() if "RotaryEmbedding" in type(m).__name__]:
+        module.register_forward_hook(lambda rotary, given, out: tuple(x.bfloat16().float() for x in out))
+
+
+def narrow_frequencies(model: Any) -> None:
+    """What `model.to(torch.bfloat16)` does to buffers, and `model.float()` does not undo."""
+    for module in [m for m in model.modules() if "RotaryEmbedding" in type(m).__name__]:
+        module.bfloat16().float()
+
+
+@pytest.mark.parametrize("family", [n if n == "qwen3" else pytest.param(n, marks=pytest.mark.slow) for n in ROTARY])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (narrow_table, "rotary table computed in bfloat16, all else in float32"),
+        (narrow_frequencies, "rotary frequencies rounded to bfloat16"),
+        (lambda model: model.bfloat16().float(), "weights and rotary frequencies rounded to bfloat16"),
+    ],
+)
+def test_rotary_positions_in_bfloat16_are_named(family: str, fault: Any, words: str) -> None:
+    m = made(family)
+    found = judged(m, code(fault)(m.model), m.model)
+    assert found.trainer.is_right
+    assert found.sampler.cause == words
 
 
 @pytest.mark.slow

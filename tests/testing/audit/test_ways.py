@@ -61,3 +61,15 @@ def test_a_second_bos_token_has_its_own_words() -> None:
     assert found[0]["prompt with a BOS token before it"][0][0].ids == (7, 4, 5)
     assert found[1]["prompt with a second BOS token before it"][0][0].ids == (7, 7, 4, 5)
     assert found[1]["prompt without its BOS token"][0][0].ids == (4, 5)
+
+
+def test_a_token_that_the_model_does_not_have_is_in_no_way() -> None:
+    model = small_model(qwen3_config(), 4)
+    size = model.config.vocab_size
+    one, two = response((4, 5), (3,)), response((4, 5, 6), (3,))
+    words = ["prompt with a BOS token before it", "prompt with an EOS token after it"]
+    words.append("attention to the padding before the prompt")
+    for missing, outside in enumerate(words):
+        special = [size if k == missing else size - 1 for k in range(3)]
+        found = ways.ways([one, two], Subject(model, {}, *special))
+        assert set(words) - found.keys() == {outside}

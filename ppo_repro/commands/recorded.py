@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import shutil
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from ppo_repro.records.diff import Difference
 
 
+SPARED = ("fingerprint", "iterations", "age", "tags")  # columns of `ls` that a narrow terminal loses, in this order
+
+
 def ls_command(arguments: argparse.Namespace) -> int:
     """List the runs of a folder, the newest first: name, state, score, what differs, fingerprint, age."""
     if not arguments.folder.is_dir():
@@ -34,7 +40,8 @@ def ls_command(arguments: argparse.Namespace) -> int:
     whole = [run for run, setup in zip(runs, setups, strict=True) if setup]
     for run, setting in zip(whole, settings_of(list(filter(None, setups))), strict=True):
         run |= {"differs": setting.short, "differs_in": setting.whole}
-    print_result(arguments.json, {"runs": runs}, _lines(runs, arguments.folder))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    print_result(arguments.json, {"runs": runs}, lines_of(runs, arguments.folder, width))
     return 0
 
 
@@ -57,8 +64,8 @@ def _listed(run_dir: Path) -> dict[str, Any]:
     return {**listed, **found, "score": score, "fingerprint": head.fingerprint, "setup": setup, **label.model_dump()}
 
 
-def _lines(runs: list[dict[str, Any]], root: Path) -> list[str]:
-    """Return the lines of a table of runs, without empty columns."""
+def lines_of(runs: list[dict[str, Any]], root: Path, width: float) -> list[str]:
+    """Return the lines of a table of runs without empty columns; if it is too wide, without columns of SPARED."""
     if not runs:
         return [f"no run in {root}"]
     columns = {
@@ -72,13 +79,19 @@ def _lines(runs: list[dict[str, Any]], root: Path) -> list[str]:
         "fingerprint": [run["fingerprint"][:12] for run in runs],
         "age": [duration(run["age_seconds"]) for run in runs],
     }
-    padded = []
+    padded = {}
     for name, cells in columns.items():
         if any(cells):
-            width = max(map(len, (name, *cells)))
+            longest = max(map(len, (name, *cells)))
             is_number = name in ("iterations", "score")
-            padded.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (name, *cells)])
-    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+            padded[name] = [cell.rjust(longest) if is_number else cell.ljust(longest) for cell in (name, *cells)]
+    spared = []
+    for name in SPARED:
+        if name in padded and len("  ".join(cells[0] for cells in padded.values())) > width:
+            del padded[name]
+            spared.append(name)
+    lines = ["  ".join(row).rstrip() for row in zip(*padded.values(), strict=True)]
+    return [*lines, f"the terminal is too narrow for: {', '.join(spared)}"] if spared else lines
 
 
 def label_command(arguments: argparse.Namespace) -> int:
@@ -126,7 +139,7 @@ def show_command(arguments: argparse.Namespace) -> int:
     recorded = manifest.load(run_dir)
     if not arguments.json:
         status = state_of(run_dir, recorded.status)
-        tell(f"{run_dir}: {status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
+        tell(f"{run_dir}: {status}, {len(recorded.iterations)} iterations\nfingerprint {recorded.fingerprint}")
         if recorded.origin is not None:
             from ppo_repro.records.inputs import origin_lines
 
@@ -139,8 +152,7 @@ def show_command(arguments: argparse.Namespace) -> int:
         print_json(summarise(run_dir).figures)
         return 0
     if recorded.iterations:
-        lines = iteration_lines(run_dir, recorded.kind, 12)
-        tell(lines.to_string(index=False, float_format=lambda x: f"{x:.4g}", na_rep="-"))
+        tell(iteration_lines(run_dir, recorded.kind, 12))
     if recorded.iterations and manifest.has_responses(recorded):
         tell("\n".join(sample_lines(run_dir, len(recorded.iterations) - 1, arguments.samples)))
     if recorded.status == "complete":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,18 +30,12 @@ PHASES = ("rollout", "forward", "update")  # phases that handle tokens
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
 MANY_CUT = 0.5  # share of the responses cut at the limit from which a person hears of it
 UNITS: Mapping[Kind, str] = {LANGUAGE: "tokens", CONTROL: "steps", DPO: "pairs"}  # the meaning of a token
-# of the table `iterations`, worth a glance
+# of the table `iterations`, worth a glance; together not wider than a terminal of 80 columns
 COLUMNS: Mapping[Kind, tuple[str, ...]] = {
-    LANGUAGE: (
-        "iteration", "tokens", "score_mean", "reward_mean", "accuracy", "entropy", "ref_kl_per_token",
-        "explained_variance", "unequal_old_rollout_logprobs", "eval_accuracy",
-    ),
-    CONTROL: (
-        "iteration", "tokens", "episodes", "episode_return_mean", "entropy", "explained_variance",
-        "unequal_old_rollout_logprobs", "unequal_first_ratios",
-    ),
-    DPO: ("iteration", "pairs", "loss", "margin", "eval_margin", "eval_pair_accuracy", "eval_accuracy"),
-}  # fmt: skip
+    LANGUAGE: ("iteration", "score_mean", "eval_score", "entropy", "ref_kl_per_token", "explained_variance"),
+    CONTROL: ("iteration", "episode_return_mean", "eval_return", "entropy", "explained_variance"),
+    DPO: ("iteration", "loss", "margin", "eval_margin", "eval_pair_accuracy", "eval_accuracy"),
+}
 
 Figures = dict[str, Any]
 
@@ -125,7 +120,7 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
     config, judged, measured = load_recorded_config(run_dir), is_judged(run_dir), read_accuracy(run_dir, recorded)
     card = read_card(run_dir, recorded)
     agreement = _agreement(rows, figures, config.ppo.ratio_anchor, config.value.kind != "none")
-    cut = float((rows["truncated_fraction"] * rows["sequences"]).sum() / rows["sequences"].sum())
+    cut = cut_fraction(rows)
     figures |= {
         "reward_first": float(rows["reward_mean"].iloc[0]),
         "reward_last": float(rows["reward_mean"].iloc[-1]),
@@ -165,6 +160,11 @@ def change(before: float, after: float) -> str:
     if first == last:
         return f"stayed at {last}"
     return f"{'rose' if after > before else 'fell'} from {first} to {last}"
+
+
+def cut_fraction(rows: pd.DataFrame) -> float:
+    """Return the fraction of the responses of some rows of `iterations` that reached the length limit."""
+    return float((rows["truncated_fraction"] * rows["sequences"]).sum() / rows["sequences"].sum())
 
 
 def cut_at_the_limit(fraction: float) -> str:
@@ -238,13 +238,11 @@ def _dpo(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures
     return lines
 
 
-def iteration_lines(run_dir: Path, kind: Kind, count: int) -> pd.DataFrame:
-    """Return the most important columns of up to `count` iterations, evenly spaced, with the first and the last."""
-    columns = COLUMNS[kind]
-    if kind == LANGUAGE and not is_judged(run_dir):
-        columns = tuple(name for name in columns if "accuracy" not in name)
-    rows = reader.read_iterations(run_dir, columns=columns, allow_incomplete=True)
-    return rows.iloc[sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})]
+def iteration_lines(run_dir: Path, kind: Kind, count: int) -> str:
+    """Return a table of up to `count` iterations, evenly spaced, with the first and the last; no empty column."""
+    rows = reader.read_iterations(run_dir, columns=COLUMNS[kind], allow_incomplete=True).dropna(axis=1, how="all")
+    rows = rows.iloc[sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})]
+    return textwrap.dedent(rows.to_string(index=False, float_format=lambda x: f"{x:.4g}", na_rep="-"))
 
 
 def sample_lines(run_dir: Path, iteration: int, count: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import ppo_repro
 from ppo_repro.base.latest import latest_run
 from ppo_repro.commands.arguments import build_parser
+from ppo_repro.commands.recorded import lines_of
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_any
 from ppo_repro.records import manifest, reader
@@ -80,6 +82,16 @@ def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run:
     score = f"{head.final['eval_score']:.3f}"
     row = ["complete", str(head.num_iterations), score, head.fingerprint[:12], "60", "min"]
     assert lines[2].split()[1:] == row
+
+
+def test_ls_keeps_to_the_width_of_a_terminal(cli: Cli, runs: Path) -> None:
+    found = json.loads(cli("ls", "--json")[1])["runs"]
+    whole, narrow = (lines_of(found, Path("runs"), width) for width in (math.inf, 70))
+    assert whole == cli("ls")[1].splitlines(), "what is no terminal gets every column"
+    assert len(whole[0]) > 70
+    assert max(map(len, narrow)) <= 70
+    assert narrow[0].split() == ["run", "state", "score", "what", "differs", "age"]
+    assert narrow[-1] == "the terminal is too narrow for: fingerprint, iterations"
 
 
 def test_ls_says_what_runs_differ_in_and_what_they_are_called(cli: Cli, runs: Path) -> None:

@@ -80,18 +80,22 @@ def test_no_accuracy_where_a_function_rewards(kind: str, has_accuracy: bool, cli
     code, out, err = cli("run", TINY, "--out", tmp_path, "--set", f"reward.terms=[{term}]")
     assert code == 0, err
     run_dir = Path("/" + out.split("\nrecords     /")[1].splitlines()[0])
-    page, index = page_of(run_dir, 0), Index([run_dir])
+    page, index, shown = page_of(run_dir, 0), Index([run_dir]), cli("show", run_dir)[1]
     index.look()
     said = {
         "run": "held-out accuracy " in out,
         "progress": "accuracy " in err,
-        "show": "eval_accuracy" in cli("show", run_dir)[1],
+        "show": "held-out accuracy" in shown,
         "report": "Held-out accuracy" in page or "Accuracy, sampled" in page or "Accuracy, held out" in page,
         "view": index.runs[0].is_judged,
         "Python": "eval_accuracy" in repr(open_run(run_dir)),
     }
     index.close()
     assert said == dict.fromkeys(said, has_accuracy)
+    of_iterations = shown[shown.index("iteration ") : shown.index("\n  '")].splitlines()
+    assert "score_mean" in of_iterations[0]
+    assert "eval_score" in of_iterations[0]
+    assert max(map(len, of_iterations)) <= 80
     if not has_accuracy:
         assert "held-out score stayed at 0.250 (greedy)" in out
         assert "Held-out score stayed at 0.250 after" in page

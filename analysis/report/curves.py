@@ -45,16 +45,16 @@ class Curve:
 _STEPS = "mean over the steps, band: smallest to largest step"
 # of language and control runs; a metric that a run does not have is left out
 LEARNING: tuple[Metric, ...] = (
-    Metric("score", "Score", "", "Mean score of the sampled responses; band: ± one standard error."),
-    Metric("accuracy", "Accuracy, sampled", "", "Share of correct sampled responses; band: ± one standard error."),
-    Metric("eval_accuracy", "Accuracy, held out", "", "Greedy, before the update; the last point is at the end."),
-    Metric("eval_score", "Score, held out", "", "Greedy, before the update; the last point is at the end."),
+    Metric("score", "Score", "score", "Mean score of the sampled responses; band: ± one standard error."),
+    Metric("accuracy", "Accuracy, sampled", "share", "Share of correct sampled responses; band: ± one standard error."),
+    Metric("eval_accuracy", "Accuracy, held out", "share", "Greedy, before the update; the last point is at the end."),
+    Metric("eval_score", "Score, held out", "score", "Greedy, before the update; the last point is at the end."),
     Metric(
-        "episode_return", "Return of training episodes", "",
+        "episode_return", "Return of training episodes", "return",
         "Mean return of the episodes that ended in the iteration; band: ± one standard error.",
     ),
     Metric(
-        "eval_return", "Return, likeliest actions", "",
+        "eval_return", "Return, likeliest actions", "return",
         "Mean return of whole episodes before the update; the last point is at the end.",
     ),
     Metric(
@@ -64,34 +64,34 @@ LEARNING: tuple[Metric, ...] = (
     Metric("entropy", "Entropy", "nats", "Entropy of the policy before the update, mean over all tokens or steps."),
     Metric("response_length", "Response length", "tokens", "Mean over the responses; band: ± one standard error."),
     Metric(
-        "explained_variance", "Explained variance", "",
+        "explained_variance", "Explained variance", "share",
         "1 - Var(returns - values) / Var(returns) before the update: 1 where values predict every return, 0 where they "
         "do no better than their mean.",
     ),
 )  # fmt: skip
 OPTIMISATION: tuple[Metric, ...] = (
-    Metric("policy_loss", "Loss of the policy", "", f"All terms; {_STEPS}. It is near 0 and no measure of progress."),
-    Metric("value_loss", "Loss of the value model", "", f"Half the squared error of the values; {_STEPS}."),
+    Metric("policy_loss", "Loss of the policy", "loss", f"All terms; {_STEPS}. It is near 0: no measure of progress."),
+    Metric("value_loss", "Loss of the value model", "loss", f"Half the squared error of the values; {_STEPS}."),
     Metric(
         "approx_kl", "Step size, KL(anchor || new)", "nats",
         f"How far the policy has moved from the one that sampled, by k3; {_STEPS}.",
     ),
     Metric("clip_fraction", "Clip fraction", "share", f"Tokens whose policy gradient the clip removed; {_STEPS}."),
-    Metric("grad_norm", "Gradient norm", "", f"Global norm of the policy's gradient before clipping; {_STEPS}."),
-    Metric("joint_grad_norm", "Gradient norm", "", f"Global norm over actor and critic before clipping; {_STEPS}."),
-    Metric("value_grad_norm", "Gradient norm, value model", "", f"Its global norm before clipping; {_STEPS}."),
-    Metric("learning_rate", "Learning rate", "", "Learning rate of the policy."),
-    Metric("clip_range", "Clip range", "", "Clip range of the ratio."),
+    Metric("grad_norm", "Gradient norm", "norm", f"Global norm of the policy's gradient before clipping; {_STEPS}."),
+    Metric("joint_grad_norm", "Gradient norm", "norm", f"Global norm over actor and critic before clipping; {_STEPS}."),
+    Metric("value_grad_norm", "Gradient norm, value model", "norm", f"Its global norm before clipping; {_STEPS}."),
+    Metric("learning_rate", "Learning rate", "per step", "Learning rate of the policy."),
+    Metric("clip_range", "Clip range", "ratio", "Clip range of the ratio."),
 )  # fmt: skip
 DPO_LEARNING: tuple[Metric, ...] = (
-    Metric("eval_pair_accuracy", "Held-out pairs in the right order", "", "After each epoch."),
+    Metric("eval_pair_accuracy", "Held-out pairs in the right order", "share", "After each epoch."),
     Metric("eval_margin", "Margin of held-out pairs", "reward", "Mean after each epoch."),
     Metric("margin", "Margin of training pairs", "reward", "Mean after each epoch."),
-    Metric("eval_accuracy", "Accuracy, held out", "", "Greedy accuracy on held-out prompts, before and after."),
+    Metric("eval_accuracy", "Accuracy, held out", "share", "Greedy accuracy on held-out prompts, before and after."),
 )
 DPO_OPTIMISATION: tuple[Metric, ...] = (
     Metric("loss", "Loss", "nats", f"DPO loss of a minibatch's pairs; {_STEPS}."),
-    Metric("grad_norm", "Gradient norm", "", f"Global norm before clipping; {_STEPS}."),
+    Metric("grad_norm", "Gradient norm", "norm", f"Global norm before clipping; {_STEPS}."),
 )
 PPO = (LEARNING, OPTIMISATION)
 BY_KIND = {"language": PPO, "control": PPO, "dpo": (DPO_LEARNING, DPO_OPTIMISATION)}
@@ -224,6 +224,11 @@ def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     return frame[frame["metric"] == metric].sort_values("iteration")
 
 
+def telling(wanted: Sequence[Metric], curves: Sequence[Curve]) -> list[Metric]:
+    """Return the metrics that tell something: no accuracy that is the score, and no setting that never changes."""
+    return [metric for metric in wanted if _says_something(metric.key, curves)]
+
+
 def _says_something(metric: str, curves: Sequence[Curve]) -> bool:
     values, twins = (
         [curve.frame.loc[curve.frame["metric"] == name, "value"].to_numpy(np.float64) for curve in curves]
@@ -246,9 +251,7 @@ def metric_figures(
         forked_at: the iteration that a dotted line marks.
     """
     figures = []
-    for metric in wanted:
-        if not _says_something(metric.key, curves):
-            continue
+    for metric in telling(wanted, curves):
         found = [(curve.name, rows) for curve in curves if len(rows := _rows(curve.frame, metric.key))]
         if found:
             caption = f"{metric.caption.partition(';')[0].rstrip('.')}; {band}" if band else metric.caption

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -131,5 +132,10 @@ def repeating(facts: Facts) -> list[tuple[str, str]]:
         ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),
         *([] if card is None else [("card", card.sentence())]),
         ("layout", f"threads {environment.get('threads', '?')}, processes {environment.get('processes', '?')}"),
-        ("began", str(environment.get(STARTED, "not recorded"))),
+        ("began", _moment(environment.get(STARTED))),
     ]
+
+
+def _moment(text: str | None) -> str:
+    """Return a recorded moment to the second."""
+    return "not recorded" if text is None else f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S} UTC"

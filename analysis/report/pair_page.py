@@ -9,17 +9,20 @@ from typing import Any
 import pandas as pd
 
 from ppo_repro.analysis.report import verdicts
-from ppo_repro.analysis.report.curves import Curve
+from ppo_repro.analysis.report.curves import BY_KIND, Curve, telling
 from ppo_repro.analysis.report.facts import Facts, repeating
 from ppo_repro.analysis.report.markup import Html, differences, element, escape, number, share, table
 from ppo_repro.analysis.report.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
 from ppo_repro.analysis.report.run_page import first_and_last
 from ppo_repro.analysis.report.samples import card, evaluations, shortened
-from ppo_repro.analysis.report.several import OneRun, curve_sections, main_chart, read_run
+from ppo_repro.analysis.report.several import CHARTS, OneRun, curve_sections, main_chart, read_run
 from ppo_repro.analysis.words import terms
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.diff import RUN, first_difference, setup_changes
 from ppo_repro.records.inputs import shown
+from ppo_repro.records.label import read_label
+from ppo_repro.records.settings import settings_of, setup_of
+from ppo_repro.runs.summary import change
 
 NAMES = ("A", "B")
 PROMPTS = 12
@@ -35,21 +38,20 @@ def pair_page(a: Path, b: Path) -> str:
     if kinds[0] != kinds[1]:
         raise UserError(f"{a} is a {kinds[0]} run, {b} a {kinds[1]} run; put runs of one kind side by side")
     facts = [run.facts for run in runs]
-    lines = [Curve(name, run.curves) for name, run in zip(NAMES, runs, strict=True)]
-    alone = (
-        "One run each says nothing about the methods: compare several seeds by `python -m ppo_repro.analysis.compare`."
-    )
+    lines = [Curve(name, run.curves) for name, run in zip(_called(facts), runs, strict=True)]
     again = map(repeating, facts)
     rows = [(name, x, "the same" if x == y else y) for (name, x), (_, y) in zip(*again, strict=True)][1:]
     about = pd.DataFrame(rows, columns=["fact", *NAMES])
-    changed = scrolled(table(_different(facts), "Configuration and inputs, where they differ"))
+    changed = scrolled(table(_different(facts), "Configuration and inputs"))
     cards = (
-        Card("Which learned more?", [Verdict("fact", alone)], chart=main_chart(facts[0], lines)),
-        Card("Where do they first differ?", [_first(facts)], [changed]),
+        Card("Which learned more?", _learning(runs), chart=main_chart(facts[0], lines)),
+        Card("What differs?", (), [changed]),
+        Card("Where do they first differ?", [_first(facts)]),
         Card("Are they on-policy?", [v for name, run in zip(NAMES, runs, strict=True) for v in _agreement(name, run)]),
         Card("How to repeat them", (), [scrolled(table(about, "The runs"), "words")]),
     )
-    last = [first_and_last(run.facts, run.curves).set_index(["quantity", "unit"])["last"] for run in runs]
+    metrics = telling(sum(BY_KIND[kinds[0]], ()), lines)
+    last = [first_and_last(metrics, run.curves).set_index(["quantity", "unit"])["last"] for run in runs]
     numbers = pd.DataFrame(dict(zip(NAMES, last, strict=True))).reset_index()[["quantity", *NAMES, "unit"]]
     folded = [folded_text(f"Configuration of {name}", f.config_text) for name, f in zip(NAMES, facts, strict=True)]
     blocks = [scrolled(table(numbers, "Last complete iteration")), *folded, folded_table("Terms in words", terms())]
@@ -59,6 +61,26 @@ def pair_page(a: Path, b: Path) -> str:
         Section("numbers", "Numbers and configuration", (), (), blocks),
     ]
     return page(f"A: {facts[0].name}, B: {facts[1].name}", cards, sections)
+
+
+def _called(facts: Sequence[Facts]) -> list[str]:
+    """Return A and B, each with the label of its run or with what it differs in."""
+    settings = settings_of([setup_of(one.run_dir, one.manifest) for one in facts])
+    called = [read_label(one.run_dir).name or setting.short for one, setting in zip(facts, settings, strict=True)]
+    return [f"{name}: {text}" if text else name for name, text in zip(NAMES, called, strict=True)]
+
+
+def _learning(runs: Sequence[OneRun]) -> list[Verdict]:
+    """Return a sentence about the first and last score or return of each run, and a warning about its weight."""
+    found = []
+    for name, run in zip(NAMES, runs, strict=True):
+        for key, unit in CHARTS[run.facts.manifest.kind]:
+            values = run.curves[run.curves["metric"] == key].sort_values("iteration")["value"].tolist()
+            if values:
+                found.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({unit})."))
+                break
+    alone = "One run each says nothing about the methods: compare seeds by `python -m ppo_repro.analysis.compare`."
+    return [*found, Verdict("fact", alone)]
 
 
 def _first(facts: Sequence[Facts]) -> Verdict:
@@ -71,7 +93,7 @@ def _first(facts: Sequence[Facts]) -> Verdict:
         counts = " and ".join(str(len(one.iterations)) for one in facts)
         text = f"A and B are the same to the last bit in the iterations that both have ({counts} are recorded)."
         return Verdict("holds", text)
-    return Verdict("differs", f"A (left) and B (right) first differ: {first.describe()}.")
+    return Verdict("differs", f"A and B first differ: {first.describe('in A', 'in B')}.")
 
 
 def _agreement(name: str, run: OneRun) -> list[Verdict]:
@@ -104,7 +126,7 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
     cards = []
     for x, y in pairs[:PROMPTS]:
         parts = differences(*(shortened(str(row["response"])) for row in (x, y)))
-        both: dict[str, Any] = {"run": NAMES, "response": [_side(parts, "-", "del"), _side(parts, "+", "ins")]}
+        both: dict[str, Any] = {"run": NAMES, "response": [_side(parts, "-", "only-a"), _side(parts, "+", "only-b")]}
         both["score"] = [float(row["scores"]) for row in (x, y)]
         cards.append(card(str(x["prompt"]), str(x["answer"]), pd.DataFrame(both, dtype=object)))
     moments = " and ".join(f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, found, strict=True))
@@ -115,8 +137,12 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
     return [Section("samples", "Last responses", (note,), (), (element("div", "".join(cards), class_="cards"),))]
 
 
-def _side(parts: Sequence[tuple[str, str]], kind: str, tag: str) -> Html:
-    """Return one of two texts as HTML; elements `tag` mark the parts that the other text does not have."""
+def _side(parts: Sequence[tuple[str, str]], kind: str, class_: str) -> Html:
+    """Return one of two texts as HTML; `mark` with `class_` has the parts that the other text does not have."""
     return Html(
-        "".join(element(tag if found == kind else "span", escape(t)) for found, t in parts if found in ("=", kind))
+        "".join(
+            element("mark", escape(t), class_=class_) if found == kind else escape(t)
+            for found, t in parts
+            if found in ("=", kind)
+        )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from ppo_repro.analysis.pairs.run_evidence import run_evidence
 from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.analysis.report import curves, figures, tokens, verdicts
 from ppo_repro.analysis.report.charts import Line, axis_for, line_chart
+from ppo_repro.analysis.report.curves import Curve, Metric
 from ppo_repro.analysis.report.facts import Facts, clip_bounds, repeating
 from ppo_repro.analysis.report.markup import element, number, table
 from ppo_repro.analysis.report.page import (
@@ -38,8 +40,8 @@ from ppo_repro.runs.summary import summarise
 from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
 
 # the two curves of the first screen, by their names in the chart
-MAIN = {"held out, greedy": "eval_score", "sampled": "score"}
-CONTROL_MAIN = {"likeliest actions": "eval_return", "training episodes": "episode_return"}
+MAIN = {"held out, greedy": "eval_score", "sampled ± standard error": "score"}
+CONTROL_MAIN = {"likeliest actions": "eval_return", "training episodes ± standard error": "episode_return"}
 # column of steps -> title, unit, caption
 DPO_STEPS = {
     "loss": ("Loss", "nats", "DPO loss before each step, mean over the pairs of a minibatch; log 2 = 0.693 at first."),
@@ -62,10 +64,10 @@ def run_page(facts: Facts, responses: int) -> str:
             chart=_main_chart(facts, scan),
         ),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counted), *cause]),
-        Card("What went wrong?", verdicts.troubles(facts, scan.nonfinite_ratios, scan.nonfinite_deltas)),
+        Card("What went wrong?", verdicts.troubles(facts, iterations, scan.nonfinite_ratios, scan.nonfinite_deltas)),
         Card("How to repeat it", (), [facts_html(repeating(facts))]),
     )
-    named, forked = [curves.Curve("this run", scan.curves)], facts.forked_at
+    named, forked = [Curve("this run", scan.curves)], facts.forked_at
     name, things = ("return", "episodes") if facts.is_control else ("score", "responses")
     distributions = figures.change_figures(scan.values, name, things)
     learning, optimisation = (curves.metric_figures(wanted, named, forked_at=forked) for wanted in curves.PPO)
@@ -89,7 +91,7 @@ def run_page(facts: Facts, responses: int) -> str:
 def _main_chart(facts: Facts, scan: Scan) -> str:
     main = CONTROL_MAIN if facts.is_control else MAIN
     unit = "return" if facts.is_control else "score"
-    drawn = [(curves.Curve(name, scan.curves), key) for name, key in main.items()]
+    drawn = [(Curve(name, scan.curves), key) for name, key in main.items()]
     return curves.curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
 
 
@@ -136,9 +138,8 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
     return Section("clipping", title, notes, drawn)
 
 
-def first_and_last(facts: Facts, found: pd.DataFrame) -> pd.DataFrame:
-    """Return the first and last value of every curve: quantity, first, last, unit."""
-    metrics = [metric for metrics in curves.BY_KIND[facts.manifest.kind] for metric in metrics]
+def first_and_last(metrics: Sequence[Metric], found: pd.DataFrame) -> pd.DataFrame:
+    """Return the first and last value of the metrics' curves: quantity, first, last, unit."""
     ends = found.sort_values("iteration").groupby("metric")["value"].agg(["first", "last"])
     rows = [(m.title, *map(float, ends.loc[m.key]), m.unit) for m in metrics if m.key in ends.index]
     return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
@@ -159,7 +160,8 @@ def _numbers(
         ("largest |old - rollout|, nats", counted.max_abs_old_rollout),
     ]
     found = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]
-    found.append(("First and last value", first_and_last(facts, found_curves)))
+    metrics = curves.telling(sum(curves.PPO, ()), [Curve("this run", found_curves)])
+    found.append(("First and last value", first_and_last(metrics, found_curves)))
     measured = facts.accuracy
     if measured is not None:
         both = (("deterministic", measured.deterministic_rms, measured.deterministic_max),

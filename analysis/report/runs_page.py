@@ -74,13 +74,17 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     means = finals.groupby("point", sort=False)[measure].mean().sort_values(ascending=False, kind="stable")
     drawn = [s for s in settings if s.short in set(means.index[:MAX_LINES])]
     lines = [_line(setting, settings[setting]) for setting in drawn]
-    chart = main_chart(runs[0].facts, lines)
+    key = MEASURES[runs[0].facts.manifest.kind].get(measure, "")
+    chart = curves.curve_chart(measure.capitalize(), measure, [(line, key) for line in lines]) or main_chart(
+        runs[0].facts, lines
+    )
     some = f"The {MAX_LINES} of {len(settings)} settings with the highest {measure}; the table has all."
     notes = (some,) if len(settings) > MAX_LINES else ()
     about = _means(finals, measures, {setting.short: setting.whole for setting in settings})
-    has_intervals = finals.groupby("point").size().min() >= curves.MANY_SEEDS
-    table_of = scrolled(table(about, SPREAD if has_intervals else "mean (smallest to largest seed)"))
-    compared = answer_cards(folder, finals, measure, chart) if is_grid else []
+    sizes = finals.groupby("point").size()
+    spread = SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
+    table_of = scrolled(table(about, spread if sizes.max() > 1 else "one run of each setting"))
+    compared = answer_cards(folder, finals, measure, chart, _widest(runs, measure)) if is_grid else []
     cards = [
         *compared[:2],
         Card(f"{measure.capitalize()} of each setting", (), [table_of], "" if is_grid else chart),
@@ -89,9 +93,10 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
         *_left_out(folder, states, doubles),
     ]
     links = [_link(run.facts.run_dir, folder, linked_from) for run in runs]
-    results = {name: finals[name].tolist() for name in measures}
+    results = {name: finals[name].round(3).tolist() for name in measures}
     names = [read_label(run.facts.run_dir).name for run in runs]
-    named = {"name": names} if any(names) else {}
+    # a setting may have the name of its runs
+    named = {"name": names} if any(name not in ("", label) for name, label in zip(names, labels, strict=True)) else {}
     cells = pd.DataFrame({"setting": labels, "seed": finals["seed"], **named, **results, "run": links}, dtype=object)
     listed = [scrolled(table(cells, "Each run: a setting with a seed", limit=len(cells)), "words")]
     if any(setting.whole for setting in settings):
@@ -189,7 +194,18 @@ def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **found})
 
 
-def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str) -> list[Card]:
+def _widest(runs: Sequence[OneRun], measure: str) -> float:
+    """Return the largest difference of a measure that two runs can have; infinite without a limit."""
+    facts = runs[0].facts
+    key = MEASURES[facts.manifest.kind].get(measure) or LAST[facts.manifest.kind][1]
+    if "score" not in key:
+        low, high = curves.RANGES.get(key, curves.ANY)
+        return high - low
+    ends = [curves.score_range(run.facts.config) for run in runs if isinstance(run.facts.config, RunConfig)]
+    return max(high for _, high in ends) - min(low for low, _ in ends)
+
+
+def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str, widest: float) -> list[Card]:
     """Return the cards of a grid: question and expectation, answer, and the table of differences if there are any.
 
     Args:
@@ -197,12 +213,13 @@ def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str) -
         finals: the frame of `_finals`.
         measure: the column of `finals` that answers the question.
         chart: SVG of the measure by iteration.
+        widest: the largest possible difference of the measure.
     """
     tree = read_tree(folder / "grid.yaml")
     said = [str(tree["question"]), f"Expected: {tree['expectation']}"]
     if tree.get("axes"):
         said.append(f"Settings are named by {', '.join(tree['axes'])}.")
-    answer, compared = _answer(finals, measure)
+    answer, compared = _answer(finals, measure, widest)
     cards = [
         Card("What was the question?", [Verdict("fact", text) for text in said]),
         Card("What is the answer?", answer, chart=chart),
@@ -213,7 +230,7 @@ def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str) -
     return cards
 
 
-def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataFrame]:
+def _answer(finals: pd.DataFrame, measure: str, widest: float) -> tuple[list[Verdict], pd.DataFrame]:
     """Return sentences about the differences from the first setting, and the table of all differences."""
     points = [str(point) for point in finals["point"].unique()]
     seeds = finals.groupby("point")["seed"].apply(frozenset)
@@ -223,6 +240,7 @@ def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataF
         text = "No differences with intervals: they need the same seeds, at least two, in every setting."
         return [Verdict("fact", text)], pd.DataFrame()
     compared, count = comparisons(finals, measure, points[0]), len(seeds.iloc[0])
+    compared[["low", "high"]] = compared[["low", "high"]].clip(-widest, widest)
     is_clear = compared["Holm"] < 0.05
     said = [
         Verdict(
@@ -235,7 +253,9 @@ def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataF
     found = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {measure} ({test})."
     seen = _seen(finals, measure, points)
     could = float(pd.Series(seen)[~is_clear].max())
-    if could > 0:
+    if could > widest:
+        found += f" {count} seeds are too few to find any possible difference with probability 0.8."
+    elif could > 0:
         found += f" A difference of {number(could, 2)} or more would have been found with probability 0.8."
     shown = pd.DataFrame(
         {
@@ -244,7 +264,7 @@ def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataF
             # NaN if all seeds have the same difference
             "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
             "p": [number(p, 3) for p in compared["Holm"]],
-            "seen from": [number(effect, 2) for effect in seen],
+            "seen from": ["too few seeds" if effect > widest else number(effect, 2) for effect in seen],
         }
     )
     return [Verdict("fact", found), *said], shown
@@ -268,11 +288,12 @@ def _spread(values: pd.Series) -> str:
 
 
 def _means(finals: pd.DataFrame, measures: Sequence[str], wholes: Mapping[str, str]) -> pd.DataFrame:
-    """Return one row per setting: setting, seeds, and mean and spread of each measure."""
+    """Return one row per setting: setting, seeds if a setting has several, mean and spread of each measure."""
+    has_seeds = len(finals) > finals["point"].nunique()
     rows = [
         {
             "setting": Html(element("span", escape(point), title=wholes[str(point)] or False)),
-            "seeds": len(group),
+            **({"seeds": len(group)} if has_seeds else {}),
             **{name: _spread(group[name]) for name in measures},
         }
         for point, group in finals.groupby("point", sort=False)

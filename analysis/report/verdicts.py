@@ -15,7 +15,7 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.rollout import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.folder import load_recorded_config
-from ppo_repro.runs.summary import change, not_promised
+from ppo_repro.runs.summary import MANY_CUT, change, cut_at_the_limit, cut_fraction, not_promised
 
 
 def origin(facts: Facts) -> list[Verdict]:
@@ -40,15 +40,16 @@ def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
             ends = f"{number(float(means.iloc[0]), 4)} at first, {number(float(means.iloc[-1]), 4)} at last"
             found.append(Verdict("fact", f"Mean return of the training episodes that ended: {ends}."))
         return found
-    terms = load_recorded_config(facts.run_dir).reward.terms
+    config = load_recorded_config(facts.run_dir)
     measured = [("eval_accuracy", "Held-out accuracy")] if facts.is_judged else []
-    if not measured or any(term.kind != "exact_match" for term in terms):
+    if not measured or any(term.kind != "exact_match" for term in config.reward.terms):
         measured.insert(0, ("eval_score", "Held-out score"))
-    first, last = (number(float(iterations["score_mean"].iloc[i]), 3) for i in (0, -1))
+    first, last = (float(iterations["score_mean"].iloc[i]) for i in (0, -1))
     kl = number(float(iterations["ref_kl_per_sequence"].iloc[-1]), 3)
+    how = f"greedy, {number(config.task.num_eval_prompts)} prompts"
     return [
-        *(_evaluated(facts, iterations, column, name, "greedy") for column, name in measured),
-        Verdict("fact", f"Mean score of the sampled responses: {first} at first, {last} at last."),
+        *(_evaluated(facts, iterations, column, name, how) for column, name in measured),
+        Verdict("fact", f"Mean score of the sampled responses {change(first, last)}."),
         Verdict("fact", f"KL(policy || reference) at last: {kl} nats per response (exact, mean over the responses)."),
     ]
 
@@ -105,13 +106,15 @@ def _counted(wrong: int, holds: str, differs: str) -> Verdict:
     return Verdict("differs", differs) if wrong else Verdict("holds", holds)
 
 
-def troubles(facts: Facts, nonfinite_ratios: int, nonfinite_deltas: int) -> list[Verdict]:
-    """Return sentences about missing iterations, values that are not finite, and deliberate faults."""
+def troubles(facts: Facts, iterations: pd.DataFrame, nonfinite_ratios: int, nonfinite_deltas: int) -> list[Verdict]:
+    """Return sentences about missing iterations, cut responses, values that are not finite, and deliberate faults."""
     found = state(facts)
     if nonfinite_ratios + nonfinite_deltas:
         counted = f"{nonfinite_ratios:,} ratios, {nonfinite_deltas:,} log-prob differences"
         found.append(Verdict("differs", f"Not finite: {counted}. No figure includes them."))
     if isinstance(facts.config, RunConfig):
+        if (cut := cut_fraction(iterations)) > MANY_CUT:
+            found.append(Verdict("differs", f"{cut_at_the_limit(cut)}."))
         found += on_purpose(facts.config)
     return found or [Verdict("holds", "Nothing: the run is complete, and its ratios and log-probs are finite.")]
 

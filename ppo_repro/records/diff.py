@@ -51,12 +51,12 @@ class Difference:
     unequal_in_column: int = 1
     rows: int = 1
 
-    def describe(self) -> str:
-        """Describe the difference on one line."""
+    def describe(self, in_left: str = "on the left", in_right: str = "on the right") -> str:
+        """Describe the difference on one line; `in_left` and `in_right` say where the values are."""
         left, right = _shown(self.left, self.left_bits), _shown(self.right, self.right_bits)
         if isinstance(self.left, str | list) and isinstance(self.right, type(self.left)):
             left, right = _around_difference(self.left, self.right)
-        values = f"{left} on the left, {right} on the right"
+        values = f"{left} {in_left}, {right} {in_right}"
         if self.table == RUN:
             return f"number of iterations: {values}"
         if self.table == FINAL:

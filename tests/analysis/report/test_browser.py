@@ -130,6 +130,7 @@ def test_the_first_screen_has_a_chart_and_no_card_is_cut(
 ) -> None:
     opened(browser, pages[name])
     look(browser, width=width, height=height)
+    assert browser.execute_script("return document.querySelector('h1').getBoundingClientRect().top") > 10
     bottom = "return document.querySelector('svg.chart').getBoundingClientRect().bottom"
     assert browser.execute_script(bottom) <= height
     cut = "[...document.querySelectorAll('.answer .scroll')].filter(n => n.scrollWidth > n.clientWidth + 1)"

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 import shutil
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,18 @@ import pytest
 from scipy import stats
 
 from ppo_repro.analysis.report import build
+from ppo_repro.analysis.report.facts import read_facts
 from ppo_repro.analysis.report.page import page
+from ppo_repro.analysis.report.pair_page import pair_page
 from ppo_repro.analysis.report.runs_page import answer_cards
+from ppo_repro.analysis.report.verdicts import learning, troubles
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import read_accuracy
 from ppo_repro.records.label import Label, write_label
+from ppo_repro.runs.summary import change
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
 from tests.support.control import run as record_control
@@ -40,6 +46,16 @@ def hostile_run(native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def text_of(page: str) -> str:
     return " ".join("".join(check(page).itertext()).split())
+
+
+def legend_of(page: ET.Element) -> list[str]:
+    """The names in the legend of the first chart."""
+    legend = next(n for n in page.iter("g") if n.get("class") == "legend")
+    return ["".join(n.itertext()) for n in legend.iter("text")]
+
+
+def final(run_dir: Path, name: str) -> float:
+    return float(reader.open_manifest(run_dir).final[name])
 
 
 def test_the_first_screen_answers_four_questions(deterministic_run: Path, native_run: Path, tmp_path: Path) -> None:
@@ -69,8 +85,29 @@ def test_the_first_screen_answers_four_questions(deterministic_run: Path, native
     cut = build.page_of(run, 5)
     assert "The run was interrupted after 2 of 3 iterations" in text_of(cut)
     assert "Nothing:" not in text_of(cut)
-    assert "after the last update (greedy)" not in text_of(cut)
+    assert "after the last update" in said
+    assert "after the last update" not in text_of(cut)
     assert {r["iteration"] for r in embedded(cut)["responses"]} <= {0, 1}
+
+
+def test_a_page_says_how_many_prompts_were_held_out_and_how_many_responses_were_cut(deterministic_run: Path) -> None:
+    facts = read_facts(deterministic_run)
+    assert isinstance(facts.config, RunConfig)
+    rows = reader.read_iterations(deterministic_run)
+    (said, *_) = learning(facts, rows)
+    assert said.text.endswith(f"(greedy, {facts.config.task.num_eval_prompts} prompts).")
+    for cut, begins in ((0.75, "75% of the responses were cut at rollout.max_response_tokens"), (0.5, "Nothing: ")):
+        (verdict,) = troubles(facts, rows.assign(truncated_fraction=cut), 0, 0)
+        assert verdict.text.startswith(begins)
+
+
+def test_the_numbers_repeat_no_score_as_accuracy_and_no_setting_that_never_changes(
+    deterministic_run: Path, native_run: Path
+) -> None:
+    for text in (build.page_of(deterministic_run, 0), pair_page(deterministic_run, native_run)):
+        cells = {"".join(n.itertext()) for n in check(text).iter("td")}
+        assert {"Score", "Score, held out"} <= cells
+        assert not {"Accuracy, sampled", "Accuracy, held out", "Learning rate"} & cells
 
 
 def test_the_same_run_gives_the_same_bytes_wherever_it_lies(native_run: Path, tmp_path: Path) -> None:
@@ -202,13 +239,19 @@ def test_a_grid_says_which_difference_it_could_have_seen(tmp_path: Path) -> None
         [(point, seed, value) for point, values in results.items() for seed, value in enumerate(values)],
         columns=["point", "seed", "held-out accuracy"],
     )
-    said = text_of(page("A grid", answer_cards(tmp_path, finals, "held-out accuracy", ""), ()))
+    said = text_of(page("A grid", answer_cards(tmp_path, finals, "held-out accuracy", "", 1.0), ()))
     assert f"0 of 1 {SENTENCE}" in said
     (could,) = re.findall(r"A difference of ([\d.]+) or more would have been found with probability 0.8\.", said)
     draws = np.random.default_rng(0).normal(float(could), np.std([0.02, -0.02, 0.01], ddof=1), (100_000, 3))
     assert (stats.ttest_1samp(draws, 0.0, axis=1).pvalue < 0.05).mean() == pytest.approx(0.8, abs=0.02)
     assert "`" not in said
     assert "Does mode matter?" in said
+    two = finals[finals["seed"] < 2].replace(0.58, 0.85)
+    few, anything = (text_of(page("", answer_cards(tmp_path, two, "held-out accuracy", "", n), ())) for n in (1.0, 9.0))
+    assert "2 seeds are too few to find any possible difference with probability 0.8." in few
+    assert "-1 to 1" in few, "no accuracies differ by more"
+    assert "A difference of " not in few
+    assert "A difference of " in anything, "the control"
 
 
 def test_a_folder_of_runs_has_short_labels_and_no_run_twice(
@@ -228,8 +271,14 @@ def test_a_folder_of_runs_has_short_labels_and_no_run_twice(
     assert "runs: 3 runs" in said
     assert "b/x/one has the fingerprint of a/one: they count as one run." in said
     legend = next(n for n in root.iter("g") if n.get("class") == "legend")
-    names = ["".join(n.itertext()) for n in legend.iter("text")]
+    names = legend_of(root)
     assert "large steps" in names
+    assert "one run of each setting" in said
+    heads = ["".join(n.itertext()) for n in next(root.iter("table")).iter("th")]
+    assert heads == ["setting", "held-out accuracy"], "no spread and no seeds where each setting has one run"
+    axis = next(n for n in root.iter("text") if n.get("class") == "label" and n.get("x") == "0")
+    assert axis.text == "held-out accuracy", "the chart shows what the table has"
+    assert "name" not in {"".join(n.itertext()) for n in root.iter("th")}, "the setting has the name"
     assert len(names) == 3
     assert all(name.count(", ") < 3 for name in names)
     hover = [n.text or "" for n in legend.iter("title")]
@@ -257,7 +306,13 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     ]
     said, same = text_of(pages[0]), text_of(pages[2])
     assert "numerics.modedeterministicnative" in said
-    assert "A (left) and B (right) first differ: " in said
+    assert re.search(r"A and B first differ: .* in A, .* in B; ", said)
+    first, last = (reader.read_iterations(native_run)["eval_score"].iloc[0], final(native_run, "eval_score"))
+    assert f"B {change(first, last)} (score, held out)." in said
+    assert legend_of(check(pages[0])) == ["A: mode=deterministic", "B: mode=native"]
+    assert legend_of(check(pages[2])) == ["A", "B"]
+    marks = {(n.tag, n.get("class")) for n in check(pages[0]).iter() if n.tag in ("del", "ins", "mark")}
+    assert marks <= {("mark", "only-a"), ("mark", "only-b")}, "an orange deletion in a run whose lines are blue"
     assert "A: sampler and trainer agree on every bit" in said
     assert "B: " in said
     assert "of log-probs differ" in said

@@ -85,7 +85,7 @@ def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run:
 
 
 def test_ls_keeps_to_the_width_of_a_terminal(cli: Cli, runs: Path) -> None:
-    found = json.loads(cli("ls", "--json")[1])["runs"]
+    found = cli.json("ls")["runs"]
     whole, narrow = (lines_of(found, Path("runs"), width) for width in (math.inf, 70))
     assert whole == cli("ls")[1].splitlines(), "what is no terminal gets every column"
     assert len(whole[0]) > 70

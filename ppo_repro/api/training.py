@@ -20,7 +20,7 @@ from ppo_repro.base.progress import ConsoleProgress
 from ppo_repro.config.files import apply_overrides, build_config, load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.yaml_text import describe_value, with_numbers
+from ppo_repro.config.yaml_text import describe_value, from_pyyaml
 from ppo_repro.records import reader
 from ppo_repro.records.listing import how_to_go_on
 from ppo_repro.runs.early import require_inputs
@@ -156,14 +156,14 @@ def _checked(
     config: RunConfig | Mapping[str, Any] | Path | str, overrides: Mapping[str, Any] | Sequence[str]
 ) -> RunConfig:
     if isinstance(overrides, Mapping):
-        overrides = [f"{name}={_as_yaml(name, value)}" for name, value in with_numbers(overrides).items()]
+        overrides = [f"{name}={_as_yaml(name, value)}" for name, value in from_pyyaml(overrides).items()]
     if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
         raise UserError(f"overrides = {overrides!r}: must be a dict, or a list of texts such as 'ppo.epochs=2'")
     if isinstance(config, Path | str):
         return load_config(Path(config), overrides)
     if not isinstance(config, RunConfig | Mapping):
         raise UserError(f"config is of type {type(config).__name__}; must be a YAML file, or a dict of its fields")
-    tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else with_numbers(config)
+    tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else from_pyyaml(config)
     apply_overrides(tree, overrides)
     return build_config(tree, "train")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from ppo_repro.base.output import has_password
 MAX_BYTES = 256 * 1024
 _NUMBER = "-+.0123456789"
 _SCALARS = {  # of YAML 1.2: pattern, first characters
-    "bool": (r"^(?:true|false)$", "tf"),
-    "null": (r"^(?:null|~|)$", ("n", "~", "")),
+    "bool": (r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    "null": (r"^(?:null|Null|NULL|~|)$", ("n", "N", "~", "")),
     "int": (r"^[-+]?[0-9]+$", _NUMBER),
     "float": (r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$", _NUMBER),
 }
+# YAML 1.1 reads all but None as true or false; a template takes any text for true
+_AMBIGUOUS = re.compile(r"^(?:yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF|None)$")
 _WITH_EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 
 
@@ -32,12 +35,15 @@ def _at(mark: Any, text: str) -> UserError:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML 1.2 scalars: `1e-3` is a number, `no` and `on` are words, a repeated key is an error."""
+    """Loads YAML 1.2 scalars: `1e-3` is a number, a plain `no` or a repeated key is an error."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.tag is not None:
             raise _at(event.start_mark, "has a tag or an alias; write the value out")
+        if isinstance(event, yaml.ScalarEvent) and event.style is None and _AMBIGUOUS.match(event.value):
+            word = event.value
+            raise _at(event.start_mark, f'{word} may be a text or not; write true, false, null, or "{word}" in quotes')
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -66,6 +72,7 @@ _Loader.yaml_implicit_resolvers = {}
 for _name, (_pattern, _first) in _SCALARS.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), list(_first))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", _AMBIGUOUS, list("yYnNoO"))  # in quotes
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Dumper.add_representer(str, _Dumper.represent_str)
 
@@ -102,12 +109,14 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path}: {error}") from error
 
 
-def with_numbers(tree: Any) -> Any:
-    """Return plain data in which texts such as `1e-3`, which PyYAML reads as texts, are numbers."""
+def from_pyyaml(tree: Any) -> Any:
+    """Return plain data of PyYAML as this module reads it: texts such as `1e-3` are numbers, dates are texts."""
     if isinstance(tree, Mapping):
-        return {name: value if name == "settings" else with_numbers(value) for name, value in tree.items()}
+        return {name: value if name == "settings" else from_pyyaml(value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [with_numbers(value) for value in tree]
+        return [from_pyyaml(value) for value in tree]
+    if isinstance(tree, date):
+        return tree.isoformat()
     return float(tree) if isinstance(tree, str) and _WITH_EXPONENT.fullmatch(tree) else tree
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
+import yaml
 from pydantic import Field, ValidationError
 
 from ppo_repro.base.errors import Mistakes, UserError
 from ppo_repro.config.files import build_config, found, load_config
 from ppo_repro.config.mistakes import mistakes as lines_of
 from ppo_repro.config.section import Section
-from ppo_repro.config.yaml_text import parse_yaml, write_yaml
+from ppo_repro.config.yaml_text import from_pyyaml, parse_yaml, write_yaml
 from ppo_repro.grids.spec import load_grid
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY_GRID
 from tests.support.runs import small_config
@@ -41,8 +42,25 @@ def mistakes(*overrides: str) -> list[str]:
 def test_numbers_are_numbers_and_words_stay_words() -> None:
     assert parse_yaml("[1e-3, -2.5e+4, .5, 5., 7, +7, -7]") == [1e-3, -2.5e4, 0.5, 5.0, 7, 7, -7]
     assert [type(x) for x in parse_yaml("[1., 1, 5E6]")] == [float, int, float]
-    for word in ("no", "yes", "on", "off", "True", "FALSE", "n", "1_000", "0x10", "0o7", ".inf", "1:30"):
+    for word in ("n", "none", "1_000", "0x10", "0o7", ".inf", "1:30"):
         assert parse_yaml(f"a: {word}") == {"a": word}
+
+
+def test_truth_values_have_the_spellings_of_yaml_and_other_words_for_them_need_quotes() -> None:
+    """A template takes every text for true, also `False` and `off`."""
+    assert parse_yaml("[True, TRUE, true, False, FALSE, Null, NULL]") == [True] * 3 + [False] * 2 + [None] * 2
+    for word in ("no", "Yes", "ON", "off", "None"):
+        with pytest.raises(
+            UserError, match=f'line 1: {word} may be a text or not; write true, false, null, or "{word}"'
+        ):
+            parse_yaml(f"a: {word}")
+        assert parse_yaml(f'a: "{word}"') == parse_yaml(write_yaml({"a": word})) == {"a": word}
+
+
+def test_dates_of_pyyaml_are_the_texts_that_a_file_has() -> None:
+    for day in ("2026-11-28", "2026-11-28T12:00:00"):
+        text = f"{{template_time: {day}, times: [{day}]}}"
+        assert from_pyyaml(yaml.safe_load(text)) == parse_yaml(text) == {"template_time": day, "times": [day]}
 
 
 @pytest.mark.parametrize(

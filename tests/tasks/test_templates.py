@@ -85,7 +85,9 @@ def test_what_another_process_would_write_otherwise_is_refused(model: Path) -> N
 def test_arguments_of_the_template_are_a_field(cli: Cli, tmp_path: Path, model: Path) -> None:
     config, out = configured(tmp_path, model, THINKING), tmp_path / "runs"
     argument = "task.template_arguments.enable_thinking=false"
-    cli.done("run", config, "--out", out, "--set", argument)
+    line = cli.refusal("run", config, "--out", out, "--set", argument.replace("false", "off"))
+    assert "off may be a text or not; write true, false" in line
+    cli.done("run", config, "--out", out, "--set", argument.replace("false", "False"))
     run_dir = run_below(out)
     assert all(text.startswith("bbu") for text in prompts_of(run_dir, model))
     line = cli.refusal("run", config, "--out", out, "--set", argument.replace("thinking", "thinkin"))

@@ -309,10 +309,11 @@ def uncopied(before: Collection[str]) -> list[str]:
 
 
 def described(error: BaseException) -> str:
-    """Return type and message of an error on one line, for a SyntaxError with the version of Python."""
+    """Return type and message of an error on one line, with the version of Python or advice on a missing module."""
     try:
         message = error.msg if isinstance(error, SyntaxError) else str(error)
     except BaseException:  # the message is made by the user's code
         message = ""
     name = type(error).__name__ + (f" in Python {sys.version.split()[0]}" if isinstance(error, SyntaxError) else "")
-    return f"{name}: {shown(message)}" if message else name
+    advice = "; install it, or put it beside the file" if isinstance(error, ModuleNotFoundError) else ""
+    return f"{name}: {shown(message)}{advice}" if message else name

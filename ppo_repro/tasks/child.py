@@ -126,14 +126,20 @@ def _step(function: Function, row: CallRow, options: CallRow) -> str | None:
 def _named(function: Function, values: Mapping[str, Any]) -> Any:
     """Call a function with the values that its parameters name, or with all values if it takes **others."""
     parameters = _parameters(function).values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return function(**values)
     lacking = [p.name for p in parameters if p.default is p.empty and p.kind in _BY_NAME and p.name not in values]
     if lacking:
         raise RefusedError(f"asks for '{lacking[0]}', and there is only {', '.join(values)}")
-    positions = [values[p.name] for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in values]
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name in values]
-    return function(*positions, **{name: values[name] for name in names})
+    positions = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in values]
+    takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    asked = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [name for name in values if (takes_others or name in asked) and name not in positions]
+    try:
+        return function(*(values[name] for name in positions), **{name: values[name] for name in names})
+    except TypeError as error:
+        if takes_others and "unexpected keyword" in str(error):
+            advice = "if a decorator hides the function's parameters, give the decorator functools.wraps"
+            raise RefusedError(f"raised {described(error)}; {advice}") from error
+        raise
 
 
 def _plain(function: Function, row: CallRow, options: CallRow) -> float:
@@ -259,6 +265,8 @@ PLAIN = {
     "turns": (),
     "full_text": (),
 }
+# the parameters that show the kind of a reward
+_KINDS = {"function": {"prompt", "response"}, "trl": {"completions"}, "verl": {"data_source", "solution_str"}}
 _OF_RESPONSE = ("response", *PLAIN["response"], "turns", "full_text")
 _BY_NAME = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -282,6 +290,9 @@ def _check_signature(name: str, function: Function, call: str) -> None:
         check_call(name, function, _POSITIONS[call], {})
     if call == "trl" and "trainer_state" in parameters:
         raise RefusedError(f"{name} {_WITHHELD.format('trainer_state')}; remove the parameter")
+    kinds = [kind for kind, names in _KINDS.items() if names <= parameters.keys()]
+    if kinds and call in _KINDS and call not in kinds:
+        raise RefusedError(f"{name} has the parameters of a reward of kind {kinds[0]}; set kind: {kinds[0]}")
     if call != "function":
         return
     gets = ", ".join(f"{one} ({', '.join(others)})" if others else one for one, others in PLAIN.items())

@@ -71,7 +71,10 @@ def test_the_names_of_python_and_of_this_package_are_never_found_beside_a_file(t
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\nimport no_such_module", ":2 fails to load (ModuleNotFoundError: No module named 'no_such_module')"),
+        (
+            "x = 1\nimport no_such_module",
+            ":2 fails to load (ModuleNotFoundError: No module named 'no_such_module'; install it, or",
+        ),
         ("x = 1\n\ndef f(:", ":3 fails to load (SyntaxError in Python 3."),
         ("import sys\nsys.exit(3)", ":2 fails to load (SystemExit: 3)"),
         ("f = 3", ": f is no function; make it one or rename it"),

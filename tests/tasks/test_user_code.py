@@ -181,7 +181,10 @@ GETS = (
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\nimport no_such_module_anywhere", ":2 fails to load (ModuleNotFoundError: No module named"),
+        (
+            "x = 1\nimport no_such_module",
+            ":2 fails to load (ModuleNotFoundError: No module named 'no_such_module'; install it, or put it beside the",
+        ),
         ("x = 1\n\ndef f(:", ":3 fails to load (SyntaxError in Python 3."),
         ("import os\nos._exit(0)", " fails to load (it ended its process (exit status 0)"),
         ("f = 3", ": f is no function; make it one or rename it"),
@@ -190,6 +193,11 @@ GETS = (
         ("def f(response, anwser=None): ...", f": f has a parameter 'anwser'; {GETS}; did you mean answer?"),
         ("def f(prompt, answer): ...", f": f has no parameter for the response; {GETS}"),
         ("def f(*parts): ...", f": f has no parameter for the response; {GETS}"),
+        ("def f(prompts, completions, **others): ...", ": f has the parameters of a reward of kind trl; set kind: trl"),
+        (
+            "def f(data_source, solution_str, ground_truth, extra_info=None): ...",
+            ": f has the parameters of a reward of kind verl; set kind: verl",
+        ),
         ("import math\nf = math.hypot", f": f has no parameter for the response; {GETS}"),
     ],
 )
@@ -255,9 +263,19 @@ def test_a_function_is_called_by_the_names_of_its_parameters(tmp_path: Path, sig
     assert loaded(tmp_path, text)(ROWS) == [1.0, 0.0]
 
 
-def test_a_function_that_takes_all_others_gets_everything(tmp_path: Path) -> None:
-    text = "def f(response, **others): return 10 * len(others) + (others['prompt'] == 'p1')"
+@pytest.mark.parametrize("response", ["response", "response, /"])
+def test_a_function_that_takes_all_others_gets_everything(tmp_path: Path, response: str) -> None:
+    text = f"def f({response}, **others): return 10 * len(others) + (others['prompt'] == 'p1')"
     assert loaded(tmp_path, text)(ROWS) == [51.0, 50.0]
+
+
+def test_a_decorator_that_hides_the_parameters_is_told_what_to_do(tmp_path: Path) -> None:
+    hidden = "def hides(f):\n    def g(*args, **others): return f(*args, **others)\n    return g\n"
+    said = refusal(loaded(tmp_path, f"{hidden}@hides\ndef f(prompt, response): return 1.0"))
+    assert "f raised TypeError: f() got an unexpected keyword argument" in said
+    assert "give the decorator functools.wraps; prompt key 'k1'" in said
+    wraps = hidden.replace("    def g", "    @functools.wraps(f)\n    def g")
+    assert loaded(tmp_path, f"import functools\n{wraps}@hides\ndef f(prompt, response): return 1.0")(ROWS) == [1.0, 1.0]
 
 
 def test_what_async_functions_return_is_awaited(tmp_path: Path) -> None:
@@ -295,6 +313,7 @@ def skipped(completions, **kwargs): return [None]
 def ids(completion_ids, **kwargs): return [float(len(completion_ids[0]))]
 def narrow(completions, level): return [float(level[0])]
 def missing(completions, colour): return [1.0]
+def column(completions, colour, **kwargs): return [1.0]
 def logs(completions, log_extra, log_metric=None, **kwargs):
     log_extra("kind", ["a"])
     log_metric("mean", 1.0)
@@ -343,6 +362,7 @@ def test_rewards_of_trl_and_verl_work_as_they_are(
         (OF_TRL, "skipped", "returned None of type NoneType; must be a finite number"),
         (OF_TRL, "missing", "asks for 'colour', and there is only answer, level, data_source, completions"),
         (OF_TRL, "hidden", "asks for trainer_state, which is not given: a score must follow from prompt and response"),
+        (OF_TRL, "column", "asks for 'colour', and there is only answer, level, data_source, completions"),
         (OF_VERL, "nameless", "returned a dict with ['acc']; must be a number or a dict with 'score'"),
     ],
 )
@@ -353,6 +373,12 @@ def test_what_is_wrong_in_them_is_one_line(tmp_path: Path, term: CalledReward, n
 def test_a_parameter_that_a_score_must_not_have_is_refused_where_the_file_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"r\.py: f asks for trainer_state, which is not given"):
         loaded(tmp_path, "def f(completions, trainer_state=None): ...", OF_TRL)
+
+
+@pytest.mark.parametrize("term", [OF_TRL, OF_VERL])
+def test_a_plain_reward_under_the_name_of_another_kind_is_told_its_kind(tmp_path: Path, term: CalledReward) -> None:
+    with pytest.raises(UserError, match=r"f has the parameters of a reward of kind function; set kind: function$"):
+        loaded(tmp_path, "def f(prompt, response, answer): ...", term)
 
 
 def test_what_trl_passes_besides_is_there_and_what_is_not_recorded_is_said_once(

@@ -15,6 +15,15 @@ from ppo_repro.base.output import shown
 
 LONGEST_LINE = 1 << 26  # bytes
 _BOM = b"\xef\xbb\xbf"
+_COMPRESSED, _UTF16 = "is compressed; unpack it", "is UTF-16; save it as UTF-8"
+_OTHER_FORMATS = {
+    b"\x1f\x8b": _COMPRESSED,  # gzip
+    b"PK\x03\x04": _COMPRESSED,  # ZIP
+    b"(\xb5/\xfd": _COMPRESSED,  # zstd
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
+    b"[": "is a JSON array; write one object per line",
+}
 _NOT_CARRIED = re.compile("[\0\ud800-\udfff]")  # no UTF-8 exists for the one, C ends a text at the other
 _CONSTANTS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}
 
@@ -42,6 +51,9 @@ def read_lines(name: str, path: Path, constants: bool = False) -> Iterator[Line]
                 if len(content) > LONGEST_LINE:
                     raise UserError(f"{path}:{number}: has more than {LONGEST_LINE} bytes; write one object per line")
                 whole = content.removeprefix(_BOM) if number == 1 else content
+                for start, what in _OTHER_FORMATS.items() if not any_line else ():
+                    if whole.lstrip().startswith(start):
+                        raise UserError(f"{name} = {path}: {what}")
                 if whole.strip():
                     any_line = True
                     yield Line(f"{path}:{number}", number, _parsed(f"{path}:{number}", whole, constants))
@@ -68,9 +80,9 @@ def _parsed(where: str, content: bytes, constants: bool) -> dict[str, Any]:
         text = content.decode().rstrip("\r\n")
         fields = json.loads(text, parse_constant=constant, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON in UTF-8 ({error}); write one object") from error
+        raise UserError(f"{where}: not valid JSON in UTF-8 ({error}); write one object per line") from error
     if not isinstance(fields, dict):
-        raise UserError(f"{where}: must be an object, is {type(fields).__name__}")
+        raise UserError(f"{where}: must be an object, is {type(fields).__name__}; write one object per line")
     return fields
 
 

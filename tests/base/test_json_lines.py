@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def test_whatever_json_writes_comes_back(
         (b'{"a": "\x00"}', "not valid JSON in UTF-8"),
         (b'{"a": "\xff"}', "not valid JSON in UTF-8"),
         (b'\xef\xbb\xbf{"a": 1}', "not valid JSON in UTF-8"),
-        (b"null", "must be an object, is NoneType"),
+        (b"null", "must be an object, is NoneType; write one object per line"),
         (b'["a"]', "must be an object, is list"),
         (b'{"a": [1, -Infinity]}', "-Infinity is no JSON"),
         (b'{"a": 1, "a": 2}', "field 'a' appears twice"),
@@ -70,6 +71,20 @@ def test_a_mistake_names_its_line(tmp_path: Path, line: bytes, message: str) -> 
         fields(path)
     assert str(caught.value).startswith(f"{path}:3: {message}")
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(b'{"a": 1}'), "is compressed; unpack it"),
+        ('{"a": 1}'.encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        (b'[{"a": 1}]', "is a JSON array; write one object per line"),
+        (b'\n [\n {"a": 1}\n]\n', "is a JSON array; write one object per line"),
+    ],
+)
+def test_another_format_is_named_with_what_to_do(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=f"^file = .*a.jsonl: {message}$"):
+        fields(written(tmp_path, content))
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \r\n\n", b"\xef\xbb\xbf"])

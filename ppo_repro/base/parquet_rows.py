@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import open_regular
-from ppo_repro.base.json_lines import Line
+from ppo_repro.base.json_lines import Line, read_lines
 from ppo_repro.base.output import shown
 
 AT_ONCE = 1000  # rows
@@ -23,6 +23,14 @@ def is_parquet(path: Path) -> bool:
             return file.read(4) == b"PAR1"
     except OSError:  # reading it as lines says why
         return False
+
+
+def read_records(name: str, path: Path) -> Iterator[Line]:
+    """Yield the rows of a Parquet file, or the lines of a JSON Lines file.
+
+    Raises UserError if the file (`name` in messages) cannot be read or is empty, or has a wrong line.
+    """
+    return read_rows(name, path) if is_parquet(path) else read_lines(name, path)
 
 
 def read_rows(name: str, path: Path) -> Iterator[Line]:

@@ -28,7 +28,9 @@ class DPOConfig(Experiment, Templated):
     """
 
     run: PathText | None = Field(None, description="Folder of the recorded run; null: `model` and `pairs`.")
-    pairs: PathText | None = Field(None, description="Lines with `prompt`, `chosen`, `rejected`; null: of the run.")
+    pairs: PathText | None = Field(
+        None, description="Lines or Parquet rows with `prompt`, `chosen`, `rejected`; null: of the run."
+    )
     model: ModelFolder | None = Field(None, description="The model to train, where there is no run.")
     num_eval_prompts: Count = Field(description="Prompts whose pairs are held out, to measure the margins on.")
     dpo: DPOUpdate
@@ -40,7 +42,7 @@ class DPOConfig(Experiment, Templated):
         if (self.run is None) == (self.model is None):
             raise ValueError("run, or model with pairs, must be given, and not both")
         if self.model is not None and self.pairs is None:
-            raise ValueError("model needs pairs, a JSON Lines file with prompt, chosen and rejected")
+            raise ValueError("model needs pairs, a JSON Lines or Parquet file with prompt, chosen and rejected")
         return self
 
     @property

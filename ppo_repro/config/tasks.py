@@ -111,7 +111,9 @@ class RewardModelTraining(Section):
     """Bradley-Terry training of a reward model on the pairs of a file, or on pairs made by a rule from the task."""
 
     num_pairs: Count | None = Field(None, description="Preference pairs to make from training prompts.")
-    pairs: PathText | None = Field(None, description="Lines with `prompt`, `chosen`, `rejected`; a tenth is held out.")
+    pairs: PathText | None = Field(
+        None, description="Lines or Parquet rows with `prompt`, `chosen`, `rejected`; a tenth is held out."
+    )
     label_noise: LabelNoise = Field(0.0, description="Probability that a training pair prefers the wrong answer.")
     epochs: Count = Field(1, description="Passes over the pairs.")
     minibatch_size: Count = Field(description="Pairs per optimizer step; the last step of an epoch may have fewer.")

@@ -10,8 +10,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.json_lines import read_lines, text_field
+from ppo_repro.base.json_lines import text_field
 from ppo_repro.base.output import shown
+from ppo_repro.base.parquet_rows import read_records
 from ppo_repro.base.seeding import permutation, words
 from ppo_repro.tasks.problems import Problem, make_problem
 from ppo_repro.tasks.templates import Encode
@@ -147,7 +148,7 @@ def pairs_by_rule(
 def pairs_of_file(
     path: Path, field: str, tokenizer: PreTrainedTokenizerBase, encode: Encode, chat_template: bool
 ) -> list[Preference]:
-    """Read the pairs of a file of JSON objects with `prompt`, `chosen` and `rejected`, and optionally `key`.
+    """Read the pairs of a JSON Lines or Parquet file with `prompt`, `chosen` and `rejected`, and optionally `key`.
 
     An end token follows each response.
 
@@ -162,7 +163,7 @@ def pairs_of_file(
         UserError: names the line that is wrong.
     """
     problems, answers = [], []
-    for line in read_lines(field, path):
+    for line in read_records(field, path):
         problem = make_problem(line.where, {**line.fields, "answer": ""}, chat_template)
         responses = []
         for name in ("chosen", "rejected"):

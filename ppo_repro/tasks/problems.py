@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.json_lines import Line, read_lines, text_field
+from ppo_repro.base.json_lines import Line, text_field
 from ppo_repro.base.output import shown
-from ppo_repro.base.parquet_rows import is_parquet, read_rows
+from ppo_repro.base.parquet_rows import read_records
 from ppo_repro.base.seeding import permutation, words
 from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask, PythonTask, TaskConfig
 from ppo_repro.tasks.user_code import UserFunction, UserProcess, load
@@ -153,7 +153,7 @@ def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str
             f"{where}: field 'prompt' is a list of messages; set task.chat_template = true, which renders it"
         )
     for message in value:
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        if not isinstance(message, dict) or {n for n in message if message[n] is not None} != {"role", "content"}:
             raise UserError(f"{where}: field 'prompt': a message must be an object with 'role' and 'content' alone")
         text_field(where, "content", message["content"])
     roles = [str(message["role"]) for message in value]
@@ -162,7 +162,7 @@ def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str
             f"{where}: field 'prompt' has the roles {shown(', '.join(roles))}; must begin with system or user, go on "
             "with user, assistant or tool, and end with user or tool"
         )
-    return [dict(message) for message in value]
+    return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
 def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
@@ -188,8 +188,7 @@ def read_file(path: Path, chat_template: bool = False) -> list[Problem]:
 
     Raises UserError, with file and line, for the first mistake.
     """
-    read = read_rows if is_parquet(path) else read_lines
-    lines = [replace(line, fields=_with_answer(line)) for line in read("task.path", path)]
+    lines = [replace(line, fields=_with_answer(line)) for line in read_records("task.path", path)]
     answered = any("answer" in line.fields for line in lines)
     for line in lines:
         if answered and "answer" not in line.fields:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from tokenizers.normalizers import NFC
@@ -99,6 +101,16 @@ def test_a_rerun_takes_the_pairs_that_the_run_has(finished: Path, folder: Path, 
         (folder / "pairs.jsonl").write_text(before)
     edited = run_below(tmp_path)
     assert cli("diff", edited, finished)[0] == 1
+
+
+def test_pairs_in_parquet_train_as_the_same_lines_do(
+    finished: Path, folder: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pairs.parquet")
+    monkeypatch.chdir(tmp_path)
+    cli.done("run", folder / "dpo.yaml", "--set", "pairs=pairs.parquet", "--out", tmp_path)
+    assert manifest.load(run_below(tmp_path)).fingerprint == manifest.load(finished).fingerprint
 
 
 def test_letter_and_accent_are_what_the_tokenizer_writes_as_one_character(tmp_path: Path) -> None:

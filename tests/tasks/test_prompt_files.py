@@ -44,7 +44,8 @@ def verl_rows() -> list[dict[str, Any]]:
     return [
         {
             "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": "ab" * n}],
+            # the null as in data sets of which some messages have the key
+            "prompt": [{"role": "user", "content": "ab" * n, "tool_calls": None}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": "ab"[n % 2]},
             "extra_info": {"index": n, "split": "train"},

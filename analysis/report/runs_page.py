@@ -217,8 +217,8 @@ def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str, w
     """
     tree = read_tree(folder / "grid.yaml")
     said = [str(tree["question"]), f"Expected: {tree['expectation']}"]
-    if tree.get("axes"):
-        said.append(f"Settings are named by {', '.join(tree['axes'])}.")
+    if axes := [axis for axis in tree.get("axes") or () if axis != "setting"]:
+        said.append(f"Settings are named by {', '.join(axes)}.")
     answer, compared = _answer(finals, measure, widest)
     cards = [
         Card("What was the question?", [Verdict("fact", text) for text in said]),

@@ -295,6 +295,9 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Iterator[DumpRow]:
         advice = "save a dict of tensors and lists, or a list of such dicts, with torch.save"
         raise UserError(f"{path}: cannot be read without running code from it ({shown(reason)}); {advice}") from error
 
+    def rows(values: Any) -> Any:  # of different lengths, in a nested tensor
+        return values.unbind() if isinstance(values, torch.Tensor) and values.is_nested else values
+
     def plain(value: Any) -> Any:
         try:
             return value.tolist() if isinstance(value, torch.Tensor) else value
@@ -311,7 +314,7 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Iterator[DumpRow]:
             yield {str(name): plain(value) for name, value in part.items()}
             continue
         used = names if isinstance(names, Names) else names_of(str(path), map(str, part), names)
-        columns = {str(name): values for name, values in part.items() if hasattr(values, "__len__")}
+        columns = {str(name): rows(values) for name, values in part.items() if hasattr(values, "__len__")}
         if used.sampler not in columns:
             raise _no_column(path, used.sampler, part)
         count = len(columns[used.sampler])

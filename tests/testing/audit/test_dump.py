@@ -105,6 +105,17 @@ def test_what_is_wrong_is_named_with_its_row(row: dict[str, Any], message: str, 
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_rows_of_nested_tensors(layout: torch.layout, tmp_path: Path) -> None:
+    rows = [ROWS["verl"], {**ROWS["verl"], **{name: ROWS["verl"][name][:1] for name in OF_TOKENS}}]
+    columns = {name: torch.tensor([row[name] for row in rows]) for name in ("prompts", "attention_mask")}
+    for name in OF_TOKENS:
+        columns[name] = torch.nested.nested_tensor([torch.tensor(row[name]) for row in rows], layout=layout)
+    torch.save(columns, tmp_path / "dump.pt")
+    assert same(read(tmp_path / "dump.pt", "verl"), read(write(tmp_path / "dump.jsonl", rows), "verl"))
+
+
 @pytest.mark.parametrize("kind", [torch.Tensor.to_sparse, lambda x: x.to("meta")])
 @pytest.mark.parametrize("side", ["rollout_log_probs", "old_log_probs"])
 def test_a_tensor_without_a_list_of_numbers_is_refused(side: str, kind: Any, tmp_path: Path) -> None:
@@ -112,6 +123,9 @@ def test_a_tensor_without_a_list_of_numbers_is_refused(side: str, kind: Any, tmp
     torch.save(columns | {side: kind(columns[side])}, tmp_path / "dump.pt")
     with pytest.raises(UserError, match=f"row 1: {side} = .*: must be a list of log-probs in nats"):
         read(tmp_path / "dump.pt", "verl")
+
+
+OF_TOKENS = "responses", "rollout_log_probs", "old_log_probs", "response_mask"
 
 
 class Code:

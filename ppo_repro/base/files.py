@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -223,9 +224,10 @@ def require_new(run_dir: Path, manifest: str) -> None:
             "or move the folder away"
         )
     if run_dir.is_dir():
+        quoted = shlex.quote(str(run_dir))
         raise UserError(
             f"{run_dir}: exists already, with this configuration and these inputs; choose another --out, "
-            f"or use `ppo-repro show {run_dir}`, `ppo-repro rerun {run_dir}` or `ppo-repro resume {run_dir}`"
+            f"or use `ppo-repro show {quoted}`, `ppo-repro rerun {quoted}` or `ppo-repro resume {quoted}`"
         )
     if os.path.lexists(run_dir):
         raise UserError(f"{run_dir}: the file {run_dir} is in the way; choose another --out")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -328,7 +329,7 @@ def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | Non
         return config, path / FINAL, None
     response = first_unequal(path)
     if response is None:
-        raise UserError(f"{path}: has no checkpoints/final; finish it with `ppo-repro resume {path}`")
+        raise UserError(f"{path}: has no checkpoints/final; finish it with `ppo-repro resume {shlex.quote(str(path))}`")
     return config, path / UNEQUAL, response
 
 

@@ -5,6 +5,7 @@ Each stage starts from the records of earlier stages and calls the same function
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -230,7 +231,9 @@ def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
     if not manifest.has_responses(recorded):
         raise UserError(f"{run_dir}: is a {recorded.kind} run; replay is for language runs, use ppo-repro rerun")
     if not recorded.iterations:
-        raise UserError(f"{run_dir}: has no recorded iteration; finish it with `ppo-repro resume {run_dir}`")
+        raise UserError(
+            f"{run_dir}: has no recorded iteration; finish it with `ppo-repro resume {shlex.quote(str(run_dir))}`"
+        )
     config = load_recorded_config(run_dir)
     # compute all columns that follow from records, at whatever level the run recorded
     at_full = config.model_copy(update={"records": RecordsConfig(level="full")})

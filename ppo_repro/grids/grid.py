@@ -7,6 +7,7 @@ the columns of the cell, then the columns of the table `iterations`.
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
@@ -189,5 +190,5 @@ def lines(grid: Grid, folder: Path, outcome: Outcome) -> list[str]:
         f"{(table['state'] == 'complete').sum()} of {len(table)} cells complete; {len(outcome.ran)} run now",
         f"tables       {folder / CELLS}, {folder / RESULTS}",
         *([f"read with    {grid.file.read_with}"] if grid.file.read_with else []),
-        f"page         ppo-repro report {folder}",
+        f"page         ppo-repro report {shlex.quote(str(folder))}",
     ]

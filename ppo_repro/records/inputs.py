@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -49,7 +50,7 @@ def located_tree(
             try:
                 check_file(run_dir / name, digest)
             except UserError as error:
-                use = f"edit a file of your own and `ppo-repro fork {run_dir}` with it"
+                use = f"edit a file of your own and `ppo-repro fork {shlex.quote(str(run_dir))}` with it"
                 raise UserError(f"{error}; restore it, or {use}") from error
     for field, section, name in files.path_fields(tree):
         wanted = {

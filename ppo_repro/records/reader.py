@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manife
     if recorded.status != "complete" and not allow_incomplete:
         raise UserError(
             f"{run_dir}: the run is {recorded.status} after {len(recorded.iterations)} recorded iterations; "
-            f"finish it with `ppo-repro resume {run_dir}`, or allow incomplete runs"
+            f"finish it with `ppo-repro resume {shlex.quote(str(run_dir))}`, or allow incomplete runs"
         )
     return recorded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -70,7 +71,9 @@ def resume(
     with writing(ranks, run_dir):
         recorded = manifest.load(run_dir)
         if recorded.status == "complete":
-            raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {run_dir}`")
+            raise UserError(
+                f"{run_dir}: the run is finished; look at it with `ppo-repro show {shlex.quote(str(run_dir))}`"
+            )
         # a checkpoint has the model
         model_too = not folder.starts_of(run_dir, recorded) or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files
         config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
@@ -133,7 +136,7 @@ def recorded_config(
         if not override.startswith(tuple(f"{group}{end}" for group in kind.changeable for end in ".=")):
             raise UserError(
                 f"--set {override}: a recorded run may change fields of {groups} only; for another field "
-                f"start a run of its own, or go on from a checkpoint with `ppo-repro fork {run_dir}`"
+                f"start a run of its own, or go on from a checkpoint with `ppo-repro fork {shlex.quote(str(run_dir))}`"
             )
     tree = located_tree(run_dir, recorded, elsewhere, model_too)
     apply_overrides(tree, overrides)

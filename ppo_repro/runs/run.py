@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -307,5 +308,5 @@ def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None
         else:
             hint = f"all of them: {folder / UNEQUAL_TOKENS}"
             if has_policy:
-                hint = f"find the module with `ppo-repro bisect {run_dir}`; {hint}"
+                hint = f"find the module with `ppo-repro bisect {shlex.quote(str(run_dir))}`; {hint}"
         raise UnequalBits(f"{error}; {hint}", found) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from ppo_repro.analysis.report.build import page_of
 from ppo_repro.analysis.view.index import Index
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli, folder_config, sets, write_prompts
-from tests.support.paths import TINY
+from tests.support.paths import ROOT, TINY
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +101,14 @@ def test_no_accuracy_where_a_function_rewards(kind: str, has_accuracy: bool, cli
     if not has_accuracy:
         assert "held-out score stayed at 0.250 (greedy)" in out
         assert "Held-out score stayed at 0.250 after" in page
+
+
+def test_commands_in_messages_can_be_pasted_wherever_a_run_lies(
+    cli: Cli, deterministic_run: Path, tmp_path: Path
+) -> None:
+    here = Path(shutil.copytree(deterministic_run, tmp_path / "my runs" / "it's"))
+    (command,) = re.findall("`(.*)`", cli.refusal("resume", here))
+    assert shlex.split(command) == ["ppo-repro", "show", str(here)]
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "ppo_repro").rglob("*.py")}
+    plain = re.compile(r"ppo-repro [a-z]+ \{(?!shlex\.|quoted)")
+    assert [path for path, text in sources.items() if plain.search(text)] == []

@@ -93,12 +93,12 @@ def left_out(model: PreTrainedModel) -> dict[str, Option]:
 
 
 def _computes(option: Option) -> bool:
-    logits = _logits(option.make)
+    logits = computed(option.make)
     return logits is not None and bool(logits.isfinite().all())
 
 
 @torch.no_grad()
-def _logits(make: Callable[[], PreTrainedModel]) -> Tensor | None:
+def computed(make: Callable[[], PreTrainedModel]) -> Tensor | None:
     """Return logits [1, PROBE, V] of some tokens; None if the model cannot be built or its forward fails."""
     try:
         made: Any = make()
@@ -161,7 +161,7 @@ def not_computed(model: PreTrainedModel) -> dict[str, Any]:
     for kind, inner in of_kinds.items():
         for key in [key for key, value in inner.items() if key.endswith("factor") and not _is_off(value)]:
             change = Change(("rope_parameters", *([kind] if kind else []), key), inner[key], None)
-            without, whole = _logits(_of_fields(model, [change]).make), _logits(lambda: model)
+            without, whole = computed(_of_fields(model, [change]).make), computed(lambda: model)
             if without is not None and whole is not None and torch.equal(without, whole):
                 found[change.field] = inner[key]
     return found

@@ -12,6 +12,7 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.forward import Progress, States, pieces, states
-from ppo_repro.testing.audit.options import IN_BFLOAT16
+from ppo_repro.testing.audit.options import IN_BFLOAT16, computed
 from ppo_repro.testing.audit.variants import (
     OTHER_TEMPERATURE,
     VARIANTS,
@@ -175,8 +176,9 @@ class Search:
         self.own: dict[Hashable, list[Tensor]] = {}  # log-probs of the targets, by window
         self.logp: tuple[Hashable, list[list[Tensor]]] = (None, [])  # of all tokens, the last ones
         self.near: set[str] = set()  # causes that leave little on a few tokens
+        self.half = [name for name in HALF if computed(partial(_in_half, subject.model, COMPUTED + name)) is not None]
         self.causes = [
-            *(Variant(COMPUTED + name, "weights", CAUSES["reduced_precision"].mend) for name in HALF),
+            *(Variant(COMPUTED + name, "weights", CAUSES["reduced_precision"].mend) for name in self.half),
             *(Variant(ROUNDED + name, "weights", "send float32 weights") for name in HALF),
             *(Variant(name, "weights", CAUSES["stale_weights"].mend) for name in subject.others),
             *(Variant(option.words, "weights", option.advice) for option in subject.options.values()),
@@ -305,7 +307,8 @@ class Search:
                 screened.append((rms(left), steps))
             progress.step()
         screened.sort(key=lambda item: item[0])
-        errors = (rms(self._errors(how + name, self.few)) for how in (COMPUTED, ROUNDED) for name in HALF)
+        narrow = [*(COMPUTED + name for name in self.half), *(ROUNDED + name for name in HALF)]
+        errors = (rms(self._errors(name, self.few)) for name in narrow)
         passing = max(30 * self.tolerance, *(3 * self.scale * size for size in errors))
         self.near |= {steps[0][0].name for left, steps in screened if left <= passing and len(steps) == 1}
         tried = []
@@ -448,7 +451,7 @@ class Search:
         is_excluded = self.has_experts or any(_is_half(c) for c, _ in steps)
         if judged.explains or is_excluded or plain is None or (steps and rms(left) > LEFT_OF_HALF * rms(plain)):
             return []
-        for name in HALF:
+        for name in self.half:
             size = rms(self._errors(COMPUTED + name, self.few))
             if not size / ROUGHLY <= rms(left) <= ROUGHLY * size:  # which spares the time on more tokens
                 continue

@@ -22,6 +22,8 @@ from transformers import (
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
+    XGLMConfig,
+    XGLMForCausalLM,
 )
 
 from ppo_repro.base.errors import UserError
@@ -363,6 +365,9 @@ OTHERS: dict[str, Callable[[], PreTrainedModel]] = {
     "phi": lambda: PhiForCausalLM(PhiConfig(**SMALL, intermediate_size=72, max_position_embeddings=CONTEXT)),
     "falcon": lambda: FalconForCausalLM(FalconConfig(**SMALL, max_position_embeddings=CONTEXT)),
     "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=48, n_layer=2, n_head=4)),
+    "xglm": lambda: XGLMForCausalLM(  # its positions do not compute in 16 bits
+        XGLMConfig(vocab_size=VOCAB, d_model=48, ffn_dim=72, num_layers=2, attention_heads=4)
+    ),
     "opt": lambda: OPTForCausalLM(
         OPTConfig(**SMALL, ffn_dim=72, word_embed_proj_dim=48, max_position_embeddings=CONTEXT)
     ),

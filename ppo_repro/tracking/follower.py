@@ -182,7 +182,7 @@ def _wait(process: subprocess.Popen[str], folder: Path, target: Target, copies: 
         return
     lines = out.splitlines()  # MLflow's client prints too
     told = [line.removeprefix(DONE) for line in lines if line.startswith(DONE)]
-    if process.returncode or not told:
+    if not told:
         *_, last = ["", *lines]
         _say(f"tracking failed: {last or f'its process ended with {process.returncode}'}", folder, target)
         return
@@ -212,7 +212,8 @@ def main(folder: Path, target: Target) -> None:
             say(f"warning: {one_line(error)}; the run goes on")
         print(one_line(error))
         sys.exit(1)
-    print(DONE + json.dumps({"lines": copies.lines, "fields": copies.fields}))
+    # flushed: threads of libraries may abort the process while it ends, after all copies are made
+    print(DONE + json.dumps({"lines": copies.lines, "fields": copies.fields}), flush=True)
 
 
 if __name__ == "__main__":

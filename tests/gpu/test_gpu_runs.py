@@ -15,6 +15,7 @@ import torch
 from ppo_repro.base.errors import UserError
 from ppo_repro.checks.plan import plan_run
 from ppo_repro.numerics import build, devices
+from ppo_repro.numerics.library import KNOWN_ANSWER
 from ppo_repro.records import manifest
 from tests.gpu.emulator import stand_in
 from tests.gpu.emulator.device import current_stream
@@ -98,7 +99,7 @@ def test_a_card_that_is_too_old_or_absent_is_refused(
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ("0, 0, 0, 2", "error: no memory on the GPU: the kernels asked for 0.004 GB, and 1.000 of 4.000 GB are free"),
+        ("0, 0, 0, 2", "error: no memory on the GPU: the kernels asked for 0.008 GB, and 1.000 of 4.000 GB are free"),
         ("0, 0, 500, 0", "error: the GPU has no kernel embedding_row; set layout.device=cpu"),
         ("0, 0, 1, 0", "error: the GPU: embedding_row: failed (1)"),
     ],
@@ -174,6 +175,6 @@ def test_kernels_that_contract_products_and_sums_are_refused(tmp_path: Path, mon
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     other = stand_in(tmp_path, "source", "-ffp-contract=fast")
     with pytest.raises(
-        UserError, match=r"the kernels compute 0x[0-9a-f]+ on emulated card .* where 0x83e585b3d1d31e7d"
+        UserError, match=rf"the kernels compute 0x[0-9a-f]+ on emulated card .* where {KNOWN_ANSWER:#x} is right"
     ):
         devices.open_card(0, str(other))

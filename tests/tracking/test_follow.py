@@ -93,6 +93,13 @@ def test_a_resumed_run_is_followed_from_its_first_iteration(cli: Cli, follow: st
 
 
 @slow
+def test_a_process_that_aborts_after_its_last_copy_has_made_every_copy(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "follow.py").write_text("import atexit, os\ndef follow(metrics):\n    atexit.register(os.abort)\n")
+    said = cli.json("run", TINY, "--out", tmp_path, "--track", f"{tmp_path}/follow.py:follow")
+    assert said["function"]["iterations"] == 2
+
+
+@slow
 @pytest.mark.parametrize("last", ["raise ValueError('no')", "import os; os._exit(0)", "while True: pass"])
 def test_a_function_that_fails_costs_a_run_nothing(
     last: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,7 @@ def test_hostile_texts_do_nothing_and_the_page_fits(
 ) -> None:
     with served(make_hostile_run(native_run, tmp_path / "run")) as server:
         look(browser, scheme, 390)
+        browser.get("about:blank")  # the page before asks its ended server for news
         browser.get_log("browser")
         browser.get(server.address)
         until(lambda: len(shown(browser)), "responses")

@@ -25,7 +25,7 @@ class _Widening(TorchFunctionMode):
 
     def __init__(self, head: Module | None) -> None:
         super().__init__()
-        self.matrix = None if head is None else head.weight
+        self.matrix = getattr(head, "weight", None)
 
     @cached_property
     def wide_matrix(self) -> Tensor:

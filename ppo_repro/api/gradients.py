@@ -1,178 +1,108 @@
-"""Check a deterministic model around each pass, and add its gradients to `.grad`.
+"""Let the gradients of a deterministic model go on from `.grad`, whoever wrote it.
 
-Each pass packs the weights again, so it sees every change, also through `.data`, NumPy or another library. Gradients go
-to the `grad` of parameters. A gradient is one chain of additions over all sequences since `zero_grad`. So a batch of
-eight sequences and eight batches of one give the same bits.
+A gradient is one chain of additions over all sequences since `zero_grad`. So a batch of eight sequences and eight
+batches of one give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.numerics import library
-from ppo_repro.numerics.gradient_sums import GradientSums, Slots, SlotSums
+from ppo_repro.numerics.gradient_sums import GradientSums, Group, Slots, SlotSums
 from ppo_repro.numerics.interface import Struct
-from ppo_repro.numerics.lowering import check_parts, shapes_of
-from ppo_repro.numerics.network import forget_packed
 
-AGAIN = "make a new model with ppo_repro.deterministic"
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-Modules = dict[str, type[nn.Module]]
-
-
-def modules_of(model: nn.Module) -> Modules:
-    """Return the class of each module by name."""
-    return {name: type(module) for name, module in model.named_modules()}
-
-
-class Passes:
-    """State of one deterministic model between passes: its modules, shapes, trained weights and gradient sums."""
-
-    def __init__(self, modules: Modules, shapes: dict[str, torch.Size]) -> None:
-        self._modules, self._shapes = modules, shapes
-        self._trained: dict[str, nn.Parameter] = {}
-        self._device: torch.device | None = None  # device of the sums
-        self._sums: RunningSums | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
-        return Passes(self._modules, self._shapes)
-
-    def begin(self, model: PreTrainedModel) -> None:
-        """Check the model before a pass and forget its packed weights.
-
-        Raises UserError if the kernels cannot compute it.
-        """
-        self._check_modules(model)
-        _check_weights(model)
-        if shapes_of(model) != self._shapes:  # another vocabulary, for example
-            check_parts(model)
-            self._shapes = shapes_of(model)
-        library.check_denormals()
-        forget_packed(model)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        same = self._trained.keys() == trained.keys() and all(p is self._trained[n] for n, p in trained.items())
-        if not same or self._device != model.device:
-            self._trained, self._device = trained, model.device
-            self._sums = RunningSums(model.named_parameters())
-
-    def _check_modules(self, model: PreTrainedModel) -> None:
-        found = modules_of(model)
-        if found != self._modules:
-            name = next(n for n in [*found, *self._modules] if found.get(n) is not self._modules.get(n))
-            raise UserError(f"deterministic model: module '{name}' was added, removed or replaced; {AGAIN}")
-        for name, module in model.named_modules():
-            if module is not model and ("forward" in vars(module) or _has_hook(module)):
-                raise UserError(
-                    f"deterministic model: module '{name}' has a hook or a forward of its own, which would not be "
-                    "called; remove it"
-                )
-
-
-def _has_hook(module: nn.Module) -> bool:
-    hooks = (hook for kind in _MODULE_HOOKS for hook in getattr(module, kind).values())
-    # with gradient checkpointing transformers puts a hook on the embeddings, which only asks for gradients
-    return any(getattr(hook, "__module__", None) != PreTrainedModel.__module__ for hook in hooks)
-
-
-def _check_weights(model: PreTrainedModel) -> None:
-    for name, p in model.named_parameters():
-        if p.dtype != torch.float32 or p.device.type not in ("cpu", "cuda") or not p.is_contiguous():
-            raise UserError(
-                f"model parameter '{name}' is {p.dtype} on {p.device}; deterministic numerics need contiguous float32 "
-                "on the CPU or a CUDA card"
-            )
-        if any(getattr(p, hooks, None) for hooks in _WEIGHT_HOOKS):
-            raise UserError(f"model parameter '{name}' has a hook, which would not be called; remove it")
-
-
-def _versions(model: PreTrainedModel) -> list[int]:
-    """Return the number of changes in place of each parameter, as torch counts them."""
-    return [p._version for p in model.parameters()]
-
-
-class Watched(Function):
-    """Function for the logits of a pass.
-
-    Its backward raises RuntimeError if a weight has changed, or if it runs twice.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, model: PreTrainedModel) -> Tensor:
-        ctx.model, ctx.versions, ctx.is_done = model, _versions(model), False
-        ctx.mark_dirty(logits)  # no view: the caller may change the logits in place, as those of a stock model
-        return logits
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.is_done:
-            raise RuntimeError("a second backward through one pass; run the forward pass again")
-        if ctx.versions != _versions(ctx.model):
-            raise RuntimeError("a weight was changed between the forward pass and its backward; run the forward again")
-        ctx.is_done = True
-        return grad, None
+_ROWS = 1024  # of a gradient that are compared at once
 
 
 class RunningSums(GradientSums):
-    """Gradient sums that start from the `grad` of each parameter and replace this `grad` after each backward pass."""
+    """Gradient sums that go on from `grad`, and write `grad` as stock torch does: in place, or anew after None.
+
+    If a parameter has one use, a new `grad` shares the memory of the sum. If it has two, `grad` is the sum of both; the
+    uses go on as they are while `grad` is still their sum.
+    """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__(parameters, slots=1)
-        self._users: dict[int, list[SlotSums]] = {id(p): [] for p in self.trained.values()}
-        self._published: dict[int, tuple[Tensor, int]] = {}  # the tensor that `grad` was set to, and its version
+        self._uses_of: dict[int, list[_RunningUse]] = {id(p): [] for p in self.trained.values()}
 
-    def make_sums(self, parameters: Sequence[Tensor]) -> SlotSums:
-        use = _RunningUse(parameters, self)
+    def make_sums(self, groups: Sequence[Group]) -> SlotSums:
+        use = _RunningUse(groups, self)
         for p in use.parameters:
-            self._users[id(p)].append(use)
+            self._uses_of[id(p)].append(use)
         return use
 
-    def go_on(self, use: SlotSums) -> None:
-        """Start the sums of all uses from `grad`, which may be None after `zero_grad`, or a tensor of the caller."""
+    def go_on(self, use: _RunningUse) -> None:
+        """Let the sums of a use, and of its parameters' other uses, begin with `grad`, or with 0 if it is None."""
+        self._check(use)
+        used_once = [p for p in use.parameters if len(self._uses_of[id(p)]) == 1]
+        if use.is_lent and not all(_is_same(p.grad, use.view(p)) for p in used_once):
+            use.release()  # the caller may have kept the earlier gradients
         for p in use.parameters:
-            if p.grad is None:
-                self._published.pop(id(p), None)
-        only_here = [p for p in use.parameters if len(self._users[id(p)]) == 1] or use.parameters
-        if all(p.grad is None for p in only_here):
-            use.release()  # the caller may still use the earlier gradients
-        for p in use.parameters:
-            grad, (published, version) = p.grad, self._published.get(id(p), (None, 0))
-            if grad is None:
-                for each in self._users[id(p)]:
-                    each.view(p).zero_()
-            elif grad is not published or grad._version != version:
-                value = grad.clone()
-                for each in self._users[id(p)]:
-                    each.view(p).zero_()
-                use.view(p).copy_(value)
+            grad, sums = p.grad, [each.view(p) for each in self._uses_of[id(p)]]
+            if _is_same(grad, sums[0]) if len(sums) == 1 else _is_total(grad, sums):
+                continue
+            for each in sums:
+                each.zero_()
+            if grad is not None:
+                use.view(p).copy_(grad)
 
-    def publish(self, use: SlotSums) -> None:
-        """Set `grad` to the sum over all uses; with one use, `grad` shares the memory of the sum."""
+    def _check(self, use: _RunningUse) -> None:
+        """Raise UserError for a `grad` to which nothing can be added."""
         for p in use.parameters:
-            first, *others = (each.view(p) for each in self._users[id(p)])
-            published = self._published.get(id(p), (None, 0))[0]
-            if others or published is None or published.data_ptr() != first.data_ptr():
+            if p.grad is not None and _kind(p.grad) != _kind(p):
+                raise UserError(f"the gradient of {self._names[id(p)]} is {_kind(p.grad)}; must be {_kind(p)}")
+        begins = [p.grad.data_ptr() for p in self.trained.values() if p.grad is not None and p.grad.numel()]
+        if len(set(begins)) < len(begins):
+            names = [n for n, p in self.trained.items() if p.grad is not None and begins.count(p.grad.data_ptr()) > 1]
+            raise UserError(f"{names[0]} and {names[1]} have one gradient in common; give each a tensor of its own")
+
+    def publish(self, use: _RunningUse) -> None:
+        """Write the sums over all uses into `grad`."""
+        for p in use.parameters:
+            first, *others = (each.view(p) for each in self._uses_of[id(p)])
+            if others:
+                if p.grad is None or _is_same(p.grad, first):  # until now there was one use
+                    p.grad = torch.empty_like(first)
+                p.grad.copy_(first)
                 for other in others:
-                    first = first + other
-                published = first
-            p.grad = published
-            self._published[id(p)] = published, published._version
+                    p.grad.add_(other)
+            elif p.grad is None:
+                p.grad, use.is_lent = first, True
+            elif not _is_same(p.grad, first):
+                p.grad.copy_(first)
+
+
+def _kind(tensor: Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f"{tensor.layout} "
+    return f"{layout}{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def _is_same(grad: Tensor | None, view: Tensor) -> bool:
+    """Return whether two tensors are the same memory."""
+    return grad is not None and grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+
+
+def _is_total(grad: Tensor | None, sums: Sequence[Tensor]) -> bool:
+    """Return whether `grad` is the sum of some tensors, added in order; a few rows at a time save memory."""
+    if grad is None:
+        return False
+    parts = zip(grad.split(_ROWS), *(each.split(_ROWS) for each in sums), strict=True)
+    return all(torch.equal(part, sum(others, first)) for part, first, *others in parts)
 
 
 class _RunningUse(SlotSums):
-    def __init__(self, parameters: Sequence[Tensor], owner: RunningSums) -> None:
-        self._owner = owner
-        super().__init__(parameters, slots=1)
+    def __init__(self, groups: Sequence[Group], owner: RunningSums) -> None:
+        self._owner, self.is_lent = owner, False  # lent: the caller may have parts of the memory as gradients
+        super().__init__(groups, slots=1)
+
+    def release(self) -> None:
+        super().release()
+        self.is_lent = False
 
     def begin(self) -> None:
         self._slot, self._is_open = 0, True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral, Real
-from types import MethodType
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -16,9 +16,9 @@ from torch.autograd import Function
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from ppo_repro.api.gradients import Passes, Watched, modules_of
+from ppo_repro.api.passes import Passes, Watched, modules_of, settings_of
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.section import MAX_FLOAT
+from ppo_repro.config.section import MAX_FLOAT, MAX_THREADS
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
 from ppo_repro.numerics.interface import ints
@@ -28,7 +28,7 @@ from ppo_repro.numerics.sequences import Ragged, ragged
 from ppo_repro.numerics.token_statistics import token_statistics
 
 IGNORED = -100  # the label of a position that does not count, as in transformers
-MAX_THREADS, MAX_CONTEXT = 1024, 32768  # as in a configuration
+MAX_CONTEXT = 32768  # as in a configuration
 
 
 @dataclass(frozen=True)
@@ -176,19 +176,22 @@ def deterministic(
         check_number("deterministic: threads", threads, 1, MAX_THREADS, whole=True)
     if max_context is not None:
         check_number("deterministic: max_context", max_context, 1, MAX_CONTEXT, whole=True)
-    if getattr(model.config, "output_router_logits", False):
-        raise UserError("deterministic: output_router_logits adds a loss of the routers, which is not supported")
+    for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        if getattr(model.config, name, False):
+            raise UserError(f"deterministic: config.{name} = True is not supported; set it to False")
     copied: Any = copy.deepcopy(model)
     for parameter in copied.parameters():
         parameter.grad = None
-    lower(copied, Lowered(max_context or int(min(model.config.max_position_embeddings, MAX_CONTEXT))))
-    copied._passes = Passes(modules_of(copied), shapes_of(copied))
-    copied.forward = MethodType(_forward, copied)
-    copied.generate = MethodType(_no_generate, copied)
+    longest = max_context or int(min(model.config.max_position_embeddings, MAX_CONTEXT))
+    lower(copied, Lowered(longest, moves_weights=False))
+    copied._passes = Passes(modules_of(copied), shapes_of(copied), settings_of(copied.config))
+    copied.forward = partial(_forward, copied)  # unlike a method, it can be saved
+    copied.generate = partial(_no_generate, copied)
     copied.accepts_loss_kwargs = True  # transformers' Trainer then passes num_items_in_batch
     begin_pass(copied)
-    network_of(copied)  # makes its tables, which may refuse the configuration
-    library.set_threads(torch.get_num_threads() if threads is None else threads)
+    # makes tables, which may refuse the configuration; weights move now, before the caller can keep a view of one
+    cast(Network, network_of(copied)).model.fuse()
+    library.set_threads(min(torch.get_num_threads(), MAX_THREADS) if threads is None else threads)
     return cast(PreTrainedModel, copied)
 
 
@@ -222,7 +225,9 @@ def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:
     batch, tokens = layout.sequences(), ints((layout.real.reshape(-1).cumsum(0) - 1)[places])
     hidden, _ = cast(Network, network_of(model)).over_batch(batch, tokens)
     logits = network.logits(model, hidden, batch.rows.at(tokens))
-    return Watched.apply(logits, model) if logits.requires_grad else logits
+    if not logits.requires_grad:
+        return logits
+    return Watched.apply(logits, model, *(p for p in model.parameters() if p.requires_grad))
 
 
 class _Sum(Function):

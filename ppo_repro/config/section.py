@@ -24,7 +24,8 @@ Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Layers = Annotated[int, Field(ge=1, le=1024)]  # of a model made here; to lay out more takes minutes
 Width = Annotated[int, Field(ge=1, le=2**20)]  # of a model made here
 # MAX_WORKERS + 1 of c/threads.c. Not the cores of this machine: a run is repeated on others
-Threads = Annotated[int, Field(ge=1, le=256)]
+MAX_THREADS = 256  # of the kernels
+Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 Positive = Annotated[float, Field(gt=0, le=MAX_FLOAT, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=MAX_FLOAT, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

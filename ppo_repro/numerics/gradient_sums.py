@@ -27,37 +27,36 @@ _ALIGNED = 16  # floats
 Slots = Sequence[int] | np.ndarray
 
 
-def layout(parameters: Iterable[Tensor]) -> tuple[dict[int, int], int]:
+Group = Sequence[Tensor]  # parameters that are one matrix for the kernels, for example queries, keys and values
+
+
+def layout(groups: Iterable[Group]) -> tuple[dict[int, int], int]:
     """Return the offset of each parameter's gradient by `id`, and the size of all gradients, both in floats.
 
-    Parameters in one storage are one matrix for the kernels (for example queries, keys and values). Their gradients
-    have the order and the distances of the parameters, and get memory if one of the parameters is trained.
+    The gradients of a group are consecutive, and get memory if one of its parameters is trained.
     """
-    by_storage: dict[int, list[Tensor]] = {}
-    for parameter in parameters:
-        by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
     offsets: dict[int, int] = {}
     size = 0
-    for together in by_storage.values():
-        if any(p.requires_grad for p in together):
-            begin = int(min(p.storage_offset() for p in together))
-            offsets |= {id(p): size + int(p.storage_offset()) - begin for p in together}
-            end = max(p.storage_offset() + p.numel() for p in together)
-            size += -(-(end - begin) // _ALIGNED) * _ALIGNED
+    for group in groups:
+        if any(p.requires_grad for p in group):
+            for p in group:
+                offsets[id(p)] = size
+                size += p.numel()
+            size = -(-size // _ALIGNED) * _ALIGNED
     return offsets, size
 
 
 class SlotSums:
     """Gradients of one use of some parameters. A parameter that is used twice has two sums, joined at the end."""
 
-    def __init__(self, parameters: Sequence[Tensor], slots: int) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
+    def __init__(self, groups: Sequence[Group], slots: int) -> None:
+        self._alive = [p for group in groups for p in group]  # their ids are keys
+        self.parameters = [p for p in self._alive if p.requires_grad]
+        self.device = self._alive[0].device
         for p in self.parameters:
-            if p.dtype != torch.float32 or not p.is_contiguous() or p.device != parameters[0].device:
+            if p.dtype != torch.float32 or not p.is_contiguous() or p.device != self.device:
                 raise ValueError(f"a parameter to train is {p.dtype} on {p.device}, strides {p.stride()}")
-        self._alive = list(parameters)  # their ids are keys
-        self.device = parameters[0].device
-        self._offsets, self.size = layout(parameters)
+        self._offsets, self.size = layout(groups)
         self.levels = slots.bit_length() - 1
         self._arrays: list[Tensor | None] = [None] * (self.levels + 1)
         self.begin()
@@ -74,7 +73,7 @@ class SlotSums:
     def offset(self, *parts: Tensor) -> int:
         """Return the offset of the gradient of a matrix, in floats; -1 if the matrix is not trained.
 
-        `parts` are the parameters of the matrix, in the order of their storage.
+        `parts` are the parameters of the matrix, in the order of their group.
         """
         if not any(p.requires_grad for p in parts):
             return -1
@@ -143,20 +142,20 @@ class GradientSums:
         self.slots, self._all = slots, dict(parameters)
         self.trained = {name: p for name, p in self._all.items() if p.requires_grad}
         self._names = {id(p): name for name, p in self._all.items()}
-        self._uses: dict[tuple[str, tuple[str, ...]], SlotSums] = {}
+        self._uses: dict[tuple[str, tuple[tuple[str, ...], ...]], SlotSums] = {}
         for parameter in self.trained.values():
             ATTACHED.collect(parameter, self)
 
-    def use(self, label: str, *parameters: Tensor) -> SlotSums:
+    def use(self, label: str, *groups: Group) -> SlotSums:
         """Return the sums of one use of some parameters; two uses of a parameter need different labels."""
-        key = label, tuple(self._names[id(p)] for p in parameters)
+        key = label, tuple(tuple(self._names[id(p)] for p in group) for group in groups)
         if key not in self._uses:
-            self._uses[key] = self.make_sums(parameters)
+            self._uses[key] = self.make_sums(groups)
         return self._uses[key]
 
-    def make_sums(self, parameters: Sequence[Tensor]) -> SlotSums:
+    def make_sums(self, groups: Sequence[Group]) -> SlotSums:
         """Return empty sums for one use of some parameters."""
-        return SlotSums(parameters, self.slots)
+        return SlotSums(groups, self.slots)
 
     def begin(self) -> None:
         """Forget the sums of the last minibatch."""
@@ -177,7 +176,7 @@ class GradientSums:
         keys = sorted({key for of_rank in ranks.everyone(list(self._uses)) for key in of_rank})
         gradients: dict[str, Tensor] = {}
         for label, names in keys:
-            use = self.use(label, *(self._all[name] for name in names))
+            use = self.use(label, *(tuple(self._all[name] for name in group) for group in names))
             total = use.total()
             if ranks.size > 1:
                 ranks.exchange_sum(total)

@@ -46,7 +46,7 @@ class _Linear(Function):
             sums = ATTACHED.sums_of(*parameters)
             if sums is None or ctx.rows is None:
                 raise ValueError("nothing collects the gradients of this layer, or its rows are not known")
-            use = sums.use("linear", *parameters)
+            use = sums.use("linear", *((p,) for p in parameters))
         matrix.collect(use)
         _backward(matrix.struct, grad, x, ctx.rows, use, dx)
         return dx, None, None, None
@@ -96,7 +96,7 @@ def add_to_bias(bias: Tensor, grad: Tensor, rows: Rows) -> None:
     sums = ATTACHED.sums_of(bias)
     if sums is None:
         raise ValueError("nothing collects the gradient of this bias")
-    use = sums.use("bias", bias)
+    use = sums.use("bias", (bias,))
     matrix = ffi.new(
         "Matrix *", dict(n=len(bias), bias=pointer(bias, bias.device), grad=-1, bias_grad=use.offset(bias))
     )

@@ -26,6 +26,7 @@ class Lowered:
     max_context: int  # positions of a sequence
     precision: Precision = EXACT
     recompute: bool = False  # keep only inputs of layers; the backward pass computes the rest again
+    moves_weights: bool = True  # put the weights of one matrix together in memory; False: copy weights that lie apart
 
 
 def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:

@@ -16,8 +16,8 @@ from ppo_repro.numerics.interface import Struct, ffi, pointer
 from ppo_repro.numerics.precision import round_rows
 
 
-def fuse(tensors: Sequence[Tensor]) -> None:
-    """Move some parameters into one storage, one after the other, in place; do nothing if they already are."""
+def are_together(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors lie in one storage, one after the other."""
     first = tensors[0]
     place = first.storage_offset()
     together = True
@@ -25,7 +25,12 @@ def fuse(tensors: Sequence[Tensor]) -> None:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         together &= same and tensor.storage_offset() == place and tensor.is_contiguous()
         place += tensor.numel()
-    if together:
+    return together
+
+
+def fuse(tensors: Sequence[Tensor]) -> None:
+    """Move some parameters into one storage, one after the other, in place; do nothing if they already are."""
+    if are_together(tensors):
         return
     with torch.no_grad():
         memory = torch.cat([t.detach().reshape(-1) for t in tensors])
@@ -36,14 +41,14 @@ def fuse(tensors: Sequence[Tensor]) -> None:
 def state_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Return numbers that change when one of the tensors is written in place or gets other memory.
 
-    The numbers miss writes through `.data`, NumPy or another library. So `api/gradients.py` packs weights in each
+    The numbers miss writes through `.data`, NumPy or another library. So `api/passes.py` packs weights in each
     pass, and code of this package calls `increment_version`.
     """
     return tuple(number for t in tensors for number in (t.data_ptr(), t._version))
 
 
 class PackedMatrix:
-    """Weight [N, K] and bias [N], each of one or more parameters that are consecutive in memory (`fuse`)."""
+    """Weight [N, K] and bias [N], each of one or more parameters, which the kernels read one after the other."""
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class PackedMatrix:
         form: str = "float32",
         bias_form: str = "float32",
         struct: Struct | None = None,
+        moves: bool = True,
     ) -> None:
         """Describe the matrix; `prepare` packs it.
 
@@ -63,6 +69,7 @@ class PackedMatrix:
             form, bias_form: formats of `precision.py` to which weights and biases are rounded before they are packed;
                 the parameters stay as they are.
             struct: the C struct `Matrix` to fill, whose memory the caller keeps alive; None for a new struct.
+            moves: whether `prepare` moves parameters that lie apart into one storage; otherwise it copies them.
         """
         self.weights, self.biases = tuple(weights), tuple(biases)
         rows = sum(w.shape[0] for w in weights)
@@ -72,14 +79,14 @@ class PackedMatrix:
         self.struct.n, self.struct.k, self.struct.transposed = n, k, transposed
         self.struct.grad, self.struct.bias_grad = -1, -1
         self.form = form
-        self._bias_form = bias_form
+        self._bias_form, self._moves = bias_form, moves
         self._state: tuple[int, ...] = ()
         self._panels: Tensor | None = None
-        self._rounded: tuple[Tensor, ...] = ()
+        self._read: tuple[Tensor | None, ...] = ()  # weight and bias in the kernels' memory
 
     def forget(self) -> None:
         """Free the packed copy until the weights are needed again."""
-        self._state, self._panels, self._rounded = (), None, ()
+        self._state, self._panels, self._read = (), None, ()
 
     def fuse(self) -> None:
         """Move the parameters of weight and of bias one after the other in memory."""
@@ -93,20 +100,14 @@ class PackedMatrix:
         device = self.weights[0].device
         if state_of((*self.weights, *self.biases)) == self._state:
             return matrix
-        self.fuse()
+        if self._moves:
+            self.fuse()
         self._state = state_of((*self.weights, *self.biases))
         kernels = kernels_of(device)
         if self._panels is None:
             self._panels = torch.empty(kernels.panel_floats(matrix.n, matrix.k), device=device)
-        matrix.w = pointer(self.weights[0], device)
-        matrix.bias = pointer(self.biases[0] if self.biases else None, device)
-        if self.form != "float32":
-            self._rounded = (torch.cat([round_rows(w, self.form) for w in self.weights]),)
-            matrix.w = pointer(self._rounded[0], device)
-        if self.biases and self._bias_form != "float32":
-            biases = torch.cat([round_rows(b, self._bias_form, scaled=False) for b in self.biases])
-            self._rounded = (*self._rounded, biases)
-            matrix.bias = pointer(biases, device)
+        self._read = _joined(self.weights, self.form, True), _joined(self.biases, self._bias_form, False)
+        matrix.w, matrix.bias = (pointer(tensor, device) for tensor in self._read)
         matrix.panels = pointer(self._panels, device)
         kernels.pack(matrix)
         return matrix
@@ -117,11 +118,25 @@ class PackedMatrix:
         self.struct.bias_grad = -1 if sums is None or not self.biases else sums.offset(*self.biases)
 
 
-def matrix_of(layers: Sequence[Any], form: str, bias_form: str, struct: Struct | None = None) -> PackedMatrix:
+def _joined(tensors: Sequence[Tensor], form: str, scaled: bool) -> Tensor | None:
+    """Return the first of some parameters that are together in memory, else a copy of all; None for no parameters.
+
+    Another form than float32 rounds the copy; `scaled` as in `round_rows`.
+    """
+    if not tensors:
+        return None
+    if form != "float32":
+        return torch.cat([round_rows(tensor, form, scaled=scaled) for tensor in tensors])
+    return tensors[0] if are_together(tensors) else torch.cat([tensor.detach() for tensor in tensors])
+
+
+def matrix_of(
+    layers: Sequence[Any], form: str, bias_form: str, struct: Struct | None = None, moves: bool = True
+) -> PackedMatrix:
     """Return the matrix of linear layers with consecutive outputs; `PackedMatrix` describes the other arguments."""
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     weights = [layer.weight for layer in layers]
-    return PackedMatrix(weights, biases, isinstance(layers[0], Conv1D), form, bias_form, struct)
+    return PackedMatrix(weights, biases, isinstance(layers[0], Conv1D), form, bias_form, struct, moves)
 
 
 def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:

@@ -49,6 +49,7 @@ class Network:
         self.lowered = lowered
         self.model = PackedModel(trunk, lowered)
         self.device = self.model.device
+        self.groups = self.model.groups(self.parameters.values())
         names = {id(module): name for name, module in trunk.named_modules()}
         layers, last_norm = self.model.description.layers, self.model.description.last_norm
         norms = [*(layer.norms[name] for layer in layers for name in ("norm1", "norm2")), last_norm]
@@ -182,8 +183,7 @@ class _Hidden(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         network, batch, device = ctx.network, ctx.kernel_batch.batch, ctx.network.device
-        parameters = tuple(network.parameters.values())
-        sums = ATTACHED.sums_of(*parameters)
+        sums = ATTACHED.sums_of(*network.parameters.values())
         if sums is None:
             raise ValueError("nothing collects the gradients of this network")
         if ctx.kept is None:
@@ -191,7 +191,7 @@ class _Hidden(Function):
         kept, ctx.kept = ctx.kept, None
         d_hidden = torch.zeros(len(batch.ids), network.model.struct.hidden, device=device)
         d_hidden[index(ctx.wanted, device)] = grad
-        use = sums.use("trunk", *parameters)
+        use = sums.use("trunk", *network.groups)
         network.model.prepare()
         network.model.collect(use)
         with use.adding(batch.rows.slots) as c_sums:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +28,8 @@ class PackedModel:
 
     The structs of matrices and norms lie inside the struct of their layer, where `prepare` and `collect` write them.
     Weights may change in place between passes: `prepare` comes before each pass, then `collect` before a backward pass.
-    The weights of one matrix (queries, keys and values; gates and ups) are moved to one memory, one after another.
+    The weights of one matrix (queries, keys and values; gates and ups) are moved to one memory, one after another, or
+    copied, as `Lowered.moves_weights` says.
     """
 
     def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
@@ -41,7 +43,7 @@ class PackedModel:
         self._experts: list[tuple[Tensor, list[PackedMatrix]]] = []  # a parameter [E, N, K], and its E matrices
         self._norms: list[tuple[nn.Module, Struct]] = []
         self._arrays: list[Struct] = []  # memory of the matrices of experts
-        self._precision = lowered.precision
+        self._precision, self._moves = lowered.precision, lowered.moves_weights
         self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
 
         layers = self.description.layers
@@ -77,7 +79,8 @@ class PackedModel:
             self._add_norm(norm, ffi.addressof(struct, name))
         for name, layers in parts.matrices.items():
             form = other_weights if name == "router" else weights
-            self.matrices.append(matrix_of(layers, form, other_weights, ffi.addressof(struct, name)))
+            place = ffi.addressof(struct, name)
+            self.matrices.append(matrix_of(layers, form, other_weights, place, self._moves))
         for name, stacked in parts.experts.items():
             array = ffi.new("Matrix[]", len(stacked))
             experts = [PackedMatrix([w], form=weights, struct=array + e) for e, w in enumerate(stacked.detach())]
@@ -131,6 +134,15 @@ class PackedModel:
         """Move the parameters of each matrix one after the other in memory, as `prepare` does."""
         for matrix in self.matrices:
             matrix.fuse()
+
+    def groups(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Return the trunk's parameters in groups with consecutive gradients: the weights, or biases, of one matrix."""
+        by_id: dict[int, tuple[Tensor, ...]] = {id(p): (p,) for p in parameters}
+        for parts in (parts for matrix in self.matrices for parts in (matrix.weights, matrix.biases) if len(parts) > 1):
+            by_id[id(parts[0])] = parts
+            for other in parts[1:]:
+                del by_id[id(other)]
+        return list(by_id.values())
 
     def forget(self) -> None:
         """Free the packed copies of the weights until the next `prepare`."""

@@ -120,6 +120,10 @@ SILENT = {
     "another module": lambda m: setattr(m.model.layers[0].mlp, "act_fn", torch.nn.Tanh()),
     "a parametrization": lambda m: torch.nn.utils.parametrizations.orthogonal(m.lm_head),
     "a cast": lambda m: m.half(),
+    "fewer layers in the config": lambda m: setattr(m.config, "num_hidden_layers", 1),
+    "another base of the rotary angles": lambda m: m.config.rope_parameters.update(rope_theta=5.0),
+    "more tokens in the config": lambda m: setattr(m.config, "vocab_size", 10**6),
+    "hidden states by the config": lambda m: setattr(m.config, "output_hidden_states", True),
 }
 
 
@@ -133,7 +137,7 @@ def test_what_the_kernels_would_not_see_is_refused(change: str) -> None:
         lambda: ppo_repro.logprobs(model, ROW),
         lambda: ppo_repro.generate(model, [[1]], ppo_repro.Sampling(max_response_tokens=2), stop=[0]),
     ):
-        with pytest.raises(UserError, match=r"hook|forward of its own|replaced|need contiguous float32") as error:
+        with pytest.raises(UserError, match=r"hook|of its own|replaced|need contiguous|no pass sees") as error:
             compute()
         assert "\n" not in str(error.value)
 
@@ -217,6 +221,60 @@ def test_a_model_computes_with_the_weights_that_it_has(change: Callable[[PreTrai
     after = model(ROW).logits
     assert unequal(after, ppo_repro.deterministic(stock)(ROW).logits) == 0
     assert unequal(after, before) > 0
+
+
+def whole_and_part(model: PreTrainedModel) -> Tensor:
+    loss = model(ROW, labels=ROW).loss
+    loss.backward(retain_graph=True)
+    return loss
+
+
+REFUSED: dict[str, tuple[Callable[[PreTrainedModel], object], str]] = {
+    "a second backward": (lambda m: whole_and_part(m).backward(), "a second backward through one pass"),
+    "a part": (lambda m: m(ROW, labels=ROW).loss.backward(inputs=[m.lm_head.weight]), "call backward.. without inputs"),
+    "grad of autograd": (
+        lambda m: torch.autograd.grad(m(ROW, labels=ROW).loss, [m.model.norm.weight]),
+        "call backward.. without inputs",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_backward_pass_that_would_add_to_other_gradients_is_refused(call: str) -> None:
+    model = ppo_repro.deterministic(source_model("qwen2"))
+    whole_and_part(model)
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    act, message = REFUSED[call]
+    with pytest.raises(RuntimeError, match=message):
+        act(model)
+    added = 2.0 if call == "a second backward" else 1.0  # its first backward is right
+    for name, p in model.named_parameters():
+        assert unequal(p.grad, added * before[name]) == 0, name
+
+
+def share_gradient(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.up_proj.weight.grad = model.model.layers[0].mlp.gate_proj.weight.grad
+
+
+def narrow_gradient(model: PreTrainedModel) -> None:
+    model.model.norm.weight.grad.data = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (share_gradient, r"gate_proj.weight and model.layers.0.mlp.up_proj.weight have one gradient in common"),
+        (narrow_gradient, r"gradient of model.norm.weight is torch.float32 \[3\] on cpu; must be .* \[48\] on cpu"),
+    ],
+)
+def test_a_gradient_to_which_nothing_can_be_added_is_refused(
+    change: Callable[[PreTrainedModel], None], message: str
+) -> None:
+    model = ppo_repro.deterministic(source_model("llama"))
+    whole_and_part(model)
+    change(model)
+    with pytest.raises(UserError, match=message):
+        model(ROW, labels=ROW).loss.backward()
 
 
 def test_a_step_before_the_backward_pass_is_refused() -> None:

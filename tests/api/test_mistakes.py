@@ -27,6 +27,7 @@ def generate(model: PreTrainedModel, **changes: object) -> object:
 # one of each family
 CALLS: dict[str, Callable[[PreTrainedModel], object]] = {
     r"deterministic: threads = 1.5: must be a whole number": lambda _: ppo_repro.deterministic(stock(), threads=1.5),  # type: ignore[arg-type]
+    r"threads = 257: must be a whole number in 1..256": lambda _: ppo_repro.deterministic(stock(), threads=257),
     "num_items_in_batch = nan": lambda model: model(IDS, labels=IDS, num_items_in_batch=float("nan")),
     "logprobs: temperature = 1e-300": lambda model: ppo_repro.logprobs(model, IDS, temperature=1e-300),
     "generate: a prompt = .*: must be a list of token ids": lambda model: generate(model, prompts=[[1.7]]),

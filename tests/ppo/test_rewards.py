@@ -1,4 +1,4 @@
-"""The weights that reduce the losses of tokens to one number."""
+"""Scores and penalties at the ends of words, and the weights that reduce the losses of tokens to one number."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.ppo.losses import loss_weights
+from ppo_repro.ppo.rewards import charge_penalties, place_scores
 from tests.support.float32 import bits, tensor
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
+
+
+def test_a_word_ends_with_its_response() -> None:
+    """Words are counted within a response, so the numbers on both sides of a border may be equal."""
+    lengths, words = torch.tensor([2, 1, 2]), torch.tensor([0, 0, 0, 0, 1])
+    scores, penalties = torch.tensor([3.0, 5.0, 8.0], dtype=torch.float64), torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    assert place_scores(scores, lengths, words, "word_ends").tolist() == [0.0, 3.0, 5.0, 4.0, 4.0]
+    assert charge_penalties(penalties, lengths, words, "word").tolist() == [0.0, 3.0, 4.0, 8.0, 16.0]
 
 
 def test_aggregations_by_hand() -> None:

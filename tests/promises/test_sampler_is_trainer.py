@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -51,13 +52,14 @@ def joined(completions: Sequence[Completion]) -> Tensor:
 
 
 def same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
-    """Equal tokens, finish reasons and kept sets, and equal bits of every float."""
+    """Equal tokens, finish reasons, kept sets and routes, and equal bits of every float."""
     return all(
         x.response_ids == y.response_ids
         and x.finish_reason == y.finish_reason
         and unequal(x.logprobs, y.logprobs) == 0
         and unequal(x.log_kept_mass, y.log_kept_mass) == 0
         and torch.equal(x.kept_tokens, y.kept_tokens)
+        and (x.routes is y.routes is None or torch.equal(x.routes, y.routes))
         for x, y in zip(a, b, strict=True)
     )
 
@@ -176,7 +178,7 @@ def related_requests() -> list[Request]:
 
 def generated(mode: Mode, seats: int, chunk: int, prefix_cache: bool) -> tuple[list[Completion], int]:
     """Completions and the prompt and response tokens that went through the model."""
-    sampler = TorchEngine(policy("qwen3", mode), STOPS, mode, CONTEXT, seats, chunk, prefix_cache)
+    sampler = TorchEngine(policy("qwen3_moe", mode), STOPS, mode, CONTEXT, seats, chunk, prefix_cache)
     network, seen = Network if mode == "deterministic" else NativeNetwork, list[int]()
     over_cache = network.over_cache
 
@@ -186,7 +188,7 @@ def generated(mode: Mode, seats: int, chunk: int, prefix_cache: bool) -> tuple[l
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "over_cache", counted)
-        return sampler.generate(related_requests(), PLAIN), sum(seen)
+        return sampler.generate(related_requests(), replace(PLAIN, routes=True)), sum(seen)
 
 
 @pytest.mark.parametrize(("seats", "chunk"), [(21, 0), (5, 0), (2, 3)])

@@ -138,7 +138,7 @@ def test_ls_has_the_score_of_a_run_that_works_still(cli: Cli, runs: Path) -> Non
     every = load_recorded_config(runs / "two").evaluation.every
     rows = reader.read_iterations(runs / "two", allow_incomplete=True)
     last = rows["eval_score"].iloc[1 // every * every]
-    assert cli.json("ls")["runs"][-1]["score"] == last
+    assert {run["folder"]: run["score"] for run in cli.json("ls")["runs"]}["runs/two"] == last
 
 
 def test_a_run_without_a_process_that_writes_it_is_called_killed(cli: Cli, runs: Path) -> None:

@@ -32,7 +32,10 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_fork_that_changes_nothing_is_its_origin(origin: Path, tmp_path: Path) -> None:
-    forked = fork(origin, tmp_path, 2)
+    forked = fork(origin, tmp_path, None)
+    found = manifest.load(forked).origin
+    assert found is not None
+    assert found.iteration == 2, "the newest checkpoint that leaves something to compute"
     require_as_uninterrupted(forked, origin)
     assert first_difference(origin, forked) is None
     assert forked.name != origin.name

@@ -159,7 +159,7 @@ class Textbook:
 
     def policy_step(self, responses: list[int]) -> dict[str, float]:
         s, rows, weights = self.s, self.rows(responses), self.weights(responses)
-        new, entropies = self.distributions(responses, rows)
+        new, entropies, _ = self.distributions(responses, rows)
         a, log_ratio = self.advantages[rows], new - self.column("rollout_logprobs", rows)
         ratio, to_reference = log_ratio.exp(), self.column("ref_logprobs", rows) - new
         surrogate = torch.minimum(ratio * a, ratio.clamp(1 - s.clip_low, 1 + s.clip_high) * a)
@@ -204,8 +204,8 @@ class Textbook:
         for _, row in self.recorded.responses.loc[responses].iterrows():
             yield torch.tensor([*row["prompt_ids"], *row["response_ids"]]), len(row["prompt_ids"])
 
-    def distributions(self, responses: list[int], rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the tokens, over what top-p kept."""
+    def distributions(self, responses: list[int], rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs, entropies and sums of squared probabilities of the tokens, over what top-p kept."""
         outputs = [(self.policy.network(ids[None]).logits[0, n - 1 : -1], ids[n:]) for ids, n in self.texts(responses)]
         logits, tokens = (torch.cat(column) for column in zip(*outputs, strict=True))
         removed = torch.ones_like(logits, dtype=torch.bool)
@@ -213,7 +213,7 @@ class Textbook:
             row[list(kept)] = False
         logprobs = (logits / self.s.temperature).masked_fill(removed, -math.inf).log_softmax(-1)
         entropies = -(logprobs.exp() * logprobs.masked_fill(removed, 0.0)).sum(-1)
-        return logprobs.gather(1, tokens[:, None])[:, 0], entropies
+        return logprobs.gather(1, tokens[:, None])[:, 0], entropies, logprobs.exp().square().sum(-1)
 
     def predictions(self, responses: list[int]) -> Tensor:
         """What the value model says before each token, in its own unit."""
@@ -246,6 +246,14 @@ def test_every_step_and_the_weights_after_them_are_those_of_the_textbook(recorde
         assert (parameter - recorded.after.policy[name]).abs().max() < TOLERANCE, name
     for name, parameter in textbook.value_model.network.named_parameters():
         assert (parameter - recorded.after.value_model[name]).abs().max() < TOLERANCE, name
+
+
+def test_what_is_recorded_of_each_token_before_the_first_step_is_over_what_top_p_kept(recorded: Recorded) -> None:
+    textbook = Textbook(recorded, S)
+    responses = recorded.responses.index.tolist()
+    found = textbook.distributions(responses, textbook.rows(responses))
+    for name, values in zip(("old_logprobs", "entropies", "prob_sq_sums"), found, strict=True):
+        assert (values - textbook.column(name, textbook.rows(responses))).abs().max() < TOLERANCE, name
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(Settings)])

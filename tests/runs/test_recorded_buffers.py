@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +187,12 @@ def test_what_is_recorded_is_what_the_loop_held(recorded: Recorded) -> None:
         of_updates = places[tables["updates"].column("sequence").to_numpy()]
         tokens = of_updates + tables["updates"].column("position").to_numpy()
         assert tokens.tolist() == torch.cat([u.tokens for u in item.updates]).tolist()
+        for name, values in (("kl_penalty_sum", item.rewards.kl_penalties), ("reward_sum", item.rewards.rewards)):
+            sums = [math.fsum(part.tolist()) for part in values.split(item.rollout.lengths.tolist())]
+            assert tables["sequences"].column(name).to_pylist() == sums
+        for policy in filter(None, (u.policy for u in item.updates)):  # whatever the anchor of the ratio is
+            ratios = policy.ratios.double()
+            assert policy.approx_kl == pytest.approx((ratios - 1 - ratios.log()).mean().item(), rel=1e-3, abs=1e-9)
         (row,) = tables["iterations"].to_pylist()
         assert (row["kl_coef"], row["clip_range"] or 0.0) == (item.coefficients.kl_coef, item.coefficients.clip_range)
 

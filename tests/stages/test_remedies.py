@@ -29,6 +29,7 @@ LENGTHS = torch.tensor([2, 2])
 SAMPLER = torch.full((4,), -4.0)
 OLD = SAMPLER + torch.tensor([0.0, 2.0, -3.0, 1.0])
 NEW = OLD + torch.tensor([1.0, 0.0, -1.0, 1.0])  # r = 2, 1 | 1/2, 2
+FIRST = Step(0, 0, 0)
 ADVANTAGES = torch.tensor([1.0, 1.0, -1.0, -1.0])
 LN2 = math.log(2.0)
 
@@ -76,8 +77,8 @@ def batch_of(config: RunConfig, old: Tensor, sampler: Tensor, a: Tensor, lengths
     return training_batch(config, NO_COEFFICIENTS, rollout, forward, bare_advantages(a))
 
 
-def minibatch_of(tokens: Tensor, epoch: int = 0) -> Minibatch:
-    return Minibatch(Step(0, epoch, 0), tokens, torch.ones(int(tokens.max()) + 1), ())
+def minibatch_of(tokens: Tensor, step: Step = FIRST) -> Minibatch:
+    return Minibatch(step, tokens, torch.ones(int(tokens.max()) + 1), ())
 
 
 @pytest.mark.parametrize("name", REMEDIES)
@@ -102,13 +103,14 @@ def test_tokens_are_chosen_over_the_minibatch_and_by_no_other_order(kind: str) -
     batch = batch_of(config, zeros, zeros, torch.randn(200, generator=generator), torch.full((40,), 5))
     logprobs, tokens = -torch.rand(200, generator=generator), torch.arange(200)
 
-    def chosen(some: Tensor, epoch: int = 0) -> Tensor:
-        return chosen_tokens(config, batch, minibatch_of(some, epoch), logprobs[some])
+    def chosen(some: Tensor, step: Step = FIRST) -> Tensor:
+        return chosen_tokens(config, batch, minibatch_of(some, step), logprobs[some])
 
     whole, halves = chosen(tokens), [chosen(half) for half in tokens.split(100)]
     assert int(whole.sum()) == 20
     assert not torch.equal(whole, halves[0] | halves[1])
-    assert torch.equal(whole, chosen(tokens, epoch=1)) == (kind == "kl_cov"), "only Clip-Cov draws"
+    for other in (Step(1, 0, 0), Step(0, 1, 0), Step(0, 0, 1)):
+        assert torch.equal(whole, chosen(tokens, other)) == (kind == "kl_cov"), "only Clip-Cov draws, in each step anew"
 
 
 IN_LOSSES = torch.tensor([True, False, True, True])  # as a trainer's loss mask leaves them

@@ -90,6 +90,7 @@ def test_a_label_cannot_leave_the_folder(tmp_path: Path) -> None:
         ({"axes": {"ppo.epochs": 2}}, "axes.ppo.epochs = 2: must be a list of values or a mapping of labels"),
         ({"axes": {"ppo.epochs": [1]}, "set": {"ppo.epochs": 3}}, "set.ppo.epochs and axes.ppo.epochs both set"),
         ({"axes": {"ppo.epochs": [1, 2]}, "set": {"ppo": {}}}, "set.ppo and axes.ppo.epochs both set ppo.epochs"),
+        ({"axes": {"ppo": [{}]}, "set": {"ppo.epochs": 3}}, "set.ppo.epochs and axes.ppo both set ppo; keep one"),
         ({"set": {"experiment.x": 2}}, "experiment.x: 'experiment' is a value, not a group of fields"),
         ({"seeds": [1, 1]}, "two cells would be called seed=1"),
         ({"axis": {}}, "axis: unknown field"),

@@ -132,6 +132,12 @@ def test_cells_of_other_code_are_not_mixed_in_silence(tmp_path: Path, monkeypatc
     monkeypatch.setattr(grid_module, "describe_environment", lambda *a: {**real(*a), "machine": "other"})
     with pytest.raises(UserError, match="another machine than now"):
         finished(path, tmp_path)
+    read = grid_module.read_environments
+    monkeypatch.setattr(grid_module, "describe_environment", real)
+    # begun by the code of today, and resumed by another one
+    monkeypatch.setattr(grid_module, "read_environments", lambda *a: [*read(*a), {**read(*a)[0], "python": "other"}])
+    with pytest.raises(UserError, match="another python than now"):
+        finished(path, tmp_path)
 
 
 @slow

@@ -10,8 +10,10 @@ Their signatures:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +26,8 @@ from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch
 
 _FLAG_TYPES = (torch.bool, torch.uint8)
 _FLOAT32 = (torch.float32,)
+_FOLDER = "the current folder (os.chdir)"
+_SUBNORMAL = 1e-310
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,23 @@ class Own:
         """Return an error that names the function and its mistake `what`."""
         return self.function.refused(what)
 
-    def _called(self, *arguments: object) -> Any:
-        return self.function(*arguments, **self.parameters)
+    def _called(self, **arguments: Tokens | Tensor) -> Any:
+        """Call the function with copies of its arguments, so that nothing that it writes reaches the run.
+
+        Raises UserError if it fails, writes into a tensor, or leaves another setting of the process.
+        """
+        copies = {name: _copied(value) for name, value in arguments.items()}
+        before = settings_of_process()
+        try:
+            found = self.function(*copies.values(), **deepcopy(dict(self.parameters)))
+            require_settings(self.function, before)
+        finally:
+            os.chdir(str(before[_FOLDER]))  # the folder of the run may be relative to it
+        for argument, given in copies.items():
+            tensors = [(argument, given)] if isinstance(given, Tensor) else _tensors(given)
+            if changed := [name for name, tensor in tensors if tensor._version]:
+                raise self.refused(f"changes {changed[0]} in place; let it change a copy")
+        return found
 
     def _numbers(self, found: object, lengths: Mapping[int, str], dtypes: Sequence[torch.dtype] = _FLOAT32) -> Tensor:
         """Return `found` if it is a tensor of one of the lengths and dtypes. Raises UserError otherwise."""
@@ -48,7 +67,7 @@ class Own:
             raise self.refused(f"returned a {type(found).__name__}; {allowed}")
         if found.dim() != 1 or len(found) not in lengths or found.dtype not in dtypes:
             raise self.refused(f"returned a tensor {list(found.shape)} {str(found.dtype)[6:]}; {allowed}")
-        return found
+        return found.clone()  # the function may keep its own, and write into it later
 
     def _finite(self, found: Tensor, tokens: Tokens | None = None) -> Tensor:
         wrong = (~found.isfinite()).nonzero()[:, 0].tolist()
@@ -57,6 +76,44 @@ class Own:
             more = f" and {len(wrong) - 1} more tokens" * (len(wrong) > 1)
             raise self.refused(f"returned {float(found.detach()[wrong[0]]):g}{of}{more}; must be finite")
         return found
+
+
+def settings_of_process() -> dict[str, object]:
+    """Return the settings of the process that a user's code could change for the whole run."""
+    return {
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's default device": torch.get_default_device(),
+        "torch's number of threads": torch.get_num_threads(),
+        "torch's grad mode": torch.is_grad_enabled(),
+        "torch's inference mode": torch.is_inference_mode_enabled(),
+        "torch's autocast": torch.is_autocast_enabled("cpu"),
+        "torch's use of deterministic algorithms": torch.get_deterministic_debug_mode(),
+        "torch's precision of matrix products": torch.get_float32_matmul_precision(),
+        "how torch treats subnormal numbers": _SUBNORMAL * 0.5 == 0.0,
+        _FOLDER: os.getcwd(),
+    }
+
+
+def require_settings(function: UserCallable, before: Mapping[str, object]) -> None:
+    """Raise UserError, naming the function, if the settings of the process are no longer `before`."""
+    after = settings_of_process()
+    for name, value in before.items():
+        if after[name] != value:
+            advice = ": it moves the relative paths of the run; take absolute paths instead" if name == _FOLDER else ""
+            raise function.refused(f"or its file changes {name}, which the whole run shares; let it leave that{advice}")
+
+
+def _copied(given: Tokens | Tensor) -> Tokens | Tensor:
+    """Return a batch or tensor in memory of its own; gradients pass."""
+    if isinstance(given, Tensor):
+        return given.clone()
+    return replace(given, **{name: tensor.clone() for name, tensor in _tensors(given)})
+
+
+def _tensors(batch: Tokens) -> list[tuple[str, Tensor]]:
+    """Return the names and tensors of a batch."""
+    columns = [(field.name, getattr(batch, field.name)) for field in fields(batch)]
+    return [(name, column) for name, column in columns if column is not None]
 
 
 def place_of(tokens: Tokens, index: int) -> str:
@@ -80,7 +137,7 @@ class OwnObjective(Own):
         The loss of a response becomes the loss of each of its tokens. Flags are UNKNOWN unless the function also
         returns which tokens it clipped: bool [n], or ClipFlags, uint8 [n]. Raises UserError for other results.
         """
-        found, flags = self._called(batch), None
+        found, flags = self._called(batch=batch), None
         if isinstance(found, tuple):
             if len(found) != 2:
                 raise self.refused(f"returned {len(found)} values; must return the loss, or loss and cut tokens")
@@ -100,7 +157,7 @@ class OwnObjective(Own):
         if flags.dtype == torch.uint8:
             if bool((flags >= len(ClipFlag)).any()):
                 raise self.refused(f"returned {int(flags.max())} as ClipFlag; must be below {len(ClipFlag)}")
-            return flags
+            return flags.clone()
         side = torch.where(batch.ratios.detach() > 1.0, int(ClipFlag.CLIP_HIGH), int(ClipFlag.CLIP_LOW))
         return torch.where(flags, side, int(ClipFlag.NONE)).to(torch.uint8)
 
@@ -113,7 +170,7 @@ class OwnAdvantages(Own):
         """Call the function; return the advantages [n] float32. Raises UserError for other results."""
         tokens, responses = len(batch.responses), len(batch.response_lengths)
         of = {responses: "one for each response", tokens: "an advantage for each token"}
-        found = self._numbers(self._called(batch), of)
+        found = self._numbers(self._called(batch=batch), of)
         return self._finite(found if len(found) == tokens else batch.of_tokens(found), batch)
 
 
@@ -123,7 +180,7 @@ class OwnEstimator(Own):
 
     def estimate(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Call the function; return the KL of each token, [n] float32, nats. Raises UserError for other results."""
-        found = self._called(logprobs, ref_logprobs)
+        found = self._called(logprobs=logprobs, ref_logprobs=ref_logprobs)
         return self._finite(self._numbers(found, {len(logprobs): "a KL for each token, in nats"}))
 
 
@@ -137,5 +194,5 @@ class OwnPlacement(Own):
         Raises UserError for other results.
         """
         of = {len(batch.responses): "a reward for each token"}
-        found = self._numbers(self._called(batch), of, (torch.float32, torch.float64))
+        found = self._numbers(self._called(batch=batch), of, (torch.float32, torch.float64))
         return self._finite(found.to(torch.float64), batch)

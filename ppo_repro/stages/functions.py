@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from ppo_repro.base.user_file import UserCallable, load_callable
+from ppo_repro.base.user_file import load_callable
 from ppo_repro.buffers import Rollout
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import CheckedFunction
-from ppo_repro.ppo.own_functions import Own, OwnAdvantages, OwnEstimator, OwnObjective, OwnPlacement
+from ppo_repro.ppo.own_functions import (
+    Own,
+    OwnAdvantages,
+    OwnEstimator,
+    OwnObjective,
+    OwnPlacement,
+    require_settings,
+    settings_of_process,
+)
 
 OwnT = TypeVar("OwnT", bound=Own)
 
@@ -62,21 +68,3 @@ def _loaded(kind: type[OwnT], field: str, own: Mapping[str, CheckedFunction], po
     function = load_callable(f"{field}.path", own[field].path, positions, parameters)
     require_settings(function, before)
     return kind(function, parameters)
-
-
-def settings_of_process() -> dict[str, object]:
-    """Return the settings of the process that a user's file could change for the whole run."""
-    return {
-        "torch's default dtype": torch.get_default_dtype(),
-        "torch's number of threads": torch.get_num_threads(),
-        "torch's grad mode": torch.is_grad_enabled(),
-        "how torch treats subnormal numbers": float(torch.tensor([1e-40]) * 0.5) == 0.0,
-        "the current folder": os.getcwd(),
-    }
-
-
-def require_settings(function: UserCallable, before: Mapping[str, object]) -> None:
-    """Raise UserError, naming the function, if the settings of the process are no longer `before`."""
-    for name, value in settings_of_process().items():
-        if value != before[name]:
-            raise function.refused(f"or its file changes {name}, which the whole run shares; let it leave that")

@@ -168,11 +168,11 @@ def _placed_scores(
         **about_tokens(rollout, torch.arange(len(rollout.response_ids))),
         scores=rest,
         is_finished=torch.tensor([reason == "stop" for reason in rollout.finish_reasons]),
-        token_ids=rollout.response_ids.clone(),
+        token_ids=rollout.response_ids,
         words=rollout.word_ids(),
-        old_logprobs=forward.old_logprobs.clone(),
-        ref_logprobs=forward.ref_logprobs.clone(),
-        entropies=forward.entropies.clone(),
+        old_logprobs=forward.old_logprobs,
+        ref_logprobs=forward.ref_logprobs,
+        entropies=forward.entropies,
     )
     return functions.placement.place(batch) + at_steps
 
@@ -199,7 +199,7 @@ def _kl_penalties(
         return torch.zeros_like(forward.old_logprobs)
     reverse = config.kl.direction == "reference_policy"
     if functions.estimator is not None:
-        divergence = functions.estimator.estimate(forward.old_logprobs.clone(), forward.ref_logprobs.clone())
+        divergence = functions.estimator.estimate(forward.old_logprobs, forward.ref_logprobs)
     elif config.kl.estimator == "exact":
         divergence = forward.ref_kl if forward.reverse_ref_kl is None else forward.reverse_ref_kl
     else:
@@ -240,9 +240,9 @@ def compute_advantages(
 def _advantage_batch(rollout: Rollout, rewards: Rewards, values: Tensor | None) -> AdvantageBatch:
     return AdvantageBatch(
         **about_tokens(rollout, torch.arange(len(rollout.response_ids))),
-        rewards=rewards.rewards.clone(),
-        values=None if values is None else values.clone(),
-        scores=rewards.scores.clone(),
+        rewards=rewards.rewards,
+        values=values,
+        scores=rewards.scores,
     )
 
 

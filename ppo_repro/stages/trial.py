@@ -6,9 +6,8 @@ several processes. A function never sees padding.
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import NamedTuple, TypeVar
@@ -18,93 +17,92 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.seeding import bell, words
+from ppo_repro.base.ranks import Ranks
+from ppo_repro.base.seeding import bell, permutation, words
 from ppo_repro.config.algorithm import KLInLoss, NoValue
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ppo.objectives import probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
 from ppo_repro.ppo.own_functions import Own, place_of
-from ppo_repro.stages.functions import Functions, require_settings, settings_of_process
+from ppo_repro.stages.functions import Functions
 from ppo_repro.stages.operations import Watch, instead_of
 
-LONGEST, RESPONSES = 40, 7  # of the drawn responses: tokens, and how many
+MOST_TOKENS = 1 << 19  # of the drawn responses
+CALLS = 8  # of a layout, besides its first
+SHORT, FEW = 40, 7  # tokens and responses of a batch with an extreme token
 LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
 NATIVE_TOLERANCE = 1e-4  # relative to the largest; deterministic numerics have none
 
 
 class _Result(NamedTuple):
-    """The results of some calls for all drawn tokens, float32 [n] each."""
+    """The results of some calls for all drawn tokens, [n] each; float32, flags uint8."""
 
     losses: Tensor
     logprob_gradients: Tensor
     entropy_gradients: Tensor
+    flags: Tensor
 
 
-OfTokens = Callable[[ObjectiveBatch], Tensor]  # what a function gives for each token, [n]
+OfTokens = Callable[[ObjectiveBatch], tuple[Tensor, Tensor]]  # the loss and the flag of each token, [n] each
 Batch = TypeVar("Batch", bound=Tokens)
 
 
 def try_functions(config: RunConfig, functions: Functions) -> None:
     """Call the user's functions on random batches. Raises UserError, naming file and line, for the first mistake."""
     checked = {field for field, own in config.functions.items() if own.checked}
-    if not checked:
-        return
-    tokens, objective, advantages = _drawn(config), functions.objective, functions.advantages
+    objective, advantages = functions.objective, functions.advantages
     estimator, placement = functions.estimator, functions.placement
     if objective is not None and "ppo.objective" in checked:
-        _try_losses(config, objective, lambda batch: objective.losses(batch)[0], tokens, trains=True)
+        _try_losses(config, objective, objective.losses, trains=True)
     if estimator is not None and "kl.estimator" in checked:
-        trains = isinstance(config.kl, KLInLoss)
-        _try_losses(config, estimator, lambda b: estimator.estimate(b.new_logprobs, b.ref_logprobs), tokens, trains)
+
+        def estimates(batch: ObjectiveBatch) -> tuple[Tensor, Tensor]:
+            found = estimator.estimate(batch.new_logprobs, batch.ref_logprobs)
+            return found, torch.zeros_like(found, dtype=torch.uint8)
+
+        _try_losses(config, estimator, estimates, trains=isinstance(config.kl, KLInLoss))
     if advantages is not None and "advantages" in checked:
-        _try_iterations(config, advantages, advantages.advantages, _drawn_rewards(config, tokens))
+        _try_iterations(config, advantages, advantages.advantages, _drawn_rewards(config))
     if placement is not None and "reward.placement" in checked:
-        _try_iterations(config, placement, placement.place, _drawn_scores(tokens))
+        _try_iterations(config, placement, placement.place, _drawn_scores(config))
 
 
-def _try_losses(config: RunConfig, own: Own, call: OfTokens, drawn: ObjectiveBatch, trains: bool) -> None:
+def _try_losses(config: RunConfig, own: Own, call: OfTokens, trains: bool) -> None:
     """Try a function that is called with micro-batches; `trains` means that its result needs a gradient."""
-    whole = [torch.arange(len(drawn.responses))]
-
-    def result(batch: ObjectiveBatch, micro_batches: Sequence[Tensor], seed: int = 1) -> _Result:
-        return _result(own, call, batch, micro_batches, trains, seed)
-
-    before = settings_of_process()
-    with Watch() as seen:
-        expected = result(drawn, whole)
-    require_settings(own.function, before)
-    if change := _difference(result(drawn, whole, seed=2), expected, drawn, 0.0):
+    longest = config.rollout.max_response_tokens
+    drawn = _drawn(config, _responses(config, of_minibatch=trains), longest)
+    with _seeded(1), Watch() as seen:
+        expected = _result(own, call, drawn, trains)
+    with _seeded(2):
+        change = _difference(_result(own, call, drawn, trains), expected, drawn, 0.0)
+    if change:
         raise _refused(own, f"gives two results for one batch, {change}; it must follow from its input alone")
     tolerance = NATIVE_TOLERANCE if config.is_native else 0.0
-    for layout, micro_batches in _layouts(config, drawn):
+    for layout, calls in _layouts(config, drawn):
         try:
-            found = result(drawn, micro_batches)
+            found = _laid_out(own, call, drawn, calls, trains, expected)
         except UserError as error:
             raise UserError(f"{error} ({layout}){_unchecked(own)}") from None
         if change := _difference(found, expected, drawn, tolerance):
+            if not _difference(found, expected, drawn, NATIVE_TOLERANCE):
+                _require_same_everywhere(config, own, seen)  # explains a difference in the last bits
             alone = "let what a response gets depend on its own tokens alone"
             raise _refused(own, f"depends on the layout. {layout}: {change}; {alone}")
-    for extreme, batch in _extremes(drawn):
+    for extreme, batch in _extremes(_drawn(config, FEW, min(SHORT, longest))):
         try:
-            result(batch, whole)
+            _result(own, call, batch, trains)
         except UserError as error:
             raise UserError(f"{error} ({extreme}); bound it before it leaves float32{_unchecked(own)}") from None
     _require_same_everywhere(config, own, seen)
 
 
-def _try_iterations(config: RunConfig, own: Own, call: Callable[[Batch], Tensor], drawn: Sequence[Batch]) -> None:
+def _try_iterations(config: RunConfig, own: Own, call: Callable[[Batch], Tensor], drawn: Iterable[Batch]) -> None:
     """Try a function that is called with all tokens of an iteration."""
     for number, batch in enumerate(drawn):
-        given, before = copy.deepcopy(batch), settings_of_process()
         with _seeded(1), Watch() as seen:
-            first = call(given)
-        require_settings(own.function, before)
-        for field in fields(batch):
-            as_drawn, now = getattr(batch, field.name), getattr(given, field.name)
-            if as_drawn is not None and not torch.equal(as_drawn, now):
-                raise _refused(own, f"changes {field.name} in place; let it change a copy")
+            first = call(batch)
         with _seeded(2):
-            second = call(given)
+            second = call(batch)
         apart = (first != second).nonzero()[:, 0].tolist()
         if apart:
             both = f"{float(first[apart[0]]):.9g} and then {float(second[apart[0]]):.9g}{place_of(batch, apart[0])}"
@@ -144,25 +142,48 @@ def _seeded(seed: int) -> Iterator[None]:
         np.random.set_state(of_numpy)  # noqa: NPY002
 
 
-def _drawn(config: RunConfig) -> ObjectiveBatch:
-    """Draw responses that this run may have: one with a single token, one of full length, several to one prompt."""
-    longest, samples = min(LONGEST, config.rollout.max_response_tokens), config.rollout.samples_per_prompt
-    lengths = 1 + torch.from_numpy((words(RESPONSES, "trial", "lengths") % longest).astype("int64"))
-    lengths[0], lengths[-2], lengths[-1] = 1, longest, 1
-    responses = torch.repeat_interleave(torch.arange(RESPONSES), lengths)
-    n = len(responses)
+def _responses(config: RunConfig, of_minibatch: bool) -> int:
+    """Return the number of responses of a minibatch or of an iteration, or how many fit."""
+    iteration = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
+    fit = max(MOST_TOKENS // config.rollout.max_response_tokens, 2)
+    return (
+        min(config.ppo.minibatch_size, iteration, fit) if of_minibatch else _whole_groups(config, min(iteration, fit))
+    )
+
+
+def _whole_groups(config: RunConfig, count: int) -> int:
+    """Return the largest number up to `count` that gives every prompt all its responses; `count` if none does."""
+    return count - count % config.rollout.samples_per_prompt or count
+
+
+def _drawn(config: RunConfig, count: int, longest: int) -> ObjectiveBatch:
+    """Draw the tokens of R responses that a run may have.
+
+    The first response has a single token, one of eight has a random length, all others the full length. The tokens of
+    a response resemble each other as those of a run do, so that means over a few responses are far from 0.
+
+    Args:
+        config: gives the samples of a prompt, and what the ratios are to.
+        count: R.
+        longest: the most tokens of a response.
+    """
+    lengths = torch.full((count,), longest)
+    lengths[2::8] = 1 + torch.from_numpy((words(count, "trial", "lengths") % longest).astype("int64"))[2::8]
+    lengths[: count - 1][:1] = 1
+    n = int(lengths.sum())
+    responses = torch.repeat_interleave(torch.arange(count), lengths)
 
     def drawn(name: str, scale: float) -> Tensor:
-        return torch.from_numpy(bell(n, "trial", name) * scale).to(torch.float32)
+        of_tokens, of_responses = bell(n, "trial", name), bell(count, "trial", name, "responses")
+        return torch.from_numpy((of_tokens + of_responses[responses]) * scale).to(torch.float32)
 
-    rollout = -drawn("rollout", 1.5).abs() - 1.0
+    rollout = -drawn("rollout", 1.0).abs() - 1.0
     old = rollout if config.ppo.ratio_anchor == "rollout" else rollout + drawn("old", 0.1)
     anchor = rollout if config.ppo.ratio_anchor == "rollout" else old
-    new = anchor + drawn("new", 0.3)
-    starts = torch.cumsum(lengths, 0) - lengths
+    new = anchor + drawn("new", 0.2)
     advantages = drawn("advantages", 1.0)
     advantages[::11] = 0.0
-    kept = 1.0 + drawn("corrections", 0.4)
+    kept = 1.0 + drawn("corrections", 0.3)
     return ObjectiveBatch(
         new_logprobs=new,
         entropies=drawn("entropies", 0.5).abs(),
@@ -174,91 +195,91 @@ def _drawn(config: RunConfig) -> ObjectiveBatch:
         advantages=advantages,
         corrections=torch.where(kept < 0.5, 0.0, kept),
         responses=responses,
-        groups=(responses // samples).clamp(max=max(RESPONSES // samples, 1) - 1),  # none is too small
-        positions=torch.arange(n) - starts[responses],
+        groups=responses // config.rollout.samples_per_prompt,
+        positions=torch.arange(n) - (torch.cumsum(lengths, 0) - lengths)[responses],
         lengths=lengths[responses],
     )
 
 
-def _layouts(config: RunConfig, drawn: ObjectiveBatch) -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """Yield the name of each layout, and the tokens of each call of the function."""
-    size = config.layout.update_micro_batch
-    for n in sorted({1, 2, 3, *([size] if 0 < size < RESPONSES else [])}):
-        yield f"micro batch {n}", [_tokens_of(drawn, range(i, min(i + n, RESPONSES))) for i in range(0, RESPONSES, n)]
-    yield "ranks 2", [_tokens_of(drawn, range(rank, RESPONSES, 2)) for rank in range(2)]
+def _layouts(config: RunConfig, drawn: ObjectiveBatch) -> Iterator[tuple[str, list[slice]]]:
+    """Yield the name of each layout, and the tokens of some of its calls; those of `ranks 2` are all tokens."""
+    ends = [0, *torch.cumsum(drawn.response_lengths, 0).tolist()]
+    count, own = len(ends) - 1, config.layout.update_micro_batch
+    for size in sorted({own, *(1 << k for k in range(count.bit_length()))}):
+        if 0 < size < count:
+            starts = range(0, count, size)
+            chosen = {0, *permutation(len(starts), "trial", "calls", size)[:CALLS].tolist()}
+            calls = [slice(ends[starts[i]], ends[min(starts[i] + size, count)]) for i in sorted(chosen)]
+            yield f"micro batch {size}", calls
+    halves = [Ranks(rank, 2).mine(count) for rank in range(2)]
+    yield "ranks 2", [slice(ends[half.start], ends[half.stop]) for half in halves if half]
 
 
-def _tokens_of(drawn: ObjectiveBatch, responses: Sequence[int]) -> Tensor:
-    return torch.isin(drawn.responses, torch.tensor(list(responses))).nonzero()[:, 0]
-
-
-def _drawn_rewards(config: RunConfig, tokens: ObjectiveBatch) -> list[AdvantageBatch]:
-    """Return batches for advantages: random rewards, equal rewards, and large rewards."""
-    has_values = not isinstance(config.value, NoValue)
-    rewards = [tokens.advantages, torch.ones_like(tokens.advantages), tokens.advantages * 1e6]
-    return [
-        AdvantageBatch(
-            **_about(tokens),
-            rewards=of_tokens.clone(),
-            values=tokens.entropies.clone() if has_values else None,
-            scores=tokens.response_sums(of_tokens).to(torch.float64),
+def _drawn_rewards(config: RunConfig) -> Iterator[AdvantageBatch]:
+    """Yield batches for advantages: random rewards, and few equal and few large rewards."""
+    tokens, few = _drawn_iterations(config)
+    for batch, rewards in (
+        (tokens, tokens.advantages),
+        (few, torch.ones_like(few.advantages)),
+        (few, few.advantages * 1e6),
+    ):
+        yield AdvantageBatch(
+            **_about(batch),
+            rewards=rewards,
+            values=None if isinstance(config.value, NoValue) else batch.entropies,
+            scores=batch.response_sums(rewards).to(torch.float64),
         )
-        for of_tokens in rewards
-    ]
 
 
-def _drawn_scores(tokens: ObjectiveBatch) -> list[ScoreBatch]:
-    """Return batches for a placement: random scores, and scores that are all 0."""
-    scores = tokens.response_sums(tokens.advantages).to(torch.float64)
-    return [
-        ScoreBatch(
-            **_about(tokens),
-            scores=of_responses,
+def _drawn_scores(config: RunConfig) -> Iterator[ScoreBatch]:
+    """Yield batches for a placement: random scores, and few scores that are all 0."""
+    for batch, scale in zip(_drawn_iterations(config), (1.0, 0.0), strict=True):
+        scores = batch.response_sums(batch.advantages).to(torch.float64)
+        yield ScoreBatch(
+            **_about(batch),
+            scores=scores * scale,
             is_finished=scores > 0,
-            token_ids=tokens.positions.clone(),
-            words=tokens.positions // 2,
-            old_logprobs=tokens.old_logprobs.clone(),
-            ref_logprobs=tokens.ref_logprobs.clone(),
-            entropies=tokens.entropies.clone(),
+            token_ids=batch.positions,
+            words=batch.positions // 2,
+            old_logprobs=batch.old_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            entropies=batch.entropies,
         )
-        for of_responses in (scores, torch.zeros_like(scores))
-    ]
+
+
+def _drawn_iterations(config: RunConfig) -> tuple[ObjectiveBatch, ObjectiveBatch]:
+    """Draw the tokens of an iteration as large as the run's, and of a small one."""
+    longest = config.rollout.max_response_tokens
+    few = _whole_groups(config, FEW)
+    return _drawn(config, _responses(config, of_minibatch=False), longest), _drawn(config, few, min(SHORT, longest))
 
 
 def _about(tokens: Tokens) -> dict[str, Tensor]:
-    return {field.name: getattr(tokens, field.name).clone() for field in fields(Tokens)}
+    return {field.name: getattr(tokens, field.name) for field in fields(Tokens)}
 
 
-def _result(
-    own: Own, call: OfTokens, drawn: ObjectiveBatch, micro_batches: Sequence[Tensor], trains: bool, seed: int
+def _laid_out(
+    own: Own, call: OfTokens, drawn: ObjectiveBatch, calls: Sequence[slice], trains: bool, expected: _Result
 ) -> _Result:
-    """Call a function for each micro-batch, and join its results."""
-    empty = torch.zeros(len(drawn.responses))
-    result = _Result(empty, empty.clone(), empty.clone())
-    with _seeded(seed):
-        for tokens in micro_batches:
-            for column, values in zip(result, _micro_batch(own, call, drawn, tokens, trains), strict=True):
+    """Call a function with some tokens at a time; return its results, and what is expected of all other tokens."""
+    found = _Result(*map(torch.clone, expected))
+    with _seeded(1):
+        for tokens in calls:
+            columns = {field.name: getattr(drawn, field.name)[tokens] for field in fields(ObjectiveBatch)}
+            for column, values in zip(found, _result(own, call, ObjectiveBatch(**columns), trains), strict=True):
                 column[tokens] = values
-    return result
+    return found
 
 
-def _micro_batch(own: Own, call: OfTokens, drawn: ObjectiveBatch, tokens: Tensor, trains: bool) -> _Result:
-    """Return losses and gradients of some tokens.
-
-    Raises UserError if the function returns or does something forbidden.
+def _result(own: Own, call: OfTokens, drawn: ObjectiveBatch, trains: bool) -> _Result:
+    """Return losses, gradients and flags of a call, as in a run. Raises UserError if the function does what it must
+    not do.
     """
-    columns = {field.name: getattr(drawn, field.name)[tokens] for field in fields(ObjectiveBatch)}
-    new, entropies = (columns[name].clone().requires_grad_(trains) for name in ("new_logprobs", "entropies"))
-    ratios = probability_ratios(new, columns["anchor_logprobs"])
-    columns["ratios"] = ratios.detach().clone()
-    copies = {name: column.clone() for name, column in columns.items()}
-    batch = ObjectiveBatch(**{**copies, "new_logprobs": new, "entropies": entropies, "ratios": ratios})
-    losses = call(batch)
-    for name, column in columns.items():
-        if not torch.equal(column, getattr(batch, name)):
-            raise _refused(own, f"changes {name} in place; let it change a copy")
+    new, entropies = (x.detach().requires_grad_(trains) for x in (drawn.new_logprobs, drawn.entropies))
+    ratios = probability_ratios(new, drawn.anchor_logprobs)
+    losses, flags = call(replace(drawn, new_logprobs=new, entropies=entropies, ratios=ratios))
     if not trains:
-        return _Result(losses, torch.zeros_like(losses), torch.zeros_like(losses))
+        return _Result(losses, torch.zeros_like(losses), torch.zeros_like(losses), flags)
     if not losses.requires_grad:
         raise _refused(own, "returned a loss without a gradient; it must depend on new_logprobs or entropies")
     own.function.guarded(torch.autograd.backward, losses, torch.full(losses.shape, 1.0 / 64))
@@ -266,8 +287,8 @@ def _micro_batch(own: Own, call: OfTokens, drawn: ObjectiveBatch, tokens: Tensor
     for gradient, of in zip(gradients, ("new_logprobs", "entropies"), strict=True):
         wrong = (~gradient.isfinite()).nonzero()[:, 0].tolist()
         if wrong:
-            raise own.refused(f"has a gradient in {of} that is not finite{place_of(batch, wrong[0])}")
-    return _Result(losses.detach(), *gradients)
+            raise own.refused(f"has a gradient in {of} that is not finite{place_of(drawn, wrong[0])}")
+    return _Result(losses.detach(), gradients[0], gradients[1], flags)
 
 
 def _extremes(drawn: ObjectiveBatch) -> Iterator[tuple[str, ObjectiveBatch]]:
@@ -293,8 +314,9 @@ _LOGPROBS = ("new_logprobs", "anchor_logprobs", "old_logprobs", "rollout_logprob
 def _difference(found: _Result, expected: _Result, drawn: ObjectiveBatch, tolerance: float) -> str:
     """Describe which losses and gradients differ by more than `tolerance` times the largest; "" if none do."""
     changes = []
-    for name, a, b in zip(("loss", "gradient", "gradient in entropies"), found, expected, strict=True):
-        apart = (a - b).abs()
+    names = ("loss", "gradient", "gradient in entropies", "clip flag")
+    for name, a, b in zip(names, found, expected, strict=True):
+        apart = (a.float() - b.float()).abs()
         wrong = (apart > tolerance * float(b.abs().max())).nonzero()[:, 0].tolist()
         if wrong:
             both = f"{float(a[wrong[0]]):.9g} instead of {float(b[wrong[0]]):.9g}"

@@ -28,8 +28,9 @@ from ppo_repro.stages.functions import Functions
 from ppo_repro.stages.operations import Watch, instead_of
 
 MOST_TOKENS = 1 << 19  # of the drawn responses
-CALLS = 8  # of a layout, besides its first
-SHORT, FEW = 40, 7  # tokens and responses of a batch with an extreme token
+CALLS = 12  # of a layout: the first ones, and as many others
+FEW, SHORT = 2, 40  # full responses of a small batch, and their tokens
+SIZES = torch.tensor([1.0, 1 / 16, 4.0])  # of the numbers of a response
 LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
 NATIVE_TOLERANCE = 1e-4  # relative to the largest; deterministic numerics have none
 
@@ -69,8 +70,7 @@ def try_functions(config: RunConfig, functions: Functions) -> None:
 
 def _try_losses(config: RunConfig, own: Own, call: OfTokens, trains: bool) -> None:
     """Try a function that is called with micro-batches; `trains` means that its result needs a gradient."""
-    longest = config.rollout.max_response_tokens
-    drawn = _drawn(config, _responses(config, of_minibatch=trains), longest)
+    drawn = _drawn_minibatch(config) if trains else _drawn_iteration(config)
     with _seeded(1), Watch() as seen:
         expected = _result(own, call, drawn, trains)
     with _seeded(2):
@@ -88,7 +88,7 @@ def _try_losses(config: RunConfig, own: Own, call: OfTokens, trains: bool) -> No
                 _require_same_everywhere(config, own, seen)  # explains a difference in the last bits
             alone = "let what a response gets depend on its own tokens alone"
             raise _refused(own, f"depends on the layout. {layout}: {change}; {alone}")
-    for extreme, batch in _extremes(_drawn(config, FEW, min(SHORT, longest))):
+    for extreme, batch in _extremes(_drawn_few(config)):
         try:
             _result(own, call, batch, trains)
         except UserError as error:
@@ -142,47 +142,49 @@ def _seeded(seed: int) -> Iterator[None]:
         np.random.set_state(of_numpy)  # noqa: NPY002
 
 
-def _responses(config: RunConfig, of_minibatch: bool) -> int:
-    """Return the number of responses of a minibatch or of an iteration, or how many fit."""
-    iteration = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
-    fit = max(MOST_TOKENS // config.rollout.max_response_tokens, 2)
-    return (
-        min(config.ppo.minibatch_size, iteration, fit) if of_minibatch else _whole_groups(config, min(iteration, fit))
-    )
+def _drawn_minibatch(config: RunConfig) -> ObjectiveBatch:
+    """Draw the tokens of a minibatch; the last one of an iteration may have fewer responses."""
+    return _drawn(config, config.ppo.minibatch_size, config.rollout.max_response_tokens)
 
 
-def _whole_groups(config: RunConfig, count: int) -> int:
-    """Return the largest number up to `count` that gives every prompt all its responses; `count` if none does."""
-    return count - count % config.rollout.samples_per_prompt or count
+def _drawn_iteration(config: RunConfig) -> ObjectiveBatch:
+    """Draw the tokens of an iteration."""
+    responses = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
+    return _drawn(config, responses, config.rollout.max_response_tokens)
 
 
-def _drawn(config: RunConfig, count: int, longest: int) -> ObjectiveBatch:
-    """Draw the tokens of R responses that a run may have.
+def _drawn_few(config: RunConfig) -> ObjectiveBatch:
+    """Draw a few short responses."""
+    return _drawn(config, FEW, min(SHORT, config.rollout.max_response_tokens))
 
-    The first response has a single token, one of eight has a random length, all others the full length. The tokens of
-    a response resemble each other as those of a run do, so that means over a few responses are far from 0.
+
+def _drawn(config: RunConfig, full: int, longest: int) -> ObjectiveBatch:
+    """Draw the tokens of short responses, with 1, 2, 4, ... tokens, and of full ones, as many as MOST_TOKENS allow.
+
+    The numbers of a response resemble each other more than those of different responses, so that the statistics of
+    few responses differ much from those of all.
 
     Args:
-        config: gives the samples of a prompt, and what the ratios are to.
-        count: R.
-        longest: the most tokens of a response.
+        config: gives the number of samples of a prompt, and what the ratios are to.
+        full: responses of full length.
+        longest: the full length, in tokens.
     """
-    lengths = torch.full((count,), longest)
-    lengths[2::8] = 1 + torch.from_numpy((words(count, "trial", "lengths") % longest).astype("int64"))[2::8]
-    lengths[: count - 1][:1] = 1
-    n = int(lengths.sum())
-    responses = torch.repeat_interleave(torch.arange(count), lengths)
+    samples, short = config.rollout.samples_per_prompt, [1 << k for k in range((longest - 1).bit_length())]
+    count = len(short) + min(full, max(MOST_TOKENS // longest, 1))
+    lengths = torch.tensor([*short, *[longest] * (count - len(short))])
+    n, responses = int(lengths.sum()), torch.repeat_interleave(torch.arange(count), lengths)
 
     def drawn(name: str, scale: float) -> Tensor:
         of_tokens, of_responses = bell(n, "trial", name), bell(count, "trial", name, "responses")
-        return torch.from_numpy((of_tokens + of_responses[responses]) * scale).to(torch.float32)
+        sizes = SIZES[torch.from_numpy((words(count, "trial", name, "sizes") % len(SIZES)).astype("int64"))]
+        return (torch.from_numpy(of_tokens + of_responses[responses]) * sizes[responses] * scale).to(torch.float32)
 
     rollout = -drawn("rollout", 1.0).abs() - 1.0
     old = rollout if config.ppo.ratio_anchor == "rollout" else rollout + drawn("old", 0.1)
     anchor = rollout if config.ppo.ratio_anchor == "rollout" else old
     new = anchor + drawn("new", 0.2)
     advantages = drawn("advantages", 1.0)
-    advantages[::11] = 0.0
+    advantages[5::11] = 0.0
     kept = 1.0 + drawn("corrections", 0.3)
     return ObjectiveBatch(
         new_logprobs=new,
@@ -195,7 +197,7 @@ def _drawn(config: RunConfig, count: int, longest: int) -> ObjectiveBatch:
         advantages=advantages,
         corrections=torch.where(kept < 0.5, 0.0, kept),
         responses=responses,
-        groups=responses // config.rollout.samples_per_prompt,
+        groups=(responses // samples).clamp(max=max(count // samples, 1) - 1),  # none is too small
         positions=torch.arange(n) - (torch.cumsum(lengths, 0) - lengths)[responses],
         lengths=lengths[responses],
     )
@@ -208,7 +210,8 @@ def _layouts(config: RunConfig, drawn: ObjectiveBatch) -> Iterator[tuple[str, li
     for size in sorted({own, *(1 << k for k in range(count.bit_length()))}):
         if 0 < size < count:
             starts = range(0, count, size)
-            chosen = {0, *permutation(len(starts), "trial", "calls", size)[:CALLS].tolist()}
+            others = permutation(len(starts), "trial", "calls", size)[:CALLS].tolist()
+            chosen = {*range(min(CALLS, len(starts))), *others}
             calls = [slice(ends[starts[i]], ends[min(starts[i] + size, count)]) for i in sorted(chosen)]
             yield f"micro batch {size}", calls
     halves = [Ranks(rank, 2).mine(count) for rank in range(2)]
@@ -217,7 +220,7 @@ def _layouts(config: RunConfig, drawn: ObjectiveBatch) -> Iterator[tuple[str, li
 
 def _drawn_rewards(config: RunConfig) -> Iterator[AdvantageBatch]:
     """Yield batches for advantages: random rewards, and few equal and few large rewards."""
-    tokens, few = _drawn_iterations(config)
+    tokens, few = _drawn_iteration(config), _drawn_few(config)
     for batch, rewards in (
         (tokens, tokens.advantages),
         (few, torch.ones_like(few.advantages)),
@@ -233,7 +236,7 @@ def _drawn_rewards(config: RunConfig) -> Iterator[AdvantageBatch]:
 
 def _drawn_scores(config: RunConfig) -> Iterator[ScoreBatch]:
     """Yield batches for a placement: random scores, and few scores that are all 0."""
-    for batch, scale in zip(_drawn_iterations(config), (1.0, 0.0), strict=True):
+    for batch, scale in ((_drawn_iteration(config), 1.0), (_drawn_few(config), 0.0)):
         scores = batch.response_sums(batch.advantages).to(torch.float64)
         yield ScoreBatch(
             **_about(batch),
@@ -245,13 +248,6 @@ def _drawn_scores(config: RunConfig) -> Iterator[ScoreBatch]:
             ref_logprobs=batch.ref_logprobs,
             entropies=batch.entropies,
         )
-
-
-def _drawn_iterations(config: RunConfig) -> tuple[ObjectiveBatch, ObjectiveBatch]:
-    """Draw the tokens of an iteration as large as the run's, and of a small one."""
-    longest = config.rollout.max_response_tokens
-    few = _whole_groups(config, FEW)
-    return _drawn(config, _responses(config, of_minibatch=False), longest), _drawn(config, few, min(SHORT, longest))
 
 
 def _about(tokens: Tokens) -> dict[str, Tensor]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ppo_repro.checks.replay import STAGES, lines, recompute
 from ppo_repro.records import manifest, reader
@@ -144,6 +148,77 @@ def test_what_goes_wrong_later_keeps_the_complete_iterations(cli: Cli, tmp_path:
     left = manifest.load(run_dir)
     assert (left.status, left.num_iterations) == ("failed", 1)
     assert "checked: false" in (run_dir / "config.yaml").read_text()
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts back what a function of a test leaves."""
+    monkeypatch.chdir(Path.cwd())
+    yield
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("late", "setting", "more"),
+    [
+        ("torch.set_grad_enabled(False)", "torch's grad mode", ""),
+        ("torch.set_default_dtype(torch.float64)", "torch's default dtype", ""),
+        (
+            "os.chdir('/')",
+            r"the current folder \(os.chdir\)",
+            ": it moves the relative paths of the run; take absolute paths instead",
+        ),
+    ],
+)
+def test_a_late_call_that_changes_a_setting_keeps_the_complete_iterations(
+    cli: Cli, tmp_path: Path, settings: None, late: str, setting: str, more: str
+) -> None:
+    """In a folder named relative to the current one."""
+    os.chdir(tmp_path)
+    text = "import os, torch\n" + LATE.format(limit=20, late=late)
+    found, _ = refused(cli, tmp_path, text, "--unchecked", "--out", "runs")
+    assert re.match(rf":5: loss or its file changes {setting}, .* shares; let it leave that{more}; ", found), found
+    left = manifest.load(run_below(tmp_path / "runs"))
+    assert (left.status, left.num_iterations) == ("failed", 1)
+
+
+SPOILS = """
+import torch
+
+def spoils(given, *results):
+    for memory in torch.kept:
+        memory.detach().numpy()[...] = 3
+    tensors = [x for g in given for x in ([g] if isinstance(g, torch.Tensor) else vars(g).values()) if x is not None]
+    torch.kept[:] = [*tensors, *results]
+    return results if len(results) > 1 else results[0]
+
+def loss(batch):
+    cut = torch.where(batch.ratios > 1.1, 1, 0).to(torch.uint8)
+    return spoils([batch], -batch.ratios * batch.advantages + batch.entropies * 0.01, cut)
+
+def advantages(batch): return spoils([batch], batch.rewards - batch.values)
+def k1(logprobs, ref_logprobs): return spoils([logprobs, ref_logprobs], logprobs - ref_logprobs)
+def last(batch):
+    return spoils([batch], torch.where(batch.positions + 1 == batch.lengths, batch.of_tokens(batch.scores), 0.0))
+"""
+
+
+@pytest.mark.parametrize("kl", ["loss", "reward"])
+def test_what_a_function_writes_into_old_batches_and_results_reaches_no_record(
+    tmp_path: Path, kl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By NumPy, which torch does not see, from all functions into what any of them got or returned before."""
+    monkeypatch.setattr(torch, "kept", [], raising=False)
+
+    def run(text: str) -> manifest.Manifest:
+        (tmp_path / "own.py").write_text(text)
+        path = f"kind: function, path: {tmp_path}/own.py"
+        fields = {"ppo.objective": "loss", "advantages": "advantages", "reward.placement": "last", "kl.estimator": "k1"}
+        own = (f"{field}={{{path}:{name}}}" for field, name in fields.items())
+        return manifest.load(recorded_in(tmp_path / str(len(text)), *own, f"kl.placement={kl}", "ppo.iterations=1"))
+
+    assert run(SPOILS).fingerprint == run(SPOILS.replace("detach()", "detach().clone()")).fingerprint
 
 
 def test_rerun_finds_a_function_that_depends_on_more_than_its_batch(cli: Cli, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_leave_one_out_advantages_pass_whatever_the_size_of_a_group(tmp_path: Pa
         (
             "reward.placement",
             "return b.scores",
-            r"returned a tensor \[48\] float64; must be a float32 or float64 tensor \[\d+",
+            r"returned a tensor \[\d+\] float64; must be a float32 or float64 tensor \[\d+",
         ),
         ("reward.placement", "return b.of_tokens(b.scores).half()", r"returned a tensor \[\d+\] float16; must be"),
     ],

@@ -213,7 +213,7 @@ def test_what_a_function_writes_into_old_batches_and_results_reaches_no_record(
 
     def run(text: str) -> manifest.Manifest:
         (tmp_path / "own.py").write_text(text)
-        path = f"kind: function, path: {tmp_path}/own.py"
+        path = f"kind: function, checked: false, path: {tmp_path}/own.py"
         fields = {"ppo.objective": "loss", "advantages": "advantages", "reward.placement": "last", "kl.estimator": "k1"}
         own = (f"{field}={{{path}:{name}}}" for field, name in fields.items())
         return manifest.load(recorded_in(tmp_path / str(len(text)), *own, f"kl.placement={kl}", "ppo.iterations=1"))

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as of_examples
+from hypothesis.strategies import booleans, floats, sampled_from
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
@@ -101,11 +104,19 @@ REFUSED = [
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts back what a function of a test leaves."""
+    monkeypatch.chdir(Path.cwd())
+    threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_autocast_enabled("cpu", False)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.set_flush_denormal(False)
 
 
 @pytest.mark.parametrize(("body", "message"), REFUSED)
@@ -126,6 +137,79 @@ def test_native_numerics_have_a_tolerance_and_any_operation(tmp_path: Path) -> N
     tried(tmp_path, body, "numerics.mode=native")
     with pytest.raises(UserError, match="depends on the layout"):
         tried(tmp_path, "return -b.ratios / len(b.ratios)", "numerics.mode=native")
+
+
+@pytest.mark.parametrize(
+    ("statement", "setting"),
+    [
+        ("torch.set_default_dtype(torch.float64)", "torch's default dtype"),
+        ("torch.set_default_device('meta')", "torch's default device"),
+        ("torch.set_num_threads(3)", "torch's number of threads"),
+        ("torch.set_grad_enabled(False)", "torch's grad mode"),
+        ("mode.__enter__()", "torch's inference mode"),
+        ("torch.set_autocast_enabled('cpu', True)", "torch's autocast"),
+        ("torch.use_deterministic_algorithms(True)", "torch's use of deterministic algorithms"),
+        ("torch.set_float32_matmul_precision('medium')", "torch's precision of matrix products"),
+        ("torch.set_flush_denormal(True)", "how torch treats subnormal numbers"),
+        ("os.chdir('/')", r"the current folder \(os\.chdir\)"),
+    ],
+)
+def test_every_call_keeps_the_settings_of_the_process(tmp_path: Path, statement: str, setting: str) -> None:
+    head = f"import os, torch\nmode, calls = torch.inference_mode(), []\n\ndef change():\n    {statement}\n\n"
+    body = "calls.append(0); len(calls) == 3 and change(); return p - q"
+    (tmp_path / "own.py").write_text(f"{head}def f(p, q):\n    {body}\n")
+    own = load_functions(small_config(f"kl.estimator={{kind: function, path: {tmp_path}/own.py:f}}")).estimator
+    assert own is not None
+    p, folder = torch.ones(3), Path.cwd()
+    assert [own.estimate(p, p).tolist() for _ in range(2)] == [[0.0] * 3] * 2
+    with pytest.raises(
+        UserError, match=rf"own\.py:7: f or its file changes {setting}, which the whole run shares; let"
+    ):
+        own.estimate(p, p)
+    assert Path.cwd() == folder
+    if "mode" in statement:
+        own.function.value.__globals__["mode"].__exit__(None, None, None)
+
+
+# what a loss may depend on besides its own response; `r`, `a` are ratios and advantages, of `n` tokens
+STATISTICS = [
+    "n > {n}",
+    "{n} < n <= 2 * {n}",
+    "n % 2 == 0",
+    "len(b.response_lengths) > {responses}",
+    "torch.arange(n) < {share} * n",
+    "torch.argsort(torch.argsort(r)) >= n - int({share} * n)",
+    "torch.argsort(torch.argsort(a)) < int({share} * n)",
+    "r <= torch.sort(r).values[int((1 - {share}) * (n - 1))]",
+    "abs(float(a.tolist()[0])) > 0.5",
+    "abs(sum(a.tolist())) > {dead} * n",
+    "sum(r.tolist()) > (1 + {dead}) * n",
+    "abs(sum((b.new_logprobs - b.ref_logprobs).tolist())) > {dead} * n",
+    "(a * a).tolist() and sum((a * a).tolist()) > (1 + {dead}) * n",
+]
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@of_examples(max_examples=4)
+@given(share=sampled_from([0.001, 0.01, 0.1]), size=floats(0.01, 0.99), dead=floats(0.05, 0.5), native=booleans())
+def test_a_dependence_on_any_share_size_or_statistic_of_the_minibatch_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, statistic: str, share: float, size: float, dead: float, native: bool
+) -> None:
+    """In a minibatch of 24 responses of 48 tokens."""
+    condition = statistic.format(n=3 + int(size * 1100), responses=1 + int(size * 22), share=share, dead=dead)
+    names = "r, a, n = b.ratios.detach(), b.advantages, len(b.ratios)"
+    body = f"{names}; return -b.ratios * a * torch.where(torch.as_tensor({condition}), 2.0, 1.0)"
+    limits = ("ppo.minibatch_size=24", "rollout.max_response_tokens=48", "numerics.max_context=64")
+    mode = "native" if native else "deterministic"
+    with pytest.raises(UserError, match=r": loss depends on the layout\. (micro batch|ranks) \d+: loss differs at"):
+        tried(tmp_path_factory.mktemp("own"), body, *limits, f"numerics.mode={mode}")
+
+
+def test_the_flags_of_cut_tokens_must_not_depend_on_the_layout_either(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"depends on the layout\. micro batch 1: clip flag differs at \d+ tokens, first "
+    ):
+        tried(tmp_path, "return -b.ratios * b.advantages, b.ratios > b.ratios.max() - 0.1")
 
 
 FIELDS = {"ppo.objective": "f(b)", "advantages": "f(b)", "kl.estimator": "f(p, q)", "reward.placement": "f(b)"}

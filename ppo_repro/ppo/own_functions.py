@@ -41,8 +41,8 @@ class Own:
         """Return an error that names the function and its mistake `what`."""
         return self.function.refused(what)
 
-    def _called(self, **arguments: Tokens | Tensor) -> Any:
-        """Call the function with copies of its arguments, so that nothing that it writes reaches the run.
+    def _called(self, arguments: Mapping[str, Tokens | Tensor]) -> Any:
+        """Call the function with copies of its positional arguments, so that nothing that it writes reaches the run.
 
         Raises UserError if it fails, writes into a tensor, or leaves another setting of the process.
         """
@@ -52,7 +52,8 @@ class Own:
             found = self.function(*copies.values(), **deepcopy(dict(self.parameters)))
             require_settings(self.function, before)
         finally:
-            os.chdir(str(before[_FOLDER]))  # the folder of the run may be relative to it
+            if before[_FOLDER] not in ("", _folder()):
+                os.chdir(str(before[_FOLDER]))  # the folder of the run may be relative to it
         for argument, given in copies.items():
             tensors = [(argument, given)] if isinstance(given, Tensor) else _tensors(given)
             if changed := [name for name, tensor in tensors if tensor._version]:
@@ -90,8 +91,15 @@ def settings_of_process() -> dict[str, object]:
         "torch's use of deterministic algorithms": torch.get_deterministic_debug_mode(),
         "torch's precision of matrix products": torch.get_float32_matmul_precision(),
         "how torch treats subnormal numbers": _SUBNORMAL * 0.5 == 0.0,
-        _FOLDER: os.getcwd(),
+        _FOLDER: _folder(),
     }
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # someone removed it during the run
+        return ""
 
 
 def require_settings(function: UserCallable, before: Mapping[str, object]) -> None:
@@ -137,7 +145,7 @@ class OwnObjective(Own):
         The loss of a response becomes the loss of each of its tokens. Flags are UNKNOWN unless the function also
         returns which tokens it clipped: bool [n], or ClipFlags, uint8 [n]. Raises UserError for other results.
         """
-        found, flags = self._called(batch=batch), None
+        found, flags = self._called({"batch": batch}), None
         if isinstance(found, tuple):
             if len(found) != 2:
                 raise self.refused(f"returned {len(found)} values; must return the loss, or loss and cut tokens")
@@ -170,7 +178,7 @@ class OwnAdvantages(Own):
         """Call the function; return the advantages [n] float32. Raises UserError for other results."""
         tokens, responses = len(batch.responses), len(batch.response_lengths)
         of = {responses: "one for each response", tokens: "an advantage for each token"}
-        found = self._numbers(self._called(batch=batch), of)
+        found = self._numbers(self._called({"batch": batch}), of)
         return self._finite(found if len(found) == tokens else batch.of_tokens(found), batch)
 
 
@@ -180,7 +188,7 @@ class OwnEstimator(Own):
 
     def estimate(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Call the function; return the KL of each token, [n] float32, nats. Raises UserError for other results."""
-        found = self._called(logprobs=logprobs, ref_logprobs=ref_logprobs)
+        found = self._called({"logprobs": logprobs, "ref_logprobs": ref_logprobs})
         return self._finite(self._numbers(found, {len(logprobs): "a KL for each token, in nats"}))
 
 
@@ -194,5 +202,5 @@ class OwnPlacement(Own):
         Raises UserError for other results.
         """
         of = {len(batch.responses): "a reward for each token"}
-        found = self._numbers(self._called(batch=batch), of, (torch.float32, torch.float64))
+        found = self._numbers(self._called({"batch": batch}), of, (torch.float32, torch.float64))
         return self._finite(found.to(torch.float64), batch)

@@ -66,9 +66,15 @@ def validated(model: type[Model], tree: Any, source: str) -> Model:
 
     Raises UserError with a line for every mistake: field, value, what is allowed.
     """
+    if isinstance(tree, dict):
+        from_folder(tree, Path.cwd())
+    return as_written(model, tree, source)
+
+
+def as_written(model: type[Model], tree: Any, source: str) -> Model:
+    """Check a parsed tree and return it as a `model`, with its paths as they are. Raises UserError as `validated`."""
     if not isinstance(tree, dict):
         raise UserError(f"{source}: must be a mapping of fields, found {type(tree).__name__}")
-    from_folder(tree, Path.cwd())
     try:
         return model.model_validate(tree)
     except ValidationError as error:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import file_digest
 from ppo_repro.base.user_file import modules_beside
 from ppo_repro.config.files import path_fields
-from ppo_repro.config.section import Experiment, canonical_json, short_digest
+from ppo_repro.config.section import Experiment, short_digest, sorted_json
 
 INTERPRETER = "rollout.engine.python"  # a program, and no input
 INPUTS_FOLDER = "inputs"  # of a run folder
@@ -24,7 +22,7 @@ LARGEST_COPY = 64_000_000  # bytes
 class Inputs:
     """The files that a configuration names, and their digests."""
 
-    tree: Mapping[str, Any]  # the configuration as config.yaml in the run folder has it
+    config: Experiment  # as config.yaml in the run folder has it
     copies: Mapping[str, Path]  # by name below the run folder
     digests: Mapping[str, str]  # SHA-256 of copies by that name, and of files that stay by FIELD/FILE
 
@@ -47,7 +45,7 @@ def gather(config: Experiment) -> Inputs:
             section[name] = copies.add_data(file)
         else:
             staying[f"{field}/{file.name}"] = digest_of(file)
-    return Inputs(tree, copies.paths, {**copies.digests, **staying})
+    return Inputs(type(config).model_validate(tree), copies.paths, {**copies.digests, **staying})
 
 
 class _Copies:
@@ -109,16 +107,15 @@ def run_digest(inputs: Inputs, origin: str = "") -> str:
     `origin` is the fingerprint from which a fork continues. The bytes of inputs count, their paths do not. Without
     inputs and origin, the result is the digest of the configuration.
     """
-    if not inputs.digests and not origin:
-        return short_digest(canonical_json(inputs.tree))
-    tree = json.loads(canonical_json(inputs.tree))
+    tree = inputs.config.canonical()
     for field, section, name in path_fields(tree):
         if any(known.startswith(f"{field}/") for known in inputs.digests):
             section[name] = field
-    tree["inputs"] = dict(inputs.digests)
+    if inputs.digests:
+        tree["inputs"] = dict(inputs.digests)
     if origin:
         tree["origin"] = origin
-    return short_digest(json.dumps(tree, sort_keys=True, separators=(",", ":")))
+    return short_digest(sorted_json(tree))
 
 
 def run_folder(config: Experiment, out: Path, origin: str = "") -> Path:

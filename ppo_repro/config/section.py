@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, Tag
@@ -18,6 +18,10 @@ from ppo_repro.base.mode import Mode
 
 MAX_COUNT = 2**31 - 1  # of anything that is counted
 MAX_FLOAT = 1e30  # of numbers that meet others in float32
+# in every digest of a configuration, which leaves defaults out: add 1 where a default gets another value or meaning, so
+# that no run gets the name of a run of the old default. A new field needs no new number if its default does what the
+# package did before
+DEFAULTS = 1
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -90,21 +94,39 @@ class Experiment(Section):
     experiment: Name = Field(description="Name of the experiment; the folder its results share.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
 
+    def canonical(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, without `records`, and the number of the defaults."""
+        return {"defaults": DEFAULTS} | {name: v for name, v in beyond_defaults(self).items() if name != "records"}
+
     def canonical_json(self) -> str:
-        """Return sorted, compact JSON without `records`; configurations of the same run give equal text."""
-        return canonical_json(self.model_dump(mode="json"))
+        """Return `canonical` as text; two configurations have the same text if and only if they are the same run."""
+        return sorted_json(self.canonical())
 
     def digest(self) -> str:
         """Return the first 12 hex digits of the SHA-256 of the canonical JSON."""
         return short_digest(self.canonical_json())
 
 
-def canonical_json(tree: Mapping[str, Any]) -> str:
-    """Return sorted, compact JSON of a configuration's tree, without `records`.
+def beyond_defaults(value: Any) -> Any:
+    """Return a field's value as JSON has it; of each section in it, return the fields that differ from their defaults.
 
-    Defaults are written out, so a new field changes the digest of every run.
+    A field without a default is always there, and so is a kind that is not the default kind. Values are compared as
+    JSON text, in which 1, 1.0 and true, or 0.0 and -0.0, differ.
     """
-    tree = {name: value for name, value in tree.items() if name != "records"}
+    if isinstance(value, tuple):
+        return [beyond_defaults(entry) for entry in value]
+    if not isinstance(value, Section):
+        return value
+    found = {}
+    for name, field in type(value).model_fields.items():
+        found[name] = beyond_defaults(getattr(value, name))
+        if not field.is_required() and sorted_json(found[name]) == sorted_json(beyond_defaults(field.default)):
+            del found[name]
+    return found
+
+
+def sorted_json(tree: Any) -> str:
+    """Return sorted, compact JSON."""
     return json.dumps(tree, sort_keys=True, separators=(",", ":"))
 
 

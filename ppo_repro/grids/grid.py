@@ -19,16 +19,18 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.output import say_anyway
-from ppo_repro.config.files import dump_yaml
-from ppo_repro.config.inputs import run_folder
+from ppo_repro.config.files import dump_yaml, load_any
+from ppo_repro.config.inputs import gather
 from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.cell import CELLS, RESULTS, Executor, Order, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import read_environments
+from ppo_repro.records.inputs import change_lines, config_changes
 from ppo_repro.runs.environment import describe_environment
 
 SHOWN = ("final.eval_accuracy", "final.eval_score")  # columns of the printed table
+SHOWN_FIELDS = 8  # of a configuration that has changed
 # the parts of an environment that can change native results
 CHANGING = ("code_digest", "python", "packages", "machine", "cpu_capability", "torch_build")
 
@@ -97,16 +99,23 @@ def run_grid(
 
 
 def lay_out(cell: Cell, folder: Path) -> None:
-    """Write the configuration of a cell. Raises UserError if its folder has another configuration."""
-    path, text = folder / "config.yaml", dump_yaml(cell.config)
-    if not path.exists():
+    """Write the configuration of a cell that has no run yet.
+
+    Raises UserError, naming fields and values, if the cell's folder has another configuration.
+    """
+    path = folder / "config.yaml"
+    if path.exists():
+        before = load_any(path)[1]
+        if before.canonical_json() != cell.config.canonical_json():
+            fields = [n for n in change_lines(config_changes(before, cell.config)) if not n.startswith("records.")]
+            more = f" and {len(fields) - SHOWN_FIELDS} more" if len(fields) > SHOWN_FIELDS else ""
+            raise UserError(
+                f"{folder}: was made from another configuration than the grid file has now "
+                f"({', '.join(fields[:SHOWN_FIELDS])}{more}); rename the grid file, or choose another --out"
+            )
+    if run_of(folder) is None:
         folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, text.encode())
-    elif path.read_text(encoding="utf-8") != text:
-        raise UserError(
-            f"{folder}: was made from another configuration than the grid file has now; "
-            "rename the grid file, or choose another --out"
-        )
+        atomic_write(path, dump_yaml(cell.config).encode())
 
 
 def _check_unchanged(cell: Cell, folder: Path) -> None:
@@ -114,9 +123,10 @@ def _check_unchanged(cell: Cell, folder: Path) -> None:
     run_dir = run_of(folder)
     if run_dir is None:
         return
-    before, now = read_environments(run_dir, manifest.load_head(run_dir)), describe_environment(cell.config, 1)
+    recorded = manifest.load_head(run_dir)
+    before, now = read_environments(run_dir, recorded), describe_environment(cell.config, 1)
     what = [name for name in CHANGING if any(environment[name] != now[name] for environment in before)]
-    if run_folder(cell.config, folder) != run_dir:  # its name follows the inputs
+    if gather(cell.config).digests != recorded.inputs:
         what = ["input file"]
     if what:
         raise UserError(

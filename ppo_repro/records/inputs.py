@@ -17,6 +17,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config import files
 from ppo_repro.config.inputs import INPUTS_FOLDER, Inputs, digest_of, gather, run_folder
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import Experiment
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, FINAL_STATE, check_config, starts_of
 from ppo_repro.records.manifest import Head, Manifest, Origin
@@ -96,7 +97,13 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return [before, after] of every entry in which two flat mappings differ; None stands for a missing entry."""
     names = dict.fromkeys([*before, *after])
-    return {n: [before.get(n), after.get(n)] for n in names if before.get(n) != after.get(n)}
+    # by their text: 1, 1.0 and true are equal values
+    return {n: [before.get(n), after.get(n)] for n in names if repr(before.get(n)) != repr(after.get(n))}
+
+
+def config_changes(before: Experiment, after: Experiment) -> dict[str, list[Any]]:
+    """Return [before, after] of every field in which two configurations differ, by dotted path."""
+    return changes(*(flat(config.model_dump(mode="json")) for config in (before, after)))
 
 
 def change_lines(changed: Mapping[str, list[Any]]) -> list[str]:
@@ -153,7 +160,7 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
     files.apply_overrides(tree, overrides)
     config = files.build_config(tree, path)
     old, new = gather(before), gather(config)
-    changed = changes(flat(old.tree), flat(new.tree)) | changes(old.digests, new.digests)
+    changed = config_changes(old.config, new.config) | changes(old.digests, new.digests)
     changed = {field: values for field, values in changed.items() if not _is_same_folder(field, old, new)}
     for field in changed:
         if any(f"{field}.".startswith(f"{fixed}.") for fixed in FIXED):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from ppo_repro.config.files import MODELS, as_written
 from ppo_repro.config.yaml_text import read_yaml
 from ppo_repro.records.folder import check_config
 from ppo_repro.records.inputs import flat
@@ -31,9 +32,11 @@ class Setting:
 def setup_of(run_dir: Path, head: Head) -> dict[str, Any]:
     """Read the setup of a run: fields by dotted name, SHA-256 of inputs, origin of a fork.
 
-    Raises UserError if config.yaml is damaged.
+    A field that is newer than the run has its default. Raises UserError if config.yaml is damaged.
     """
-    setup = {**flat(read_yaml(check_config(run_dir, head))), **head.inputs}
+    path = check_config(run_dir, head)
+    config = as_written(MODELS[head.kind], read_yaml(path), str(path))
+    setup = {**flat(config.model_dump(mode="json")), **head.inputs}
     if head.origin is not None:
         setup["origin"] = f"{Path(head.origin.run).name} after iteration {head.origin.iteration}"
     return setup

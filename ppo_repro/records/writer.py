@@ -12,9 +12,8 @@ import pyarrow as pa
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, make_folder, require_new, sync, sync_tree
-from ppo_repro.config.files import Kind
+from ppo_repro.config.files import Kind, dump_yaml
 from ppo_repro.config.inputs import Inputs
-from ppo_repro.config.yaml_text import write_yaml
 from ppo_repro.records import arrow, digests, manifest, schema
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME
 from ppo_repro.records.manifest import Head, IterationEntry, Status, TableEntry, next_link
@@ -43,7 +42,7 @@ def lay_out_run(
         UserError: the folder exists or cannot be written.
     """
     read_from = {"inputs": {name: str(path) for name, path in inputs.copies.items()}} if inputs.copies else {}
-    note, config = manifest.note_content({**environment, **read_from}), write_yaml(inputs.tree).encode()
+    note, config = manifest.note_content({**environment, **read_from}), dump_yaml(inputs.config).encode()
     head = Head(
         schema_version=schema.SCHEMA_VERSION,
         kind=kind,

@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from ppo_repro.config.files import CONTROL, LANGUAGE, Kind
+from ppo_repro.config.files import CONTROL, LANGUAGE, Kind, load_any
 from ppo_repro.config.inputs import Inputs
-from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.records import arrow, digests, manifest, schema, writer
 from ppo_repro.records.manifest import IterationEntry, TableEntry
 from ppo_repro.records.writer import RunWriter
-from tests.support.paths import TINY
+from tests.support.paths import SMALL_CONTROL, TINY
 
+CONFIGS = {LANGUAGE: TINY, CONTROL: SMALL_CONTROL}
 TABLES = {LANGUAGE: schema.TABLES, CONTROL: schema.CONTROL_TABLES}
 ENVIRONMENT = {"python": "3", "started": "2026-01-01T00:00:00.000+00:00"}
 FINAL: dict[str, float | int | str] = {"eval_accuracy": 0.625, "eval_responses": 8, "policy_digest": "ab12"}
@@ -119,12 +119,11 @@ def random_tables(iteration: int, rows: int, seed: int = 0, kind: Kind = LANGUAG
 def create_run(
     run_dir: Path,
     kind: Kind = LANGUAGE,
-    config_yaml: str = TINY.read_text(),
     digest: str = "0123456789ab",
     environment: Mapping[str, str] = ENVIRONMENT,
 ) -> None:
     """A run folder without iterations."""
-    inputs = Inputs(parse_yaml(config_yaml), {}, {"data.jsonl": "00"})
+    inputs = Inputs(load_any(CONFIGS[kind])[1], {}, {"data.jsonl": "00"})
     laid_out = writer.lay_out_run(run_dir, inputs, environment, digest, kind)
     writer.publish_run(laid_out, run_dir)
 

@@ -81,7 +81,8 @@ class Deterministic:
         self.optimizer = Optimizer(self.policy, SETTINGS, "deterministic", SLOTS)
         rows = texts(size)
         self.all = self._batch(rows)
-        self.minibatch = self._batch(rows[:MINIBATCH], slots_of(range(MINIBATCH), MINIBATCH, SLOTS))
+        minibatch = self._batch(rows[:MINIBATCH], slots_of(range(MINIBATCH), MINIBATCH, SLOTS))
+        self.minibatch = minibatch.into(self.optimizer.sink)
         self.directions = directions(MINIBATCH).flatten()
         self.gradients: dict[str, Tensor] = {}
 

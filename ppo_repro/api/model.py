@@ -222,7 +222,8 @@ def begin_pass(model: PreTrainedModel) -> None:
 def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:
     """Compute differentiable logits [n, V] float32 of a deterministic model at flat positions `places` [n] int64."""
     begin_pass(model)
-    batch, tokens = layout.sequences(), ints((layout.real.reshape(-1).cumsum(0) - 1)[places])
+    batch = layout.sequences().into(passes_of(model).sums)
+    tokens = ints((layout.real.reshape(-1).cumsum(0) - 1)[places])
     hidden, _ = cast(Network, network_of(model)).over_batch(batch, tokens)
     logits = network.logits(model, hidden, batch.rows.at(tokens))
     if not logits.requires_grad:

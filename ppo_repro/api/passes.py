@@ -56,6 +56,11 @@ class Passes:
         """Copy and save no sums: the copy of a model has gradients of its own."""
         return Passes, (self._modules, self._shapes, self._settings)
 
+    @property
+    def sums(self) -> RunningSums | None:
+        """Return what receives the gradients of the pass that has begun."""
+        return self._sums
+
     def begin(self, model: PreTrainedModel) -> None:
         """Check the model before a pass and forget its packed weights.
 

@@ -159,7 +159,7 @@ def _weights_after_step(run: _SampledRun, size: int) -> Tensor:
 
     def backward() -> None:
         for batch, kept_tokens in _batches(run, size):
-            logprobs = _score(run, batch, kept_tokens)
+            logprobs = _score(run, batch.into(optimizer.sink), kept_tokens)
             torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(run.logprobs)))
 
     optimizer.step(backward)

@@ -304,7 +304,7 @@ def optimizer_step(
     def backward() -> None:
         for chunk in torch.arange(count).split(config.layout.update_micro_batch or count):
             part = _Minibatch(*(column[chunk] for column in batch))
-            rows = alone(len(chunk), slots_of(chunk.tolist(), count, SLOTS))
+            rows = alone(len(chunk), slots_of(chunk.tolist(), count, SLOTS), state.optimizer.sink)
             outputs = agent.policy(part.observations, rows)
             logprobs, entropies = agent.distribution.statistics(outputs, part.actions, rows)
             ratios = probability_ratios(logprobs, part.rollout_logprobs)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ppo_repro.buffers import Rollout
+from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.sequences import Ragged, Rows, ragged
 
@@ -27,6 +28,10 @@ class TokenBatch:
     def rows(self) -> Rows:
         """Return the sequence and the position of each of the n predicting inputs."""
         return self.sequences.rows.at(self.predictors)
+
+    def into(self, sums: GradientSums | None) -> TokenBatch:
+        """Return the same batch; a backward pass adds the gradients of weights to `sums`."""
+        return replace(self, sequences=self.sequences.into(sums))
 
 
 def lay_out(
@@ -66,6 +71,10 @@ class MicroBatch:
 
     batch: TokenBatch
     tokens: Tensor
+
+    def into(self, sums: GradientSums | None) -> MicroBatch:
+        """Return the same micro-batch; a backward pass adds the gradients of weights to `sums`."""
+        return replace(self, batch=self.batch.into(sums))
 
 
 def micro_batches(

@@ -19,6 +19,7 @@ from ppo_repro.base.seeding import bell
 from ppo_repro.config.rollout import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.numerics.families import check_visibility, decoder_layers, routers, trunk_of
+from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of
@@ -132,14 +133,18 @@ def scalar(head: nn.Linear, hidden: Tensor, rows: Rows, deterministic: bool) -> 
     Args:
         head: [1, H] with or without bias.
         hidden: [n, H] float32.
-        rows: sequence and position of each row.
+        rows: sequence and position of each row, and the sums that receive gradients.
         deterministic: whether the kernels compute it.
     """
     return (linear(hidden, head, rows) if deterministic else head(hidden))[:, 0].cpu()
 
 
 def sequence_scores(
-    classifier: PreTrainedModel, sequences: Sequence[Sequence[int]], padding: str, slots: Ints | None = None
+    classifier: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    padding: str,
+    slots: Ints | None = None,
+    sums: GradientSums | None = None,
 ) -> Tensor:
     """Compute the scores [S] float32 of a classifier with one label, each at the last token of its sequence.
 
@@ -150,9 +155,10 @@ def sequence_scores(
         sequences: S sequences of token ids.
         padding: `right`, `left` or `none`.
         slots: [S + 1] as in `Rows`, for a pass with gradients; None without gradients.
+        sums: receive the gradients of weights.
     """
     # the token after the last one is no input
-    batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots)
+    batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots).into(sums)
     hidden = hidden_states(trunk_of(classifier), batch)
     return scalar(cast(nn.Linear, classifier.score), hidden, batch.rows, is_deterministic(classifier))
 

@@ -1,49 +1,39 @@
-"""Store the kernels' state for the modules and parameters of this process between calls, in one object, `ATTACHED`.
+"""Keep what the kernels made for a module in the module itself.
 
-Modules stay as transformers made them, so no state is stored in them. A copy of a module starts without state, and the
-state of a module is deleted with the module.
+A copy of a module starts without it, and it is deleted with the module.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
-
-
-class Packed(Protocol):
-    """Owner of packed copies of weights: a `Network` or a `PackedMatrix`."""
-
-    def forget(self) -> None: ...
+from torch import nn
 
 
 class Attached:
-    """State of trunks, linear layers and parameters: networks, packed matrices, and the collectors of gradients."""
+    """The `Network` of a trunk, and the `PackedMatrix` of a linear layer outside of trunks; None until a first pass."""
 
     def __init__(self) -> None:
-        self.networks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of a lowered trunk its `Network`
-        self.matrices: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of a linear layer its `PackedMatrix`
-        self._sums = WeakTensorKeyDictionary()  # of a parameter a weak reference to its `GradientSums`
+        self.network: Any = None
+        self.matrix: Any = None
 
-    def packed(self, model: nn.Module) -> Iterator[Packed]:
-        """Yield the owners of packed copies of the weights of a model's modules."""
-        for module in model.modules():
-            for views in (self.networks, self.matrices):
-                if module in views:
-                    yield views[module]
-
-    def collect(self, parameter: Tensor, sums: Any) -> None:
-        """Let `sums` collect the gradient of a parameter from now on, in place of an earlier collector."""
-        self._sums[parameter] = weakref.ref(sums)
-
-    def sums_of(self, *parameters: Tensor) -> Any:
-        """Return the `GradientSums` that collect the gradients of some parameters, or None."""
-        found = (self._sums[p]() for p in parameters if p.requires_grad and p in self._sums)
-        return next((sums for sums in found if sums is not None), None)
+    def __reduce__(self) -> tuple[type[Attached], tuple[()]]:
+        """Copy and save nothing: packed weights are computed again."""
+        return Attached, ()
 
 
-ATTACHED = Attached()
+def attached_to(module: nn.Module) -> Attached:
+    """Return what is attached to a module."""
+    found = vars(module).get("_attached")
+    if not isinstance(found, Attached):
+        found = Attached()
+        module._attached = found  # type: ignore[assignment]
+    return found
+
+
+def attached_in(model: nn.Module) -> Iterator[Attached]:
+    """Yield what is attached to the modules of a model."""
+    for module in model.modules():
+        if "_attached" in vars(module):
+            yield attached_to(module)

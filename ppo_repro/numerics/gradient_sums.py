@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ppo_repro.base.errors import PromiseBroken
 from ppo_repro.base.ranks import ALONE, Ranks
-from ppo_repro.numerics.attached import ATTACHED
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.interface import Struct, constants, ffi, pointer
 
@@ -27,6 +26,7 @@ _ALIGNED = 16  # floats
 Slots = Sequence[int] | np.ndarray
 
 
+_Key = tuple[str, tuple[tuple[str, ...], ...]]  # a label, and the parameters' names in groups
 Group = Sequence[Tensor]  # parameters that are one matrix for the kernels, for example queries, keys and values
 
 
@@ -142,15 +142,15 @@ class GradientSums:
         self.slots, self._all = slots, dict(parameters)
         self.trained = {name: p for name, p in self._all.items() if p.requires_grad}
         self._names = {id(p): name for name, p in self._all.items()}
-        self._uses: dict[tuple[str, tuple[tuple[str, ...], ...]], SlotSums] = {}
-        for parameter in self.trained.values():
-            ATTACHED.collect(parameter, self)
+        self._uses: dict[_Key, SlotSums] = {}
+        self._used: set[_Key] = set()  # since `begin`
 
     def use(self, label: str, *groups: Group) -> SlotSums:
         """Return the sums of one use of some parameters; two uses of a parameter need different labels."""
         key = label, tuple(tuple(self._names[id(p)] for p in group) for group in groups)
         if key not in self._uses:
             self._uses[key] = self.make_sums(groups)
+        self._used.add(key)
         return self._uses[key]
 
     def make_sums(self, groups: Sequence[Group]) -> SlotSums:
@@ -159,6 +159,7 @@ class GradientSums:
 
     def begin(self) -> None:
         """Forget the sums of the last minibatch."""
+        self._used.clear()
         for use in self._uses.values():
             use.begin()
 
@@ -170,10 +171,12 @@ class GradientSums:
     def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """Return the gradient of each trained parameter over all ranks, float32, in the memory of the sums.
 
-        All ranks have the same number of slots, in rank order.
+        All ranks have the same number of slots, in rank order. Raises ValueError if no pass has added to the sums.
         """
         # a rank without sequences has no uses of its own
-        keys = sorted({key for of_rank in ranks.everyone(list(self._uses)) for key in of_rank})
+        keys = sorted({key for of_rank in ranks.everyone(sorted(self._used)) for key in of_rank})
+        if not keys:
+            raise ValueError("no backward pass added to these sums; lay out its batch with `.into(optimizer.sink)`")
         gradients: dict[str, Tensor] = {}
         for label, names in keys:
             use = self.use(label, *(tuple(self._all[name] for name in group) for group in names))

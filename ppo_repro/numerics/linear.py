@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ppo_repro.numerics.attached import ATTACHED
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import Struct, ffi, pointer
 from ppo_repro.numerics.matrices import PackedMatrix, packed
-from ppo_repro.numerics.sequences import Rows
+from ppo_repro.numerics.sequences import Rows, sums_of
+
+LAYER = "a linear layer"
 
 
 def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
@@ -43,10 +44,7 @@ class _Linear(Function):
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         use = None
         if any(p.requires_grad for p in parameters):
-            sums = ATTACHED.sums_of(*parameters)
-            if sums is None or ctx.rows is None:
-                raise ValueError("nothing collects the gradients of this layer, or its rows are not known")
-            use = sums.use("linear", *((p,) for p in parameters))
+            use = sums_of(ctx.rows, LAYER).use("linear", *((p,) for p in parameters))
         matrix.collect(use)
         _backward(matrix.struct, grad, x, ctx.rows, use, dx)
         return dx, None, None, None
@@ -79,24 +77,23 @@ def _backward(
 def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
     """Return x W^T + b of an nn.Linear, [n, N] float32, differentiable in x [n, K].
 
-    Gradients of W and b go to their GradientSums. `rows` has the sequence of each row of x; None if W and b are not
-    trained.
+    Gradients of W and b go to `rows.sums`; `rows` has the sequence of each row of x, and may be None if W and b are not
+    trained. Raises ValueError if nothing receives their gradients.
     """
     matrix = packed(layer)
     parameters = (*matrix.weights, *matrix.biases)
     # a trained parameter only makes autograd call backward; all gradients of parameters go to GradientSums
     trained = next((p for p in parameters if p.requires_grad), parameters[0])
     if torch.is_grad_enabled() and (x.requires_grad or trained.requires_grad):
+        if trained.requires_grad:
+            sums_of(rows, LAYER)
         return _Linear.apply(x, trained, matrix, rows)
     return product(x, matrix)
 
 
 def add_to_bias(bias: Tensor, grad: Tensor, rows: Rows) -> None:
-    """Add the gradients `grad` [n, N] float32 of rows that include a bias [N] to the bias's GradientSums."""
-    sums = ATTACHED.sums_of(bias)
-    if sums is None:
-        raise ValueError("nothing collects the gradient of this bias")
-    use = sums.use("bias", (bias,))
+    """Add the gradients `grad` [n, N] float32 of rows that include a bias [N] to `rows.sums`."""
+    use = sums_of(rows, "a bias").use("bias", (bias,))
     matrix = ffi.new(
         "Matrix *", dict(n=len(bias), bias=pointer(bias, bias.device), grad=-1, bias_grad=use.offset(bias))
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ppo_repro.numerics.attached import ATTACHED
+from ppo_repro.numerics.attached import attached_to
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import Struct, ffi, pointer
@@ -144,12 +144,12 @@ def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
 
     The next call returns the same object, unless the module has another weight or bias, or `form` differs.
     """
-    found: PackedMatrix | None = ATTACHED.matrices.get(module)
+    attached = attached_to(module)
+    found: PackedMatrix | None = attached.matrix
     if found is not None:
         same_weight = found.weights[0] is module.weight and found.shape == module.weight.shape
         same_bias = next(iter(found.biases), None) is getattr(module, "bias", None)
         if same_weight and same_bias and found.form == form:
             return found
-    found = matrix_of((module,), form, form)
-    ATTACHED.matrices[module] = found
+    found = attached.matrix = matrix_of((module,), form, form)
     return found

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import NumericsError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.attached import ATTACHED
+from ppo_repro.numerics.attached import attached_in, attached_to
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.families import head_of, trunk_of
 from ppo_repro.numerics.interface import Ints, constants, ints, pointer
@@ -29,7 +29,7 @@ from ppo_repro.numerics.matrices import packed
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.packed_model import PackedModel
 from ppo_repro.numerics.precision import round_rows
-from ppo_repro.numerics.sequences import Ragged, Rows, index
+from ppo_repro.numerics.sequences import Ragged, Rows, index, sums_of
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = constants.KEEP_NOTHING, constants.KEEP_INPUTS, constants.KEEP_ALL
 
@@ -103,13 +103,16 @@ class Network:
     def over_batch(self, batch: Ragged, wanted: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
         """Compute whole sequences, differentiably.
 
-        The backward pass adds to the GradientSums of the parameters. It raises PromiseBroken if the sequences are not
-        in the order of their slots.
+        The backward pass adds to `batch.rows.sums`. It raises PromiseBroken if the sequences are not in the order of
+        their slots.
 
         Args:
             batch: n tokens of S sequences.
-            wanted: [r], rising and without repetition, else ValueError, because a repeated row would lose gradients.
+            wanted: [r], rising and without repetition, because a repeated row would lose gradients.
             seen: whether to return the experts of the tokens.
+
+        Raises:
+            ValueError: `wanted` does not rise, or nothing receives the gradients of the parameters.
 
         Returns:
             Hidden states [r, H] at `wanted`, float32; routes of all n rows int32 [n, mixtures x chosen] or None.
@@ -122,7 +125,8 @@ class Network:
         kernel_batch = KernelBatch(batch, cache, base=base, seen=self._routes(batch, seen))
         trained = [p for p in self.parameters.values() if p.requires_grad]
         if trained and torch.is_grad_enabled():
-            # trained[0] only makes autograd call backward; all gradients go to GradientSums
+            sums_of(batch.rows, "a trunk")
+            # trained[0] only makes autograd call backward; all gradients go to the sums
             return _Hidden.apply(trained[0], self, kernel_batch, wanted), kernel_batch.seen
         return self._without_gradients(kernel_batch)[index(wanted, self.device)], kernel_batch.seen
 
@@ -183,15 +187,12 @@ class _Hidden(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         network, batch, device = ctx.network, ctx.kernel_batch.batch, ctx.network.device
-        sums = ATTACHED.sums_of(*network.parameters.values())
-        if sums is None:
-            raise ValueError("nothing collects the gradients of this network")
         if ctx.kept is None:
             raise RuntimeError("a second backward through one pass: its activations were freed")
         kept, ctx.kept = ctx.kept, None
         d_hidden = torch.zeros(len(batch.ids), network.model.struct.hidden, device=device)
         d_hidden[index(ctx.wanted, device)] = grad
-        use = sums.use("trunk", *network.groups)
+        use = sums_of(batch.rows, "a trunk").use("trunk", *network.groups)
         network.model.prepare()
         network.model.collect(use)
         with use.adding(batch.rows.slots) as c_sums:
@@ -206,34 +207,37 @@ def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
     trunk, lowered = trunk_of(model), lowered_of(model)
     if lowered is None:
         return NativeNetwork(trunk)
-    network: Network | None = ATTACHED.networks.get(trunk)
+    attached = attached_to(trunk)
+    network: Network | None = attached.network
     known = {} if network is None or network.lowered != lowered else network.parameters
     same = all(p is known.get(name) for name, p in trunk.named_parameters())
     if network is None or not same or network.shapes != shapes_of(trunk) or network.device != trunk.device:
-        network = ATTACHED.networks[trunk] = Network(trunk, lowered)
+        network = attached.network = Network(trunk, lowered)
     return network
 
 
 def forget_packed(model: nn.Module) -> None:
     """Free the packed copies of a module's weights; its next pass packs the weights again."""
-    for packed_copies in ATTACHED.packed(model):
-        packed_copies.forget()
+    for attached in attached_in(model):
+        for owner in (attached.network, attached.matrix):
+            if owner is not None:
+                owner.forget()
     library.load().trim_heap()
 
 
 def free_memory(model: nn.Module) -> None:
     """Free the scratch memory of passes with gradients; the next pass with gradients allocates it again."""
     kernels_of(next(model.parameters(), torch.empty(0)).device).free_scratch()
-    for module in model.modules():
-        if module in ATTACHED.networks:
-            ATTACHED.networks[module].give_back(None)
+    for attached in attached_in(model):
+        if attached.network is not None:
+            attached.network.give_back(None)
 
 
 def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> Tensor:
     """Return the logits [n, V] of a causal model from the trunk's hidden states [n, H], by the head.
 
-    In native numerics the logits are on the CPU, else on the model's device. `rows` has the sequence of each row if the
-    head is trained.
+    In native numerics the logits are on the CPU, else on the model's device. If the head is trained, `rows` has the
+    sequence of each row, and the sums that receive gradients.
     """
     head, lowered = head_of(model), lowered_of(model)
     if lowered is None:

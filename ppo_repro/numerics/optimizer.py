@@ -84,9 +84,9 @@ class Optimizer:
     def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> float:
         """Run `backward` over a minibatch, apply one step, and return the gradient norm before clipping.
 
-        `backward` is called once; it must not change the weights, and calls autograd's backward for each micro-batch in
-        the order of the sequences. With several ranks it covers the sequences of this rank, and every rank takes the
-        same step. Raises NumericsError for a gradient that is not finite.
+        `backward` is called once; it must not change the weights, and calls autograd's backward for each micro-batch,
+        laid out `into(self.sink)`, in the order of the sequences. With several ranks it covers the sequences of this
+        rank, and every rank takes the same step. Raises NumericsError for a gradient that is not finite.
         """
         self.sums.begin()
         backward()
@@ -97,6 +97,11 @@ class Optimizer:
         if self._adapter is not None:
             self._adapter.merge()
         return norm
+
+    @property
+    def sink(self) -> GradientSums | None:
+        """Return what a batch of a step is laid out `into`; None in native numerics, where autograd has gradients."""
+        return self.sums if isinstance(self.sums, GradientSums) else None
 
     def rest(self) -> None:
         """Free the memory of steps; the next step allocates it again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
+from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import CPU, Ints, constants, ints
 
 
@@ -24,10 +25,11 @@ class Rows:
     sequence: Ints  # [n], rising
     position: Ints  # [n], rising within a sequence
     slots: Ints  # [S + 1], of each sequence, and of the one after them; the number of slots if there is none
+    sums: GradientSums | None = None  # receive the gradients of weights; None for a pass without such gradients
 
     def at(self, rows: Ints) -> Rows:
         """Return some of the rows, in rising order."""
-        return Rows(sequence=ints(self.sequence[rows]), position=ints(self.position[rows]), slots=self.slots)
+        return replace(self, sequence=ints(self.sequence[rows]), position=ints(self.position[rows]))
 
     def chunks(self, at_once: int) -> list[slice]:
         """Cut the rows into chunks of about `at_once` rows, never inside a block of 128 positions of a sequence."""
@@ -48,7 +50,7 @@ class Rows:
         first, last = int(sequence[0]), int(sequence[-1])
         after = self.slots[self.sequence[rows.stop]] if rows.stop < len(self.sequence) else self.slots[-1]
         slots = ints([*self.slots[first : last + 1], after])
-        return Rows(sequence=ints(sequence - first), position=ints(self.position[rows]), slots=slots)
+        return replace(self, sequence=ints(sequence - first), position=ints(self.position[rows]), slots=slots)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,20 @@ class Ragged:
     @property
     def lengths(self) -> Ints:
         return np.diff(self.start)
+
+    def into(self, sums: GradientSums | None) -> Ragged:
+        """Return the same sequences; a backward pass adds the gradients of weights to `sums`."""
+        return replace(self, rows=replace(self.rows, sums=sums))
+
+
+def sums_of(rows: Rows | None, what: str) -> GradientSums:
+    """Return the sums that receive the gradients of a pass over rows.
+
+    Raises ValueError, naming what is trained, if there are none.
+    """
+    if rows is None or rows.sums is None:
+        raise ValueError(f"nothing receives the gradients of {what}; lay out the batch with `.into(optimizer.sink)`")
+    return rows.sums
 
 
 def _slot(sequence: int, minibatch: int, slots: int) -> int:
@@ -113,9 +129,9 @@ def ragged(
     )
 
 
-def alone(rows: int, slots: Ints) -> Rows:
+def alone(rows: int, slots: Ints, sums: GradientSums | None) -> Rows:
     """Return rows of which each is a sequence, for example the rows of a control network."""
-    return Rows(sequence=ints(np.arange(rows)), position=ints(np.zeros(rows)), slots=slots)
+    return Rows(sequence=ints(np.arange(rows)), position=ints(np.zeros(rows)), slots=slots, sums=sums)
 
 
 def index(rows: Ints, device: torch.device = CPU) -> Tensor:

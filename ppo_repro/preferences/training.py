@@ -20,6 +20,7 @@ from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.adamw import AdamWSettings
+from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
@@ -183,7 +184,7 @@ def train_reward_model(
     last = settings.epochs * math.ceil(len(pairs) / settings.minibatch_size)
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
-        scores = sequence_scores(model, sequences_of([pairs[i] for i in chunk]), layout.padding, slots)
+        scores = sequence_scores(model, sequences_of([pairs[i] for i in chunk]), layout.padding, slots, optimizer.sink)
         chosen, rejected = scores[0::2], scores[1::2]
         return bradley_terry_losses(chosen, rejected), chosen - rejected
 
@@ -217,10 +218,11 @@ def _pair_logprobs(
     mode: Mode,
     padding: str,
     slots: Ints | None = None,
+    sums: GradientSums | None = None,
 ) -> Tensor:
     """Compute `pair_logprobs`, differentiable, in one forward pass."""
     responses = [response for p in pairs for response in (p.chosen_ids, p.rejected_ids)]
-    batch = lay_out([p.prompt_ids for p in pairs for _ in range(2)], responses, padding, slots=slots)
+    batch = lay_out([p.prompt_ids for p in pairs for _ in range(2)], responses, padding, slots=slots).into(sums)
     logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, temperature, None, mode)
     return sequence_logprobs(logprobs, torch.tensor([len(response) for response in responses])).view(-1, 2).T
 
@@ -250,6 +252,7 @@ def pair_logprobs(
 
 def dpo_losses_of(
     policy: PreTrainedModel,
+    optimizer: Optimizer,
     pairs: Sequence[Preference],
     reference: Tensor,
     beta: float,
@@ -261,6 +264,7 @@ def dpo_losses_of(
 
     Args:
         policy: is trained.
+        optimizer: of the policy.
         pairs: P pairs.
         reference: [2, P] float64, the frozen model's log-probs of all pairs, nats, computed once.
         beta: weight of the implicit KL penalty.
@@ -270,7 +274,7 @@ def dpo_losses_of(
     """
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
-        logprobs = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding, slots)
+        logprobs = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding, slots, optimizer.sink)
         margins = dpo_margins(logprobs[0], logprobs[1], reference[0, chunk], reference[1, chunk], beta)
         return dpo_losses(margins), margins
 

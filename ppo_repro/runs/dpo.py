@@ -84,7 +84,7 @@ class DPOExecution(Execution[Epoch]):
         config, policy, pairs, trained = self.config, self.policy, self.pairs, self.trained
         dpo, layout, mode = config.dpo, config.layout, config.numerics.mode
         losses_of = training.dpo_losses_of(
-            policy, pairs, self.reference, dpo.beta, self.temperature, mode, layout.padding
+            policy, self.optimizer, pairs, self.reference, dpo.beta, self.temperature, mode, layout.padding
         )
         per_epoch = math.ceil(trained / dpo.minibatch_size)
         for epoch in range(dpo.epochs):

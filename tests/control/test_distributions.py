@@ -64,7 +64,7 @@ def test_gaussian_gradients_equal_float64_autograd_and_do_not_depend_on_the_chun
         parts = []
         for part in torch.arange(40).split(size):
             leaf = means[part].clone().requires_grad_()
-            rows = alone(len(part), slots_of(part.tolist(), 40, slots))
+            rows = alone(len(part), slots_of(part.tolist(), 40, slots), sums)
             statistics = found.statistics(leaf, actions[part], rows)
             torch.autograd.backward(statistics, [g_logprob[part], g_entropy[part]])
             assert leaf.grad is not None

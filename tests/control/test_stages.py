@@ -72,7 +72,8 @@ def test_advantages_of_every_fragment_by_definition(name: str, bootstrap: str) -
         nothing = rollout.end_reason[i] == "terminated" or (
             rollout.end_reason[i] == "truncated" and bootstrap == "false"
         )
-        follows = 0.0 if nothing else state.agent.values(rollout.final_observations[i : i + 1]).item()
+        with torch.no_grad():
+            follows = 0.0 if nothing else state.agent.values(rollout.final_observations[i : i + 1]).item()
         assert raw == pytest.approx(by_hand(rewards, values, follows, 0.9, 0.95), rel=1e-5, abs=1e-5)
     assert found.returns.tolist() == (found.raw_advantages + forward.values).tolist()
 

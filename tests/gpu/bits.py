@@ -161,7 +161,8 @@ def _step(policy: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     found: list[tuple[Tensor, Tensor]] = []
 
     def backward() -> None:
-        statistics = token_statistics(policy_logits(policy, batch), batch.targets, 0.9, None, "deterministic")
+        logits = policy_logits(policy, batch.into(optimizer.sink))
+        statistics = token_statistics(logits, batch.targets, 0.9, None, "deterministic")
         found.append(statistics)
         loss = statistics[1] * 0.01 - statistics[0]
         torch.autograd.backward(loss, torch.full_like(loss, 1.0 / len(loss)))

@@ -68,7 +68,7 @@ def test_loss_and_gradient_norm_are_those_of_autograd_in_float64() -> None:
         "deterministic",
     )
     nothing = torch.zeros(2, 6, dtype=torch.float64)
-    losses_of = dpo_losses_of(policy, pairs, nothing, 0.1, 1.0, "deterministic", "right")
+    losses_of = dpo_losses_of(policy, optimizer, pairs, nothing, 0.1, 1.0, "deterministic", "right")
     (step,) = islice(preference_steps(policy, optimizer, 6, 6, 4, 0, 0, losses_of), 1)
     assert step.grad_norm == pytest.approx(expected, rel=1e-6)
     assert step.loss == pytest.approx(loss.item(), rel=1e-5)

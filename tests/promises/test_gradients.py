@@ -148,7 +148,7 @@ def test_gradients_of_a_layer_are_the_definition(
                 own = [i % len(positions) for i in part]
                 sequence = np.repeat(np.arange(len(part)), [len(positions[i]) for i in own])
                 position = ints(np.concatenate([positions[i] for i in own]))
-                rows = Rows(sequence=ints(sequence), position=position, slots=slots)
+                rows = Rows(sequence=ints(sequence), position=position, slots=slots, sums=sums)
                 y = linear(torch.from_numpy(np.concatenate([x[i] for i in own])), layer, rows)
                 gradient = torch.from_numpy(np.concatenate([d[i] for i in own])) * factor
                 y.backward(gradient)
@@ -169,37 +169,52 @@ def test_a_bias_is_trained_though_weight_and_inputs_are_not() -> None:
     layer = nn.Linear(3, 2)
     layer.weight.requires_grad_(False)
     sums = GradientSums(list(layer.named_parameters()), SLOTS)
-    rows = Rows(sequence=ints([0, 1]), position=ints([0, 0]), slots=ints([0, 3, 8]))
+    rows = Rows(sequence=ints([0, 1]), position=ints([0, 0]), slots=ints([0, 3, 8]), sums=sums)
     linear(torch.ones(2, 3), layer, rows).backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert {name: g.tolist() for name, g in sums.finish().items()} == {"bias": [4, 6]}
 
 
-def add_ones(bias: nn.Parameter, *slots: int) -> None:
+def add_ones(sums: GradientSums, bias: nn.Parameter, *slots: int) -> None:
     """One backward pass of sequences of one row, whose gradient is 1; the last slot is of the sequence after them."""
     sequences = np.arange(len(slots) - 1)
-    rows = Rows(sequence=ints(sequences), position=ints(0 * sequences), slots=ints(slots))
+    rows = Rows(sequence=ints(sequences), position=ints(0 * sequences), slots=ints(slots), sums=sums)
     add_to_bias(bias, torch.ones(len(sequences), 1), rows)
 
 
 def test_a_pass_whose_sequences_are_none_or_come_too_late_is_refused() -> None:
     bias = nn.Parameter(torch.zeros(1))
     sums = GradientSums([("bias", bias)], SLOTS)
-    add_ones(bias, 0, 3, 3)
+    add_ones(sums, bias, 0, 3, 3)
     with pytest.raises(PromiseBroken, match="a sequence of slot 2 comes after those of slot 3"):
-        add_ones(bias, 2, 4)
+        add_ones(sums, bias, 2, 4)
     with pytest.raises(ValueError, match="a backward pass without sequences"):
-        add_ones(bias, 4)
-    add_ones(bias, 3, 8)
+        add_ones(sums, bias, 4)
+    add_ones(sums, bias, 3, 8)
     assert sums.finish()["bias"] == 3
 
 
-def test_a_rank_without_sequences_adds_nothing_of_the_minibatch_before() -> None:
+def test_a_pass_adds_to_the_sums_that_it_is_given_and_nobody_steps_on_nothing() -> None:
     bias = nn.Parameter(torch.zeros(1))
-    sums = GradientSums([("bias", bias)], SLOTS)
-    add_ones(bias, 0, 8)
-    assert sums.finish()["bias"] == 1
-    sums.begin()
-    assert sums.finish()["bias"] == 0
+    first, second = (GradientSums([("bias", bias)], SLOTS) for _ in range(2))
+    add_ones(first, bias, 0, 4, 8)
+    with pytest.raises(ValueError, match="no backward pass added to these sums"):
+        second.finish()
+    add_ones(second, bias, 0, 8)
+    assert (first.finish()["bias"], second.finish()["bias"]) == (2, 1)
+    first.begin()
+    with pytest.raises(ValueError, match="no backward pass added to these sums"):
+        first.finish()
+
+
+def test_a_pass_that_gives_its_gradients_to_nobody_is_refused_before_it_computes() -> None:
+    layer, rows = nn.Linear(3, 2), Rows(sequence=ints([0]), position=ints([0]), slots=ints([0, 8]))
+    for where in (rows, None):
+        with pytest.raises(ValueError, match="nothing receives the gradients of a linear layer"):
+            linear(torch.ones(1, 3), layer, where)
+    with pytest.raises(ValueError, match="nothing receives the gradients of a trunk"):
+        subject(0).networks[False].over_batch(ragged([[1, 2]]), ints([0]))
+    with torch.no_grad():
+        linear(torch.ones(1, 3), layer)
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -308,13 +323,13 @@ class Subject:
                 for part, slots in done:
                     sizes = [len(groups[i]) for i in part]
                     of_each = ints([*np.repeat(slots[:-1], sizes), slots[-1]])
-                    self._pass([i for g in part for i in groups[g]], of_each, recompute, at_once)
+                    self._pass([i for g in part for i in groups[g]], of_each, recompute, at_once, sums)
             every.append(sums)
         flat = [np.concatenate([array(g[name]).ravel() for name in self.shapes]) for g in finished(every)]
         return [{name: x[where] for name, where in self.where.items()} for x in flat]
 
-    def _pass(self, sequences: list[int], slots: Ints, recompute: bool, at_once: int) -> None:
-        batch = ragged([self.ids[i] for i in sequences], slots=slots)
+    def _pass(self, sequences: list[int], slots: Ints, recompute: bool, at_once: int, sums: GradientSums) -> None:
+        batch = ragged([self.ids[i] for i in sequences], slots=slots).into(sums)
         own = [np.arange(end - len(self.d_out[i]), end) for i, end in zip(sequences, batch.start[1:], strict=True)]
         predictors, outputs = ints(np.concatenate(own)), len(self.head.weight)
         hidden, _ = self.networks[recompute].over_batch(batch, predictors)

@@ -74,7 +74,7 @@ class Case:
         sums, hidden = GradientSums(self.trunk.named_parameters(), slots), []
         for start in range(0, count, each or count):
             part = range(start, min(start + (each or count), count))
-            batch = ragged([self.ids[i] for i in part], slots=slots_of(part, count, slots))
+            batch = ragged([self.ids[i] for i in part], slots=slots_of(part, count, slots)).into(sums)
             found, _ = network.over_batch(batch, ints(np.arange(len(batch.ids))))
             found.backward(torch.tensor(np.concatenate([self.d_hidden[i] for i in part])))
             hidden += [x.detach().numpy() for x in found.split(batch.lengths.tolist())]
@@ -259,7 +259,8 @@ def test_heads_compute_the_definition(bias: bool) -> None:
     x, d = torch.randn(len(rows), 49, requires_grad=True), torch.randn(len(rows), 35)
     sequence = ints(np.arange(len(rows)) >= 64)
     sums = GradientSums(layer.named_parameters(), SLOTS)
-    y = linear(x, layer, Rows(sequence=sequence, position=ints(rows), slots=slots_of(range(2), 2, SLOTS)))
+    slots = slots_of(range(2), 2, SLOTS)
+    y = linear(x, layer, Rows(sequence=sequence, position=ints(rows), slots=slots, sums=sums))
     y.backward(d)
     matrix = Matrix(array(layer.weight), array(layer.bias) if bias else None)
     assert_same(array(y), linear_definition.linear(array(x), matrix), "y")

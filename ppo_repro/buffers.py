@@ -170,7 +170,7 @@ class PolicyUpdate:
     new_entropies: Tensor  # [M] float32
     losses: Tensor  # [M] float32, all terms
     surrogates: Tensor  # [M] float32, the objective's term in ratio and advantage
-    penalty_terms: Tensor | None  # [M] float32, of PPO-Penalty and KL-Cov; None for other objectives
+    penalty_terms: Tensor | None  # [M] float32, of PPO-Penalty; None for other objectives
     importance_weights: Tensor | None  # [M] float32, factor on the two terms above; None unless configured
     corrections: Tensor | None  # [M] uint8, a ppo.corrections.Correction each; None unless configured
     kl_terms: Tensor | None  # [M] float32, kl_coef times the KL to the reference; None unless the loss has it

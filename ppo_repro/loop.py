@@ -43,7 +43,6 @@ from ppo_repro.stages.training_batch import (
     Minibatch,
     Step,
     TrainingBatch,
-    chosen_tokens,
     micro_batches_of_rank,
     minibatch_of,
     minibatches,
@@ -218,17 +217,12 @@ def policy_step(
     Returns:
         The updates of the policy and of the value head; None without a head.
     """
-    stream, chosen = ("update", *minibatch.step), None
-    if batch.objective.chooses_tokens:
-        with torch.no_grad():
-            passes = (policy_pass(config, state, batch.rollout, m, stream) for m in minibatch.micro_batches)
-            new_logprobs = torch.cat(ranks.gather([policy.logprobs for policy in passes]))
-        chosen = chosen_tokens(config, batch, minibatch, new_logprobs)
+    stream = ("update", *minibatch.step)
 
     def losses_of(m: MicroBatch) -> tuple[Tensor, Columns]:
         new = policy_pass(config, state, batch.rollout, m, stream)
         kl_terms = kl_terms_of(config, batch, m.tokens, new.logprobs, new.exact_kl)
-        of_policy = policy_loss(config, batch, m.tokens, new.logprobs, new.entropies, kl_terms, chosen)
+        of_policy = policy_loss(config, batch, m.tokens, new.logprobs, new.entropies, kl_terms)
         if not isinstance(config.value, ValueHead):
             return of_policy.losses, Columns(policy=of_policy)
         of_value = value_loss(batch, m.tokens, values_in_reward_units(state, new.hidden, m))
@@ -247,7 +241,6 @@ def policy_loss(
     new_logprobs: Tensor,
     new_entropies: Tensor,
     kl_terms: Tensor | None,
-    chosen: Tensor | None,
 ) -> PolicyColumns:
     """Compute the loss of n tokens of whole responses: w (surrogate + penalty) - entropy_coef entropy + KL term.
 
@@ -263,22 +256,20 @@ def policy_loss(
         new_logprobs: [n] float32, nats, differentiable.
         new_entropies: [n] float32, nats, differentiable.
         kl_terms: [n] float32, already times kl_coef; None unless the loss has a KL.
-        chosen: [N] bool, the tokens that Clip-Cov or KL-Cov changes; None for other objectives.
 
     Returns:
         The losses [n] float32, not reduced, and their terms.
     """
     objective, anchor, advantages = batch.objective, batch.anchor_logprobs[tokens], batch.advantages[tokens]
-    of_chosen = None if chosen is None else chosen[tokens]
 
     ratios = objective.ratios(new_logprobs, anchor, batch.responses[tokens])
     if isinstance(objective, OwnObjective):
         own = objective_batch(batch, tokens, new_logprobs, new_entropies, ratios)
         (surrogates, flags), penalties = objective.losses(own), None
     else:
-        surrogates = objective.surrogates(ratios, advantages, new_logprobs, of_chosen)
-        penalties = objective.penalties(new_logprobs - anchor, of_chosen)
-        flags = objective.flags(ratios, advantages, of_chosen)
+        surrogates = objective.surrogates(ratios, advantages, new_logprobs)
+        penalties = objective.penalties(new_logprobs - anchor)
+        flags = objective.flags(ratios, advantages)
 
     loss = surrogates if penalties is None else surrogates + penalties
     if batch.corrections is not None:

@@ -24,7 +24,6 @@ Bool = npt.NDArray[np.bool_]
 NOT_BY_TOKEN = {
     "sequence_clip": "clips whole responses",
     "cispo": "bounds weights and clips nothing",
-    "clip_cov": "clips tokens that it draws",
     "function": "has bounds of its own",
 }
 

@@ -44,7 +44,7 @@ def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
     if "unknown" in counts:
         return math.nan, math.nan
     removed = counts[counts.index.str.startswith("clip_")]
-    outside = counts.drop(["none", "clip_cov", "kl_cov"], errors="ignore")  # chosen by covariance
+    outside = counts.drop("none", errors="ignore")
     return float(removed.sum() / counts.sum()), float(outside.sum() / counts.sum())
 
 

@@ -21,8 +21,8 @@ from ppo_repro.analysis.stats.clusters import Floats
 
 FLAG_WORDS = {
     "clip_high": "clipped high", "clip_low": "clipped low", "clip_dual": "clipped dual",
-    "clip_cov": "drawn by Clip-Cov", "wrong_high": "wrong side, high", "wrong_low": "wrong side, low",
-    "bound_high": "weight bounded above", "bound_low": "weight bounded below", "kl_cov": "penalised by KL-Cov",
+    "wrong_high": "wrong side, high", "wrong_low": "wrong side, low",
+    "bound_high": "weight bounded above", "bound_low": "weight bounded below",
 }  # fmt: skip
 MAX_VALUES = 12  # with at most this many different values, each value has a bar
 BINS = 24
@@ -181,7 +181,7 @@ def flag_figure(flags: pd.DataFrame) -> Figure:
         if rows[flag].any()
     ]
     y = axis_for("share of token updates", [line.y for line in lines], include=(0.0,))
-    removed = int(rows[["clip_high", "clip_low", "clip_dual", "clip_cov"]].to_numpy().sum())
+    removed = int(rows[["clip_high", "clip_low", "clip_dual"]].to_numpy().sum())
     wrong = int(rows[["wrong_high", "wrong_low"]].to_numpy().sum())
     count = int(total.sum())
     summary = (

@@ -23,10 +23,7 @@ Counts = npt.NDArray[np.int64]
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
 QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
-FLAGS = (
-    *("clip_high", "clip_low", "clip_dual", "clip_cov", "wrong_high", "wrong_low"),
-    *("bound_high", "bound_low", "kl_cov"),
-)
+FLAGS = ("clip_high", "clip_low", "clip_dual", "wrong_high", "wrong_low", "bound_high", "bound_low")
 SEQUENCES = ["iteration", "sequence", "response", "response_length", "scores", "is_correct"]
 TOKENS = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies", "ref_kl"]
 UPDATES = ["iteration", "epoch", "minibatch", "ratios", "clip_flag"]

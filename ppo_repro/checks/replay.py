@@ -37,7 +37,6 @@ from ppo_repro.stages.training_batch import (
     Minibatch,
     Step,
     TrainingBatch,
-    chosen_tokens,
     minibatch_of,
     minibatches,
     training_batch,
@@ -391,8 +390,7 @@ def _policy(
         kl_terms = records.tensor_or_none("updates", "kl_terms", rows)
         if kl_terms is None:  # then no loss is compared
             kl_terms = torch.zeros_like(logprobs)
-    chosen = chosen_tokens(config, batch, minibatch, logprobs) if batch.objective.chooses_tokens else None
-    columns = policy_loss(config, batch, tokens, logprobs, entropies, kl_terms, chosen)
+    columns = policy_loss(config, batch, tokens, logprobs, entropies, kl_terms)
     return policy_update(config, batch, minibatch, columns, grad_norm)
 
 

@@ -17,7 +17,6 @@ from ppo_repro.config.section import (
     BelowOne,
     CheckedFunction,
     Count,
-    Finite,
     Fraction,
     Index,
     Many,
@@ -39,7 +38,6 @@ KLCharge = Literal["token", "word", "length_normalized", "last_sum", "last_mean"
 Anchor = Literal["rollout", "old"]
 
 ClipBound = Annotated[float, Field(gt=0, lt=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
 CLIP_RANGE_MIN, CLIP_RANGE_MAX = 0.02, 0.5  # of the adaptive clip range
 WeightCap = Annotated[float, Field(gt=1, allow_inf_nan=False)]  # both policies agree at 1
 
@@ -107,34 +105,6 @@ class CispoObjective(Section):
     floor: BelowOne = Field(0.0, description="Smallest weight; 0 for no bound below.")
 
 
-class ClipCovObjective(Clipped):
-    """Clip-Cov: a random share of the tokens with high covariance of log-prob and advantage has no gradient."""
-
-    kind: Literal["clip_cov"] = Field(description="Draw tokens of high covariance, and drop their gradient.")
-    share: Share = Field(2e-4, description="Share of a minibatch's tokens that are drawn, at least one token.")
-    covariance_low: Finite = Field(1.0, description="Only tokens with more covariance than this are drawn.")
-    covariance_high: Finite = Field(5.0, description="Only tokens with less covariance than this are drawn.")
-    clip_range: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="The ratio is clipped below 1 - clip_range besides; 1 for no bound below."
-    )
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.covariance_low >= self.covariance_high:
-            raise ValueError(
-                f"covariance_low = {self.covariance_low} must be smaller than covariance_high = {self.covariance_high}"
-            )
-        return self
-
-
-class KLCovObjective(Section):
-    """KL-Cov: the tokens with the highest covariance of log-prob and advantage get a KL penalty; no clip."""
-
-    kind: Literal["kl_cov"] = Field(description="Penalise the KL of the tokens with the highest covariance.")
-    share: Share = Field(2e-4, description="Share of a minibatch's tokens that are penalised, at least one token.")
-    penalty_coef: Positive = Field(1.0, description="Weight of |log ratio| on these tokens.")
-
-
 class UnclippedObjective(Section):
     """The importance-sampled surrogate without a bound, L_CPI."""
 
@@ -156,8 +126,6 @@ Objective = Annotated[
     | AdaptiveClipObjective
     | SequenceClipObjective
     | CispoObjective
-    | ClipCovObjective
-    | KLCovObjective
     | PenaltyObjective
     | UnclippedObjective
     | PolicyGradientObjective

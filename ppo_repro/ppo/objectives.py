@@ -1,13 +1,13 @@
 """The objectives: surrogate loss, penalty, and the tokens whose gradient is removed.
 
-PolicyGradient, Penalty, Clip (PPO), SequenceClip (GSPO), Cispo, ClipCov and KLCov override methods of Objective.
+PolicyGradient, Penalty, Clip (PPO), SequenceClip (GSPO) and Cispo override methods of Objective.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,15 @@ from torch.autograd.function import once_differentiable
 
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.elementwise import differentiable_exp
-from ppo_repro.numerics.sums import mean_of, run_sums
+from ppo_repro.numerics.sums import run_sums
 from ppo_repro.ppo.kl import k3_loss
 
 
 class ClipFlag(IntEnum):
-    """The position of a token's ratio relative to the bounds, and whether its gradient is removed."""
+    """The position of a token's ratio relative to the bounds, and whether its gradient is removed.
+
+    A user's objective may return the numbers, so a flag keeps its number.
+    """
 
     NONE = 0  # unchanged: inside the bounds, or the advantage is 0
     CLIP_HIGH = 1  # above the upper bound, gradient removed
@@ -29,19 +32,17 @@ class ClipFlag(IntEnum):
     WRONG_HIGH = 3  # above the upper bound, gradient stays
     WRONG_LOW = 4  # below the lower bound, gradient stays
     CLIP_DUAL = 5  # above the dual clip, gradient removed
-    CLIP_COV = 6  # drawn by Clip-Cov, gradient removed
-    KL_COV = 7  # chosen by KL-Cov, a penalty added
     BOUND_HIGH = 8  # CISPO's weight is its upper bound, gradient stays
     BOUND_LOW = 9  # CISPO's weight is its lower bound, gradient stays
     UNKNOWN = 10  # the user's objective does not say
 
 
-REMOVING = (ClipFlag.CLIP_HIGH, ClipFlag.CLIP_LOW, ClipFlag.CLIP_DUAL, ClipFlag.CLIP_COV)
+REMOVING = (ClipFlag.CLIP_HIGH, ClipFlag.CLIP_LOW, ClipFlag.CLIP_DUAL)
 
 
 def flag_names(flags: Tensor) -> list[str]:
     """Return the recorded names of clip flags [n] uint8, such as `clip_high`."""
-    names = [flag.name.lower() for flag in ClipFlag]
+    names = {int(flag): flag.name.lower() for flag in ClipFlag}
     return [names[flag] for flag in flags.tolist()]
 
 
@@ -73,45 +74,26 @@ class Objective:
     token and not reduced: the caller gives each token's gradient its weight.
     """
 
-    chooses_tokens: ClassVar[bool] = False  # whether it changes tokens that depend on all tokens of their minibatch
-
     def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
         """Return r of each token; `responses` [n] int64 is the number of each token's response."""
         return probability_ratios(new_logprobs, anchor_logprobs)
 
-    def choose(self, new_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, order: Tensor) -> Tensor:
-        """Choose the tokens of a minibatch that the objective treats differently.
-
-        Args:
-            new_logprobs: [M] float32, of the present policy.
-            anchor_logprobs: [M] float32, the denominator of the ratio.
-            advantages: [M] float32.
-            order: [M] int64, a random permutation.
-
-        Returns:
-            [M] bool.
-        """
-        raise NotImplementedError
-
-    def surrogates(
-        self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
-    ) -> Tensor:
+    def surrogates(self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor) -> Tensor:
         """Return the surrogate loss of each token without the penalty, [n] float32.
 
         Args:
             ratios: [n] float32.
             advantages: [n] float32.
             new_logprobs: [n] float32, of the present policy.
-            chosen: [n] bool, the result of `choose`; None for objectives that choose nothing.
         """
         assert ratios.shape == advantages.shape == (ratios.numel(),)
         return -(ratios * advantages)
 
-    def penalties(self, log_ratios: Tensor, chosen: Tensor | None = None) -> Tensor | None:
+    def penalties(self, log_ratios: Tensor) -> Tensor | None:
         """Return the penalty of each token, which is added to its surrogate, [n] float32; None if there is none."""
         return None
 
-    def flags(self, ratios: Tensor, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
+    def flags(self, ratios: Tensor, advantages: Tensor) -> Tensor:
         """Return the ClipFlag of each token, [n] uint8."""
         return no_flags(ratios)
 
@@ -119,9 +101,7 @@ class Objective:
 class PolicyGradient(Objective):
     """The loss -log pi A. Williams, 1992."""
 
-    def surrogates(
-        self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
-    ) -> Tensor:
+    def surrogates(self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor) -> Tensor:
         assert new_logprobs.shape == advantages.shape == (new_logprobs.numel(),)
         return -(new_logprobs * advantages)
 
@@ -136,7 +116,7 @@ class Penalty(Objective):
 
     penalty_coef: float
 
-    def penalties(self, log_ratios: Tensor, chosen: Tensor | None = None) -> Tensor | None:
+    def penalties(self, log_ratios: Tensor) -> Tensor | None:
         return k3_loss(-log_ratios) * self.penalty_coef
 
 
@@ -151,9 +131,7 @@ class Clip(Objective):
     high: float
     dual: float | None = None
 
-    def surrogates(
-        self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
-    ) -> Tensor:
+    def surrogates(self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor) -> Tensor:
         # chosen by flag instead of by min, so that a removed gradient is exactly 0 where r A underflows too
         assert ratios.shape == advantages.shape == (ratios.numel(),)
         flags = self._clip_flags(ratios, advantages)
@@ -162,7 +140,7 @@ class Clip(Objective):
             bounded = torch.where(flags == ClipFlag.CLIP_DUAL, torch.full_like(bounded, self.dual), bounded)
         return -(torch.where(removes_gradient(flags), bounded, ratios) * advantages)
 
-    def flags(self, ratios: Tensor, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
+    def flags(self, ratios: Tensor, advantages: Tensor) -> Tensor:
         return self._clip_flags(ratios, advantages)
 
     def _clip_flags(self, ratios: Tensor, advantages: Tensor) -> Tensor:
@@ -221,98 +199,13 @@ class Cispo(Objective):
     floor: float
     cap: float
 
-    def surrogates(
-        self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
-    ) -> Tensor:
+    def surrogates(self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor) -> Tensor:
         assert new_logprobs.shape == ratios.shape == advantages.shape == (ratios.numel(),)
         weights = torch.minimum(torch.maximum(ratios.detach(), float32(self.floor)), float32(self.cap))
         return -(weights * advantages * new_logprobs)
 
-    def flags(self, ratios: Tensor, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
+    def flags(self, ratios: Tensor, advantages: Tensor) -> Tensor:
         flags = no_flags(ratios)
         flags[ratios > float32(self.cap)] = ClipFlag.BOUND_HIGH
         flags[ratios < float32(self.floor)] = ClipFlag.BOUND_LOW
-        return flags
-
-
-def covariances(new_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Return (log pi_new - mean)(A - mean) per token, with means over the whole minibatch; [M] float64.
-
-    A step along tokens of high covariance lowers the entropy. verl computes the means, the number of tokens and the
-    choice for each micro-batch, so that a memory setting changes the chosen tokens.
-    Cui et al., 2025, "The Entropy Mechanism", arXiv 2505.22617, section 4.2.
-    """
-    assert new_logprobs.shape == advantages.shape == (new_logprobs.numel(),)
-    x, y = new_logprobs.detach().to(torch.float64), advantages.to(torch.float64)
-    return (x - mean_of(x)) * (y - mean_of(y))
-
-
-def _chosen(picked: Tensor, tokens: int) -> Tensor:
-    chosen = torch.zeros(tokens, dtype=torch.bool)
-    chosen[picked] = True
-    return chosen
-
-
-def _count(share: float, tokens: int) -> int:
-    """Return share x tokens, rounded down and at least 1, as in the published code."""
-    return max(int(share * tokens), 1)
-
-
-@dataclass(frozen=True)
-class ClipCov(Clip):
-    """Clip-Cov: the clip, and a random `share` of the tokens with lowest < covariance < highest has no gradient.
-
-    Tokens whose gradient the clip removes are not drawn, as in the published code.
-    """
-
-    chooses_tokens: ClassVar[bool] = True
-    share: float = 2e-4
-    lowest: float = 1.0
-    highest: float = 5.0
-
-    def choose(self, new_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, order: Tensor) -> Tensor:
-        covariance = covariances(new_logprobs, advantages)
-        clipped = removes_gradient(self._clip_flags(probability_ratios(new_logprobs, anchor_logprobs), advantages))
-        qualified = ~clipped & (covariance > self.lowest) & (covariance < self.highest)
-        return _chosen(order[qualified[order]][: _count(self.share, len(order))], len(order))
-
-    def surrogates(
-        self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
-    ) -> Tensor:
-        assert chosen is not None
-        surrogates = super().surrogates(ratios, advantages, new_logprobs)
-        return torch.where(chosen, torch.zeros_like(surrogates), surrogates)
-
-    def flags(self, ratios: Tensor, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
-        assert chosen is not None
-        flags = super().flags(ratios, advantages)
-        flags[chosen] = ClipFlag.CLIP_COV
-        return flags
-
-
-@dataclass(frozen=True)
-class KLCov(Objective):
-    """The loss -r A, plus beta |log r| on the `share` of tokens with the largest covariance.
-
-    Among equal covariances the first tokens count. The published code and verl take |log r|, where the paper writes
-    KL(old || new) (Cui et al., 2025, section 4.2). Its gradient in log pi_new is beta or -beta, and 0 if the ratio is
-    1.
-    """
-
-    chooses_tokens: ClassVar[bool] = True
-    share: float
-    penalty_coef: float
-
-    def choose(self, new_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, order: Tensor) -> Tensor:
-        falling = torch.sort(covariances(new_logprobs, advantages), descending=True, stable=True).indices
-        return _chosen(falling[: _count(self.share, len(order))], len(order))
-
-    def penalties(self, log_ratios: Tensor, chosen: Tensor | None = None) -> Tensor | None:
-        assert chosen is not None
-        return torch.where(chosen, log_ratios.abs() * self.penalty_coef, torch.zeros_like(log_ratios))
-
-    def flags(self, ratios: Tensor, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
-        assert chosen is not None
-        flags = no_flags(ratios)
-        flags[chosen] = ClipFlag.KL_COV
         return flags

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,8 +133,6 @@ def place_of(tokens: Tokens, index: int) -> str:
 class OwnObjective(Own):
     """A user's objective; the loop multiplies its losses by the corrections, and adds KL and entropy terms."""
 
-    chooses_tokens: ClassVar[bool] = False
-
     def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
         """Return the ratio of each token, [n] float32."""
         return probability_ratios(new_logprobs, anchor_logprobs)
@@ -163,8 +161,9 @@ class OwnObjective(Own):
             tokens = f"a bool tensor [{len(batch.responses)}], true where the gradient is cut"
             raise self.refused(f"returned as second value something else than {tokens}")
         if flags.dtype == torch.uint8:
-            if bool((flags >= len(ClipFlag)).any()):
-                raise self.refused(f"returned {int(flags.max())} as ClipFlag; must be below {len(ClipFlag)}")
+            if wrong := set(flags.tolist()) - set(ClipFlag):
+                allowed = ", ".join(map(str, ClipFlag))
+                raise self.refused(f"returned {min(wrong)} as ClipFlag; must be one of {allowed}")
             return flags.clone()
         side = torch.where(batch.ratios.detach() > 1.0, int(ClipFlag.CLIP_HIGH), int(ClipFlag.CLIP_LOW))
         return torch.where(flags, side, int(ClipFlag.NONE)).to(torch.uint8)

@@ -154,7 +154,7 @@ UPDATES = Table("updates", "one row per token, epoch and minibatch", ("iteration
     ITERATION, EPOCH, MINIBATCH, _SEQUENCE, _POSITION,
     Column("new_logprobs", "float32", "nats", "Log-prob under the policy before this step; null where it takes none.", nullable=True),
     Column("ratios", "float32", "", "exp(new_logprobs - anchor), the anchor as configured, with sequence_clip exp of its mean over the response; null where the policy takes no step.", nullable=True),
-    Column("clip_flag", "string", "", "none; clip_high, clip_low, clip_dual, clip_cov (gradient zero); wrong_high, wrong_low (outside the band, gradient kept); bound_high, bound_low (CISPO's weight is its bound, gradient kept); kl_cov (penalty added); unknown (your objective does not say); null where the policy takes no step.", nullable=True),
+    Column("clip_flag", "string", "", "none; clip_high, clip_low, clip_dual (gradient zero); wrong_high, wrong_low (outside the band, gradient kept); bound_high, bound_low (CISPO's weight is its bound, gradient kept); unknown (your objective does not say); null where the policy takes no step.", nullable=True),
     Column("new_values", "float32", "reward", "Value model before this step; null where it takes none.", nullable=True),
     Column("value_clipped", "bool", "", "The clipped branch decided the value loss."),
     Column("new_entropies", "float32", "nats", "Entropy of the policy before this step; null where it takes none.", nullable=True),
@@ -163,7 +163,7 @@ UPDATES = Table("updates", "one row per token, epoch and minibatch", ("iteration
     full("correction", "string", "", "What importance weights and rejection did to the token: none; truncated_high, truncated_low (the weight is a bound); masked_high, masked_low, rejected (the weight is 0); null unless configured."),
     full("policy_losses", "float32", "", "Policy loss of the token, all terms: surrogates plus penalty_terms, times importance_weights, minus entropy_coef times new_entropies, plus kl_terms; null where the policy takes no step."),
     full("surrogates", "float32", "", "The objective's term in ratio and advantage; null likewise."),
-    full("penalty_terms", "float32", "", "penalty_coef times KL(anchor || new), k3, with KL-Cov times |log ratio| of the chosen tokens; null for other objectives."),
+    full("penalty_terms", "float32", "", "penalty_coef times KL(anchor || new), k3; null for other objectives."),
     full("kl_terms", "float32", "", "kl_coef times the KL estimate to the reference; null unless the loss has it."),
     full("value_losses", "float32", "", "Value loss of the token, before value_coef; null where the value model takes no step."),
 ))
@@ -184,7 +184,7 @@ STEPS = Table("steps", "one row per optimizer step", ("iteration", "epoch", "min
     Column("policy_digest", "string", "", "Digest of the policy weights after the step."),
     Column("value_digest", "string", "", "Digest of the value weights, or of the value head, after the step; null without one.", nullable=True),
     full("surrogate_loss", "float64", "", "Sum of surrogates, times importance_weights, with their loss_weights; null without a step."),
-    full("penalty_loss", "float64", "", "The same of penalty_terms; null for other objectives than PPO-Penalty and KL-Cov."),
+    full("penalty_loss", "float64", "", "The same of penalty_terms; null for other objectives than PPO-Penalty."),
     full("entropy_loss", "float64", "", "Minus entropy_coef times new_entropies, aggregated likewise; null without a step."),
     full("kl_loss", "float64", "", "The same of kl_terms; null unless the loss has them."),
 ))

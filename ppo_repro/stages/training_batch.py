@@ -15,11 +15,9 @@ from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, Rollout
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     CispoObjective,
-    ClipCovObjective,
     ClipObjective,
     DivergenceRejection,
     FunctionObjective,
-    KLCovObjective,
     NoValue,
     PenaltyObjective,
     PolicyGradientObjective,
@@ -35,7 +33,7 @@ from ppo_repro.numerics.sequences import slots_of_rank
 from ppo_repro.ppo import corrections
 from ppo_repro.ppo.corrections import Correction, Corrections
 from ppo_repro.ppo.losses import loss_weights
-from ppo_repro.ppo.objectives import Cispo, Clip, ClipCov, KLCov, Objective, Penalty, PolicyGradient, SequenceClip
+from ppo_repro.ppo.objectives import Cispo, Clip, Objective, Penalty, PolicyGradient, SequenceClip
 from ppo_repro.ppo.own_batches import ObjectiveBatch
 from ppo_repro.ppo.own_functions import OwnEstimator, OwnObjective
 from ppo_repro.stages.functions import BUILT_IN, Functions, about_tokens
@@ -52,11 +50,6 @@ def objective_of(config: RunConfig, coefficients: Coefficients, functions: Funct
             return SequenceClip(o.clip_range, o.high)
         case CispoObjective() as o:
             return Cispo(o.floor, o.cap)
-        case ClipCovObjective() as o:
-            covariance = {"lowest": o.covariance_low, "highest": o.covariance_high}
-            return ClipCov(o.clip_range, o.high, share=o.share, **covariance)
-        case KLCovObjective() as o:
-            return KLCov(o.share, o.penalty_coef)
         case PenaltyObjective():
             return Penalty(coefficients.penalty_coef)
         case PolicyGradientObjective():
@@ -273,29 +266,3 @@ def micro_batches_of_rank(config: RunConfig, rollout: Rollout, sequences: Tensor
     mine = sequences[torch.tensor(ranks.mine(len(sequences)), dtype=torch.int64)]
     slots = slots_of_rank(len(sequences), SLOTS, ranks)
     return micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, config.ppo.replay_routes, slots)
-
-
-def chosen_tokens(config: RunConfig, batch: TrainingBatch, minibatch: Minibatch, new_logprobs: Tensor) -> Tensor:
-    """Choose the tokens of a minibatch that Clip-Cov or KL-Cov treats differently.
-
-    Tokens without loss count in no mean and are not chosen. The random order comes from the run's seed.
-
-    Args:
-        config: has the seed.
-        batch: the iteration, N tokens.
-        minibatch: names M of them.
-        new_logprobs: [M] float32, of the present policy.
-
-    Returns:
-        [N] bool.
-    """
-    tokens = minibatch.tokens
-    if batch.in_losses is not None:
-        counted = batch.in_losses[tokens]
-        tokens, new_logprobs = tokens[counted], new_logprobs[counted]
-    order = torch.from_numpy(permutation(len(tokens), "clip_cov", config.seed, *minibatch.step))
-    chosen = torch.zeros(len(batch.responses), dtype=torch.bool)
-    anchor, advantages = batch.anchor_logprobs[tokens], batch.advantages[tokens]
-    assert isinstance(batch.objective, Objective)
-    chosen[tokens] = batch.objective.choose(new_logprobs, anchor, advantages, order)
-    return chosen

@@ -195,7 +195,6 @@ def test_a_file_for_another_command_is_named(path: Path, kind: str, command: str
             "kl: controller.kind = adaptive needs a kl_coef",
         ),
         (["mismatch.sampler.lag=1", "ppo.iterations=1"], "mismatch.sampler.lag needs ppo.iterations of at least 2"),
-        (["ppo.objective={kind: clip_cov, covariance_low: 5}"], "ppo.objective: covariance_low = 5.0 must be smaller"),
         (["ppo.objective={kind: clip, dual_clip: 1.1}"], "ppo.objective: dual_clip = 1.1 must be greater than 1 + the"),
         (["model.hidden_size=34"], "model: hidden_size must be an even multiple of num_attention_heads"),
         ([ROUNDED, "numerics.mode=native"], "mismatch.sampler.precision needs numerics.mode = deterministic, whose"),

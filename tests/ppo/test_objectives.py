@@ -14,8 +14,6 @@ from torch import Tensor
 from ppo_repro.ppo.objectives import (
     Cispo,
     Clip,
-    ClipCov,
-    KLCov,
     Objective,
     Penalty,
     PolicyGradient,
@@ -85,20 +83,18 @@ def test_the_clip_is_its_definition_bit_for_bit(rows: list[tuple[float, float]],
 @given(responses)
 def test_before_the_first_step_every_objective_has_the_gradient_of_reinforce(rows: Rows) -> None:
     old, _, advantages, responses_of = tensors(rows)
-    none = torch.zeros(len(old), dtype=torch.bool)
 
     def gradient(objective: Objective) -> list[float]:
         new = old.clone().requires_grad_()
         ratios = objective.ratios(new, old, responses_of)
         assert bits(ratios) == bits(torch.ones(len(old)))
-        losses = objective.surrogates(ratios, advantages, new, none)
-        penalties = objective.penalties(new - old, none)
+        losses = objective.surrogates(ratios, advantages, new)
+        penalties = objective.penalties(new - old)
         return slope(losses if penalties is None else losses + penalties, new).tolist()
 
     expected = gradient(PolicyGradient())
     assert expected == (-advantages).tolist()
-    objectives = [Objective(), Clip(0.2, 0.3, 3.0), SequenceClip(0.2, 0.2), Cispo(0.5, 2.0), ClipCov(1.0, 1.0)]
-    for objective in (*objectives, KLCov(0.1, 1.0), Penalty(5.0)):
+    for objective in (Objective(), Clip(0.2, 0.3, 3.0), SequenceClip(0.2, 0.2), Cispo(0.5, 2.0), Penalty(5.0)):
         assert gradient(objective) == expected, objective
 
 
@@ -140,39 +136,3 @@ def test_the_penalty_pulls_the_ratio_back(log_ratio: float, advantage: float, co
     # float32: the exponential and each operation are rounded by 2^-24, and r - 1 - log r cancels
     assert loss.item() == pytest.approx(-r * a.item() + coef * (r - 1 - math.log(r)), abs=1e-5)
     assert slope(loss, new).item() == pytest.approx(-r * a.item() + coef * (r - 1), abs=1e-5)
-
-
-# four tokens: the policy's log-probs, and advantages; covariances are 1, 1, 0, 0
-CHOOSING, GAINS = tensor([-1.0, -3.0, -2.0, -2.0]), tensor([2.0, 0.0, 1.0, 1.0])
-ORDER = torch.tensor([3, 2, 1, 0])  # in which Clip-Cov draws
-FIRST = torch.tensor([True, False, False, False])
-CLIP_COV = ClipCov(1.0, 1.0, share=0.25, lowest=0.5, highest=2.0)
-
-
-@pytest.mark.parametrize(("share", "chosen"), [(0.01, [1, 0, 0, 0]), (0.5, [1, 1, 0, 0])])
-def test_kl_cov_chooses_the_largest_of_equals_the_first_and_at_least_one(share: float, chosen: list[int]) -> None:
-    assert KLCov(share, 1.0).choose(CHOOSING, CHOOSING, GAINS, ORDER).tolist() == chosen
-
-
-def test_clip_cov_draws_the_first_of_the_order_between_its_bounds() -> None:
-    assert CLIP_COV.choose(CHOOSING, CHOOSING, GAINS, ORDER).tolist() == [0, 1, 0, 0]
-
-
-def test_clip_cov_does_not_draw_what_the_clip_removes_already() -> None:
-    """The first token's ratio is e; the second one's is 1/e, but its advantage is 0."""
-    clips = ClipCov(0.5, 0.5, share=0.25, lowest=0.5, highest=2.0)
-    assert clips.choose(CHOOSING, torch.full((4,), -2.0), GAINS, ORDER.flip(0)).tolist() == [0, 1, 0, 0]
-
-
-def test_clip_cov_removes_the_loss_of_what_it_drew_and_flags_it() -> None:
-    ones = torch.ones(4)
-    assert CLIP_COV.surrogates(ones, GAINS, CHOOSING, FIRST).tolist() == [0.0, 0.0, -1.0, -1.0]
-    assert flag_names(CLIP_COV.flags(ones, GAINS, FIRST))[:2] == ["clip_cov", "none"]
-
-
-def test_kl_cov_adds_a_penalty_to_what_it_chose_and_flags_it() -> None:
-    log_ratios = tensor([0.5, -0.25, 0.0, 3.0]).requires_grad_()
-    penalties = KLCov(0.5, 2.0).penalties(log_ratios, torch.tensor([True, True, True, False]))
-    assert penalties.tolist() == [1.0, 0.5, 0.0, 0.0]
-    assert slope(penalties, log_ratios).tolist() == [2.0, -2.0, 0.0, 0.0]
-    assert flag_names(KLCov(0.5, 2.0).flags(torch.ones(4), GAINS, FIRST))[:2] == ["kl_cov", "none"]

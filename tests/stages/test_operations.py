@@ -75,7 +75,6 @@ CALLS: dict[Callable[..., object], Call] = {
     objectives.removes_gradient: lambda: objectives.removes_gradient(FLAGS),
     objectives.no_flags: lambda: objectives.no_flags(X),
     objectives.probability_ratios: lambda: objectives.probability_ratios(X, Y),
-    objectives.covariances: lambda: objectives.covariances(X, Y),
     own_batches.Tokens.response_sums: lambda: BATCH.response_sums(X),
     own_batches.Tokens.response_means: lambda: BATCH.response_means(X),
     own_batches.Tokens.of_tokens: lambda: BATCH.of_tokens(PAIRS[0]),
@@ -104,8 +103,6 @@ OBJECTIVES = [
     objectives.Clip(0.2, 0.3, dual=3.0),
     objectives.SequenceClip(0.01, 0.01),
     objectives.Cispo(0.5, 2.0),
-    objectives.ClipCov(0.2, 0.3, share=0.5, lowest=-1.0, highest=1.0),
-    objectives.KLCov(share=0.5, penalty_coef=0.5),
 ]
 
 
@@ -128,14 +125,11 @@ def machine_dependent(call: Call) -> list[str]:
 
 def results(objective: Objective) -> list[Tensor | None]:
     """What an objective computes in one update."""
-    order = torch.arange(10).flip(0)
     ratios = objective.ratios(X, Y.detach(), RESPONSES)
-    chosen = objective.choose(X, Y.detach(), Z.detach(), order) if objective.chooses_tokens else None
-    surrogates = objective.surrogates(ratios, Z.detach(), X, chosen)
     return [
-        surrogates,
-        objective.penalties(X - Y.detach(), chosen),
-        objective.flags(ratios.detach(), Z.detach(), chosen),
+        objective.surrogates(ratios, Z.detach(), X),
+        objective.penalties(X - Y.detach()),
+        objective.flags(ratios.detach(), Z.detach()),
     ]
 
 

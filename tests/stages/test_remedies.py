@@ -19,7 +19,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss
 from ppo_repro.records import reader
-from ppo_repro.stages.training_batch import Minibatch, Step, TrainingBatch, chosen_tokens, training_batch
+from ppo_repro.stages.training_batch import TrainingBatch, training_batch
 from tests.support.bare import NO_COEFFICIENTS, bare_advantages, bare_forward, bare_rollout
 from tests.support.language import tiny_run
 from tests.support.paths import TINY
@@ -29,7 +29,6 @@ LENGTHS = torch.tensor([2, 2])
 SAMPLER = torch.full((4,), -4.0)
 OLD = SAMPLER + torch.tensor([0.0, 2.0, -3.0, 1.0])
 NEW = OLD + torch.tensor([1.0, 0.0, -1.0, 1.0])  # r = 2, 1 | 1/2, 2
-FIRST = Step(0, 0, 0)
 ADVANTAGES = torch.tensor([1.0, 1.0, -1.0, -1.0])
 LN2 = math.log(2.0)
 
@@ -60,15 +59,6 @@ REMEDIES: dict[str, tuple[tuple[str, ...], list[float]]] = {
     ),
     # s = root of 2 | 1
     "GSPO": (("ppo.objective={kind: sequence_clip, clip_range: 0.25, clip_range_high: 0.25}",), [-1.25, -1.25, 1, 1]),
-    # covariances in units of log 2: 3/4, 7/4 | 17/4, -7/4; only the second lies within 1 and 2 nats
-    "Clip-Cov": (
-        ("ppo.objective={kind: clip_cov, share: 1, covariance_low: 1, covariance_high: 2, clip_range: 0.6}",),
-        [-1.6, 0, 0.5, 2],
-    ),
-    "KL-Cov": (
-        ("ppo.objective={kind: kl_cov, share: 0.25, penalty_coef: 1}",),
-        [-2, -1, 0.5 + LN2, 2],
-    ),
 }
 
 
@@ -77,65 +67,27 @@ def batch_of(config: RunConfig, old: Tensor, sampler: Tensor, a: Tensor, lengths
     return training_batch(config, NO_COEFFICIENTS, rollout, forward, bare_advantages(a))
 
 
-def minibatch_of(tokens: Tensor, step: Step = FIRST) -> Minibatch:
-    return Minibatch(step, tokens, torch.ones(int(tokens.max()) + 1), ())
-
-
 @pytest.mark.parametrize("name", REMEDIES)
 def test_every_published_remedy_by_hand(name: str) -> None:
     overrides, expected = REMEDIES[name]
     config = load_config(TINY, [*POLICY_ALONE, "ppo.ratio_anchor=old", *overrides])
     new = NEW * LN2
     batch, tokens = batch_of(config, OLD * LN2, SAMPLER * LN2, ADVANTAGES, LENGTHS), torch.arange(len(new))
-    chosen = chosen_tokens(config, batch, minibatch_of(tokens), new) if batch.objective.chooses_tokens else None
-    losses = policy_loss(config, batch, tokens, new, torch.zeros(len(new)), None, chosen).losses
+    losses = policy_loss(config, batch, tokens, new, torch.zeros(len(new)), None).losses
     # float32: exponentials and products rounded by 2^-24
     assert losses.tolist() == pytest.approx(expected, rel=2e-6, abs=1e-7)
     plain = REMEDIES["recomputed anchor"][1]
     assert (expected == plain) == (name == "recomputed anchor"), "a remedy that changes nothing would pass"
 
 
-@pytest.mark.parametrize("kind", ["clip_cov, covariance_low: 0, clip_range: 0.9", "kl_cov"])
-def test_tokens_are_chosen_over_the_minibatch_and_by_no_other_order(kind: str) -> None:
-    """The control chooses in each half by itself, as stacks do that choose within micro-batches."""
-    config = load_config(TINY, [*POLICY_ALONE, f"ppo.objective={{kind: {kind}, share: 0.1}}"])
-    generator, zeros = torch.Generator().manual_seed(1), torch.zeros(200)
-    batch = batch_of(config, zeros, zeros, torch.randn(200, generator=generator), torch.full((40,), 5))
-    logprobs, tokens = -torch.rand(200, generator=generator), torch.arange(200)
-
-    def chosen(some: Tensor, step: Step = FIRST) -> Tensor:
-        return chosen_tokens(config, batch, minibatch_of(some, step), logprobs[some])
-
-    whole, halves = chosen(tokens), [chosen(half) for half in tokens.split(100)]
-    assert int(whole.sum()) == 20
-    assert not torch.equal(whole, halves[0] | halves[1])
-    for other in (Step(1, 0, 0), Step(0, 1, 0), Step(0, 0, 1)):
-        assert torch.equal(whole, chosen(tokens, other)) == (kind == "kl_cov"), "only Clip-Cov draws, in each step anew"
-
-
-IN_LOSSES = torch.tensor([True, False, True, True])  # as a trainer's loss mask leaves them
-
-
 def test_what_is_left_out_is_what_a_loss_mask_or_a_rejection_leaves_out() -> None:
     rejection = "ppo.rejection=[{kind: ratio, level: geometric, low: 0.6, high: 3}]"  # of the second response
     config = load_config(TINY, [*POLICY_ALONE, "ppo.ratio_anchor=old", rejection, "ppo.rejected_tokens=left_out"])
-    rollout = replace(bare_rollout(LENGTHS, SAMPLER * LN2), in_losses=IN_LOSSES)
+    mask = torch.tensor([True, False, True, True])  # of a trainer
+    rollout = replace(bare_rollout(LENGTHS, SAMPLER * LN2), in_losses=mask)
     batch = training_batch(config, NO_COEFFICIENTS, rollout, bare_forward(OLD * LN2), bare_advantages(ADVANTAGES))
     assert batch.in_losses is not None
     assert batch.in_losses.tolist() == [True, False, False, False]
-
-
-def test_no_token_without_a_loss_is_chosen() -> None:
-    config = load_config(TINY, [*POLICY_ALONE, "ppo.objective={kind: kl_cov, share: 0.25}"])
-    tokens, zeros = torch.arange(4), torch.zeros(4)
-    # covariances about the mean of the tokens: the second token's is the highest, then the fourth's
-    new, advantages = torch.tensor([-2.0, 3.0, -1.0, 1.0]), torch.tensor([-1.0, 3.0, -1.0, 2.0])
-    whole = batch_of(config, zeros, zeros, advantages, LENGTHS)
-    assert chosen_tokens(config, whole, minibatch_of(tokens), new).tolist() == [False, True, False, False]
-    masked = replace(whole, in_losses=IN_LOSSES)
-    chosen = chosen_tokens(config, masked, minibatch_of(tokens), new)
-    assert not chosen[1]
-    assert int(chosen.sum()) == 1
 
 
 def test_weights_of_responses_are_normalised_over_responses() -> None:

@@ -27,7 +27,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     ),
     "head": (
         *("value={kind: head, value_coef: 0.5}", "kl={placement: loss, estimator: exact}"),
-        *("ppo.objective={kind: kl_cov, share: 0.2}", "ppo.aggregation=sequence_sum", "ppo.warmup_iterations=1"),
+        *("ppo.objective={kind: kl_penalty}", "ppo.aggregation=sequence_sum", "ppo.warmup_iterations=1"),
         "ppo.rejection=[{kind: ratio, low: 0.5, high: 2}, {kind: veto}, {kind: divergence, above: 1}]",
         *("ppo.rejected_tokens=left_out", "layout.gradient_checkpointing=true"),
     ),

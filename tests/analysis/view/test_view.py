@@ -145,7 +145,7 @@ def expected(run: Path) -> pd.DataFrame:
     key = ["iteration", "sequence"]
     tokens = tokens.assign(mismatch=delta.abs(), advantage=tokens["advantages"].astype(np.float64))
     by_token = tokens.groupby(key).agg(mismatch=("mismatch", "max"), advantage=("advantage", "mean"))
-    clipped = updates["clip_flag"].isin(["clip_high", "clip_low", "clip_dual", "clip_cov"])
+    clipped = updates["clip_flag"].isin(["clip_high", "clip_low", "clip_dual"])
     by_update = updates.assign(clipped=clipped).groupby(key)["clipped"].sum()
     found = rows.set_index(key).join(by_token).join(by_update)
     return found.rename(columns={"scores": "score", "response_length": "length", "finish_reason": "finish"})

@@ -198,7 +198,7 @@ class ValueUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinibatchStep:
+class MinibatchUpdate:
     """The optimizer steps of policy and value model on a minibatch of M tokens."""
 
     epoch: int
@@ -209,9 +209,9 @@ class MinibatchStep:
     value: ValueUpdate | None  # None where its epochs are over or there is no value model
 
 
-@dataclass(frozen=True, kw_only=True)
-class MinibatchUpdate(MinibatchStep):
-    """The optimizer steps on a minibatch, and the digests of the weights after them."""
+@dataclass(frozen=True)
+class WeightDigests:
+    """The digests of the weights after the optimizer steps on a minibatch."""
 
     policy_digest: str
     value_digest: str | None  # None without a value model
@@ -229,6 +229,7 @@ class Iteration:
     rewards: Rewards
     advantages: Advantages
     updates: tuple[MinibatchUpdate, ...]
+    digests: tuple[WeightDigests, ...]  # after each of the updates
     seconds: dict[str, float]  # wall time by phase: evaluation, rollout, forward, update, digests, other
 
 

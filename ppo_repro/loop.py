@@ -17,17 +17,16 @@ from ppo_repro.buffers import (
     Advantages,
     ForwardPass,
     Iteration,
-    MinibatchStep,
     MinibatchUpdate,
     PolicyUpdate,
     Rollout,
     ValueUpdate,
 )
-from ppo_repro.config.algorithm import SeparateValue, ValueHead
+from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch
-from ppo_repro.models.networks import hidden_states
-from ppo_repro.models.state import Digests, TrainState
+from ppo_repro.models.networks import ValueModel, hidden_states
+from ppo_repro.models.state import Digests, Stream, TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
 from ppo_repro.ppo.own_functions import OwnObjective
@@ -41,8 +40,8 @@ from ppo_repro.stages.rewards import compute_advantages, compute_rewards, evalua
 from ppo_repro.stages.rollout import Task, choose_prompts, roll_out
 from ppo_repro.stages.training_batch import (
     Minibatch,
-    Step,
     TrainingBatch,
+    ValueTargets,
     micro_batches_of_rank,
     minibatch_of,
     minibatches,
@@ -114,12 +113,10 @@ def ppo_iterations(
 
         # take the optimizer steps
         taken = list(update(config, state, received, forward, advantages, ranks, clock, task.functions))
-        updates = tuple(
-            MinibatchUpdate(**vars(step), policy_digest=digests.policy, value_digest=digests.value)
-            for step, digests in taken
-        )
+        updates = tuple(step for step, _ in taken)
+        digests = tuple(pending.result() for _, pending in taken)
         state.free_update_memory()
-        ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
+        ranks.require_same("weights after an update", digests[-1])
         clock.lap("digests")
         require_first_step_agrees(config, index, rollout, forward, updates[0])
 
@@ -135,6 +132,7 @@ def ppo_iterations(
             rewards=rewards,
             advantages=advantages,
             updates=updates,
+            digests=digests,
             seconds=clock.seconds,
         )
 
@@ -148,7 +146,7 @@ def update(
     ranks: Ranks,
     clock: Clock,
     functions: Functions,
-) -> Iterator[tuple[MinibatchStep, Digests]]:
+) -> Iterator[tuple[MinibatchUpdate, Digests]]:
     """Take all optimizer steps of one iteration, in order.
 
     Policy and value model each have a number of epochs, over the same minibatches. After a minibatch with more KL
@@ -170,28 +168,28 @@ def update(
     ppo, value = config.ppo, config.value
     batch = training_batch(config, state.coefficients, rollout, forward, advantages, functions)
     set_learning_rates(state, config)
-    value_epochs = 0
+    separate, targets, value_epochs = state.separate_value, batch.value_targets, 0
     if isinstance(value, SeparateValue):
         value_epochs = ppo.epochs if value.epochs is None else value.epochs
     stopped = False
     for epoch in range(max(ppo.epochs, value_epochs)):
         shuffled = minibatches(len(rollout.lengths), ppo.minibatch_size, config.seed, state.iteration, epoch)
         for number, sequences in enumerate(shuffled):
-            step = Step(state.iteration, epoch, number)
-            own = micro_batches_of_rank(config, rollout, sequences, ranks)
-            minibatch = minibatch_of(config, batch, sequences, step, own)
+            own = micro_batches_of_rank(config.layout, ppo.replay_routes, rollout, sequences, ranks)
+            minibatch = minibatch_of(ppo.aggregation, batch, sequences, own)
             of_policy, of_value = None, None
             if epoch < ppo.epochs and not stopped:
-                of_policy, of_value = policy_step(config, state, batch, minibatch, ranks)
+                stream = ("update", state.iteration, epoch, number)
+                of_policy, of_value = policy_step(config, state, batch, minibatch, ranks, stream)
                 stopped = ppo.early_stop_kl is not None and of_policy.approx_kl > ppo.early_stop_kl
-            if epoch < value_epochs:
-                of_value = value_step(config, state, batch, minibatch, ranks)
+            if separate is not None and targets is not None and epoch < value_epochs:
+                of_value = value_step(*separate, targets, minibatch, ranks)
             if of_policy is None and of_value is None:
                 return
             clock.lap("update")
             digests = state.digests()
             clock.lap("digests")
-            step_taken = MinibatchStep(
+            step = MinibatchUpdate(
                 epoch=epoch,
                 minibatch=number,
                 tokens=minibatch.tokens,
@@ -199,11 +197,11 @@ def update(
                 policy=of_policy,
                 value=of_value,
             )
-            yield step_taken, digests
+            yield step, digests
 
 
 def policy_step(
-    config: RunConfig, state: TrainState, batch: TrainingBatch, minibatch: Minibatch, ranks: Ranks
+    config: RunConfig, state: TrainState, batch: TrainingBatch, minibatch: Minibatch, ranks: Ranks, stream: Stream
 ) -> tuple[PolicyUpdate, ValueUpdate | None]:
     """Take one optimizer step of the policy, which includes the value head if it is on the policy's trunk.
 
@@ -213,29 +211,29 @@ def policy_step(
         batch: the N tokens of the iteration.
         minibatch: the M tokens of the step, and this rank's micro-batches of them.
         ranks: the gradients of all ranks are added.
+        stream: names the step for the hook that may change hidden states.
 
     Returns:
         The updates of the policy and of the value head; None without a head.
     """
-    stream = ("update", *minibatch.step)
+    head, targets = state.value_head, batch.value_targets
 
-    def losses_of(m: MicroBatch) -> tuple[Tensor, Columns]:
+    def losses_of(m: MicroBatch) -> tuple[Tensor, tuple[PolicyColumns, ValueColumns | None]]:
         new = policy_pass(config, state, batch.rollout, m, stream)
-        kl_terms = kl_terms_of(config, batch, m.tokens, new.logprobs, new.exact_kl)
-        of_policy = policy_loss(config, batch, m.tokens, new.logprobs, new.entropies, kl_terms)
-        if not isinstance(config.value, ValueHead):
-            return of_policy.losses, Columns(policy=of_policy)
-        of_value = value_loss(batch, m.tokens, values_in_reward_units(state, new.hidden, m))
-        return of_policy.losses + of_value.losses * config.value.value_coef, Columns(policy=of_policy, value=of_value)
+        kl_terms = kl_terms_of(batch, m.tokens, new.logprobs, new.exact_kl)
+        of_policy = policy_loss(batch, m.tokens, new.logprobs, new.entropies, kl_terms)
+        if head is None or targets is None:
+            return of_policy.losses, (of_policy, None)
+        new_values = values_in_reward_units(head, targets.statistics, new.hidden, m)
+        of_value = value_loss(targets, m.tokens, new_values)
+        return of_policy.losses + of_value.losses * targets.coef, (of_policy, of_value)
 
-    grad_norm, columns = optimizer_step(state.policy_optimizer, minibatch, ranks, losses_of)
-    assert columns.policy is not None
-    of_value = None if columns.value is None else value_update(minibatch, columns.value, None)
-    return policy_update(config, batch, minibatch, columns.policy, grad_norm), of_value
+    grad_norm, (of_policy, of_value) = optimizer_step(state.policy_optimizer, minibatch, ranks, losses_of)
+    updated_head = None if of_value is None else value_update(minibatch, of_value, None)
+    return policy_update(batch, minibatch, of_policy, grad_norm), updated_head
 
 
 def policy_loss(
-    config: RunConfig,
     batch: TrainingBatch,
     tokens: Tensor,
     new_logprobs: Tensor,
@@ -250,8 +248,7 @@ def policy_loss(
     2017, equation 7). A user's objective returns its own surrogate.
 
     Args:
-        config: gives `entropy_coef`.
-        batch: the N tokens of the iteration; gives anchor log-probs, advantages, objective and w.
+        batch: the N tokens of the iteration; gives anchor log-probs, advantages, objective, w and entropy_coef.
         tokens: [n] int64, index of the tokens into the N.
         new_logprobs: [n] float32, nats, differentiable.
         new_entropies: [n] float32, nats, differentiable.
@@ -274,7 +271,7 @@ def policy_loss(
     loss = surrogates if penalties is None else surrogates + penalties
     if batch.corrections is not None:
         loss = loss * batch.corrections.weights[tokens]
-    loss = loss - new_entropies * config.ppo.entropy_coef
+    loss = loss - new_entropies * batch.entropy_coef
     if kl_terms is not None:
         loss = loss + kl_terms
     return PolicyColumns(
@@ -290,37 +287,31 @@ def policy_loss(
 
 
 def value_step(
-    config: RunConfig, state: TrainState, batch: TrainingBatch, minibatch: Minibatch, ranks: Ranks
+    model: ValueModel, optimizer: Optimizer, targets: ValueTargets, minibatch: Minibatch, ranks: Ranks
 ) -> ValueUpdate:
     """Take one optimizer step of a value model with a trunk of its own.
 
     Args:
-        config: the run's configuration.
-        state: its value model changes in place.
-        batch: the N tokens of the iteration; gives old values and returns.
+        model: its weights change in place.
+        optimizer: of the model.
+        targets: of the N tokens of the iteration.
         minibatch: the M tokens of the step, and this rank's micro-batches of them.
         ranks: the gradients of all ranks are added.
     """
-    value_model, optimizer = state.value_model, state.value_optimizer
-    assert value_model is not None
-    assert optimizer is not None
 
-    def losses_of(m: MicroBatch) -> tuple[Tensor, Columns]:
-        hidden = hidden_states(value_model.trunk, m.batch)
-        of_value = value_loss(batch, m.tokens, values_in_reward_units(state, hidden, m))
-        return of_value.losses, Columns(value=of_value)
+    def losses_of(m: MicroBatch) -> tuple[Tensor, ValueColumns]:
+        new_values = values_in_reward_units(model, targets.statistics, hidden_states(model.trunk, m.batch), m)
+        columns = value_loss(targets, m.tokens, new_values)
+        return columns.losses, columns
 
     grad_norm, columns = optimizer_step(optimizer, minibatch, ranks, losses_of)
-    assert columns.value is not None
-    return value_update(minibatch, columns.value, grad_norm)
+    return value_update(minibatch, columns, grad_norm)
 
 
-def value_loss(batch: TrainingBatch, tokens: Tensor, new_values: Tensor) -> ValueColumns:
+def value_loss(targets: ValueTargets, tokens: Tensor, new_values: Tensor) -> ValueColumns:
     """Return 1/2 (V - R)^2, plain or clipped, of n tokens: [n] float32, in squared units of the returns' scale."""
-    assert batch.old_values is not None
-    assert batch.returns is not None
-    losses, clipped = value_losses(new_values, batch.old_values[tokens], batch.returns[tokens], batch.value_clip_range)
-    statistics = batch.coefficients.returns
+    old_values, returns, statistics = targets.old_values[tokens], targets.returns[tokens], targets.statistics
+    losses, clipped = value_losses(new_values, old_values, returns, targets.clip_range)
     if statistics.count:
         losses = losses * (1.0 / (statistics.scale * statistics.scale))
     return ValueColumns(losses=losses, new_values=new_values, clipped=clipped)

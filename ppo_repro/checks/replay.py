@@ -35,7 +35,6 @@ from ppo_repro.stages.functions import Functions, load_functions
 from ppo_repro.stages.rewards import compute_advantages, rewards_from
 from ppo_repro.stages.training_batch import (
     Minibatch,
-    Step,
     TrainingBatch,
     minibatch_of,
     minibatches,
@@ -308,6 +307,7 @@ def _recorded_iteration(
         advantages=records.tensor("tokens", "advantages"),
         returns=records.tensor_or_none("tokens", "returns"),
     )
+    digests = zip(records.values("steps", "policy_digest"), records.values("steps", "value_digest"), strict=True)
     received = with_loss_mask(config.mismatch.trainer, rollout)
     batch = training_batch(config, coefficients, received, forward, advantages, functions)
     return buffers.Iteration(
@@ -319,6 +319,7 @@ def _recorded_iteration(
         rewards=_rewards(records),
         advantages=advantages,
         updates=tuple(_updates(config, records, batch)),
+        digests=tuple(buffers.WeightDigests(policy, value) for policy, value in digests),
         seconds=dict.fromkeys(SECONDS, 0.0),
     )
 
@@ -348,7 +349,7 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
     for step in steps:
         epoch, number = step["epoch"], step["minibatch"]
         shuffled = minibatches(len(lengths), config.ppo.minibatch_size, config.seed, records.iteration, epoch)
-        minibatch = minibatch_of(config, batch, shuffled[number], Step(records.iteration, epoch, number))
+        minibatch = minibatch_of(config.ppo.aggregation, batch, shuffled[number])
         start, end = end, end + len(minibatch.tokens)
         if end > count:
             raise PromiseBroken(
@@ -360,8 +361,8 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
             policy = _policy(config, batch, minibatch, records, rows, step["grad_norm"])
         value = None
         new_values = records.tensor_or_none("updates", "new_values", rows)
-        if batch.returns is not None and new_values is not None:
-            columns = value_loss(batch, minibatch.tokens, new_values)
+        if batch.value_targets is not None and new_values is not None:
+            columns = value_loss(batch.value_targets, minibatch.tokens, new_values)
             value = value_update(minibatch, columns, step["value_grad_norm"])
         if policy is not None and config.ppo.early_stop_kl is not None:
             stopped = policy.approx_kl > config.ppo.early_stop_kl
@@ -372,8 +373,6 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
             loss_weights=minibatch.loss_weights,
             policy=policy,
             value=value,
-            policy_digest=step["policy_digest"],
-            value_digest=step["value_digest"],
         )
 
 
@@ -385,13 +384,13 @@ def _policy(
     if logprobs is None or entropies is None:
         return None
     if not _has_exact_kl(config):
-        kl_terms = kl_terms_of(config, batch, tokens, logprobs, None)
+        kl_terms = kl_terms_of(batch, tokens, logprobs, None)
     else:
         kl_terms = records.tensor_or_none("updates", "kl_terms", rows)
         if kl_terms is None:  # then no loss is compared
             kl_terms = torch.zeros_like(logprobs)
-    columns = policy_loss(config, batch, tokens, logprobs, entropies, kl_terms)
-    return policy_update(config, batch, minibatch, columns, grad_norm)
+    columns = policy_loss(batch, tokens, logprobs, entropies, kl_terms)
+    return policy_update(batch, minibatch, columns, grad_norm)
 
 
 def _compare(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppo_repro.buffers import Coefficients
+from ppo_repro.buffers import Coefficients, WeightDigests
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics import library
 from ppo_repro.numerics.interface import CPU
@@ -86,18 +86,14 @@ def unchanged(hidden: Tensor, tokens: Tensor, stream: Stream) -> Tensor:
 
 @dataclass(frozen=True)
 class Digests:
-    """The digests of the weights after a step. Threads may still compute them; reading one waits for it."""
+    """The digests of the weights after a step, which threads may still compute."""
 
     of_policy: Future[str]
     of_value: Future[str] | None  # None without a value model
 
-    @property
-    def policy(self) -> str:
-        return self.of_policy.result()
-
-    @property
-    def value(self) -> str | None:
-        return None if self.of_value is None else self.of_value.result()
+    def result(self) -> WeightDigests:
+        """Wait for the digests, and return them."""
+        return WeightDigests(self.of_policy.result(), None if self.of_value is None else self.of_value.result())
 
 
 @dataclass
@@ -134,9 +130,16 @@ class TrainState:
         forget_packed(self.reference)
 
     @property
-    def has_value_head(self) -> bool:
-        """Return whether the value model is a head on the policy's trunk, which the policy's optimizer trains."""
-        return self.value_model is not None and self.value_optimizer is None
+    def value_head(self) -> ValueModel | None:
+        """Return the value model if it is a head on the policy's trunk, which the policy's optimizer trains."""
+        return self.value_model if self.value_optimizer is None else None
+
+    @property
+    def separate_value(self) -> tuple[ValueModel, Optimizer] | None:
+        """Return the value model that has a trunk of its own, and its optimizer; None without one."""
+        if self.value_model is None or self.value_optimizer is None:
+            return None
+        return self.value_model, self.value_optimizer
 
     @property
     def own_value_module(self) -> nn.Module:
@@ -146,7 +149,7 @@ class TrainState:
         """
         if self.value_model is None:
             return nn.Module()
-        return self.value_model.head if self.has_value_head else self.value_model
+        return self.value_model if self.value_head is None else self.value_head.head
 
     def digests(self) -> Digests:
         """Compute digests of the weights of policy and value model, in parallel.

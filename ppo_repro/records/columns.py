@@ -246,6 +246,7 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
     )  # fmt: skip
     return {
         **rows_of(schema.STEPS, item.updates),
+        **rows_of(schema.STEPS, item.digests),
         "tokens": int32([len(u.tokens) for u in item.updates]),
         **{name: _by_step(item, "policy", name) for name in of_policy},
         **{f"{model}_loss": _by_step(item, model, "loss") for model in ("policy", "value")},

@@ -215,7 +215,7 @@ class LanguageExecution(Execution[Iteration]):
             save_reward_model(prepared.task.reward_model, prepared.task.tokenizer, made[-1])
         if state.value_model is not None:
             made.append(run_dir / VALUE_MODEL)
-            config = None if state.has_value_head else state.value_model.trunk.config
+            config = state.value_model.trunk.config if state.value_head is None else None
             save_value_model(named_weights(state.own_value_module), config, made[-1])
         found = {**files, **listed(run_dir, *made)}
         if self.config.checkpoints.final_state and not self.is_checkpoint_due(state.iteration):

@@ -15,17 +15,16 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.buffers import ForwardPass, Rollout
-from ppo_repro.config.algorithm import KLInLoss, KLInReward
+from ppo_repro.buffers import ForwardPass, ReturnStatistics, Rollout
+from ppo_repro.config.algorithm import KLConfig, KLInLoss, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, TokenBatch, micro_batches
-from ppo_repro.models.networks import hidden_states, seen_states, values_of
+from ppo_repro.models.networks import ValueModel, hidden_states, seen_states, values_of
 from ppo_repro.models.state import Stream, TrainState
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.network import forget_packed, logits
 from ppo_repro.numerics.sequences import Rows
 from ppo_repro.numerics.token_statistics import expand_kept, kl_divergence, prob_sq_sum, token_statistics
-from ppo_repro.ppo import kl
 from ppo_repro.stages.training_batch import TrainingBatch
 
 LOGITS_AT_ONCE = 1 << 24  # elements of the logits that are in memory at once
@@ -82,15 +81,15 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     of_tokens = Distributions(*map(torch.cat, zip(*(score.of_tokens for score in scored), strict=True)))
     values = torch.cat([score.values for score in scored])
     forget_packed(state.reference)
-    if state.value_model is not None and not state.has_value_head:
-        trunk = state.value_model.trunk
-        own = [values_in_reward_units(state, hidden_states(trunk, m.batch), m) for m in work]
+    if state.separate_value is not None:
+        model, returns = state.separate_value[0], state.coefficients.returns
+        own = [values_in_reward_units(model, returns, hidden_states(model.trunk, m.batch), m) for m in work]
         values = torch.cat(ranks.gather(own))
     return ForwardPass(
         old_logprobs=of_tokens.logprobs,
         ref_logprobs=of_tokens.ref_logprobs,
         ref_kl=of_tokens.ref_kl,
-        reverse_ref_kl=of_tokens.reverse_ref_kl if _charges_reverse(config) else None,
+        reverse_ref_kl=of_tokens.reverse_ref_kl if _charges_reverse(config.kl) else None,
         entropies=of_tokens.entropies,
         prob_sq_sums=of_tokens.prob_sq_sums,
         routes=torch.cat([score.routes for score in scored]),
@@ -98,18 +97,16 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     )
 
 
-def _charges_reverse(config: RunConfig) -> bool:
-    charged = config.kl
+def _charges_reverse(charged: KLConfig) -> bool:
     return isinstance(charged, KLInReward) and charged.estimator == "exact" and charged.direction == "reference_policy"
 
 
-def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> Tensor:
+def values_in_reward_units(model: ValueModel, returns: ReturnStatistics, hidden: Tensor, m: MicroBatch) -> Tensor:
     """Return V [n] float32 before each token from the hidden states [n, H] of the value model's trunk.
 
     V = mean + scale x prediction, or the prediction itself if returns are not normalised.
     """
-    assert state.value_model is not None
-    predictions, returns = values_of(state.value_model, hidden, m.batch), state.coefficients.returns
+    predictions = values_of(model, hidden, m.batch)
     return predictions * returns.scale + returns.mean if returns.count else predictions
 
 
@@ -123,7 +120,8 @@ def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig
         routes = torch.from_numpy(seen[m.batch.predictors])
     scored_hidden = state.hidden_hook(hidden, m.tokens, ("scoring", state.iteration))
     of_tokens = _distributions(state, m.batch, scored_hidden, rollout, m.tokens, config)
-    values = values_in_reward_units(state, hidden, m) if state.has_value_head else torch.empty(0)
+    head, returns = state.value_head, state.coefficients.returns
+    values = torch.empty(0) if head is None else values_in_reward_units(head, returns, hidden, m)
     return Scores(of_tokens=of_tokens, routes=routes, values=values)
 
 
@@ -146,7 +144,7 @@ def _distributions(
         ref_kl = kl_divergence(own, other, temperature, eligible)
         squares = prob_sq_sum(own, temperature, eligible)
         reverse = torch.empty(0)
-        if _charges_reverse(config):
+        if _charges_reverse(config.kl):
             reverse = kl_divergence(other, own, temperature, eligible)
         return Distributions(
             logprobs=logprobs,
@@ -191,27 +189,18 @@ def policy_pass(config: RunConfig, state: TrainState, rollout: Rollout, m: Micro
     return PolicyPass(hidden=hidden, logprobs=logprobs, entropies=entropies, exact_kl=exact_kl[0] if exact_kl else None)
 
 
-def kl_terms_of(
-    config: RunConfig, batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, exact_kl: Tensor | None
-) -> Tensor | None:
+def kl_terms_of(batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, exact_kl: Tensor | None) -> Tensor | None:
     """Return kl_coef KL(policy || reference) of n tokens, [n] float32; None unless the loss has a KL term.
 
     Args:
-        config: names the estimator.
-        batch: has kl_coef and the reference's log-probs.
+        batch: has kl_coef, the estimator and the reference's log-probs.
         tokens: [n] int64, index into the iteration's tokens.
         new_logprobs: [n] float32, of the present policy.
-        exact_kl: [n] in nats, for the estimator `exact`.
+        exact_kl: [n] in nats, where the KL is over the whole vocabulary.
     """
-    if not isinstance(config.kl, KLInLoss):
-        return None
-    divergence, ref_logprobs = exact_kl, batch.ref_logprobs[tokens]
-    if batch.estimator is not None:
-        divergence = batch.estimator.estimate(new_logprobs, ref_logprobs)
-    elif isinstance(config.kl.estimator, str) and config.kl.estimator != "exact":
-        divergence = kl.loss(config.kl.estimator, new_logprobs, ref_logprobs)
-    assert divergence is not None, "the estimator `exact` needs the KL of the pass"
-    return divergence * batch.coefficients.kl_coef
+    if batch.kl_estimator is not None:
+        return batch.kl_estimator(new_logprobs, batch.ref_logprobs[tokens]) * batch.kl_coef
+    return None if exact_kl is None else exact_kl * batch.kl_coef
 
 
 def in_chunks(compute: OfRows, hidden: Tensor, rows: Rows, vocab_size: int) -> tuple[Tensor, ...]:

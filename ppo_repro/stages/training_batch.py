@@ -2,46 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import permutation
-from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, Rollout
+from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, ReturnStatistics, Rollout
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     CispoObjective,
     ClipObjective,
     DivergenceRejection,
+    FunctionEstimator,
     FunctionObjective,
+    KLConfig,
+    KLInLoss,
     NoValue,
     PenaltyObjective,
     PolicyGradientObjective,
+    PPOConfig,
     RatioRejection,
     Rejection,
     SequenceClipObjective,
     UnclippedObjective,
+    ValueConfig,
+    ValueHead,
 )
+from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, micro_batches
 from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.sequences import slots_of_rank
-from ppo_repro.ppo import corrections
+from ppo_repro.ppo import corrections, kl
 from ppo_repro.ppo.corrections import Correction, Corrections
 from ppo_repro.ppo.losses import loss_weights
 from ppo_repro.ppo.objectives import Cispo, Clip, Objective, Penalty, PolicyGradient, SequenceClip
 from ppo_repro.ppo.own_batches import ObjectiveBatch
-from ppo_repro.ppo.own_functions import OwnEstimator, OwnObjective
+from ppo_repro.ppo.own_functions import OwnObjective
 from ppo_repro.stages.functions import BUILT_IN, Functions, about_tokens
 
+TokenKL = Callable[[Tensor, Tensor], Tensor]  # log-probs of policy and reference [n] -> differentiable KL [n], nats
 
-def objective_of(config: RunConfig, coefficients: Coefficients, functions: Functions) -> Objective | OwnObjective:
+
+def objective_of(ppo: PPOConfig, coefficients: Coefficients, functions: Functions) -> Objective | OwnObjective:
     """Return the configured objective, with this iteration's coefficients."""
-    match config.ppo.objective:
+    match ppo.objective:
         case ClipObjective() as o:
             return Clip(o.clip_range, o.high, o.dual_clip)
         case AdaptiveClipObjective():
@@ -61,16 +70,37 @@ def objective_of(config: RunConfig, coefficients: Coefficients, functions: Funct
             return functions.objective
 
 
+def kl_estimator_of(charged: KLConfig, functions: Functions) -> TokenKL | None:
+    """Return the estimator of the KL in the loss; None if there is none, or if it is over the whole vocabulary."""
+    match charged:
+        case KLInLoss(estimator=FunctionEstimator()):
+            assert functions.estimator is not None
+            return functions.estimator.estimate
+        case KLInLoss(estimator="k1" | "k2" | "k3" as kind):
+            return partial(kl.loss, kind)
+        case _:
+            return None
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """What an iteration trains the value model towards, N tokens, in reward units."""
+
+    old_values: Tensor  # [N]
+    returns: Tensor  # [N]
+    statistics: ReturnStatistics  # the network predicts in their units, and the loss is in the square of these
+    clip_range: float | None  # None: the loss is not clipped
+    coef: float  # weight of a head's loss beside the policy's; 1 for a model of its own
+
+
 @dataclass(frozen=True)
 class TrainingBatch:
-    """The N response tokens of an iteration with all inputs of a loss except the networks' outputs.
-
-    Values and returns are in reward units.
-    """
+    """The N response tokens of an iteration with all inputs of a loss except the networks' outputs."""
 
     rollout: Rollout  # as the trainer received it
     objective: Objective | OwnObjective
-    coefficients: Coefficients
+    entropy_coef: float
+    kl_coef: float
     anchor_logprobs: Tensor  # [N] log of the ratio's denominator
     old_logprobs: Tensor  # [N]
     ref_logprobs: Tensor  # [N]
@@ -78,10 +108,8 @@ class TrainingBatch:
     responses: Tensor  # [N] int64, the response of each token
     corrections: Corrections | None  # None unless importance weights or rejection are configured
     in_losses: Tensor | None  # [N] bool, the tokens that are in the losses at all; None: all are
-    old_values: Tensor | None  # [N], None without a value model
-    returns: Tensor | None  # [N]; None without a value model
-    value_clip_range: float | None  # None: the value loss is not clipped
-    estimator: OwnEstimator | None = None  # of the KL in the loss; None for the package's
+    kl_estimator: TokenKL | None  # None unless the loss has a KL that sampled tokens estimate
+    value_targets: ValueTargets | None  # None without a value model
 
 
 def training_batch(
@@ -102,30 +130,40 @@ def training_batch(
         advantages: advantages and value targets.
         functions: the user's own.
     """
-    objective, value = objective_of(config, coefficients, functions), config.value
-    corrected = corrections_of(config, rollout, forward)
+    ppo, corrected = config.ppo, corrections_of(config.ppo, rollout, forward)
     in_losses = rollout.in_losses
-    if corrected is not None and config.ppo.rejected_tokens == "left_out":
+    if corrected is not None and ppo.rejected_tokens == "left_out":
         accepted = ~corrections.removes_loss(corrected.changes)
         in_losses = accepted if in_losses is None else accepted & in_losses
-    value_clip_range = None if isinstance(value, NoValue) else value.clip_range
-    if value_clip_range is not None:
-        value_clip_range *= coefficients.returns.scale
     return TrainingBatch(
         rollout=rollout,
-        objective=objective,
-        coefficients=coefficients,
-        anchor_logprobs=rollout.rollout_logprobs if config.ppo.ratio_anchor == "rollout" else forward.old_logprobs,
+        objective=objective_of(ppo, coefficients, functions),
+        entropy_coef=ppo.entropy_coef,
+        kl_coef=coefficients.kl_coef,
+        anchor_logprobs=rollout.rollout_logprobs if ppo.ratio_anchor == "rollout" else forward.old_logprobs,
         old_logprobs=forward.old_logprobs,
         ref_logprobs=forward.ref_logprobs,
         advantages=advantages.advantages,
         responses=rollout.sequence_of_token(),
         corrections=corrected,
         in_losses=in_losses,
+        kl_estimator=kl_estimator_of(config.kl, functions),
+        value_targets=value_targets(config.value, coefficients.returns, forward, advantages),
+    )
+
+
+def value_targets(
+    settings: ValueConfig, statistics: ReturnStatistics, forward: ForwardPass, advantages: Advantages
+) -> ValueTargets | None:
+    """Collect what an iteration trains the value model towards; None without a value model."""
+    if isinstance(settings, NoValue) or forward.values is None or advantages.returns is None:
+        return None
+    return ValueTargets(
         old_values=forward.values,
         returns=advantages.returns,
-        value_clip_range=value_clip_range,
-        estimator=functions.estimator,
+        statistics=statistics,
+        clip_range=None if settings.clip_range is None else settings.clip_range * statistics.scale,
+        coef=settings.value_coef if isinstance(settings, ValueHead) else 1.0,
     )
 
 
@@ -156,12 +194,12 @@ def objective_batch(
     )
 
 
-def corrections_of(config: RunConfig, rollout: Rollout, forward: ForwardPass) -> Corrections | None:
+def corrections_of(ppo: PPOConfig, rollout: Rollout, forward: ForwardPass) -> Corrections | None:
     """Return importance weights, which are 0 for rejected tokens; None if neither is configured.
 
     The mean of normalised weights is over all tokens of the iteration, including rejected tokens.
     """
-    settings, rejection = config.ppo.importance_weights, config.ppo.rejection
+    settings, rejection = ppo.importance_weights, ppo.rejection
     if settings is None and not rejection:
         return None
     old, sampled, lengths = forward.old_logprobs, rollout.rollout_logprobs, rollout.lengths
@@ -206,19 +244,10 @@ def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int
     return [chunk.sort().values for chunk in order.split(size)]
 
 
-class Step(NamedTuple):
-    """The number of one optimizer step of a run, which names its random streams; each field counts from 0."""
-
-    iteration: int
-    epoch: int
-    minibatch: int
-
-
 @dataclass(frozen=True)
 class Minibatch:
     """The M tokens of one optimizer step."""
 
-    step: Step
     tokens: Tensor  # [M] int64 index into the [N] fields
     loss_weights_of_all: Tensor  # [N] float32, weight of each token's loss in the step; 0 outside the minibatch
     micro_batches: tuple[MicroBatch, ...]  # of this rank's sequences
@@ -230,39 +259,39 @@ class Minibatch:
 
 
 def minibatch_of(
-    config: RunConfig,
+    aggregation: str,
     batch: TrainingBatch,
     sequences: Tensor,
-    step: Step,
     micro_batches: Sequence[MicroBatch] = (),
 ) -> Minibatch:
     """Make the minibatch of one step.
 
     Args:
-        config: gives the aggregation of the loss.
+        aggregation: of the loss.
         batch: the N tokens of the iteration.
         sequences: [S] int64, the responses of the minibatch, ascending.
-        step: names the step.
         micro_batches: of this rank's responses; empty if no model computes the step.
     """
     rollout = batch.rollout
     tokens = rollout.tokens_of(sequences)
     in_losses = None if batch.in_losses is None else batch.in_losses[tokens]
     weights = torch.zeros(len(rollout.response_ids))
-    weights[tokens] = loss_weights(config.ppo.aggregation, rollout.lengths[sequences], in_losses)
-    return Minibatch(step, tokens, weights, tuple(micro_batches))
+    weights[tokens] = loss_weights(aggregation, rollout.lengths[sequences], in_losses)
+    return Minibatch(tokens, weights, tuple(micro_batches))
 
 
-def micro_batches_of_rank(config: RunConfig, rollout: Rollout, sequences: Tensor, ranks: Ranks) -> list[MicroBatch]:
+def micro_batches_of_rank(
+    layout: LayoutConfig, replay_routes: bool, rollout: Rollout, sequences: Tensor, ranks: Ranks
+) -> list[MicroBatch]:
     """Lay out this rank's responses of a minibatch for passes with gradients.
 
     Args:
-        config: gives the layout.
+        layout: gives size and padding.
+        replay_routes: whether the sampler's routes replace the routers' choice.
         rollout: the responses of the iteration.
         sequences: [S] int64, the responses of the minibatch, ascending.
         ranks: the processes of the run.
     """
-    layout = config.layout
     mine = sequences[torch.tensor(ranks.mine(len(sequences)), dtype=torch.int64)]
     slots = slots_of_rank(len(sequences), SLOTS, ranks)
-    return micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, config.ppo.replay_routes, slots)
+    return micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, replay_routes, slots)

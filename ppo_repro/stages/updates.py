@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ppo_repro.buffers import PolicyUpdate, ValueUpdate
-from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.objectives import ClipFlag, removes_gradient
 from ppo_repro.stages.training_batch import Minibatch, TrainingBatch
+
+Columns = TypeVar("Columns")  # a NamedTuple of tensors, or a tuple of such; None for what a step has not
 
 
 class PolicyColumns(NamedTuple):
@@ -39,13 +40,6 @@ class ValueColumns(NamedTuple):
     clipped: Tensor  # bool, the clipped branch decides the loss
 
 
-class Columns(NamedTuple):
-    """The columns of a pass over some tokens; None for a network that the step does not train."""
-
-    policy: PolicyColumns | None = None
-    value: ValueColumns | None = None
-
-
 def joined(columns: Sequence[Columns]) -> Columns:
     """Join the columns of micro-batches."""
     return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *columns)
@@ -56,17 +50,10 @@ def detached(columns: Columns) -> Columns:
     return tree_map(lambda column: None if column is None else column.detach(), columns)
 
 
-def policy_update(
-    config: RunConfig,
-    batch: TrainingBatch,
-    minibatch: Minibatch,
-    columns: PolicyColumns,
-    grad_norm: float,
-) -> PolicyUpdate:
+def policy_update(batch: TrainingBatch, minibatch: Minibatch, columns: PolicyColumns, grad_norm: float) -> PolicyUpdate:
     """Sum the columns of a policy step with the weights of its minibatch.
 
     Args:
-        config: coefficients that do not change.
         batch: the iteration, N tokens.
         minibatch: names M of them, and their weights.
         columns: [M] each.
@@ -93,7 +80,7 @@ def policy_update(
         loss=_total(columns.losses, weights),
         surrogate_loss=corrected_total(columns.surrogates),
         penalty_loss=None if columns.penalty_terms is None else corrected_total(columns.penalty_terms),
-        entropy_loss=0.0 - _total(columns.new_entropies * config.ppo.entropy_coef, weights),
+        entropy_loss=0.0 - _total(columns.new_entropies * batch.entropy_coef, weights),
         kl_loss=None if columns.kl_terms is None else _total(columns.kl_terms, weights),
         entropy=mean_of(columns.new_entropies),
         approx_kl=mean_of(kl.k3(batch.anchor_logprobs[tokens] - columns.new_logprobs)),

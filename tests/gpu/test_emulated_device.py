@@ -92,5 +92,5 @@ def test_a_digest_is_of_the_weights_after_its_step(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         next(policy.parameters()).add_(1.0)
     changed.set()
-    assert digests.policy == after_step
-    assert digests.policy != weights_digest(policy.named_parameters())
+    assert digests.result().policy_digest == after_step
+    assert digests.result().policy_digest != weights_digest(policy.named_parameters())

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.buffers import MinibatchStep
+from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.checks.bisect import ResponseIndex, first_unequal, trace_sampler
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
@@ -129,7 +129,7 @@ def test_from_a_checkpoint_it_goes_on_and_what_was_kept_is_gone(
     ],
 )
 def test_a_ratio_or_a_value_of_the_first_minibatch_ends_the_first_iteration(
-    change: Callable[[MinibatchStep], MinibatchStep],
+    change: Callable[[MinibatchUpdate], MinibatchUpdate],
     says: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

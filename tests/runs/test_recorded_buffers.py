@@ -27,6 +27,7 @@ from ppo_repro.buffers import (
     Rollout,
     Spans,
     ValueUpdate,
+    WeightDigests,
 )
 from ppo_repro.config.files import load_config
 from ppo_repro.ppo.corrections import correction_names
@@ -69,6 +70,7 @@ WHERE: dict[type, tuple[tuple[str, ...], dict[str, str]]] = {
         {name: f"value_{name}" for name in ("clipped", "losses", "loss", "clip_fraction", "grad_norm")},
     ),
     MinibatchUpdate: (("steps", "updates"), {}),
+    WeightDigests: (("steps",), {}),
 }
 # other stages, functions of the configuration, and what is recorded in several columns
 ELSEWHERE = {"prompts", "spans", "episodes", "temperature", "in_losses", "policy", "value", "tokens"}
@@ -110,6 +112,7 @@ def unequal(item: Iteration, tables: Tables) -> set[str]:
     parts: list[tuple[type, Sequence[Any]]] = [
         *((Prompts, [r.prompts]), (Spans, r.spans), (Rollout, [r]), (ForwardPass, [item.forward])),
         *((Rewards, [item.rewards]), (Advantages, [item.advantages]), (MinibatchUpdate, updates)),
+        (WeightDigests, item.digests),
         *((PolicyUpdate, [u.policy for u in updates]), (ValueUpdate, [u.value for u in updates])),
     ]
     wrong = set()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro import loop
-from ppo_repro.buffers import MinibatchStep
+from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.models.state import Digests
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -45,11 +45,11 @@ def sampler_differs(patch: pytest.MonkeyPatch, iteration: int, response: int, to
     patch.setattr(TorchEngine, "generate", generate)
 
 
-def first_step_differs(patch: pytest.MonkeyPatch, change: Callable[[MinibatchStep], MinibatchStep]) -> None:
+def first_step_differs(patch: pytest.MonkeyPatch, change: Callable[[MinibatchUpdate], MinibatchUpdate]) -> None:
     """The first minibatch of every iteration is what `change` makes of it."""
     real = loop.update
 
-    def update(*arguments: Any) -> Iterator[tuple[MinibatchStep, Digests]]:
+    def update(*arguments: Any) -> Iterator[tuple[MinibatchUpdate, Digests]]:
         steps = real(*arguments)
         step, digests = next(steps)
         yield change(step), digests
@@ -58,12 +58,12 @@ def first_step_differs(patch: pytest.MonkeyPatch, change: Callable[[MinibatchSte
     patch.setattr(loop, "update", update)
 
 
-def other_ratio(step: MinibatchStep) -> MinibatchStep:
+def other_ratio(step: MinibatchUpdate) -> MinibatchUpdate:
     assert step.policy is not None
     return replace(step, policy=replace(step.policy, ratios=flipped(step.policy.ratios, 0)))
 
 
-def other_value(step: MinibatchStep) -> MinibatchStep:
+def other_value(step: MinibatchUpdate) -> MinibatchUpdate:
     assert step.value is not None
     return replace(step, value=replace(step.value, new_values=flipped(step.value.new_values, 0)))
 

@@ -5,7 +5,7 @@
     axes = figures.learning([RUN_1, RUN_2])
     axes.figure.savefig("learning.pdf")
 
-`python -m ppo_repro.analysis.figures KIND FILE.svg RUN_OR_GRID...` writes one figure. The kinds for runs are
+`ppo-repro analyse figure KIND FILE.svg RUN_OR_GRID...` writes one figure. The kinds for runs are
 `learning`, `agreement`, `mismatch`, and `readme`, which puts the first two side by side. The kinds for a grid are
 `settings`, `differences` and `across`.
 
@@ -15,7 +15,6 @@ README.md shows `readme` of runs of `experiments/quickstart.yaml` with `seed` 0 
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ import pandas as pd
 
 from ppo_repro.analysis.grids.outcomes import MEASURES, outcomes
 from ppo_repro.analysis.grids.table import comparisons, rank_correlation
-from ppo_repro.analysis.program import program
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
@@ -230,10 +228,9 @@ def svg(axes: Axes) -> str:
     return f'<svg {names[0]} viewBox="0 0 {width:g} {height:g}" {names[1]} width="{width:g}">{inside}'
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Write one figure."""
-    parser = Parser(prog="python -m ppo_repro.analysis.figures", description="a figure of runs or of a grid")
+    parser = Parser(prog="ppo-repro analyse figure", description="a figure of runs or of a grid")
     kinds = ("learning", "agreement", "mismatch", "readme", "settings", "differences", "across")
     parser.add_argument("kind", choices=kinds, help="what is drawn")
     parser.add_argument(
@@ -261,7 +258,3 @@ def main(argv: Sequence[str] | None) -> None:
         else:
             axes = differences(cells, measure) if kind == "differences" else across(cells, arguments.share, measure)
     atomic_write(arguments.out, svg(axes).encode())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Run the command line of an analysis; an error is one line on stderr and an exit code, as with `ppo-repro`."""
+"""Run the command line of an experiment; an error is one line on stderr and an exit code, as with `ppo-repro`."""
 
 from __future__ import annotations
 

@@ -228,7 +228,6 @@ def test_the_diagnosis_needs_no_torch_and_no_run() -> None:
 
 def test_only_the_update_takes_optimizer_steps() -> None:
     trainers = {"loop.py", "control/loop.py", "models/warm_start.py", "preferences/training.py"}
-    trainers |= {"checks/probe.py"}
     for path in files("ppo_repro/**/*.py"):
         name = path.relative_to(ROOT / "ppo_repro").as_posix()
         if name not in trainers:

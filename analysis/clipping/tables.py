@@ -1,4 +1,4 @@
-"""What did the clip do in a run? `python -m ppo_repro.analysis.clipping RUN` prints it.
+"""What did the clip do in a run? `ppo-repro analyse clipping RUN` prints it.
 
 One iteration is in memory at a time.
 """
@@ -14,7 +14,6 @@ import pandas as pd
 
 from ppo_repro.analysis.clipping.step import clip_bucket, clip_step
 from ppo_repro.analysis.clipping.update_rows import load_iterations, recorded_config
-from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
@@ -94,10 +93,9 @@ def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str
     return lines
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Print the overview of a run's clipping."""
-    parser = Parser(prog="python -m ppo_repro.analysis.clipping", description="What did the clip do in a run?")
+    parser = Parser(prog="ppo-repro analyse clipping", description="What did the clip do in a run?")
     parser.add_argument("run", type=run_named, help="folder of a run")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
     parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")

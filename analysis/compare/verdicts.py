@@ -1,7 +1,7 @@
 """Are two runs, or two groups of seeds, the same? Four nested questions, a verdict on each.
 
-    python -m ppo_repro.analysis.compare A B --seed 0                                    two runs
-    python -m ppo_repro.analysis.compare GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
+    ppo-repro analyse compare A B --seed 0                                    two runs
+    ppo-repro analyse compare GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
 
 The level `bitwise` compares every recorded bit, `numeric` the log-probs of the same tokens, `distribution` scores and
 lengths (`paired`), and `outcome` the final results over seeds (`seeds`).
@@ -20,7 +20,7 @@ import pandas as pd
 from ppo_repro.analysis.compare.paired import COLUMNS, distribution_rows, manifests, numeric_rows, paired_responses
 from ppo_repro.analysis.compare.rows import Row, run_compare
 from ppo_repro.analysis.compare.seeds import compare_groups
-from ppo_repro.analysis.program import program, read_table
+from ppo_repro.analysis.program import read_table
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
@@ -130,8 +130,8 @@ def compare_grid(
     return compare_groups(frame, axis, a, b, metrics, rng, paired=paired, margin=margin, alpha=alpha)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m ppo_repro.analysis.compare", description="are two runs the same?")
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="ppo-repro analyse compare", description="are two runs the same?")
     parser.add_argument("paths", nargs="+", type=run_named, help="two runs, or one grid with --axis")
     parser.add_argument("--seed", type=int, required=True, help="seed of the sign changes")
     parser.add_argument("--alpha", type=float, default=0.05)
@@ -185,8 +185,7 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
     )
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Print the table of a comparison."""
     table = _comparison(_arguments(argv))
     shown = table[SHOWN].to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")

@@ -1,4 +1,4 @@
-"""What did a grid find? `python -m ppo_repro.analysis.grids.table GRID` prints three things, as Markdown.
+"""What did a grid find? `ppo-repro analyse table GRID` prints three things, as Markdown.
 
 A setting is one combination of the axes' labels; a cell is a setting with a seed, which is one run.
 
@@ -12,7 +12,6 @@ A setting is one combination of the axes' labels; a cell is a setting with a see
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,6 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from ppo_repro.analysis.grids.outcomes import MEASURES, outcomes
-from ppo_repro.analysis.program import program
 from ppo_repro.analysis.stats.significance import holm, one_sample, t_interval, t_test
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
@@ -135,17 +133,12 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
     return "\n\n".join(paragraphs)
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Print the report."""
-    parser = Parser(prog="python -m ppo_repro.analysis.grids.table", description="table of a grid over seeds")
+    parser = Parser(prog="ppo-repro analyse table", description="table of a grid over seeds")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is compared")
     parser.add_argument("--against", help="the setting that every setting is compared with: its labels joined by ', '")
     arguments = parser.parse_args(argv)
     cells = outcomes(arguments.grid)
     tell(report(cells, arguments.measure, arguments.against or str(cells["point"].iloc[0])))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Do two log-probs of the same token agree? Tables for a run or for dumps of other stacks.
 
-`python -m ppo_repro.analysis.mismatch RUN` prints the summary of a run; `--columns PRESET` reads dumped files instead,
+`ppo-repro analyse mismatch RUN` prints the summary of a run; `--columns PRESET` reads dumped files instead,
 and `--remedies` prints what truncation, masking and rejection would have done. Only one iteration's tokens are in
 memory at a time.
 """
@@ -19,7 +19,6 @@ from ppo_repro.analysis.mismatch.remedies import NO_TOKEN, remedy_table
 from ppo_repro.analysis.mismatch.token import mismatch_token
 from ppo_repro.analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
 from ppo_repro.analysis.pairs.runs import PAIRS, run_pairs
-from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
@@ -130,10 +129,9 @@ def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
     return table.astype({"value": "float64", "se": "float64", "ideal": "float64"})
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Print the summary or the remedies."""
-    parser = Parser(prog="python -m ppo_repro.analysis.mismatch", description="Do two log-probs agree?")
+    parser = Parser(prog="ppo-repro analyse mismatch", description="Do two log-probs agree?")
     parser.add_argument("paths", nargs="+", type=run_named, help="a run, or files with --columns")
     parser.add_argument("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
     parser.add_argument("--columns", choices=FORMATS, help="the stack whose column names the files have")
@@ -152,6 +150,6 @@ def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None) 
         return imported_pairs(paths, columns)
     if len(paths) > 1:
         raise UserError(
-            f"{len(paths)} paths: give one run, or files with --columns; ppo_repro.analysis.compare takes two runs"
+            f"{len(paths)} paths: give one run, or files with --columns; `ppo-repro analyse compare` takes two runs"
         )
     return run_pairs(paths[0], pair or PAIRS[0])

@@ -79,7 +79,7 @@ def _learning(runs: Sequence[OneRun]) -> list[Verdict]:
             if values:
                 found.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({unit})."))
                 break
-    alone = "One run each says nothing about the methods: compare seeds by `python -m ppo_repro.analysis.compare`."
+    alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse compare`."
     return [*found, Verdict("fact", alone)]
 
 

@@ -1,4 +1,4 @@
-"""Tokenization and KL of a recorded run, iteration by iteration: `python -m ppo_repro.analysis.tokenization RUN`.
+"""Tokenization and KL of a recorded run, iteration by iteration: `ppo-repro analyse tokenization RUN`.
 
 `words` finds the words; `kl` has tables by token, word and response; `summary` has units, shares and standard errors;
 `clip` has the clip band for words; `retokenize` decodes and encodes the responses again.
@@ -13,7 +13,6 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.analysis.pairs.runs import chosen_iterations
-from ppo_repro.analysis.program import program
 from ppo_repro.analysis.tokenization.clip import UPDATE_COLUMNS, clip_table, word_ratios
 from ppo_repro.analysis.tokenization.kl import SEQUENCE_COLUMNS, TOKEN_COLUMNS, sequence_table, token_table, word_table
 from ppo_repro.analysis.tokenization.retokenize import AUDIT_COLUMNS, drift_summary, retokenization
@@ -111,11 +110,10 @@ def report(run_dir: Path, iteration: int | None, boundary: Boundary) -> list[str
     return [*lines, "", "encode(decode(ids))", drift.to_string(index=False, float_format="%.4g")]
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Print the tables of one iteration."""
     parser = Parser(
-        prog="python -m ppo_repro.analysis.tokenization",
+        prog="ppo-repro analyse tokenization",
         description="KL and entropy of a run per sequence, token, word, char and byte",
     )
     parser.add_argument("run", type=run_named, help="folder of a recorded run")

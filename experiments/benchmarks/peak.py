@@ -86,8 +86,8 @@ def make_folder(folder: Path, layers: int, vocab_size: int, hidden: int) -> None
 
 def planned(overrides: list[str]) -> int:
     """Return the planned peak memory in bytes."""
-    from ppo_repro.checks.plan import plan_run
     from ppo_repro.config.files import load_config
+    from ppo_repro.runs.plan import plan_run
 
     return plan_run(load_config(CONFIG, overrides)).peak
 

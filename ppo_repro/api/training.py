@@ -140,9 +140,9 @@ def train(
     run_dir = run_folder(checked, folder)
     require_inputs(checked)
     from ppo_repro.base.ranks import ALONE  # mistakes are reported before the slow import of torch
-    from ppo_repro.checks.plan import require_memory
     from ppo_repro.runs import run as runner
     from ppo_repro.runs.language import LanguageKind
+    from ppo_repro.runs.plan import require_memory
 
     require_memory(checked, 1)
     try:

@@ -70,9 +70,5 @@ class ConsoleProgress(Progress, Watcher):
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
         self._show(what, step, total, f"loss {loss:.3f} nats/pair")
 
-    def check(self, what: str, done: int, total: int) -> None:
-        """Count a finished check of a probe."""
-        self._show("checks", done, total, what)
-
     def warning(self, text: str) -> None:
         self.console.print(f"warning: {printable(text)}", markup=False, highlight=False, soft_wrap=True)

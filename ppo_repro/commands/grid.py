@@ -1,9 +1,8 @@
-"""Commands on grids and studies. Heavy imports wait until a command runs: --help stays quick."""
+"""The command on grids. Heavy imports wait until a command runs: --help stays quick."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,17 +38,6 @@ def grid_command(arguments: argparse.Namespace) -> int:
     }
     print_result(arguments.json, fields | copies.fields, [*lines(grid, folder, outcome), *copies.lines])
     return 0 if is_complete.all() else 1
-
-
-def reproduce_command(arguments: argparse.Namespace) -> int:
-    """Run some cells of a study again and compare them with its committed results; exit 1 at a difference."""
-    say(f"{arguments.study}: running {arguments.cells} of its cells again")
-    from ppo_repro.grids import study
-
-    found = study.reproduce(arguments.study, arguments.cells, arguments.seed, arguments.out, arguments.workers)
-    verdict = found.difference or f"identical: {len(found.cells)} cells and the tables of {study.PAGE}"
-    print_result(arguments.json, asdict(found), [*found.cells, f"records     {found.folder}", verdict])
-    return 1 if found.difference else 0
 
 
 def _executor(arguments: argparse.Namespace, folder: Path) -> Executor:

@@ -26,22 +26,31 @@ if TYPE_CHECKING:
     from ppo_repro.records.diff import Difference
 
 
-SPARED = ("fingerprint", "iterations", "age", "tags")  # columns of `ls` that a narrow terminal loses, in this order
+SPARED = ("fingerprint", "iterations", "age", "tags")  # columns of the list that a narrow terminal loses, in this order
 
 
-def ls_command(arguments: argparse.Namespace) -> int:
+def show_command(arguments: argparse.Namespace) -> int:
+    """Print the results of a run, list the runs of a folder, or give a run a name, notes or tags."""
+    if any(text is not None for text in (arguments.name, arguments.notes, arguments.tag)):
+        return _label(arguments)
+    if not arguments.run.is_dir():
+        raise UserError(f"{arguments.run}: no such folder; give a run, or the folder that runs went to")
+    if not (arguments.run / MANIFEST).exists():
+        return _list(arguments.run, arguments.json)
+    return _show(arguments)
+
+
+def _list(folder: Path, as_json: bool) -> int:
     """List the runs of a folder, the newest first: name, state, score, what differs, fingerprint, age."""
-    if not arguments.folder.is_dir():
-        raise UserError(f"{arguments.folder}: no such folder; give the one that runs went to")
     from ppo_repro.records.settings import settings_of
 
-    runs = sorted(map(_listed, folders_with(arguments.folder, MANIFEST)), key=lambda run: float(run["age_seconds"]))
+    runs = sorted(map(_listed, folders_with(folder, MANIFEST)), key=lambda run: float(run["age_seconds"]))
     setups = [run.pop("setup") for run in runs]
     whole = [run for run, setup in zip(runs, setups, strict=True) if setup]
     for run, setting in zip(whole, settings_of(list(filter(None, setups))), strict=True):
         run |= {"differs": setting.short, "differs_in": setting.whole}
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-    print_result(arguments.json, {"runs": runs}, lines_of(runs, arguments.folder, width))
+    print_result(as_json, {"runs": runs}, lines_of(runs, folder, width))
     return 0
 
 
@@ -94,8 +103,8 @@ def lines_of(runs: list[dict[str, Any]], root: Path, width: float) -> list[str]:
     return [*lines, f"the terminal is too narrow for: {', '.join(spared)}"] if spared else lines
 
 
-def label_command(arguments: argparse.Namespace) -> int:
-    """Give a recorded run a name, notes or tags, or remove them by an empty text; print the label."""
+def _label(arguments: argparse.Namespace) -> int:
+    """Give a run a name, notes or tags, or remove them by an empty text; print the label."""
     from ppo_repro.records import manifest
     from ppo_repro.records.label import label_of, read_label, write_label
 
@@ -108,30 +117,30 @@ def label_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def replay_command(arguments: argparse.Namespace) -> int:
-    """Compute stages of a recorded run again from its records alone, without a model; exit 1 at a difference."""
-    say(f"{arguments.run}: computing from the records alone")
-    from ppo_repro.checks.replay import lines, recompute, stages_of
-
-    replayed = recompute(arguments.run, stages_of(arguments.stage))
-    fields = {**dataclasses.asdict(replayed), "identical": replayed.difference is None}
-    print_result(arguments.json, fields, lines(replayed))
-    return 0 if replayed.difference is None else 1
-
-
 def verify_command(arguments: argparse.Namespace) -> int:
-    """Compare every recorded file of a run folder with its digest, without computing anything again."""
+    """Check every file of a run by its digest, then compute rewards, advantages and losses again from the records."""
     say(f"{arguments.run}: every byte beside its recorded digest")
+    from ppo_repro.records import manifest
     from ppo_repro.runs.verify import verify
 
-    whole = verify(arguments.run)
+    recorded = manifest.load(arguments.run)
+    whole = verify(arguments.run, recorded)
     whole = dataclasses.replace(whole, status=state_of(arguments.run, whole.status))
-    print_result(arguments.json, dataclasses.asdict(whole), whole.lines())
-    return 0
+    again, lines = None, whole.lines()
+    if not arguments.files:
+        say(f"{arguments.run}: computing from the records alone")
+        from ppo_repro.runs.replay import recompute
+
+        again = recompute(arguments.run, recorded)
+        if not manifest.has_responses(recorded):
+            lines.append(f"only its files were checked; `ppo-repro rerun` computes a {recorded.kind} run again")
+    fields = {"recomputed": None if again is None else dataclasses.asdict(again)}
+    print_result(arguments.json, dataclasses.asdict(whole) | fields, lines + (again.lines() if again else []))
+    return 1 if again is not None and again.difference is not None else 0
 
 
-def show_command(arguments: argparse.Namespace) -> int:
-    """Print a summary of a recorded run: iterations, last responses, results."""
+def _show(arguments: argparse.Namespace) -> int:
+    """Print the state, results and last responses of a run."""
     from ppo_repro.records import manifest
     from ppo_repro.records.label import read_label
 

@@ -7,13 +7,14 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.latest import MANIFEST
-from ppo_repro.base.output import print_json, say, tell
+from ppo_repro.base.latest import MANIFEST, RUNS
+from ppo_repro.base.output import print_json, print_result, say, tell
 from ppo_repro.commands.recorded import report_difference
 from ppo_repro.records.listing import how_to_go_on
 from ppo_repro.tracking.follower import Copies, followed, targets_of
@@ -114,7 +115,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     if isinstance(config, RunConfig):
         require_inputs(config)
     with _working_together(folder) as (ranks, watcher):
-        from ppo_repro.checks.plan import require_memory
+        from ppo_repro.runs.plan import require_memory
         from ppo_repro.runs.run import run
 
         require_memory(config, ranks.size)
@@ -167,9 +168,9 @@ def fork_command(arguments: argparse.Namespace) -> int:
     require_new(plan.folder, MANIFEST)
     require_inputs(config)
     with _working_together(plan.folder) as (ranks, watcher):
-        from ppo_repro.checks.plan import require_memory
         from ppo_repro.runs.fork import fork
         from ppo_repro.runs.language import LanguageKind
+        from ppo_repro.runs.plan import require_memory
 
         require_memory(config, ranks.size)
         clock.lap("start")
@@ -199,7 +200,31 @@ def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, 
 
 
 def rerun_command(arguments: argparse.Namespace) -> int:
-    """Execute a recorded run again and compare every buffer; exit 1 at a difference."""
+    """Execute a recorded run again and compare every buffer, or cells of a study; exit 1 at a difference."""
+    folder: Path = arguments.run
+    is_study = not (folder / MANIFEST).exists() and (folder / f"{folder.name}.yaml").is_file()
+    for option in ("set", "inputs", "iterations") if is_study else ("cells", "seed", "out", "workers"):
+        if getattr(arguments, option) not in (None, []):
+            raise UserError(f"--{option}: is for {'runs' if is_study else 'studies'}; leave it out")
+    return _rerun_study(arguments) if is_study else _rerun(arguments)
+
+
+def _rerun_study(arguments: argparse.Namespace) -> int:
+    """Run some cells of a study again and compare them with its committed results."""
+    cells, workers = arguments.cells or 1, arguments.workers or 1
+    say(f"{arguments.run}: running {cells} of its cells again")
+    if processes()[1] > 1:
+        raise UserError("cells of a study work in one process each; start this without torchrun")
+    from ppo_repro.grids import study
+
+    found = study.reproduce(arguments.run, cells, arguments.seed or 0, arguments.out or RUNS, workers)
+    verdict = found.difference or f"identical: {len(found.cells)} cells and the tables of {study.PAGE}"
+    print_result(arguments.json, asdict(found), [*found.cells, f"records     {found.folder}", verdict])
+    return 1 if found.difference else 0
+
+
+def _rerun(arguments: argparse.Namespace) -> int:
+    """Execute a recorded run again and compare every buffer."""
     only: range | None = arguments.iterations
     what = "everything" if only is None else f"iterations {only.start + 1} to {only.stop}"
     say(f"{arguments.run}: computing {what} again, to compare every buffer")

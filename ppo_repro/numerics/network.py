@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -33,14 +33,9 @@ from ppo_repro.numerics.sequences import Ragged, Rows, index, sums_of
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = constants.KEEP_NOTHING, constants.KEEP_INPUTS, constants.KEEP_ALL
 
-# a batch, the inputs of its layers and the output of the last one [layers + 1, n, H], and the hidden states [n, H]
-Watch = Callable[[Ragged, Sequence[Tensor], Tensor], None]
-
 
 class Network:
     """Passes of one trunk. Weights may change in place between passes; each pass uses the current weights."""
-
-    watch: Watch | None = None  # is shown each pass without gradients
 
     def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
         """Make the structs of the trunk. Raises UserError, which names a setting that the kernels cannot compute."""
@@ -98,7 +93,7 @@ class Network:
         check_batch(self.model.struct, batch, self.lowered.max_context)
         base = ints(np.asarray(seats) * cache.each)
         kernel_batch = KernelBatch(batch, cache, base=base, seen=self._routes(batch, seen))
-        return self._without_gradients(kernel_batch), kernel_batch.seen
+        return self.forward(kernel_batch, None, KEEP_NOTHING), kernel_batch.seen
 
     def over_batch(self, batch: Ragged, wanted: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
         """Compute whole sequences, differentiably.
@@ -128,25 +123,13 @@ class Network:
             sums_of(batch.rows, "a trunk")
             # trained[0] only makes autograd call backward; all gradients go to the sums
             return _Hidden.apply(trained[0], self, kernel_batch, wanted), kernel_batch.seen
-        return self._without_gradients(kernel_batch)[index(wanted, self.device)], kernel_batch.seen
+        hidden = self.forward(kernel_batch, None, KEEP_NOTHING)
+        return hidden[index(wanted, self.device)], kernel_batch.seen
 
     def _routes(self, batch: Ragged, wanted: bool) -> Ints | None:
         """Return memory for the routes of a pass; None if not `wanted`."""
         width = self.model.struct.mixtures * self.model.struct.chosen
         return np.empty((len(batch.ids), width), np.int32) if wanted else None
-
-    def _without_gradients(self, kernel_batch: KernelBatch) -> Tensor:
-        """Return the hidden states [n, H] of a pass without gradients, and show them to `watch`."""
-        if self.watch is None:
-            return self.forward(kernel_batch, None, KEEP_NOTHING)
-        model, n = self.model.struct, len(kernel_batch.batch.ids)
-        kept = self.memory(n, KEEP_INPUTS)
-        hidden = self.forward(kernel_batch, kept, KEEP_INPUTS)
-        begins = kernels_of(self.device).layer_input_at
-        starts = [begins(model, n, layer, KEEP_INPUTS) for layer in range(model.layers + 1)]
-        inputs = [kept[start : start + n * model.hidden].view(n, model.hidden) for start in starts]
-        self.watch(kernel_batch.batch, inputs, hidden)
-        return hidden
 
     def forward(self, kernel_batch: KernelBatch, kept: Tensor | None, keep: int) -> Tensor:
         """Return the hidden states [n, H]. NumericsError names a norm whose input is not finite.

@@ -65,7 +65,7 @@ def read_label(run_dir: Path) -> Label:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); make it readable, or remove it") from error
     except ValidationError as error:
-        raise UserError(f"{path}: is no label; remove it, and give another with `ppo-repro label`") from error
+        raise UserError(f"{path}: is no label; remove it, and give another with `ppo-repro show`") from error
 
 
 def write_label(run_dir: Path, label: Label) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,18 +123,6 @@ class _Active:
         self.turns.append([])
 
 
-class Observer(Protocol):
-    """Receives what an engine computes. Requests have the numbers of their order in `generate`."""
-
-    def before_pass(self, requests: list[int], starts: list[int], lengths: list[int]) -> None:
-        """Receive a pass over `lengths[r]` tokens of each of the `requests`, from position `starts[r]` on."""
-        ...
-
-    def before_sampling(self, requests: list[int], logits: Tensor) -> None:
-        """Receive the `logits` [R, V] float32 from which the next token of each request is drawn."""
-        ...
-
-
 class TorchEngine:
     """Samples with the weights that a policy has at the call; keys and values do not outlive a call."""
 
@@ -147,7 +135,6 @@ class TorchEngine:
         seats: int,
         prefill_chunk: int,
         prefix_cache: bool = True,
-        observer: Observer | None = None,
         live: PreTrainedModel | None = None,
     ) -> None:
         """Make an engine for a policy whose weights may change between calls.
@@ -160,7 +147,6 @@ class TorchEngine:
             seats: number of sequences at the same time.
             prefill_chunk: tokens of a prompt in one pass, 0 for all.
             prefix_cache: whether prompts reuse the keys and values of a shared prefix.
-            observer: receives what is computed.
             live: a model of which `policy` is a copy in another dtype: before each call the policy takes the live
                 weights, rounded. None: the policy itself is trained.
         """
@@ -168,7 +154,7 @@ class TorchEngine:
         self.max_context, self.seats = max_context, seats
         self.prefill_chunk = prefill_chunk or max_context
         self.prefix_cache = prefix_cache
-        self.observer, self.live = observer, live
+        self.live = live
         self._network: Any = network_of(trunk_of(policy))  # of the generation in progress
         self._routes: CachedRoutes | None = None  # likewise
 
@@ -296,8 +282,6 @@ class TorchEngine:
         self, cache: Cache | NativeCache, items: list[_Active], pieces: Sequence[tuple[int, ...]], starts: list[int]
     ) -> Tensor:
         """Compute the hidden states [R, H] of the last token of each piece, which begins at position starts[r]."""
-        if self.observer is not None:
-            self.observer.before_pass([item.index for item in items], starts, list(map(len, pieces)))
         batch, seats = ragged(pieces, past=starts), [item.seat for item in items]
         hidden, routes = self._network.over_cache(batch, cache, seats, seen=self._routes is not None)
         if self._routes is not None:
@@ -308,8 +292,6 @@ class TorchEngine:
         seeds = torch.tensor([item.request.seed for item in turn])
         positions = torch.tensor([item.last_position for item in turn])
         found = found.to(torch.float32)
-        if self.observer is not None:
-            self.observer.before_sampling([item.index for item in turn], found)
         samples = sample(found, seeds, positions, sampling, self.mode)
         drawn = Drawn(*(getattr(samples, field.name).numpy() for field in fields(Drawn)))
         for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):

@@ -96,9 +96,8 @@ class Execution(ABC, Generic[Item]):
         """
         return dict(head.files)
 
-    def put_policy(self, folder: Path) -> bool:
-        """Write the present policy into a folder; return False if no program could load it from there."""
-        return False
+    def put_policy(self, folder: Path) -> None:
+        """Write the present policy into a folder, if a program could load it from there."""
 
     def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
         """Save the trained models, and return `files` with their digests. `link`: last link of the records' chain."""

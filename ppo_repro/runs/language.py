@@ -186,10 +186,9 @@ class LanguageExecution(Execution[Iteration]):
         old = sorted(numbered)[: -self.config.checkpoints.keep]
         return {path: of for path, of in files.items() if path not in {numbered[n] for n in old}}
 
-    def put_policy(self, folder: Path) -> bool:
+    def put_policy(self, folder: Path) -> None:
         write_model(self.prepared.state.policy, folder)
         self.prepared.task.tokenizer.save_pretrained(folder)
-        return True
 
     def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
         """Save the trained policy and value model, the adapter in peft's format, and a trained reward model.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -301,12 +300,10 @@ def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None
         try:
             with whole_folder(folder) as temporary:
                 pq.write_table(pa.table(columns), temporary / UNEQUAL_TOKENS)
-                has_policy = execution.put_policy(temporary)
+                execution.put_policy(temporary)
                 write_sums(temporary)
         except UserError as failure:
             hint = str(failure)
         else:
             hint = f"all of them: {folder / UNEQUAL_TOKENS}"
-            if has_policy:
-                hint = f"find the module with `ppo-repro bisect {shlex.quote(str(run_dir))}`; {hint}"
         raise UnequalBits(f"{error}; {hint}", found) from error

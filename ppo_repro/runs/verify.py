@@ -67,7 +67,7 @@ class Verified:
 def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
     """Compare every file with its digest. Raises UserError for the first damaged, missing or foreign file.
 
-    Computes nothing again, unlike `rerun`. `recorded`: the manifest; None reads it from the folder.
+    `recorded`: the manifest; None reads it from the folder.
     """
     recorded = recorded or manifest.load(run_dir)
     check_links(run_dir)

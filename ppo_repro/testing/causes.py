@@ -92,7 +92,5 @@ CAUSES: Mapping[Cause, About] = {
     ),
     "forced_eos": About("An end token replaces the sampled token", "record the ids that were sampled last"),
     "non_finite": About("Some log-probs are NaN or infinite and the others agree", "find out where those come from"),
-    "unknown": About(
-        "No cause has this size", "judge each side by `ppo-repro audit`, or compare layers with `ppo-repro bisect`"
-    ),
+    "unknown": About("No cause has this size", "judge each side by `ppo-repro audit`"),
 }

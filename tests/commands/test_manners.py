@@ -67,15 +67,15 @@ def runs(tmp_path: Path, deterministic_run: Path, native_run: Path, monkeypatch:
     return root
 
 
-def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run: Path) -> None:
-    found = cli.json("ls")["runs"]
+def test_show_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run: Path) -> None:
+    found = cli.json("show")["runs"]
     assert [run["folder"] for run in found] == ["runs/a/b/three", "runs/a/one", "runs/two"]
     assert [run["state"] for run in found] == ["damaged", "complete", "complete"]
     head = manifest.load_head(deterministic_run)
     assert (found[1]["fingerprint"], found[1]["iterations"]) == (head.fingerprint, head.num_iterations)
     assert found[1]["kind"] == "language"
     assert 3600 <= found[1]["age_seconds"] < 3700
-    out = cli.done("ls", runs / "a")
+    out = cli.done("show", runs / "a")
     lines = out.splitlines()
     assert lines[0].split() == ["run", "state", "iterations", "score", "fingerprint", "age"]
     assert [line.split()[0] for line in lines[1:]] == [str(runs / "a/b/three"), str(runs / "a/one")]
@@ -84,44 +84,44 @@ def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run:
     assert lines[2].split()[1:] == row
 
 
-def test_ls_keeps_to_the_width_of_a_terminal(cli: Cli, runs: Path) -> None:
-    found = cli.json("ls")["runs"]
+def test_show_keeps_to_the_width_of_a_terminal(cli: Cli, runs: Path) -> None:
+    found = cli.json("show")["runs"]
     whole, narrow = (lines_of(found, Path("runs"), width) for width in (math.inf, 70))
-    assert whole == cli("ls")[1].splitlines(), "what is no terminal gets every column"
+    assert whole == cli("show")[1].splitlines(), "what is no terminal gets every column"
     assert len(whole[0]) > 70
     assert max(map(len, narrow)) <= 70
     assert narrow[0].split() == ["run", "state", "score", "what", "differs", "age"]
     assert narrow[-1] == "the terminal is too narrow for: fingerprint, iterations"
 
 
-def test_ls_says_what_runs_differ_in_and_what_they_are_called(cli: Cli, runs: Path) -> None:
+def test_show_says_what_runs_differ_in_and_what_they_are_called(cli: Cli, runs: Path) -> None:
     head = manifest.load_head(runs / "two")
-    out = cli.done("label", runs / "two", "--name", "plain torch", "--tag", "control", "--notes", "why 40 %?")
+    out = cli.done("show", runs / "two", "--name", "plain torch", "--tag", "control", "--notes", "why 40 %?")
     assert out.splitlines() == ["name        plain torch", "tags        control", "notes       why 40 %?"]
     shutil.rmtree(runs / "a" / "b")
-    lines = cli("ls")[1].splitlines()
+    lines = cli("show")[1].splitlines()
     assert "  what differs" in lines[0]
     assert "  name  " in lines[0]
     assert "  tags" in lines[0]
     assert "mode=deterministic" in lines[1]
     assert "mode=native" in lines[2]
     assert "  plain torch  " in lines[2]
-    listed = cli.json("ls")["runs"][1]
+    listed = cli.json("show")["runs"][1]
     assert (listed["name"], listed["tags"], listed["notes"]) == ("plain torch", ["control"], "why 40 %?")
     assert "plain torch" in cli("show", runs / "two")[1]
     out = cli.done("verify", runs / "two")
     assert "under no digest: label.json" in out
     assert manifest.load_head(runs / "two") == head
-    assert cli("label", runs / "two", "--name", "", "--tag", "", "--notes", "")[1] == "no label\n"
+    assert cli("show", runs / "two", "--name", "", "--tag", "", "--notes", "")[1] == "no label\n"
     assert not (runs / "two" / "label.json").exists()
-    said = cli.refusal("label", runs / "two", "--name", "x" * 61)
+    said = cli.refusal("show", runs / "two", "--name", "x" * 61)
     assert "--name xxxx" in said
     assert "must be one line of at most 60 characters" in said
     for name in ("two\nlines", "\x1b[31mred"):
-        cli.refusal("label", runs / "two", "--name", name)
+        cli.refusal("show", runs / "two", "--name", name)
     (runs / "two" / "label.json").write_text("{}}")
     assert "is no label; remove it" in one_line(cli("show", runs / "two")[2])
-    assert [run["state"] for run in cli.json("ls")["runs"]] == ["complete", "damaged"]
+    assert [run["state"] for run in cli.json("show")["runs"]] == ["complete", "damaged"]
 
 
 def test_a_name_changes_neither_folder_nor_fingerprint(cli: Cli, tmp_path: Path) -> None:
@@ -133,17 +133,17 @@ def test_a_name_changes_neither_folder_nor_fingerprint(cli: Cli, tmp_path: Path)
     assert cli("diff", plain["run_dir"], named["run_dir"])[0] == 0
 
 
-def test_ls_has_the_score_of_a_run_that_works_still(cli: Cli, runs: Path) -> None:
+def test_show_has_the_score_of_a_run_that_works_still(cli: Cli, runs: Path) -> None:
     cut_back(runs / "two", 2, "interrupted")
     every = load_recorded_config(runs / "two").evaluation.every
     rows = reader.read_iterations(runs / "two", allow_incomplete=True)
     last = rows["eval_score"].iloc[1 // every * every]
-    assert {run["folder"]: run["score"] for run in cli.json("ls")["runs"]}["runs/two"] == last
+    assert {run["folder"]: run["score"] for run in cli.json("show")["runs"]}["runs/two"] == last
 
 
 def test_a_run_without_a_process_that_writes_it_is_called_killed(cli: Cli, runs: Path) -> None:
     cut_back(runs / "two", 1, "running")
-    states = {run["folder"]: run["state"] for run in cli.json("ls")["runs"]}
+    states = {run["folder"]: run["state"] for run in cli.json("show")["runs"]}
     assert states["runs/two"] == "killed"
     assert cli("show", "runs/two")[1].startswith("runs/two: killed, 1 iterations")
     assert cli("verify", "runs/two")[1].startswith("whole: killed, 1 iterations")
@@ -162,7 +162,7 @@ def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:
     assert cli("diff", "latest", runs / "two")[0] == 0
 
 
-RUN_COMMANDS = ("resume", "rerun", "fork", "verify", "show", "track", "replay", "report", "view", "audit", "bisect")
+RUN_COMMANDS = ("resume", "rerun", "fork", "verify", "show", "track", "report", "view", "audit")
 
 
 @pytest.mark.parametrize("command", RUN_COMMANDS)
@@ -191,7 +191,7 @@ def test_the_library_and_a_file_for_dpo_take_the_latest_run(runs: Path, tmp_path
 def test_a_command_that_is_mistyped(cli: Cli, wrong: str, meant: str) -> None:
     line = cli.refusal(wrong, TINY)
     assert f"argument COMMAND: '{wrong}' must be one of init, run, " in line
-    assert (f"; did you mean {meant}?; try" if meant else "fetch; try") in line
+    assert (f"; did you mean {meant}?; try" if meant else "audit; try") in line
 
 
 def test_fields_takes_several_sections(cli: Cli) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.commands import checks
+from ppo_repro.commands import start
 from ppo_repro.config.files import load_config
 from tests.support.cli import Cli
 from tests.support.paths import ROOT
@@ -29,7 +29,7 @@ def test_a_folder_to_start_from(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     out = cli.done("init", "new/one folder")
     assert sorted(p.name for p in (tmp_path / "new" / "one folder").iterdir()) == FILES
     assert "cd 'new/one folder' && ppo-repro run run.yaml" in out
-    assert "fetch smollm2" in out
+    assert "init --model smollm2" in out
     monkeypatch.chdir(tmp_path / "new" / "one folder")
     config = load_config(Path("run.yaml"))
     assert config.model.kind == "tiny"
@@ -43,7 +43,7 @@ def test_a_folder_to_start_from(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_its_check_needs_is_said_where_it_is_missing(
     there: bool, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: there or None)
+    monkeypatch.setattr(start, "find_spec", lambda name: there or None)
     out = cli.done("init", tmp_path / "new")
     assert ("needs pytest; install it with pip install pytest" in out) is not there
 

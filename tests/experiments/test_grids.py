@@ -9,12 +9,11 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.figures import main as figure_main
 from ppo_repro.analysis.grids.outcomes import MEASURES, measures_of, outcomes
 from ppo_repro.analysis.grids.table import comparisons, rank_correlation
-from ppo_repro.analysis.grids.table import main as table_main
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
+from tests.support.cli import Cli
 
 
 def grid_of(values: dict[str, list[float]], **others: dict[str, list[float]]) -> pd.DataFrame:
@@ -86,15 +85,13 @@ def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Pa
         assert made["score"] == pytest.approx(iterations["score_mean"].tail(5).mean())
 
 
-def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert table_main([str(grid)]) == 0
-    assert capsys.readouterr().out.startswith("| mode | seeds | accuracy, mean ± half")
+def test_the_commands(grid: Path, tmp_path: Path, cli: Cli) -> None:
+    assert cli.done("analyse", "table", grid).startswith("| mode | seeds | accuracy, mean ± half")
     for kind, folder in (("settings", grid), ("across", grid), ("differences", grid)):
         for _ in range(2):  # over nothing, and over an earlier figure
-            assert figure_main([kind, str(tmp_path / "f.svg"), str(folder)]) == 0
+            cli.done("analyse", "figure", kind, tmp_path / "f.svg", folder)
         said = " ".join(ElementTree.fromstring((tmp_path / "f.svg").read_text()).itertext())
         assert "deterministic" in said
         assert "native" in said
     pd.read_parquet(grid / "cells.parquet").query("state == 'failed'").to_parquet(grid / "cells.parquet")
-    assert table_main([str(grid)]) == 2
-    assert "has no complete cell" in capsys.readouterr().err
+    assert "has no complete cell" in cli.refusal("analyse", "table", grid)

@@ -14,9 +14,6 @@ from transformers import PreTrainedModel
 
 import ppo_repro
 from ppo_repro.base.watcher import Silent
-from ppo_repro.checks.bisect import bisect as bisected
-from ppo_repro.checks.probe import failures
-from ppo_repro.checks.probe import probe as probed
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_config, read_tree, validated
 from ppo_repro.config.inputs import run_folder
@@ -247,19 +244,6 @@ def loops(check: Check) -> Results:
         results[name] = {"digests": sorted(found), "as on the CPU": found == {train("cpu", *LAYOUTS[0])}}
         results["differ"] += len(found) - 1
     return results
-
-
-def probe(check: Check) -> Results:
-    """Let `ppo-repro probe` check every promise on the card, with its control in stock torch."""
-    found = probed(load_config(TINY if check.emulated else SMALL, ["layout.device=cuda"]), lambda *_: None)
-    broken = failures(found.rows)
-    return {"checks": len(found.rows), "failures": broken, "differ": len(broken)}
-
-
-def bisect(check: Check) -> Results:
-    """Let `ppo-repro bisect` compare each operation of sampler and trainer on the card."""
-    found = bisected(TINY if check.emulated else SMALL, ["layout.device=cuda"], check.folder)
-    return {"operations": len(found.ops), "differ": int(bool(found.first_divergent_op["deterministic"]))}
 
 
 def native(check: Check) -> Results:

@@ -37,8 +37,6 @@ STEPS = {
         bits.recipes,
         bits.dpo,
         bits.families,
-        bits.probe,
-        bits.bisect,
         speed.training,
         speed.scoring,
         speed.sampling,

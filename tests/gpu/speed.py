@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from ppo_repro.checks.plan import plan_run
 from ppo_repro.config.files import load_config
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
@@ -24,6 +23,7 @@ from ppo_repro.numerics.token_statistics import sample_tokens, token_statistics
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.runs.plan import plan_run
 from ppo_repro.runs.summary import summarise
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.gpu.check import Check, Results, unequal

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.checks.plan import plan_run
 from ppo_repro.numerics import build, devices
 from ppo_repro.numerics.library import KNOWN_ANSWER
 from ppo_repro.records import manifest
+from ppo_repro.runs.plan import plan_run
 from tests.gpu.emulator import stand_in
 from tests.gpu.emulator.device import current_stream
 from tests.support.cli import sets

@@ -13,12 +13,12 @@ import torch
 
 import ppo_repro
 from ppo_repro.base.errors import UserError
-from ppo_repro.checks.plan import plan_run
 from ppo_repro.models.folder_files import GENERATION, MAX_BYTES, WEIGHTS
 from ppo_repro.models.folders import load_reward_model, write_model
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.families import CLASSIFIER_OF
+from ppo_repro.runs.plan import plan_run
 from ppo_repro.tasks.templates import rendered
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.support.damage import Damage, changed, computes, device, drawn

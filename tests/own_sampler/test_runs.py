@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from ppo_repro.analysis.figures import main
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.records import reader
@@ -225,12 +224,12 @@ def test_importance_weights_correct_the_mismatch_and_are_replayed(cli: Cli, tmp_
     updates = reader.read_updates(run_dir, columns=["importance_weights", "correction"])
     assert (updates["correction"] == "truncated_high").any()
     assert updates["importance_weights"].max() == 1.5
-    assert cli("replay", run_dir)[0] == 0
+    assert cli("verify", run_dir)[0] == 0
     assert (run_dir / "inputs" / "beside.py").read_text() == UNIFORM
 
 
-def test_the_figure_compares_samplers(recorded: Recorded, deterministic_run: Path, tmp_path: Path) -> None:
+def test_the_figure_compares_samplers(recorded: Recorded, deterministic_run: Path, tmp_path: Path, cli: Cli) -> None:
     figure = tmp_path / "mismatch.svg"
-    assert main(["mismatch", str(figure), str(recorded.whole), str(deterministic_run)]) == 0
+    cli.done("analyse", "figure", "mismatch", figure, recorded.whole, deterministic_run)
     assert re.search(r"engine draws: [\d,]+ of [\d,]+ differ, by \d", figure.read_text())
     assert re.search(r"built in, deterministic: 0 of [\d,]+ differ<", figure.read_text())

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.checks.replay import STAGES, recompute
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference, setup_changes
 from ppo_repro.records.folder import load_recorded_config
@@ -20,6 +19,7 @@ from tests.support.cli import Cli
 from tests.support.disk import recorded
 from tests.support.language import fork, rerun, resume, tiny_run
 from tests.support.resume import Snapshots, require_as_uninterrupted
+from tests.support.runs import recomputed
 
 USUAL = ("model.warm_start_steps=5", "ppo.iterations=4", "checkpoints.every=2", "checkpoints.keep=1")
 OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=4", "layout.threads=2", "layout.update_micro_batch=2")
@@ -89,7 +89,7 @@ def test_a_change_is_in_force_from_the_first_iteration_of_a_fork_on(
     difference = first_difference(origin, forked)
     assert difference is not None
     assert (difference.iteration, difference.column) == (2, column)
-    assert recompute(forked, STAGES).difference is None
+    assert recomputed(forked).difference is None
     field = change.partition("=")[0]
     found = manifest.load(forked).origin
     assert found is not None

@@ -1,4 +1,4 @@
-"""Every stage follows from the records alone, and one changed bit is found and named."""
+"""`verify` computes every stage again from the records alone, and names one changed bit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppo_repro.checks.replay import STAGES, Stage, lines, recompute
 from ppo_repro.records import manifest, reader
-from ppo_repro.runs.verify import verify
+from ppo_repro.runs.replay import STAGES, Stage
 from tests.support.cli import Cli
 from tests.support.language import tiny_run
-from tests.support.synthetic_run import rewrite_cell
+from tests.support.runs import recomputed
+from tests.support.synthetic_run import cut_back, rewrite_cell
 
 # without a final state, which names the chain of records that it follows
 SMALLEST = ("model.warm_start_steps=4", "evaluation.every=2", "checkpoints.final_state=false")
@@ -26,13 +26,14 @@ def record(out: Path, *more: str) -> Path:
     return tiny_run(out, *SMALLEST, *more)
 
 
-def require_replayed(run_dir: Path, stages: Sequence[Stage] = STAGES) -> None:
-    found = recompute(run_dir, stages)
-    assert found.difference is None, lines(found)
-    assert set(found.compared) == set(stages)
+def require_recomputed(run_dir: Path, left_out: Sequence[str] = ()) -> None:
+    found = recomputed(run_dir)
+    assert found.difference is None, found.lines()
     # at least one coefficient or learning rate in each iteration
     assert all(count >= 2 for count in found.compared.values()), found.compared
-    assert lines(found) == [f"{stage}: {found.compared[stage]:,} values identical in 2 iterations" for stage in stages]
+    said = [f"{stage}: {count:,} values identical in 2 iterations" for stage, count in found.compared.items()]
+    assert found.lines() == [*said, *left_out]
+    assert len(found.lines()) == len(STAGES)
 
 
 @pytest.fixture(scope="module")
@@ -53,28 +54,44 @@ def copy(recorded: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(recorded, tmp_path / "copy"))
 
 
-def test_every_stage_of_a_run_follows_from_its_records(recorded: Path) -> None:
-    found = recompute(recorded, STAGES)
-    assert found.difference is None
-    assert found.iterations == 3
+def test_verify_computes_every_stage_again_from_the_records(cli: Cli, recorded: Path) -> None:
+    found = cli.json("verify", recorded)["recomputed"]
+    assert found["difference"] is None
+    assert found["iterations"] == 3
     # all columns of these stages that the configuration fills
     tokens, updates = (
         sum(e.tables[name].rows for e in manifest.load(recorded).iterations) for name in ("tokens", "updates")
     )
-    assert found.compared["advantages"] == 3 * tokens
-    assert found.compared["rewards"] > 4 * tokens
-    assert found.compared["losses"] > 9 * updates
+    assert found["compared"]["advantages"] == 3 * tokens
+    assert found["compared"]["rewards"] > 4 * tokens
+    assert found["compared"]["losses"] > 9 * updates
+    whole, *lines = cli.done("verify", recorded).splitlines()
+    assert whole.startswith("whole: complete, 3 iterations")
+    assert [line.split(":")[0] for line in lines] == list(STAGES)
 
 
 def test_so_does_a_native_lean_run_and_no_model_is_needed(tmp_path: Path) -> None:
     """Given its log-probs, the rest of a run has one set of bits in either numerics."""
     run_dir = record(tmp_path, "numerics.mode=native", "records.level=lean", "checkpoints.every=1")
     shutil.rmtree(run_dir / "checkpoints")
-    require_replayed(run_dir)
+    require_recomputed(run_dir)
+
+
+def test_what_a_lean_run_did_not_record_is_left_out(tmp_path: Path) -> None:
+    run_dir = record(tmp_path, "records.level=lean", "kl={placement: loss, estimator: exact}")
+    require_recomputed(run_dir, ["losses: not computed, because column updates.kl_terms is not recorded"])
+
+
+def test_an_unfinished_run_is_computed_as_far_as_it_went(cli: Cli, copy: Path) -> None:
+    cut_back(copy, 2, "interrupted")
+    found = cli.json("verify", copy)
+    assert (found["status"], found["recomputed"]["iterations"]) == ("interrupted", 2)
+    cut_back(copy, 0, "interrupted")
+    assert cli.json("verify", copy)["recomputed"] is None
 
 
 def flip(run_dir: Path, table: str, column: str, row: int = 3, bit: int = 0) -> int:
-    """Change one bit of a value, and every digest that knew it, so that `verify` finds nothing; returns the row."""
+    """Change one bit of a value, and every digest that knew it, so that no file is damaged; returns the row."""
     row = min(row, reader.read_moment(run_dir, manifest.load(run_dir), 1, verify=False)[table].num_rows - 1)
 
     def change(values: np.ndarray) -> np.ndarray:
@@ -101,27 +118,20 @@ CELLS: list[tuple[Stage, str, str]] = [
 
 
 @pytest.mark.parametrize(("stage", "table", "column"), CELLS, ids=["-".join(cell) for cell in CELLS])
-def test_a_flipped_bit_of_a_result_is_named(copy: Path, stage: Stage, table: str, column: str) -> None:
+def test_a_flipped_bit_of_a_result_is_named(cli: Cli, copy: Path, stage: Stage, table: str, column: str) -> None:
     row = flip(copy, table, column)
-    verify(copy)
-    found = recompute(copy, (stage,))
-    assert found.stage == stage
-    assert found.difference is not None
-    difference = found.difference
-    assert (difference.table, difference.iteration, difference.column, difference.row) == (table, 1, column, row)
-    assert int(difference.left_bits, 16) ^ int(difference.right_bits, 16) == 1
-    assert difference.unequal_in_column == 1
+    code, out, _ = cli("verify", copy, "--json")
+    found = json.loads(out)["recomputed"]
+    difference = found["difference"]
+    assert (code, found["stage"]) == (1, stage)
+    assert [difference[name] for name in ("table", "iteration", "column", "row")] == [table, 1, column, row]
+    assert int(difference["left_bits"], 16) ^ int(difference["right_bits"], 16) == 1
+    assert difference["unequal_in_column"] == 1
 
 
-def test_the_command_line(cli: Cli, recorded: Path, copy: Path) -> None:
-    out = cli.done("replay", recorded)
-    assert [line.split(":")[0] for line in out.splitlines()] == list(STAGES)
+def test_one_line_names_a_changed_number_and_files_alone_are_whole(cli: Cli, copy: Path) -> None:
     row = flip(copy, "tokens", "rewards")
-    code, out, _ = cli("replay", copy)
+    code, out, _ = cli("verify", copy)
     assert code == 1
     assert f"table tokens, iteration 1, column rewards, row {row}" in out.splitlines()[-1]
-    code, out, _ = cli("replay", copy, "rewards", "--json")
-    found = json.loads(out)
-    assert code == 1
-    assert (found["stage"], found["difference"]["column"]) == ("rewards", "rewards")
-    assert "STAGE = 'reward'" in cli.refusal("replay", recorded, "reward")
+    assert cli.done("verify", copy, "--files").startswith("whole: complete")

@@ -46,8 +46,8 @@ LONG = ("clip", "critic", "details", "growth", "invariance", "variance")
 )
 def test_a_cell_of_a_study_is_reproduced(study: Path, tmp_path: Path, cli: Cli) -> None:
     if study.name == "smollm2" and not (ROOT / "models" / "smollm2").is_dir():
-        pytest.skip("needs `ppo-repro fetch smollm2`")
-    code, out, _ = cli("reproduce", study, "--out", tmp_path)
+        pytest.skip("needs `ppo-repro init --model smollm2`")
+    code, out, _ = cli("rerun", study, "--out", tmp_path)
     assert (code, out.splitlines()[-1].split(":")[0]) == (0, "identical"), out
 
 
@@ -64,14 +64,21 @@ def test_a_changed_value_is_found() -> None:
 def test_a_difference_is_exit_one(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Reproduction(("a",), "a: score is 1, and 2 in results.csv", "runs")
     monkeypatch.setattr("ppo_repro.grids.study.reproduce", lambda *arguments: found)
-    code, out, _ = cli("reproduce", STUDIES[0])
+    code, out, _ = cli("rerun", STUDIES[0])
     assert code == 1
     assert found.difference in out
 
 
 def test_what_is_no_study_is_refused(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "s").mkdir()
-    assert "s.yaml" in cli.refusal("reproduce", tmp_path / "s")
+    assert "s: holds no manifest.json" in cli.refusal("rerun", tmp_path / "s")
     shutil.copy(ROOT / "tests" / "support" / "tiny_grid.yaml", tmp_path / "s" / "s.yaml")
     shutil.copy(ROOT / "tests" / "support" / "tiny.yaml", tmp_path / "s" / "tiny.yaml")
-    assert "results.csv: there is no such file" in cli.refusal("reproduce", tmp_path / "s")
+    assert "results.csv: there is no such file" in cli.refusal("rerun", tmp_path / "s")
+
+
+def test_an_option_of_the_other_kind_is_refused(cli: Cli, deterministic_run: Path) -> None:
+    for option in ("--cells", "--seed", "--workers"):
+        assert f"{option}: is for studies" in cli.refusal("rerun", deterministic_run, option, "1")
+    assert "--iterations: is for runs" in cli.refusal("rerun", STUDIES[0], "--iterations", "1:2")
+    assert "--set: is for runs" in cli.refusal("rerun", STUDIES[0], "--set", "layout.threads=2")

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ppo_repro.analysis.pairs.run_evidence import run_evidence
 from ppo_repro.base.seeding import words
 from ppo_repro.base.watcher import Silent
-from ppo_repro.checks.replay import recompute, stages_of
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest, reader
 from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
 from tests.support.language import resume, run, tiny_run
 from tests.support.paths import TINY
+from tests.support.runs import recomputed
 
 COMMON = (
     *("ppo.iterations=3", "checkpoints.every=1", "checkpoints.keep=3", "checkpoints.final_state=false"),
@@ -194,7 +194,7 @@ def require_no_layout_shows_and_no_interruption(case: Case, tmp_path: Path) -> N
 
 
 def require_the_records_suffice_and_the_cause_is_named(case: Case) -> None:
-    assert recompute(case.folder, stages_of("all")).difference is None
+    assert recomputed(case.folder).difference is None
     expected = next((cause for start, cause in CAUSES.items() if case.name.startswith(start)), None)
     if expected is not None:
         chunks = list(run_evidence(case.folder))

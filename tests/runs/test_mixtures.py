@@ -15,13 +15,13 @@ from ppo_repro.analysis.pairs.places import ROUTE, ROUTES
 from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.analysis.report.figures import bucket_figure
 from ppo_repro.base.errors import UserError
-from ppo_repro.checks.replay import STAGES, recompute
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference
 from tests.support.language import run
 from tests.support.paths import TINY
+from tests.support.runs import recomputed
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 every_family = pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_routes_are_recorded_at_level_deep_and_change_no_fingerprint(deep_run: P
 
 
 def test_every_stage_of_a_run_with_routes_follows_from_its_records(deep_run: Path) -> None:
-    assert recompute(deep_run, STAGES).difference is None
+    assert recomputed(deep_run).difference is None
 
 
 def rms(folder: Path) -> float:

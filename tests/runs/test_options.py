@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.analysis.mismatch.parity import parity
-from ppo_repro.checks.replay import STAGES, lines, recompute
 from ppo_repro.records import reader
 from tests.support.language import tiny_run
 from tests.support.recipes import OTHER_LAYOUT, RECIPES
+from tests.support.runs import recomputed
 
 
 @pytest.mark.parametrize("name", ["ppo", *(pytest.param(n, marks=pytest.mark.slow) for n in RECIPES if n != "ppo")])
@@ -20,9 +20,9 @@ def test_parity_replay_and_layout_hold(name: str, tmp_path: Path) -> None:
     assert found.tokens > 30
     assert found.first_minibatch_tokens > 3
     assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)
-    replayed = recompute(run_dir, STAGES)
-    assert replayed.difference is None, lines(replayed)
-    assert min(replayed.compared.values()) >= 2, lines(replayed)
+    found_again = recomputed(run_dir)
+    assert found_again.difference is None, found_again.lines()
+    assert min(found_again.compared.values()) >= 2, found_again.lines()
     again = tiny_run(tmp_path / "again", *RECIPES[name], *OTHER_LAYOUT)
     assert reader.open_manifest(again).fingerprint == reader.open_manifest(run_dir).fingerprint
     steps = reader.read_steps(run_dir)

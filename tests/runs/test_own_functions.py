@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppo_repro.checks.replay import STAGES, lines, recompute
 from ppo_repro.records import manifest, reader
 from tests.grids.small_grids import grid_file
 from tests.support.cli import Cli, sets
 from tests.support.language import fork, rerun, tiny_run
 from tests.support.paths import TINY
 from tests.support.ranks import cli_ranks
-from tests.support.runs import run_below
+from tests.support.runs import recomputed, run_below
 
 SMALLEST = ("model.warm_start_steps=4", "layout.update_micro_batch=2", "ppo.minibatch_size=5")
 # as ppo.objectives.Clip, ppo.advantages.gae, ppo.kl.k1 and ppo.rewards.place_scores compute them
@@ -90,11 +89,11 @@ def test_replay_rerun_and_fork_take_the_copy_in_the_run(recorded: Path, tmp_path
     run_dir = Path(shutil.copytree(recorded, tmp_path / "run"))
     for name in ("own.py", "helper.py"):
         (recorded.parents[1] / name).unlink()
-    found = recompute(run_dir, STAGES)
-    assert found.difference is None, lines(found)
+    found = recomputed(run_dir)
+    assert found.difference is None, found.lines()
     assert rerun(run_dir, ["layout.update_micro_batch=1", "layout.padding=left"]).difference is None
     forked = fork(run_dir, tmp_path, None, "ppo.iterations=3", "ppo.objective.parameters.high=0.3")
-    assert recompute(forked, STAGES).difference is None
+    assert recomputed(forked).difference is None
     assert (forked / "inputs" / "own.py").read_bytes() == (run_dir / "inputs" / "own.py").read_bytes()
 
 

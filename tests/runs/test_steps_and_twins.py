@@ -51,7 +51,7 @@ def test_each_right_step_is_rewarded_on_its_last_token_and_the_answer_on_the_las
         assert row.scores == pytest.approx(expected.sum())
     assert right > 10, "both kinds occur"
     assert wrong > 10, "both kinds occur"
-    assert cli("replay", usual)[0] == 0
+    assert cli("verify", usual)[0] == 0
 
 
 def test_steps_need_their_task() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from ppo_repro.analysis.clipping.corrections import corrections_of
 from ppo_repro.analysis.clipping.update_rows import load_iterations
 from ppo_repro.analysis.clipping.weights import loss_weights
-from ppo_repro.checks.replay import STAGES, lines, recompute
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss
@@ -23,6 +22,7 @@ from ppo_repro.stages.training_batch import TrainingBatch, training_batch
 from tests.support.bare import NO_COEFFICIENTS, bare_advantages, bare_forward, bare_rollout
 from tests.support.language import tiny_run
 from tests.support.paths import TINY
+from tests.support.runs import recomputed
 
 LENGTHS = torch.tensor([2, 2])
 # log-probs in units of log 2. w = pi_old / pi_rollout: 1, 4 | 1/8, 2; of the responses 4 | 1/4; their roots 2 | 1/2
@@ -139,5 +139,5 @@ def test_recorded_weights_are_the_analyses_and_recomputed(tmp_path: Path) -> Non
         assert ((item.rows["loss_weights"] == 0) == dropped).all()
         together = item.rows["loss_weights"].astype(np.float64) * item.rows["importance_weights"]
         np.testing.assert_allclose(together, loss_weights(item.rows, config, item.tokens), rtol=1e-5)
-    found = recompute(run_dir, STAGES)
-    assert found.difference is None, lines(found)
+    found = recomputed(run_dir)
+    assert found.difference is None, found.lines()

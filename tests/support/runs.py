@@ -5,6 +5,8 @@ from pathlib import Path
 
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
+from ppo_repro.records import manifest
+from ppo_repro.runs.replay import Recomputed, recompute
 from tests.support.paths import SMALL
 
 REWARD_MODEL = "{kind: trained_model, num_pairs: 24, minibatch_size: 8, learning_rate: 1e-3}"
@@ -33,6 +35,13 @@ def recorded_iterations(folder: Path) -> int:
     """
     inside = (names for path, _, names in os.walk(folder) if Path(path).parts[-2:] == ("records", "iterations"))
     return sum(name.startswith("iteration=") and name.endswith(".parquet") for names in inside for name in names)
+
+
+def recomputed(run_dir: Path) -> Recomputed:
+    """The stages of a language run, computed again from its records."""
+    found = recompute(run_dir, manifest.load(run_dir))
+    assert found is not None
+    return found
 
 
 def run_below(folder: Path) -> Path:

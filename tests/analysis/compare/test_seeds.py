@@ -8,9 +8,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.compare import verdicts
 from ppo_repro.analysis.compare.seeds import compare_groups
 from ppo_repro.base.errors import UserError
+from tests.support.cli import Cli
 from tests.support.statistics import rng
 
 
@@ -65,23 +65,19 @@ def test_wrong_input(change: dict[str, object], said: str) -> None:
         compare_groups(GRID, rng=rng(), **given)  # type: ignore[arg-type]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, cli: Cli) -> None:
     GRID.rename(columns={"final.score": "final.eval_score"}).assign(**{"final.eval_accuracy": 1.0}).to_parquet(
         tmp_path / "cells.parquet"
     )
     GRID.drop(columns="state").assign(iteration=0, score_mean=GRID["final.score"]).to_parquet(
         tmp_path / "results.parquet"
     )
-    arguments = [str(tmp_path), "--axis", "x", "--a", "p", "--b", "q", "--seed", "0"]
-    assert verdicts.main(arguments) == 0
-    said = capsys.readouterr().out
+    arguments = ["analyse", "compare", tmp_path, "--axis", "x", "--a", "p", "--b", "q", "--seed", "0"]
+    said = cli.done(*arguments)
     assert said.startswith("a  x=p\nb  x=q\n")
     assert "final.eval_accuracy" in said
     assert "0.03125" in said
-    assert verdicts.main([*arguments, "--metric", "score_mean", "--unpaired"]) == 0
-    assert "Welch's t, unpaired" in capsys.readouterr().out
-    assert verdicts.main([*arguments, "--metric", "score_mean", "--metric", "final.eval_score"]) == 2
-    assert "not both" in capsys.readouterr().err
+    assert "Welch's t, unpaired" in cli.done(*arguments, "--metric", "score_mean", "--unpaired")
+    assert "not both" in cli.refusal(*arguments, "--metric", "score_mean", "--metric", "final.eval_score")
     (tmp_path / "cells.parquet").unlink()
-    assert verdicts.main(arguments) == 2
-    assert "cells.parquet: is missing" in capsys.readouterr().err
+    assert "cells.parquet: is missing" in cli.refusal(*arguments)

@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis.mismatch.remedies import PUBLISHED, Remedy, remedy_table
-from ppo_repro.analysis.mismatch.tables import main
 from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.config.algorithm import ImportanceWeights
 from ppo_repro.records import reader
+from tests.support.cli import Cli
 from tests.support.language import tiny_run
 
 
@@ -56,7 +56,7 @@ def test_remedies_by_hand() -> None:
     assert (veto["tokens_weightless"], veto["responses_weightless"]) == (pytest.approx(2 / 3), 0.5)
 
 
-def test_a_run_with_the_remedy_recorded_these_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_the_remedy_recorded_these_shares(tmp_path: Path, cli: Cli) -> None:
     options = ("ppo.iterations=1", "model.warm_start_steps=2", "rollout.mismatch_sigma=1.0", "ppo.ratio_anchor=old")
     settings = "{kind: masked, floor: 0.5, cap: 5.0}"
     run_dir = tiny_run(tmp_path, *options, f"ppo.importance_weights={settings}")
@@ -68,5 +68,4 @@ def test_a_run_with_the_remedy_recorded_these_shares(tmp_path: Path, capsys: pyt
     assert expected["weight_mean"] == pytest.approx(first["importance_weights"].mean(), rel=1e-5)
     mine = Remedy("mine", ImportanceWeights(kind="masked", floor=0.5, cap=5.0))
     assert remedy_table(run_pairs(run_dir), [mine]).iloc[0, 1:].tolist() == expected.tolist()
-    assert main([str(run_dir), "--remedies"]) == 0
-    assert "IcePop" in capsys.readouterr().out
+    assert "IcePop" in cli.done("analyse", "mismatch", run_dir, "--remedies")

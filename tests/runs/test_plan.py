@@ -18,9 +18,9 @@ from torch import Tensor
 from experiments.benchmarks import peak
 from ppo_repro.base.errors import OUT_OF_MEMORY, UserError
 from ppo_repro.base.watcher import Silent
-from ppo_repro.checks.plan import FLOAT, PHASES, PROCESS, as_json, plan_run, require_memory
 from ppo_repro.config.files import load_config
 from ppo_repro.runs import run as runner
+from ppo_repro.runs.plan import FLOAT, PHASES, PROCESS, as_json, plan_run, require_memory
 from ppo_repro.runs.prepare import prepare
 from tests.support.cli import Cli
 from tests.support.models import CLASSES, CONFIGS
@@ -151,13 +151,13 @@ def test_what_cannot_fit_is_refused_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cli: Cli
 ) -> None:
     config, plan = small_config(), plan_run(small_config())
-    monkeypatch.setattr("ppo_repro.checks.plan.memory_limit", lambda: plan.certain - 1)
+    monkeypatch.setattr("ppo_repro.runs.plan.memory_limit", lambda: plan.certain - 1)
     assert cli.refusal("run", SMALL, "--out", tmp_path).startswith("error: not enough memory: ")
     assert not list(tmp_path.iterdir())
     for limit, warned in ((plan.peak - 1, True), (plan.peak, False)):
-        monkeypatch.setattr("ppo_repro.checks.plan.memory_limit", lambda limit=limit: limit)
+        monkeypatch.setattr("ppo_repro.runs.plan.memory_limit", lambda limit=limit: limit)
         require_memory(config, 1)
         assert capsys.readouterr().err.startswith("memory may run out: ") is warned
-    monkeypatch.setattr("ppo_repro.checks.plan.memory_limit", lambda: plan.certain)
+    monkeypatch.setattr("ppo_repro.runs.plan.memory_limit", lambda: plan.certain)
     with pytest.raises(UserError, match="in each of 2 processes"):
         require_memory(config, 2)

@@ -1,12 +1,11 @@
-"""Replay a run: compute its stages again from the records and compare every bit, which proves that the records suffice.
+"""Compute the stages of a run again from its records and compare every bit, which proves that the records suffice.
 
 Each stage starts from the records of earlier stages and calls the same functions as the run.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +44,6 @@ from ppo_repro.tasks.rewards import Judgement, weighted_scores
 
 Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
 STAGES: tuple[Stage, ...] = ("rewards", "advantages", "losses", "coefficients", "summary")
-ALL = "all"
 SECONDS = ("rollout", "forward", "update", "evaluation", "digests", "other")
 
 # the columns that a stage computes, by table; a column that was not recorded is not compared
@@ -178,7 +176,7 @@ def _forward(records: Records) -> buffers.ForwardPass:
 
 
 def _rewards(records: Records) -> buffers.Rewards:
-    """Return scores and rewards; a column without records is 0, and the replay does not compare it."""
+    """Return scores and rewards; a column without records is 0, and is not compared."""
     zeros = torch.zeros(records.tables["tokens"].num_rows)
     placed, raw = (records.tensor_or_none("tokens", name) for name in ("placed_scores", "raw_rewards"))
     return buffers.Rewards(
@@ -203,71 +201,62 @@ def _evaluation(records: Records) -> buffers.Evaluation | None:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Result of a replay."""
+    """Stages of a run that were computed again."""
 
     iterations: int  # computed again, including the iteration with the difference
     compared: Mapping[Stage, int]  # values by stage, up to the difference
+    left_out: Mapping[Stage, str]  # the column that a stage needs and level lean did not record
     stage: Stage | None  # the stage that differs; None if no stage does
     difference: Difference | None  # left: the record; right: computed again
 
+    def lines(self) -> list[str]:
+        """Describe each stage in one line, and the difference if there is one."""
+        iterations = f"{self.iterations} iteration{'s' if self.iterations != 1 else ''}"
+        described = list[str]()
+        for stage, count in self.compared.items():
+            if stage == self.stage:
+                assert self.difference is not None
+                return [*described, f"{stage}: different: {self.difference.describe()}; the left is recorded"]
+            described.append(f"{stage}: {count:,} values identical in {iterations}")
+        missing = "not computed, because column {} is not recorded"
+        return [*described, *(f"{stage}: {missing.format(column)}" for stage, column in self.left_out.items())]
 
-def stages_of(name: str) -> tuple[Stage, ...]:
-    """Return the stage with this name, or all stages for `all`. Raises UserError on any other name."""
-    chosen = tuple(stage for stage in STAGES if name in (stage, ALL))
-    if not chosen:
-        raise UserError(f"STAGE = {name!r}: must be {', '.join(STAGES)} or {ALL}")
-    return chosen
 
+def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
+    """Compute the stages of a recorded language run again, from its records and config.yaml alone, without a model.
 
-def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
-    """Compute stages of a recorded language run again, from its records and config.yaml alone, without a model.
+    A fork is computed from its first own iteration on. Digests are not verified, because a changed value is found here.
 
-    The replay of a fork begins with the fork's first own iteration. Digests are not verified, because the replay itself
-    finds a changed value. Raises UserError if the run cannot be computed again.
+    Returns:
+        The result; None for a run of another kind, and without an iteration of its own.
+
+    Raises:
+        UserError: a table cannot be read, or a function of the user's fails.
     """
-    recorded = reader.open_manifest(run_dir, allow_incomplete=True)
-    if not manifest.has_responses(recorded):
-        raise UserError(f"{run_dir}: is a {recorded.kind} run; replay is for language runs, use ppo-repro rerun")
-    if not recorded.iterations:
-        raise UserError(
-            f"{run_dir}: has no recorded iteration; finish it with `ppo-repro resume {shlex.quote(str(run_dir))}`"
-        )
+    start = 0 if recorded.origin is None else recorded.origin.iteration
+    if not manifest.has_responses(recorded) or recorded.num_iterations == start:
+        return None
     config = load_recorded_config(run_dir)
     # compute all columns that follow from records, at whatever level the run recorded
     at_full = config.model_copy(update={"records": RecordsConfig(level="full")})
-    coefficients, start, functions = first_coefficients(config), 0, load_functions(config)
+    coefficients, functions = first_coefficients(config), load_functions(config)
     if recorded.origin is not None:  # the iterations before have another configuration
-        start, path = recorded.origin.iteration, run_dir / FORKED_FROM
-        coefficients = checkpoint.load(path, recorded.files[FORKED_FROM]).coefficients
-    compared: dict[Stage, int] = dict.fromkeys(stages, 0)
+        coefficients = checkpoint.load(run_dir / FORKED_FROM, recorded.files[FORKED_FROM]).coefficients
+    left_out = _left_out(config)
+    compared: dict[Stage, int] = {stage: 0 for stage in STAGES if stage not in left_out}
     for iteration in range(start, recorded.num_iterations):
         records = _read(run_dir, recorded, iteration)
-        if iteration == start:
-            _require_columns(run_dir, config, records, stages)
         item = _recorded_iteration(config, records, coefficients, functions)
-        tables = iteration_tables(_again(config, item, stages, functions), at_full)
-        for stage in stages:
+        tables = iteration_tables(_again(config, item, compared, functions), at_full)
+        for stage in compared:
             count, difference = _compare(config, recorded, records, tables, stage)
             compared[stage] += count
             if difference is not None:
-                return Recomputed(iteration + 1 - start, compared, stage, difference)
+                return Recomputed(iteration + 1 - start, compared, left_out, stage, difference)
         coefficients = next_coefficients(
             config, coefficients, item.forward, item.advantages, item.updates, len(item.rollout.lengths)
         )
-    return Recomputed(recorded.num_iterations - start, compared, None, None)
-
-
-def lines(recomputed: Recomputed) -> list[str]:
-    """Describe each stage in one line, and the difference if there is one."""
-    iterations = f"{recomputed.iterations} iteration{'s' if recomputed.iterations != 1 else ''}"
-    described = []
-    for stage, count in recomputed.compared.items():
-        if stage == recomputed.stage:
-            assert recomputed.difference is not None
-            described.append(f"{stage}: different: {recomputed.difference.describe()}; the left is recorded")
-            break
-        described.append(f"{stage}: {count:,} values identical in {iterations}")
-    return described
+    return Recomputed(recorded.num_iterations - start, compared, left_out, None, None)
 
 
 def _has_exact_kl(config: RunConfig) -> bool:
@@ -275,19 +264,16 @@ def _has_exact_kl(config: RunConfig) -> bool:
     return isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact"
 
 
-def _require_columns(run_dir: Path, config: RunConfig, records: Records, stages: Collection[Stage]) -> None:
-    """Raise UserError for the first stage that needs a column which level `lean` did not record."""
-    kl, needs = config.kl, dict[str, tuple[str, str]]()
+def _left_out(config: RunConfig) -> dict[Stage, str]:
+    """Return the stages that need a column which level `lean` does not record, with the column."""
+    kl, needs = config.kl, dict[Stage, str]()
+    if config.records.level != "lean":
+        return needs
     if isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy":
-        needs["rewards"] = "tokens", "reverse_ref_kl"
+        needs["rewards"] = "tokens.reverse_ref_kl"
     if _has_exact_kl(config):
-        needs["losses"] = "updates", "kl_terms"
-    for stage, (table, column) in needs.items():
-        if stage in stages and not records.has(table, column):
-            raise UserError(
-                f"{run_dir}: stage {stage} needs column {column} of table {table}, which level lean does not record; "
-                f"record at records.level = full, or replay one of {', '.join(s for s in STAGES if s not in needs)}"
-            )
+        needs["losses"] = "updates.kl_terms"
+    return needs
 
 
 def _recorded_iteration(

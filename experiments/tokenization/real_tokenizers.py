@@ -163,10 +163,12 @@ def table(cutters: Sequence[Cutter], text: str, draws: int = DRAWS) -> pd.DataFr
 def main(argv: Sequence[str] | None) -> None:
     """Print the table; the exit code is 2 if a file or a package is missing."""
     parser = Parser(prog="python -m experiments.tokenization.real_tokenizers", description=str(__doc__))
-    parser.add_argument("--smollm2", type=Path, default=Path("models/smollm2"), help="folder of `ppo-repro fetch`")
+    parser.add_argument(
+        "--smollm2", type=Path, default=Path("models/smollm2"), help="folder of `ppo-repro init --model smollm2`"
+    )
     smollm2 = parser.parse_args(argv).smollm2
     if not (smollm2 / "tokenizer.json").is_file():
-        raise UserError(f"--smollm2 {smollm2}: holds no tokenizer.json; `ppo-repro fetch smollm2` writes it")
+        raise UserError(f"--smollm2 {smollm2}: holds no tokenizer.json; `ppo-repro init --model smollm2` writes it")
     try:
         cutters, text = [from_json("SmolLM2", smollm2 / "tokenizer.json"), *packaged()], story()
     except ModuleNotFoundError as error:

@@ -194,6 +194,15 @@ def test_a_command_that_is_mistyped(cli: Cli, wrong: str, meant: str) -> None:
     assert (f"; did you mean {meant}?; try" if meant else "audit; try") in line
 
 
+def test_the_page_has_every_command_in_one_row(cli: Cli) -> None:
+    commands = re.findall(r"^    (\w+) ", cli.done("--help"), re.MULTILINE)
+    assert len(commands) == 16
+    page = (ROOT / "ppo_repro" / "README.md").read_text(encoding="utf-8").partition("## Commands")[2]
+    rows = [set(re.findall(r"`ppo-repro (\w+)", row)) for row in page.split("\n\n")[1].splitlines()[2:]]
+    assert sorted(name for row in rows for name in row) == sorted(commands)
+    assert all(len(row) == 1 for row in rows)
+
+
 def test_fields_takes_several_sections(cli: Cli) -> None:
     found = [section["path"] for section in cli.json("fields", "reward", "layout", "reward.terms")["sections"]]
     assert {path.partition(".")[0] for path in found} == {"reward", "layout"}

@@ -76,7 +76,7 @@ def test_complete_iterations_are_kept_and_the_token_can_be_looked_at(failed: tup
     assert found[["iteration", "sequence", "position"]].values.tolist() == [[1, 3, 0]]
     assert found["rollout_logprobs"].item() != found["old_logprobs"].item()
     last_step = reader.read_table("steps", whole_run).query("iteration == 0").iloc[-1]
-    assert weights_digest(load_folder(run_dir / UNEQUAL).named_parameters()) == last_step["policy_digest"]
+    assert weights_digest(load_folder(run_dir / UNEQUAL)[0].named_parameters()) == last_step["policy_digest"]
     whole = verify(run_dir)
     assert (whole.status, whole.iterations, whole.model_folders) == ("failed", 1, 1)
     assert (whole.unfinished, whole.uncovered) == ((), ())

@@ -44,6 +44,10 @@ def test_what_cannot_be_fetched_is_one_line(
     assert not out.exists() or not list(out.iterdir())
 
 
+def test_a_wheel_is_for_a_model(cli: Cli, tmp_path: Path) -> None:
+    assert "--wheel: is for --model" in cli.refusal("init", tmp_path / "new", "--wheel", tmp_path / "a.whl")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("real") / "smollm2"

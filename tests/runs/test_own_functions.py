@@ -97,6 +97,16 @@ def test_replay_rerun_and_fork_take_the_copy_in_the_run(recorded: Path, tmp_path
     assert (forked / "inputs" / "own.py").read_bytes() == (run_dir / "inputs" / "own.py").read_bytes()
 
 
+def test_verify_of_the_files_alone_calls_no_function(cli: Cli, tmp_path: Path) -> None:
+    fields, mark = own(tmp_path), tmp_path / "called"
+    (tmp_path / "own.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).touch()\n{OWN}")
+    run_dir = recorded_in(tmp_path, *fields)
+    for arguments, is_called in ((["--files"], False), ([], True)):
+        mark.unlink(missing_ok=True)
+        cli.done("verify", run_dir, *arguments)
+        assert mark.exists() is is_called
+
+
 def refused(cli: Cli, folder: Path, text: str, *more: str) -> tuple[str, Path]:
     """The error line of a run with this file as objective, behind the field and the file; and the folder of runs."""
     (folder / "own.py").write_text(text)

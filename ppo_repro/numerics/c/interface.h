@@ -280,7 +280,6 @@ void linear_backward(const Matrix *w, const float *dy, const float *x, int rows,
 
 // saved.c
 long kept_floats(const Model *m, long tokens, Keep keep);
-long layer_input_at(const Model *m, long tokens, int layer, Keep keep);
 
 // model.c
 int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float *hidden);

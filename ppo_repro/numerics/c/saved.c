@@ -64,15 +64,10 @@ static long saved_floats(const Model *m, const Layer *l, long tokens) {
   return counted.used;
 }
 
-// Floats from the beginning of `kept` to the input of layer `layer`; layer `layers` stands for the output of
-// the last
-long layer_input_at(const Model *m, long tokens, int layer, Keep keep) {
-  int input = keep == KEEP_NOTHING ? layer % 2 : layer;
-  return 2 * multiple_of_16(tokens) + input * multiple_of_16(tokens * m->hidden);
-}
-
+// Input of layer `layer`; layer `layers` stands for the output of the last
 INLINE float *layer_input(const Model *m, long tokens, float *kept, int layer, Keep keep) {
-  return kept + layer_input_at(m, tokens, layer, keep);
+  int input = keep == KEEP_NOTHING ? layer % 2 : layer;
+  return kept + 2 * multiple_of_16(tokens) + input * multiple_of_16(tokens * m->hidden);
 }
 
 INLINE float *last_r(float *kept) { return kept; }

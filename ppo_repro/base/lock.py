@@ -1,8 +1,8 @@
 """The lock of a folder that only one process at a time may write: a run or a grid.
 
-The lock is an advisory one (flock) on the file NAME.lock beside the folder NAME. Only its holder may make, change,
-rename or remove NAME, NAME.tmp and NAME.removed, so a folder that exists when a process gets the lock was left by a
-dead process. The kernel releases the lock when the holder ends, however it ends. The file names the holder.
+The lock is an advisory one (flock, through filelock) on the file NAME.lock beside the folder NAME. Only its holder may
+make, change, rename or remove NAME, NAME.tmp and NAME.removed, so a folder that exists when a process gets the lock was
+left by a dead process. The kernel releases the lock when the holder ends, however it ends. The file names the holder.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppo_repro.base.clock import as_text, moment
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import make_folder
 from ppo_repro.base.output import masked, printable
+
+if TYPE_CHECKING:
+    from filelock import AcquireReturnProxy, UnixFileLock
 
 SUFFIX = ".lock"
 # how long a lock that names no living process of this machine must be held before it counts as held: a reader that
@@ -48,13 +52,12 @@ def only_writer(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder}: the file {error.filename} is in the way; choose another --out") from error
     except OSError as error:
         raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another --out") from error
-    descriptor = _acquire(folder, path)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()
-        os.close(descriptor)  # last, so that nobody else's file is unlinked
+    with _acquired(folder, path):
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()  # before the release, so that nobody else's file is unlinked
 
 
 def has_writer(folder: Path) -> bool:
@@ -79,9 +82,11 @@ def has_writer(folder: Path) -> bool:
 
 def require_no_writer(folder: Path) -> None:
     """Raise UserError, naming the process, if a process is writing a folder."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    path, deadline = _lock_of(folder), time.monotonic() + PATIENCE_SECONDS
     while has_writer(folder):
-        _refuse_or_wait(folder, deadline)
+        if _lives(_said(path)) or time.monotonic() > deadline:
+            raise _refusal(folder, path)
+        time.sleep(LOOK_SECONDS)
 
 
 def locked_in(folder: Path) -> Iterator[Path]:
@@ -97,40 +102,29 @@ def _lock_of(folder: Path) -> Path:
     return real.with_name(real.name + SUFFIX)
 
 
-def _acquire(folder: Path, path: Path) -> int:
-    """Take the lock, write this process into the lock file as the holder, and return the file's descriptor."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    try:
-        while (descriptor := _try(path)) is None:
-            _refuse_or_wait(folder, deadline)
+def _acquired(folder: Path, path: Path) -> AcquireReturnProxy[UnixFileLock]:
+    """Take the lock and write this process into its file as the holder; the end of the context releases it."""
+    from filelock import Timeout, UnixFileLock  # slower to import than all that readers need
+
+    def sign(descriptor: int) -> None:
+        # on NFS a file has a name after it is unlinked, so filelock takes it for the file of the path
+        if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            raise Timeout(str(path))
         if not _is_ours(os.pread(descriptor, 1000, 0)):
-            os.close(descriptor)
             raise UserError(f"{path}: is no lock of ppo-repro, and {folder} needs this name for its lock; move it away")
-        os.ftruncate(descriptor, 0)
         who = f"process {os.getpid()} on {socket.gethostname()} since {as_text(moment())} by {_command()}\n"
+        os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, who.encode(), 0)
+
+    lock = UnixFileLock(path, fallback_to_soft=False, on_acquired=sign)
+    try:
+        return lock.acquire(PATIENCE_SECONDS, LOOK_SECONDS, cancel_check=lambda: _lives(_said(path)))
+    except Timeout:
+        raise _refusal(folder, path) from None
     except OSError as error:
         raise UserError(
             f"{path}: cannot be locked ({error.strerror}); keep runs where you may write, on a file system with flock"
         ) from error
-    return descriptor
-
-
-def _try(path: Path) -> int | None:
-    """Try to take the lock; return the descriptor of its file, or None if another process has it. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # the holder before may have unlinked this file, and another process locked the next one
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
 
 
 def _command() -> str:
@@ -167,15 +161,10 @@ def _lives(said: bytes) -> bool:
     return True
 
 
-def _refuse_or_wait(folder: Path, deadline: float) -> None:
-    """Raise UserError once the holder of a folder's lock can be named, or the deadline is over; otherwise wait."""
-    said = _said(_lock_of(folder))
-    if not _lives(said) and time.monotonic() < deadline:
-        time.sleep(LOOK_SECONDS)
-        return
-    holder = _HOLDER.fullmatch(said)
-    who = ""
+def _refusal(folder: Path, path: Path) -> UserError:
+    """Return the error that names the holder of a folder's lock, if its file names one."""
+    who, holder = "", _HOLDER.fullmatch(_said(path))
     if holder is not None:
         process, machine, since, command = (part.decode() for part in holder.groups())
         who = f" (process {process} on {machine}, since {since}: {command})"
-    raise UserError(f"{folder}: another process is writing it{who}; wait until that process ends, or end it first")
+    return UserError(f"{folder}: another process is writing it{who}; wait until that process ends, or end it first")

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import pytest
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.lock import only_writer
 from ppo_repro.buffers import Coefficients, ReturnStatistics
+from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.numerics.adamw import OptimizerState
@@ -32,7 +36,6 @@ from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from tests.support.language import resume, tiny_run
 from tests.support.paths import TINY
-from tests.support.racing import Contender, Racetrack, racing
 from tests.support.resume import Recorded, newest, record, require_as_uninterrupted
 from tests.support.runs import run_below, small_config
 
@@ -235,11 +238,24 @@ def test_a_link_out_of_the_folder_is_refused(recorded: Recorded, tmp_path: Path)
     assert not (tmp_path / "elsewhere").exists()
 
 
-def killed(track: Racetrack, after: float | None, *command: str | Path) -> bool:
+def execute(log: Path, command: Sequence[str]) -> None:
+    """Execute a command line in this process, which writes into a file, and end with its exit code."""
+    with log.open("w") as out, redirect_stdout(out), redirect_stderr(out):
+        sys.exit(exit_code_of(command))
+
+
+def killed(log: Path, after: float | None, *command: str | Path) -> bool:
     """Whether a command that is killed after so many seconds was still at work then."""
-    (ended,) = track.race(Contender(command, killed_after=after))
-    assert ended.code in (0, -signal.SIGKILL), ended
-    return ended.code != 0
+    # forks of a process that has imported everything: importing would take most of the time
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "ppo_repro.runs.run", "ppo_repro.runs.fork"])
+    process = context.Process(target=execute, args=(log, list(map(str, command))))
+    process.start()
+    process.join(after)
+    process.kill()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL), log.read_text()
+    return process.exitcode != 0
 
 
 @pytest.mark.slow
@@ -251,34 +267,35 @@ def test_runs_and_forks_killed_at_any_instant_are_resumed(tmp_path: Path) -> Non
     path.write_text(dump_yaml(config))
     run_dir = run_folder(config, tmp_path / "whole")
     begins = {"run": ("run", path, "--out"), "fork": ("fork", run_dir, "--set", "ppo.iterations=7", "--out")}
-    with racing(tmp_path / "log", *begins["run"], tmp_path / "whole") as track:
-        assert not killed(track, None, *begins["fork"], tmp_path / "longer")
-        wholes = {"run": run_dir, "fork": run_below(tmp_path / "longer")}
-        started = time.perf_counter()
-        assert not killed(track, None, *begins["run"], tmp_path / "timed")
-        seconds = time.perf_counter() - started
-        while kills < KILLS:
-            chain += 1
-            command = ("run", "fork")[chain % 2]
-            whole, out = wholes[command], tmp_path / f"chain{chain}"
-            expected, killed_dir, is_complete = manifest.load(whole), out / whole.relative_to(whole.parents[1]), False
-            while not is_complete:
-                words = ("resume", killed_dir) if killed_dir.exists() else (*begins[command], out)
-                after = generator.uniform(0.0, seconds) if kills < KILLS else None
-                kills += killed(track, after, *words)
-                if not killed_dir.exists():
-                    seen[f"{command}: no folder yet"] += 1
-                    continue
-                # everything that is there is of the uninterrupted run
-                found = manifest.load(killed_dir)
-                assert found.iterations == expected.iterations[: found.num_iterations]
-                half = "" if not verify(killed_dir).unfinished else ", while it wrote"
-                seen[f"{command}: {found.num_iterations} recorded{half}"] += 1
-                is_complete = found.status == "complete"
-            require_as_uninterrupted(killed_dir, whole)
-            assert verify(killed_dir).unfinished == ()
-            shutil.rmtree(out)
-        assert verify(run_dir).status == "complete", "a fork shares files with its origin"
+    log = tmp_path / "log"
+    assert not killed(log, None, *begins["run"], tmp_path / "whole")
+    assert not killed(log, None, *begins["fork"], tmp_path / "longer")
+    wholes = {"run": run_dir, "fork": run_below(tmp_path / "longer")}
+    started = time.perf_counter()
+    assert not killed(log, None, *begins["run"], tmp_path / "timed")
+    seconds = time.perf_counter() - started
+    while kills < KILLS:
+        chain += 1
+        command = ("run", "fork")[chain % 2]
+        whole, out = wholes[command], tmp_path / f"chain{chain}"
+        expected, killed_dir, is_complete = manifest.load(whole), out / whole.relative_to(whole.parents[1]), False
+        while not is_complete:
+            words = ("resume", killed_dir) if killed_dir.exists() else (*begins[command], out)
+            after = generator.uniform(0.0, seconds) if kills < KILLS else None
+            kills += killed(log, after, *words)
+            if not killed_dir.exists():
+                seen[f"{command}: no folder yet"] += 1
+                continue
+            # everything that is there is of the uninterrupted run
+            found = manifest.load(killed_dir)
+            assert found.iterations == expected.iterations[: found.num_iterations]
+            half = "" if not verify(killed_dir).unfinished else ", while it wrote"
+            seen[f"{command}: {found.num_iterations} recorded{half}"] += 1
+            is_complete = found.status == "complete"
+        require_as_uninterrupted(killed_dir, whole)
+        assert verify(killed_dir).unfinished == ()
+        shutil.rmtree(out)
+    assert verify(run_dir).status == "complete", "a fork shares files with its origin"
     print(f"\n{kills} kills in {chain} runs and forks of {seconds:.2f} s; found: {dict(sorted(seen.items()))}")
     assert kills >= KILLS
     assert len(seen) > 4

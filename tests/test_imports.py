@@ -167,13 +167,12 @@ def test_ppo_mathematics_know_no_config_and_no_model() -> None:
 
 
 def test_the_definition_of_the_numerics_stands_alone() -> None:
-    """Only `families.py`, which reads transformers' models, needs more than NumPy. Nothing imports the definition."""
+    """It needs NumPy only, and nothing imports it."""
     definition = files("ppo_repro/numerics/definition/*.py")
     for path in definition:
-        if path.name != "families.py":
-            assert top(imports(path)) <= STANDARD | {"numpy", "ppo_repro"}, path
-            ours = {name for name in imports(path) if name.startswith("ppo_repro.")}
-            assert all(name.startswith("ppo_repro.numerics.definition") for name in ours), path
+        assert top(imports(path)) <= STANDARD | {"numpy", "ppo_repro"}, path
+        ours = {name for name in imports(path) if name.startswith("ppo_repro.")}
+        assert all(name.startswith("ppo_repro.numerics.definition") for name in ours), path
     for path in set(files("ppo_repro/**/*.py", "analysis/**/*.py")) - set(definition):
         assert not [name for name in imports(path) if name.startswith("ppo_repro.numerics.definition")], path
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -160,7 +162,9 @@ def _placed_scores(
 ) -> Tensor:
     """Return the scores [B] placed on tokens, [N] float64."""
     at_steps, placement = _step_rewards(config, rollout), config.reward.placement
-    rest = scores - torch.zeros_like(scores).index_add_(0, rollout.sequence_of_token(), at_steps)
+    runs = at_steps.split(rollout.lengths.tolist())
+    # in the order of the tokens: torch's sums have the order of the machine
+    rest = scores - torch.tensor([reduce(add, run.tolist(), 0.0) for run in runs], dtype=torch.float64)
     if isinstance(placement, str):
         return place_scores(rest, rollout.lengths, rollout.word_ids(), placement) + at_steps
     assert functions.placement is not None

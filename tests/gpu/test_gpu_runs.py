@@ -14,6 +14,7 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import build, devices
+from ppo_repro.numerics.interface import ffi
 from ppo_repro.numerics.library import KNOWN_ANSWER
 from ppo_repro.records import manifest
 from ppo_repro.runs.plan import plan_run
@@ -60,7 +61,8 @@ int cuMemGetInfo_v2(size_t *free, size_t *all) { *free = 1000000000; *all = 4000
 DOES_NOTHING(cuDeviceGet) DOES_NOTHING(cuDevicePrimaryCtxRetain) DOES_NOTHING(cuCtxSetCurrent)
 DOES_NOTHING(cuFuncSetAttribute) DOES_NOTHING(cuLaunchKernel) DOES_NOTHING(cuMemFree_v2)
 DOES_NOTHING(cuMemcpyHtoDAsync_v2) DOES_NOTHING(cuMemcpyDtoHAsync_v2) DOES_NOTHING(cuMemsetD8Async)
-DOES_NOTHING(cuStreamSynchronize)
+long waits, waited_for;
+int cuStreamSynchronize(void *stream) { waits++; waited_for = (long)stream; return 0; }
 """
 
 
@@ -93,6 +95,21 @@ def test_a_card_that_is_too_old_or_absent_is_refused(
     with pytest.raises(UserError) as error:
         devices.open_card(0, str(driver))
     assert message in str(error.value)
+
+
+def test_a_call_on_another_stream_waits_for_the_stream_before(driver: Path) -> None:
+    path, kernels = devices.locate(build.SOURCES)
+    functions, library = ffi.dlopen(str(path)), ctypes.CDLL(str(driver))
+    (ctypes.c_int * 4).in_dll(library, "faults")[:] = (0, 0, 0, 0)
+    ctypes.c_int.in_dll(library, "major").value = 8
+    assert functions.gpu_open(str(driver).encode(), kernels.encode(), 0, ffi.new("GpuFacts *")) == ffi.NULL
+    functions.gpu_begin(ffi.cast("void *", 7))
+    waits = ctypes.c_long.in_dll(library, "waits")
+    waits.value = 0
+    functions.gpu_begin(ffi.cast("void *", 7))
+    assert waits.value == 0
+    functions.gpu_begin(ffi.cast("void *", 8))
+    assert (waits.value, ctypes.c_long.in_dll(library, "waited_for").value) == (1, 7)
 
 
 @pytest.mark.slow

@@ -33,13 +33,14 @@ static void copy_to_kernels(void *to, const void *from, size_t bytes) { copy_to_
 
 // Integers of a call gather in `host` and lie at the same place in `memory`. One copy sends what has gathered
 // before the next launch.
+enum { MOST_OUTGROWN = 32 };
 static struct {
   int *host;
   int *memory;
   long used;
   long sent;
   long size;
-  int *outgrown[32];  // memory of this call that was too small
+  int *outgrown[MOST_OUTGROWN];  // memory of this call that was too small
   int outgrown_count;
 } gathered;
 
@@ -54,6 +55,7 @@ static void send_integers(void) {
 static int *room_for_integers(long n) {
   if (gathered.used + n > gathered.size) {
     send_integers();
+    if (gathered.outgrown_count == MOST_OUTGROWN) end_process("the GPU: one call has too many integers");
     if (gathered.memory) gathered.outgrown[gathered.outgrown_count++] = gathered.memory;
     free(gathered.host);
     gathered.size = 2 * (gathered.size + n) + 4096;
@@ -87,9 +89,11 @@ static void fetch_integers(int *numbers, const int *from, long n) {
 
 // ---------------------------------------------------------------------------------------------------- a call
 
-// Each call of this library begins here: on the thread of the call, in torch's context, on torch's stream.
+// Each call of this library begins here: on the thread of the call, in torch's context, on torch's stream. The
+// calls share memory, so a call on another stream waits for the kernels of the call before.
 void gpu_begin(void *stream) {
   check(cuda.cuCtxSetCurrent(gpu.context), "context");
+  if (stream != gpu.stream) check(cuda.cuStreamSynchronize(gpu.stream), "the kernels of the stream before");
   gpu.stream = stream;
   gathered.used = gathered.sent = 0;
   while (gathered.outgrown_count) free_on_gpu(gathered.outgrown[--gathered.outgrown_count]);

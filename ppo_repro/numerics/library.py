@@ -140,12 +140,14 @@ def load() -> Kernels:
 def set_threads(count: int) -> None:
     """Set the number of threads the kernels use, which changes no result.
 
-    Raises UserError if the system gives no more.
+    Raises UserError for more than the kernels take or the system gives.
     """
     global thread_count
     check_denormals()  # new threads do as this one
     if load().set_threads(count) != 0:
-        raise UserError(f"threads = {count}: the system starts no more threads; use fewer")
+        raise UserError(
+            f"threads = {count}: the kernels take 1 to 256 threads, and the system may start fewer; use fewer"
+        )
     thread_count = count
 
 

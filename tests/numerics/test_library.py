@@ -94,6 +94,14 @@ def two_threads() -> Iterator[None]:
     library.set_threads(1)
 
 
+@pytest.mark.parametrize("count", [0, 257])
+@pytest.mark.usefixtures("two_threads")
+def test_a_number_of_threads_that_no_pool_has_changes_nothing(count: int) -> None:
+    with pytest.raises(UserError, match=f"threads = {count}: the kernels take 1 to 256"):
+        library.set_threads(count)
+    assert library.thread_count == 2
+
+
 @pytest.mark.usefixtures("two_threads")
 def test_calls_of_several_python_threads_give_their_own_results() -> None:
     torch.manual_seed(0)

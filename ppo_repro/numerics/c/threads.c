@@ -101,10 +101,11 @@ static void parallel_for(int total, Task task, void *argument) {
   }
 }
 
-// End all workers and start `threads` - 1 others. 0, or -1 if the system gives no more threads; then there
-// is one.
+// End all workers and start `threads` - 1 others. 0, or -1 if that many are no pool, which changes nothing, or
+// if the system gives no more threads; then there is one.
 int set_threads(int threads) {
-  int wanted = threads - 1 < MAX_WORKERS ? threads - 1 : MAX_WORKERS;
+  int wanted = threads - 1;
+  if (wanted < 0 || wanted > MAX_WORKERS) return -1;
   if (wanted == pool.count) return 0;
   atomic_store(&pool.stop, 1);
   next_job();

@@ -17,7 +17,7 @@ import pandas as pd
 
 from ppo_repro.analysis.csv_text import csv_text
 from ppo_repro.analysis.figures import svg
-from ppo_repro.analysis.grids.outcomes import complete_cells
+from ppo_repro.analysis.grids.outcomes import LAST, complete_cells, end_measures, k3_mean
 from ppo_repro.analysis.grids.table import comparisons, markdown
 from ppo_repro.analysis.program import program
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FIGURE = "answer.svg"
-LAST = 5  # iterations whose mean is the end of a run
 
 Labels = dict[str, str]
 
@@ -44,7 +43,7 @@ def outcome(run_dir: Path) -> dict[str, float]:
     token), length (tokens per response): means over the sampled responses of the last iterations. tokens: number of
     response tokens. k3: estimate of KL(sampler || trainer), nats per token, all iterations.
     """
-    rows = reader.read_iterations(run_dir).tail(LAST)
+    rows = reader.read_iterations(run_dir)
     held_out = reader.read_evaluations(run_dir, columns=["iteration", "is_correct"])
     accuracy = held_out.groupby("iteration")["is_correct"].mean()
     tokens = reader.read_tokens(run_dir, columns=["old_logprobs", "rollout_logprobs"]).astype(np.float64)
@@ -53,12 +52,10 @@ def outcome(run_dir: Path) -> dict[str, float]:
         "accuracy": float(accuracy.iloc[-1]),
         "start": float(accuracy.iloc[0]),
         "mean_accuracy": float(accuracy.iloc[1:].mean()),
-        "score": float(rows["score_mean"].mean()),
-        "KL": float(rows["ref_kl_per_sequence"].mean()),
-        "entropy": float(rows["entropy"].mean()),
-        "length": float(rows["response_length_mean"].mean()),
+        **end_measures(rows),
+        "length": float(rows["response_length_mean"].tail(LAST).mean()),
         "tokens": float(len(tokens)),
-        "k3": float((np.expm1(delta) - delta).mean()),
+        "k3": k3_mean(delta.to_numpy()),
     }
 
 

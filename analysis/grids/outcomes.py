@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from ppo_repro.analysis.clipping.flags import flags_of_ratios, ratios_of
 from ppo_repro.analysis.clipping.update_rows import ClipRule
@@ -51,7 +52,7 @@ def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
 def mismatch(run_dir: Path) -> tuple[float, float]:
     """Return the mean of k3 and the clip floor over the run's response tokens.
 
-    k3 = expm1(d) - d in nats, with d = old - rollout log-prob. The floor is the share of tokens whose gradient the clip
+    The floor is the share of tokens whose gradient the clip
     would remove before any step. It is 0 with the anchor `old`, whose first ratio is 1, and NaN if the objective has no
     fixed clip range.
     """
@@ -64,20 +65,28 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
         start = delta if ppo.ratio_anchor == "rollout" else np.zeros_like(delta)
         rule = ClipRule(ppo.ratio_anchor, clip.clip_range, clip.high, clip.dual_clip, None)
         floor = float(flags_of_ratios(ratios_of(start), tokens["advantages"].to_numpy(), rule)["grad_zero"].mean())
-    return float(np.mean(np.expm1(delta) - delta)), floor
+    return k3_mean(delta), floor
+
+
+def k3_mean(delta: NDArray[np.float64]) -> float:
+    """Return the mean of k3 = expm1(d) - d in nats over tokens, d = old - rollout log-prob."""
+    return float(np.mean(np.expm1(delta) - delta))
+
+
+def end_measures(rows: pd.DataFrame) -> dict[str, float]:
+    """Return score, KL and entropy of MEASURES from a run's table of iterations."""
+    columns = {"score": "score_mean", "KL": "ref_kl_per_sequence", "entropy": "entropy"}
+    return {name: float(rows[column].tail(LAST).mean()) for name, column in columns.items()}
 
 
 def measures_of(run_dir: Path) -> dict[str, float]:
     """Return MEASURES of a run except accuracy, which is in the grid's table; `explained` may be NaN."""
     rows = reader.read_iterations(run_dir)
-    last, first = rows.tail(LAST), rows.head(FIRST)
     removed, outside = clip_shares(run_dir, len(rows))
     k3, floor = mismatch(run_dir)
     return {
-        "score": float(last["score_mean"].mean()),
-        "KL": float(last["ref_kl_per_sequence"].mean()),
-        "entropy": float(last["entropy"].mean()),
-        "explained": float(first["explained_variance"].mean()),
+        **end_measures(rows),
+        "explained": float(rows["explained_variance"].head(FIRST).mean()),
         "k3": k3,
         "floor": floor,
         "removed": removed,

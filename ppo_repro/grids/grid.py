@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import shlex
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import read_environments
 from ppo_repro.records.inputs import change_lines, config_changes
 from ppo_repro.runs.environment import describe_environment
+from ppo_repro.runs.run import NOTHING
 
 SHOWN = ("final.eval_accuracy", "final.eval_score")  # columns of the printed table
 SHOWN_FIELDS = 8  # of a configuration that has changed
@@ -41,9 +42,6 @@ class Outcome:
 
     table: pd.DataFrame  # cells.parquet
     ran: tuple[str, ...]  # cells that this call started
-
-
-NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def run_grid(

@@ -34,6 +34,7 @@ from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING
 from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.packed_model import PackedModel
+from ppo_repro.runs.language import FLOAT, MOMENTS
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 
 PHASES = ("loading", "rollout", "scoring", "update")
@@ -42,8 +43,6 @@ EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimat
 # when memory is short
 PROCESS = 700_000_000
 CARD_SCRATCH = 600_000_000  # the memory that kernels of a card allocate: scores of attention, parts of products
-FLOAT = 4
-MOMENTS = 2 * FLOAT
 
 ADVICE = (
     "set lora or layout.gradient_checkpointing, lower layout.rollout_slots, forward_micro_batch or update_micro_batch "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import permutation
+from ppo_repro.stages.trial import LOG_RATIOS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 NOT_FINITE = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
 # relative; float64 sums of a million terms stay below 1e-9, and float32 keeps 1e-4 of a log-ratio of 800
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
 
 
 @dataclass(frozen=True)

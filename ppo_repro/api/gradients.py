@@ -38,7 +38,7 @@ class RunningSums(GradientSums):
 
     def go_on(self, use: _RunningUse) -> None:
         """Let the sums of a use, and of its parameters' other uses, begin with `grad`, or with 0 if it is None."""
-        self._check(use)
+        self._check()
         used_once = [p for p in use.parameters if len(self._uses_of[id(p)]) == 1]
         if use.is_lent and not all(_is_same(p.grad, use.view(p)) for p in used_once):
             use.release()  # the caller may have kept the earlier gradients
@@ -51,11 +51,11 @@ class RunningSums(GradientSums):
             if grad is not None:
                 use.view(p).copy_(grad)
 
-    def _check(self, use: _RunningUse) -> None:
+    def _check(self) -> None:
         """Raise UserError for a `grad` to which nothing can be added."""
-        for p in use.parameters:
+        for name, p in self.trained.items():
             if p.grad is not None and _kind(p.grad) != _kind(p):
-                raise UserError(f"the gradient of {self._names[id(p)]} is {_kind(p.grad)}; must be {_kind(p)}")
+                raise UserError(f"the gradient of {name} is {_kind(p.grad)}; must be {_kind(p)}")
         begins = [p.grad.data_ptr() for p in self.trained.values() if p.grad is not None and p.grad.numel()]
         if len(set(begins)) < len(begins):
             names = [n for n, p in self.trained.items() if p.grad is not None and begins.count(p.grad.data_ptr()) > 1]

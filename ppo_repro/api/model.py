@@ -22,7 +22,7 @@ from ppo_repro.config.section import MAX_FLOAT, MAX_THREADS
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
 from ppo_repro.numerics.interface import ints
-from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of, shapes_of
+from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of, numbers_of, shapes_of
 from ppo_repro.numerics.network import Network, network_of
 from ppo_repro.numerics.sequences import Ragged, ragged
 from ppo_repro.numerics.token_statistics import token_statistics
@@ -179,12 +179,22 @@ def deterministic(
     for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
         if getattr(model.config, name, False):
             raise UserError(f"deterministic: config.{name} = True is not supported; set it to False")
+    if getattr(model.config, "loss_type", None) not in (None, "ForCausalLM"):
+        raise UserError(
+            f"deterministic: config.loss_type = {model.config.loss_type!r} is not supported; set it to None"
+        )
+    if "forward" in vars(model):
+        raise UserError("deterministic: the model has a forward of its own, which would not be called; remove it")
+    if torch.is_inference_mode_enabled():
+        raise UserError(
+            "deterministic: inference mode makes weights that cannot be trained; copy the model outside of it"
+        )
     copied: Any = copy.deepcopy(model)
     for parameter in copied.parameters():
         parameter.grad = None
     longest = max_context or int(min(model.config.max_position_embeddings, MAX_CONTEXT))
     lower(copied, Lowered(longest, moves_weights=False))
-    copied._passes = Passes(modules_of(copied), shapes_of(copied), settings_of(copied.config))
+    copied._passes = Passes(modules_of(copied), numbers_of(copied), shapes_of(copied), settings_of(copied.config))
     copied.forward = partial(_forward, copied)  # unlike a method, it can be saved
     copied.generate = partial(_no_generate, copied)
     copied.accepts_loss_kwargs = True  # transformers' Trainer then passes num_items_in_batch
@@ -222,13 +232,13 @@ def begin_pass(model: PreTrainedModel) -> None:
 def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:
     """Compute differentiable logits [n, V] float32 of a deterministic model at flat positions `places` [n] int64."""
     begin_pass(model)
-    batch = layout.sequences().into(passes_of(model).sums)
+    passes = passes_of(model)
+    edge = passes.edge() if torch.is_grad_enabled() else None
+    batch = layout.sequences().into(passes.sums, edge)
     tokens = ints((layout.real.reshape(-1).cumsum(0) - 1)[places])
     hidden, _ = cast(Network, network_of(model)).over_batch(batch, tokens)
     logits = network.logits(model, hidden, batch.rows.at(tokens))
-    if not logits.requires_grad:
-        return logits
-    return Watched.apply(logits, model, *(p for p in model.parameters() if p.requires_grad))
+    return logits if edge is None else Watched.apply(logits, model, edge.grad_fn)
 
 
 class _Sum(Function):

@@ -116,7 +116,7 @@ def _acquired(folder: Path, path: Path) -> AcquireReturnProxy[UnixFileLock]:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, who.encode(), 0)
 
-    lock = UnixFileLock(path, fallback_to_soft=False, on_acquired=sign)
+    lock = UnixFileLock(path, thread_local=False, fallback_to_soft=False, on_acquired=sign)
     try:
         return lock.acquire(PATIENCE_SECONDS, LOOK_SECONDS, cancel_check=lambda: _lives(_said(path)))
     except Timeout:

@@ -30,7 +30,7 @@ def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trained: Tensor, matrix: PackedMatrix, rows: Rows | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, edge: Tensor | None, matrix: PackedMatrix, rows: Rows | None) -> Tensor:
         ctx.save_for_backward(x)
         ctx.matrix, ctx.rows = matrix, rows
         return product(x, matrix)
@@ -82,12 +82,13 @@ def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
     """
     matrix = packed(layer)
     parameters = (*matrix.weights, *matrix.biases)
-    # a trained parameter only makes autograd call backward; all gradients of parameters go to GradientSums
-    trained = next((p for p in parameters if p.requires_grad), parameters[0])
-    if torch.is_grad_enabled() and (x.requires_grad or trained.requires_grad):
-        if trained.requires_grad:
+    trained = next((p for p in parameters if p.requires_grad), None)
+    if torch.is_grad_enabled() and (x.requires_grad or trained is not None):
+        if trained is not None:
             sums_of(rows, LAYER)
-        return _Linear.apply(x, trained, matrix, rows)
+        # the edge only makes autograd call backward; all gradients of parameters go to the sums
+        edge = trained if rows is None or rows.edge is None else rows.edge
+        return _Linear.apply(x, edge, matrix, rows)
     return product(x, matrix)
 
 

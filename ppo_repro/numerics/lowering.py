@@ -18,6 +18,9 @@ from ppo_repro.numerics.description import check_config
 from ppo_repro.numerics.families import NAMES, TRUNKS, trunk_of
 from ppo_repro.numerics.precision import EXACT, Precision
 
+# of training; and copies of numbers that transformers does not read again
+_SWITCHES = ("training", "gradient_checkpointing", "max_seq_len_cached", "vocab_size")
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -61,7 +64,7 @@ def is_deterministic(model: nn.Module) -> bool:
 
 
 def check_parts(model: PreTrainedModel) -> None:
-    """Raise UserError for the first module or parameter whose class or shape differs from the model's config."""
+    """Raise UserError for the first module or parameter that differs from the model's config in class or shape."""
     try:
         with torch.device("meta"):
             stock = type(model)(copy.deepcopy(model.config))
@@ -73,6 +76,7 @@ def check_parts(model: PreTrainedModel) -> None:
             raise UserError(
                 f"model module '{name}' of class {type(module).__name__}: deterministic numerics do not know it"
             )
+    require_numbers(model, numbers_of(stock))
     found, expected = (dict(m.named_parameters(remove_duplicate=False)) for m in (model, stock))
     for name in sorted(found.keys() | expected.keys()):
         ours, theirs = (list(p[name].shape) if name in p else "no such parameter" for p in (found, expected))
@@ -80,6 +84,30 @@ def check_parts(model: PreTrainedModel) -> None:
             raise UserError(
                 f"model parameter '{name}' is {ours}, and its config wants {theirs}; make it again from its config"
             )
+
+
+Numbers = dict[str, dict[str, int | float]]  # by module and attribute
+
+
+def numbers_of(model: nn.Module) -> Numbers:
+    """Return the plain numbers that the modules in a model have as attributes, such as `eps`."""
+    return {name: _plain(module) for name, module in model.named_modules() if module is not model}
+
+
+def _plain(module: nn.Module) -> dict[str, int | float]:
+    numbers = {n: x for n, x in vars(module).items() if isinstance(x, int | float) and not n.startswith("_")}
+    return {name: value for name, value in numbers.items() if name not in _SWITCHES}
+
+
+def require_numbers(model: nn.Module, expected: Numbers) -> None:
+    """Raise UserError for the first number of a module that differs: the kernels compute with the model's config."""
+    for module, numbers in numbers_of(model).items():
+        for name in sorted(numbers.keys() | expected[module].keys()):
+            if numbers.get(name) != expected[module].get(name):
+                raise UserError(
+                    f"model module '{module}' has {name} = {numbers.get(name)}; deterministic numerics compute with "
+                    f"{expected[module].get(name)}, as its config says; set it back"
+                )
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:

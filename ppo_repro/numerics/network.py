@@ -121,8 +121,9 @@ class Network:
         trained = [p for p in self.parameters.values() if p.requires_grad]
         if trained and torch.is_grad_enabled():
             sums_of(batch.rows, "a trunk")
-            # trained[0] only makes autograd call backward; all gradients go to the sums
-            return _Hidden.apply(trained[0], self, kernel_batch, wanted), kernel_batch.seen
+            # the edge only makes autograd call backward; all gradients go to the sums
+            edge = trained[0] if batch.rows.edge is None else batch.rows.edge
+            return _Hidden.apply(edge, self, kernel_batch, wanted), kernel_batch.seen
         hidden = self.forward(kernel_batch, None, KEEP_NOTHING)
         return hidden[index(wanted, self.device)], kernel_batch.seen
 
@@ -160,7 +161,7 @@ class Network:
 
 class _Hidden(Function):
     @staticmethod
-    def forward(ctx: Any, trained: Tensor, network: Network, kernel_batch: KernelBatch, wanted: Ints) -> Tensor:
+    def forward(ctx: Any, edge: Tensor, network: Network, kernel_batch: KernelBatch, wanted: Ints) -> Tensor:
         ctx.keep = KEEP_INPUTS if network.lowered.recompute else KEEP_ALL
         ctx.network, ctx.kernel_batch, ctx.wanted = network, kernel_batch, wanted
         ctx.kept = network.memory(len(kernel_batch.batch.ids), ctx.keep)

@@ -96,6 +96,9 @@ class PackedModel:
     def prepare(self) -> None:
         """Let the struct point to the current weights, and pack the weights that have changed."""
         library.check_denormals()
+        for stacked, experts in self._experts:
+            for matrix, weight in zip(experts, stacked.detach(), strict=True):
+                matrix.weights = (weight,)  # the parameter may have other memory now
         for matrix in self.matrices:
             matrix.prepare()
         for norm, struct in self._norms:
@@ -141,7 +144,11 @@ class PackedModel:
         for parts in (parts for matrix in self.matrices for parts in (matrix.weights, matrix.biases) if len(parts) > 1):
             by_id[id(parts[0])] = parts
             for other in parts[1:]:
-                del by_id[id(other)]
+                if by_id.pop(id(other), None) is None:
+                    shape = list(other.shape)
+                    raise UserError(
+                        f"one weight {shape} is used twice in one trunk; deterministic numerics cannot train it"
+                    )
         return list(by_id.values())
 
     def forget(self) -> None:

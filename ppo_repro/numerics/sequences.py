@@ -26,6 +26,7 @@ class Rows:
     position: Ints  # [n], rising within a sequence
     slots: Ints  # [S + 1], of each sequence, and of the one after them; the number of slots if there is none
     sums: GradientSums | None = None  # receive the gradients of weights; None for a pass without such gradients
+    edge: Tensor | None = None  # makes autograd call the backward pass; None: a trained parameter does
 
     def at(self, rows: Ints) -> Rows:
         """Return some of the rows, in rising order."""
@@ -66,9 +67,9 @@ class Ragged:
     def lengths(self) -> Ints:
         return np.diff(self.start)
 
-    def into(self, sums: GradientSums | None) -> Ragged:
-        """Return the same sequences; a backward pass adds the gradients of weights to `sums`."""
-        return replace(self, rows=replace(self.rows, sums=sums))
+    def into(self, sums: GradientSums | None, edge: Tensor | None = None) -> Ragged:
+        """Return the same sequences; a backward pass adds the gradients of weights to `sums`, then reaches `edge`."""
+        return replace(self, rows=replace(self.rows, sums=sums, edge=edge))
 
 
 def sums_of(rows: Rows | None, what: str) -> GradientSums:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -124,7 +126,12 @@ SILENT = {
     "another base of the rotary angles": lambda m: m.config.rope_parameters.update(rope_theta=5.0),
     "more tokens in the config": lambda m: setattr(m.config, "vocab_size", 10**6),
     "hidden states by the config": lambda m: setattr(m.config, "output_hidden_states", True),
+    "a number of a norm": lambda m: setattr(m.model.norm, "variance_epsilon", 0.5),
+    "a weight that is computed": lambda m: m.lm_head._parameters.update(weight=m.lm_head.weight * 1.0),
 }
+
+
+SEEN = "hook|of its own|replaced|need contiguous|no pass sees|deterministic numerics compute with 1e|computed from"
 
 
 @pytest.mark.parametrize("change", SILENT)
@@ -137,7 +144,7 @@ def test_what_the_kernels_would_not_see_is_refused(change: str) -> None:
         lambda: ppo_repro.logprobs(model, ROW),
         lambda: ppo_repro.generate(model, [[1]], ppo_repro.Sampling(max_response_tokens=2), stop=[0]),
     ):
-        with pytest.raises(UserError, match=r"hook|of its own|replaced|need contiguous|no pass sees") as error:
+        with pytest.raises(UserError, match=SEEN) as error:
             compute()
         assert "\n" not in str(error.value)
 
@@ -231,6 +238,7 @@ def whole_and_part(model: PreTrainedModel) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], object], str]] = {
     "a second backward": (lambda m: whole_and_part(m).backward(), "a second backward through one pass"),
+    "second derivatives": (lambda m: m(ROW, labels=ROW).loss.backward(create_graph=True), "no second derivatives"),
     "a part": (lambda m: m(ROW, labels=ROW).loss.backward(inputs=[m.lm_head.weight]), "call backward.. without inputs"),
     "grad of autograd": (
         lambda m: torch.autograd.grad(m(ROW, labels=ROW).loss, [m.model.norm.weight]),
@@ -250,6 +258,43 @@ def test_a_backward_pass_that_would_add_to_other_gradients_is_refused(call: str)
     added = 2.0 if call == "a second backward" else 1.0  # its first backward is right
     for name, p in model.named_parameters():
         assert unequal(p.grad, added * before[name]) == 0, name
+
+
+def test_what_autograd_calls_at_a_parameter_sees_its_whole_gradient() -> None:
+    """As DistributedDataParallel, which waits at these nodes for the gradients that it sends."""
+    model = ppo_repro.deterministic(source_model("qwen3"))
+    nodes, seen = [], {}
+    for name, p in model.named_parameters():
+        nodes.append(p.expand_as(p).grad_fn.next_functions[0][0])
+        nodes[-1].register_hook(lambda *_, name=name, p=p: seen.update({name: p.grad.clone()}))
+    whole_and_part(model)
+    for name, p in model.named_parameters():
+        assert unequal(seen[name], p.grad) == 0, name
+
+
+def test_a_model_that_gets_more_words_in_the_middle_goes_on() -> None:
+    model = ppo_repro.deterministic(source_model("qwen3"))
+    whole_and_part(model)
+    model.resize_token_embeddings(VOCAB + 7, mean_resizing=False)
+    model.zero_grad()
+    whole_and_part(model)
+    expected = copy.deepcopy(model)
+    whole_and_part(expected)
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert unequal(p.grad, q.grad) == 0, name
+
+
+SETTINGS: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast has no effect"),
+    "default device": (lambda: torch.device("meta"), "default is torch.float32 on meta"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_of_torch_without_effect_is_refused(setting: str) -> None:
+    model, (make, message) = ppo_repro.deterministic(source_model("llama")), SETTINGS[setting]
+    with make(), pytest.raises(UserError, match=message):
+        model(ROW)
 
 
 def share_gradient(model: PreTrainedModel) -> None:
@@ -277,13 +322,24 @@ def test_a_gradient_to_which_nothing_can_be_added_is_refused(
         model(ROW, labels=ROW).loss.backward()
 
 
-def test_a_step_before_the_backward_pass_is_refused() -> None:
+BETWEEN: dict[str, Callable[[PreTrainedModel], object]] = {
+    "a step": lambda m: torch.nn.init.zeros_(m.lm_head.weight),
+    "frozen": lambda m: m.model.norm.weight.requires_grad_(False),
+    "replaced": lambda m: setattr(m.model.norm, "weight", torch.nn.Parameter(torch.ones(48))),
+    "a hook": lambda m: m.model.norm.weight.register_hook(_hook),
+}
+
+
+@pytest.mark.parametrize("change", BETWEEN)
+def test_a_change_before_the_backward_pass_is_refused(change: str) -> None:
     model = ppo_repro.deterministic(source_model("llama"))
     loss = model(ROW, labels=ROW).loss
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1.5)
-    with pytest.raises(RuntimeError, match="a weight was changed between the forward pass and its backward"):
+    BETWEEN[change](model)
+    with pytest.raises((RuntimeError, UserError), match=r"a weight was changed between the forward|has a hook"):
         loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    if change == "a hook":
+        return
     model(ROW, labels=ROW).loss.backward()
 
 

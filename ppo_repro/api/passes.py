@@ -36,7 +36,8 @@ Settings = dict[str, Any]
 
 def settings_of(config: PretrainedConfig) -> Settings:
     """Return a copy of the fields of a config that a pass may depend on."""
-    return copy.deepcopy({name: value for name, value in vars(config).items() if name not in _UNREAD.split()})
+    fields = {"loss_type": None, **vars(config)}
+    return copy.deepcopy({name: value for name, value in fields.items() if name not in _UNREAD.split()})
 
 
 def modules_of(model: nn.Module) -> Modules:
@@ -103,6 +104,10 @@ class Passes:
         if found != self._modules:
             name = next(n for n in [*found, *self._modules] if found.get(n) is not self._modules.get(n))
             raise UserError(f"deterministic model: module '{name}' was added, removed or replaced; {AGAIN}")
+        if "_loss_function" in vars(model):
+            raise UserError(
+                "deterministic model: it has a loss function of its own, which would not be called; remove it"
+            )
         for name, module in model.named_modules():
             if module is not model and ("forward" in vars(module) or _has_hook(module)):
                 raise UserError(

@@ -32,7 +32,7 @@ VALUES: dict[str, list[Any]] = {
     "experiment": ["a", "b"],
     "ppo.entropy_coef": [OMITTED, 0, 0.0, -0.0, 1, 1.0],
     "ppo.objective": [OMITTED, {}, {"kind": "clip"}, {"clip_range": 0.2}, {"kind": "clip", "clip_range": 0.3}]
-    + [{"kind": kind} for kind in ("sequence_clip", "cispo", "clip_cov", "kl_cov", "unclipped", "policy_gradient")]
+    + [{"kind": kind} for kind in ("sequence_clip", "cispo", "kl_penalty", "unclipped", "policy_gradient")]
     + [{"kind": "cispo", "cap": cap} for cap in (5, 6)]
     + [OWN | {"parameters": entry} for entry in ({}, {"a": 1}, {"a": 1.0}, {"a": True}, {"a": None}, {"b": {"a": 1}})],
     "ppo.rejection": [OMITTED, [], [{"kind": "veto"}], *([{"kind": "veto", "below": below}] for below in (1e-4, 0.1))]

@@ -169,6 +169,8 @@ def update(
     batch = training_batch(config, state.coefficients, rollout, forward, advantages, functions)
     set_learning_rates(state, config)
     separate, targets, value_epochs = state.separate_value, batch.value_targets, 0
+    if (targets is None) != (state.value_model is None):
+        raise ValueError("a value model without targets, or targets without a value model")
     if isinstance(value, SeparateValue):
         value_epochs = ppo.epochs if value.epochs is None else value.epochs
     stopped = False

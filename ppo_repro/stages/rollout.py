@@ -10,11 +10,9 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_repro.base.errors import UserError
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.buffers import Episode, Prompts, Rollout, Spans
-from ppo_repro.config.rollout import MismatchConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.rollout.engine import Completion, Engine, Request, Sampling
 from ppo_repro.stages.functions import BUILT_IN, Functions
@@ -77,17 +75,6 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
         bias_seed=config.seed,
         routes=config.asks_for_routes,
     )
-
-
-def require_undisturbed(config: RunConfig) -> None:
-    """Raise UserError if the configuration makes sampler and trainer differ, which would hide their real mismatch."""
-    sigma = config.rollout.mismatch_sigma
-    if sigma is not None:
-        raise UserError(
-            f"rollout.mismatch_sigma = {sigma}: must be null here, where sampler and trainer are compared; remove it"
-        )
-    if config.mismatch != MismatchConfig():
-        raise UserError("mismatch: must be empty here, where sampler and trainer are compared; remove the section")
 
 
 @dataclass(frozen=True)

@@ -44,21 +44,26 @@ class Own:
     def _called(self, arguments: Mapping[str, Tokens | Tensor]) -> Any:
         """Call the function with copies of its positional arguments, so that nothing that it writes reaches the run.
 
-        Raises UserError if it fails, writes into a tensor, or leaves another setting of the process.
+        Raises UserError if it fails, writes into a tensor, differentiates into the policy, or leaves another setting
+        of the process.
         """
         copies = {name: _copied(value) for name, value in arguments.items()}
-        before = settings_of_process()
+        before, given = settings_of_process(), [x for argument in arguments.items() for _, x in _named(*argument)]
+        hooks = [tensor.register_hook(self._no_backward) for tensor in given if tensor.requires_grad]
         try:
             found = self.function(*copies.values(), **deepcopy(dict(self.parameters)))
             require_settings(self.function, before)
         finally:
+            for hook in hooks:
+                hook.remove()
             if before[_FOLDER] not in ("", _folder()):
                 os.chdir(str(before[_FOLDER]))  # the folder of the run may be relative to it
-        for argument, given in copies.items():
-            tensors = [(argument, given)] if isinstance(given, Tensor) else _tensors(given)
-            if changed := [name for name, tensor in tensors if tensor._version]:
-                raise self.refused(f"changes {changed[0]} in place; let it change a copy")
+        if changed := [name for argument in copies.items() for name, tensor in _named(*argument) if tensor._version]:
+            raise self.refused(f"changes {changed[0]} in place; let it change a copy")
         return found
+
+    def _no_backward(self, gradient: Tensor) -> None:
+        raise self.refused("calls backward() itself; let it return the loss alone, which the run differentiates")
 
     def _numbers(self, found: object, lengths: Mapping[int, str], dtypes: Sequence[torch.dtype] = _FLOAT32) -> Tensor:
         """Return `found` if it is a tensor of one of the lengths and dtypes. Raises UserError otherwise."""
@@ -115,12 +120,14 @@ def _copied(given: Tokens | Tensor) -> Tokens | Tensor:
     """Return a batch or tensor in memory of its own; gradients pass."""
     if isinstance(given, Tensor):
         return given.clone()
-    return replace(given, **{name: tensor.clone() for name, tensor in _tensors(given)})
+    return replace(given, **{name: tensor.clone() for name, tensor in _named("", given)})
 
 
-def _tensors(batch: Tokens) -> list[tuple[str, Tensor]]:
-    """Return the names and tensors of a batch."""
-    columns = [(field.name, getattr(batch, field.name)) for field in fields(batch)]
+def _named(argument: str, given: Tokens | Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors of an argument and their names: those of a batch, or the argument itself."""
+    if isinstance(given, Tensor):
+        return [(argument, given)]
+    columns = [(field.name, getattr(given, field.name)) for field in fields(given)]
     return [(name, column) for name, column in columns if column is not None]
 
 

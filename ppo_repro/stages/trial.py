@@ -31,6 +31,7 @@ MOST_TOKENS = 1 << 19  # of the drawn responses
 CALLS = 12  # of a layout: the first ones, and as many others
 FEW, SHORT = 2, 40  # full responses of a small batch, and their tokens
 SIZES = torch.tensor([1.0, 1 / 16, 4.0])  # of the numbers of a response
+WEIGHTS = torch.tensor([1 / 64, 1 / 128, 1 / 256])  # of losses by response, as different as those of a run
 LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
 NATIVE_TOLERANCE = 1e-4  # relative to the largest; deterministic numerics have none
 
@@ -276,9 +277,10 @@ def _result(own: Own, call: OfTokens, drawn: ObjectiveBatch, trains: bool) -> _R
     losses, flags = call(replace(drawn, new_logprobs=new, entropies=entropies, ratios=ratios))
     if not trains:
         return _Result(losses, torch.zeros_like(losses), torch.zeros_like(losses), flags)
-    if not losses.requires_grad:
+    if losses.requires_grad:
+        own.function.guarded(torch.autograd.backward, losses, WEIGHTS[drawn.responses % len(WEIGHTS)])
+    if new.grad is None and entropies.grad is None:
         raise _refused(own, "returned a loss without a gradient; it must depend on new_logprobs or entropies")
-    own.function.guarded(torch.autograd.backward, losses, torch.full(losses.shape, 1.0 / 64))
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (new, entropies)]
     for gradient, of in zip(gradients, ("new_logprobs", "entropies"), strict=True):
         wrong = (~gradient.isfinite()).nonzero()[:, 0].tolist()
@@ -308,12 +310,16 @@ _LOGPROBS = ("new_logprobs", "anchor_logprobs", "old_logprobs", "rollout_logprob
 
 
 def _difference(found: _Result, expected: _Result, drawn: ObjectiveBatch, tolerance: float) -> str:
-    """Describe which losses and gradients differ by more than `tolerance` times the largest; "" if none do."""
+    """Describe which losses and gradients differ by more than `tolerance` times the largest, with a tolerance of 0 in
+    any bit; "" if none do.
+    """
     changes = []
     names = ("loss", "gradient", "gradient in entropies", "clip flag")
     for name, a, b in zip(names, found, expected, strict=True):
-        apart = (a.float() - b.float()).abs()
-        wrong = (apart > tolerance * float(b.abs().max())).nonzero()[:, 0].tolist()
+        apart = (a.float() - b.float()).abs() > tolerance * float(b.abs().max())
+        if not tolerance:
+            apart |= a.signbit() != b.signbit()  # as numbers, -0 and 0 are equal
+        wrong = apart.nonzero()[:, 0].tolist()
         if wrong:
             both = f"{float(a[wrong[0]]):.9g} instead of {float(b[wrong[0]]):.9g}"
             changes.append(f"{name} differs at {len(wrong)} tokens, first {both}{place_of(drawn, wrong[0])}")

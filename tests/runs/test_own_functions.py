@@ -146,6 +146,7 @@ class Fails(Function):
         ("raise ValueError('late')", ":7: loss raised ValueError: late"),
         ("return batch.ratios * float('nan')", ":4: loss returned nan at response "),
         ("return batch.ratios[:-1]", ":4: loss returned a tensor ["),
+        ("batch.ratios.sum().backward()", ":4: loss calls backward() itself; let it return the loss alone"),
         ("return Fails.apply(batch.ratios)", ":15: raised ValueError: backward"),
     ],
 )

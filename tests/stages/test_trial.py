@@ -67,10 +67,26 @@ REFUSED = [
     ),
     ("return -b.ratios * b.responses.unique().numel()", r"depends on the layout\. micro batch 1"),
     ("return -b.ratios * (b.responses == b.responses[-1])", r"depends on the layout\. micro batch 1"),
+    (
+        "x = -b.ratios * b.advantages; x.register_hook(lambda g: g / g.abs().max()); return x",
+        r"depends on the layout\. micro batch 1: gradient differs at \d+ tokens, first ",
+    ),
+    (
+        "x = -b.ratios * b.advantages; return torch.where(x == 0, 0.0 if len(b.response_lengths) > 1 else -0.0, x)",
+        r"depends on the layout\. micro batch 1: loss differs at \d+ tokens, first -0 instead of 0 at response",
+    ),
     ("return -b.ratios * torch.rand(())", r"gives two results for one batch, loss differs at"),
     ("calls.append(0); return b.ratios * len(calls)", r"gives two results for one batch"),
     ("b.advantages.clamp_(min=0); return -b.ratios * b.advantages", r"changes advantages in place"),
     ("return -b.advantages", r"returned a loss without a gradient; it must depend on new_logprobs or entropies"),
+    (
+        "return torch.nn.Parameter(b.ratios.detach()) * b.advantages",
+        r"returned a loss without a gradient; it must depend on new_logprobs or entropies",
+    ),
+    (
+        "x = -b.ratios * b.advantages; x.sum().backward(retain_graph=True); return x",
+        r"calls backward\(\) itself; let it return the loss alone, which the run differentiates",
+    ),
     ("return b.ratios**2", r"returned inf at response \d, position \d+; must be finite \(log-ratio 100, adv"),
     (
         "return -torch.exp(b.new_logprobs - b.anchor_logprobs) * b.advantages",

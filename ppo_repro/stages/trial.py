@@ -49,6 +49,22 @@ OfTokens = Callable[[ObjectiveBatch], tuple[Tensor, Tensor]]  # the loss and the
 Batch = TypeVar("Batch", bound=Tokens)
 
 
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python, NumPy and torch inside a block, and restore their states after it."""
+    state, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+@_seeded(1)
 def try_functions(config: RunConfig, functions: Functions) -> None:
     """Call the user's functions on random batches. Raises UserError, naming file and line, for the first mistake."""
     checked = {field for field, own in config.functions.items() if own.checked}
@@ -72,7 +88,7 @@ def try_functions(config: RunConfig, functions: Functions) -> None:
 def _try_losses(config: RunConfig, own: Own, call: OfTokens, trains: bool) -> None:
     """Try a function that is called with micro-batches; `trains` means that its result needs a gradient."""
     drawn = _drawn_minibatch(config) if trains else _drawn_iteration(config)
-    with _seeded(1), Watch() as seen:
+    with Watch() as seen:
         expected = _result(own, call, drawn, trains)
     with _seeded(2):
         change = _difference(_result(own, call, drawn, trains), expected, drawn, 0.0)
@@ -100,7 +116,7 @@ def _try_losses(config: RunConfig, own: Own, call: OfTokens, trains: bool) -> No
 def _try_iterations(config: RunConfig, own: Own, call: Callable[[Batch], Tensor], drawn: Iterable[Batch]) -> None:
     """Try a function that is called with all tokens of an iteration."""
     for number, batch in enumerate(drawn):
-        with _seeded(1), Watch() as seen:
+        with Watch() as seen:
             first = call(batch)
         with _seeded(2):
             second = call(batch)
@@ -126,21 +142,6 @@ def _unchecked(own: Own) -> str:
 
 def _refused(own: Own, what: str) -> UserError:
     return own.refused(what + _unchecked(own))
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and torch inside a block, and restore their states after it."""
-    state, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 def _drawn_minibatch(config: RunConfig) -> ObjectiveBatch:
@@ -260,11 +261,10 @@ def _laid_out(
 ) -> _Result:
     """Call a function with some tokens at a time; return its results, and what is expected of all other tokens."""
     found = _Result(*map(torch.clone, expected))
-    with _seeded(1):
-        for tokens in calls:
-            columns = {field.name: getattr(drawn, field.name)[tokens] for field in fields(ObjectiveBatch)}
-            for column, values in zip(found, _result(own, call, ObjectiveBatch(**columns), trains), strict=True):
-                column[tokens] = values
+    for tokens in calls:
+        columns = {field.name: getattr(drawn, field.name)[tokens] for field in fields(ObjectiveBatch)}
+        for column, values in zip(found, _result(own, call, ObjectiveBatch(**columns), trains), strict=True):
+            column[tokens] = values
     return found
 
 

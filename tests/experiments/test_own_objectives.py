@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from ppo_repro.ppo.own_functions import OwnObjective
 from ppo_repro.stages.functions import load_functions
 from ppo_repro.stages.trial import try_functions
 from tests.support.paths import ROOT
+from tests.support.runs import small_config
 
 LENGTHS = (3, 1, 5)
 
@@ -46,6 +50,14 @@ def batch() -> ObjectiveBatch:
         advantages=torch.tensor([1.5, -0.5, 2.0])[responses],
         corrections=zeros + 1.0,
     )
+
+
+def test_cut_tokens_are_high_above_a_ratio_of_1_and_low_from_it_down(batch: ObjectiveBatch, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def loss(b): return -b.ratios, b.positions >= 0")
+    own = load_functions(small_config(f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss}}")).objective
+    assert own is not None
+    _, flags = own.losses(replace(batch, ratios=torch.tensor([0.9, 1.0, 1.1] * 3)))
+    assert flags.tolist() == [ClipFlag.CLIP_LOW, ClipFlag.CLIP_LOW, ClipFlag.CLIP_HIGH] * 3
 
 
 def test_sapo(batch: ObjectiveBatch) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from ppo_repro.buffers import ForwardPass, Rewards, Rollout, Spans
 from ppo_repro.config.files import load_config
+from ppo_repro.stages.functions import about_tokens
 from ppo_repro.stages.rewards import compute_advantages, rewards_from
 from ppo_repro.tasks.rewards import Judgement
 from tests.support.bare import bare_forward, bare_rollout
@@ -91,3 +92,8 @@ ADVANTAGES: dict[tuple[str, ...], list[float]] = {
 def test_advantages_by_hand(options: tuple[str, ...]) -> None:
     found = compute_advantages(load_config(TINY, options), rollout(), forward(), rewards("kl={placement: none}"))
     assert found.advantages.tolist() == pytest.approx(ADVANTAGES[options], rel=1e-6)
+
+
+def test_the_tokens_of_all_responses_to_a_prompt_are_one_group() -> None:
+    about = {name: column.tolist() for name, column in about_tokens(rollout(), torch.arange(4)).items()}
+    assert about == {"responses": [0, 0, 0, 1], "groups": [0] * 4, "positions": [0, 1, 2, 0], "lengths": [3, 3, 3, 1]}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -75,6 +78,10 @@ REFUSED = [
         "x = -b.ratios * b.advantages; return torch.where(x == 0, 0.0 if len(b.response_lengths) > 1 else -0.0, x)",
         r"depends on the layout\. micro batch 1: loss differs at \d+ tokens, first -0 instead of 0 at response",
     ),
+    (
+        "return -b.ratios * (2.0 if len(b.response_lengths) == 10 else 1.0)",  # as the second half of 19 has
+        r"depends on the layout\. ranks 2: loss differs at \d+ tokens",
+    ),
     ("return -b.ratios * torch.rand(())", r"gives two results for one batch, loss differs at"),
     ("calls.append(0); return b.ratios * len(calls)", r"gives two results for one batch"),
     ("b.advantages.clamp_(min=0); return -b.ratios * b.advantages", r"changes advantages in place"),
@@ -88,6 +95,10 @@ REFUSED = [
         r"calls backward\(\) itself; let it return the loss alone, which the run differentiates",
     ),
     ("return b.ratios**2", r"returned inf at response \d, position \d+; must be finite \(log-ratio 100, adv"),
+    (
+        "return -torch.where(b.advantages == 0, b.ratios * b.ratios, b.ratios)",
+        r"returned -inf at response \d, position \d+; must be finite \(log-ratio 100, advantage 0\); ",
+    ),
     (
         "return -torch.exp(b.new_logprobs - b.anchor_logprobs) * b.advantages",
         r"returned -?(inf|nan) at response \d, position \d+; must be finite \(log-ratio 100, advantage 0.001\); ",
@@ -142,6 +153,21 @@ def test_what_it_must_refuse_is_one_line_with_file_and_line(tmp_path: Path, body
     assert str(caught.value).isprintable()
 
 
+def test_a_trial_leaves_the_global_generators_as_they_were(tmp_path: Path) -> None:
+    def states() -> list[object]:
+        return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # noqa: NPY002
+
+    before = states()
+    head = f"{HEAD}import random\nimport numpy as np\n"
+    body = "random.random(), np.random.rand(), torch.rand(1); return -b.ratios"
+    tried(tmp_path, body, "numerics.mode=native", head=head)
+    assert states() == before
+
+
+def test_every_call_has_the_parameters_of_the_configuration(tmp_path: Path) -> None:
+    tried(tmp_path, "p.append(0); return -b.ratios * len(p)", "ppo.objective.parameters.p=[1]", signature="b, p")
+
+
 def test_an_unchecked_function_runs_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def loss(b): return -b.ratios / len(b.ratios)")
     config = small_config(f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss, checked: false}}")
@@ -185,6 +211,17 @@ def test_every_call_keeps_the_settings_of_the_process(tmp_path: Path, statement:
     assert Path.cwd() == folder
     if "mode" in statement:
         own.function.value.__globals__["mode"].__exit__(None, None, None)
+
+
+def test_a_current_folder_that_someone_removed_is_not_entered_again(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import os\n\ndef f(p, q):\n    os.chdir('/'); return p - q\n")
+    own = load_functions(small_config(f"kl.estimator={{kind: function, path: {tmp_path}/own.py:f}}")).estimator
+    assert own is not None
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UserError, match=r"f or its file changes the current folder"):
+        own.estimate(torch.ones(3), torch.ones(3))
 
 
 # what a loss may depend on besides its own response; `r`, `a` are ratios and advantages, of `n` tokens
@@ -316,6 +353,13 @@ def test_a_divergence_without_a_gradient_is_refused_in_the_loss_alone(tmp_path: 
     tried_as("kl.estimator", tmp_path, "return (p - q).detach()")
     with pytest.raises(UserError, match="without a gradient"):
         tried_as("kl.estimator", tmp_path, "return (p - q).detach()", KL_IN_LOSS)
+
+
+def test_a_divergence_in_the_reward_is_tried_with_all_tokens_of_an_iteration(tmp_path: Path) -> None:
+    body = "return (p - q) * (2.0 if len(p) > 200 else 1.0)"  # a minibatch has 16 responses of 6 tokens
+    tried_as("kl.estimator", tmp_path, body, KL_IN_LOSS)
+    with pytest.raises(UserError, match="depends on the layout"):
+        tried_as("kl.estimator", tmp_path, body)
 
 
 def test_a_file_that_changes_the_settings_of_the_process_is_refused(tmp_path: Path) -> None:

@@ -76,7 +76,6 @@ def check_parts(model: PreTrainedModel) -> None:
             raise UserError(
                 f"model module '{name}' of class {type(module).__name__}: deterministic numerics do not know it"
             )
-    require_numbers(model, numbers_of(stock))
     found, expected = (dict(m.named_parameters(remove_duplicate=False)) for m in (model, stock))
     for name in sorted(found.keys() | expected.keys()):
         ours, theirs = (list(p[name].shape) if name in p else "no such parameter" for p in (found, expected))
@@ -84,6 +83,7 @@ def check_parts(model: PreTrainedModel) -> None:
             raise UserError(
                 f"model parameter '{name}' is {ours}, and its config wants {theirs}; make it again from its config"
             )
+    require_numbers(model, numbers_of(stock))
 
 
 Numbers = dict[str, dict[str, int | float]]  # by module and attribute

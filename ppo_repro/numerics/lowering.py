@@ -65,9 +65,12 @@ def is_deterministic(model: nn.Module) -> bool:
 
 def check_parts(model: PreTrainedModel) -> None:
     """Raise UserError for the first module or parameter that differs from the model's config in class or shape."""
+    config = copy.deepcopy(model.config)
+    # the tokenizer's, as many loops set it after loading; the embedding keeps its own
+    config.pad_token_id = getattr(model.get_input_embeddings(), "padding_idx", None)
     try:
         with torch.device("meta"):
-            stock = type(model)(copy.deepcopy(model.config))
+            stock = type(model)(config)
     except Exception as error:  # a wrong value can fail anywhere
         raise UserError(f"model config: transformers makes no model of it ({shown(str(error))}); mend it") from error
     modules = dict(stock.named_modules())

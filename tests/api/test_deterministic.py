@@ -272,6 +272,15 @@ def test_what_autograd_calls_at_a_parameter_sees_its_whole_gradient() -> None:
         assert unequal(seen[name], p.grad) == 0, name
 
 
+def test_a_padding_token_may_be_set_before_and_after_the_copy() -> None:
+    """As loops and transformers' Trainer do, with the tokenizer's."""
+    source = source_model("llama")
+    source.config.pad_token_id = 7
+    model = ppo_repro.deterministic(source)
+    model.config.pad_token_id = 8
+    whole_and_part(model)
+
+
 def test_a_model_that_gets_more_words_in_the_middle_goes_on() -> None:
     model = ppo_repro.deterministic(source_model("qwen3"))
     whole_and_part(model)

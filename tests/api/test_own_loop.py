@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -202,6 +202,8 @@ SEQUENCES = st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(SEQUENCES)
+@example([("deepcopy", 0), ("backward of rows", 0), ("step", 2)])  # through weights kept before the first pass
+@example([("weights in a buffer", 0), ("step", 2)])
 def test_whatever_a_loop_does_has_the_effect_that_it_has_with_stock_torch(
     family: str, actions: list[tuple[str, int]]
 ) -> None:

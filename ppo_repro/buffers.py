@@ -299,3 +299,16 @@ class Coefficients:
     clip_range: float
     penalty_coef: float
     returns: ReturnStatistics  # the value model predicts in their units; count 0 without normalised returns
+
+
+@dataclass(frozen=True)
+class WarmStartStep:
+    """The record of one supervised step."""
+
+    epoch: int
+    examples: int
+    tokens: int  # of the answers, end tokens included
+    loss: float  # before the step, nats, token mean
+    learning_rate: float
+    grad_norm: float
+    accuracy: float | None  # greedy, after the step; None where it was not measured

@@ -24,18 +24,16 @@ from ppo_repro.buffers import (
 )
 from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.run import RunConfig
+from ppo_repro.engine import Engine
 from ppo_repro.models.batches import MicroBatch
 from ppo_repro.models.networks import ValueModel, hidden_states
 from ppo_repro.models.state import Digests, Stream, TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
-from ppo_repro.ppo.own_functions import OwnObjective
-from ppo_repro.rollout.engine import Engine
 from ppo_repro.stages.agreement import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
 from ppo_repro.stages.cross_check import cross_check
 from ppo_repro.stages.forward import kl_terms_of, policy_pass, score_rollout, values_in_reward_units
-from ppo_repro.stages.functions import Functions
 from ppo_repro.stages.rewards import compute_advantages, compute_rewards, evaluate
 from ppo_repro.stages.rollout import Task, choose_prompts, roll_out
 from ppo_repro.stages.training_batch import (
@@ -57,6 +55,7 @@ from ppo_repro.stages.updates import (
     policy_update,
     value_update,
 )
+from ppo_repro.user.functions import Functions, OwnObjective
 
 
 def as_sampled(rollout: Rollout) -> Rollout:

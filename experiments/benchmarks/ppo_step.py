@@ -30,8 +30,8 @@ from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import library
 from ppo_repro.records import writer
 from ppo_repro.records.columns import iteration_tables
-from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.sampling.built_in import TorchEngine
 
 QUESTION, PEER = "PPO step", "TRL PPOTrainer"
 CONFIG = Path(__file__).with_name("ppo_step.yaml")

@@ -13,10 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 from experiments.benchmarks import timing
 from experiments.benchmarks.timing import Cost
 from experiments.benchmarks.workload import CONTEXT, RESPONSE, SEQUENCES, Size, prompt_ids
+from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics import library
-from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.sampling.built_in import TorchEngine
 
 SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RESPONSE)
 

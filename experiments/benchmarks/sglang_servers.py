@@ -23,10 +23,10 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
-from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.sglang.client import Call
-from ppo_repro.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.sampling.sglang.client import Call
+from ppo_repro.sampling.sglang.engine import SGLangEngine, sglang_engine
 
 QUESTION = "SGLang"
 BUILT_IN = "built-in engine, deterministic"

@@ -14,10 +14,10 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
 from ppo_repro.config.section import MAX_COUNT, MAX_FLOAT
+from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.load import stop_ids
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.sampling.built_in import TorchEngine
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def generate(
     Raises:
         UserError: a stock model, an empty or too long prompt, ids outside the vocabulary, or no end token is known.
 
-    Source: Gumbel-max; ppo_repro/rollout/sampler.py describes the noise.
+    Source: Gumbel-max; ppo_repro/sampling/draw.py describes the noise.
 
     >>> import torch, ppo_repro
     >>> from transformers import LlamaConfig, LlamaForCausalLM

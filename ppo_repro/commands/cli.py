@@ -17,9 +17,9 @@ from ppo_repro.base.errors import (
     is_out_of_memory,
 )
 from ppo_repro.base.output import one_line, prepare_streams, say, speaks
-from ppo_repro.base.user_file import described, raised_by_user
 from ppo_repro.commands.arguments import build_parser
 from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
+from ppo_repro.user.file import described, raised_by_user
 
 SECONDS_TO_SPEAK = 2  # torchrun ends all processes when one ends: the one that prints the mistake ends first
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from ppo_repro.base.beside import modules_beside
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import file_digest
-from ppo_repro.base.user_file import modules_beside
 from ppo_repro.config.files import path_fields
 from ppo_repro.config.section import Experiment, short_digest, sorted_json
 

@@ -16,11 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.clock import moment
 from ppo_repro.base.errors import UserError
-from ppo_repro.buffers import Episode, Evaluation, Iteration
+from ppo_repro.buffers import Episode, Evaluation, Iteration, WarmStartStep
 from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.config.layout import RecordLevel
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.warm_start import WarmStartStep
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.corrections import correction_names

@@ -22,8 +22,7 @@ from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.config.files import LANGUAGE
 from ppo_repro.config.run import ModelFolder, RunConfig
-from ppo_repro.faults.sampler import disturbed
-from ppo_repro.faults.trainer import received
+from ppo_repro.engine import Engine
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.models.folders import named_weights, save_adapter, save_reward_model, save_value_model, write_model
 from ppo_repro.numerics.devices import Card, kernels_of
@@ -43,14 +42,16 @@ from ppo_repro.records.folder import (
     checkpoints_of,
 )
 from ppo_repro.records.manifest import Head
-from ppo_repro.rollout.engine import Engine
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.accuracy import policy_accuracy
 from ppo_repro.runs.checkpoint import Start, listed, parameter_bytes, save_model
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.samplers import Recorded, own_engine, rollout_engine
 from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
+from ppo_repro.sampling.faults.sampler import disturbed
+from ppo_repro.sampling.faults.trainer import received
+from ppo_repro.sampling.recorded import Recorded
+from ppo_repro.sampling.rollout_engine import own_engine, rollout_engine
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.rewards import evaluate
 
@@ -260,8 +261,19 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
                 checkpoint.restore(start.checkpoint, prepared.state, task)
             del start  # as large as weights and moments together
             stack.enter_context(_quick_collections())
-            opened = rollout_engine(config, prepared, own, run_dir, self.recorded, self.watcher, self.ranks)
-            engine = stack.enter_context(opened)
+            engine = stack.enter_context(
+                rollout_engine(
+                    config,
+                    prepared.engine,
+                    prepared.state,
+                    prepared.task.tokenizer,
+                    own,
+                    run_dir,
+                    self.recorded,
+                    self.watcher,
+                    self.ranks,
+                )
+            )
             yield LanguageExecution(config, prepared, engine, self.ranks, task, self.watcher, accuracy)
 
 

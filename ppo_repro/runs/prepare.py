@@ -16,11 +16,11 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.base.watcher import Watcher
+from ppo_repro.buffers import WarmStartStep
 from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.config.tasks import RewardModelFolder
-from ppo_repro.faults.trainer import check_training_prompts, dropout
 from ppo_repro.models import networks
 from ppo_repro.models.folders import load_reward_model, require_same_tokens, try_to_save
 from ppo_repro.models.load import load_folder, stop_ids
@@ -28,7 +28,6 @@ from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
 from ppo_repro.models.reward_model import make_reward_model, value_model_from
 from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
-from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.devices import Card, kernels_of, torch_device
@@ -37,16 +36,18 @@ from ppo_repro.numerics.interface import CPU
 from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
-from ppo_repro.rollout.torch_engine import TorchEngine, in_dtype
+from ppo_repro.runs.warm_start import warm_start
+from ppo_repro.sampling.built_in import TorchEngine, in_dtype
+from ppo_repro.sampling.faults.trainer import check_training_prompts, dropout
 from ppo_repro.stages.coefficients import first_coefficients
-from ppo_repro.stages.functions import load_functions
 from ppo_repro.stages.rollout import Task
-from ppo_repro.stages.trial import try_functions
 from ppo_repro.tasks.problems import Split, load_source
 from ppo_repro.tasks.rewards import for_source, load_judge
 from ppo_repro.tasks.templates import encode_all, encoder, end_token_warning
 from ppo_repro.tasks.tokenizer import spelled_tokens
-from ppo_repro.tasks.user_code import UserProcess
+from ppo_repro.user.functions import load_functions
+from ppo_repro.user.process import UserProcess
+from ppo_repro.user.trial import try_functions
 
 EVAL_PAIRS = 256  # from held-out prompts, without label noise, to judge a reward model by
 

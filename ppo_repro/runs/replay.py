@@ -20,7 +20,6 @@ from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.config.algorithm import KLInLoss, KLInReward
 from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.run import RunConfig
-from ppo_repro.faults.trainer import with_loss_mask
 from ppo_repro.loop import policy_loss, value_loss
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.columns import SPANS, iteration_tables
@@ -28,9 +27,9 @@ from ppo_repro.records.diff import Difference, first_table_difference
 from ppo_repro.records.folder import FORKED_FROM, load_recorded_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint
+from ppo_repro.sampling.faults.trainer import with_loss_mask
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 from ppo_repro.stages.forward import kl_terms_of
-from ppo_repro.stages.functions import Functions, load_functions
 from ppo_repro.stages.rewards import compute_advantages, rewards_from
 from ppo_repro.stages.training_batch import (
     Minibatch,
@@ -41,6 +40,7 @@ from ppo_repro.stages.training_batch import (
 )
 from ppo_repro.stages.updates import policy_update, value_update
 from ppo_repro.tasks.rewards import Judgement, weighted_scores
+from ppo_repro.user.functions import Functions, load_functions
 
 Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
 STAGES: tuple[Stage, ...] = ("rewards", "advantages", "losses", "coefficients", "summary")

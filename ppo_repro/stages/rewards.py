@@ -19,18 +19,18 @@ from ppo_repro.buffers import Advantages, Episode, Evaluation, ForwardPass, Rewa
 from ppo_repro.config.algorithm import GaeAdvantages, GroupAdvantages, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ColumnAdditionTask, StepsReward
+from ppo_repro.engine import Engine
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.network import forget_packed
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import gae, group_advantages, whiten
 from ppo_repro.ppo.own_batches import AdvantageBatch, ScoreBatch
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
-from ppo_repro.rollout.engine import Engine
-from ppo_repro.stages.functions import BUILT_IN, Functions, about_tokens
 from ppo_repro.stages.rollout import Task, generate, known, sampling_of
 from ppo_repro.tasks.problems import Problem, column_steps
 from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples, right_steps
 from ppo_repro.tasks.tokenizer import decode, full_text
+from ppo_repro.user.functions import BUILT_IN, Functions, about_tokens
 
 
 def judge(

@@ -14,13 +14,13 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.buffers import Episode, Prompts, Rollout, Spans
 from ppo_repro.config.run import RunConfig
-from ppo_repro.rollout.engine import Completion, Engine, Request, Sampling
-from ppo_repro.stages.functions import BUILT_IN, Functions
+from ppo_repro.engine import Completion, Engine, Request, Sampling
 from ppo_repro.tasks.dialogue import Conversations
 from ppo_repro.tasks.problems import Problem, Split, choose
 from ppo_repro.tasks.rewards import Judge
 from ppo_repro.tasks.tokenizer import decode, spans
-from ppo_repro.tasks.user_code import UserFunction
+from ppo_repro.user.functions import BUILT_IN, Functions
+from ppo_repro.user.process import UserFunction
 
 T = TypeVar("T")
 

@@ -42,8 +42,7 @@ from ppo_repro.ppo.corrections import Correction, Corrections
 from ppo_repro.ppo.losses import loss_weights
 from ppo_repro.ppo.objectives import Cispo, Clip, Objective, Penalty, PolicyGradient, SequenceClip
 from ppo_repro.ppo.own_batches import ObjectiveBatch
-from ppo_repro.ppo.own_functions import OwnObjective
-from ppo_repro.stages.functions import BUILT_IN, Functions, about_tokens
+from ppo_repro.user.functions import BUILT_IN, Functions, OwnObjective, about_tokens
 
 TokenKL = Callable[[Tensor, Tensor], Tensor]  # log-probs of policy and reference [n] -> differentiable KL [n], nats
 

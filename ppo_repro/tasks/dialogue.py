@@ -11,11 +11,11 @@ from ppo_repro.base.errors import FunctionFailed, UserError
 from ppo_repro.base.output import say, shown
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import TaskConfig
-from ppo_repro.rollout.engine import Completion
+from ppo_repro.engine import Completion
 from ppo_repro.tasks.problems import FIELD, Problem, row_of
 from ppo_repro.tasks.templates import chat_of, control_tokens_of, rendered_for
 from ppo_repro.tasks.tokenizer import decode, full_text, token_ids
-from ppo_repro.tasks.user_code import UserFunction
+from ppo_repro.user.process import UserFunction
 
 _MARK = "ppo7repro7mark"  # stands for the model's turn while a chat template is taken apart
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import shown
-from ppo_repro.base.user_file import described
-from ppo_repro.tasks.child import seed_generators
+from ppo_repro.user.child import seed_generators
+from ppo_repro.user.file import described
 
 _dataset: Any = None
 _entries: dict[str, dict[str, Any]] = {}  # by key

@@ -18,7 +18,7 @@ from ppo_repro.base.output import shown
 from ppo_repro.base.parquet_rows import read_records
 from ppo_repro.base.seeding import permutation, words
 from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask, PythonTask, TaskConfig
-from ppo_repro.tasks.user_code import UserFunction, UserProcess, load
+from ppo_repro.user.process import UserFunction, UserProcess, load
 
 FIELD = "task.path"
 _OF_GYM = {"entries": "entries", "score": "keywords"}

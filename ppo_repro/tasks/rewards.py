@@ -24,9 +24,9 @@ from ppo_repro.config.tasks import (
     TaskConfig,
     Verifier,
 )
-from ppo_repro.tasks.child import FLOAT32_MAX
 from ppo_repro.tasks.problems import Problem, Source, row_of
-from ppo_repro.tasks.user_code import UserFunction, UserProcess, check_repeats, load_function
+from ppo_repro.user.child import FLOAT32_MAX
+from ppo_repro.user.process import UserFunction, UserProcess, check_repeats, load_function
 
 # a minus sign belongs to a number unless it stands behind a letter, a digit or a bracket: 3-2 ends with 2
 _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")

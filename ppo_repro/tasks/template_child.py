@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import did_you_mean, shown
-from ppo_repro.base.user_file import described
+from ppo_repro.user.file import described
 
 MEMORY = 1 << 30  # bytes that a template may need
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # of an object that a template prints by mistake

@@ -16,7 +16,7 @@ from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import TaskConfig, TextTask
 from ppo_repro.tasks.problems import Problem, Split
-from ppo_repro.tasks.user_code import UserFunction, UserProcess, load
+from ppo_repro.user.process import UserFunction, UserProcess, load
 
 if TYPE_CHECKING:  # the prompts of a file are checked before anything is imported that takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -189,7 +189,7 @@ def encode_all(
     Raises:
         UserError: the engine cannot serve a prompt; the message names the first one.
     """
-    from ppo_repro.rollout.engine import Request, Sampling, TooLongError, check_request
+    from ppo_repro.engine import Request, Sampling, TooLongError, check_request
 
     sampling = Sampling(1.0, 0, 1.0, config.rollout.max_response_tokens)
     every, ids, dropped = [*problems.train, *problems.held_out], dict[str, Ids](), set[str]()

@@ -20,7 +20,7 @@ from typing import Any
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import did_you_mean, masked, one_line, say
-from ppo_repro.base.user_file import file_and_name
+from ppo_repro.user.file import file_and_name
 
 END_SECONDS = 60.0  # for which the command waits for the copies after a run
 GRID_END_SECONDS = 600.0  # after a grid, whose page reads all of its runs

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.user_file import load_callable
+from ppo_repro.user.file import load_callable
 
 FIELD = "--track"
 

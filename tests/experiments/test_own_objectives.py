@@ -12,9 +12,8 @@ import torch
 from ppo_repro.config.files import load_config
 from ppo_repro.ppo.objectives import ClipFlag, probability_ratios
 from ppo_repro.ppo.own_batches import ObjectiveBatch
-from ppo_repro.ppo.own_functions import OwnObjective
-from ppo_repro.stages.functions import load_functions
-from ppo_repro.stages.trial import try_functions
+from ppo_repro.user.functions import OwnObjective, load_functions
+from ppo_repro.user.trial import try_functions
 from tests.support.paths import ROOT
 from tests.support.runs import small_config
 

@@ -17,6 +17,7 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_config, read_tree, validated
 from ppo_repro.config.inputs import run_folder
+from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import devices, library
@@ -25,12 +26,11 @@ from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records import manifest
-from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.dpo import DPOKind
 from ppo_repro.runs.resume import rerun as run_again
 from ppo_repro.runs.summary import summarise
+from ppo_repro.sampling.built_in import TorchEngine
 from tests.gpu import twins
 from tests.gpu.check import DEVICES, Check, Results, unequal
 from tests.support import language

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from ppo_repro.config.files import load_config
+from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import library
@@ -21,10 +22,9 @@ from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import sample_tokens, token_statistics
 from ppo_repro.numerics.weights import weights_digest
-from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.plan import plan_run
 from ppo_repro.runs.summary import summarise
+from ppo_repro.sampling.built_in import TorchEngine
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.gpu.check import Check, Results, unequal
 from tests.support.paths import SMALL

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.layout import LayoutConfig
+from ppo_repro.engine import Request
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.preferences.pairs import Preference
 from ppo_repro.preferences.training import dpo_losses_of, pair_logprobs, preference_steps
-from ppo_repro.rollout.engine import Request
 from ppo_repro.runs.dpo import sequence_kl
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.rollout import sampling_of

@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.mode import Mode
+from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.models.batches import TokenBatch
 from ppo_repro.models.networks import policy_logits, value_predictions
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.sequences import Ragged
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
-from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.sampling.built_in import TorchEngine
 from tests.support.models import (
     ARCHITECTURES,
     CONTEXT,

@@ -18,11 +18,11 @@ from torch import Tensor
 
 import ppo_repro
 from ppo_repro.base.errors import UserError
+from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.records import manifest, reader
-from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.sglang import command
-from ppo_repro.sglang.client import Call, ask
+from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.sglang import command
+from ppo_repro.sampling.sglang.client import Call, ask
 from tests.support.cli import sets
 from tests.support.language import rerun, small_run
 from tests.support.models import unequal
@@ -171,7 +171,7 @@ def test_a_hook_that_does_not_take_keeps_the_server_from_starting(
         found = real(*arguments)  # type: ignore[arg-type]
         return {**found, "PYTHONPATH": os.pathsep.join([str(altered), found["PYTHONPATH"]])}
 
-    monkeypatch.setattr("ppo_repro.sglang.engine.server_environment", environment)
+    monkeypatch.setattr("ppo_repro.sampling.sglang.engine.server_environment", environment)
     with pytest.raises(UserError, match="SGLang ended with"), subject(tmp_path / "servers"):
         pass
     said_by_log = (tmp_path / "servers" / "server-0.log").read_text()

@@ -11,9 +11,9 @@ import pytest
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
-from ppo_repro.models.warm_start import CHECK_EVERY, COOL_DOWN
 from ppo_repro.records import reader
 from ppo_repro.runs.prepare import prepare
+from ppo_repro.runs.warm_start import CHECK_EVERY, COOL_DOWN
 from tests.support.language import rerun
 from tests.support.paths import TINY
 from tests.support.resume import Recorded, record

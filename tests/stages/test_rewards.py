@@ -10,9 +10,9 @@ import torch
 
 from ppo_repro.buffers import ForwardPass, Rewards, Rollout, Spans
 from ppo_repro.config.files import load_config
-from ppo_repro.stages.functions import about_tokens
 from ppo_repro.stages.rewards import compute_advantages, rewards_from
 from ppo_repro.tasks.rewards import Judgement
+from ppo_repro.user.functions import about_tokens
 from tests.support.bare import bare_forward, bare_rollout
 from tests.support.paths import TINY
 

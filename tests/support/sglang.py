@@ -13,7 +13,7 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.sampling.sglang.engine import SGLangEngine, sglang_engine
 from tests.support.runs import small_config
 
 CONTEXT = 600  # the servers' and of every deterministic run on them

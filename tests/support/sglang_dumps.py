@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.records.folder import FINAL, REFERENCE
-from ppo_repro.sglang import server
-from ppo_repro.sglang.command import server_environment
+from ppo_repro.sampling.sglang import server
+from ppo_repro.sampling.sglang.command import server_environment
 from tests.support.language import small_run
 from tests.support.paths import ROOT
 from tests.support.sglang import PYTHON

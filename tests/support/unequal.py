@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ppo_repro import loop
 from ppo_repro.buffers import MinibatchUpdate
+from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.models.state import Digests
-from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.sampling.built_in import TorchEngine
 
 
 def flipped(values: Tensor, row: int) -> Tensor:

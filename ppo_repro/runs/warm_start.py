@@ -1,0 +1,132 @@
+"""Supervised training of a new policy until it gives some right answers, so that PPO has a signal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_repro.base.mode import Mode
+from ppo_repro.base.seeding import permutation
+from ppo_repro.buffers import WarmStartStep
+from ppo_repro.config.run import NumericsConfig, TinyModel
+from ppo_repro.engine import Request, Sampling
+from ppo_repro.models.batches import TokenBatch, lay_out
+from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.numerics.adamw import AdamWSettings
+from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.sequences import slots_of
+from ppo_repro.numerics.sums import mean_of
+from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.tasks.problems import Problem
+
+WARM_UP, COOL_DOWN = 30, 20  # steps over which the learning rate rises at the start and falls at the end
+CHECK_EVERY, CHECK_PROMPTS = 10, 256
+
+Pair = tuple[list[int], list[int]]  # prompt tokens, answer tokens with the end token
+
+
+def _cross_entropy_step(
+    policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: Mode
+) -> tuple[float, float]:
+    """Take one step on -log p(answer token), token mean; return the loss before the step and the gradient norm."""
+    losses: list[torch.Tensor] = []
+
+    def backward() -> None:
+        logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, mode)
+        losses.append(-logprobs.detach())
+        torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(logprobs)))
+
+    grad_norm = optimizer.step(backward)
+    return mean_of(losses[0]), grad_norm
+
+
+def _accuracy(engine: TorchEngine, pairs: Sequence[Pair]) -> float:
+    """Return the share of prompts whose greedy response equals the answer, token for token."""
+    longest = max(len(answer) for _, answer in pairs)
+    requests = [Request(tuple(prompt), 0) for prompt, _ in pairs]
+    completions = engine.generate(requests, Sampling(1.0, 0, 1.0, longest, greedy=True))
+    hits = [list(c.response_ids) == answer for c, (_, answer) in zip(completions, pairs, strict=True)]
+    return sum(hits) / len(hits)
+
+
+def _batches(pairs: Sequence[Pair], size: int, seed: int, epoch: int) -> list[list[Pair]]:
+    """Cut a random permutation of the pairs into batches of `size`; an incomplete last batch is left out."""
+    order = permutation(len(pairs), "warm start", seed, epoch)
+    return [[pairs[i] for i in order[k : k + size]] for k in range(0, len(pairs) - size + 1, size)]
+
+
+def warm_start(
+    source: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    config: TinyModel,
+    numerics: NumericsConfig,
+    seed: int,
+    progress: Callable[[int, int, float], None],
+) -> tuple[WarmStartStep, ...]:
+    """Train `source` in place to give the answers; return the record of each step.
+
+    The loss is cross-entropy on answer and end token; the optimizer is AdamW. The learning rate rises over 30 steps,
+    stays constant until the greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero
+    over 20.
+
+    Args:
+        source: a float32 model.
+        tokenizer: encodes prompts and answers.
+        problems: to learn from.
+        config: steps, batch size, learning rate, accuracy.
+        numerics: of the training.
+        seed: of the order.
+        progress: called with step, last step and loss in nats per token after each step.
+    """
+    policy = make_policy(source, numerics.mode, numerics.max_context)
+    settings = AdamWSettings(
+        learning_rate=config.warm_start_learning_rate,
+        beta1=0.9,
+        beta2=0.98,
+        eps=1e-8,
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+    )
+    optimizer = Optimizer(policy, settings, numerics.mode)
+    prompts = tokenizer([p.prompt for p in problems])["input_ids"]
+    answers = tokenizer([p.solution for p in problems])["input_ids"]
+    pairs = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers, strict=True)]
+    stop = frozenset([tokenizer.eos_token_id])
+    engine = TorchEngine(policy, stop, numerics.mode, numerics.max_context, CHECK_PROMPTS, 0)
+    size = min(config.warm_start_batch_size, len(pairs))
+    remaining: list[list[Pair]] = []
+    step, epoch, end = 0, 0, config.warm_start_steps
+    steps: list[WarmStartStep] = []
+    while step < end:
+        if not remaining:
+            remaining, epoch = _batches(pairs, size, seed, epoch), epoch + 1
+        minibatch = remaining.pop(0)
+        scale = min(1.0, (step + 1) / WARM_UP, (end - step) / COOL_DOWN)
+        optimizer.settings = replace(settings, learning_rate=settings.learning_rate * scale)
+        slots = slots_of(range(len(minibatch)), len(minibatch), SLOTS)
+        batch = lay_out([p for p, _ in minibatch], [a for _, a in minibatch], slots=slots).into(optimizer.sink)
+        loss, grad_norm = _cross_entropy_step(policy, optimizer, batch, numerics.mode)
+        step += 1
+        due = step % CHECK_EVERY == 0 and step + COOL_DOWN < end
+        accuracy = _accuracy(engine, pairs[:CHECK_PROMPTS]) if due else None
+        if accuracy is not None and accuracy >= config.warm_start_accuracy:
+            end = step + COOL_DOWN
+        steps.append(
+            WarmStartStep(
+                epoch=epoch - 1,
+                examples=len(minibatch),
+                tokens=len(batch.targets),
+                loss=loss,
+                learning_rate=optimizer.settings.learning_rate,
+                grad_norm=grad_norm,
+                accuracy=accuracy,
+            )
+        )
+        progress(step, end, loss)
+    source.load_state_dict(policy.state_dict())
+    return tuple(steps)

@@ -1,0 +1,125 @@
+"""Responses decoded and encoded again before training, as in stacks that pass texts instead of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ppo_repro.base.seeding import words
+from ppo_repro.buffers import Spans
+from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
+from ppo_repro.tasks.tokenizer import decode, spans
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """T tokens encoded from the text of a response, and their relation to the S sampled tokens."""
+
+    ids: list[int]  # [T]
+    spans: Spans  # of these tokens
+    owners: list[int]  # [S] the token, of T, with the last character of a sampled token
+    sources: list[int]  # [T] the last sampled token with that owner, or else the one whose text goes beyond
+    as_sampled: list[bool]  # [T] the same token was sampled
+
+    def summed(self, logprobs: Tensor) -> Tensor:
+        """Sum the values [S] of the sampled tokens that belong to each new token: [T] float32."""
+        parts: list[list[float]] = [[] for _ in self.ids]
+        for owner, value in zip(self.owners, logprobs.tolist(), strict=True):
+            parts[owner].append(value)
+        return torch.tensor([fsum(part) for part in parts], dtype=torch.float32)
+
+
+def encode_again(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: Spans, most: int, ended: bool
+) -> Encoding | None:
+    """Encode the decoded text of a response again, and add its end token.
+
+    Special tokens inside a response have no text, and are lost.
+
+    Args:
+        tokenizer: the run's tokenizer.
+        ids: the sampled tokens.
+        before: positions of the sampled tokens in the text.
+        most: the most tokens that the result may have.
+        ended: whether the response has its end token.
+
+    Returns:
+        The encoding; None if it has no token, or more than `most`.
+    """
+    tail = [ids[-1]] if ended and ids[-1] in tokenizer.all_special_ids else []
+    body = list(ids[: len(ids) - len(tail)])
+    text = decode(tokenizer, ids)
+    new = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    if (body and not new) or len(new) + len(tail) > most:
+        return None
+    after = spans(tokenizer, [*new, *tail], text)
+    owners, last = [], -1
+    for end in before.char_end[: len(body)]:
+        owners.append(next((j for j in range(max(last, 0), len(new)) if after.char_end[j] >= end), len(new) - 1))
+        last = owners[-1]
+    sources = [_source(before, after, owners, token) for token in range(len(new))]
+    owned = [owners.count(token) for token in range(len(new))]
+    old_spans, new_spans = (list(zip(x.char_start, x.char_end, strict=True)) for x in (before, after))
+    same = [owned[j] == 1 and new[j] == body[t] and new_spans[j] == old_spans[t] for j, t in enumerate(sources)]
+    if tail:
+        owners, sources, same = [*owners, len(new)], [*sources, len(body)], [*same, True]
+    return Encoding([*new, *tail], after, owners, sources, same)
+
+
+def _source(before: Spans, after: Spans, owners: Sequence[int], token: int) -> int:
+    owned = [t for t, owner in enumerate(owners) if owner == token]
+    if owned:
+        return owned[-1]
+    return next((t for t in range(len(owners)) if before.char_end[t] >= after.char_end[token]), len(owners) - 1)
+
+
+@dataclass(frozen=True)
+class RetokenizingEngine:
+    """An engine that replaces the tokens of some sampled responses by other tokens of the same text.
+
+    `logprobs` and `log_kept_mass` of a new token are the sums over the sampled tokens that end in its text, 0 if none
+    does: a response keeps its log-prob. Routes and kept sets are dropped. Greedy evaluation does not change.
+    """
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    share: float  # share of the responses that are encoded again
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        completions = self.engine.generate(requests, sampling, dialogue)
+        if sampling.greedy:
+            return completions
+        most = sampling.max_response_tokens
+        draws = (int(words(1, "retokenize", request.seed)[0]) for request in requests)
+        pairs = zip(completions, draws, strict=True)
+        return [self._encoded(c, most if draw < self.share * 2.0**64 else 0) for c, draw in pairs]
+
+    def _encoded(self, completion: Completion, most: int) -> Completion:
+        """Encode a completion again in at most `most` tokens; return it unchanged if that is not possible."""
+        ids, ended = completion.response_ids, completion.finish_reason == "stop"
+        text = decode(self.tokenizer, ids)
+        before = spans(self.tokenizer, ids, text)
+        new = encode_again(self.tokenizer, ids, before, most, ended) if most else None
+        if new is None:
+            own = list(range(len(ids)))
+            new = Encoding(list(ids), before, own, own, [True] * len(own))
+        count, versions = len(new.ids), completion.policy_versions
+        return replace(
+            completion,
+            response_ids=tuple(new.ids),
+            logprobs=new.summed(completion.logprobs),
+            log_kept_mass=new.summed(completion.log_kept_mass),
+            kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
+            policy_versions=None if versions is None else tuple(versions[source] for source in new.sources),
+            text=text,
+            sampled_ids=ids,
+            is_as_sampled=tuple(new.as_sampled),
+            routes=None,
+        )

@@ -1,0 +1,88 @@
+"""Deliberate faults of the sampler: older weights, one flipped bit, another first token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ppo_repro.config.run import RunConfig
+from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
+from ppo_repro.models.state import TrainState
+from ppo_repro.sampling.faults.retokenizing import RetokenizingEngine
+
+FIRST_TEXT_ID = 2  # our tokenizers begin with <pad> and <eos>
+
+
+def disturbed(config: RunConfig, engine: Engine, state: TrainState, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """Return the run's sampler with the faults in the configuration's section `mismatch`.
+
+    Args:
+        config: the run.
+        engine: the run's sampler.
+        state: the policy and its older versions; a flipped bit changes the policy at once.
+        tokenizer: encodes responses again.
+
+    Returns:
+        The engine with its faults; `engine` itself if there are none.
+    """
+    lag, share = config.mismatch.sampler.lag, config.mismatch.trainer.retokenize
+    if config.mismatch.flip == "bit" and state.iteration == 0:
+        flip_bit(state.policy)
+    if config.mismatch.flip == "token":
+        engine = FlippingEngine(engine, state)
+    if lag:
+        engine = LaggingEngine(engine, state, lag)
+    return RetokenizingEngine(engine, tokenizer, share) if share else engine
+
+
+def flip_bit(policy: nn.Module) -> None:
+    """Change the last bit of the first number of the first weight matrix after the embeddings."""
+    matrix = next(p for name, p in policy.named_parameters() if p.dim() == 2 and "embed" not in name)
+    with torch.no_grad():
+        matrix.view(torch.int32)[0, 0].bitwise_xor_(1)
+
+
+@dataclass(frozen=True)
+class FlippingEngine:
+    """An engine that changes the first token in iteration 0, but reports the log-prob of the sampled token."""
+
+    engine: Engine
+    state: TrainState
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        first, *others = self.engine.generate(requests, sampling, dialogue)
+        if sampling.greedy or self.state.iteration:
+            return [first, *others]
+        token = first.response_ids[0]
+        token += -1 if token > FIRST_TEXT_ID else 1
+        return [replace(first, response_ids=(token, *first.response_ids[1:])), *others]
+
+
+@dataclass(frozen=True)
+class LaggingEngine:
+    """An engine that samples with the policy of `lag` iterations ago. Greedy evaluation uses the newest weights."""
+
+    engine: Engine
+    state: TrainState  # has the policy of the engine
+    lag: int
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        """Sample with the weights of `lag` iterations ago, or the first weights; then restore the newest weights."""
+        if sampling.greedy:
+            return self.engine.generate(requests, sampling, dialogue)
+        versions, newest = self.state.versions, self.state.iteration
+        assert versions is not None
+        versions.keep(newest)
+        version = max(0, newest - self.lag)
+        with versions.at(version):
+            completions = self.engine.generate(requests, sampling, dialogue)
+        versions.forget(newest + 1)
+        return [replace(c, policy_versions=(version,) * len(c.response_ids)) for c in completions]

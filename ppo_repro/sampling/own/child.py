@@ -1,0 +1,58 @@
+"""Run the user's engine in a child process; `engine.py` is the run's side.
+
+The engine's settings for its process, for example torch's threads, do not affect the trainer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import resource
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ppo_repro.sampling.own.responses import EngineSampling, Response, checked_responses
+from ppo_repro.user.file import RefusedError, UserCallable, begin_of, check_call, load_callable
+
+METHODS = {"load": ("folder",), "generate": ("prompts", "sampling", "seeds")}
+
+_methods: dict[str, UserCallable] = {}  # the methods of this process's engine
+
+
+def make(field: str, path: str, parameters: Mapping[str, Any]) -> None:
+    """Create the engine from `FILE.py:CLASS`.
+
+    Raises UserError if the class or one of its methods is missing or wrong.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # a server may reserve more memory than it uses
+    found = load_callable(field, path, (), parameters)
+    if not inspect.isclass(found.value):
+        raise found.refused(f"is no class; must be one with {' and '.join(METHODS)}")
+    engine = found(**parameters)
+    for name, positions in METHODS.items():
+        method = getattr(engine, name, None)
+        if method is None:
+            raise found.refused(f"has no method {name}({', '.join(positions)}); add it")
+        whole_name = f"{found.name}.{name}"
+        described = replace(found, name=whole_name, line=begin_of(method, found.file) or found.line, value=method)
+        try:
+            check_call(whole_name, method, positions, {})
+        except RefusedError as error:
+            raise described.refused(str(error).removeprefix(f"{whole_name} ")) from None
+        _methods[name] = described
+
+
+def load(folder: str) -> None:
+    """Call the engine's `load` with a folder of weights."""
+    _methods["load"](folder)
+
+
+def generate(prompts: list[list[int]], sampling: Mapping[str, Any], seeds: list[int]) -> list[Response]:
+    """Return one response per prompt. If the engine returns anything else, raises UserError with file and line."""
+    method, wanted = _methods["generate"], EngineSampling(**{**sampling, "end_ids": tuple(sampling["end_ids"])})
+    value = method(prompts, wanted, seeds)
+    try:
+        return checked_responses(value, len(prompts), wanted)
+    except RefusedError as error:
+        raise method.refused(str(error)) from None

@@ -1,0 +1,133 @@
+"""Sample with the user's engine: its process, its weights, its responses.
+
+The run promises nothing about the engine's numbers, and records its tokens and log-probs unchanged. A response in a
+wrong form ends the run (`responses.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_repro.base.files import whole_folder
+from ppo_repro.config.rollout import OwnEngine
+from ppo_repro.engine import Completion, Dialogue, Request, Sampling, check_request
+from ppo_repro.models.folders import write_sampled
+from ppo_repro.numerics.weights import weights_digest
+from ppo_repro.sampling.own.child import METHODS
+from ppo_repro.sampling.own.responses import EngineSampling, Response
+from ppo_repro.user.file import file_and_name
+from ppo_repro.user.process import UserProcess, load
+
+FIELD = "rollout.engine.path"
+MODEL = "model"  # the folder of weights, below the engine's
+_CHILD = Path(__file__).with_name("child.py")
+_SEEDS = 2**32  # NumPy takes seeds below this
+
+
+class EngineProcess:
+    """User's engine in its own process, which runs until `end`."""
+
+    def __init__(self, settings: OwnEngine) -> None:
+        """Start the process and create the engine. If that fails, raises UserError with file and line."""
+        file_and_name(FIELD, settings.path)
+        self.settings, self.process = settings, UserProcess()
+        load(self.process, FIELD, _CHILD, dict.fromkeys(("make", *METHODS), "text"))
+        self._ask("make", {"field": FIELD, "path": settings.path, "parameters": settings.parameters})
+
+    def load(self, folder: Path) -> None:
+        """Call the engine's `load` with a folder of weights."""
+        self._ask("load", {"folder": str(folder)})
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: EngineSampling, seeds: Sequence[int]
+    ) -> list[Response]:
+        """Return one response per prompt; the first of `seeds` seeds the global generators of the process."""
+        row = {"prompts": prompts, "sampling": asdict(sampling), "seeds": seeds}
+        responses: list[Response] = self._ask("generate", row, seeds[0] % _SEEDS)
+        return responses
+
+    def end(self) -> None:
+        """End the process, and all processes that it started."""
+        self.process.end()
+
+    def _ask(self, method: str, row: Mapping[str, Any], seed: int = 0) -> Any:
+        def lost(_: int, how: str) -> str:
+            more = ", or raise rollout.engine.timeout_s" if how.startswith("gave no answer") else ""
+            return f"{FIELD}: {self.settings.path}: {method} {how}{more}"
+
+        about = {"field": FIELD, "file": str(_CHILD), "name": method, "line": "", "call": "text", "options": {}}
+        request = {**about, "seed": seed, "rows": [row]}
+        return self.process.ask(request, 1, self.settings.timeout_s, lost)[0]
+
+
+class OwnSampler:
+    """Sampler that uses the user's engine, and sends it the weights of `policy` whenever they have changed."""
+
+    def __init__(
+        self,
+        engine: EngineProcess,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: frozenset[int],
+        max_context: int,
+        folder: Path,
+    ) -> None:
+        """Connect an engine that has no weights yet.
+
+        Args:
+            engine: the user's engine, in its process.
+            policy: the model whose weights the engine gets.
+            tokenizer: the tokenizer that is written beside the weights.
+            end_ids: end tokens.
+            max_context: tokens of prompt and response together.
+            folder: the folder below which the weights are written.
+        """
+        self.engine, self.policy, self.tokenizer, self.end_ids = engine, policy, tokenizer, end_ids
+        self.max_context, self.model_folder = max_context, folder / MODEL
+        self._loaded = ""  # digest of the engine's weights
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        assert dialogue is None, "the configuration refuses several turns"
+        assert not sampling.greedy, "evaluation is the built-in engine's"
+        if not requests:
+            return []
+        vocab_size = self.policy.config.vocab_size
+        for request in requests:
+            check_request(request, sampling, vocab_size, self.max_context)
+        self._bring_weights()
+        end_ids = tuple(sorted(self.end_ids))
+        wanted = EngineSampling(sampling.temperature, sampling.max_response_tokens, end_ids, vocab_size)
+        prompts, seeds = [request.prompt_ids for request in requests], [request.seed for request in requests]
+        return [sampled(*response) for response in self.engine.generate(prompts, wanted, seeds)]
+
+    def _bring_weights(self) -> None:
+        digest = weights_digest(self.policy.named_parameters())
+        if digest == self._loaded:
+            return
+        self._loaded = ""
+        with whole_folder(self.model_folder) as temporary:
+            write_sampled(self.policy, self.end_ids, temporary)
+            self.tokenizer.save_pretrained(temporary)
+        self.engine.load(self.model_folder)
+        self._loaded = digest
+
+
+def sampled(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
+    """Return a completion whose distribution top-k and top-p did not cut."""
+    return Completion(
+        response_ids=tuple(ids),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        log_kept_mass=torch.zeros(len(ids)),
+        kept_tokens=torch.empty(len(ids), 0, dtype=torch.uint8),
+        finish_reason=finish_reason,
+        server=None,
+        latency=None,
+    )

@@ -1,0 +1,120 @@
+"""Choose and start the engine that samples for a run: built-in, SGLang servers, or the user's own."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from ppo_repro.base.ranks import Ranks
+from ppo_repro.base.watcher import Watcher
+from ppo_repro.config.rollout import OwnEngine, SGLangServers
+from ppo_repro.config.run import RunConfig
+from ppo_repro.engine import Engine
+from ppo_repro.models.state import TrainState
+from ppo_repro.records.folder import ENGINE_NAME, SERVERS_NAME
+from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.own.engine import EngineProcess, OwnSampler
+from ppo_repro.sampling.recorded import Recorded, RecordedSampler
+from ppo_repro.sampling.shared import EvaluatedHere, SharedEngine
+
+
+@contextmanager
+def own_engine(config: RunConfig, ranks: Ranks, recorded: Recorded | None) -> Iterator[EngineProcess | None]:
+    """Start the user's engine, which ends with the block; yield None in a process that does not use it.
+
+    The first of several processes uses it. Raises UserError if its file, its class or one of its methods is wrong.
+    """
+    settings, is_recorded = config.rollout.engine, recorded is not None and recorded.iterations >= config.iterations
+    if not isinstance(settings, OwnEngine) or is_recorded or not ranks.is_first:
+        yield None
+        return
+    engine = EngineProcess(settings)
+    try:
+        yield engine
+    finally:
+        engine.end()
+
+
+@contextmanager
+def rollout_engine(
+    config: RunConfig,
+    built_in: TorchEngine,
+    state: TrainState,
+    tokenizer: PreTrainedTokenizerBase,
+    own: EngineProcess | None,
+    run_dir: Path | None,
+    recorded: Recorded | None,
+    watcher: Watcher,
+    ranks: Ranks,
+) -> Iterator[Engine]:
+    """Yield the engine of a run, and stop what it started when the block ends. The first of several processes owns it.
+
+    Args:
+        config: names the engine.
+        built_in: the built-in engine.
+        state: has the policy, and knows the iteration.
+        tokenizer: goes to the user's engine with the weights.
+        own: the user's engine, if the run has one.
+        run_dir: for logs, notes and weights; None for a temporary folder.
+        recorded: samples that need not be drawn.
+        watcher: receives the waiting times of servers.
+        ranks: the first one samples if the engine is not built in.
+    """
+    settings = config.rollout.engine
+    if isinstance(settings, SGLangServers):
+        with _servers(config, settings, built_in, run_dir, watcher, ranks) as engine:
+            yield engine
+    elif isinstance(settings, OwnEngine):
+        with _place(run_dir, ENGINE_NAME) as folder:
+            sampler = None
+            if own is not None:
+                context = config.numerics.max_context
+                sampler = OwnSampler(own, state.policy, tokenizer, built_in.stop_ids, context, folder)
+            asked = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
+            try:
+                yield asked if recorded is None else RecordedSampler(recorded, state, asked)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)  # the weights that it loaded last
+    else:
+        yield built_in
+
+
+@contextmanager
+def _servers(
+    config: RunConfig,
+    settings: SGLangServers,
+    built_in: TorchEngine,
+    run_dir: Path | None,
+    watcher: Watcher,
+    ranks: Ranks,
+) -> Iterator[Engine]:
+    """Yield SGLang servers with the policy and end tokens of the built-in engine."""
+    from ppo_repro.sampling.sglang.engine import sglang_engine
+
+    if not ranks.is_first:
+        yield SharedEngine(ranks, None)
+        return
+
+    def waiting(seconds: int) -> None:
+        watcher.servers(seconds, settings.timeout_s)
+
+    with (
+        _place(run_dir, SERVERS_NAME) as folder,
+        sglang_engine(config, settings, built_in.policy, built_in.stop_ids, folder, waiting) as servers,
+    ):
+        yield servers if ranks.size == 1 else SharedEngine(ranks, servers)
+
+
+@contextmanager
+def _place(run_dir: Path | None, name: str) -> Iterator[Path]:
+    """Yield a folder `name` in the run folder, or a temporary folder if `run_dir` is None."""
+    if run_dir is not None:
+        yield run_dir / name
+        return
+    with tempfile.TemporaryDirectory(prefix="ppo-sampler-") as temporary:
+        yield Path(temporary) / name

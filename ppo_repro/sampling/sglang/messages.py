@@ -1,0 +1,227 @@
+"""Make requests to `/generate` and read the answers.
+
+A wrong request can kill a server, so every field is checked first.
+
+Every used field of an answer is checked too: a response of the wrong length, from other weights, or with a log-prob
+that is not a float32 ends the run.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.engine import Completion, Request, Sampling, check_request
+from ppo_repro.numerics.families import decoder_layers, mixture_layers
+from ppo_repro.sampling.sglang.plugin import kept_tokens
+
+
+@dataclass(frozen=True)
+class RoutedLayers:
+    """Shape of a model's routes; SGLang returns experts for every layer, zeros for a dense layer."""
+
+    layers: int
+    mixtures: tuple[int, ...]  # the layers with a router
+    experts: int  # experts of each router
+    per_token: int  # experts that compute one token
+
+
+def routed_layers(policy: PreTrainedModel) -> RoutedLayers:
+    """Return the layers and experts of a mixture of experts."""
+    config = policy.config
+    experts = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
+    return RoutedLayers(
+        len(decoder_layers(policy)), tuple(mixture_layers(policy)), int(experts), int(config.num_experts_per_tok)
+    )
+
+
+def read_routes(text: Any, inputs: int, routed: RoutedLayers) -> Tensor:
+    """Decode the routes of `Completion.routes`, int32 [inputs, M k]. Raises ValueError if `text` has another form."""
+    if not isinstance(text, str):
+        raise ValueError("returned no routed_experts; start the server with --enable-return-routed-experts")
+    try:
+        flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"returned routed_experts that are no base64 of int32 ({error})") from error
+    if flat.size != inputs * routed.layers * routed.per_token:
+        raise ValueError(f"returned {flat.size} routed_experts for {inputs} tokens, {routed.layers} layers")
+    found = flat.reshape(inputs, routed.layers, routed.per_token)[:, list(routed.mixtures)]
+    rises = bool((np.diff(found, axis=-1) > 0).all())
+    if not rises or found.min(initial=0) < 0 or found.max(initial=0) >= routed.experts:
+        raise ValueError(f"returned routed_experts that are not {routed.per_token} of {routed.experts} by rising index")
+    return torch.from_numpy(found.reshape(inputs, len(routed.mixtures) * routed.per_token).astype(np.int32))
+
+
+ALL_TOKENS = -1  # SGLang's top_k that cuts nothing
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def generate_body(
+    requests: Sequence[Request],
+    sampling: Sampling,
+    stop_ids: frozenset[int],
+    vocab_size: int,
+    max_context: int,
+    routes: bool = False,
+) -> dict[str, Any]:
+    """Make one request to `/generate` for all of `requests`.
+
+    Args:
+        requests: prompts and seeds.
+        sampling: temperature, cuts, length.
+        stop_ids: end tokens.
+        vocab_size: token ids are below it.
+        max_context: tokens of prompt and response together.
+        routes: whether to ask for the experts of each token.
+
+    Raises:
+        UserError: one of the requests cannot be served.
+    """
+    if sampling.top_p != kept_tokens.shortest(sampling.top_p):
+        raise UserError(f"rollout.top_p = {sampling.top_p}: SGLang keeps a float32 of it; give it in up to 6 digits")
+    if sampling.greedy and sampling.temperature != 1.0:
+        raise UserError("rollout.engine.kind = sglang: greedy decoding returns log-probs at temperature 1 only")
+    for request in requests:
+        check_request(request, sampling, vocab_size, max_context)
+        if not -(2**63) <= request.seed < 2**63:
+            raise UserError(f"seed {request.seed}: must fit into a signed 64-bit integer")
+    shared = {
+        "max_new_tokens": sampling.max_response_tokens,
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "stop_token_ids": sorted(stop_ids),
+    }
+    cuts = {"top_k": sampling.top_k or ALL_TOKENS, "top_p": sampling.top_p} if sampling.cuts else {}
+    shared = {**shared, **cuts}
+    return {
+        "input_ids": [list(request.prompt_ids) for request in requests],
+        "sampling_params": [{**shared, "sampling_seed": request.seed} for request in requests],
+        "return_logprob": True,
+        "stream": False,
+        **({"return_routed_experts": True} if routes else {}),
+    }
+
+
+def read_completions(
+    answer: Any,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    stop_ids: frozenset[int],
+    vocab_size: int,
+    version: str,
+    url: str,
+    routed: RoutedLayers | None = None,
+) -> list[Completion]:
+    """Return the completions of a `/generate` answer, in the order of the requests.
+
+    Raises UserError, with the fault, for a wrong answer.
+
+    Args:
+        answer: the server's answer, parsed JSON.
+        requests: the prompts and seeds that were sent.
+        sampling: the sampling that was sent.
+        stop_ids: end tokens.
+        vocab_size: token ids are below it.
+        version: version of the weights that must have sampled.
+        url: address of the server, for errors.
+        routed: the shape of the routes; None if no routes were asked for.
+    """
+    if not isinstance(answer, list) or len(answer) != len(requests):
+        raise UserError(f"{url}: answered {_shown(answer)} to {len(requests)} requests; must be one answer each")
+
+    def completion(item: Any, request: Request) -> Completion:
+        meta = _field(item, "meta_info", dict)
+        _check_version(meta, version)
+        if meta.get("prompt_tokens") != len(request.prompt_ids):
+            raise ValueError(
+                f"read a prompt of {len(request.prompt_ids)} tokens as {_shown(meta.get('prompt_tokens'))}"
+            )
+        tokens = [_token(token, vocab_size) for token in _field(item, "output_ids", list)]
+        rows = _field(meta, "output_token_logprobs", list)
+        if any(not isinstance(row, list) or len(row) < 2 for row in rows) or [row[1] for row in rows] != tokens:
+            raise ValueError("returned log-probs of other tokens than those of the response")
+        reason = _finish_reason(meta, tokens, sampling.max_response_tokens, stop_ids)
+        latency, inputs = _field(meta, "e2e_latency", float), len(request.prompt_ids) + len(tokens) - 1
+        if not math.isfinite(latency):
+            raise ValueError(f"returned {latency!r} as e2e_latency; must be a finite number of seconds")
+        logprobs = torch.tensor([_float32(row[0]) for row in rows], dtype=torch.float32)
+        mass, kept = torch.zeros(len(tokens)), torch.empty(len(tokens), 0, dtype=torch.uint8)
+        if sampling.cuts:
+            logprobs, mass, kept = kept_tokens.read(meta.get(kept_tokens.KEPT), tokens, vocab_size)
+        return Completion(
+            response_ids=tuple(tokens),
+            logprobs=logprobs,
+            log_kept_mass=mass,
+            kept_tokens=kept,
+            finish_reason=reason,
+            server=url,
+            latency=latency,
+            routes=None if routed is None else read_routes(meta.get("routed_experts"), inputs, routed),
+        )
+
+    try:
+        return [completion(item, request) for item, request in zip(answer, requests, strict=True)]
+    except ValueError as error:
+        raise UserError(f"{url}: {error}") from error
+
+
+def _check_version(meta: dict[str, Any], version: str) -> None:
+    spans = meta.get("weight_versions")
+    versions = {str(meta.get("weight_version"))}
+    if isinstance(spans, list):
+        versions |= {str(span.get("version") if isinstance(span, dict) else span) for span in spans}
+    if versions != {version}:
+        others = ", ".join(sorted(versions - {version}))
+        raise ValueError(
+            f"sampled with weights {others!r}, must be {version!r}: it was restarted, or somebody else updates it"
+        )
+
+
+def _finish_reason(meta: dict[str, Any], tokens: list[int], longest: int, stop_ids: frozenset[int]) -> str:
+    """Return `stop` after a stop token, even at the limit, where SGLang returns `length`; otherwise `length`."""
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, dict) else None
+    if kind not in ("stop", "length"):
+        raise ValueError(f"ended a response with finish_reason {_shown(reason)}; must be stop or length")
+    if not 1 <= len(tokens) <= longest or any(token in stop_ids for token in tokens[:-1]):
+        raise ValueError(f"returned {len(tokens)} tokens, or tokens after a stop token; the limit is {longest}")
+    stopped = tokens[-1] in stop_ids
+    if not stopped and (kind == "stop" or len(tokens) < longest):
+        raise ValueError(
+            f"ended a response after {len(tokens)} of {longest} tokens with token {tokens[-1]}, which is no end token: "
+            f"its context is too short, or it has other end tokens than {sorted(stop_ids)}"
+        )
+    return "stop" if stopped else "length"
+
+
+def _float32(value: Any) -> float:
+    sound = isinstance(value, float) and math.isfinite(value) and abs(value) <= _FLOAT32_MAX
+    if not sound or float(np.float32(value)) != value:
+        raise ValueError(f"returned {_shown(value)} as a log-prob; must be a finite float32")
+    return value
+
+
+def _token(value: Any, vocab_size: int) -> int:
+    if type(value) is not int or not 0 <= value < vocab_size:
+        raise ValueError(f"returned token {_shown(value)}; must be in 0..{vocab_size - 1}")
+    return value
+
+
+def _field(item: Any, name: str, kind: type) -> Any:
+    value = item.get(name) if isinstance(item, dict) else None
+    if not isinstance(value, kind):
+        raise ValueError(f"its answer has no {name}; is this an SGLang server of a supported release?")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return f"{len(value)} entries" if isinstance(value, list) else repr(value)[:80]

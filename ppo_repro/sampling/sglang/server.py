@@ -1,0 +1,133 @@
+"""Start and end the servers of a run, and read their logs for the reason of a server's death."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import say
+from ppo_repro.sampling.sglang.client import Call
+
+LAST_LINES = 20  # of the log of a server that died
+POLL_SECONDS = 0.25
+DYING_SECONDS = 5.0  # for a process to end after its connection broke
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+Waiting = Callable[[int], None]  # seconds waited so far
+
+
+@dataclass(frozen=True)
+class Server:
+    """One SGLang server: its address, process and log."""
+
+    url: str
+    process: subprocess.Popen[bytes] | None = None  # leader of a process group; None for a server given by URL
+    log: Path = Path()
+
+
+def free_port() -> int:
+    """Return a free loopback port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], log: Path, port: int) -> Server:
+    """Start a server that the system kills when the run ends, together with SGLang's other processes.
+
+    Args:
+        command: the command and its arguments.
+        environment: all environment variables.
+        log: file for the output.
+        port: port of the server.
+
+    Raises:
+        UserError: the command cannot be run.
+    """
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
+    with log.open("ab") as output:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=dict(environment),
+                start_new_session=True,  # Ctrl-C goes to the run alone, which ends its servers
+                preexec_fn=lambda: prctl(_DIES_WITH_PARENT, signal.SIGKILL),
+            )
+        except OSError as error:
+            raise UserError(f"{command[0]}: cannot be started ({error})") from error
+    return Server(f"http://127.0.0.1:{port}", process, log)
+
+
+def end(server: Server) -> None:
+    """Kill a server that the run started, with all processes of its group; servers save nothing."""
+    if server.process is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+
+
+def wait_until_ready(server: Server, timeout_s: int, waiting: Waiting) -> None:
+    """Wait until a server is healthy. Raises UserError if the server ends or takes longer than `timeout_s` seconds."""
+    started, reported = time.monotonic(), 0
+    while not _is_healthy(server.url):
+        waited = time.monotonic() - started
+        if server.process is not None and server.process.poll() is not None:
+            raise UserError(f"{death(server)}; it did not start")
+        if any("address already in use" in line for line in _last_lines(server.log)):  # SGLang does not end then
+            raise UserError(f"{server.url}: another program took this port; start the run again")
+        if waited > timeout_s:
+            raise UserError(
+                f"SGLang did not start within rollout.engine.timeout_s = {timeout_s}: see {server.log}, "
+                "or allow more time"
+            )
+        if int(waited) > reported:
+            reported = int(waited)
+            waiting(reported)
+        time.sleep(POLL_SECONDS)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        Call(url, "/health", 5).json()  # a healthy server needs a second for this, because it generates a token
+    except UserError:
+        return False
+    return True
+
+
+def death(server: Server) -> str | None:
+    """Return a sentence about the death of a server that the run started, and print the last lines of its log.
+
+    Returns None if the user started the server, or if the server still runs.
+    """
+    if server.process is None:
+        return None
+    try:
+        code = server.process.wait(DYING_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    lines = _last_lines(server.log)
+    say(f"the last lines of {server.log}:")
+    for line in lines:
+        say(f"    {line}")
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    reason = next((line for line in reversed(lines) if "Error" in line or "error" in line), "")
+    return f"SGLang ended with {how}{f' ({reason.strip()[:200]})' if reason else ''}, log {server.log}"
+
+
+def _last_lines(log: Path) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
+        return file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]

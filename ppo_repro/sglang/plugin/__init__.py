@@ -1,5 +1,0 @@
-"""Run deterministic numerics inside SGLang, through SGLang's plugin mechanism; read `register` first.
-
-Only SGLang's processes import the whole package; the trainer's side, `ppo_repro.sglang`, imports `names` and
-`kept_tokens`.
-"""

@@ -1,0 +1,434 @@
+"""Main program of the child process in which a user's functions run.
+
+Requests and replies are JSON objects on a connection to the run. A reply has a `value`, or in `error` one line for the
+user. The process starts fast: it imports torch and NumPy only if a file of the user imports them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import io
+import json
+import math
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from decimal import Decimal
+from multiprocessing.connection import Connection
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import did_you_mean, shown, visible
+from ppo_repro.user.file import (
+    RefusedError,
+    begin_of,
+    check_call,
+    described,
+    execute,
+    line_of,
+    place_beside,
+    uncopied,
+)
+
+FLOAT32_MAX = 3.4028234663852886e38
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+CallRow = Mapping[str, Any]
+Function = Callable[..., Any]
+_functions: dict[tuple[str, str], Function] = {}  # by field of the configuration and name
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a transcript, by the model or the environment."""
+
+    role: Literal["model", "environment"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """Prompt and all turns after it; model and environment alternate, and the model begins."""
+
+    key: str  # key of the prompt
+    prompt: str
+    answer: str  # the expected answer; empty if the prompt has none
+    fields: dict[str, Any]  # the prompt's other fields, a copy
+    turns: tuple[Turn, ...]
+
+    @property
+    def last(self) -> str:
+        """Return the text of the last turn."""
+        return self.turns[-1].text
+
+    @property
+    def text(self) -> str:
+        """Return the joined text of all turns."""
+        return "".join(turn.text for turn in self.turns)
+
+    @property
+    def own(self) -> str:
+        """Return the joined text of the model's turns."""
+        return "".join(turn.text for turn in self.turns if turn.role == "model")
+
+
+def make_transcript(row: CallRow) -> Transcript:
+    """Return the transcript of a row, which `problems.row_of` made."""
+    turns = tuple(Turn("environment" if i % 2 else "model", text) for i, text in enumerate(row["turns"]))
+    return Transcript(row["key"], row["prompt"], row["answer"], json.loads(row["fields"]), turns)
+
+
+def number(value: Any) -> float:
+    """Convert a bool, a number, a scalar of NumPy or a 0-d tensor to a float.
+
+    Raises RefusedError for any other type, for NaN and infinities, and for numbers beyond float32.
+    """
+    plain = value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
+    try:
+        converted = float(plain) if isinstance(plain, Real | Decimal) else math.nan
+    except (OverflowError, ValueError):
+        converted = math.nan
+    if not abs(converted) <= FLOAT32_MAX:
+        raise RefusedError(f"returned {_value(plain)}; must be a finite number within float32 (3.4e+38)")
+    return converted
+
+
+def _value(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    of_shape = "" if shape is None else f" and shape {shown(repr(tuple(shape)))}"
+    return f"{shown(repr(value))} of type {type(value).__name__}{of_shape}"
+
+
+def _list(value: object, of: str) -> list[Any]:
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise RefusedError(f"returned a {type(value).__name__}; must be a list, {of}")
+    return list(value)
+
+
+def _step(function: Function, row: CallRow, options: CallRow) -> str | None:
+    value = function(make_transcript(row))
+    if value is not None and not isinstance(value, str):
+        raise RefusedError(f"returned {_value(value)}; must be a text or None")
+    if value == "":
+        raise RefusedError("returned an empty text; must be None where the episode is over")
+    return value
+
+
+def _named(function: Function, values: Mapping[str, Any]) -> Any:
+    """Call a function with the values that its parameters name, or with all values if it takes **others."""
+    parameters = _parameters(function).values()
+    lacking = [p.name for p in parameters if p.default is p.empty and p.kind in _BY_NAME and p.name not in values]
+    if lacking:
+        raise RefusedError(f"asks for '{lacking[0]}', and there is only {', '.join(values)}")
+    positions = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in values]
+    takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    asked = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [name for name in values if (takes_others or name in asked) and name not in positions]
+    try:
+        return function(*(values[name] for name in positions), **{name: values[name] for name in names})
+    except TypeError as error:
+        if takes_others and "unexpected keyword" in str(error):
+            advice = "if a decorator hides the function's parameters, give the decorator functools.wraps"
+            raise RefusedError(f"raised {described(error)}; {advice}") from error
+        raise
+
+
+def _plain(function: Function, row: CallRow, options: CallRow) -> float:
+    """Call a reward with the values that its parameters name; PLAIN lists the names and aliases."""
+    transcript = make_transcript(row)
+    values = {
+        **{name: row[name] for name in ("prompt", "response", "answer", "full_text")},
+        "fields": transcript.fields,
+        "turns": list(transcript.turns),
+    }
+    asked = _parameters(function)
+    aliases = {other: values[name] for name, others in PLAIN.items() for other in others if other in asked}
+    return number(_named(function, {**values, **aliases}))
+
+
+class _Withheld:
+    """Placeholder that raises RefusedError when used, for a value that no score may depend on."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise RefusedError(_WITHHELD.format(self._name))
+
+
+_WITHHELD = "asks for {}, which is not given: a score must follow from prompt and response alone"
+
+
+def _left_out(name: str) -> Callable[..., None]:
+    """Return a stand-in for TRL's function `name`; it prints once for each metric that runs do not record it."""
+
+    def log(key: str, *values: Any) -> None:
+        if (name, key) not in _said:
+            _said.add((name, key))
+            print(f"{name}('{shown(key)}'): is not recorded; a run records scores only", file=sys.stderr)
+
+    return log
+
+
+_said: set[tuple[str, str]] = set()
+
+
+def _trl(function: Function, row: CallRow, options: CallRow) -> float:
+    """Call TRL's `reward_func(prompts=[...], completions=[...], **columns) -> [float]`, each list of one entry.
+
+    Each call has one response, because the layout of a run decides which responses are judged together.
+    """
+    prompt, completion = row["prompt"], row["response"]
+    if options["conversational"]:
+        prompt = [{"role": "user", "content": prompt}] if row["messages"] is None else json.loads(row["messages"])
+        completion = [{"role": "assistant", "content": completion}]
+    columns = {name: [value] for name, value in {"answer": row["answer"], **json.loads(row["fields"])}.items()}
+    values = {
+        **columns,
+        "prompts": [prompt],
+        "completions": [completion],
+        "completion_ids": [row["response_ids"]],
+        **{name: _left_out(name) for name in ("log_extra", "log_metric")},
+        "trainer_state": _Withheld("trainer_state"),
+    }
+    scores = _list(_named(function, values), "one number for each completion")
+    if len(scores) != 1:
+        raise RefusedError(f"returned {len(scores)} numbers; must return a list of 1, for 1 completion")
+    return number(scores[0])
+
+
+def _verl(function: Function, row: CallRow, options: CallRow) -> float:
+    """Call verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`: a float or a dict's `score`."""
+    fields = json.loads(row["fields"])
+    source = fields.pop("data_source", options["data_source"])
+    extra = fields.get("extra_info", fields)
+    given = dict(data_source=source, solution_str=row["response"], ground_truth=row["answer"], extra_info=extra)
+    value = _named(function, given)
+    if isinstance(value, dict) and "score" not in value:
+        raise RefusedError(f"returned a dict with {sorted(value)}; must be a number or a dict with 'score'")
+    return number(value["score"] if isinstance(value, dict) else value)
+
+
+def _prompts(function: Function, row: CallRow, options: CallRow) -> list[dict[str, Any]]:
+    entries = _list(function(**row), "with a dict for each prompt")
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, Mapping):
+            kind = type(entry).__name__
+            raise RefusedError(f"returned a {kind} as entry {i}; must be a dict with 'prompt', 'answer' and others")
+        try:
+            json.dumps(dict(entry), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RefusedError(f"returned in entry {i} what JSON does not have ({shown(str(error))})") from None
+    return list(map(dict, entries))
+
+
+def _scores(function: Function, row: CallRow, options: CallRow) -> list[float]:
+    transcripts = [make_transcript(one) for one in row["transcripts"]]
+    values = _list(function(transcripts), "one number for each transcript")
+    if len(values) != len(transcripts):
+        raise RefusedError(f"returned {len(values)} numbers for {len(transcripts)} transcripts")
+    numbers = []
+    for transcript, value in zip(transcripts, values, strict=True):
+        try:
+            numbers.append(number(value))
+        except RefusedError as error:
+            raise RefusedError(f"{error}; prompt key '{shown(transcript.key)}'") from None
+    return numbers
+
+
+_CALLS: dict[str, Callable[[Function, CallRow, CallRow], object]] = {
+    "function": _plain,
+    "trl": _trl,
+    "verl": _verl,
+    "prompts": _prompts,
+    "entries": _prompts,  # the row names a data set
+    "scores": _scores,
+    "step": _step,
+    "keywords": lambda function, row, options: number(function(**row)),
+    "text": lambda function, row, options: function(**row, **options),
+}
+# the values of a reward's parameters by name, with the aliases of each name; fields and turns are copies
+PLAIN = {
+    "prompt": ("question",),
+    "response": ("completion", "solution_str"),
+    "answer": ("ground_truth",),
+    "fields": ("extra_info",),
+    "turns": (),
+    "full_text": (),
+}
+# the parameters that show the kind of a reward
+_KINDS = {"function": {"prompt", "response"}, "trl": {"completions"}, "verl": {"data_source", "solution_str"}}
+_OF_RESPONSE = ("response", *PLAIN["response"], "turns", "full_text")
+_BY_NAME = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
+_POSITIONS = {"scores": ["transcripts"], "step": ["transcript"]}
+
+
+def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some built-in functions
+        return {}
+
+
+def _check_signature(name: str, function: Function, call: str) -> None:
+    """Raise RefusedError, which names the possible parameters, if a function cannot be called by its convention."""
+    parameters = _parameters(function)
+    if call in _POSITIONS:
+        check_call(name, function, _POSITIONS[call], {})
+    if call == "trl" and "trainer_state" in parameters:
+        raise RefusedError(f"{name} {_WITHHELD.format('trainer_state')}; remove the parameter")
+    kinds = [kind for kind, names in _KINDS.items() if names <= parameters.keys()]
+    if kinds and call in _KINDS and call not in kinds:
+        raise RefusedError(f"{name} has the parameters of a reward of kind {kinds[0]}; set kind: {kinds[0]}")
+    if call != "function":
+        return
+    gets = ", ".join(f"{one} ({', '.join(others)})" if others else one for one, others in PLAIN.items())
+    known = {*PLAIN, *(other for others in PLAIN.values() for other in others)}
+    for parameter in parameters.values():
+        if parameter.kind in _BY_NAME and parameter.name not in known:
+            meant = did_you_mean(parameter.name, sorted(known))
+            if meant or parameter.default is parameter.empty:
+                raise RefusedError(f"{name} has a parameter '{parameter.name}'; it gets by name {gets}{meant}")
+    takes_others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if not takes_others and not parameters.keys() & set(_OF_RESPONSE):
+        raise RefusedError(f"{name} has no parameter for the response; it gets by name {gets}")
+
+
+def _awaited(function: Function) -> Function:
+    """Return the function; one event loop runs the results of an `async def`."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        value = function(*arguments, **named)
+        return _loop().run(_result(value)) if inspect.isawaitable(value) else value
+
+    return call
+
+
+async def _result(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+@functools.cache
+def _loop() -> Any:
+    import asyncio  # few functions need it
+
+    return asyncio.Runner()
+
+
+def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Execute the file; return `:LINE` by function of `calls` that the file defines, "" if the line is unknown."""
+    os.chdir(folder)  # another file may have left it
+    before = set(sys.modules)
+    module, lines = execute(Path(file)), {}
+    for other in uncopied(before):
+        print(f"warning: {field}: imports {other}, which is not copied: a rerun elsewhere lacks it", file=sys.stderr)
+    for name, call in calls.items():
+        function = getattr(module, name, None)
+        if function is None:
+            continue
+        if not callable(function):
+            raise RefusedError(f"{name} is no function; make it one or rename it")
+        _check_signature(name, function, call)
+        lines[name] = begin_of(function, Path(file))
+        _functions[field, name] = _awaited(function)
+    return lines
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, and of NumPy and torch if the user's files have imported them."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+def _loaded(request: dict[str, Any]) -> dict[str, object]:
+    at = f"{request['field']}: {request['file']}"
+    try:
+        return {"value": _load(**request)}
+    except RefusedError as error:
+        return {"error": f"{at}: {error}"}
+    except BaseException as error:  # SystemExit of the user's code included
+        beside = place_beside(error, request["file"])
+        return {"error": f"{at}{line_of(error, request['file'])} fails to load ({described(error)}{beside})"}
+
+
+def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
+    of = f"; prompt key '{shown(row['key'])}'" if "key" in row else ""
+    field, file, name, line = (request[part] for part in ("field", "file", "name", "line"))
+    try:
+        seed_generators(request["seed"])
+        return {"value": _CALLS[request["call"]](_functions[field, name], row, request["options"])}
+    except UserError as error:  # of a file of this package
+        return {"error": str(error)}
+    except RefusedError as error:
+        return {"error": f"{field}: {file}{line}: {name} {error}{of}"}
+    except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code included
+        raised = f"{described(error)}{place_beside(error, file)}"
+        return {"error": f"{field}: {file}{line_of(error, file) or line}: {name} raised {raised}{of}"}
+
+
+def _answers(request: dict[str, Any]) -> Iterable[dict[str, object]]:
+    """Yield the reply to each row, up to the first error."""
+    if "calls" in request:
+        yield _loaded(request)
+        return
+    for row in request["rows"]:
+        reply = _called(request, row)
+        yield reply
+        if "error" in reply:
+            return
+
+
+def _ready() -> None:
+    """Prepare this process to end with the run, to end first if memory runs out, and to ignore Ctrl-C and SIGTERM."""
+    for number_ in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number_, lambda *_: None)
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        resource.setrlimit(resource.RLIMIT_DATA, (available, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+class _Visible(io.TextIOWrapper):
+    """Output stream of the user's code, with control characters escaped: a response cannot control the terminal."""
+
+    def write(self, text: str) -> int:
+        super().write(visible(text))
+        return len(text)
+
+
+def main() -> None:
+    """Answer requests until the run closes the connection."""
+    connection = Connection(int(sys.argv.pop()))
+    for name in ("stdout", "stderr"):
+        raw = io.FileIO(getattr(sys, name).fileno(), "w", closefd=False)
+        setattr(sys, name, _Visible(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True))
+    os.set_inheritable(connection.fileno(), False)
+    _ready()
+    with suppress(EOFError):
+        while True:
+            for reply in _answers(json.loads(connection.recv_bytes())):
+                for stream in (sys.stdout, sys.stderr):
+                    with suppress(AttributeError, ValueError, OSError):
+                        stream.flush()
+                connection.send_bytes(json.dumps(reply).encode())

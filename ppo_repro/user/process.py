@@ -1,0 +1,213 @@
+"""Call the user's functions in a child process; an error names file, line and prompt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ppo_repro.base.errors import FunctionFailed, UserError
+from ppo_repro.base.output import shown
+from ppo_repro.config.tasks import CalledReward
+from ppo_repro.user.file import file_and_name
+
+CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more has most likely no end
+_SECONDS_PER_TRANSCRIPT = 30.0  # in a call for all responses
+ENDING_SECONDS = 5.0  # for a child to end after it has closed its pipe
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ppo_repro.user.child import main; main()"
+
+
+class UserProcess:
+    """Child process of a run; the first loaded file starts the process, and the end of this object ends it."""
+
+    def __init__(self) -> None:
+        self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
+
+    def ask(
+        self, request: Mapping[str, Any], replies: int, seconds: float, lost: Callable[[int, str], str]
+    ) -> list[Any]:
+        """Send a request and return the replies, one per row. Raises UserError for the first error.
+
+        Args:
+            request: the request as JSON data.
+            replies: number of rows.
+            seconds: limit of the wall time for each row.
+            lost: makes the error message from row and cause if the child ends or does not reply.
+        """
+        if self._child is None:
+            self._child = _start()
+            weakref.finalize(self, _stop, *self._child)
+        child, connection = self._child
+        values: list[Any] = []
+        try:
+            connection.send_bytes(json.dumps(request).encode())
+            for _ in range(replies):
+                if not connection.poll(seconds):
+                    raise TimeoutError
+                reply = json.loads(connection.recv_bytes())
+                if "error" in reply:
+                    raise _failed(request, reply["error"])
+                values.append(reply["value"])
+        except UserError:
+            raise
+        except (EOFError, OSError) as error:
+            late = f"gave no answer within {seconds:g} s; make it end"
+            how = late if isinstance(error, TimeoutError) else _how_ended(child)
+            _stop(child, connection)  # no new child is started
+            raise _failed(request, lost(len(values), how)) from error
+        except BaseException:  # Ctrl-C: nobody reads the remaining replies
+            _stop(child, connection)
+            raise
+        return values
+
+    def end(self) -> None:
+        """End the process now, with all processes that it started; no new process is started."""
+        if self._child is not None:
+            _stop(*self._child)
+
+
+def _failed(request: Mapping[str, Any], message: str) -> UserError:
+    """Return the error of a file that does not load, or of a function that failed on a row."""
+    return FunctionFailed(message, request["field"]) if "rows" in request else UserError(message)
+
+
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    ours, theirs = Pipe()
+    # a fixed hash seed gives sets of texts one order in every process; Ctrl-C in a terminal goes to the run alone
+    child = subprocess.Popen(
+        [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(_search_path())],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # the output of the user's code goes to stderr
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        start_new_session=True,
+    )
+    theirs.close()
+    return child, ours
+
+
+def _search_path() -> list[str]:
+    """Return the folders in which the child looks for modules, without the current folder."""
+    home, asked = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    found = [path for path in sys.path if path in (home, *asked) or path not in ("", os.getcwd())]
+    return found if home in found else [*found, home]
+
+
+def _stop(child: subprocess.Popen[bytes], connection: Connection) -> None:
+    """Kill a child with its process group, which includes a server that the user's code started."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    connection.close()
+
+
+def _how_ended(child: subprocess.Popen[bytes]) -> str:
+    try:
+        code = child.wait(timeout=ENDING_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "closed the connection to the run"
+    if code >= 0:
+        return f"ended its process (exit status {code}); let it return or raise"
+    reason = "as the system does when memory runs out" if -code == signal.SIGKILL else "a crash in C code most likely"
+    return f"ended its process ({signal.Signals(-code).name}, {reason})"
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """Function of a user's file, which the child process has loaded."""
+
+    process: UserProcess
+    field: str  # field of the configuration
+    file: Path
+    name: str
+    line: str  # `:LINE` of its beginning; "" if unknown
+    call: str  # convention by which the child calls the function
+    options: Mapping[str, Any]
+    seconds: float | None = None  # wall time for one row; None: CALL_SECONDS
+
+    @property
+    def where(self) -> str:
+        """Return field, file and line, for messages."""
+        return f"{self.field}: {self.file}{self.line}"
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
+        """Call the function for each row of arguments; functions of the convention `scores` get all rows at once.
+
+        `seed` seeds the global generators before each call. Raises UserError, with field, file, line and prompt, if the
+        function raises, returns a wrong value, takes too long, or ends its process.
+        """
+        seconds = CALL_SECONDS if self.seconds is None else self.seconds
+        if self.call == "scores":
+            seconds = max(seconds, _SECONDS_PER_TRANSCRIPT * len(rows))
+            return list(self._ask([{"transcripts": list(rows)}], seed, seconds)[0])
+        return self._ask(rows, seed, seconds)
+
+    def _ask(self, rows: Sequence[Mapping[str, Any]], seed: int, seconds: float) -> list[Any]:
+        def lost(row: int, how: str) -> str:
+            of = f"; prompt key '{shown(rows[row]['key'])}'" if "key" in rows[row] else ""
+            return f"{self.where}: {self.name} {how}{of}"
+
+        about = {name: getattr(self, name) for name in ("field", "name", "line", "call", "options")}
+        request = {**about, "file": str(self.file), "seed": seed, "rows": list(rows)}
+        return self.process.ask(request, len(rows), seconds, lost)
+
+
+def load(
+    process: UserProcess, field: str, file: Path, calls: Mapping[str, str], options: Mapping[str, Any] | None = None
+) -> dict[str, UserFunction]:
+    """Execute a file in the child and return the functions of `calls` that the file defines.
+
+    Raises UserError if the file fails to load.
+
+    Args:
+        process: the child.
+        field: field of the configuration, for errors.
+        file: the user's file.
+        calls: the calling convention of each function, by name.
+        options: options of the conventions; None for none.
+    """
+    request = {"field": field, "file": str(file), "calls": dict(calls), "folder": os.getcwd()}
+    (lines,) = process.ask(request, 1, CALL_SECONDS, lambda row, how: f"{field}: {file} fails to load (it {how})")
+    return {n: UserFunction(process, field, file, n, line, calls[n], options or {}) for n, line in lines.items()}
+
+
+def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
+    """Load the function of `FILE.py:FUNCTION`. Raises UserError with its fault.
+
+    Args:
+        process: the child.
+        field: field of the configuration, for errors.
+        path: `FILE.py:FUNCTION`.
+        term: the reward term with the calling convention; None: the function gets prompt, response and answer.
+    """
+    file, name = file_and_name(field, path)
+    call, options = ("function", {}) if term is None else (term.kind, term.model_dump(mode="json"))
+    found = load(process, field, file, {name: call}, options)
+    if name not in found:
+        raise UserError(f"{field} = {path!r}: {file} has no function {name}")
+    return found[name]
+
+
+def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError, with the prompt and the last text, if two calls give different results.
+
+    The second call has the opposite order and another seed of the global generators. So results differ if they depend
+    on earlier calls or on an unseeded draw.
+    """
+    first, second = function(rows, 1), function(rows[::-1], 2)[::-1]
+    for row, one, other in zip(rows, first, second, strict=True):
+        if one != other:
+            raise UserError(
+                f"{function.where}: {function.name} returned {shown(repr(one))} and then {shown(repr(other))} for the "
+                f"same input (prompt key '{shown(row['key'])}', text '{shown(row['turns'][-1])}'); it must follow from "
+                "its input alone"
+            )

@@ -1,0 +1,99 @@
+"""The built-in engine: seats that are used again, ends of responses, requests that are refused, prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from torch import Tensor
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.engine import Request, Sampling
+from ppo_repro.sampling.built_in import TorchEngine
+from tests.support.models import CONTEXT, VOCAB, policy
+from tests.support.sampler import STOPS, requests_of
+
+PLAIN = Sampling(1.0, 0, 1.0, 12)
+
+
+def engine(seats: int = 16) -> TorchEngine:
+    return TorchEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, seats, 0)
+
+
+class CountingEngine(TorchEngine):
+    """Notes the rows of every decoding pass and how many prompts had been taken in before it."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.started, self.passes = 0, []
+
+    def _prefill(self, cache: object, held: object, turn: list) -> Tensor:
+        self.started += len(turn)
+        return super()._prefill(cache, held, turn)
+
+    def _decode(self, cache: object, turn: list) -> Tensor:
+        assert len({item.seat for item in turn}) == len(turn)
+        self.passes.append((len(turn), self.started))
+        return super()._decode(cache, turn)
+
+
+def test_a_finished_sequence_gives_its_seat_to_the_next() -> None:
+    requests = requests_of(25, 4)
+    counting = CountingEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, 3, 0)
+    completions = counting.generate(requests, PLAIN)
+    lengths = [len(c.response_ids) for c in completions]
+    assert len(completions) == counting.started == 25
+    assert len(set(lengths)) > 4
+    # the first token of a response comes with its prompt, every other is one row of a decoding pass
+    assert sum(rows for rows, _ in counting.passes) == sum(lengths) - 25
+    # while prompts wait, no seat is idle
+    assert {rows for rows, started in counting.passes if started < 25} == {3}
+    assert sum(started < 25 for _, started in counting.passes) > 20
+
+
+def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:
+    completions = engine(4).generate(requests_of(60, 6), PLAIN)
+    reasons = {"stop": 0, "length": 0}
+    for c in completions:
+        reasons[c.finish_reason] += 1
+        assert not STOPS.intersection(c.response_ids[:-1])
+        assert (c.response_ids[-1] in STOPS) == (c.finish_reason == "stop")
+        assert c.finish_reason == "stop" or len(c.response_ids) == PLAIN.max_response_tokens
+        assert len(c.logprobs) == len(c.log_kept_mass) == len(c.kept_tokens) == len(c.response_ids)
+    assert min(reasons.values()) > 5
+
+
+class SpeaksOnce:
+    """An environment that says `tokens` after the model's first token, and nothing after the next one."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def ends(self, turn: Sequence[int]) -> bool:
+        return True
+
+    def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+        return (1,) * self.tokens if len(turns) == 1 else None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "forced"), [(10, "stop", [False, *[True] * 10, False]), (11, "length", [False])]
+)
+def test_a_reply_is_put_in_if_it_leaves_room_for_another_token(tokens: int, reason: str, forced: list[bool]) -> None:
+    """Within 12 tokens."""
+    (completion,) = engine().generate(requests_of(1, 4), PLAIN, SpeaksOnce(tokens))
+    assert (completion.finish_reason, list(completion.is_forced)) == (reason, forced)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ((), "empty prompt"),
+        ((0, VOCAB), rf"prompt token id {VOCAB}: must be in 0\.\.{VOCAB - 1}"),
+        ((0, -1), r"prompt token id -1"),
+        ((0,) * (CONTEXT - 11), r"prompt of 53 tokens: .*max_response_tokens = 12 .*numerics\.max_context = 64"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(prompt: tuple[int, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine().generate([Request((1, 2), 0), Request(prompt, 0)], PLAIN)

@@ -1,0 +1,66 @@
+"""A mismatch of a chosen size: the noise, what it does to KL and tokens, and that nothing else is disturbed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from ppo_repro.analysis.mismatch.metrics import update_table
+from ppo_repro.analysis.mismatch.tables import measure, whole
+from ppo_repro.analysis.pairs.runs import run_pairs
+from ppo_repro.base.errors import UserError
+from ppo_repro.engine import Sampling
+from ppo_repro.numerics.token_statistics import normal_noise
+from ppo_repro.records import reader
+from ppo_repro.sampling.draw import disturbed, sample
+from tests.support.language import small_run
+from tests.support.models import unequal
+from tests.support.runs import small_config
+from tests.support.sampler import drawn_case
+
+SIGMA = 0.1
+
+
+def test_the_sampler_sees_the_disturbed_logits_and_reports_their_log_probs() -> None:
+    logits, seeds, positions = drawn_case(40, 30, 3)
+    for mode, sampling in (
+        ("deterministic", Sampling(0.7, 0, 1.0, 1, mismatch_sigma=0.5)),
+        ("native", Sampling(1.3, 6, 0.9, 1, mismatch_sigma=0.5)),
+    ):
+        seen = disturbed(logits, seeds, positions, sampling.temperature, 0.5)
+        offsets = normal_noise(seeds, positions, 30) * (sampling.temperature * 0.5)
+        assert unequal(seen, (logits.double() + offsets).float()) == 0
+        got = sample(logits, seeds, positions, sampling, mode)
+        plain = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, 1)
+        expected = sample(seen, seeds, positions, plain, mode)
+        assert torch.equal(got.tokens, expected.tokens)
+        assert unequal(got.logprobs, expected.logprobs) == 0
+        assert torch.equal(got.kept_tokens, expected.kept_tokens)
+        assert not torch.equal(got.tokens, sample(logits, seeds, positions, plain, mode).tokens)
+
+
+def test_the_mismatch_of_a_run_is_the_chosen_one(tmp_path: Path) -> None:
+    disturbed_run = small_run(tmp_path, f"rollout.mismatch_sigma={SIGMA}", "ppo.iterations=2")
+    table = update_table(whole(measure(run_pairs(disturbed_run))).mismatch).set_index(["metric", "reduction"])["value"]
+    tokens = reader.read_tokens(disturbed_run)
+    uncertain = float((1.0 - tokens["prob_sq_sums"]).mean())
+    deltas = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).to_numpy(float)
+    k3 = [math.expm1(d) - d for d in deltas]
+    error = float(torch.tensor(k3).std()) / math.sqrt(len(k3))
+    # E[k3] = KL(rollout || old), to first order in sigma^2 = 0.01
+    expected = SIGMA**2 / 2 * uncertain
+    assert abs(table["k3", "token_mean"] - expected) < 4 * error + SIGMA**2 * expected
+    assert error < 0.2 * expected, "the check can fail"
+    assert table["k3", "token_mean"] == pytest.approx(math.fsum(k3) / len(k3), rel=1e-6)  # float32 columns
+    assert table["frac_bitwise_equal", "token_mean"] < 0.05
+    counted = reader.read_iterations(disturbed_run)["unequal_old_rollout_logprobs"].sum()
+    assert counted == (deltas != 0).sum()
+
+
+@pytest.mark.parametrize("sigma", ["0", "-0.1", ".nan", ".inf"])
+def test_a_mismatch_that_is_none_is_refused(sigma: str) -> None:
+    with pytest.raises(UserError, match=r"rollout\.mismatch_sigma = "):
+        small_config(f"rollout.mismatch_sigma={sigma}")

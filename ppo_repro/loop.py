@@ -59,7 +59,7 @@ from ppo_repro.user.functions import Functions, OwnObjective
 
 
 def as_sampled(rollout: Rollout) -> Rollout:
-    """Return the rollout unchanged; deliberate faults (faults/trainer.py) pass another function as `receive`."""
+    """Return the rollout unchanged; deliberate faults (sampling/faults/) pass another function as `receive`."""
     return rollout
 
 
@@ -107,7 +107,7 @@ def ppo_iterations(
         require_sampler_agrees(config, index, rollout, forward)
         cross_check(config, state, received, forward, ranks)
         rewards = compute_rewards(config, task, rollout, forward, coefficients.kl_coef, ranks)
-        advantages = compute_advantages(config, rollout, forward, rewards, task.functions)
+        advantages = compute_advantages(config.advantages, rollout, forward, rewards, task.functions)
         clock.lap("forward")
 
         # take the optimizer steps
@@ -166,7 +166,7 @@ def update(
     """
     ppo, value = config.ppo, config.value
     batch = training_batch(config, state.coefficients, rollout, forward, advantages, functions)
-    set_learning_rates(state, config)
+    set_learning_rates(state, ppo, value)
     separate, targets, value_epochs = state.separate_value, batch.value_targets, 0
     if (targets is None) != (state.value_model is None):
         raise ValueError("a value model without targets, or targets without a value model")

@@ -238,7 +238,7 @@ def _updates(item: Iteration) -> Columns:
 
 def _steps(item: Iteration, config: RunConfig) -> Columns:
     count = len(item.updates)
-    learning_rate, value_learning_rate = learning_rates(config, item.index)
+    learning_rate, value_learning_rate = learning_rates(config.ppo, config.value, item.index)
     of_policy = (
         "entropy", "approx_kl", "clip_fraction", "grad_norm",
         "surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss",

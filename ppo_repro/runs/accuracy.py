@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import RunNumericsConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.models.stock import float64, stock_model
@@ -90,10 +90,9 @@ def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context
 
 
 def policy_accuracy(
-    config: RunConfig, prompt_ids: Mapping[str, Sequence[int]], policy: PreTrainedModel
+    numerics: RunNumericsConfig, prompt_ids: Mapping[str, Sequence[int]], policy: PreTrainedModel
 ) -> Accuracy | None:
     """Measure how far a policy's log-probs are from float64 on a run's prompts; None if the run measures nothing."""
-    numerics = config.numerics
     if numerics.mode == "native" or not numerics.accuracy_sequences:
         return None
     return measure(policy, text_of(prompt_ids, numerics.accuracy_sequences, numerics.max_context))

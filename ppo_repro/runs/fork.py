@@ -59,7 +59,10 @@ def fork(
 
 def _start(plan: Fork) -> Start:
     """Return the origin's checkpoint; coefficients whose fields changed are reset, and prompts may differ."""
-    name, first = starts_of(plan.source, plan.recorded).get(plan.origin.iteration), first_coefficients(plan.config)
+    name, first = (
+        starts_of(plan.source, plan.recorded).get(plan.origin.iteration),
+        first_coefficients(plan.config.kl, plan.config.ppo.objective),
+    )
     start = load_start(plan.source, plan.recorded, name)
     coefficients = start.checkpoint.coefficients
     if any(field.startswith("kl.") for field in plan.origin.changed):

@@ -85,7 +85,7 @@ class LanguageExecution(Execution[Iteration]):
 
     def iterations(self) -> Iterator[Iteration]:
         config, task, state = self.config, self.prepared.task, self.prepared.state
-        engine = disturbed(config, self.engine, state, task.tokenizer)
+        engine = disturbed(config.mismatch, self.engine, state, task.tokenizer)
 
         def receive(rollout: Rollout) -> Rollout:
             return received(config.mismatch.trainer, rollout, task.tokenizer)
@@ -252,7 +252,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
             self.ranks.require_same("initial weights", digests)
             accuracy = None
             if run_dir is not None and start is None:
-                accuracy = policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
+                accuracy = policy_accuracy(config.numerics, prepared.task.prompt_ids, prepared.state.policy)
                 prepared.state.free_update_memory()
             if accuracy is not None and accuracy.is_low:
                 self.watcher.warning(accuracy.sentence())

@@ -17,7 +17,7 @@ from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import WarmStartStep
-from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
+from ppo_repro.config.algorithm import LoraConfig, PPOConfig, SeparateValue, ValueHead
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.config.tasks import RewardModelFolder
@@ -139,7 +139,7 @@ def _networks(
         trained = nn.ModuleDict({"policy": policy, "value_head": head})
     elif isinstance(config.value, SeparateValue):
         value_model, adapters = _value_model(config, config.value, source, reference, reward_model, share)
-        settings = _adamw(config, config.value.learning_rate)
+        settings = _adamw(config.ppo, config.value.learning_rate)
         value_optimizer = Optimizer(value_model, settings, mode, slots, adapters)
     lag, versions = config.mismatch.sampler.lag, None
     if lag:
@@ -149,9 +149,9 @@ def _networks(
         policy=policy,
         value_model=value_model,
         reference=reference,
-        policy_optimizer=Optimizer(trained, _adamw(config, config.ppo.learning_rate), mode, slots, lora),
+        policy_optimizer=Optimizer(trained, _adamw(config.ppo, config.ppo.learning_rate), mode, slots, lora),
         value_optimizer=value_optimizer,
-        coefficients=first_coefficients(config),
+        coefficients=first_coefficients(config.kl, config.ppo.objective),
         versions=versions,
         hidden_hook=dropout(config.mismatch.trainer.dropout, config.seed),
     )
@@ -179,8 +179,7 @@ def _value_model(
     return value_model, lora
 
 
-def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
-    ppo = config.ppo
+def _adamw(ppo: PPOConfig, learning_rate: float) -> AdamWSettings:
     return AdamWSettings(
         learning_rate=learning_rate,
         beta1=0.9,
@@ -271,7 +270,7 @@ def prepare(
     brought = load_source(config.task, config.seed, process)
     problems = brought.problems
     judge = for_source(judge, brought, config.task)
-    functions = load_functions(config)
+    functions = load_functions(config.functions)
     try_functions(config, functions)
     source, tokenizer = _source(config, problems, start_folder, device)
     # before the minutes that a warm start takes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ppo_repro import buffers
 from ppo_repro.base.errors import PromiseBroken, UserError
-from ppo_repro.config.algorithm import KLInLoss, KLInReward
+from ppo_repro.config.algorithm import KLConfig, KLInLoss, KLInReward
 from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss, value_loss
@@ -239,7 +239,7 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     config = load_recorded_config(run_dir)
     # compute all columns that follow from records, at whatever level the run recorded
     at_full = config.model_copy(update={"records": RecordsConfig(level="full")})
-    coefficients, functions = first_coefficients(config), load_functions(config)
+    coefficients, functions = first_coefficients(config.kl, config.ppo.objective), load_functions(config.functions)
     if recorded.origin is not None:  # the iterations before have another configuration
         coefficients = checkpoint.load(run_dir / FORKED_FROM, recorded.files[FORKED_FROM]).coefficients
     left_out = _left_out(config)
@@ -259,9 +259,9 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     return Recomputed(recorded.num_iterations - start, compared, left_out, None, None)
 
 
-def _has_exact_kl(config: RunConfig) -> bool:
+def _has_exact_kl(charged: KLConfig) -> bool:
     """Return whether the loss has a KL over the whole vocabulary, which is not recorded."""
-    return isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact"
+    return isinstance(charged, KLInLoss) and charged.estimator == "exact"
 
 
 def _left_out(config: RunConfig) -> dict[Stage, str]:
@@ -271,7 +271,7 @@ def _left_out(config: RunConfig) -> dict[Stage, str]:
         return needs
     if isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy":
         needs["rewards"] = "tokens.reverse_ref_kl"
-    if _has_exact_kl(config):
+    if _has_exact_kl(config.kl):
         needs["losses"] = "updates.kl_terms"
     return needs
 
@@ -323,7 +323,7 @@ def _again(
         coefficient = item.coefficients.kl_coef
         rewards = rewards_from(config, judged, item.rollout, item.forward, coefficient, functions)
     if "advantages" in stages:
-        advantages = compute_advantages(config, item.rollout, item.forward, item.rewards, functions)
+        advantages = compute_advantages(config.advantages, item.rollout, item.forward, item.rewards, functions)
     return replace(item, rewards=rewards, advantages=advantages)
 
 
@@ -369,7 +369,7 @@ def _policy(
     logprobs, entropies = (records.tensor_or_none("updates", n, rows) for n in ("new_logprobs", "new_entropies"))
     if logprobs is None or entropies is None:
         return None
-    if not _has_exact_kl(config):
+    if not _has_exact_kl(config.kl):
         kl_terms = kl_terms_of(batch, tokens, logprobs, None)
     else:
         kl_terms = records.tensor_or_none("updates", "kl_terms", rows)
@@ -383,7 +383,7 @@ def _compare(
     config: RunConfig, recorded: Manifest, records: Records, computed: Mapping[str, pa.Table], stage: Stage
 ) -> tuple[int, Difference | None]:
     """Return the number of compared values of a stage, and the first difference."""
-    skipped = {("updates", "kl_terms")} if _has_exact_kl(config) else set()
+    skipped = {("updates", "kl_terms")} if _has_exact_kl(config.kl) else set()
     if "evaluations" not in records.tables:
         skipped |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}
     count = 0

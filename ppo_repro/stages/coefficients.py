@@ -12,22 +12,25 @@ from ppo_repro.config.algorithm import (
     CLIP_RANGE_MIN,
     AdaptiveClipObjective,
     AdaptiveController,
+    KLConfig,
     KLInReward,
     NoKL,
     NoValue,
+    Objective,
     PenaltyObjective,
+    PPOConfig,
     SeparateValue,
+    ValueConfig,
 )
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import TrainState
 from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef, rate_factor
 
 
-def first_coefficients(config: RunConfig) -> Coefficients:
+def first_coefficients(charged: KLConfig, objective: Objective) -> Coefficients:
     """Return the coefficients of the first iteration."""
-    objective = config.ppo.objective
     return Coefficients(
-        kl_coef=0.0 if isinstance(config.kl, NoKL) else config.kl.kl_coef,
+        kl_coef=0.0 if isinstance(charged, NoKL) else charged.kl_coef,
         clip_range=objective.clip_range if isinstance(objective, AdaptiveClipObjective) else 0.0,
         penalty_coef=objective.penalty_coef if isinstance(objective, PenaltyObjective) else 0.0,
         returns=ReturnStatistics(),
@@ -74,20 +77,19 @@ def next_coefficients(
     return coefficients
 
 
-def learning_rates(config: RunConfig, iteration: int) -> tuple[float, float | None]:
+def learning_rates(ppo: PPOConfig, value: ValueConfig, iteration: int) -> tuple[float, float | None]:
     """Return the learning rates of policy and value model in an iteration; None without a separate value model."""
-    ppo = config.ppo
     factor = rate_factor(ppo.schedule, iteration, ppo.iterations, ppo.warmup_iterations)
-    value = config.value.learning_rate * factor if isinstance(config.value, SeparateValue) else None
-    return ppo.learning_rate * factor, value
+    of_value = value.learning_rate * factor if isinstance(value, SeparateValue) else None
+    return ppo.learning_rate * factor, of_value
 
 
-def set_learning_rates(state: TrainState, config: RunConfig) -> None:
+def set_learning_rates(state: TrainState, ppo: PPOConfig, value: ValueConfig) -> None:
     """Set the optimizers' learning rates for the iteration of `state`."""
-    policy, value = learning_rates(config, state.iteration)
-    state.policy_optimizer.settings = replace(state.policy_optimizer.settings, learning_rate=policy)
-    if state.value_optimizer is not None and value is not None:
-        state.value_optimizer.settings = replace(state.value_optimizer.settings, learning_rate=value)
+    of_policy, of_value = learning_rates(ppo, value, state.iteration)
+    state.policy_optimizer.settings = replace(state.policy_optimizer.settings, learning_rate=of_policy)
+    if state.value_optimizer is not None and of_value is not None:
+        state.value_optimizer.settings = replace(state.value_optimizer.settings, learning_rate=of_value)
 
 
 def last_kl(updates: Sequence[MinibatchUpdate]) -> float:

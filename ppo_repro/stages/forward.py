@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ppo_repro.base.mode import Mode
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import ForwardPass, ReturnStatistics, Rollout
 from ppo_repro.config.algorithm import KLConfig, KLInLoss, KLInReward
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.batches import MicroBatch, TokenBatch, micro_batches
+from ppo_repro.models.batches import MicroBatch, micro_batches
 from ppo_repro.models.networks import ValueModel, hidden_states, seen_states, values_of
 from ppo_repro.models.state import Stream, TrainState
 from ppo_repro.numerics.families import routers, trunk_of
@@ -119,32 +120,32 @@ def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig
     if seen is not None:
         routes = torch.from_numpy(seen[m.batch.predictors])
     scored_hidden = state.hidden_hook(hidden, m.tokens, ("scoring", state.iteration))
-    of_tokens = _distributions(state, m.batch, scored_hidden, rollout, m.tokens, config)
+    of_tokens = _distributions(state, config.kl, config.numerics.mode, m, scored_hidden, rollout)
     head, returns = state.value_head, state.coefficients.returns
     values = torch.empty(0) if head is None else values_in_reward_units(head, returns, hidden, m)
     return Scores(of_tokens=of_tokens, routes=routes, values=values)
 
 
 def _distributions(
-    state: TrainState, batch: TokenBatch, hidden: Tensor, rollout: Rollout, tokens: Tensor, config: RunConfig
+    state: TrainState, charged: KLConfig, mode: Mode, m: MicroBatch, hidden: Tensor, rollout: Rollout
 ) -> Distributions:
     """Compare the distributions of policy and reference at n tokens, from the policy's hidden states [n, H].
 
     The C kernels compute KLs and sums of squares in both numerics.
     """
-    mode, temperature, policy, reference = config.numerics.mode, rollout.temperature, state.policy, state.reference
-    ref_hidden = hidden_states(trunk_of(reference), batch)
+    temperature, policy, reference = rollout.temperature, state.policy, state.reference
+    ref_hidden = hidden_states(trunk_of(reference), m.batch)
 
     def of_rows(hidden: Tensor, rows: slice, _: Rows) -> tuple[Tensor, ...]:
         own = logits(policy, hidden)
         other = logits(reference, ref_hidden[rows])
-        eligible = expand_kept(rollout.kept_tokens[tokens[rows]], own.shape[-1])
-        logprobs, entropies = token_statistics(own, batch.targets[rows], temperature, eligible, mode)
-        ref_logprobs = token_statistics(other, batch.targets[rows], temperature, eligible, mode)[0]
+        eligible = expand_kept(rollout.kept_tokens[m.tokens[rows]], own.shape[-1])
+        logprobs, entropies = token_statistics(own, m.batch.targets[rows], temperature, eligible, mode)
+        ref_logprobs = token_statistics(other, m.batch.targets[rows], temperature, eligible, mode)[0]
         ref_kl = kl_divergence(own, other, temperature, eligible)
         squares = prob_sq_sum(own, temperature, eligible)
         reverse = torch.empty(0)
-        if _charges_reverse(config.kl):
+        if _charges_reverse(charged):
             reverse = kl_divergence(other, own, temperature, eligible)
         return Distributions(
             logprobs=logprobs,
@@ -155,7 +156,7 @@ def _distributions(
             reverse_ref_kl=reverse,
         )
 
-    return Distributions(*in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size))
+    return Distributions(*in_chunks(of_rows, hidden, m.batch.rows, policy.config.vocab_size))
 
 
 def policy_pass(config: RunConfig, state: TrainState, rollout: Rollout, m: MicroBatch, stream: Stream) -> PolicyPass:

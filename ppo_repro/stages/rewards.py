@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import Advantages, Episode, Evaluation, ForwardPass, Rewards, Rollout
-from ppo_repro.config.algorithm import GaeAdvantages, GroupAdvantages, KLInReward
+from ppo_repro.config.algorithm import AdvantagesConfig, GaeAdvantages, GroupAdvantages, KLConfig, KLInReward
+from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ColumnAdditionTask, StepsReward
 from ppo_repro.engine import Engine
@@ -34,7 +35,7 @@ from ppo_repro.user.functions import BUILT_IN, Functions, about_tokens
 
 
 def judge(
-    config: RunConfig,
+    layout: LayoutConfig,
     task: Task,
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
@@ -44,7 +45,7 @@ def judge(
     """Judge responses. Each rank runs the reward model on its responses; one rank computes everything else.
 
     Args:
-        config: gives the layout.
+        layout: of the reward model's passes.
         task: gives judge and reward model.
         prompts: [B] token ids, ragged.
         responses: [B] token ids of whole episodes, ragged.
@@ -55,7 +56,6 @@ def judge(
     if task.reward_model is not None:
         mine = ranks.mine(len(prompts))
         sequences = [(*prompts[i], *responses[i]) for i in mine]
-        layout = config.layout
         my_scores = reward_scores(task.reward_model, sequences, layout.padding, layout.forward_micro_batch)
         forget_packed(task.reward_model)
         scores = ranks.gather(my_scores.tolist())
@@ -87,7 +87,7 @@ def compute_rewards(
         )
         for sequence in range(len(ids))
     ]
-    judged = judge(config, task, rollout.prompts.prompt_ids, ids, samples, ranks)
+    judged = judge(config.layout, task, rollout.prompts.prompt_ids, ids, samples, ranks)
     return rewards_from(config, judged, rollout, forward, kl_coef, task.functions)
 
 
@@ -142,7 +142,7 @@ def rewards_from(
         Rewards of the N tokens, float32, and their components.
     """
     scores = torch.tensor(judged.scores, dtype=torch.float64)
-    penalties = _kl_penalties(config, rollout, forward, kl_coef, functions)
+    penalties = _kl_penalties(config.kl, rollout, forward, kl_coef, functions)
     placed = _placed_scores(config, scores, rollout, forward, functions)
     raw = token_rewards(placed, penalties)
     whitening = config.reward.whiten
@@ -196,35 +196,38 @@ def _step_rewards(config: RunConfig, rollout: Rollout) -> Tensor:
 
 
 def _kl_penalties(
-    config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_coef: float, functions: Functions
+    charged: KLConfig, rollout: Rollout, forward: ForwardPass, kl_coef: float, functions: Functions
 ) -> Tensor:
     """Return kl_coef times the KL estimate on the charged tokens, [N] float32; 0 if the reward has no KL."""
-    if not isinstance(config.kl, KLInReward):
+    if not isinstance(charged, KLInReward):
         return torch.zeros_like(forward.old_logprobs)
-    reverse = config.kl.direction == "reference_policy"
+    reverse = charged.direction == "reference_policy"
     if functions.estimator is not None:
         divergence = functions.estimator.estimate(forward.old_logprobs, forward.ref_logprobs)
-    elif config.kl.estimator == "exact":
+    elif charged.estimator == "exact":
         divergence = forward.ref_kl if forward.reverse_ref_kl is None else forward.reverse_ref_kl
     else:
-        assert isinstance(config.kl.estimator, str)
-        divergence = kl.estimate(config.kl.estimator, forward.old_logprobs - forward.ref_logprobs, reverse)
-    return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), config.kl.charge)
+        assert isinstance(charged.estimator, str)
+        divergence = kl.estimate(charged.estimator, forward.old_logprobs - forward.ref_logprobs, reverse)
+    return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), charged.charge)
 
 
 def compute_advantages(
-    config: RunConfig, rollout: Rollout, forward: ForwardPass, rewards: Rewards, functions: Functions = BUILT_IN
+    settings: AdvantagesConfig,
+    rollout: Rollout,
+    forward: ForwardPass,
+    rewards: Rewards,
+    functions: Functions = BUILT_IN,
 ) -> Advantages:
     """Compute advantages and value targets of N tokens, float32; whitening is over all tokens of the iteration.
 
     Args:
-        config: gives the estimator.
+        settings: the estimator.
         rollout: the responses.
         forward: values of the tokens.
         rewards: rewards of the tokens, scores of the responses.
         functions: the user's own.
     """
-    settings = config.advantages
     if isinstance(settings, GroupAdvantages):
         by_response = group_advantages(rewards.scores.tolist(), rollout.prompts.keys, settings.scale)
         raw = torch.repeat_interleave(torch.tensor(by_response, dtype=torch.float32), rollout.lengths)
@@ -270,7 +273,7 @@ def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Eva
         for p, answer in zip(problems, answers, strict=True)
     ]
     prompt_ids = tuple(task.prompt_ids[p.key] for p in problems)
-    judged = judge(config, task, prompt_ids, [answer.ids for answer in answers], samples, ranks)
+    judged = judge(config.layout, task, prompt_ids, [answer.ids for answer in answers], samples, ranks)
     return Evaluation(
         keys=tuple(p.key for p in problems),
         texts=tuple(p.prompt for p in problems),

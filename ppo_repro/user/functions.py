@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.buffers import Rollout
-from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import CheckedFunction
 from ppo_repro.ppo.objectives import ClipFlag, probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
@@ -242,9 +241,8 @@ def about_tokens(rollout: Rollout, tokens: Tensor) -> dict[str, Tensor]:
     }
 
 
-def load_functions(config: RunConfig) -> Functions:
+def load_functions(own: Mapping[str, CheckedFunction]) -> Functions:
     """Execute the files of the user's functions. Raises UserError, naming field, file and line, for unusable ones."""
-    own = config.functions
     return Functions(
         objective=_loaded(OwnObjective, "ppo.objective", own, ["batch"]),
         advantages=_loaded(OwnAdvantages, "advantages", own, ["batch"]),

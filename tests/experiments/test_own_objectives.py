@@ -22,7 +22,7 @@ LENGTHS = (3, 1, 5)
 
 def objective(name: str) -> OwnObjective:
     config = load_config(ROOT / "experiments" / "own_objectives" / f"{name}.yaml")
-    functions = load_functions(config)
+    functions = load_functions(config.functions)
     try_functions(config, functions)
     assert functions.objective is not None
     return functions.objective
@@ -53,7 +53,9 @@ def batch() -> ObjectiveBatch:
 
 def test_cut_tokens_are_high_above_a_ratio_of_1_and_low_from_it_down(batch: ObjectiveBatch, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def loss(b): return -b.ratios, b.positions >= 0")
-    own = load_functions(small_config(f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss}}")).objective
+    own = load_functions(
+        small_config(f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss}}").functions
+    ).objective
     assert own is not None
     _, flags = own.losses(replace(batch, ratios=torch.tensor([0.9, 1.0, 1.1] * 3)))
     assert flags.tolist() == [ClipFlag.CLIP_LOW, ClipFlag.CLIP_LOW, ClipFlag.CLIP_HIGH] * 3

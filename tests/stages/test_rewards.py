@@ -90,7 +90,9 @@ ADVANTAGES: dict[tuple[str, ...], list[float]] = {
 
 @pytest.mark.parametrize("options", ADVANTAGES, ids=lambda options: options[0])
 def test_advantages_by_hand(options: tuple[str, ...]) -> None:
-    found = compute_advantages(load_config(TINY, options), rollout(), forward(), rewards("kl={placement: none}"))
+    found = compute_advantages(
+        load_config(TINY, options).advantages, rollout(), forward(), rewards("kl={placement: none}")
+    )
     assert found.advantages.tolist() == pytest.approx(ADVANTAGES[options], rel=1e-6)
 
 

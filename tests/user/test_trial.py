@@ -29,7 +29,7 @@ def tried(folder: Path, body: str, *overrides: str, head: str = HEAD, signature:
     (folder / "own.py").write_text(f"{head}def loss({signature}):\n    {body}\n")
     own = f"{{kind: function, path: {folder}/own.py:loss}}"
     config = small_config(f"ppo.objective={own}", *overrides)
-    try_functions(config, load_functions(config))
+    try_functions(config, load_functions(config.functions))
     return config
 
 
@@ -171,7 +171,7 @@ def test_every_call_has_the_parameters_of_the_configuration(tmp_path: Path) -> N
 def test_an_unchecked_function_runs_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def loss(b): return -b.ratios / len(b.ratios)")
     config = small_config(f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss, checked: false}}")
-    try_functions(config, load_functions(config))
+    try_functions(config, load_functions(config.functions))
 
 
 def test_native_numerics_have_a_tolerance_and_any_operation(tmp_path: Path) -> None:
@@ -200,7 +200,9 @@ def test_every_call_keeps_the_settings_of_the_process(tmp_path: Path, statement:
     head = f"import os, torch\nmode, calls = torch.inference_mode(), []\n\ndef change():\n    {statement}\n\n"
     body = "calls.append(0); len(calls) == 3 and change(); return p - q"
     (tmp_path / "own.py").write_text(f"{head}def f(p, q):\n    {body}\n")
-    own = load_functions(small_config(f"kl.estimator={{kind: function, path: {tmp_path}/own.py:f}}")).estimator
+    own = load_functions(
+        small_config(f"kl.estimator={{kind: function, path: {tmp_path}/own.py:f}}").functions
+    ).estimator
     assert own is not None
     p, folder = torch.ones(3), Path.cwd()
     assert [own.estimate(p, p).tolist() for _ in range(2)] == [[0.0] * 3] * 2
@@ -215,7 +217,9 @@ def test_every_call_keeps_the_settings_of_the_process(tmp_path: Path, statement:
 
 def test_a_current_folder_that_someone_removed_is_not_entered_again(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import os\n\ndef f(p, q):\n    os.chdir('/'); return p - q\n")
-    own = load_functions(small_config(f"kl.estimator={{kind: function, path: {tmp_path}/own.py:f}}")).estimator
+    own = load_functions(
+        small_config(f"kl.estimator={{kind: function, path: {tmp_path}/own.py:f}}").functions
+    ).estimator
     assert own is not None
     (tmp_path / "gone").mkdir()
     os.chdir(tmp_path / "gone")
@@ -271,7 +275,7 @@ FIELDS = {"ppo.objective": "f(b)", "advantages": "f(b)", "kl.estimator": "f(p, q
 def tried_as(field: str, folder: Path, body: str, *overrides: str) -> None:
     (folder / "own.py").write_text(f"{HEAD}calls = []\ndef {FIELDS[field]}:\n    {body}\n")
     config = small_config(*overrides, f"{field}={{kind: function, path: {folder}/own.py:f}}")
-    try_functions(config, load_functions(config))
+    try_functions(config, load_functions(config.functions))
 
 
 KL_IN_LOSS = "kl={placement: loss}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.rollout import MismatchConfig
 from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
 from ppo_repro.models.state import TrainState
 from ppo_repro.sampling.faults.retokenizing import RetokenizingEngine
@@ -17,11 +17,13 @@ from ppo_repro.sampling.faults.retokenizing import RetokenizingEngine
 FIRST_TEXT_ID = 2  # our tokenizers begin with <pad> and <eos>
 
 
-def disturbed(config: RunConfig, engine: Engine, state: TrainState, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """Return the run's sampler with the faults in the configuration's section `mismatch`.
+def disturbed(
+    mismatch: MismatchConfig, engine: Engine, state: TrainState, tokenizer: PreTrainedTokenizerBase
+) -> Engine:
+    """Return the run's sampler with the faults of the section `mismatch`.
 
     Args:
-        config: the run.
+        mismatch: the faults.
         engine: the run's sampler.
         state: the policy and its older versions; a flipped bit changes the policy at once.
         tokenizer: encodes responses again.
@@ -29,10 +31,10 @@ def disturbed(config: RunConfig, engine: Engine, state: TrainState, tokenizer: P
     Returns:
         The engine with its faults; `engine` itself if there are none.
     """
-    lag, share = config.mismatch.sampler.lag, config.mismatch.trainer.retokenize
-    if config.mismatch.flip == "bit" and state.iteration == 0:
+    lag, share = mismatch.sampler.lag, mismatch.trainer.retokenize
+    if mismatch.flip == "bit" and state.iteration == 0:
         flip_bit(state.policy)
-    if config.mismatch.flip == "token":
+    if mismatch.flip == "token":
         engine = FlippingEngine(engine, state)
     if lag:
         engine = LaggingEngine(engine, state, lag)

@@ -59,10 +59,8 @@ def fork(
 
 def _start(plan: Fork) -> Start:
     """Return the origin's checkpoint; coefficients whose fields changed are reset, and prompts may differ."""
-    name, first = (
-        starts_of(plan.source, plan.recorded).get(plan.origin.iteration),
-        first_coefficients(plan.config.kl, plan.config.ppo.objective),
-    )
+    first = first_coefficients(plan.config.kl, plan.config.ppo.objective)
+    name = starts_of(plan.source, plan.recorded).get(plan.origin.iteration)
     start = load_start(plan.source, plan.recorded, name)
     coefficients = start.checkpoint.coefficients
     if any(field.startswith("kl.") for field in plan.origin.changed):

@@ -17,29 +17,26 @@ from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import WarmStartStep
-from ppo_repro.config.algorithm import LoraConfig, PPOConfig, SeparateValue, ValueHead
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.config.tasks import RewardModelFolder
-from ppo_repro.models import networks
 from ppo_repro.models.folders import load_reward_model, require_same_tokens, try_to_save
 from ppo_repro.models.load import load_folder, stop_ids
-from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
-from ppo_repro.models.reward_model import make_reward_model, value_model_from
-from ppo_repro.models.state import TrainState, Versions
+from ppo_repro.models.lora import Lora
+from ppo_repro.models.networks import make_policy
+from ppo_repro.models.reward_model import make_reward_model
+from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.numerics import library
-from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.devices import Card, kernels_of, torch_device
-from ppo_repro.numerics.families import routers, trunk_of
+from ppo_repro.numerics.families import routers
 from ppo_repro.numerics.interface import CPU
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
+from ppo_repro.runs.train_state import train_state
 from ppo_repro.runs.warm_start import warm_start
 from ppo_repro.sampling.built_in import TorchEngine, in_dtype
-from ppo_repro.sampling.faults.trainer import check_training_prompts, dropout
-from ppo_repro.stages.coefficients import first_coefficients
+from ppo_repro.sampling.faults.trainer import check_training_prompts
 from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, load_source
 from ppo_repro.tasks.rewards import for_source, load_judge
@@ -117,87 +114,6 @@ def _reward_model(
     return model.requires_grad_(False), training
 
 
-def _networks(
-    config: RunConfig, source: PreTrainedModel, reward_model: PreTrainedModel | None, share: bool, ranks: Ranks
-) -> tuple[TrainState, PreTrainedModel, Lora | None]:
-    """Make the state before the first step, the policy as the sampler has it, and the policy's adapters.
-
-    `share`: let adapted models use the weights of frozen models for all weights that they do not train.
-    """
-    mode, max_context, slots = config.numerics.mode, config.numerics.max_context, SLOTS // ranks.size
-    policy = networks.make_policy(source, mode, max_context)
-    reference = networks.make_policy(source, mode, max_context).requires_grad_(False)
-    lora = _adapted(policy, config.lora, config.seed, reference if share else None)
-    sampled = networks.rounded_view(policy, networks.precision_of(config.mismatch.sampler.precision))
-    if config.layout.gradient_checkpointing:
-        networks.checkpoint_gradients(trunk_of(policy))
-    trained: nn.Module = policy
-    value_model, value_optimizer = None, None
-    if isinstance(config.value, ValueHead):
-        head = networks.make_value_head(source.config.hidden_size, config.seed).to(source.device)
-        value_model = networks.ValueModel(trunk_of(policy), head)
-        trained = nn.ModuleDict({"policy": policy, "value_head": head})
-    elif isinstance(config.value, SeparateValue):
-        value_model, adapters = _value_model(config, config.value, source, reference, reward_model, share)
-        settings = _adamw(config.ppo, config.value.learning_rate)
-        value_optimizer = Optimizer(value_model, settings, mode, slots, adapters)
-    lag, versions = config.mismatch.sampler.lag, None
-    if lag:
-        parameters = dict(policy.named_parameters())
-        versions = Versions(parameters, lag) if lora is None else Versions(lora.trained(), lag, lora.merge)
-    state = TrainState(
-        policy=policy,
-        value_model=value_model,
-        reference=reference,
-        policy_optimizer=Optimizer(trained, _adamw(config.ppo, config.ppo.learning_rate), mode, slots, lora),
-        value_optimizer=value_optimizer,
-        coefficients=first_coefficients(config.kl, config.ppo.objective),
-        versions=versions,
-        hidden_hook=dropout(config.mismatch.trainer.dropout, config.seed),
-    )
-    return state, sampled, lora
-
-
-def _value_model(
-    config: RunConfig,
-    settings: SeparateValue,
-    source: PreTrainedModel,
-    reference: PreTrainedModel,
-    reward_model: PreTrainedModel | None,
-    share: bool,
-) -> tuple[networks.ValueModel, Lora | None]:
-    """Make a value model with a trunk of its own, and its adapters; `share` is the argument of `_networks`."""
-    mode, max_context = config.numerics.mode, config.numerics.max_context
-    if settings.init == "reward_model":
-        assert reward_model is not None
-        starts_as, value_model = reward_model, value_model_from(reward_model, mode, max_context)
-    else:
-        starts_as, value_model = reference, networks.make_value_model(source, mode, max_context, config.seed)
-    lora = _adapted(value_model, settings.lora, config.seed, trunk_of(starts_as) if share else None)
-    if config.layout.gradient_checkpointing:
-        networks.checkpoint_gradients(value_model.trunk)
-    return value_model, lora
-
-
-def _adamw(ppo: PPOConfig, learning_rate: float) -> AdamWSettings:
-    return AdamWSettings(
-        learning_rate=learning_rate,
-        beta1=0.9,
-        beta2=ppo.adam_beta2,
-        eps=ppo.adam_eps,
-        weight_decay=ppo.weight_decay,
-        max_grad_norm=ppo.max_grad_norm,
-    )
-
-
-def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:
-    """Add adapters to a model if `config` is not None; unless `base` is None, share its frozen weights."""
-    if config is None:
-        return None
-    lora = add_lora(model, config.rank, config.alpha, config.target_modules, seed)
-    return lora if base is None else share_frozen(model, base, lora)
-
-
 def _check_routes(config: RunConfig, source: PreTrainedModel) -> None:
     """Raise UserError for a mixture of experts on stock servers, or replayed routes of a model without router."""
     kind, mixture, engine = type(source).__name__, bool(routers(source)), config.rollout.engine
@@ -217,7 +133,7 @@ def _engine(
     layout, max_context, stock = config.layout, config.numerics.max_context, config.mismatch.sampler.stock
     policy, live = sampled, None
     if stock is not None:
-        policy, live = in_dtype(networks.make_policy(source, "native", max_context), getattr(torch, stock)), sampled
+        policy, live = in_dtype(make_policy(source, "native", max_context), getattr(torch, stock)), sampled
     return TorchEngine(
         policy,
         end_tokens,
@@ -288,7 +204,7 @@ def prepare(
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, watcher)
     spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
     task = Task(problems, ids, judge, reward_model, tokenizer, brought.step, functions, spelled)
-    state, sampled, lora = _networks(config, source, reward_model, share, ranks)
+    state, sampled, lora = train_state(config, source, reward_model, share, ranks)
     engine = _engine(config, source, sampled, ends)
     state.sampler = engine.policy if engine.policy is not state.policy else None
     if numerics.mode == "deterministic" and numerics.cross_check and isinstance(kernels_of(device), Card):

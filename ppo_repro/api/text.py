@@ -19,6 +19,8 @@ from ppo_repro.models.load import stop_ids
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.sampling.built_in import TorchEngine
 
+MAX_SEED = 2**63 - 1
+
 
 @dataclass(frozen=True)
 class Response:
@@ -87,12 +89,13 @@ def generate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     stop: Sequence[int] | None = None,
     seed: int = 0,
+    seeds: Sequence[int] | None = None,
     slots: int = 64,
 ) -> list[Response]:
     """Sample one response to each prompt from a deterministic model, in their order, by cached decoding.
 
     A token follows from logits, seed and position alone (Gumbel-max with hash noise, as in SGLang's seeded sampler), so
-    a response depends on its prompt, its index in `prompts` and `seed`, not on `slots`.
+    a response depends on its prompt and its seed, not on `slots`. The seed follows from `seed` and the prompt's index.
 
     Args:
         model: a model of `deterministic`.
@@ -101,6 +104,7 @@ def generate(
         tokenizer: the model's tokenizer.
         stop: ids of end tokens; None: the end tokens of the tokenizer and of the model's generation config.
         seed: seed of all responses, in [0, 2^63).
+        seeds: a seed for each response, such as the recorded seeds of a run; replaces `seed`.
         slots: sequences to decode at once.
 
     Returns:
@@ -123,7 +127,7 @@ def generate(
     True
     """
     check_number("generate: slots", slots, 1, MAX_COUNT, whole=True)
-    check_number("generate: seed", seed, 0, 2**63 - 1, whole=True)
+    check_number("generate: seed", seed, 0, MAX_SEED, whole=True)
     check_number("generate: sampling.temperature", sampling.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE)
     check_number("generate: sampling.top_k", sampling.top_k, 0, MAX_COUNT, whole=True)
     check_number("generate: sampling.top_p", sampling.top_p, 1 / MAX_FLOAT, 1.0)
@@ -140,7 +144,7 @@ def generate(
         )
     ends = _ends(model, tokenizer) if stop is None else frozenset(_token_ids("stop", stop, model))
     engine = TorchEngine(model, ends, "deterministic", context, slots, 0)
-    requests = [Request(prompt, sample_seed(seed, 0, "generate", index)) for index, prompt in enumerate(ids)]
+    requests = [Request(*pair) for pair in zip(ids, _seeds(seed, seeds, len(ids)), strict=True)]
     responses = []
     for request, c in zip(requests, engine.generate(requests, sampling), strict=True):
         text = None if tokenizer is None else str(tokenizer.decode(list(c.response_ids), skip_special_tokens=True))
@@ -165,6 +169,17 @@ def _token_ids(name: str, ids: Sequence[int], model: PreTrainedModel) -> tuple[i
     if not isinstance(values, Collection) or not all(is_whole(i) and 0 <= i < vocab_size for i in values):
         raise UserError(f"generate: {name} = {values!r:.60}: must be a list of token ids in 0..{vocab_size - 1}")
     return tuple(int(i) for i in values)
+
+
+def _seeds(seed: int, seeds: Sequence[int] | None, count: int) -> list[int]:
+    """Return the seed of each response. Raises UserError unless `seeds` is None or has one for each."""
+    if seeds is None:
+        return [sample_seed(seed, 0, "generate", index) for index in range(count)]
+    if not isinstance(seeds, Collection) or len(seeds) != count:
+        raise UserError(f"generate: seeds = {seeds!r:.60}: must be {count} whole numbers, one for each prompt")
+    for index, own in enumerate(seeds):
+        check_number(f"generate: seeds[{index}]", own, 0, MAX_SEED, whole=True)
+    return [int(own) for own in seeds]
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

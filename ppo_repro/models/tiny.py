@@ -91,9 +91,7 @@ def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_i
 
 
 def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_id: int, seed: int) -> PreTrainedModel:
-    """Make a float32 model whose weights are a pure function of `seed`, the same bits on every machine.
-
-    Matrices are bell-shaped with standard deviation 1/sqrt(fan-in), embeddings with 0.1; norms are 1.
+    """Make a float32 model with the weights of `draw_weights`.
 
     Args:
         config: sizes of the model.
@@ -104,12 +102,20 @@ def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_i
     """
     source = tiny_config(config, vocab_size, max_context, eos_token_id)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(source, trust_remote_code=False)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-                continue
-            std = 0.1 if "embed_tokens" in name else 1.0 / math.sqrt(parameter.shape[-1])  # experts are [E, N, K]
-            draws = bell(parameter.numel(), "weights", seed, name) * std
-            parameter.copy_(torch.from_numpy(draws).view(parameter.shape))
+    draw_weights(model, seed)
     return model
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Fill a model with weights that are a pure function of `seed`, the same bits on every machine.
+
+    Matrices are bell-shaped with standard deviation 1/sqrt(fan-in), embeddings with 0.1; norms are 1.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        std = 0.1 if "embed_tokens" in name else 1.0 / math.sqrt(parameter.shape[-1])  # experts are [E, N, K]
+        draws = bell(parameter.numel(), "weights", seed, name) * std
+        parameter.copy_(torch.from_numpy(draws).view(parameter.shape))

@@ -207,6 +207,16 @@ def test_generate_and_logprobs_agree_on_every_bit_and_no_slot_shows() -> None:
     assert torch.allclose(stock, found[0][-len(stock) :], atol=1e-4)  # float32 sums in another order, nats
 
 
+def test_a_response_with_a_seed_of_its_own_depends_on_no_other_prompt() -> None:
+    model, sampling = ppo_repro.deterministic(source_model("qwen3")), ppo_repro.Sampling(max_response_tokens=6)
+    seeds = [11 * index for index in range(len(ROWS))]
+    responses = ppo_repro.generate(model, ROWS, sampling, seeds=seeds)
+    backwards = ppo_repro.generate(model, ROWS[::-1], sampling, seeds=seeds[::-1])[::-1]
+    assert [r.response_ids for r in backwards] == [r.response_ids for r in responses]
+    without = ppo_repro.generate(model, ROWS, sampling), ppo_repro.generate(model, ROWS[::-1], sampling)[::-1]
+    assert [r.response_ids for r in without[0]] != [r.response_ids for r in without[1]]
+
+
 def through_data(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         parameter.data.mul_(1.5)

@@ -1,6 +1,7 @@
-"""Log-probs of a text by the unmodified model in float64, by stock transformers and by one of our policies.
+"""Measure how far log-probs of a text are from the unmodified model in float64: a policy's, and stock transformers'.
 
-The reference is the transformers class in float64. It computes each sequence alone, with the model's own masks.
+A run measures its own policy at its start. The reference is the transformers class in float64, which computes each
+sequence alone, with the model's own masks.
 """
 
 from __future__ import annotations
@@ -75,6 +76,49 @@ def spacing(x: Tensor) -> Tensor:
     return torch.from_numpy(np.spacing(x.abs().to(torch.float32).numpy()).astype(np.float64))
 
 
+@dataclass(frozen=True)
+class Error:
+    """Largest, rms and mean absolute error of some numbers, in their unit."""
+
+    largest: float
+    rms: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of the same numbers in both numerics.
+
+    `resolution` is the error of the reference after rounding to float32.
+    """
+
+    deterministic: Error
+    stock: Error
+    resolution: Error
+
+    def ratio(self, kind: str) -> float:
+        """Return deterministic / stock error, for `kind` = `largest`, `rms` or `mean`.
+
+        The stock error is at least the resolution, because a float32 result can be closer only by luck.
+        """
+        stock = max(getattr(self.stock, kind), getattr(self.resolution, kind))
+        return float(getattr(self.deterministic, kind)) / stock if stock else float("nan")
+
+
+def error(found: Tensor, reference: Tensor) -> Error:
+    """Return the error of numbers of any shape; the reference is float64."""
+    distance = (found.to(torch.float64) - reference).abs()
+    return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
+
+
+def errors(deterministic: Tensor, stock: Tensor, reference: Tensor) -> Errors:
+    """Return the errors of the same numbers by two kinds of numerics."""
+    gaps = spacing(reference)
+    # rounding is off by half a spacing at most, by spacing / sqrt(12) in the rms and spacing / 4 in the mean
+    resolution = Error(float(gaps.max()) / 2, float(gaps.square().mean().sqrt()) / 12**0.5, float(gaps.mean()) / 4)
+    return Errors(error(deterministic, reference), error(stock, reference), resolution)
+
+
 def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context: int) -> Text:
     """Make sequences of 64 tokens, or of `max_context` if that is shorter; short prompts are joined, sorted by key.
 
@@ -110,19 +154,12 @@ def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
         one = Text([prompt], [response])
         scores = policy_scores(policy, one), stock_scores(stock, one), reference_scores(stock, one)
         columns.append([s.logprobs.cpu() for s in scores])
-    found, usual, reference = (torch.cat(column) for column in zip(*columns, strict=True))
-    ours, theirs = (found - reference).abs(), (usual - reference).abs()
-    # rounding the reference itself to float32 is off by spacing / sqrt(12) in the rms
-    stock_rms = max(_rms(theirs), _rms(spacing(reference)) / 12**0.5)
+    of_all = errors(*(torch.cat(column) for column in zip(*columns, strict=True)))
     return Accuracy(
         tokens=text.tokens(),
-        deterministic_rms=_rms(ours),
-        deterministic_max=float(ours.max()),
-        stock_rms=_rms(theirs),
-        stock_max=float(theirs.max()),
-        ratio=_rms(ours) / stock_rms if stock_rms else float("nan"),
+        deterministic_rms=of_all.deterministic.rms,
+        deterministic_max=of_all.deterministic.largest,
+        stock_rms=of_all.stock.rms,
+        stock_max=of_all.stock.largest,
+        ratio=of_all.ratio("rms"),
     )
-
-
-def _rms(x: Tensor) -> float:
-    return float(x.square().mean().sqrt())

@@ -104,7 +104,7 @@ def test_a_wrong_value_is_one_line(ask: Ask, command: str, arguments: Sequence[s
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("experiments.accuracy.__main__", ["no", "text.txt"]),
+        ("experiments.benchmarks.float64", ["no", "text.txt"]),
         ("experiments.optimum.exact", ["no"]),
         ("experiments.benchmarks.numerics", ["--model", "no"]),
     ],

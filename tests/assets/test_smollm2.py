@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.accuracy.distances import compare
+from experiments.benchmarks.float64 import compare
 from ppo_repro.assets import smollm2
 from ppo_repro.base.files import check_sums
 from ppo_repro.models.load import load_folder

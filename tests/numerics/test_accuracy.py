@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from experiments.accuracy.distances import GradientComparison, compare, compare_gradients, typical
+from experiments.benchmarks.float64 import GradientComparison, compare, compare_gradients, typical
 from ppo_repro.runs.accuracy import Text
 from tests.numerics.outliers import cases_of, linear_layers, outlier_model
 from tests.support.models import CONFIGS, CONTEXT, MIXTURES, random_sequences

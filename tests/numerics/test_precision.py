@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.accuracy.distances import deterministic_scores
+from experiments.benchmarks.float64 import deterministic_scores
 from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.definition.rounding import rounded as rounded_by_definition
 from ppo_repro.numerics.linear import product

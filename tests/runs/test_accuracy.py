@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from pytest import mark
 
-from experiments.accuracy.distances import compare
+from experiments.benchmarks.float64 import compare
 from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.precision import Precision
 from ppo_repro.records.folder import LARGEST_RATIO

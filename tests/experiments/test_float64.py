@@ -1,4 +1,4 @@
-"""The experiment on accuracy: it runs on small models and on a folder, and writes what it prints."""
+"""The benchmark of errors against float64 runs on a model folder and a text file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.accuracy.__main__ import main
+from experiments.benchmarks.float64 import main
 from tests.support.models import source_model
 
 

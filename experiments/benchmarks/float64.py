@@ -1,24 +1,49 @@
-"""Measure the errors of deterministic numerics and stock float32 in logits, log-probs, best tokens and gradients."""
+"""Print errors of log-probs, logits, best tokens and gradients against the model in float64.
+
+A run measures the log-probs of its own policy (ppo_repro/runs/accuracy.py). This benchmark measures any model on a
+text, in deterministic numerics, stock float32 and stock bfloat16. The reference is the unmodified class of transformers
+with every number in float64. A gradient's error is max |g - g64| / max |g64|. A ratio is the deterministic error
+divided by stock float32's error. A best token is "wrong" if it differs from the best token in float64, and stock
+float32 can tell the two logits apart.
+"""
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.analysis.program import program
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import Parser, tell
 from ppo_repro.models.batches import lay_out
+from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.models.stock import float64
+from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.runs.accuracy import Scores, Text, policy_scores, reference_scores, spacing, stock_scores
+from ppo_repro.runs.accuracy import (
+    Error,
+    Errors,
+    Scores,
+    Text,
+    error,
+    errors,
+    policy_scores,
+    reference_scores,
+    spacing,
+    stock_scores,
+)
 
 GRADIENT_RESOLUTION = 2.0**-24  # rounding a tensor's largest gradient to float32 may cost this share of it
 
@@ -26,49 +51,6 @@ GRADIENT_RESOLUTION = 2.0**-24  # rounding a tensor's largest gradient to float3
 def deterministic_scores(model: PreTrainedModel, text: Text, max_context: int) -> Scores:
     """Score a text with an unmodified model by the kernels."""
     return policy_scores(make_policy(model, "deterministic", max_context), text)
-
-
-@dataclass(frozen=True)
-class Error:
-    """Largest, rms and mean absolute error of some numbers, in their unit."""
-
-    largest: float
-    rms: float
-    mean: float
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Errors of the same numbers in both numerics.
-
-    `resolution` is the error of the reference after rounding to float32.
-    """
-
-    deterministic: Error
-    stock: Error
-    resolution: Error
-
-    def ratio(self, kind: str) -> float:
-        """Return deterministic / stock error, for `kind` = `largest`, `rms` or `mean`.
-
-        The stock error is at least the resolution, because a float32 result can be closer only by luck.
-        """
-        stock = max(getattr(self.stock, kind), getattr(self.resolution, kind))
-        return float(getattr(self.deterministic, kind)) / stock if stock else float("nan")
-
-
-def error(found: Tensor, reference: Tensor) -> Error:
-    """Return the error of numbers of any shape; the reference is float64."""
-    distance = (found.to(torch.float64) - reference).abs()
-    return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
-
-
-def errors(deterministic: Tensor, stock: Tensor, reference: Tensor) -> Errors:
-    """Return the errors of the same numbers by two kinds of numerics."""
-    gaps = spacing(reference)
-    # rounding is off by half a spacing at most, by spacing / sqrt(12) in the rms and spacing / 4 in the mean
-    resolution = Error(float(gaps.max()) / 2, float(gaps.square().mean().sqrt()) / 12**0.5, float(gaps.mean()) / 4)
-    return Errors(error(deterministic, reference), error(stock, reference), resolution)
 
 
 def stock_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:
@@ -205,3 +187,54 @@ def compare_gradients(
 def typical(ratios: Sequence[float]) -> float:
     """Return the geometric mean of ratios, which one lucky model changes little."""
     return float(np.exp(np.mean(np.log(ratios))))
+
+
+def text_of_file(ids: Sequence[int], rows: int, prompt: int, response: int) -> Text:
+    """Return `rows` consecutive chunks of a text, each with `prompt` prompt tokens and `response` response tokens."""
+    width = prompt + response
+    if len(ids) < rows * width:
+        raise UserError(f"the text has {len(ids)} tokens; {rows} rows of {prompt} + {response} need {rows * width}")
+    chunks = [list(ids[i * width : (i + 1) * width]) for i in range(rows)]
+    return Text([c[:prompt] for c in chunks], [c[prompt:] for c in chunks])
+
+
+def table(found: Comparison) -> str:
+    """Return a table of errors in nats by numerics, and the number of best tokens that differ from float64's."""
+    lines = [f"{'':<28}{'rms':>10}{'mean':>10}{'largest':>10}"]
+    for name, of_both in (("log-probs", found.logprobs), ("logits", found.logits)):
+        for side in ("deterministic", "stock"):
+            e = getattr(of_both, side)
+            lines.append(f"{f'{name}, {side}':<28}{e.rms:>10.2g}{e.mean:>10.2g}{e.largest:>10.2g}")
+    if found.bfloat16 is not None:
+        e = found.bfloat16
+        lines.append(f"{'log-probs, stock bfloat16':<28}{e.rms:>10.2g}{e.mean:>10.2g}{e.largest:>10.2g}")
+    ratios = ", ".join(f"{name} {e.ratio('rms'):.2f}" for name, e in vars(found).items() if name.startswith("log"))
+    counts = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in asdict(found.greedy).items())
+    return "\n".join([*lines, f"deterministic / stock, rms: {ratios}", f"best tokens: {counts}"])
+
+
+@program
+def main(given: Sequence[str] | None) -> None:
+    parser = Parser(prog="python -m experiments.benchmarks.float64", description=__doc__)
+    parser.add_argument("model", type=Path, help="a transformers folder")
+    parser.add_argument("text", type=Path, help="a text file")
+    parser.add_argument("--rows", type=int, default=6, help="chunks of the text")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens before the scored ones")
+    parser.add_argument("--response", type=int, default=96, help="scored tokens in each chunk")
+    parser.add_argument("--no-gradients", action="store_true", help="leave out the gradients")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(given)
+    library.use_threads(options.threads, torch_computes=True)
+    model, tokenizer = load_folder(options.model)
+    ids = tokenizer(options.text.read_text(encoding="utf-8"))["input_ids"]
+    text = text_of_file(ids, options.rows, options.prompt, options.response)
+    context = options.prompt + options.response
+    tell(table(compare(model, text, context, bfloat16=True)))
+    if not options.no_gradients:
+        gradients = compare_gradients(model, text, context)
+        for side, name in zip(("deterministic", "stock"), gradients.worst(), strict=True):
+            tell(f"worst gradient, {side}: {getattr(gradients, side)[name]:.2g} of its largest number, in {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Measure the accuracy of deterministic numerics and of stock transformers against the model in float64."""

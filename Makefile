@@ -50,7 +50,7 @@ lint:  ## style, format and types; changes nothing
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-notebooks:  ## records the runs that the notebooks show, where they are missing, and executes them; ARGS="critic" only that one
+notebooks:  ## records the runs that the notebooks show, where they are missing, and executes them; ARGS="clipping" only that one
 	@.ci/setup.sh notebook
 	OMP_NUM_THREADS=1 $(BIN)/python -m ppo_repro.analysis.notebooks $(ARGS)
 

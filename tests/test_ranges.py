@@ -55,7 +55,7 @@ run.log({"score": 1.0})
 run.finish()
 """
 FIGURE = """
-import duckdb, ipykernel, nbclient, nbformat
+import ipykernel, nbclient, nbformat
 from ppo_repro.analysis import figures
 from matplotlib.figure import Figure
 assert figures.svg(Figure().subplots()).startswith("<")

@@ -114,18 +114,6 @@ def _responses(responses: pd.DataFrame, first_difference: pd.Series, iteration: 
     )
 
 
-def error_growth(responses: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per iteration from the frame of `paired_responses`: responses, same, abs_mean.
-
-    same is the share of responses with equal tokens. abs_mean is the mean over these responses of mean |delta|, in
-    nats; NaN if there are none.
-    """
-    rows = responses.assign(same=~responses["diverged"], abs_mean=responses["abs_sum"] / responses["compared"])
-    growth = rows.groupby("iteration").agg(responses=("same", "size"), same=("same", "mean"))
-    growth["abs_mean"] = rows[rows["same"]].groupby("iteration")["abs_mean"].mean().reindex(growth.index)
-    return growth.reset_index()
-
-
 def hazard(compared: npt.NDArray[np.int64], diverged: npt.NDArray[np.bool_]) -> tuple[float, float, float]:
     """Return h = first differences per compared token, and the exact 95 % Poisson interval (low, high) of h.
 

@@ -15,7 +15,7 @@ from ppo_repro.records import manifest, reader
 from tests.support.paths import ROOT
 
 NOTEBOOKS = ROOT / "analysis" / "notebooks"
-NAMES = ("ablation_grid", "clipping", "comparing_runs", "critic", "mismatch", "question", "rewards", "tokenization")
+NAMES = ("ablation_grid", "clipping", "mismatch", "tokenization")
 MACHINE = re.compile(r"(?<![\w.])/(?:home|root|tmp|usr|var|opt|work|mnt|Users|private)/|[A-Z]:\\\\")
 
 

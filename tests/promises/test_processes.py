@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +15,10 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.files import load_config
 from ppo_repro.numerics.sequences import slots_of, slots_of_rank
 from ppo_repro.records import manifest, reader
-from tests.support.cli import Cli, sets
+from tests.support.cli import Cli
 from tests.support.language import fork, run, tiny_run
-from tests.support.paths import ROOT, SMALL, TINY
-from tests.support.ranks import Ended, cli_ranks, end, start_ranks
+from tests.support.paths import SMALL, TINY
+from tests.support.ranks import Ended, cli_ranks, end, fingerprint_of, start_ranks, torchrun
 from tests.support.runs import recorded_iterations, run_below
 from tests.support.waiting import until
 
@@ -44,20 +41,6 @@ def test_ranks_divide_sequences_in_order_and_have_whole_slots(count: int, size: 
     assert found == slots_of(range(count), count, slots).tolist()[:-1]
 
 
-def torchrun(processes: int, *arguments: str | Path, module: str = "ppo_repro") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run(
-        [*command, "-m", module, *map(str, arguments)],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=500, check=False,
-    )  # fmt: skip
-
-
-def fingerprint(processes: int, config: Path, out: Path, *overrides: str, module: str = "ppo_repro") -> str:
-    done = torchrun(processes, "run", config, "--out", out, "--json", *sets(*overrides), module=module)
-    assert done.returncode == 0, done.stderr
-    return str(json.loads(done.stdout)["fingerprint"])  # of one process alone: anything more is no JSON
-
-
 @pytest.fixture(scope="session")
 def quick_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run(tmp_path_factory.mktemp("tiny"), *QUICK)
@@ -65,7 +48,7 @@ def quick_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("processes", [2, *(pytest.param(size, marks=slow) for size in (1, 8))])
 def test_no_number_of_processes_changes_the_fingerprint(quick_run: Path, tmp_path: Path, processes: int) -> None:
-    assert fingerprint(processes, TINY, tmp_path, *QUICK) == manifest.load(quick_run).fingerprint
+    assert fingerprint_of(processes, TINY, tmp_path, *QUICK) == manifest.load(quick_run).fingerprint
 
 
 @slow
@@ -81,7 +64,7 @@ def test_no_number_of_processes_changes_the_fingerprint(quick_run: Path, tmp_pat
 def test_two_processes_do_what_one_does(config: Path, overrides: tuple[str, ...], tmp_path: Path) -> None:
     alone, _ = run(load_config(config, overrides), tmp_path / "alone")
     layout = ("layout.padding=left", "layout.rollout_slots=5")
-    assert fingerprint(2, config, tmp_path / "two", *overrides, *layout) == manifest.load(alone).fingerprint
+    assert fingerprint_of(2, config, tmp_path / "two", *overrides, *layout) == manifest.load(alone).fingerprint
 
 
 @slow

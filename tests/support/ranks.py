@@ -1,7 +1,8 @@
-"""Starts the processes of a run without torchrun, so that each one's exit code and output can be seen."""
+"""Starts the processes of a run: by torchrun, or one by one, so that each one's exit code and output can be seen."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.cli import sets
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT
 
@@ -68,3 +70,18 @@ def cli_ranks(size: int, *arguments: str | Path) -> list[Ended]:
     """The program in `size` processes with the same arguments."""
     command = ["-m", "ppo_repro", *map(str, arguments)]
     return end(start_ranks(*[command] * size))
+
+
+def torchrun(processes: int, *arguments: str | Path, module: str = "ppo_repro") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run(
+        [*command, "-m", module, *map(str, arguments)],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=500, check=False,
+    )  # fmt: skip
+
+
+def fingerprint_of(processes: int, config: Path, out: Path, *overrides: str) -> str:
+    """The fingerprint of a run in new processes."""
+    done = torchrun(processes, "run", config, "--out", out, "--json", *sets(*overrides))
+    assert done.returncode == 0, done.stderr
+    return str(json.loads(done.stdout)["fingerprint"])  # of one process alone: anything more is no JSON

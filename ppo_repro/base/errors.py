@@ -31,6 +31,10 @@ class FunctionFailed(UserError):
         self.field = field
 
 
+class OutOfMemory(UserError, MemoryError):
+    """Memory is full. What the kernels had computed in the call is lost; weights are as before."""
+
+
 class PromiseBroken(Exception):
     """A guarantee of this project did not hold. Exit code 1."""
 

@@ -13,7 +13,7 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import build, library
-from ppo_repro.numerics.interface import CPU, ffi
+from ppo_repro.numerics.interface import CPU, Struct, ffi
 from ppo_repro.numerics.library import KNOWN_ANSWER, Kernels
 
 DRIVER = "libcuda.so.1"
@@ -31,9 +31,9 @@ class Card(Kernels):
         self.capability = f"{facts.major}.{facts.minor}"
         self.driver = f"CUDA {facts.driver // 1000}.{facts.driver % 1000 // 10}"
 
-    def begin(self) -> None:
-        """Let the next call use torch's current stream."""
-        self._functions.gpu_begin(ffi.cast("void *", torch.cuda.current_stream(self.index).cuda_stream))
+    def stream(self) -> Struct:
+        """Return torch's current stream."""
+        return ffi.cast("void *", torch.cuda.current_stream(self.index).cuda_stream)
 
     def free_bytes(self) -> tuple[int, int]:
         """Return the free bytes and the total bytes of the card."""

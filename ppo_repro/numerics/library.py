@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ppo_repro.base.errors import UserError
+from ppo_repro.base.errors import OutOfMemory, UserError
 from ppo_repro.numerics import build
 from ppo_repro.numerics.build import Platform, Variant
-from ppo_repro.numerics.interface import ffi
+from ppo_repro.numerics.interface import Struct, ffi
 
 CHOICE = "PPO_REPRO_KERNELS"
 # of known_answer() in C, as tests/numerics/known_answer.py computes it by the definition: a change of this number is a
@@ -36,11 +36,13 @@ class Kernels:
 
     Calls take turns, because there is one pool of threads and one memory.
 
-    A call releases the interpreter, so other Python threads run meanwhile; a second call waits for the first.
+    A call releases the interpreter, so other Python threads run meanwhile; a second call waits for the first. A call
+    raises OutOfMemory if memory is full, UserError if a card refuses an operation; the next call computes as before.
     """
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions
+        self._failure = functions.last_failure()
         self.turn = threading.RLock()  # reentrant: a finalizer may run between the lines of a call
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -48,14 +50,20 @@ class Kernels:
 
         def call(*arguments: Any) -> Any:
             with self.turn:
-                self.begin()
-                return function(*arguments)
+                failures = self._failure.count
+                self._functions.begin_call(self.stream())
+                result = function(*arguments)
+                if self._failure.count != failures:
+                    kind = OutOfMemory if self._failure.of_memory else UserError
+                    raise kind(ffi.string(self._failure.text).decode())
+                return result
 
         setattr(self, name, call)  # the next time it is found at once
         return call
 
-    def begin(self) -> None:
-        """Prepare a call; on a CPU there is nothing to prepare."""
+    def stream(self) -> Struct:
+        """Return the stream of the next call; NULL on a CPU, which has none."""
+        return ffi.NULL
 
 
 def cpu_words(key: str) -> list[str]:

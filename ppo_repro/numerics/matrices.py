@@ -102,7 +102,6 @@ class PackedMatrix:
             return matrix
         if self._moves:
             self.fuse()
-        self._state = state_of((*self.weights, *self.biases))
         kernels = kernels_of(device)
         if self._panels is None:
             self._panels = torch.empty(kernels.panel_floats(matrix.n, matrix.k), device=device)
@@ -110,6 +109,7 @@ class PackedMatrix:
         matrix.w, matrix.bias = (pointer(tensor, device) for tensor in self._read)
         matrix.panels = pointer(self._panels, device)
         kernels.pack(matrix)
+        self._state = state_of((*self.weights, *self.biases))  # last: without memory the next call packs
         return matrix
 
     def collect(self, sums: SlotSums | None) -> None:

@@ -107,7 +107,7 @@ class GpuSide(Side):
 
     def put(self, x: np.ndarray) -> Array:
         x, address = np.ascontiguousarray(x), ctypes.c_uint64()
-        self.functions.gpu_begin(ffi.NULL)
+        self.functions.begin_call(ffi.NULL)
         size = ctypes.c_size_t(x.nbytes)
         self._check(self.driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(max(x.nbytes, 1))))
         self._check(self.driver.cuMemcpyHtoDAsync_v2(address, ctypes.c_void_p(x.ctypes.data), size, None))
@@ -123,7 +123,7 @@ class GpuSide(Side):
         return out
 
     def call(self, name: str, *arguments: Any) -> Any:
-        self.functions.gpu_begin(ffi.NULL)
+        self.functions.begin_call(ffi.NULL)
         return super().call(name, *arguments)
 
     def free(self) -> None:

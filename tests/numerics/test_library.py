@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,24 +35,32 @@ def test_the_fastest_variant_that_the_cpu_runs_is_chosen(flags: frozenset[str], 
     assert library.choose(X86_64, flags, "x86_64").name == "x86_64"
 
 
-# asks for 13 GB where the process may have 6
+# asks for 13 GB where the process may have 6, then for little
 WITHOUT_MEMORY = """
 import resource
+from ppo_repro.base.errors import OutOfMemory
 from ppo_repro.numerics import library
 from ppo_repro.numerics.interface import ffi
 kernels, gradient = library.load(), ffi.new("float[]", 1)
 sums = ffi.new("Sums *", {"level": [gradient], "last": 1})
 matrix = ffi.new("Matrix *", {"n": 1, "k": 1, "bias_grad": -1})
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
-kernels.linear_backward(matrix, ffi.NULL, ffi.NULL, 1 << 30, ffi.NULL, ffi.NULL, ffi.NULL, sums, ffi.NULL)
+try:
+    kernels.linear_backward(matrix, ffi.NULL, ffi.NULL, 1 << 30, ffi.NULL, ffi.NULL, ffi.NULL, sums, ffi.NULL)
+except OutOfMemory as error:
+    print(error)
+print(kernels.known_answer() == library.KNOWN_ANSWER)
 """
 
 
 @pytest.mark.slow
-def test_a_process_without_memory_ends_with_one_line() -> None:
+def test_a_process_without_memory_raises_one_line_and_goes_on() -> None:
     child = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True)
-    assert child.returncode == 2
-    assert child.stderr == "error: no memory: the kernels asked for 12.885 GB; see `ppo-repro plan`\n"
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.splitlines() == [
+        "out of memory: the kernels asked for 12.885 GB; make the batch smaller, or see `ppo-repro plan`",
+        "True",
+    ]
 
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -113,7 +122,10 @@ def test_calls_of_several_python_threads_give_their_own_results() -> None:
 
 
 class _Meeting:
-    """A function in which two threads wait for each other."""
+    """A library with a function in which two threads wait for each other."""
+
+    last_failure = staticmethod(lambda: SimpleNamespace(count=0))
+    begin_call = staticmethod(lambda stream: None)
 
     def __init__(self, seconds: float) -> None:
         self.barrier = Barrier(2, timeout=seconds)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from ppo_repro.numerics import library
+from ppo_repro.numerics import build, library
 from ppo_repro.numerics.interface import ffi
+from tests.support.failing_memory import WORKS, counting_sources
 from tests.support.sanitizers import RUNTIME, compile_sanitized, run_sanitized
+from tests.support.variants import ABLE
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,6 +32,16 @@ def test_kernel_tests_pass_under_the_sanitizers(sanitized: Path) -> None:
         ["-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "tests.support.sanitizers", *TESTS],
     )
     assert child.returncode == 0, (child.stdout + child.stderr)[-8000:]
+
+
+def test_failed_allocations_pass_under_the_sanitizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "SOURCES", counting_sources(tmp_path))
+    child = run_sanitized(
+        compile_sanitized(tmp_path),
+        ["-m", "tests.support.failing_memory", str(tmp_path / f"sanitized-{ABLE[0].name}.so")],
+    )
+    assert child.returncode == 0, (child.stdout + child.stderr)[-8000:]
+    assert len(re.findall(r"\(\d+, \[\]\)$", child.stdout, re.MULTILINE)) == 2 * len(WORKS), child.stdout
 
 
 CONTROLS = {

@@ -24,7 +24,8 @@
 #include "kernels.h"
 
 // the machine
-#include "memory.c"      // the error without memory
+#include "failure.c"     // what a call could not do
+#include "memory.c"      // memory of the host
 #include "scratch.c"     // memory that is kept from call to call
 #include "threads.c"     // a pool of threads
 #include "operations.c"  // row functions and the two memories on a CPU, see operations.h

@@ -131,6 +131,7 @@ static void attend_task(void *argument, int index) {
   int strips = strips_of(rows);
   int end = h->b->position[h->b->start[s + 1] - 1] + 1;
   float *memory = scratch((size_t)(2 * ROWS * h->m->head_dim) + ROWS * (size_t)multiple_of_16(end));
+  if (!memory) return;
   for (int i = 0; i < strips; i++)
     attend_strip(h, kv, s, strip_row(rows, i, strips), strip_row(rows, i + 1, strips), memory);
 }
@@ -256,6 +257,7 @@ static void attend_backward_task(void *argument, int index) {
   long padded = multiple_of_16(positions);
   long row = qkv_width(m);
   float *key_rows = scratch((size_t)(2 * padded * head_dim + 2 * BLOCK * padded));
+  if (!key_rows) return;
   float *value_panels = key_rows + padded * head_dim;
   float *p = value_panels + padded * head_dim;
   KeyHead key_head = {

@@ -8,6 +8,7 @@ static Blocks make_blocks(int rows, const int *sequence, const int *position, co
                           const Sums *sums) {
   int most = rows + 1;
   int *memory = allocate_zeros(3 * (size_t)most, sizeof(int));
+  if (!memory) return (Blocks){.sums = sums};
   Blocks b = {
       .rows = rows,
       .start = memory,
@@ -48,6 +49,7 @@ static void table_gradient(const float *dx, int width, float scale, const int *i
   if (grad < 0) return;
   const int rows = blocks->rows;
   int *start = allocate_zeros((size_t)entries + 2 + 2 * (size_t)rows, sizeof(int));
+  if (!start) return;
   int *sorted = start + entries + 2;
   int *slot = sorted + rows;  // of each row
   sort_by_id(ids, rows, entries, start, sorted);

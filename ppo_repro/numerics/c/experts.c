@@ -229,8 +229,8 @@ typedef struct {
 static Dispatch make_dispatch(const Model *m, const int *route_in_kernels, int tokens) {
   const int rows = tokens * m->chosen;
   const int *route = on_host(route_in_kernels, (size_t)rows * sizeof(int));
-  Dispatch d;
-  d.start = allocate_zeros((size_t)(m->experts + 2 + 2 * (long)rows), sizeof(int));
+  Dispatch d = {.start = allocate_zeros((size_t)(m->experts + 2 + 2 * (long)rows), sizeof(int))};
+  if (failed()) return d;
   d.token = d.start + m->experts + 2;
   d.row_of = d.token + rows;
   sort_by_id(route, rows, m->experts, d.start, d.token);
@@ -252,6 +252,7 @@ INLINE int rows_of_expert(const Dispatch *d, int e) { return d->start[e + 1] - d
 static Blocks expert_blocks(const Batch *b, const Dispatch *d, int e, const Sums *sums) {
   const int rows = rows_of_expert(d, e);
   int *sequence = allocate_zeros(2 * (size_t)rows + 1, sizeof(int));
+  if (!sequence) return (Blocks){.sums = sums};
   int *position = sequence + rows;
   for (int i = 0; i < rows; i++) {
     int token = d->token[d->start[e] + i];
@@ -291,6 +292,10 @@ static void mixture_forward(const Pass *pass, const Layer *l, const Saved *s) {
 
   // 3
   Dispatch d = make_dispatch(m, s->route, tokens);
+  if (failed()) {
+    free_dispatch(d);
+    return;
+  }
   const int rows = tokens * m->chosen;
   for_rows(rows, gather_row,
            &(Gather){.n = hidden, .from = d.token_in_kernels, .x = s->normed2, .y = s->rows});
@@ -335,10 +340,14 @@ static void mixture_backward(const Pass *pass, const Layer *l, const Saved *s, c
   const long rows = (long)tokens * m->chosen;
   const long floats = rows * (hidden + mlp + up) + (long)tokens * m->experts;
   float *d_rows = shared_scratch(SCRATCH_EXPERTS, (size_t)floats);
+  Dispatch d = make_dispatch(m, s->route, tokens);
+  if (failed()) {
+    free_dispatch(d);
+    return;
+  }
   float *d_act = d_rows + rows * hidden;
   float *d_up = d_act + rows * mlp;
   float *d_router = d_up + rows * up;
-  Dispatch d = make_dispatch(m, s->route, tokens);
 
   // 7
   Spread spread = {

@@ -212,6 +212,7 @@ static void weight_gradient_task(void *argument, int index) {
   int s1 = least(strips, s0 + a->strip_group);
   int p0 = index % groups * a->panel_group;
   float *memory = scratch((size_t)(s1 - s0) * (size_t)parts_of(a->blocks->sums) * ROWS * COLS);
+  if (!memory) return;
   for (int p = p0; p < least(panels, p0 + a->panel_group); p++) weight_gradient_panel(a, p, s0, s1, memory);
 }
 

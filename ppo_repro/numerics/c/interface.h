@@ -5,7 +5,8 @@
 // Shapes stand in brackets, e.g. [tokens][hidden], the last index running fastest. Arrays are contiguous, but
 // rows of logits are `ld` floats apart. A pointer belongs to the caller, who keeps its memory alive while a
 // call runs. Nothing here may be called by two threads at once: there is one pool of threads and one set of
-// scratch memory. Offsets of gradients count floats.
+// scratch memory. Each call follows a begin_call. If `count` of last_failure has grown after it, the call has
+// failed, and its results are of no use. Offsets of gradients count floats.
 
 // --------------------------------------------------------------------------------------- numbers with a name
 
@@ -259,7 +260,21 @@ typedef struct {
   float eps;
 } Step;
 
+// -------------------------------------------------------------------------------------------------- failures
+
+typedef struct {
+  long count;      // calls that failed, since the library was loaded
+  int of_memory;   // whether the last one found memory full; otherwise a GPU refused an operation
+  char text[512];  // the reason, in one line
+} Failure;
+
 // ----------------------------------------------------------------------------------------- functions by file
+
+// failure.c
+const Failure *last_failure(void);
+
+// operations.c: begins a call, on the thread of the call; on a GPU, on torch's stream
+void begin_call(void *stream);
 
 // threads.c
 int set_threads(int threads);

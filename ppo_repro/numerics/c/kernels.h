@@ -51,7 +51,8 @@ static int task_size(long items, int others, int most);
 // ------------------------------------------------------------------------------------------------- scratch.c
 
 #ifndef GPU_HOST
-static float *scratch(size_t floats);  // of this thread, until its next call
+static float *scratch(size_t floats);  // of this thread, until its next call; NULL if memory is full
+static void free_scratch_of_thread(void);  // before the thread ends
 #endif
 
 INLINE void copy_floats(float *restrict to, const float *restrict from, long n) {

@@ -165,6 +165,7 @@ static void input_gradient_rectangle(const Product *a, int row0, int row1, int p
   int rows = row1 - row0;
   int strips = strips_of(rows);
   float *panels = scratch((size_t)(panel1 - panel0) * BLOCK * COLS);
+  if (!panels) return;
   for (int n0 = 0; n0 < a->terms; n0 += BLOCK) {
     int terms = least(BLOCK, a->terms - n0);
     for (int p = panel0; p < panel1; p++)

@@ -1,28 +1,14 @@
-// Memory of the host. If the system has none, the process ends with one line on standard error and
-// status 2. A kernel has no way back, and a run that ends here goes on from its last checkpoint like one that
-// was killed.
-#include <stdarg.h>
-#include <stdio.h>
-#include <unistd.h>
+// Memory of the host. A failed allocation fails the call, see failure.c.
 #ifdef __linux__
 #include <malloc.h>
 #endif
 
 #include "kernels.h"
 
-__attribute__((format(printf, 1, 2), noreturn)) static void end_process(const char *format, ...) {
-  va_list values;
-  va_start(values, format);
-  fputs("error: ", stderr);
-  vfprintf(stderr, format, values);
-  fputc('\n', stderr);
-  fflush(stderr);
-  _exit(2);
-}
-
 static void *checked(void *memory, size_t bytes) {
   if (!memory)
-    end_process("no memory: the kernels asked for %.3f GB; see `ppo-repro plan`", (double)bytes / 1e9);
+    fail(1, "out of memory: the kernels asked for %.3f GB; make the batch smaller, or see `ppo-repro plan`",
+         (double)bytes / 1e9);
   return memory;
 }
 

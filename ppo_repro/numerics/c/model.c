@@ -120,6 +120,7 @@ int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float 
   if (!kept) {
     keep = KEEP_NOTHING;
     kept = shared_scratch(SCRATCH_PASS, (size_t)kept_floats(m, b->tokens, keep));
+    if (!kept) return 0;
   }
   const Pass pass = pass_over(m, b);
   int *not_finite = clear_flag();
@@ -142,6 +143,10 @@ void model_backward(const Model *m, const Batch *b, float *kept, Keep keep, cons
   const Pass pass = pass_over(m, b);
   Blocks blocks = make_blocks(b->tokens, b->sequence, b->position, b->slots, sums);
   const Deltas d = make_deltas(m, b->tokens);
+  if (failed()) {
+    free_blocks(&blocks);
+    return;
+  }
   const float *x = layer_input(m, b->tokens, kept, m->layers, keep);
   const float *mean = last_mean(kept, b->tokens);
   norm_step_backward(m, &m->last_norm, x, last_r(kept), mean, d_hidden, NULL, &blocks, d.dx);

@@ -16,6 +16,7 @@ static void rows_task(void *argument, int index) {
   const RowsOf *of = argument;
   const int end = least(of->rows, (index + 1) * of->each);
   float *memory = of->floats ? scratch((size_t)of->floats) : NULL;
+  if (of->floats && !memory) return;
   for (int row = index * of->each; row < end; row++) of->function(of->argument, row, memory);
 }
 
@@ -32,6 +33,13 @@ static void for_rows_with_memory(int rows, int floats, RowFunction function, con
 
 static void for_rows(int rows, RowFunction function, const void *argument) {
   for_rows_with_memory(rows, 0, function, argument);
+}
+
+// ---------------------------------------------------------------------------------------------------- a call
+
+void begin_call(void *stream) {
+  (void)stream;
+  forget_failure();
 }
 
 // ------------------------------------------------------------------------------------------------ one memory
@@ -51,9 +59,11 @@ static float *kernel_memory(size_t n) {
 static float *kernel_zeros(size_t n) { return allocate_zeros(n, sizeof(float)); }
 static void free_kernel_memory(float *memory) { free(memory); }
 
-static const void *on_host(const void *memory, size_t bytes) { return bytes ? memory : NULL; }
+static const void *on_host(const void *memory, size_t bytes) { return bytes && !failed() ? memory : NULL; }
 static const int *integers_for_kernels(const int *numbers, long n) { return n ? numbers : NULL; }
-static void copy_to_kernels(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
+static void copy_to_kernels(void *to, const void *from, size_t bytes) {
+  if (!failed()) memcpy(to, from, bytes);
+}
 
 static int *integers_from_kernels(int *numbers, long n) { return n ? numbers : NULL; }
 static void fetch_integers(int *numbers, const int *from, long n) {

@@ -66,7 +66,11 @@ static void for_rows_with_memory(int rows, int floats, RowFunction function, con
 static int *clear_flag(void);
 static int flag_value(const int *flag);
 
-// ---- host memory: `count` zeros of `size` bytes, to be freed; ends the process if there is no memory
+// ---- whether this call has failed, see failure.c: then operations compute nothing, memory may be NULL, and
+// the host reads nothing that kernels wrote
+static int failed(void);
+
+// ---- host memory: `count` zeros of `size` bytes, to be freed
 static void *allocate_zeros(size_t count, size_t size);
 
 // ---- memory of kernels, to be freed: n floats, not cleared; n zeros
@@ -74,8 +78,9 @@ static float *kernel_memory(size_t n);
 static float *kernel_zeros(size_t n);
 static void free_kernel_memory(float *memory);
 
-// ---- what crosses: `bytes` that kernels wrote, for the host, until the next call; n integers that the host
-// wrote, for kernels, until the pass ends; bytes from the host to memory of kernels
+// ---- what crosses: `bytes` that kernels wrote, for the host, until the next call, or NULL if this call has
+// failed; n integers that the host wrote, for kernels, until the pass ends; bytes from the host to memory of
+// kernels
 static const void *on_host(const void *memory, size_t bytes);
 static const int *integers_for_kernels(const int *numbers, long n);
 static void copy_to_kernels(void *to, const void *from, size_t bytes);

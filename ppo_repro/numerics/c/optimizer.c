@@ -99,6 +99,7 @@ double gradient_squares(Trained *tensors, int count) {
     double *sums = (double *)shared_scratch(SCRATCH_SQUARES, (size_t)rows * FLOATS_OF_A_DOUBLE);
     for_rows(rows, squares_row, &(Squares){t->g, t->n, sums});
     const double *squares = on_host(sums, (size_t)rows * sizeof(double));
+    if (failed()) return 0.0;
     t->square = 0.0;
     for (int row = 0; row < rows; row++) t->square += squares[row];
     sum += t->square;

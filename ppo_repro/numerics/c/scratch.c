@@ -6,6 +6,7 @@ typedef struct {
   size_t floats;
 } Area;
 
+// At least `floats` floats; NULL if memory is full, which leaves an empty area
 static float *grown(Area *area, size_t floats) {
   if (area->memory && floats <= area->floats) return area->memory;
   free_kernel_memory(area->memory);
@@ -18,17 +19,22 @@ static Area shared_areas[SCRATCH_AREAS];
 
 static float *shared_scratch(ScratchArea area, size_t floats) { return grown(&shared_areas[area], floats); }
 
-// Free the memory that passes share, until the next one.
-void free_scratch(void) {
-  for (int i = 0; i < SCRATCH_AREAS; i++) {
-    free_kernel_memory(shared_areas[i].memory);
-    shared_areas[i] = (Area){0};
-  }
+static void free_area(Area *area) {
+  free_kernel_memory(area->memory);
+  *area = (Area){0};
 }
 
 #ifndef GPU_HOST
-static float *scratch(size_t floats) {
-  static _Thread_local Area area;
-  return grown(&area, floats);
-}
+static _Thread_local Area area_of_thread;
+
+static float *scratch(size_t floats) { return grown(&area_of_thread, floats); }
+static void free_scratch_of_thread(void) { free_area(&area_of_thread); }
 #endif
+
+// Free the memory of passes, of this thread and shared, until the next pass.
+void free_scratch(void) {
+  for (int i = 0; i < SCRATCH_AREAS; i++) free_area(&shared_areas[i]);
+#ifndef GPU_HOST
+  free_scratch_of_thread();
+#endif
+}

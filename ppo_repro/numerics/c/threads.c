@@ -75,14 +75,17 @@ static void *work(void *seen) {
   for (;;) {
     await_job(job);
     job = atomic_load(&pool.job);
-    if (atomic_load(&pool.stop)) return NULL;
+    if (atomic_load(&pool.stop)) break;
     take_tasks();
   }
+  free_scratch_of_thread();
+  return NULL;
 }
 
 // Waits for the tasks, not for the workers: one that sleeps wakes after milliseconds, when others have done
-// its part.
+// its part. Does nothing in a call that has failed.
 static void parallel_for(int total, Task task, void *argument) {
+  if (failed()) return;
   // This thread may count once more than there are tasks, a worker twice: a late one takes from this job as
   // from the one before, then from this one. That must not carry into `total`.
   if (!pool.count || total < 2 || total > (int)TASK_MASK - 2 * MAX_WORKERS - 1) {
@@ -101,8 +104,8 @@ static void parallel_for(int total, Task task, void *argument) {
   }
 }
 
-// End all workers and start `threads` - 1 others. 0, or -1 if that many are no pool, which changes nothing, or
-// if the system gives no more threads; then there is one.
+// Ends all workers and starts `threads` - 1 others; returns 0. Returns -1 for a number that no pool has, and
+// changes nothing. Returns -1 if the system starts fewer threads, and leaves one.
 int set_threads(int threads) {
   int wanted = threads - 1;
   if (wanted < 0 || wanted > MAX_WORKERS) return -1;

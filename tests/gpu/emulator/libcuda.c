@@ -16,12 +16,16 @@
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_PTX = 218, NOT_FOUND = 500 };
 enum { SHARED_LIMIT = 227 << 10, SHARED_DEFAULT = 48 << 10, PAGE = 4096, KERNELS = 256 };
 static const size_t TOTAL = 4ULL << 30;
-static const size_t FREE = 2ULL << 30;
 
 // What tests set and read
 EXPORT int emulated_order;     // an Order
 EXPORT long emulated_launches;
 EXPORT long emulated_memory;   // bytes that are allocated now
+EXPORT long emulated_most = 2L << 30;  // bytes that may be allocated
+EXPORT long emulated_calls;            // copies and launches
+EXPORT long emulated_refused = -1;     // the number of the copy or launch that fails
+
+static int refused(void) { return emulated_calls++ == emulated_refused; }
 
 typedef struct {
   Function function;
@@ -132,6 +136,7 @@ EXPORT int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, un
                           void **parameters, void **extra) {
   (void)stream;
   const Kernel *kernel = function;
+  if (refused()) return INVALID_VALUE;
   int fits = x && y && z && x <= INT32_MAX && y <= 65535 && z <= 65535 && (int)shared <= kernel->shared;
   if (!fits || !threads || threads % 32 || threads > 256 || threads_y != 1 || threads_z != 1 || extra)
     return INVALID_VALUE;
@@ -149,7 +154,7 @@ static size_t pages_of(size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; 
 
 EXPORT int cuMemAlloc_v2(uint64_t *address, size_t bytes) {
   const size_t pages = pages_of(bytes);
-  if (!bytes || emulated_memory + (long)bytes > (long)FREE) return OUT_OF_MEMORY;
+  if (!bytes || emulated_memory + (long)bytes > emulated_most) return OUT_OF_MEMORY;
   char *memory = mmap(NULL, PAGE + pages + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return OUT_OF_MEMORY;
   if (mprotect(memory + PAGE + pages, PAGE, PROT_NONE)) return OUT_OF_MEMORY;
@@ -170,25 +175,28 @@ EXPORT int cuMemFree_v2(uint64_t address) {
 }
 
 EXPORT int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
-  *free_bytes = FREE - (size_t)emulated_memory;
+  *free_bytes = (size_t)(emulated_most - emulated_memory);
   *total = TOTAL;
   return SUCCESS;
 }
 
 EXPORT int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream) {
   (void)stream;
+  if (refused()) return INVALID_VALUE;
   memcpy((void *)to, from, bytes);
   return SUCCESS;
 }
 
 EXPORT int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *stream) {
   (void)stream;
+  if (refused()) return INVALID_VALUE;
   memcpy(to, (const void *)from, bytes);
   return SUCCESS;
 }
 
 EXPORT int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, void *stream) {
   (void)stream;
+  if (refused()) return INVALID_VALUE;
   memset((void *)address, value, bytes);
   return SUCCESS;
 }

@@ -1,8 +1,8 @@
 // The driver of NVIDIA cards, libcuda, opened at run time: no header and no library of CUDA is needed to
-// compile this. Its context and its streams are torch's; see gpu_open and gpu_begin.
+// compile this. Its context and its streams are torch's; see gpu_open and begin_call.
 //
-// An error before the first launch is returned as a text. Later there is no way back from the middle of a
-// pass: the process ends with one line and status 2, as in memory.c.
+// gpu_open returns an error as a text. A later error fails the call, see failure.c: nothing more is copied or
+// launched.
 #include <dlfcn.h>
 #include <stdio.h>
 
@@ -72,9 +72,9 @@ static const char *error_text(int code) {
   return text;
 }
 
-// Ends the process if the driver could not do `what`
+// Fails the call if the driver could not do `what`
 static void check(int code, const char *what) {
-  if (code) end_process("the GPU: %s: %s (%d)", what, error_text(code), code);
+  if (code) fail(0, "the GPU: %s: %s (%d)", what, error_text(code), code);
 }
 
 // --------------------------------------------------------------------------------------------------- opening
@@ -147,13 +147,14 @@ static void *allocate_on_gpu(size_t bytes) {
     size_t free_memory = 0;
     size_t all = 0;
     cuda.cuMemGetInfo_v2(&free_memory, &all);
-    end_process("no memory on the GPU: the kernels asked for %.3f GB, and %.3f of %.3f GB are free; see "
-                "`ppo-repro plan`, and make layout's micro-batches smaller or set "
-                "layout.gradient_checkpointing=true",
-                (double)bytes / 1e9, (double)free_memory / 1e9, (double)all / 1e9);
+    fail(1,
+         "out of memory on the GPU: the kernels asked for %.3f GB, and %.3f of %.3f GB are free; see "
+         "`ppo-repro plan`, and make layout's micro-batches smaller or set "
+         "layout.gradient_checkpointing=true",
+         (double)bytes / 1e9, (double)free_memory / 1e9, (double)all / 1e9);
   }
   check(code, "memory");
-  return (void *)(uintptr_t)memory;
+  return code ? NULL : (void *)(uintptr_t)memory;
 }
 
 static void free_on_gpu(void *memory) {
@@ -161,11 +162,12 @@ static void free_on_gpu(void *memory) {
 }
 
 static void copy_to_gpu(void *to, const void *from, size_t bytes) {
-  if (bytes) check(cuda.cuMemcpyHtoDAsync_v2(address(to), from, bytes, gpu.stream), "a copy to the GPU");
+  if (bytes && !failed())
+    check(cuda.cuMemcpyHtoDAsync_v2(address(to), from, bytes, gpu.stream), "a copy to the GPU");
 }
 
 static void copy_from_gpu(void *to, const void *from, size_t bytes) {
-  if (!bytes) return;
+  if (!bytes || failed()) return;
   check(cuda.cuMemcpyDtoHAsync_v2(to, address(from), bytes, gpu.stream), "a copy from the GPU");
   check(cuda.cuStreamSynchronize(gpu.stream), "the kernels");
 }
@@ -174,13 +176,15 @@ static void copy_from_gpu(void *to, const void *from, size_t bytes) {
 
 static void send_integers(void);
 
-// The function of a kernel. A card has it, or the operation is refused: nothing else computes it.
+// The function of a kernel. A card has it, or the call fails: nothing else computes it.
 static void *function_of(Kernel *kernel) {
   if (kernel->function) return kernel->function;
-  int code = cuda.cuModuleGetFunction(&kernel->function, gpu.module, kernel->name);
-  if (code == NOT_FOUND) end_process("the GPU has no kernel %s; set layout.device=cpu", kernel->name);
+  void *function = NULL;
+  int code = cuda.cuModuleGetFunction(&function, gpu.module, kernel->name);
+  if (code == NOT_FOUND) fail(0, "the GPU has no kernel %s; set layout.device=cpu", kernel->name);
+  if (!code) code = cuda.cuFuncSetAttribute(function, DYNAMIC_SHARED_MEMORY, gpu.shared_memory);
   check(code, kernel->name);
-  check(cuda.cuFuncSetAttribute(kernel->function, DYNAMIC_SHARED_MEMORY, gpu.shared_memory), kernel->name);
+  if (!code) kernel->function = function;
   return kernel->function;
 }
 
@@ -202,6 +206,7 @@ static void launch_kernel(Kernel *kernel, Grid g, long shared, const void *argum
   unsigned y = g.y ? (unsigned)g.y : 1;
   unsigned z = g.z ? (unsigned)g.z : 1;
   send_integers();
+  if (failed()) return;
   int code = cuda.cuLaunchKernel(function, (unsigned)g.x, y, z, threads, 1, 1, (unsigned)shared, gpu.stream,
                                  parameters, NULL);
   check(code, kernel->name);

@@ -10,6 +10,3 @@ typedef struct {
 // driver.c
 const char *gpu_open(const char *library, const char *ptx, int ordinal, GpuFacts *facts);
 void gpu_memory(uint64_t *free_bytes, uint64_t *all_bytes);
-
-// operations.c
-void gpu_begin(void *stream);

@@ -5,6 +5,7 @@
 #include "../kernels.h"
 
 // the machine
+#include "../failure.c"
 #include "../memory.c"
 #include "driver.c"
 #include "../scratch.c"

@@ -259,6 +259,7 @@ static void by_sequences(const Heads *h, int arrays, SequencePass pass) {
     groups = groups < 1 ? 1 : groups > m->kv_heads ? m->kv_heads : groups;
     const long scores = multiple_of_16(groups * of_group);
     a.p = shared_scratch(SCRATCH_SCORES, (size_t)(arrays * scores));
+    if (!a.p) return;
     a.ds = arrays > 1 ? a.p + scores : NULL;
     for (a.first_kv = 0; a.first_kv < m->kv_heads; a.first_kv += (int)groups)
       pass(&a, (long)group * least((int)groups, m->kv_heads - a.first_kv), count);

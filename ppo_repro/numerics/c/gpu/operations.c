@@ -8,7 +8,7 @@ static float *kernel_memory(size_t n) { return allocate_on_gpu(n * sizeof(float)
 
 static float *kernel_zeros(size_t n) {
   float *memory = kernel_memory(n);
-  check(cuda.cuMemsetD8Async(address(memory), 0, n * sizeof(float), gpu.stream), "zeros");
+  if (memory) check(cuda.cuMemsetD8Async(address(memory), 0, n * sizeof(float), gpu.stream), "zeros");
   return memory;
 }
 
@@ -23,10 +23,10 @@ static const void *on_host(const void *memory, size_t bytes) {
   if (bytes > size || !host) {
     free(host);
     host = allocate_zeros(bytes + 1, 1);
-    size = bytes;
+    size = host ? bytes : 0;
   }
   copy_from_gpu(host, memory, bytes);
-  return host;
+  return failed() ? NULL : host;
 }
 
 static void copy_to_kernels(void *to, const void *from, size_t bytes) { copy_to_gpu(to, from, bytes); }
@@ -51,16 +51,26 @@ static void send_integers(void) {
   gathered.sent = gathered.used;
 }
 
-// Room for n integers: where they lie on the host; their memory of the GPU is at the same place.
+// Room for n integers: where they lie on the host; their memory of the GPU is at the same place. NULL if this
+// call has failed.
 static int *room_for_integers(long n) {
+  if (failed()) return NULL;
   if (gathered.used + n > gathered.size) {
     send_integers();
-    if (gathered.outgrown_count == MOST_OUTGROWN) end_process("the GPU: one call has too many integers");
+    if (gathered.outgrown_count == MOST_OUTGROWN) fail(0, "the GPU: one call has too many integers");
+    long size = 2 * (gathered.size + n) + 4096;
+    int *host = allocate_zeros((size_t)size, sizeof(int));
+    int *memory = allocate_on_gpu((size_t)size * sizeof(int));
+    if (failed()) {
+      free(host);
+      free_on_gpu(memory);
+      return NULL;
+    }
     if (gathered.memory) gathered.outgrown[gathered.outgrown_count++] = gathered.memory;
     free(gathered.host);
-    gathered.size = 2 * (gathered.size + n) + 4096;
-    gathered.host = allocate_zeros((size_t)gathered.size, sizeof(int));
-    gathered.memory = allocate_on_gpu((size_t)gathered.size * sizeof(int));
+    gathered.host = host;
+    gathered.memory = memory;
+    gathered.size = size;
     gathered.used = gathered.sent = 0;
   }
   int *here = gathered.host + gathered.used;
@@ -69,12 +79,12 @@ static int *room_for_integers(long n) {
   return here;
 }
 
-static int *memory_of(const int *here) { return gathered.memory + (here - gathered.host); }
+static int *memory_of(const int *here) { return here ? gathered.memory + (here - gathered.host) : NULL; }
 
 static const int *integers_for_kernels(const int *numbers, long n) {
   if (!n) return NULL;
   int *here = room_for_integers(n);
-  memcpy(here, numbers, (size_t)n * sizeof(int));
+  if (here) memcpy(here, numbers, (size_t)n * sizeof(int));
   return memory_of(here);
 }
 
@@ -89,9 +99,10 @@ static void fetch_integers(int *numbers, const int *from, long n) {
 
 // ---------------------------------------------------------------------------------------------------- a call
 
-// Each call of this library begins here: on the thread of the call, in torch's context, on torch's stream. The
-// calls share memory, so a call on another stream waits for the kernels of the call before.
-void gpu_begin(void *stream) {
+// Torch's context on this thread, and torch's stream. Calls share memory, so a call on another stream waits
+// for the kernels of the call before.
+void begin_call(void *stream) {
+  forget_failure();
   check(cuda.cuCtxSetCurrent(gpu.context), "context");
   if (stream != gpu.stream) check(cuda.cuStreamSynchronize(gpu.stream), "the kernels of the stream before");
   gpu.stream = stream;
@@ -103,11 +114,14 @@ static int *flag_memory;
 
 static int *clear_flag(void) {
   if (!flag_memory) flag_memory = allocate_on_gpu(sizeof(int));
-  check(cuda.cuMemsetD8Async(address(flag_memory), 0, sizeof(int), gpu.stream), "a flag");
+  if (flag_memory) check(cuda.cuMemsetD8Async(address(flag_memory), 0, sizeof(int), gpu.stream), "a flag");
   return flag_memory;
 }
 
-static int flag_value(const int *flag) { return *(const int *)on_host(flag, sizeof(int)); }
+static int flag_value(const int *flag) {
+  const int *value = on_host(flag, sizeof(int));
+  return value ? *value : 0;
+}
 
 // ------------------------------------------------------------------------------------------------------ rows
 

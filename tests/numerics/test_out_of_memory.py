@@ -1,0 +1,55 @@
+"""Without memory a call of the kernels raises OutOfMemory; repeated with memory, it gives the right bits.
+
+The library of these tests fails any of its allocations, and counts the ones that are not freed. Controls: a library
+that goes on after a failure without a word, and one that frees less.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.failing_memory import WORKS, Library, failures, made, step, using
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return made(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("work", WORKS)
+def test_a_failed_allocation_is_one_error_and_nothing_else(
+    work: str, family: str, threads: int, kernels: Library
+) -> None:
+    with using(kernels):
+        count, wrong = failures(kernels, WORKS[work](family), threads)
+    assert wrong == []
+    assert count >= 3
+
+
+def test_a_failure_that_nobody_reads_gives_another_result(kernels: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: without the check after each call the norm of the gradients is 0."""
+    with using(kernels):
+        work = step("qwen3")
+        expected = work()
+        kernels.rest(1)
+        monkeypatch.setattr(kernels.kernels, "_failure", SimpleNamespace(count=0))
+        with kernels.failing(0, 1 << 60):
+            norm, *_ = work()
+    assert expected[0] > norm == 0.0
+
+
+def test_memory_that_a_failed_call_keeps_is_counted(tmp_path: Path) -> None:
+    """Control: kernels that free nothing where memory for experts fails."""
+    freed = "  if (failed()) {\n    free_dispatch(d);\n    return;\n  }\n  float *d_act"
+    leaking = made(tmp_path, "experts.c", (freed, "  if (failed()) return;\n  float *d_act"))
+    with using(leaking):
+        _, wrong = failures(leaking, step("qwen3_moe"), 1)
+    assert wrong
+    assert all("were not freed" in line for line in wrong)

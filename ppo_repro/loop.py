@@ -341,7 +341,7 @@ def optimizer_step(
 
     def backward() -> None:
         for m in minibatch.micro_batches:
-            loss, of_tokens = losses_of(m.into(optimizer.sink))
+            loss, of_tokens = losses_of(m.with_sums(optimizer.sink))
             torch.autograd.backward(loss, minibatch.loss_weights_of_all[m.tokens])
             columns.append(detached(of_tokens))
 

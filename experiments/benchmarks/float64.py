@@ -77,7 +77,7 @@ def deterministic_gradients(model: PreTrainedModel, text: Text, max_context: int
     """Compute the gradients of the mean of -log p by the kernels, float32."""
     policy, count = make_policy(model, "deterministic", max_context), len(text.prompts)
     sums = GradientSums(policy.named_parameters(), SLOTS)
-    batch = lay_out(text.prompts, text.responses, slots=slots_of(range(count), count, SLOTS)).into(sums)
+    batch = lay_out(text.prompts, text.responses, slots=slots_of(range(count), count, SLOTS)).with_sums(sums)
     logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "deterministic")
     torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / text.tokens()))
     return sums.finish()

@@ -82,7 +82,7 @@ class Deterministic:
         rows = texts(size)
         self.all = self._batch(rows)
         minibatch = self._batch(rows[:MINIBATCH], slots_of(range(MINIBATCH), MINIBATCH, SLOTS))
-        self.minibatch = minibatch.into(self.optimizer.sink)
+        self.minibatch = minibatch.with_sums(self.optimizer.sink)
         self.directions = directions(MINIBATCH).flatten()
         self.gradients: dict[str, Tensor] = {}
 

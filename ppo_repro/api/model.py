@@ -207,10 +207,10 @@ def deterministic(
 
 def passes_of(model: PreTrainedModel) -> Passes:
     """Return the state of a deterministic model between passes. Raises UserError for another model."""
-    found = getattr(model, "_passes", None)
-    if not isinstance(found, Passes):
+    passes = getattr(model, "_passes", None)
+    if not isinstance(passes, Passes):
         raise UserError(f"{type(model).__name__} is not deterministic; make it so with ppo_repro.deterministic(model)")
-    return found
+    return passes
 
 
 def max_context(model: PreTrainedModel) -> int:
@@ -234,10 +234,10 @@ def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:
     begin_pass(model)
     passes = passes_of(model)
     edge = passes.edge() if torch.is_grad_enabled() else None
-    batch = layout.sequences().into(passes.sums, edge)
+    batch = layout.sequences().with_sums(passes.sums, edge)
     tokens = ints((layout.real.reshape(-1).cumsum(0) - 1)[places])
     hidden, _ = cast(Network, network_of(model)).over_batch(batch, tokens)
-    logits = network.logits(model, hidden, batch.rows.at(tokens))
+    logits = network.logits(model, hidden, batch.rows.select(tokens))
     return logits if edge is None else Watched.apply(logits, model, edge.grad_fn)
 
 
@@ -254,17 +254,13 @@ class _Sum(Function):
         return grad.expand(ctx.shape).contiguous()
 
 
-def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: Tensor | int | None) -> Tensor:
-    """Return the sum of -log p(label), in nats, over the labels that count, divided by their number or by `items`."""
+def _checked_labels(layout: Layout, labels: Tensor, vocab_size: int) -> Tensor:
+    """Return the labels [R, L] on the CPU. Raises UserError for the first label that no token may have."""
     whole = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.dtype == torch.bool)
     if not whole or labels.shape != layout.real.shape:
         raise UserError(f"labels: must be whole numbers {list(layout.real.shape)}, as input_ids")
-    counted = items.item() if isinstance(items, Tensor) else items
-    if counted is not None:
-        check_number("num_items_in_batch", counted, 1)
     labels = labels.cpu()
     counts = labels != IGNORED
-    vocab_size = logits.shape[-1]
     for wrong, rule in (
         (counts & ~layout.real, f"is at padding; must be {IGNORED} there"),
         (counts & ((labels < 0) | (labels >= vocab_size)), f"must be {IGNORED} or in 0..{vocab_size - 1}"),
@@ -272,17 +268,25 @@ def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: T
         if bool(wrong.any()):
             row, column = torch.nonzero(wrong)[0].tolist()
             raise UserError(f"labels[{row}, {column}] = {int(labels[row, column])}: {rule}")
-    predicting = layout.follows()
-    predicting[:, :-1] &= counts[:, 1:]
-    flat = predicting.reshape(-1)
-    targets = torch.roll(labels, -1, 1).reshape(-1)[flat].to(torch.int64)
-    picked = flat[rows]
+    return labels
+
+
+def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: Tensor | int | None) -> Tensor:
+    """Return the sum of -log p(label), in nats, over the labels that count, divided by their number or by `items`."""
+    labels = _checked_labels(layout, labels, logits.shape[-1])
+    divisor = items.item() if isinstance(items, Tensor) else items
+    if divisor is not None:
+        check_number("num_items_in_batch", divisor, 1)
+    predicts = layout.follows()  # [R, L]: whether the token predicts a label that counts
+    predicts[:, :-1] &= labels[:, 1:] != IGNORED
+    targets = torch.roll(labels, -1, 1)[predicts].to(torch.int64)
     if not len(targets):
         raise UserError("labels: none of them counts; a label counts where it is not -100 and a token comes before it")
-    chosen = logits if bool(picked.all()) else logits[picked]
-    logprobs, _ = token_statistics(chosen, targets, 1.0, None, "deterministic")
+    predicting = predicts.reshape(-1)[rows]
+    predictions = logits if bool(predicting.all()) else logits[predicting]
+    logprobs, _ = token_statistics(predictions, targets, 1.0, None, "deterministic")
     # divided on the CPU: a card would multiply by the inverse of a Python number
-    return (_Sum.apply(-logprobs) / (len(targets) if counted is None else counted)).to(logits.device)
+    return (_Sum.apply(-logprobs) / (len(targets) if divisor is None else divisor)).to(logits.device)
 
 
 def _forward(

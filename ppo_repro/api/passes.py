@@ -100,9 +100,9 @@ class Passes:
                 )
 
     def _check_modules(self, model: PreTrainedModel) -> None:
-        found = modules_of(model)
-        if found != self._modules:
-            name = next(n for n in [*found, *self._modules] if found.get(n) is not self._modules.get(n))
+        modules = modules_of(model)
+        if modules != self._modules:
+            name = next(n for n in [*modules, *self._modules] if modules.get(n) is not self._modules.get(n))
             raise UserError(f"deterministic model: module '{name}' was added, removed or replaced; {AGAIN}")
         if "_loss_function" in vars(model):
             raise UserError(

@@ -106,9 +106,9 @@ def open_run(path: RunOrPath) -> Run:
     >>> bool((tokens["rollout_logprobs"] == tokens["old_logprobs"]).all())
     True
     """
-    found = path if isinstance(path, Run) else Run(run_named(path))
-    manifest.load_head(found.path)
-    return found
+    run = path if isinstance(path, Run) else Run(run_named(path))
+    manifest.load_head(run.path)
+    return run
 
 
 def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:

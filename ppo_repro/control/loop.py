@@ -25,7 +25,7 @@ from ppo_repro.control.networks import Agent
 from ppo_repro.numerics import library
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.optimizer import SLOTS, Optimizer
-from ppo_repro.numerics.sequences import alone, slots_of
+from ppo_repro.numerics.sequences import single_row_sequences, slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.ppo import kl
@@ -304,7 +304,7 @@ def optimizer_step(
     def backward() -> None:
         for chunk in torch.arange(count).split(config.layout.update_micro_batch or count):
             part = _Minibatch(*(column[chunk] for column in batch))
-            rows = alone(len(chunk), slots_of(chunk.tolist(), count, SLOTS), state.optimizer.sink)
+            rows = single_row_sequences(len(chunk), slots_of(chunk.tolist(), count, SLOTS), state.optimizer.sink)
             outputs = agent.policy(part.observations, rows)
             logprobs, entropies = agent.distribution.statistics(outputs, part.actions, rows)
             ratios = probability_ratios(logprobs, part.rollout_logprobs)

@@ -27,11 +27,11 @@ class TokenBatch:
     @property
     def rows(self) -> Rows:
         """Return the sequence and the position of each of the n predicting inputs."""
-        return self.sequences.rows.at(self.predictors)
+        return self.sequences.rows.select(self.predictors)
 
-    def into(self, sums: GradientSums | None) -> TokenBatch:
+    def with_sums(self, sums: GradientSums | None) -> TokenBatch:
         """Return the same batch; a backward pass adds the gradients of weights to `sums`."""
-        return replace(self, sequences=self.sequences.into(sums))
+        return replace(self, sequences=self.sequences.with_sums(sums))
 
 
 def lay_out(
@@ -72,9 +72,9 @@ class MicroBatch:
     batch: TokenBatch
     tokens: Tensor
 
-    def into(self, sums: GradientSums | None) -> MicroBatch:
+    def with_sums(self, sums: GradientSums | None) -> MicroBatch:
         """Return the same micro-batch; a backward pass adds the gradients of weights to `sums`."""
-        return replace(self, batch=self.batch.into(sums))
+        return replace(self, batch=self.batch.with_sums(sums))
 
 
 def micro_batches(

@@ -158,7 +158,7 @@ def sequence_scores(
         sums: receive the gradients of weights.
     """
     # the token after the last one is no input
-    batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots).into(sums)
+    batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots).with_sums(sums)
     hidden = hidden_states(trunk_of(classifier), batch)
     return scalar(cast(nn.Linear, classifier.score), hidden, batch.rows, is_deterministic(classifier))
 

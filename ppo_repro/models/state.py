@@ -163,7 +163,7 @@ class TrainState:
         on_card = self.policy.device.type == "cuda"
         if on_card:
             weights = self.copied(weights)
-        pool = ThreadPoolExecutor(library.thread_count)
+        pool = ThreadPoolExecutor(library.load().threads)
         self.digesting = [pool.submit(weights_digest, named.items()) for named in weights]
         pool.shutdown(wait=not on_card)
         policy, *value = self.digesting

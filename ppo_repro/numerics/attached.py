@@ -25,11 +25,11 @@ class Attached:
 
 def attached_to(module: nn.Module) -> Attached:
     """Return what is attached to a module."""
-    found = vars(module).get("_attached")
-    if not isinstance(found, Attached):
-        found = Attached()
-        module._attached = found  # type: ignore[assignment]
-    return found
+    attached = vars(module).get("_attached")
+    if not isinstance(attached, Attached):
+        attached = Attached()
+        module._attached = attached  # type: ignore[assignment]
+    return attached
 
 
 def attached_in(model: nn.Module) -> Iterator[Attached]:

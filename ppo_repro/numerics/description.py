@@ -113,9 +113,9 @@ def _qk_norm(layer: LayerParts, head_dim: int) -> int:
     return int(constants.QK_NORM_HEAD if len(of_queries.weight) == head_dim else constants.QK_NORM_WHOLE)
 
 
-def _places_of_heads(together: bool, heads: int, kv_heads: int, d: int) -> dict[str, float]:
+def _head_columns(joined: bool, heads: int, kv_heads: int, d: int) -> dict[str, float]:
     """Return the columns at which queries, keys and values begin in a row of qkv, and the distance of two heads."""
-    if together:
+    if joined:
         return dict(q_at=0, q_step=3 * d, k_at=d, k_step=3 * d, v_at=2 * d, v_step=3 * d)
     return dict(q_at=0, q_step=d, k_at=heads * d, k_step=d, v_at=(heads + kv_heads) * d, v_step=d)
 
@@ -140,7 +140,7 @@ def describe(trunk: PreTrainedModel) -> Description:
         vocabulary=len(table.weight),
         norm=family.norm,
         qk_norm=_qk_norm(layers[0], d),
-        **_places_of_heads(family.joins_heads, heads, kv_heads, d),
+        **_head_columns(family.joins_heads, heads, kv_heads, d),
         activation=ACTIVATIONS[activation_of(config)[1]],
         gated=len(names.up) == 2,
         parallel=family.may_be_parallel and bool(config.use_parallel_residual),

@@ -30,7 +30,7 @@ _Key = tuple[str, tuple[tuple[str, ...], ...]]  # a label, and the parameters' n
 Group = Sequence[Tensor]  # parameters that are one matrix for the kernels, for example queries, keys and values
 
 
-def layout(groups: Iterable[Group]) -> tuple[dict[int, int], int]:
+def gradient_offsets(groups: Iterable[Group]) -> tuple[dict[int, int], int]:
     """Return the offset of each parameter's gradient by `id`, and the size of all gradients, both in floats.
 
     The gradients of a group are consecutive, and get memory if one of its parameters is trained.
@@ -56,7 +56,7 @@ class SlotSums:
         for p in self.parameters:
             if p.dtype != torch.float32 or not p.is_contiguous() or p.device != self.device:
                 raise ValueError(f"a parameter to train is {p.dtype} on {p.device}, strides {p.stride()}")
-        self._offsets, self.size = layout(groups)
+        self._offsets, self.size = gradient_offsets(groups)
         self.levels = slots.bit_length() - 1
         self._arrays: list[Tensor | None] = [None] * (self.levels + 1)
         self.begin()
@@ -86,12 +86,12 @@ class SlotSums:
         `slots` [S + 1] has the slot of each sequence, and of the sequence after them; the number of slots if no
         sequence follows. PromiseBroken if a sequence comes after a later one, ValueError if there is none.
         """
-        *own, last = (int(slot) for slot in slots)
-        if not own:
+        *of_pass, last = (int(slot) for slot in slots)
+        if not of_pass:
             raise ValueError("a backward pass without sequences")
-        if own[0] < self._slot:
-            raise PromiseBroken(f"a sequence of slot {own[0]} comes after those of slot {self._slot}")
-        stays_open = own[-1] == last
+        if of_pass[0] < self._slot:
+            raise PromiseBroken(f"a sequence of slot {of_pass[0]} comes after those of slot {self._slot}")
+        stays_open = of_pass[-1] == last
         first, is_open = self._slot, self._is_open
         self._slot, self._is_open = last, stays_open
         yield self._sums(first, is_open, last, stays_open)
@@ -142,16 +142,16 @@ class GradientSums:
         self.slots, self._all = slots, dict(parameters)
         self.trained = {name: p for name, p in self._all.items() if p.requires_grad}
         self._names = {id(p): name for name, p in self._all.items()}
-        self._uses: dict[_Key, SlotSums] = {}
+        self._slot_sums: dict[_Key, SlotSums] = {}
         self._used: set[_Key] = set()  # since `begin`
 
-    def use(self, label: str, *groups: Group) -> SlotSums:
+    def sums_for(self, label: str, *groups: Group) -> SlotSums:
         """Return the sums of one use of some parameters; two uses of a parameter need different labels."""
         key = label, tuple(tuple(self._names[id(p)] for p in group) for group in groups)
-        if key not in self._uses:
-            self._uses[key] = self.make_sums(groups)
+        if key not in self._slot_sums:
+            self._slot_sums[key] = self.make_sums(groups)
         self._used.add(key)
-        return self._uses[key]
+        return self._slot_sums[key]
 
     def make_sums(self, groups: Sequence[Group]) -> SlotSums:
         """Return empty sums for one use of some parameters."""
@@ -160,13 +160,13 @@ class GradientSums:
     def begin(self) -> None:
         """Forget the sums of the last minibatch."""
         self._used.clear()
-        for use in self._uses.values():
-            use.begin()
+        for slot_sums in self._slot_sums.values():
+            slot_sums.begin()
 
     def release(self) -> None:
         """Free the memory of all sums until the next backward pass."""
-        for use in self._uses.values():
-            use.release()
+        for slot_sums in self._slot_sums.values():
+            slot_sums.release()
 
     def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """Return the gradient of each trained parameter over all ranks, float32, in the memory of the sums.
@@ -176,17 +176,19 @@ class GradientSums:
         # a rank without sequences has no uses of its own
         keys = sorted({key for of_rank in ranks.everyone(sorted(self._used)) for key in of_rank})
         if not keys:
-            raise ValueError("no backward pass added to these sums; lay out its batch with `.into(optimizer.sink)`")
+            raise ValueError(
+                "no backward pass added to these sums; lay out its batch with `.with_sums(optimizer.sink)`"
+            )
         gradients: dict[str, Tensor] = {}
         for label, names in keys:
-            use = self.use(label, *(tuple(self._all[name] for name in group) for group in names))
-            total = use.total()
+            slot_sums = self.sums_for(label, *(tuple(self._all[name] for name in group) for group in names))
+            total = slot_sums.total()
             if ranks.size > 1:
                 ranks.exchange_sum(total)
-            for parameter in use.parameters:
+            for parameter in slot_sums.parameters:
                 name = self._names[id(parameter)]
                 if name in gradients:
-                    gradients[name].add_(use.view(parameter))
+                    gradients[name].add_(slot_sums.view(parameter))
                 else:
-                    gradients[name] = use.view(parameter)
+                    gradients[name] = slot_sums.view(parameter)
         return {name: gradients[name] if name in gradients else torch.zeros_like(p) for name, p in self.trained.items()}

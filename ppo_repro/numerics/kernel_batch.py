@@ -28,7 +28,7 @@ class Cache:
         self.keys, self.values = (torch.empty(floats, device=device) for _ in range(2))
 
 
-def own_cache(model: Struct, batch: Ragged, device: torch.device) -> tuple[Cache, Ints]:
+def cache_of_batch(model: Struct, batch: Ragged, device: torch.device) -> tuple[Cache, Ints]:
     """Return a cache for exactly the sequences of a batch, and the position [S] at which each sequence begins."""
     padded = -(-batch.lengths // 16) * 16
     return Cache(model, 1, int(padded.sum()), device), ints(np.concatenate([[0], np.cumsum(padded)[:-1]]))

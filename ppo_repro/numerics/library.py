@@ -25,8 +25,6 @@ CHOICE = "PPO_REPRO_KERNELS"
 # change of results, unless known_answer() computes something else
 KNOWN_ANSWER = 0x5CEC9908274457B0
 
-thread_count = 1  # of the kernels, as `set_threads` set it
-
 _DENORMAL = 71362  # the bits of 1e-40
 MEND = "run `make setup` or `pip install -e .` in a checkout, or install the wheel again"
 
@@ -44,6 +42,7 @@ class Kernels:
         self._functions = functions
         self._failure = functions.last_failure()
         self.turn = threading.RLock()  # reentrant: a finalizer may run between the lines of a call
+        self.threads = 1  # of the pool, the caller included
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = getattr(self._functions, name)
@@ -150,13 +149,13 @@ def set_threads(count: int) -> None:
 
     Raises UserError for more than the kernels take or the system gives.
     """
-    global thread_count
-    check_denormals()  # new threads do as this one
-    if load().set_threads(count) != 0:
+    kernels = load()
+    check_denormals(kernels)  # new threads do as this one
+    if kernels.set_threads(count) != 0:
         raise UserError(
             f"threads = {count}: the kernels take 1 to 256 threads, and the system may start fewer; use fewer"
         )
-    thread_count = count
+    kernels.threads = count
 
 
 def use_threads(count: int, torch_computes: bool = False) -> None:

@@ -13,7 +13,7 @@ from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import Struct, ffi, pointer
 from ppo_repro.numerics.matrices import PackedMatrix, packed
-from ppo_repro.numerics.sequences import Rows, sums_of
+from ppo_repro.numerics.sequences import Rows, edge_of, sums_of
 
 LAYER = "a linear layer"
 
@@ -42,16 +42,16 @@ class _Linear(Function):
         matrix.prepare()
         grad, x = grad.contiguous(), x.contiguous()
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        use = None
+        slot_sums = None
         if any(p.requires_grad for p in parameters):
-            use = sums_of(ctx.rows, LAYER).use("linear", *((p,) for p in parameters))
-        matrix.collect(use)
-        _backward(matrix.struct, grad, x, ctx.rows, use, dx)
+            slot_sums = sums_of(ctx.rows, LAYER).sums_for("linear", *((p,) for p in parameters))
+        matrix.set_gradient_offsets(slot_sums)
+        _backward(matrix.struct, grad, x, ctx.rows, slot_sums, dx)
         return dx, None, None, None
 
 
 def _backward(
-    matrix: Struct, grad: Tensor, x: Tensor | None, rows: Rows | None, use: SlotSums | None, dx: Tensor | None
+    matrix: Struct, grad: Tensor, x: Tensor | None, rows: Rows | None, slot_sums: SlotSums | None, dx: Tensor | None
 ) -> None:
     """Compute the gradients of a layer's inputs and weights.
 
@@ -60,18 +60,18 @@ def _backward(
         grad: gradient of the outputs, float32 [n, N].
         x: inputs, float32 [n, K]; None if only a bias is trained.
         rows: the sequence of each of the n rows; None if the weights are not trained.
-        use: the sums that receive the gradients of weight and bias; None if weight and bias are not trained.
+        slot_sums: the sums that receive the gradients of weight and bias; None if weight and bias are not trained.
         dx: receives the gradient of the inputs, float32 [n, K]; None if the inputs need no gradient.
     """
     device = grad.device
     backward = kernels_of(device).linear_backward
-    products = matrix, pointer(grad, device), pointer(x, device), len(grad)
-    if use is None or rows is None:
-        backward(*products, ffi.NULL, ffi.NULL, ffi.NULL, ffi.NULL, pointer(dx, device))
+    layer = matrix, pointer(grad, device), pointer(x, device), len(grad)
+    if slot_sums is None or rows is None:
+        backward(*layer, ffi.NULL, ffi.NULL, ffi.NULL, ffi.NULL, pointer(dx, device))
         return
-    with use.adding(rows.slots) as sums:
-        places = pointer(rows.sequence), pointer(rows.position), pointer(rows.slots)
-        backward(*products, *places, sums, pointer(dx, device))
+    with slot_sums.adding(rows.slots) as sums:
+        order = pointer(rows.sequence), pointer(rows.position), pointer(rows.slots)
+        backward(*layer, *order, sums, pointer(dx, device))
 
 
 def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
@@ -81,21 +81,18 @@ def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
     trained. Raises ValueError if nothing receives their gradients.
     """
     matrix = packed(layer)
-    parameters = (*matrix.weights, *matrix.biases)
-    trained = next((p for p in parameters if p.requires_grad), None)
-    if torch.is_grad_enabled() and (x.requires_grad or trained is not None):
-        if trained is not None:
+    trained = [p for p in (*matrix.weights, *matrix.biases) if p.requires_grad]
+    if torch.is_grad_enabled() and (x.requires_grad or trained):
+        if trained:
             sums_of(rows, LAYER)
-        # the edge only makes autograd call backward; all gradients of parameters go to the sums
-        edge = trained if rows is None or rows.edge is None else rows.edge
-        return _Linear.apply(x, edge, matrix, rows)
+        return _Linear.apply(x, edge_of(rows, trained), matrix, rows)
     return product(x, matrix)
 
 
 def add_to_bias(bias: Tensor, grad: Tensor, rows: Rows) -> None:
     """Add the gradients `grad` [n, N] float32 of rows that include a bias [N] to `rows.sums`."""
-    use = sums_of(rows, "a bias").use("bias", (bias,))
+    slot_sums = sums_of(rows, "a bias").sums_for("bias", (bias,))
     matrix = ffi.new(
-        "Matrix *", dict(n=len(bias), bias=pointer(bias, bias.device), grad=-1, bias_grad=use.offset(bias))
+        "Matrix *", dict(n=len(bias), bias=pointer(bias, bias.device), grad=-1, bias_grad=slot_sums.offset(bias))
     )
-    _backward(matrix, grad.detach().contiguous(), None, rows, use, None)
+    _backward(matrix, grad.detach().contiguous(), None, rows, slot_sums, None)

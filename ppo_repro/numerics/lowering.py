@@ -54,8 +54,8 @@ def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:
 
 def lowered_of(model: nn.Module) -> Lowered | None:
     """Return the settings of a model in deterministic numerics; None for a model in native numerics."""
-    found = getattr(trunk_of(model) if isinstance(model, PreTrainedModel) else model, "_lowered", None)
-    return found if isinstance(found, Lowered) else None
+    lowered = getattr(trunk_of(model) if isinstance(model, PreTrainedModel) else model, "_lowered", None)
+    return lowered if isinstance(lowered, Lowered) else None
 
 
 def is_deterministic(model: nn.Module) -> bool:
@@ -79,12 +79,14 @@ def check_parts(model: PreTrainedModel) -> None:
             raise UserError(
                 f"model module '{name}' of class {type(module).__name__}: deterministic numerics do not know it"
             )
-    found, expected = (dict(m.named_parameters(remove_duplicate=False)) for m in (model, stock))
-    for name in sorted(found.keys() | expected.keys()):
-        ours, theirs = (list(p[name].shape) if name in p else "no such parameter" for p in (found, expected))
-        if ours != theirs:
+    actual, expected = (
+        {name: list(p.shape) for name, p in m.named_parameters(remove_duplicate=False)} for m in (model, stock)
+    )
+    for name in sorted(actual.keys() | expected.keys()):
+        shape, wanted = actual.get(name, "no such parameter"), expected.get(name, "no such parameter")
+        if shape != wanted:
             raise UserError(
-                f"model parameter '{name}' is {ours}, and its config wants {theirs}; make it again from its config"
+                f"model parameter '{name}' is {shape}, and its config wants {wanted}; make it again from its config"
             )
     require_numbers(model, numbers_of(stock))
 

@@ -19,12 +19,12 @@ from ppo_repro.numerics.precision import round_rows
 def are_together(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors lie in one storage, one after the other."""
     first = tensors[0]
-    place = first.storage_offset()
+    offset = first.storage_offset()
     together = True
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        together &= same and tensor.storage_offset() == place and tensor.is_contiguous()
-        place += tensor.numel()
+        together &= same and tensor.storage_offset() == offset and tensor.is_contiguous()
+        offset += tensor.numel()
     return together
 
 
@@ -38,7 +38,7 @@ def fuse(tensors: Sequence[Tensor]) -> None:
             tensor.data = part.view(tensor.shape)
 
 
-def state_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Return numbers that change when one of the tensors is written in place or gets other memory.
 
     The numbers miss writes through `.data`, NumPy or another library. So `api/passes.py` packs weights in each
@@ -98,7 +98,7 @@ class PackedMatrix:
         """Return the struct with panels of the current weights."""
         matrix = self.struct
         device = self.weights[0].device
-        if state_of((*self.weights, *self.biases)) == self._state:
+        if versions_of((*self.weights, *self.biases)) == self._state:
             return matrix
         if self._moves:
             self.fuse()
@@ -109,10 +109,10 @@ class PackedMatrix:
         matrix.w, matrix.bias = (pointer(tensor, device) for tensor in self._read)
         matrix.panels = pointer(self._panels, device)
         kernels.pack(matrix)
-        self._state = state_of((*self.weights, *self.biases))  # last: without memory the next call packs
+        self._state = versions_of((*self.weights, *self.biases))  # last: without memory the next call packs
         return matrix
 
-    def collect(self, sums: SlotSums | None) -> None:
+    def set_gradient_offsets(self, sums: SlotSums | None) -> None:
         """Write into the struct the memory for the gradients of weight and bias; None for no gradients."""
         self.struct.grad = -1 if sums is None else sums.offset(*self.weights)
         self.struct.bias_grad = -1 if sums is None or not self.biases else sums.offset(*self.biases)
@@ -145,11 +145,11 @@ def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
     The next call returns the same object, unless the module has another weight or bias, or `form` differs.
     """
     attached = attached_to(module)
-    found: PackedMatrix | None = attached.matrix
-    if found is not None:
-        same_weight = found.weights[0] is module.weight and found.shape == module.weight.shape
-        same_bias = next(iter(found.biases), None) is getattr(module, "bias", None)
-        if same_weight and same_bias and found.form == form:
-            return found
-    found = attached.matrix = matrix_of((module,), form, form)
-    return found
+    matrix: PackedMatrix | None = attached.matrix
+    if matrix is not None:
+        same_weight = matrix.weights[0] is module.weight and matrix.shape == module.weight.shape
+        same_bias = next(iter(matrix.biases), None) is getattr(module, "bias", None)
+        if same_weight and same_bias and matrix.form == form:
+            return matrix
+    matrix = attached.matrix = matrix_of((module,), form, form)
+    return matrix

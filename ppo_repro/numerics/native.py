@@ -66,7 +66,7 @@ def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tens
     return ((columns >= begin[..., None]) & (columns <= last[..., None]))[:, None]
 
 
-def _laid_out(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
+def _padded_rows(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
     """Lay out sequences as R rows of L positions: padded rows (`right`, `left`), or one row for all (`none`).
 
     Returns:
@@ -76,10 +76,10 @@ def _laid_out(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
     shape = (1, int(lengths.sum())) if padding == "none" else (count, int(lengths.max()))
     rows = np.arange(count) * shape[1]
     begin = {"none": batch.start[:-1], "right": rows, "left": rows + shape[1] - lengths}[padding]
-    place = np.repeat(begin - batch.start[:-1], lengths) + np.arange(len(batch.ids))
+    flat_index = np.repeat(begin - batch.start[:-1], lengths) + np.arange(len(batch.ids))
     ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    ids.flat[place], positions.flat[place] = batch.ids, batch.rows.position
-    return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(place)
+    ids.flat[flat_index], positions.flat[flat_index] = batch.ids, batch.rows.position
+    return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(flat_index)
 
 
 class NativeNetwork:
@@ -117,9 +117,9 @@ class NativeNetwork:
         Returns:
             Hidden states [n, H], and routes [n, M k], None unless wanted.
         """
-        ids, positions, place = _laid_out(batch, "right")
+        ids, positions, flat_index = _padded_rows(batch, "right")
         valid = torch.zeros(ids.shape, dtype=torch.bool)
-        valid.view(-1)[place] = True
+        valid.view(-1)[flat_index] = True
         # a padded query sits at position 0, where it sees one key; its result is not used
         cache.aim(torch.tensor(list(seats)), positions, valid)
         last = positions.to(self.trunk.device)
@@ -128,7 +128,7 @@ class NativeNetwork:
             lambda window: _visible(torch.zeros_like(last), last, window, int(positions.max()) + 1),
         )
         options: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache}
-        return self._pass(ids, positions, place, options, seen)
+        return self._pass(ids, positions, flat_index, options, seen)
 
     def over_batch(
         self, batch: Ragged, wanted: Ints, seen: bool = False, padding: str = "right"
@@ -149,13 +149,13 @@ class NativeNetwork:
         """
         if batch.routes is not None:
             raise UserError("ppo.replay_routes = true: needs numerics.mode = deterministic; remove it")
-        ids, positions, place = _laid_out(batch, padding)
+        ids, positions, flat_index = _padded_rows(batch, padding)
         last = torch.arange(ids.shape[1]).expand_as(ids)
         first = last.clone()  # padding sees only itself
-        first.view(-1)[place] = last.reshape(-1)[place] - torch.from_numpy(batch.rows.position)
+        first.view(-1)[flat_index] = last.reshape(-1)[flat_index] - torch.from_numpy(batch.rows.position)
         first, last = (x.to(self.trunk.device) for x in (first, last))
         masks = stock_masks(self.trunk.config, lambda window: _visible(first, last, window, ids.shape[1]))
-        hidden, routes = self._pass(ids, positions, place, {"attention_mask": masks}, seen)
+        hidden, routes = self._pass(ids, positions, flat_index, {"attention_mask": masks}, seen)
         return hidden[index(wanted).to(self.trunk.device)], routes
 
     def _pass(

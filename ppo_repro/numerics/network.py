@@ -22,14 +22,14 @@ from ppo_repro.numerics.attached import attached_in, attached_to
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.families import head_of, trunk_of
 from ppo_repro.numerics.interface import Ints, constants, ints, pointer
-from ppo_repro.numerics.kernel_batch import Cache, KernelBatch, check_batch, own_cache
+from ppo_repro.numerics.kernel_batch import Cache, KernelBatch, cache_of_batch, check_batch
 from ppo_repro.numerics.linear import linear, product
 from ppo_repro.numerics.lowering import Lowered, lowered_of, shapes_of
 from ppo_repro.numerics.matrices import packed
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.packed_model import PackedModel
 from ppo_repro.numerics.precision import round_rows
-from ppo_repro.numerics.sequences import Ragged, Rows, index, sums_of
+from ppo_repro.numerics.sequences import Ragged, Rows, edge_of, index, sums_of
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = constants.KEEP_NOTHING, constants.KEEP_INPUTS, constants.KEEP_ALL
 
@@ -49,7 +49,7 @@ class Network:
         layers, last_norm = self.model.description.layers, self.model.description.last_norm
         norms = [*(layer.norms[name] for layer in layers for name in ("norm1", "norm2")), last_norm]
         self._norm_names = [names[id(norm)] for norm in norms]  # in the order of `model_forward`
-        self._spare: Tensor | None = None  # what the last backward pass was done with
+        self._spare: Tensor | None = None  # memory of activations that no pass needs now
 
     def prepare(self) -> None:
         """Pack the weights that have changed; call this before `over_cache`."""
@@ -116,14 +116,12 @@ class Network:
         if (np.diff(np.asarray(wanted)) <= 0).any():
             raise ValueError("rows must rise, each once")
         self.prepare()
-        cache, base = own_cache(self.model.struct, batch, self.device)
+        cache, base = cache_of_batch(self.model.struct, batch, self.device)
         kernel_batch = KernelBatch(batch, cache, base=base, seen=self._routes(batch, seen))
         trained = [p for p in self.parameters.values() if p.requires_grad]
         if trained and torch.is_grad_enabled():
             sums_of(batch.rows, "a trunk")
-            # the edge only makes autograd call backward; all gradients go to the sums
-            edge = trained[0] if batch.rows.edge is None else batch.rows.edge
-            return _Hidden.apply(edge, self, kernel_batch, wanted), kernel_batch.seen
+            return _Hidden.apply(edge_of(batch.rows, trained), self, kernel_batch, wanted), kernel_batch.seen
         hidden = self.forward(kernel_batch, None, KEEP_NOTHING)
         return hidden[index(wanted, self.device)], kernel_batch.seen
 
@@ -132,31 +130,31 @@ class Network:
         width = self.model.struct.mixtures * self.model.struct.chosen
         return np.empty((len(batch.ids), width), np.int32) if wanted else None
 
-    def forward(self, kernel_batch: KernelBatch, kept: Tensor | None, keep: int) -> Tensor:
+    def forward(self, kernel_batch: KernelBatch, activations: Tensor | None, keep: int) -> Tensor:
         """Return the hidden states [n, H]. NumericsError names a norm whose input is not finite.
 
         Args:
             kernel_batch: n tokens.
-            kept: `memory` for the same tokens and `keep`; None with KEEP_NOTHING.
-            keep: the amount that `kept` receives, the C enum `Keep`.
+            activations: `activation_memory` for the same tokens and `keep`; None with KEEP_NOTHING.
+            keep: what `activations` receive, the C enum `Keep`.
         """
         hidden = torch.empty(len(kernel_batch.batch.ids), self.model.struct.hidden, device=self.device)
-        memory = pointer(kept, self.device), keep, pointer(hidden, self.device)
+        memory = pointer(activations, self.device), keep, pointer(hidden, self.device)
         not_finite = kernels_of(self.device).model_forward(self.model.struct, kernel_batch.struct, *memory)
         if not_finite:
             name = self._norm_names[not_finite - 1]
             raise NumericsError(f"the input of {name} is not finite; lower the learning rate or check the weights")
         return hidden
 
-    def memory(self, tokens: int, keep: int) -> Tensor:
+    def activation_memory(self, tokens: int, keep: int) -> Tensor:
         """Return memory for the activations that a pass keeps; reuse the last pass's memory if large enough."""
         floats = self.model.kept_floats(tokens, keep)
         spare, self._spare = self._spare, None  # fresh pages cost time
         return torch.empty(floats, device=self.device) if spare is None or spare.numel() < floats else spare
 
-    def give_back(self, kept: Tensor | None) -> None:
-        """Let the next pass reuse the memory `kept`; None frees the memory."""
-        self._spare = kept
+    def reuse(self, activations: Tensor | None) -> None:
+        """Let the next pass reuse the memory of activations; None frees the memory."""
+        self._spare = activations
 
 
 class _Hidden(Function):
@@ -164,25 +162,25 @@ class _Hidden(Function):
     def forward(ctx: Any, edge: Tensor, network: Network, kernel_batch: KernelBatch, wanted: Ints) -> Tensor:
         ctx.keep = KEEP_INPUTS if network.lowered.recompute else KEEP_ALL
         ctx.network, ctx.kernel_batch, ctx.wanted = network, kernel_batch, wanted
-        ctx.kept = network.memory(len(kernel_batch.batch.ids), ctx.keep)
-        return network.forward(kernel_batch, ctx.kept, ctx.keep)[index(wanted, network.device)]
+        ctx.activations = network.activation_memory(len(kernel_batch.batch.ids), ctx.keep)
+        return network.forward(kernel_batch, ctx.activations, ctx.keep)[index(wanted, network.device)]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         network, batch, device = ctx.network, ctx.kernel_batch.batch, ctx.network.device
-        if ctx.kept is None:
+        if ctx.activations is None:
             raise RuntimeError("a second backward through one pass: its activations were freed")
-        kept, ctx.kept = ctx.kept, None
+        activations, ctx.activations = ctx.activations, None
         d_hidden = torch.zeros(len(batch.ids), network.model.struct.hidden, device=device)
         d_hidden[index(ctx.wanted, device)] = grad
-        use = sums_of(batch.rows, "a trunk").use("trunk", *network.groups)
+        slot_sums = sums_of(batch.rows, "a trunk").sums_for("trunk", *network.groups)
         network.model.prepare()
-        network.model.collect(use)
-        with use.adding(batch.rows.slots) as c_sums:
-            memory = pointer(kept, device), ctx.keep, pointer(d_hidden, device)
+        network.model.set_gradient_offsets(slot_sums)
+        with slot_sums.adding(batch.rows.slots) as c_sums:
+            memory = pointer(activations, device), ctx.keep, pointer(d_hidden, device)
             kernels_of(device).model_backward(network.model.struct, ctx.kernel_batch.struct, *memory, c_sums)
-        network.give_back(kept)
+        network.reuse(activations)
         return None, None, None, None
 
 
@@ -214,7 +212,7 @@ def free_memory(model: nn.Module) -> None:
     kernels_of(next(model.parameters(), torch.empty(0)).device).free_scratch()
     for attached in attached_in(model):
         if attached.network is not None:
-            attached.network.give_back(None)
+            attached.network.reuse(None)
 
 
 def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> Tensor:

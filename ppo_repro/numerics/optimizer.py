@@ -84,9 +84,11 @@ class Optimizer:
     def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> float:
         """Run `backward` over a minibatch, apply one step, and return the gradient norm before clipping.
 
-        `backward` is called once; it must not change the weights, and calls autograd's backward for each micro-batch,
-        laid out `into(self.sink)`, in the order of the sequences. With several ranks it covers the sequences of this
-        rank, and every rank takes the same step. Raises NumericsError for a gradient that is not finite.
+        `backward` is called once; it must not change the weights. It calls autograd's backward for each micro-batch, in
+        the order of the sequences. A micro-batch is laid out `with_sums(self.sink)`. With several ranks `backward`
+        covers the sequences of this rank, and every rank takes the same step.
+
+        Raises NumericsError for a gradient that is not finite.
         """
         self.sums.begin()
         backward()
@@ -100,7 +102,7 @@ class Optimizer:
 
     @property
     def sink(self) -> GradientSums | None:
-        """Return what a batch of a step is laid out `into`; None in native numerics, where autograd has gradients."""
+        """Return the sums that a batch of a step needs; None in native numerics, where autograd has the gradients."""
         return self.sums if isinstance(self.sums, GradientSums) else None
 
     def rest(self) -> None:

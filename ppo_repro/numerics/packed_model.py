@@ -18,7 +18,7 @@ from ppo_repro.numerics.families import head_dim
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import CPU, Struct, ffi, pointer
 from ppo_repro.numerics.lowering import Lowered
-from ppo_repro.numerics.matrices import PackedMatrix, matrix_of, state_of
+from ppo_repro.numerics.matrices import PackedMatrix, matrix_of, versions_of
 from ppo_repro.numerics.precision import FORMATS, round_rows
 from ppo_repro.numerics.rotary import rotating, tables
 
@@ -26,10 +26,10 @@ from ppo_repro.numerics.rotary import rotating, tables
 class PackedModel:
     """C struct `Model` of one trunk.
 
-    The structs of matrices and norms lie inside the struct of their layer, where `prepare` and `collect` write them.
-    Weights may change in place between passes: `prepare` comes before each pass, then `collect` before a backward pass.
-    The weights of one matrix (queries, keys and values; gates and ups) are moved to one memory, one after another, or
-    copied, as `Lowered.moves_weights` says.
+    The structs of matrices and norms lie inside the struct of their layer. Weights may change in place between passes:
+    call `prepare` before each pass, then `set_gradient_offsets` before a backward pass. The weights of one matrix
+    (queries, keys and values; gates and ups) are moved to one memory, one after another, or copied, as
+    `Lowered.moves_weights` says.
     """
 
     def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
@@ -111,19 +111,19 @@ class PackedModel:
         form = self._precision.other_weights
         if tensor is None or form == "float32":
             return pointer(tensor, self.device)
-        state = state_of((tensor,))
+        state = versions_of((tensor,))
         if id(tensor) not in self._rounded or self._rounded[id(tensor)][0] != state:
             self._rounded[id(tensor)] = state, round_rows(tensor, form)
         return pointer(self._rounded[id(tensor)][1], self.device)
 
-    def collect(self, sums: SlotSums) -> None:
+    def set_gradient_offsets(self, sums: SlotSums) -> None:
         """Write into the struct the memory for the gradients of all weights."""
 
         def offset(parameter: Any) -> int:
             return -1 if parameter is None else sums.offset(parameter)
 
         for matrix in self.matrices:
-            matrix.collect(sums)
+            matrix.set_gradient_offsets(sums)
         for stacked, experts in self._experts:
             first = offset(stacked)
             for e, matrix in enumerate(experts):

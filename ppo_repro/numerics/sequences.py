@@ -26,9 +26,9 @@ class Rows:
     position: Ints  # [n], rising within a sequence
     slots: Ints  # [S + 1], of each sequence, and of the one after them; the number of slots if there is none
     sums: GradientSums | None = None  # receive the gradients of weights; None for a pass without such gradients
-    edge: Tensor | None = None  # makes autograd call the backward pass; None: a trained parameter does
+    edge: Tensor | None = None  # see `edge_of`; None: any trained parameter
 
-    def at(self, rows: Ints) -> Rows:
+    def select(self, rows: Ints) -> Rows:
         """Return some of the rows, in rising order."""
         return replace(self, sequence=ints(self.sequence[rows]), position=ints(self.position[rows]))
 
@@ -45,7 +45,7 @@ class Rows:
                 cuts.append(end)
         return [slice(a, b) for a, b in pairwise(cuts)]
 
-    def of_chunk(self, rows: slice) -> Rows:
+    def chunk(self, rows: slice) -> Rows:
         """Return the rows of a chunk; its last slot is the slot of the sequence with which the next chunk begins."""
         sequence = self.sequence[rows]
         first, last = int(sequence[0]), int(sequence[-1])
@@ -67,7 +67,7 @@ class Ragged:
     def lengths(self) -> Ints:
         return np.diff(self.start)
 
-    def into(self, sums: GradientSums | None, edge: Tensor | None = None) -> Ragged:
+    def with_sums(self, sums: GradientSums | None, edge: Tensor | None = None) -> Ragged:
         """Return the same sequences; a backward pass adds the gradients of weights to `sums`, then reaches `edge`."""
         return replace(self, rows=replace(self.rows, sums=sums, edge=edge))
 
@@ -78,8 +78,21 @@ def sums_of(rows: Rows | None, what: str) -> GradientSums:
     Raises ValueError, naming what is trained, if there are none.
     """
     if rows is None or rows.sums is None:
-        raise ValueError(f"nothing receives the gradients of {what}; lay out the batch with `.into(optimizer.sink)`")
+        raise ValueError(
+            f"nothing receives the gradients of {what}; lay out the batch with `.with_sums(optimizer.sink)`"
+        )
     return rows.sums
+
+
+def edge_of(rows: Rows | None, trained: Sequence[Tensor]) -> Tensor | None:
+    """Return the input with which autograd calls the backward of a pass: `rows.edge`, or the first trained weight.
+
+    The kernels add the gradients of weights to `rows.sums`, so weights are no inputs of a pass's Function. But autograd
+    calls no backward of a Function without an input that requires a gradient. This input gets none.
+    """
+    if rows is not None and rows.edge is not None:
+        return rows.edge
+    return trained[0] if trained else None
 
 
 def _slot(sequence: int, minibatch: int, slots: int) -> int:
@@ -130,7 +143,7 @@ def ragged(
     )
 
 
-def alone(rows: int, slots: Ints, sums: GradientSums | None) -> Rows:
+def single_row_sequences(rows: int, slots: Ints, sums: GradientSums | None) -> Rows:
     """Return rows of which each is a sequence, for example the rows of a control network."""
     return Rows(sequence=ints(np.arange(rows)), position=ints(np.zeros(rows)), slots=slots, sums=sums)
 

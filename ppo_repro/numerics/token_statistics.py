@@ -32,7 +32,7 @@ def require_finite(logits: Tensor) -> None:
         raise NumericsError(NOT_FINITE)
 
 
-def _run(function: str, arguments: Struct, device: torch.device) -> None:
+def _call(function: str, arguments: Struct, device: torch.device) -> None:
     """Call a kernel. Raises NumericsError if a row of logits is not finite."""
     if not getattr(kernels_of(device), function)(arguments):
         raise NumericsError(NOT_FINITE)
@@ -53,7 +53,7 @@ def _dense(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _rows(logits: Tensor) -> tuple[Any, int]:
+def _row_pointer(logits: Tensor) -> tuple[Any, int]:
     """Return a pointer to `_dense` logits, and the floats from one row to the next."""
     if logits.dtype != torch.float32:
         raise ValueError(f"expected float32 logits, got {logits.dtype}")
@@ -65,9 +65,11 @@ def _mask(eligible: Tensor | None, device: torch.device) -> Tensor | None:
     return None if eligible is None else eligible.to(device).contiguous()
 
 
-def _arguments(logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, rows: Tensor) -> Struct:
+def _statistics_struct(
+    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, rows: Tensor
+) -> Struct:
     """Make a C struct `Statistics` without memory for its results."""
-    (z, ld), (n, v), device = _rows(logits), logits.shape, logits.device
+    (z, ld), (n, v), device = _row_pointer(logits), logits.shape, logits.device
     a = ffi.new("Statistics *", dict(logits=z, ld=ld, n=n, v=v, temperature=temperature))
     a.eligible, a.targets, a.rows = pointer(eligible, device), pointer(targets, device), _softmax(rows)
     return a
@@ -90,9 +92,9 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, eligible: T
         raise IndexError(f"a target is outside the {v} columns of the logits")
     device = logits.device
     targets, rows, results = targets.to(device), _softmax_rows(n, device), torch.empty(3, n, device=device)
-    a = _arguments(logits, targets, temperature, eligible, rows)
+    a = _statistics_struct(logits, targets, temperature, eligible, rows)
     a.logprobs, a.entropies, a.squares = (pointer(result, device) for result in results)
-    _run("token_statistics", a, device)
+    _call("token_statistics", a, device)
     logprobs, entropies, squares = results.cpu()
     return _Statistics(targets=targets, logprobs=logprobs, entropies=entropies, squares=squares, rows=rows)
 
@@ -102,10 +104,10 @@ class _TokenStatistics(Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        found = _statistics(logits, targets, temperature, eligible)
-        ctx.save_for_backward(logits, found.targets, eligible, found.rows)
+        statistics = _statistics(logits, targets, temperature, eligible)
+        ctx.save_for_backward(logits, statistics.targets, eligible, statistics.rows)
         ctx.temperature = temperature
-        return found.logprobs, found.entropies
+        return statistics.logprobs, statistics.entropies
 
     @staticmethod
     @once_differentiable
@@ -114,7 +116,7 @@ class _TokenStatistics(Function):
         device = logits.device
         d_logprobs, d_entropies = (d.to(device).contiguous() for d in (d_logprobs, d_entropies))
         gradient = torch.empty(logits.shape, device=device)
-        a = _arguments(logits, targets, ctx.temperature, eligible, rows)
+        a = _statistics_struct(logits, targets, ctx.temperature, eligible, rows)
         a.d_logprobs, a.d_entropies = pointer(d_logprobs, device), pointer(d_entropies, device)
         a.gradient = pointer(gradient, device)
         kernels_of(device).token_statistics_gradient(a)
@@ -163,11 +165,11 @@ def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> 
     return _statistics(_dense(logits.detach()), targets, temperature, _mask(eligible, logits.device)).squares
 
 
-def _two_rows(
+def _divergence_struct(
     p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, p: Tensor, q: Tensor
 ) -> Struct:
     """Make a C struct `Divergence` without memory for its results; p and q are `_softmax_rows`."""
-    (zp, p_ld), (zq, q_ld), (n, v) = _rows(p_logits), _rows(q_logits), p_logits.shape
+    (zp, p_ld), (zq, q_ld), (n, v) = _row_pointer(p_logits), _row_pointer(q_logits), p_logits.shape
     rows = dict(p_logits=zp, p_ld=p_ld, q_logits=zq, q_ld=q_ld, n=n, v=v, temperature=temperature)
     a = ffi.new("Divergence *", rows)
     a.eligible, a.p, a.q = pointer(eligible, p_logits.device), _softmax(p), _softmax(q)
@@ -181,9 +183,9 @@ class _Divergence(Function):
     def forward(ctx: Any, p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
         n, device = len(p_logits), p_logits.device
         p, q, out = _softmax_rows(n, device), _softmax_rows(n, device), torch.empty(n, device=device)
-        a = _two_rows(p_logits, q_logits, temperature, eligible, p, q)
+        a = _divergence_struct(p_logits, q_logits, temperature, eligible, p, q)
         a.out = pointer(out, device)
-        _run("kl_divergence", a, device)
+        _call("kl_divergence", a, device)
         ctx.save_for_backward(p_logits, q_logits, eligible, p, q)
         ctx.temperature = temperature
         return out.cpu()
@@ -194,7 +196,7 @@ class _Divergence(Function):
         p_logits, q_logits, eligible, p, q = ctx.saved_tensors
         device = p_logits.device
         gradient, grad = torch.empty(p_logits.shape, device=device), grad.to(device).contiguous()
-        a = _two_rows(p_logits, q_logits, ctx.temperature, eligible, p, q)
+        a = _divergence_struct(p_logits, q_logits, ctx.temperature, eligible, p, q)
         a.seed, a.gradient = pointer(grad, device), pointer(gradient, device)
         kernels_of(device).kl_divergence_gradient(a)
         return gradient, None, None, None
@@ -282,7 +284,7 @@ def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> KeptTokens:
     cut = ffi.new("Cut *", dict(n=n, v=v, top_k=top_k, top_p=top_p))
     cut.scaled, cut.order = pointer(scaled, device), pointer(order, device)
     cut.eligible, cut.rank, cut.log_kept = (pointer(x, device) for x in (eligible, rank, log_kept))
-    _run("cut_tokens", cut, device)
+    _call("cut_tokens", cut, device)
     return KeptTokens(eligible=eligible, rank=rank, log_mass=log_kept.cpu())
 
 
@@ -308,11 +310,11 @@ def sample_tokens(
     logits, seeds, positions = _dense(logits.detach()), seeds.to(device).contiguous(), positions.to(device).contiguous()
     tokens, logprobs = torch.empty(n, dtype=torch.int64, device=device), torch.empty(n, device=device)
     rows = _softmax_rows(n, device)
-    z, ld = _rows(logits)
+    z, ld = _row_pointer(logits)
     a = ffi.new("Sampling *", dict(logits=z, ld=ld, n=n, v=logits.shape[1], temperature=temperature))
     a.seeds, a.positions = pointer(seeds, device), pointer(positions, device)
     if cut is not None:
         a.eligible, a.columns = pointer(cut[0], device), pointer(cut[1], device)
     a.tokens, a.logprobs, a.rows = pointer(tokens, device), pointer(logprobs, device), _softmax(rows)
-    _run("sample_tokens", a, device)
+    _call("sample_tokens", a, device)
     return tokens.cpu(), logprobs.cpu()

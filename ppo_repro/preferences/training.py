@@ -222,7 +222,7 @@ def _pair_logprobs(
 ) -> Tensor:
     """Compute `pair_logprobs`, differentiable, in one forward pass."""
     responses = [response for p in pairs for response in (p.chosen_ids, p.rejected_ids)]
-    batch = lay_out([p.prompt_ids for p in pairs for _ in range(2)], responses, padding, slots=slots).into(sums)
+    batch = lay_out([p.prompt_ids for p in pairs for _ in range(2)], responses, padding, slots=slots).with_sums(sums)
     logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, temperature, None, mode)
     return sequence_logprobs(logprobs, torch.tensor([len(response) for response in responses])).view(-1, 2).T
 

@@ -109,7 +109,7 @@ def warm_start(
         scale = min(1.0, (step + 1) / WARM_UP, (end - step) / COOL_DOWN)
         optimizer.settings = replace(settings, learning_rate=settings.learning_rate * scale)
         slots = slots_of(range(len(minibatch)), len(minibatch), SLOTS)
-        batch = lay_out([p for p, _ in minibatch], [a for _, a in minibatch], slots=slots).into(optimizer.sink)
+        batch = lay_out([p for p, _ in minibatch], [a for _, a in minibatch], slots=slots).with_sums(optimizer.sink)
         loss, grad_norm = _cross_entropy_step(policy, optimizer, batch, numerics.mode)
         step += 1
         due = step % CHECK_EVERY == 0 and step + COOL_DOWN < end

@@ -228,7 +228,7 @@ def in_chunks(compute: OfRows, hidden: Tensor, rows: Rows, vocab_size: int) -> t
 
 def _joined(compute: OfRows, hidden: Tensor, rows: Rows, chunks: list[slice]) -> tuple[Tensor, ...]:
     """Apply `compute` chunk by chunk, and return its joined tensors [n, ...]."""
-    computed = [compute(hidden[chunk], chunk, rows.of_chunk(chunk)) for chunk in chunks]
+    computed = [compute(hidden[chunk], chunk, rows.chunk(chunk)) for chunk in chunks]
     return tuple(torch.cat(column) for column in zip(*computed, strict=True))
 
 
@@ -247,7 +247,7 @@ class _Chunks(Function):
         for chunk in ctx.chunks:
             with torch.enable_grad():
                 part = hidden[chunk].detach().requires_grad_()
-                computed = ctx.compute(part, chunk, ctx.rows.of_chunk(chunk))
+                computed = ctx.compute(part, chunk, ctx.rows.chunk(chunk))
             trained = [(out, grad[chunk]) for out, grad in zip(computed, grads, strict=True) if out.requires_grad]
             torch.autograd.backward([out for out, _ in trained], [grad for _, grad in trained])
             gradient[chunk] = part.grad

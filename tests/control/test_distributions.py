@@ -15,7 +15,7 @@ from torch import Tensor
 from ppo_repro.base.mode import Mode
 from ppo_repro.control.networks import Categorical, DiagonalGaussian, gumbels, normals
 from ppo_repro.numerics.gradient_sums import GradientSums
-from ppo_repro.numerics.sequences import alone, slots_of
+from ppo_repro.numerics.sequences import single_row_sequences, slots_of
 from tests.support.float32 import bits, finite, tensor
 
 MODES = ["deterministic", "native"]
@@ -64,7 +64,7 @@ def test_gaussian_gradients_equal_float64_autograd_and_do_not_depend_on_the_chun
         parts = []
         for part in torch.arange(40).split(size):
             leaf = means[part].clone().requires_grad_()
-            rows = alone(len(part), slots_of(part.tolist(), 40, slots), sums)
+            rows = single_row_sequences(len(part), slots_of(part.tolist(), 40, slots), sums)
             statistics = found.statistics(leaf, actions[part], rows)
             torch.autograd.backward(statistics, [g_logprob[part], g_entropy[part]])
             assert leaf.grad is not None

@@ -158,7 +158,7 @@ def _step(policy: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     found: list[tuple[Tensor, Tensor]] = []
 
     def backward() -> None:
-        logits = policy_logits(policy, batch.into(optimizer.sink))
+        logits = policy_logits(policy, batch.with_sums(optimizer.sink))
         statistics = token_statistics(logits, batch.targets, 0.9, None, "deterministic")
         found.append(statistics)
         loss = statistics[1] * 0.01 - statistics[0]

@@ -121,7 +121,7 @@ def training(check: Check) -> Results:
     optimizer = Optimizer(policy, settings, "deterministic")
 
     def backward() -> None:
-        logprobs = _logprobs(policy, batch.into(optimizer.sink))
+        logprobs = _logprobs(policy, batch.with_sums(optimizer.sink))
         torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(logprobs)))
 
     ours = check.seconds(lambda: optimizer.step(backward), 1)

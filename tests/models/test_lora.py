@@ -72,7 +72,7 @@ def learn(model: PreTrainedModel | ValueModel, optimizer: Optimizer, mode: Mode,
     by_token = torch.tensor([x for x, response in zip(drawn, RESPONSES, strict=True) for _ in response])
 
     def loss(batch: TokenBatch, first: int, last: int) -> Tensor:
-        batch = batch.into(optimizer.sink)
+        batch = batch.with_sums(optimizer.sink)
         if isinstance(model, ValueModel):
             losses = (value_predictions(model, batch) - by_token[first:last]) ** 2
         else:
@@ -191,7 +191,7 @@ def gradients_of_peft(architecture: str, lora: Lora) -> dict[str, Tensor]:
 @pytest.mark.parametrize("architecture", OF_PEFT)
 def test_gradients_are_those_of_peft_in_float64(architecture: str) -> None:
     s = Subject.of("policy", architecture, "deterministic").learn(3)
-    batch = lay_out(PROMPTS, RESPONSES, slots=slots(range(COUNT))).into(s.optimizer.sink)
+    batch = lay_out(PROMPTS, RESPONSES, slots=slots(range(COUNT))).with_sums(s.optimizer.sink)
     s.optimizer.sums.begin()
     logprobs, _ = token_statistics(policy_logits(s.model, batch), batch.targets, 1.0, None, "deterministic")
     torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / TOKENS))

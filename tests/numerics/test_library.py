@@ -108,7 +108,7 @@ def two_threads() -> Iterator[None]:
 def test_a_number_of_threads_that_no_pool_has_changes_nothing(count: int) -> None:
     with pytest.raises(UserError, match=f"threads = {count}: the kernels take 1 to 256"):
         library.set_threads(count)
-    assert library.thread_count == 2
+    assert library.load().threads == 2
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -329,13 +329,13 @@ class Subject:
         return [{name: x[where] for name, where in self.where.items()} for x in flat]
 
     def _pass(self, sequences: list[int], slots: Ints, recompute: bool, at_once: int, sums: GradientSums) -> None:
-        batch = ragged([self.ids[i] for i in sequences], slots=slots).into(sums)
+        batch = ragged([self.ids[i] for i in sequences], slots=slots).with_sums(sums)
         own = [np.arange(end - len(self.d_out[i]), end) for i, end in zip(sequences, batch.start[1:], strict=True)]
         predictors, outputs = ints(np.concatenate(own)), len(self.head.weight)
         hidden, _ = self.networks[recompute].over_batch(batch, predictors)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scoring, "LOGITS_AT_ONCE", at_once * outputs)
-            rows = batch.rows.at(predictors)
+            rows = batch.rows.select(predictors)
             (out,) = scoring.in_chunks(lambda h, _, where: (linear(h, self.head, where),), hidden, rows, outputs)
             out.backward(torch.from_numpy(np.concatenate([self.d_out[i] for i in sequences])))
 

@@ -74,7 +74,7 @@ class Case:
         sums, hidden = GradientSums(self.trunk.named_parameters(), slots), []
         for start in range(0, count, each or count):
             part = range(start, min(start + (each or count), count))
-            batch = ragged([self.ids[i] for i in part], slots=slots_of(part, count, slots)).into(sums)
+            batch = ragged([self.ids[i] for i in part], slots=slots_of(part, count, slots)).with_sums(sums)
             found, _ = network.over_batch(batch, ints(np.arange(len(batch.ids))))
             found.backward(torch.tensor(np.concatenate([self.d_hidden[i] for i in part])))
             hidden += [x.detach().numpy() for x in found.split(batch.lengths.tolist())]

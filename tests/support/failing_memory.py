@@ -174,10 +174,10 @@ def step(family: str) -> Work:
     def passes() -> None:
         for sequences in ([0, 1], [2]):
             ids = [IDS[i].tolist() for i in sequences]
-            batch = ragged(ids, slots=slots_of(sequences, len(IDS), SLOTS)).into(optimizer.sink)
+            batch = ragged(ids, slots=slots_of(sequences, len(IDS), SLOTS)).with_sums(optimizer.sink)
             wanted = ints(range(len(batch.ids)))
             hidden, _ = network_of(model).over_batch(batch, wanted)
-            rows = logits(model, hidden, batch.rows.at(wanted))
+            rows = logits(model, hidden, batch.rows.select(wanted))
             logprobs, entropies = token_statistics(rows, torch.from_numpy(batch.ids).long(), 1.0, None, "deterministic")
             (logprobs.sum() + 0.1 * entropies.sum()).backward()
 

@@ -113,7 +113,7 @@ def make_model(vocab_size: int, eos: int | None) -> PreTrainedModel:
 
 def for_training(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], by: Optimizer) -> TokenBatch:
     """Lay out a minibatch whose gradients go to an optimizer, which adds them in one fixed order."""
-    return lay_out(prompts, responses, slots=slots_of(range(len(prompts)), len(prompts), SLOTS)).into(by.sink)
+    return lay_out(prompts, responses, slots=slots_of(range(len(prompts)), len(prompts), SLOTS)).with_sums(by.sink)
 
 
 def logprobs_of(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:

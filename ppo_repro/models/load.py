@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.activations import ACT2FN
-from transformers.utils import logging
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import check_sums
@@ -31,6 +29,7 @@ from ppo_repro.models.folder_files import (
     check_tokens,
     check_weights,
 )
+from ppo_repro.models.reading import reading
 from ppo_repro.numerics.description import activation_of, plain
 from ppo_repro.numerics.families import CAUSAL_MODELS, trunk_of
 from ppo_repro.numerics.lowering import Lowered
@@ -131,32 +130,6 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
     return tokenizer
 
 
-@contextmanager
-def reading(where: str) -> Iterator[None]:
-    """Silence transformers while it reads files. Raises UserError, beginning with `where`, if reading fails."""
-    try:
-        with quiet():
-            yield
-    except (KeyboardInterrupt, MemoryError, UserError):
-        raise
-    except BaseException as error:  # a wrong value can fail anywhere, and Rust's panics are no Exception
-        raise _unreadable(where, error) from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence transformers inside the block."""
-    before, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if has_bars:
-            logging.enable_progress_bar()
-
-
 def read_model_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> PretrainedConfig:
     """Return the configuration of a model folder; only config.json is needed. Raises the UserErrors of `load_as`."""
     return _read_config(folder, classes, where)[0]
@@ -205,10 +178,6 @@ def _count(config: PretrainedConfig, kind: type[PreTrainedModel], where: str) ->
 
 def _names(classes: Sequence[type[PreTrainedModel]]) -> str:
     return ", ".join(c.__name__ for c in classes)
-
-
-def _unreadable(where: str, error: BaseException) -> UserError:
-    return UserError(f"{where}: cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

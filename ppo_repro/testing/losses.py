@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import permutation
-from ppo_repro.user.trial import LOG_RATIOS
+from ppo_repro.ppo.log_ratios import LOG_RATIOS
 
 if TYPE_CHECKING:
     import pandas as pd

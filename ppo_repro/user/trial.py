@@ -21,6 +21,7 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import bell, permutation, words
 from ppo_repro.config.algorithm import KLInLoss, NoValue
 from ppo_repro.config.run import RunConfig
+from ppo_repro.ppo.log_ratios import LOG_RATIOS
 from ppo_repro.ppo.objectives import probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
 from ppo_repro.user.functions import Functions, Own, place_of
@@ -31,7 +32,6 @@ CALLS = 12  # of a layout: the first ones, and as many others
 FEW, SHORT = 2, 40  # full responses of a small batch, and their tokens
 SIZES = torch.tensor([1.0, 1 / 16, 4.0])  # of the numbers of a response
 WEIGHTS = torch.tensor([1 / 64, 1 / 128, 1 / 256])  # of losses by response, as different as those of a run
-LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
 NATIVE_TOLERANCE = 1e-4  # relative to the largest; deterministic numerics have none
 
 

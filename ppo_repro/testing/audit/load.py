@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say, shown
 from ppo_repro.models.folder_files import NOT_WEIGHTS, check_size, check_weights, has_tokenizer
-from ppo_repro.models.load import reading
+from ppo_repro.models.reading import reading
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.options import not_computed
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from ppo_repro.models.load import quiet
+from ppo_repro.models.reading import quiet
 from ppo_repro.models.stock import with_config
 from ppo_repro.testing.causes import CAUSES
 

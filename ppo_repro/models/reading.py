@@ -1,0 +1,37 @@
+"""Let transformers read files, silently, and say in one line what fails; imports no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging
+
+from ppo_repro.base.errors import UserError
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Silence transformers while it reads files. Raises UserError, beginning with `where`, if reading fails."""
+    try:
+        with quiet():
+            yield
+    except (KeyboardInterrupt, MemoryError, UserError):
+        raise
+    except BaseException as error:  # a wrong value can fail anywhere, and Rust's panics are no Exception
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(f"{where}: cannot be loaded ({reason})") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers inside the block."""
+    before, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if has_bars:
+            logging.enable_progress_bar()

@@ -101,8 +101,8 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
     divergences = update[update["metric"].isin(["k1", "k3"]) & (update["reduction"] == "token_mean")]
     cause = diagnose_chunks(run_evidence(facts.run_dir, facts.iterations, allow_incomplete=True))
-    possible = f"; possible: {', '.join(cause.possible)}" if cause.possible else ""
-    text = f"Cause of the difference: {cause.verdict}{possible} (tier {cause.tier}).".replace("_", " ")
+    untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""
+    text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
     text = f"{text} {cause.advice}"
     drawn = [figures.bucket_figure(buckets, kind) for kind in figures.BUCKETS if (buckets["kind"] == kind).any()]
     divergence = figures.divergence_figure(divergences[["iteration", "metric", "value", "se"]])

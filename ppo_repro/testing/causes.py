@@ -1,7 +1,7 @@
 """Causes of different log-probs in sampler and trainer, for the audit and the diagnosis. Never imports torch.
 
-The diagnosis names a cause from the pattern of the differences. The audit computes the predictions of many variants of
-a cause, and gives the advice of this list, or advice of its own for a variant.
+A row of the diagnosis tests a cause by the pattern of the differences. A row of the audit's table computes the numbers
+that one variant of a cause predicts. Both give the advice of this list.
 """
 
 from __future__ import annotations
@@ -11,27 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Cause = Literal[
-    "none",
-    "floating_point_noise",
-    "reduced_precision",
-    "temperature",
-    "truncated_sampling",
-    "penalty",
-    "other_logits",
-    "other_number",
-    "off_by_one",
-    "shuffled",
-    "zero_filled",
-    "stale_weights",
-    "token_bias",
-    "dropout",
-    "padding_leak",
-    "retokenization",
-    "other_prompt",
-    "forced_eos",
-    "non_finite",
-    "unknown",
-]
+    "none", "floating_point_noise", "reduced_precision", "temperature", "truncated_sampling", "penalty",
+    "logit_cap", "banned_token", "padded_vocabulary", "epsilon_in_log", "coarse_logits", "coarse_weights",
+    "coarse_records", "other_architecture", "other_quantity", "other_number", "other_pairs", "off_by_one",
+    "shuffled", "zero_filled", "stale_weights", "token_bias", "dropout", "padding_leak", "retokenization",
+    "other_prompt", "non_finite", "unknown",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,9 +50,34 @@ CAUSES: Mapping[Cause, About] = {
         "Only one side lowers the logits of tokens that were seen before",
         "a penalty changes what is sampled: leave it out, or apply it on both sides",
     ),
-    "other_logits": About("Only one side changes the logits before the softmax", "apply the same change on both sides"),
-    "other_number": About(
-        "One side records another number than the token's log-prob", "record each token's own log-prob, in nats"
+    "logit_cap": About(
+        "Only one side caps the logits",
+        "cap the logits on both sides, as the configuration of the model says (final_logit_softcapping)",
+    ),
+    "banned_token": About(
+        "Only one side bans a token",
+        "a banned token, as the end token before a minimum length, changes what is sampled: ban it on both sides",
+    ),
+    "padded_vocabulary": About(
+        "One side normalises over the padding of the vocabulary",
+        "leave the padding of the vocabulary out of the softmax",
+    ),
+    "epsilon_in_log": About(
+        "One side adds a constant before the logarithm", "use log_softmax, not log(softmax + epsilon)"
+    ),
+    "coarse_logits": About("One side rounds the logits to 16 bits", "take the softmax of float32 logits"),
+    "coarse_weights": About("One side has weights that were rounded to 16 bits", "send float32 weights"),
+    "coarse_records": About("One side stores rounded log-probs", "record them in float32"),
+    "other_architecture": About(
+        "One side computes the model otherwise", "compute each option of the architecture as config.json says"
+    ),
+    "other_quantity": About(
+        "One side records something else than the sampled token's log-prob",
+        "gather the sampled id from the log-softmax",
+    ),
+    "other_number": About("One side records a function of the log-probs", "record each token's own log-prob, in nats"),
+    "other_pairs": About(
+        "One side pairs tokens with the logits of other tokens", "check which tokens and logits are paired"
     ),
     "off_by_one": About(
         "One side is shifted by one token",
@@ -90,7 +100,6 @@ CAUSES: Mapping[Cause, About] = {
         "The trainer has other ids before the response, as a second BOS or chat template",
         "give both sides the same ids, positions and masks",
     ),
-    "forced_eos": About("An end token replaces the sampled token", "record the ids that were sampled last"),
     "non_finite": About("Some log-probs are NaN or infinite and the others agree", "find out where those come from"),
     "unknown": About("No cause has this size", "judge each side by `ppo-repro audit`"),
 }

@@ -47,6 +47,7 @@ class Sampled:
                 "log_kept_mass": mass.numpy(),
                 "pad_length": (LONGEST - self.lengths.numpy()[owner]).astype(np.int32),
                 "steps_since_sync": np.int32(0),
+                "prompt_differs": np.int32(0),
             }
         )
 
@@ -137,39 +138,50 @@ def retokenized() -> pd.DataFrame:
     return pairs.assign(token_id_b=s.ids[:, 0].numpy().astype(np.int32), logprobs_b=s.of_ids(s.logits).numpy())
 
 
-UNSHAPED = ("stale_weights", "dropout", "temperature", "truncated_sampling")
-SOME_ROWS = ("retokenization", "padding_leak", "stale_weights")
-# how it is made, the verdict with every column; with ids, positions and log-probs alone the same, or what is possible
-FAULTS: dict[str, tuple[Callable[[], pd.DataFrame], str, tuple[str, ...]]] = {
-    "temperature 0.9": (lambda: Sampled(8, 0.9).pairs(), "temperature", UNSHAPED),
-    "temperature 2": (lambda: Sampled(9, 2.0).pairs(), "temperature", UNSHAPED),
-    "top-k 5": (lambda: Sampled(10, top_k=5).pairs(), "truncated_sampling", UNSHAPED),
-    "rolled on": (lambda: moved(lambda a, _: np.roll(a, 1)), "off_by_one", ()),
-    "rolled back": (lambda: moved(lambda a, _: np.roll(a, -1)), "off_by_one", ()),
-    "shuffled": (lambda: moved(shuffled), "shuffled", ()),
-    "zero fill": (lambda: moved(lambda a, p: np.where(p["position"] < LONGEST // 2, a, 0)), "zero_filled", ()),
-    "forced EOS": (forced_eos, "unknown", ("forced_eos",)),
-    "stale": (lambda: stale(0.1), "stale_weights", UNSHAPED),
-    "stale, sync every 2": (lambda: stale(1e-3, 2), "stale_weights", ("reduced_precision", *UNSHAPED)),
-    "token bias": (lambda: Sampled(11, bias=0.1).pairs(), "token_bias", ("stale_weights", "token_bias", *UNSHAPED[1:])),
-    "dropout": (lambda: dropout(0.1), "dropout", UNSHAPED),
-    "padding leak": (padding_leak, "padding_leak", SOME_ROWS),
-    "bfloat16": (lambda: rounded(torch.bfloat16), "unknown", ("reduced_precision", *UNSHAPED)),
-    "bfloat16 log-probs": (coarse_logprobs, "reduced_precision", ()),
-    "retokenized": (retokenized, "retokenization", SOME_ROWS),
+# how it is made, and the verdict with every column
+FAULTS: dict[str, tuple[Callable[[], pd.DataFrame], str]] = {
+    "temperature 0.9": (lambda: Sampled(8, 0.9).pairs(), "temperature"),
+    "temperature 2": (lambda: Sampled(9, 2.0).pairs(), "temperature"),
+    "top-k 5": (lambda: Sampled(10, top_k=5).pairs(), "truncated_sampling"),
+    "rolled on": (lambda: moved(lambda a, _: np.roll(a, 1)), "off_by_one"),
+    "rolled back": (lambda: moved(lambda a, _: np.roll(a, -1)), "off_by_one"),
+    "shuffled": (lambda: moved(shuffled), "shuffled"),
+    "zero fill": (lambda: moved(lambda a, p: np.where(p["position"] < LONGEST // 2, a, 0)), "zero_filled"),
+    "forced EOS": (forced_eos, "unknown"),
+    "stale": (lambda: stale(0.1), "stale_weights"),
+    "stale, sync every 2": (lambda: stale(1e-3, 2), "stale_weights"),
+    "token bias": (lambda: Sampled(11, bias=0.1).pairs(), "token_bias"),
+    "dropout": (lambda: dropout(0.1), "dropout"),
+    "padding leak": (padding_leak, "padding_leak"),
+    "bfloat16": (lambda: rounded(torch.bfloat16), "unknown"),
+    "bfloat16 log-probs": (coarse_logprobs, "reduced_precision"),
+    "retokenized": (retokenized, "retokenization"),
 }
+# what ids, positions and log-probs tell alone, and what they cannot tell
+ALONE = {"off_by_one", "shuffled", "zero_filled", "reduced_precision"}
+NEED_A_COLUMN = (
+    *("retokenization", "other_prompt", "truncated_sampling", "temperature", "padding_leak", "dropout"),
+    *("stale_weights", "token_bias"),
+)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_named_or_unknown_and_no_other(name: str) -> None:
-    make, verdict, possible = FAULTS[name]
+    make, verdict = FAULTS[name]
     pairs = make()
     found, alone = diagnose(pairs), diagnose(pairs[list(NEEDED)])
-    assert found.verdict == verdict, found.evidence
+    assert (found.verdict, found.untested, found.needed) == (verdict, (), ""), found.evidence
     assert found.advice == CAUSES[found.verdict].advice, found.evidence
     assert found.tier not in ("T0", "T1", "T2")
-    assert (alone.verdict, alone.possible) == ("unknown" if possible else verdict, possible), alone.evidence
-    assert bool(alone.needed) == bool(possible)
+    expected = (verdict, ()) if verdict in ALONE else ("unknown", NEED_A_COLUMN)
+    assert (alone.verdict, alone.untested) == expected, alone.evidence
+    assert all(column in alone.needed for column in ("entropies", "token_id_b", "pad_length")) == bool(alone.untested)
+
+
+def test_a_column_that_is_the_same_everywhere_tests_nothing() -> None:
+    pairs = rounded(torch.bfloat16).assign(pad_length=3, steps_since_sync=1)
+    assert diagnose(pairs).untested == ("padding_leak", "stale_weights")
+    assert diagnose(pairs).needed == "pad_length of each row, some of them 0; steps_since_sync, some of them 0"
 
 
 @pytest.mark.parametrize(
@@ -230,13 +242,10 @@ def made(a: list[float], b: list[float], lengths: list[int]) -> pd.DataFrame:
 def test_evidence_by_hand() -> None:
     # delta = 0.5, -0.25, 0, 0.25; two sequences of two tokens with sums 0.25 and 0.25
     found = diagnose(made([-1.0, -1.0, -2.0, -1.25], [-0.5, -1.25, -2.0, -1.0], [2, 2])).evidence
-    assert (found["mean_abs"], found["max_abs"], found["k1"]) == (0.25, 0.5, -0.125)
-    assert found["k1_se"] == 0.0  # both sequences have the same mean
+    assert (found["mean_abs"], found["max_abs"]) == (0.25, 0.5)
     assert found["frac_bitwise_equal"] == 0.25
     k3 = (math.expm1(0.5) - 0.5 + math.expm1(-0.25) + 0.25 + math.expm1(0.25) - 0.25) / 4
     assert found["k3"] == pytest.approx(k3, rel=1e-12)  # the same numbers in another order
-    # delta^2 = .25, .0625, 0, .0625: the last tokens hold 1/8 + 1/8 ... of .375
-    assert found["left_without_last"] == pytest.approx((0.375 - 0.0625 - 0.0625) / 0.375, rel=1e-12)
 
 
 @settings(max_examples=10)

@@ -1,15 +1,15 @@
 """Name the cause of a mismatch from the pattern of `delta = logprobs_b - logprobs_a`.
 
-The diagnosis names a cause only if the cause predicts the numbers and leaves at most 1 % of the sum of delta^2, or if
-one group of sequences differs 10 times as much as the others. Otherwise the verdict is `unknown`, with the possible
-causes and the columns that would decide between them. The diagnosis needs no model; `ppo-repro audit` has a model and
-names more causes.
+Each cause is one row of `ROWS`: the columns that it needs, and the test that it passes if its prediction fits. The
+first row that passes is the verdict. A prediction fits if it leaves at most 1 % of the sum of delta^2, or if one group
+of sequences differs 10 times as much as the others. If no row passes, the verdict is `unknown`, and `untested` has the
+causes that the columns cannot tell. The diagnosis needs no model; `ppo-repro audit` has a model and names more causes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,21 +18,6 @@ import pandas as pd
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.causes import CAUSES, Cause
 from ppo_repro.testing.diagnosis.evidence import MismatchSums, added, measure
-
-# the evidence that would decide about a possible cause
-INPUTS: dict[Cause, str] = {
-    "reduced_precision": "`ppo-repro audit` (whether one side computes in 16 bits)",
-    "temperature": "entropies and prob_sq_sums of the trainer",
-    "stale_weights": "steps_since_sync, some of them 0",
-    "token_bias": "steps_since_sync (0 everywhere leaves an error of each token)",
-    "dropout": "logprobs_b_again, a second pass of the trainer",
-    "padding_leak": "pad_length of each row, some of them 0",
-    "retokenization": "token_id_b, the ids that the trainer scored",
-    "other_prompt": "prompt_differs, 0 for some sequences",
-    "forced_eos": "the ids that were sampled last",
-    "zero_filled": "log_kept_mass (greedy sampling has log-probs of 0 too)",
-    "truncated_sampling": "log_kept_mass",
-}
 
 
 @dataclass(frozen=True)
@@ -54,6 +39,7 @@ TIERS = (
     Tier("T3", 1e-2, math.inf, 1e-4),
     Tier("T4", 5e-2, math.inf, 2e-3),
 )
+BEYOND = f"beyond {TIERS[-1].name}"
 # a cause explains a mismatch if it leaves at most a tenth of its amplitude
 LEFT = 0.01
 # temperature is a two-term series in 1 - 1/tau, exact at 1 and 1/2, so it leaves more
@@ -70,13 +56,13 @@ ENOUGH_TOKENS = 50
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Verdict: the cause whose prediction fits, or `unknown` with all causes that remain possible."""
+    """Verdict: the cause whose prediction fits, or `unknown` with the causes that the columns cannot tell."""
 
     verdict: Cause
-    possible: tuple[Cause, ...]
+    untested: tuple[Cause, ...]
     tier: str  # T0 (bitwise) to T4, or `beyond T4`
     advice: str
-    needed: str  # the columns that would decide between the possible causes
+    needed: str  # the columns that would test them
     evidence: dict[str, float]
 
 
@@ -103,13 +89,13 @@ def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
     m = added(sums)
     evidence = _evidence(m)
     tier = _tier(m)
-    verdict: Cause = _named(m, evidence, tier) or "unknown"
-    possible = _possible(m, evidence, tier) if verdict == "unknown" else ()
-    needed = "; ".join(INPUTS[cause] for cause in possible)
+    verdict = _named(m, evidence, tier)
+    untested = [row for row in ROWS if verdict == "unknown" and not row.is_tested(m)]
     advice = CAUSES[verdict].advice
     if m["above_0"]:  # losses or probabilities, as the guard and the audit say
         advice = f"{m['above_0']:.0f} log-probs are above 0; give log-probs in nats."
-    return Diagnosis(verdict, possible, tier, advice, needed, evidence)
+    needed = "; ".join(dict.fromkeys(row.needs for row in untested))
+    return Diagnosis(verdict, tuple(row.cause for row in untested), tier, advice, needed, evidence)
 
 
 def _ratio(left: float, whole: float) -> float:
@@ -125,18 +111,14 @@ def _tier(sums: MismatchSums) -> str:
     for tier in TIERS:
         if mean_abs <= tier.mean_abs and sums["largest_delta"] <= tier.max_abs and k3 <= tier.k3:
             return tier.name
-    return f"beyond {TIERS[-1].name}"
+    return BEYOND
 
 
 def _evidence(sums: MismatchSums) -> dict[str, float]:
     n = sums["tokens"]
-    mean = sums["delta"] / n
-    clusters = sums["sequences"] / (sums["sequences"] - 1) if sums["sequences"] > 1 else math.nan
-    variance = (sums["ss"] - 2 * mean * sums["sn"] + mean**2 * sums["nn"]) / n**2 * clusters
     covariance = sums["ab"] - sums["a"] * sums["b"] / n
     spread = (sums["a_sq"] - sums["a"] ** 2 / n) * (sums["b_sq"] - sums["b"] ** 2 / n)
     slope, left_by_temperature = _temperature(sums)
-    of_b = sums["b_sq"] - sums["b"] ** 2 / n
     repeated = _ratio(sums["again_sq"], sums["again_delta_sq"])
     shift = min(_ratio(sums["next_sq"], sums["neighbours"]), _ratio(sums["previous_sq"], sums["neighbours"]))
     return {
@@ -145,22 +127,16 @@ def _evidence(sums: MismatchSums) -> dict[str, float]:
         "frac_bitwise_equal": 1 - sums["unequal"] / n,
         "mean_abs": sums["delta_abs"] / n,
         "max_abs": sums["largest_delta"],
-        "k1": -mean,
-        "k1_se": math.sqrt(max(variance, 0.0)),
         "k3": sums["k3"] / n,
         "pearson_logp": covariance / math.sqrt(spread) if spread > 0 else math.nan,
         "temperature_ratio": 1 / (1 - slope) if slope < 1 else math.nan,
         "left_by_temperature": left_by_temperature,
-        "delta_logp_slope": 1 - _ratio(covariance, of_b),
         "left_by_kept_mass": _ratio(sums["mass_sq"], sums["delta_sq"]) if sums["has_mass"] else math.nan,
         "left_without_zeros": _ratio(sums["delta_sq"] - sums["at_zeros"], sums["delta_sq"]),
-        "left_without_last": _ratio(sums["delta_sq"] - sums["at_last"], sums["delta_sq"]),
         "left_by_shift": _ratio(shift, sums["delta_sq"] / n),
         "left_by_sorting": _ratio(sums["sorted_sq"], sums["delta_sq"]),
         "left_by_token": _ratio(sums["by_token_sq"], sums["by_one_slope_sq"]),
         "repeat_over_delta": math.sqrt(repeated) if sums["has_again"] else math.nan,
-        "clean_sequences": sums["clean_sequences"],
-        "dirty_sequences": sums["dirty_sequences"],
         "frac_bfloat16": sums["as_bfloat16"] / n,
         "frac_float16": sums["as_float16"] / n,
     }
@@ -208,67 +184,87 @@ def _ten_times(sums: MismatchSums, clean: str, dirty: str) -> bool:
     return m1 >= 10 * m0 and m1 - m0 > CLEAR * math.sqrt(v0 + v1)
 
 
-def _named(sums: MismatchSums, evidence: dict[str, float], tier: str) -> Cause | None:
-    """Return the cause whose prediction fits, None if no cause fits.
+@dataclass(frozen=True)
+class Row:
+    """One cause: whether its prediction fits the sums and the evidence, and what it needs to be tested.
 
     Evidence is NaN if a column is missing; NaN never fits.
     """
+
+    cause: Cause
+    fits: Callable[[MismatchSums, dict[str, float]], bool]
+    needs: str = ""
+    is_tested: Callable[[MismatchSums], bool] = lambda sums: True
+
+
+def _left(cause: Cause, name: str, limit: float, needs: str = "", has: str = "tokens") -> Row:
+    """Return the row of a cause that leaves at most `limit` of the sum of delta^2."""
+    return Row(cause, lambda sums, evidence: evidence[name] <= limit, needs, lambda sums: sums[has] > 0)
+
+
+def _group(cause: Cause, clean: str, dirty: str, needs: str, has: str) -> Row:
+    """Return the row of a cause in some sequences alone; if all have it, nothing tells it from another cause."""
+    return Row(
+        cause,
+        lambda sums, evidence: _is_group(sums, clean, dirty),
+        needs,
+        lambda sums: sums[has] > 0 and (sums[clean] > 0 or not sums[dirty]),
+    )
+
+
+def _fits_zeros(sums: MismatchSums, evidence: dict[str, float]) -> bool:
+    return evidence["left_without_zeros"] <= LEFT and _tells_zeros(sums)
+
+
+def _tells_zeros(sums: MismatchSums) -> bool:
+    return sums["has_mass"] > 0 or sums["zeros"] < sums["tokens"]  # greedy sampling has log-probs of 0 too
+
+
+def _fits_shuffled(sums: MismatchSums, evidence: dict[str, float]) -> bool:
+    # log-probs that agree well are nearly the same multiset too, so they must also be uncorrelated
+    return evidence["left_by_sorting"] <= LEFT and evidence["pearson_logp"] < 0.5
+
+
+def _fits_format(sums: MismatchSums, evidence: dict[str, float]) -> bool:
+    # a float32 value is by chance a bfloat16 number with probability 2^-16, a float16 number with 2^-13
+    return _tier(sums) != BEYOND and max(evidence["frac_bfloat16"], evidence["frac_float16"]) >= 0.99
+
+
+def _fits_tokens(sums: MismatchSums, evidence: dict[str, float]) -> bool:
+    # old weights may favour some tokens everywhere too
+    is_fresh = sums["has_steps"] > 0 and not sums["behind"]
+    return is_fresh and sums["repeated"] >= ENOUGH_TOKENS and evidence["left_by_token"] <= LEFT_BY_TOKEN
+
+
+ROWS = (
+    _group("retokenization", "same_ids", "other_ids", "token_id_b, the ids that the trainer scored", "has_ids"),
+    _group("other_prompt", "same_prompt", "other_prompt", "prompt_differs, 0 for some sequences", "has_prompts"),
+    _left("truncated_sampling", "left_by_kept_mass", LEFT, "log_kept_mass", "has_mass"),
+    Row("zero_filled", _fits_zeros, "log_kept_mass", _tells_zeros),
+    _left("off_by_one", "left_by_shift", LEFT),
+    Row("shuffled", _fits_shuffled),
+    _left(
+        *("temperature", "left_by_temperature", LEFT_BY_TEMPERATURE),
+        needs="entropies and prob_sq_sums of the trainer",
+        has="has_entropies",
+    ),
+    _group("padding_leak", "unpadded", "padded", "pad_length of each row, some of them 0", "has_padding"),
+    Row(
+        "dropout",
+        # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias of sqrt(7) sigma at most
+        lambda sums, evidence: 0.5 <= evidence["repeat_over_delta"] <= 2.0,
+        "logprobs_b_again, a second pass of the trainer",
+        lambda sums: sums["has_again"] > 0,
+    ),
+    _group("stale_weights", "fresh", "behind", "steps_since_sync, some of them 0", "has_steps"),
+    Row("reduced_precision", _fits_format),
+    Row("token_bias", _fits_tokens, "steps_since_sync, 0 everywhere", lambda sums: sums["has_steps"] > 0),
+)
+
+
+def _named(sums: MismatchSums, evidence: dict[str, float], tier: str) -> Cause:
+    """Return the first cause whose prediction fits."""
     if tier in ("T0", "T1", "T2"):
         agree: Cause = "none" if tier == "T0" else "floating_point_noise"
         return "non_finite" if sums["nonfinite"] else agree
-    # greedy sampling has log-probs of 0 too
-    is_zero_a_fault = sums["has_mass"] > 0 or sums["zeros"] < sums["tokens"]
-    by_token = sums["repeated"] >= ENOUGH_TOKENS and evidence["left_by_token"] <= LEFT_BY_TOKEN
-    fits: tuple[tuple[Cause, bool], ...] = (
-        ("retokenization", _is_group(sums, "same_ids", "other_ids")),
-        ("other_prompt", _is_group(sums, "same_prompt", "other_prompt")),
-        ("truncated_sampling", evidence["left_by_kept_mass"] <= LEFT),
-        ("zero_filled", evidence["left_without_zeros"] <= LEFT and is_zero_a_fault),
-        ("off_by_one", evidence["left_by_shift"] <= LEFT),
-        # log-probs that agree well are nearly the same multiset too, so they must also be uncorrelated
-        ("shuffled", evidence["left_by_sorting"] <= LEFT and evidence["pearson_logp"] < 0.5),
-        ("temperature", evidence["left_by_temperature"] <= LEFT_BY_TEMPERATURE),
-        ("padding_leak", _is_group(sums, "unpadded", "padded")),
-        # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias of sqrt(7) sigma at most
-        ("dropout", 0.5 <= evidence["repeat_over_delta"] <= 2.0),
-        ("stale_weights", _is_group(sums, "fresh", "behind")),
-        # a float32 value is by chance a bfloat16 number with probability 2^-16, a float16 number with 2^-13
-        ("reduced_precision", tier != "beyond T4" and max(evidence["frac_bfloat16"], evidence["frac_float16"]) >= 0.99),
-        # steps may favour some tokens everywhere too
-        ("token_bias", by_token and _is_fresh(sums)),
-    )
-    return next((cause for cause, is_good in fits if is_good), None)
-
-
-def _is_fresh(sums: MismatchSums) -> bool:
-    return bool(sums["has_steps"]) and not sums["behind"]
-
-
-def _possible(sums: MismatchSums, evidence: dict[str, float], tier: str) -> tuple[Cause, ...]:
-    """Return the causes that neither a column nor the pattern rules out, and those that a column reports everywhere."""
-    if _at_last_tokens(sums, evidence):
-        return ("forced_eos",)
-    some = min(sums["clean_sequences"], sums["dirty_sequences"]) >= 2  # only some sequences differ
-    can: tuple[tuple[Cause, bool], ...] = (
-        ("zero_filled", bool(sums["zeros"]) and sums["zeros"] == sums["tokens"]),
-        ("retokenization", sums["other_ids"] > 0 or (some and not sums["has_ids"])),
-        ("other_prompt", sums["other_prompt"] > 0),
-        ("padding_leak", (some and not sums["has_padding"]) or (sums["padded"] > 0 and not sums["unpadded"])),
-        ("reduced_precision", not some and tier != "beyond T4"),
-        ("stale_weights", not _is_fresh(sums)),
-        ("token_bias", sums["repeated"] >= ENOUGH_TOKENS and evidence["left_by_token"] <= LEFT_BY_TOKEN),
-        ("dropout", not some and not sums["has_again"]),
-        # a line in b is no proof of a temperature: at temperature 1/2 it explained between 6 % and 47 %
-        ("temperature", not some and not sums["has_entropies"]),
-        ("truncated_sampling", not some and not sums["has_mass"]),
-    )
-    return tuple(cause for cause, is_possible in can if is_possible)
-
-
-def _at_last_tokens(sums: MismatchSums, evidence: dict[str, float]) -> bool:
-    """Return whether only last tokens of one id differ: an end token replaced the sampled token."""
-    if not evidence["left_without_last"] <= LEFT or sums["last"] == sums["tokens"] or sums["largest_last_ids"] > 1:
-        return False
-    # the effective number of tokens with large squares; by chance, each is last with probability last / tokens
-    spikes = sums["at_last"] ** 2 / sums["at_last_4"]
-    return spikes * math.log(sums["last"] / sums["tokens"]) <= math.log(CHANCE)
+    return next((row.cause for row in ROWS if row.fits(sums, evidence)), "unknown")

@@ -47,7 +47,6 @@ def measure(pairs: pd.DataFrame) -> MismatchSums:
         float,
         sums
         | _plain(a32, b32, delta)
-        | _clusters(delta, b, owner)
         | _positions(tokens, a, b, delta, owner)
         | _by_token(tokens["token_id"].to_numpy(), b, delta)
         | _optional(tokens, b, delta)
@@ -106,50 +105,16 @@ def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Fl
     }
 
 
-def _clusters(delta: Floats, b: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
-    # per sequence: sum s of delta, sum of |delta|, number n of tokens, sum u of 1 - exp(b)
-    s, n = (np.bincount(owner, values) for values in (delta, np.ones_like(delta)))
-    absolute, u = (np.bincount(owner, values) for values in (np.abs(delta), -np.expm1(b)))
-    clean, dirty = _parted(absolute, u, n)
-    return {
-        "sequences": float(len(n)),
-        "ss": _total(s**2),
-        "sn": _total(s * n),
-        "nn": _total(n**2),
-        "clean_sequences": clean,
-        "dirty_sequences": dirty,
-    }
-
-
-def _parted(absolute: npt.NDArray[Any], u: npt.NDArray[Any], n: npt.NDArray[Any]) -> tuple[float, float]:
-    """Count sequences below and above the widest gap in sum |delta| / sum (1 - p); zeros if the gap is below 10."""
-    # four normal numbers are all within a tenth of sigma with probability 4e-5; near p = 1 there is nothing to measure
-    usable = (n >= 4) & (u >= 0.01 * n)
-    levels = np.sort(absolute[usable] / u[usable])
-    if len(levels) < 2 or levels[-1] == 0.0:
-        return 0.0, 0.0
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gaps = np.nan_to_num(levels[1:] / levels[:-1], nan=1.0)
-    below = int(gaps.argmax()) + 1
-    return (float(below), float(len(levels) - below)) if gaps[below - 1] >= 10.0 else (0.0, 0.0)
-
-
 def _positions(
     tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]
 ) -> dict[str, float]:
     zero = (a == 0.0) != (b == 0.0)
     same = owner[1:] == owner[:-1]
-    last = np.append(~same, True)[: len(owner)]
-    noise = 1e-4 * np.max(delta**2, initial=0.0)
     # neighbours in the response, not just in the frame
     same &= np.diff(tokens["position"].to_numpy()) == 1
     return {
         "zeros": _total(zero),
         "at_zeros": _total(delta[zero] ** 2),
-        "last": _total(last),
-        "at_last": _total(delta[last] ** 2),
-        "largest_last_ids": float(len(np.unique(tokens["token_id"].to_numpy()[last & (delta**2 > noise)]))),
-        "at_last_4": _total(delta[last] ** 4),
         "neighbours": _total(same),
         "next_sq": _total((b[:-1] - a[1:])[same] ** 2),
         "previous_sq": _total((b[1:] - a[:-1])[same] ** 2),

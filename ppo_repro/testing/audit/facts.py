@@ -8,21 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.search import Entries, Reference, Stored
+from ppo_repro.testing.audit.measure import Stored
+from ppo_repro.testing.audit.variants import Numbers
 from ppo_repro.testing.dumps import Response
 
 MANY = 0.8  # of the tokens after a point that have to differ
 
 
-def facts(
-    responses: Sequence[Response], entries: Entries, reference: Reference, tolerance: float, stored: Stored
-) -> list[str]:
+def facts(responses: Sequence[Response], numbers: Sequence[Numbers], tolerance: float, stored: Stored) -> list[str]:
     """Return sentences about wrong log-probs; "right" means equal up to rounding.
 
     Args:
         responses: prompts and tokens.
-        entries: recorded log-probs in nats, and which are usable.
-        reference: the right log-probs, in nats.
+        numbers: recorded and right log-probs of each response, in nats.
         tolerance: largest rounding error, in nats.
         stored: the number format of the log-probs.
 
@@ -36,11 +34,11 @@ def facts(
     # responses with a wrong token, and of their usable tokens: positions, log-probs as they should be, how far they are
     # off, whether they are wrong
     wrong: list[tuple[Response, Tensor, Tensor, Tensor, Tensor]] = []
-    for r, values, usable, ideal in zip(responses, entries.values, entries.usable, reference.logprobs, strict=True):
-        off = values - ideal
+    for r, of in zip(responses, numbers, strict=True):
+        off, usable = of.recorded - of.reference, of.usable
         bad = usable & ~(off.abs() <= tolerance)
         if bool(bad.any()):
-            wrong.append((r, usable.nonzero()[:, 0], ideal[usable], off[usable], bad[usable]))
+            wrong.append((r, usable.nonzero()[:, 0], of.reference[usable], off[usable], bad[usable]))
     if not wrong:
         return found
     if len(wrong) < len(responses):

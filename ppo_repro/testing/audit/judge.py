@@ -23,20 +23,29 @@ from ppo_repro.base.output import say
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.facts import facts
 from ppo_repro.testing.audit.forward import Progress, pieces, states
-from ppo_repro.testing.audit.search import RIGHT, Entries, Reference, Search, Tried, rms
+from ppo_repro.testing.audit.measure import FAR, HALF, RIGHT, rms
+from ppo_repro.testing.audit.search import Tried, case_of, search
 from ppo_repro.testing.audit.variants import DEFINITIONS, PROCESSED, Numbers, Row, Sampling, distinct, own
 from ppo_repro.testing.audit.ways import Subject, fed, positions, vocabulary
 from ppo_repro.testing.dumps import Response, impossible
 
-FAR = 100.0  # times stock float32's rms distance: a single token this far is no rounding
 SURE = 0.99  # a token of this probability may have a log-prob that rounds to 0
 SHOWN = 8  # explanations that are listed
-MENTIONED = 0.5  # of the distance may be left by an explanation that is listed
 NAMED = 3  # so many explanations that are equally good are named; with more the cause is unknown
 AGREE = 0.1  # sides that are nearer to each other than this part of their distance say the same
 UNKNOWN = "unknown"
 FLOOR_TOKENS = 2048  # response tokens on which stock float32 is measured
 AT_ONCE = 128  # response tokens whose logits are in memory
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Right log-probs float64 [n] of each response, and the rms and largest error of stock float32, nats."""
+
+    logprobs: list[Tensor]
+    floor: float
+    largest: float
+    measured: int  # the first responses, in which stock float32 was computed
 
 
 @dataclass(frozen=True)
@@ -84,9 +93,9 @@ def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -
     references = _references(subject, responses, sampling)
     orders = _different_orders(responses, references, sampling)
     definitions = orders or _definitions(responses, references, sampling)
-    entries = {name: _entries(name, responses, references[d]) for name, d in definitions.items()}
+    numbers = {name: _numbers(name, responses, references[d]) for name, d in definitions.items()}
     sides = {
-        name: _side(name, subject, responses, sampling, d, references[d], entries[name])
+        name: _side(name, subject, responses, sampling, d, references[d], numbers[name])
         for name, d in definitions.items()
     }
     are_comparable = not orders or not all(side.is_right for side in sides.values())
@@ -95,7 +104,7 @@ def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -
     reference = references[definitions["sampler"]]
     if not sampling.is_temperature_given:
         _check_temperature(sides.values())
-    _check_unexplained(sides, entries, reference.floor)
+    _check_unexplained(sides, numbers, reference.floor)
     frames = [
         pd.DataFrame({
             "row": r.row, "turn": r.turns, "position": range(len(r.response_ids)), "token_id": r.response_ids,
@@ -135,13 +144,12 @@ def _check_temperature(sides: Iterable[Side]) -> None:
         )
 
 
-def _check_unexplained(sides: Mapping[str, Side], entries: Mapping[str, Entries], floor: float) -> None:
+def _check_unexplained(sides: Mapping[str, Side], numbers: Mapping[str, Sequence[Numbers]], floor: float) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
     if any(side.cause != UNKNOWN for side in sides.values()):
         return
-    a, b = entries.values()
-    both = zip(a.values, a.usable, b.values, b.usable, strict=True)
-    apart = rms(torch.cat([(x - y)[u & v] for x, u, y, v in both]))
+    pairs = zip(*numbers.values(), strict=True)
+    apart = rms(torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs]))
     nearer = min(side.rms for side in sides.values())
     if apart <= max(RIGHT * floor, AGREE * nearer):
         known = sides["sampler"].known
@@ -183,7 +191,7 @@ def _largest(
     distances: Sequence[Tensor],
 ) -> float:
     """Return the largest distance (nats) of stock float32 over the first responses and those with a far token."""
-    limit = FAR * reference.floor
+    limit = FAR * RIGHT * reference.floor
     far = [i for i, d in enumerate(distances) if i >= reference.measured and bool((d.abs() > limit).any())]
     stock = _logprobs(model, [responses[i] for i in far], sampling, [definition], False)[definition] if far else []
     apart = [(x - reference.logprobs[i])[torch.tensor(responses[i].counts)] for i, x in zip(far, stock, strict=True)]
@@ -215,16 +223,22 @@ def _logprobs(
     return found
 
 
-def _entries(name: str, responses: Sequence[Response], reference: Reference) -> Entries:
-    values = [torch.tensor(getattr(response, name)).double() for response in responses]
-    pairs = zip(values, reference.logprobs, strict=True)
-    empty = [~v.isfinite() | ((v == 0) & (e < math.log(SURE))) for v, e in pairs]
-    return Entries(values, [torch.tensor(r.counts) & ~e for r, e in zip(responses, empty, strict=True)])
+def _numbers(name: str, responses: Sequence[Response], reference: Reference) -> list[Numbers]:
+    found = []
+    for r, right in zip(responses, reference.logprobs, strict=True):
+        recorded, counts = torch.tensor(getattr(r, name)).double(), torch.tensor(r.counts)
+        is_empty = ~recorded.isfinite() | ((recorded == 0) & (right < math.log(SURE)))
+        found.append(Numbers(recorded, counts & ~is_empty, counts, right))
+    return found
 
 
-def _distances(entries: Entries, reference: Reference) -> list[Tensor]:
-    pairs = zip(entries.values, reference.logprobs, entries.usable, strict=True)
-    return [(v - e)[u].clamp(-1e3, 1e3) for v, e, u in pairs]
+def _distances(numbers: Sequence[Numbers]) -> list[Tensor]:
+    """Return recorded minus right log-probs of the usable tokens of each response, at most 1000 nats."""
+    return [(of.recorded - of.reference)[of.usable].clamp(-1e3, 1e3) for of in numbers]
+
+
+def _rms(name: str, responses: Sequence[Response], reference: Reference) -> float:
+    return rms(torch.cat(_distances(_numbers(name, responses, reference))))
 
 
 def _definitions(
@@ -241,8 +255,7 @@ def _definitions(
     def distance(definition: str, sides: Sequence[str]) -> float:
         reference, total = references[definition], 1.0 * (definition != "tempered")
         for name in sides:
-            every = torch.cat(_distances(_entries(name, responses, reference), reference))
-            total += math.log(rms(every) + rounding)
+            total += math.log(_rms(name, responses, reference) + rounding)
         return total
 
     def nearest(names: Sequence[str], sides: Sequence[str]) -> str:
@@ -264,7 +277,7 @@ def _different_orders(
     right: dict[str, list[str]] = {}
     for name in ("sampler", "trainer"):
         far = {
-            definition: rms(torch.cat(_distances(_entries(name, responses, reference), reference))) / reference.floor
+            definition: _rms(name, responses, reference) / reference.floor
             for definition, reference in references.items()
             if definition.startswith(PROCESSED)
         }
@@ -285,21 +298,17 @@ def _side(
     sampling: Sampling,
     definition: str,
     reference: Reference,
-    entries: Entries,
+    numbers: Sequence[Numbers],
 ) -> Side:
-    distances, counts = _distances(entries, reference), [torch.tensor(r.counts) for r in responses]
-    every, counted = torch.cat(distances), sum(int(c.sum()) for c in counts)
+    distances = _distances(numbers)
+    every, recorded = torch.cat(distances), torch.cat([of.recorded[of.counts] for of in numbers])
+    counted = len(recorded)
     largest = float(every.abs().max()) if len(every) else math.nan
     limit = RIGHT * reference.floor
     is_right = rms(every) <= limit
-    if is_right and largest > FAR * reference.floor:
+    if is_right and largest > FAR * limit:
         is_right = largest <= 3 * _largest(subject.model, responses, sampling, definition, reference, distances)
-    wrong = [
-        i for i, d in enumerate(distances) if len(d) and (rms(d) > limit or float(d.abs().max()) > FAR * limit / 3)
-    ]
-    if not (is_right or wrong):  # a single token of a long response is far off
-        wrong = [max(range(len(responses)), key=lambda i: float(distances[i].abs().sum()))]
-    recorded = torch.cat([v[c] for v, c in zip(entries.values, counts, strict=True)])
+    wrong = [i for i, d in enumerate(distances) if len(d) and (rms(d) > limit or float(d.abs().max()) > FAR * limit)]
     why, missing = impossible(recorded.float().numpy()), counted - len(every)
     empty = f"{missing:,} of {counted:,} tokens have no log-prob or a 0" if missing else ""
     side = Side(
@@ -318,13 +327,13 @@ def _side(
     if is_right or not wrong:
         return side
     say(f"audit: {name} is wrong; looks for the cause")
-    search = Search(name, subject, responses, sampling, DEFINITIONS[definition], reference, entries, wrong)
-    tried = search.explain()
+    case = case_of(name, subject, responses, sampling, DEFINITIONS[definition], reference.floor, numbers, wrong)
+    tried = search(case)
     best = [t for t in tried if t.explains]
     plain = next(t.left for t in tried if not t.deviations)
-    shown = [t for t in tried if t.explains or not t.deviations or t.left <= MENTIONED * plain]
-    fits = [*best, *(t for t in tried if t.left <= search.tolerance)]
-    known = facts(responses, entries, reference, search.tolerance, search.stored)
+    shown = [t for t in tried if t.explains or not t.deviations or t.left <= HALF * plain]
+    fits = [*best, *(t for t in tried if t.left <= case.tolerance)]
+    known = facts(responses, numbers, case.tolerance, case.stored)
     if best and best[0].explains_zeros:
         missing = int((~recorded.isfinite()).sum())
         empty = f"{missing:,} of {counted:,} tokens have no log-prob" if missing else ""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.nn import Identity, LayerNorm, Module, Parameter
 from torch.nn.functional import linear, rms_norm
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
+from ppo_repro.base.errors import is_out_of_memory
 from ppo_repro.models.reading import quiet
 from ppo_repro.models.stock import with_config
 from ppo_repro.testing.causes import CAUSES
@@ -69,6 +71,11 @@ FEW = 16  # experts, groups or kinds of layers, of which others may be taken
 _NO_CONSTANT = re.compile("eps|dropout|^p$|norm_type|embed_scale|aux_loss|attention_scaling|jitter")
 _ROUTER = re.compile("(Router|Gate|Gating)$")
 IN_BFLOAT16 = "computed in bfloat16, all else in float32"
+# how torch, transformers and Python refuse a value of a field; what cannot be computed is no option
+REFUSED = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    StrictDataclassError,
+)
 PROBE = 4  # tokens that show whether a model computes
 _SHOWN = 60  # characters of a value
 
@@ -104,7 +111,9 @@ def computed(make: Callable[[], PreTrainedModel]) -> Tensor | None:
         made: Any = make()
         ids = torch.arange(PROBE, device=made.device)[None] % int(made.config.get_text_config().vocab_size)
         logits: Tensor = made(ids, use_cache=False).logits
-    except Exception:  # any value of any field of any model: what does not compute is no option
+    except REFUSED as error:
+        if is_out_of_memory(error):
+            raise
         return None
     return logits
 

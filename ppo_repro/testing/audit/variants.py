@@ -20,8 +20,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ppo_repro.testing.causes import CAUSES
+from ppo_repro.testing.audit.ways import Fed
+from ppo_repro.testing.causes import CAUSES, Cause
 
 VARIED = 6  # numbers above a floor, without which it would explain any constant
 HEAD = 1024  # tokens that top-p is looked for in, before all are sorted
@@ -107,16 +109,34 @@ Candidates = Callable[[Sequence[Row], Sampling], Sequence[float]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant. `name` may contain {x}, the parameter, and {given}, the user's temperature."""
+    """One cause: in one stage, what is computed instead, what that presumes, and how it is said.
 
-    name: str
+    `words` may contain {x}, the parameter, and {given}, the user's temperature.
+    """
+
+    words: str
     stage: Stage
-    advice: str
-    change: Change | None = None
+    cause: Cause
+    change: Change | None = None  # of a distribution, a quantity or a unit
+    make: Callable[[], PreTrainedModel] | None = None  # weights: the model that computes the logits
+    passes: Sequence[Sequence[Fed]] = ()  # input: the forward passes of each response
     candidates: Candidates | None = None
     refine: bool = False
-    matters: Callable[[Sampling], bool] = lambda sampling: True
+    presumes: Callable[[Sampling], bool] = lambda sampling: True
     in_pairs: int = 0  # so many of its candidates are tried together with another cause
+    rounding: Literal["", "computed", "weights", "part", "logits"] = ""  # what is rounded to 16 bits
+    count: int = 1  # of changes that the cause consists of
+    option_advice: str = ""  # of an option of the model's architecture, else the advice of the cause
+
+    @property
+    def advice(self) -> str:
+        """Return what to do about the cause."""
+        return self.option_advice or CAUSES[self.cause].mend
+
+    @property
+    def deviations(self) -> float:
+        """Return the number of changes; a fitted parameter counts half a change more."""
+        return self.count + 0.5 * (self.candidates is not None)
 
 
 # distributions
@@ -283,14 +303,7 @@ def _is_tempered(sampling: Sampling) -> bool:
     return sampling.temperature != 1.0
 
 
-PAIRING = "check which tokens and logits are paired"
-TEMPERATURE = CAUSES["temperature"].mend
 OTHER_TEMPERATURE = "temperature {x:.4g} instead of {given}"
-SAME_CUTS = CAUSES["truncated_sampling"].mend
-PENALTY = CAUSES["penalty"].mend
-SAMPLED = "gather the sampled id from the log-softmax"
-OWN = CAUSES["other_number"].mend
-CAP = "cap the logits on both sides, as the configuration of the model says (final_logit_softcapping)"
 TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 25, 30, 32, 40, 50, 64, 80, 100, 128, 200, 256, 500, 512, 1000, 1024)
 TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995, 0.999)
 MIN_P = (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3)
@@ -300,31 +313,35 @@ STEPS = (1, -1, 2, -2, 3, -3)
 
 
 def _distribution(
-    name: str, advice: str, change: Change, matters: Callable[[Sampling], bool] = lambda s: True
+    name: str, cause: Cause, change: Change, presumes: Callable[[Sampling], bool] = lambda s: True
 ) -> Variant:
-    return Variant(name, "distribution", advice, change, matters=matters)
+    return Variant(name, "distribution", cause, change, presumes=presumes)
 
 
-def _fitted(name: str, advice: str, change: Callable[[Row, float], Tensor], first: Sequence[float]) -> Variant:
+def _fitted(name: str, cause: Cause, change: Callable[[Row, float], Tensor], first: Sequence[float]) -> Variant:
     """Return a variant that applies change(row, x) to the logits and divides by the temperature; x is refined."""
 
     def changed(r: Row, s: Sampling, v: Tensor, x: float) -> Tensor:
         return change(r, x) / s.temperature
 
-    return Variant(name, "distribution", advice, changed, lambda *_: first, refine=True)
+    return Variant(name, "distribution", cause, changed, candidates=lambda *_: first, refine=True)
 
 
 def _cut(option: str, limits: Sequence[float], keep: Callable[[Tensor, float], Tensor]) -> Variant:
     """Return a variant whose softmax has only the tokens that one cut leaves, at the usual limits."""
     name = f"normalised over the tokens that {option} keeps (try --{option} {{x:.4g}})"
-    return Variant(name, "distribution", SAME_CUTS, lambda r, s, v, x: keep(v / s.temperature, x), lambda *_: limits)
+
+    def changed(r: Row, s: Sampling, v: Tensor, x: float) -> Tensor:
+        return keep(v / s.temperature, x)
+
+    return Variant(name, "distribution", "truncated_sampling", changed, candidates=lambda *_: limits)
 
 
 def _quantity(name: str, change: Callable[[Row, Tensor], Tensor]) -> Variant:
-    return Variant(name, "quantity", SAMPLED, lambda r, s, logp, x: change(r, logp))
+    return Variant(name, "quantity", "other_quantity", lambda r, s, logp, x: change(r, logp))
 
 
-def _unit(name: str, change: Callable[[Tensor], Tensor], advice: str = OWN) -> Variant:
+def _unit(name: str, change: Callable[[Tensor], Tensor], cause: Cause = "other_number") -> Variant:
     """Return a variant that applies `change` to the numbers of the tokens that count."""
 
     def counted(r: Row, s: Sampling, v: Tensor, x: float) -> Tensor:
@@ -332,7 +349,7 @@ def _unit(name: str, change: Callable[[Tensor], Tensor], advice: str = OWN) -> V
         found[counts] = change(v[counts])
         return found
 
-    return Variant(name, "unit", advice, counted)
+    return Variant(name, "unit", cause, counted)
 
 
 def _least(x: float) -> float:
@@ -340,40 +357,42 @@ def _least(x: float) -> float:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _distribution("temperature 1 instead of {given}", TEMPERATURE, raw, _is_tempered),
+    _distribution("temperature 1 instead of {given}", "temperature", raw, _is_tempered),
     _distribution(
-        "temperature {given} applied twice", TEMPERATURE, lambda r, s, v, x: v / s.temperature**2, _is_tempered
+        "temperature {given} applied twice", "temperature", lambda r, s, v, x: v / s.temperature**2, _is_tempered
     ),
     _distribution(
         "logits multiplied by the temperature {given}",
-        TEMPERATURE,
+        "temperature",
         lambda r, s, v, x: v * s.temperature,
         _is_tempered,
     ),
     Variant(
         OTHER_TEMPERATURE,
         "distribution",
-        TEMPERATURE,
+        "temperature",
         lambda r, s, v, x: v / _least(x),
-        lambda *_: (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0),
+        candidates=lambda *_: (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0),
         refine=True,
         in_pairs=1,
     ),
     *(
         _distribution(
             f"of the processed distribution{name.removeprefix(PROCESSED)}, not of all tokens",
-            SAME_CUTS,
+            "truncated_sampling",
             change,
             lambda s, name=name: name in distinct(s),  # type: ignore[misc]
         )
         for name, change in DEFINITIONS.items()
         if name.startswith(PROCESSED)
     ),
-    _distribution("of all tokens, not of the processed distribution", SAME_CUTS, tempered, lambda s: s.is_cut),
+    _distribution(
+        "of all tokens, not of the processed distribution", "truncated_sampling", tempered, lambda s: s.is_cut
+    ),
     *(
         _distribution(
             f"temperature 1 and normalised over the tokens that the cuts keep{order}",
-            SAME_CUTS,
+            "truncated_sampling",
             lambda r, s, v, x, first=first: cut(v, s.top_k, s.top_p, s.min_p, first),  # type: ignore[misc]
             lambda s, first=first: (  # type: ignore[misc]
                 s.temperature != 1.0 and s.is_cut and (not first or (s.top_k > 0 and s.top_p < 1.0))
@@ -384,42 +403,44 @@ VARIANTS: tuple[Variant, ...] = (
     _cut("top-k", TOP_K, lambda scaled, x: cut(scaled, int(x), 1.0, 0.0)),
     _cut("top-p", TOP_P, lambda scaled, x: cut(scaled, 0, x, 0.0)),
     _cut("min-p", MIN_P, lambda scaled, x: cut(scaled, 0, 1.0, x)),
-    _fitted("repetition penalty {x:.4g}", PENALTY, lambda r, x: penalised(r.logits, r.seen, _least(x)), FACTORS),
+    _fitted("repetition penalty {x:.4g}", "penalty", lambda r, x: penalised(r.logits, r.seen, _least(x)), FACTORS),
     _fitted(
         "repetition penalty {x:.4g} on response tokens alone",
-        PENALTY,
+        "penalty",
         lambda r, x: penalised(r.logits, r.seen_in_response, _least(x)),
         FACTORS,
     ),
-    _fitted("presence penalty {x:.4g}", PENALTY, lambda r, x: r.logits - x * (r.seen_in_response > 0), TERMS),
-    _fitted("frequency penalty {x:.4g}", PENALTY, lambda r, x: r.logits - x * r.seen_in_response.to(r.logits), TERMS),
+    _fitted("presence penalty {x:.4g}", "penalty", lambda r, x: r.logits - x * (r.seen_in_response > 0), TERMS),
+    _fitted("frequency penalty {x:.4g}", "penalty", lambda r, x: r.logits - x * r.seen_in_response.to(r.logits), TERMS),
     *(
-        _distribution(
+        Variant(
             f"logits rounded to {name}",
-            "take the softmax of float32 logits",
+            "distribution",
+            "coarse_logits",
             lambda r, s, v, x, dtype=dtype: v.to(dtype).to(v) / s.temperature,  # type: ignore[misc]
+            rounding="logits",
         )
         for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16))
     ),
     _fitted(
         "logits capped by {x:.4g} tanh(logit / {x:.4g})",
-        CAP,
+        "logit_cap",
         lambda r, x: _least(x) * (r.logits / _least(x)).tanh(),
         (5.0, 15.0, 30.0, 50.0),
     ),
     Variant(
         "normalised over {x:.0f} more tokens with a logit of 0",
         "distribution",
-        "leave the padding of the vocabulary out of the softmax",
+        "padded_vocabulary",
         lambda r, s, v, x: torch.cat([v / s.temperature, torch.full_like(v[:, :1], math.log(x))], -1),
-        _added_zeros,
+        candidates=_added_zeros,
     ),
     Variant(
         "normalised without token id {x:.0f}",
         "distribution",
-        "a banned token, as the end token before a minimum length, changes what is sampled: ban it on both sides",
+        "banned_token",
         lambda r, s, v, x: (v / s.temperature).index_fill(-1, torch.tensor([int(x)], device=v.device), -math.inf),
-        _without_token,
+        candidates=_without_token,
     ),
     _quantity("log-prob of the likeliest token", lambda row, logp: logp.max(-1).values),
     _quantity("minus the entropy", lambda row, logp: -_entropy(logp)),
@@ -428,24 +449,24 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(
         "log-prob of token id {x:.0f} at every position",
         "quantity",
-        SAMPLED,
+        "other_quantity",
         lambda r, s, logp, x: logp[:, int(x)],
-        _fixed_tokens,
+        candidates=_fixed_tokens,
     ),
     Variant(
         "log-prob of the token {x:+.0f} places on, by the right logits",
         "quantity",
-        PAIRING,
+        "other_pairs",
         lambda r, s, logp, x: _paired(r, logp, int(x), 0),
-        lambda *_: STEPS,
+        candidates=lambda *_: STEPS,
         in_pairs=2,
     ),
     Variant(
         "log-prob of the right token, by the logits {x:+.0f} places on",
         "quantity",
-        PAIRING,
+        "other_pairs",
         lambda r, s, logp, x: _paired(r, logp, 0, int(x)),
-        lambda *_: STEPS,
+        candidates=lambda *_: STEPS,
         in_pairs=2,
     ),
     _unit("in base 2, not in nats", lambda y: y / math.log(2)),
@@ -455,16 +476,16 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(
         "divided by the temperature {given} after the softmax",
         "unit",
-        TEMPERATURE,
+        "temperature",
         lambda r, s, v, x: v / s.temperature,
-        matters=_is_tempered,
+        presumes=_is_tempered,
     ),
     Variant(
         "each entry is of the token {x:+.0f} places on",
         "unit",
-        CAUSES["off_by_one"].mend,
+        "off_by_one",
         lambda r, s, v, x: moved(v, int(x)),
-        _shifts,
+        candidates=_shifts,
         in_pairs=4,
     ),
     _unit("cumulative sums", lambda y: y.cumsum(0)),
@@ -473,14 +494,21 @@ VARIANTS: tuple[Variant, ...] = (
     _unit("the sum over the response at every token", lambda y: y.sum().expand_as(y)),
     _unit("the mean over the response at every token", lambda y: y.mean().expand_as(y)),
     _unit("divided by the number of tokens of the response", lambda y: y / len(y)),
-    _unit("in the opposite order", lambda y: y.flip(0), CAUSES["shuffled"].mend),
-    Variant("cut off below {x:.4g}", "unit", OWN, lambda r, s, v, x: v.clamp(min=x), _floor, in_pairs=1),
+    _unit("in the opposite order", lambda y: y.flip(0), "shuffled"),
+    Variant(
+        "cut off below {x:.4g}",
+        "unit",
+        "other_number",
+        lambda r, s, v, x: v.clamp(min=x),
+        candidates=_floor,
+        in_pairs=1,
+    ),
     Variant(
         "the logarithm of the probability + {x:.3g}",
         "unit",
-        "use log_softmax, not log(softmax + epsilon)",
+        "epsilon_in_log",
         lambda r, s, v, x: (v.exp() + x).clamp_min(1e-30).log(),
-        _added_probability,
+        candidates=_added_probability,
         refine=True,
     ),
 )

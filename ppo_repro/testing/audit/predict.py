@@ -1,0 +1,170 @@
+"""The log-probs that causes predict at some tokens. Computed logits are remembered: they change no number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.forward import States, pieces, states
+from ppo_repro.testing.audit.variants import Change, Numbers, Row, Sampling, Variant, own
+from ppo_repro.testing.audit.ways import Fed, fed
+from ppo_repro.testing.dumps import Response
+
+Steps = tuple[tuple[Variant, float], ...]  # causes of different stages, each with its parameter
+NONE = Variant("", "weights", "none")  # the stage as it should be
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens `start` to `end` of the response with index `response`."""
+
+    response: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Windows of tokens; for screening, other models and inputs are computed in float32, which suffices."""
+
+    windows: tuple[Window, ...]
+    is_screening: bool = False
+
+
+class Predictor:
+    """Predict numbers by the stages of a log-prob, of which causes replace some.
+
+    It remembers the logits of the model as it is and of the last changed model, and one other model, because two would
+    need more memory.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        responses: Sequence[Response],
+        numbers: Sequence[Numbers],
+        sampling: Sampling,
+        definition: Change,
+    ) -> None:
+        self.model, self.responses, self.numbers = model, responses, numbers
+        self.sampling, self.definition = sampling, definition
+        self._made: tuple[str, PreTrainedModel] = ("", model)
+        self._states: dict[Hashable, list[tuple[States, Tensor]]] = {}
+        self._rows: dict[tuple[str, str, Tokens], list[list[Row]]] = {}  # by window, in pieces
+        self._own: dict[Hashable, list[Tensor]] = {}  # log-probs of the targets, by window
+        self._logp: tuple[Hashable, list[list[Tensor]]] = (None, [])  # of all tokens, the last ones
+
+    def __call__(self, steps: Steps, tokens: Tokens) -> list[Tensor]:
+        """Return the predicted numbers of each window, float64; NaN for tokens without a prediction."""
+        stage = {cause.stage: (cause, x) for cause, x in steps}
+        unit, x = stage.pop("unit", (NONE, 0.0))
+        parts = self._quantities(stage, tokens) if stage else None
+        found = []
+        for k, w in enumerate(tokens.windows):
+            values, at = self.numbers[w.response].reference, slice(w.start, w.end)
+            if parts is not None:
+                values = torch.full_like(values, math.nan)
+                values[at] = parts[k]
+            if unit.change is not None:
+                values = unit.change(self.rows(NONE, NONE, tokens)[k][0], self.sampling, values, x)
+            found.append(values[at])
+        return found
+
+    def _quantities(self, stage: dict[Any, tuple[Variant, float]], tokens: Tokens) -> list[Tensor]:
+        """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
+        (weights, _), (way, _), (changed, x), (wanted, y) = (
+            stage.get(name, (NONE, 0.0)) for name in ("weights", "input", "distribution", "quantity")
+        )
+        change, pick = changed.change or self.definition, wanted.change
+        key = weights.words, way.words, tokens, changed.words, x
+
+        def scaled(row: Row) -> Tensor:
+            return change(row, self.sampling, row.logits, x)
+
+        if pick is None:
+            if key not in self._own:
+                windows = self.rows(weights, way, tokens)
+                self._own[key] = [torch.cat([own(row, scaled(row)).double() for row in rows]) for rows in windows]
+            return self._own[key]
+        windows = self.rows(weights, way, tokens)
+        if self._logp[0] != key:
+            self._logp = key, [[scaled(row).log_softmax(-1) for row in rows] for rows in windows]
+        pairs = zip(windows, self._logp[1], strict=True)
+        return [
+            torch.cat([pick(row, self.sampling, logp, y).double() for row, logp in zip(rows, parts, strict=True)])
+            for rows, parts in pairs
+        ]
+
+    def rows(self, weights: Variant, way: Variant, tokens: Tokens) -> list[list[Row]]:
+        """Return the rows of logits of each window."""
+        key = weights.words, way.words, tokens
+        if key not in self._rows:
+            for other in [k for k in self._rows if any(k[:2])]:
+                del self._rows[other]
+            of_windows, windows = self._hidden(weights, way, tokens), tokens.windows
+            joined = replace(of_windows[0][0], values=torch.cat([x.values for x, _ in of_windows]))
+            with self._as_computed(weights, way, tokens):
+                logits = joined.logits(self._of(weights))
+            by_window = logits.to(_precision(weights, way, tokens)).split([w.end - w.start for w in windows])
+            triples = zip(windows, by_window, of_windows, strict=True)
+            self._rows[key] = [list(self._pieces(w, x, targets)) for w, x, (_, targets) in triples]
+        return self._rows[key]
+
+    def _pieces(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[Row]:
+        r = self.responses[w.response]
+        for at in pieces(*logits.shape):
+            before = r.response_ids[: w.start + at.start]
+            yield Row(logits[at], targets[at], r.prompt_ids, before, self.numbers[w.response])
+
+    def _hidden(self, weights: Variant, way: Variant, tokens: Tokens) -> list[tuple[States, Tensor]]:
+        """Return the states that predict each window's tokens, and the targets, which a way may change."""
+        key = weights.words, way.words, tokens
+        if key in self._states:
+            return self._states[key]
+        model, windows, passes = self._of(weights), list[int](), list[Fed]()
+        for k, w in enumerate(tokens.windows):
+            r = self.responses[w.response]
+            for one in way.passes[w.response] if way.passes else [fed(r.prompt_ids, r.response_ids)]:
+                if (part := one.within(w.start, w.end)) is not None:
+                    windows.append(k)
+                    passes.append(part)
+        with self._as_computed(weights, way, tokens):
+            of_passes = dict(states(model, passes))
+        first, found = of_passes[0], []
+        for w in tokens.windows:
+            size = w.end - w.start, first.values.shape[-1]
+            targets = torch.tensor(self.responses[w.response].response_ids[w.start : w.end], device=model.device)
+            found.append((replace(first, values=first.values.new_full(size, math.nan)), targets))
+        for number, (k, one) in enumerate(zip(windows, passes, strict=True)):
+            at = [t - tokens.windows[k].start for t in one.tokens]
+            found[k][0].values[at] = of_passes[number].values
+            found[k][1][at] = torch.tensor(one.targets, device=model.device)
+        if first.output is not None:  # else they are logits
+            self._states[key] = found
+        return found
+
+    def _as_computed(self, weights: Variant, way: Variant, tokens: Tokens) -> AbstractContextManager[Any]:
+        """Compute the model in float64 while the block runs, unless 16 bits are the cause or float32 suffices."""
+        is_narrow = weights.rounding == "computed" or _precision(weights, way, tokens) == torch.float32
+        return nullcontext() if is_narrow else float64(self._of(weights))
+
+    def _of(self, weights: Variant) -> PreTrainedModel:
+        if weights.make is None:
+            return self.model
+        if weights.words != self._made[0]:
+            self._made = "", self.model
+            self._made = weights.words, weights.make()
+        return self._made[1]
+
+
+def _precision(weights: Variant, way: Variant, tokens: Tokens) -> torch.dtype:
+    is_changed = bool(weights.words or way.words)
+    return torch.float32 if tokens.is_screening and is_changed else torch.float64

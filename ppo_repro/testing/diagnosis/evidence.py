@@ -92,7 +92,6 @@ def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Fl
         "unequal": _total(a32.view(np.int32) != b32.view(np.int32)),
         "largest_ulp": float(steps.max(initial=0)),
         "largest_delta": float(np.abs(delta).max(initial=0.0)),
-        "delta": _total(delta),
         "delta_abs": _total(np.abs(delta)),
         "delta_sq": _total(delta**2),
         "k3": k3,

@@ -345,5 +345,5 @@ def optimizer_step(
             torch.autograd.backward(loss, minibatch.loss_weights_of_all[m.tokens])
             columns.append(detached(of_tokens))
 
-    grad_norm = optimizer.step(backward, ranks)
+    grad_norm = optimizer.step(backward)
     return grad_norm, joined(ranks.gather(columns))

@@ -78,7 +78,7 @@ class Deterministic:
 
     def __init__(self, model: PreTrainedModel, size: Size) -> None:
         self.policy = make_policy(model, "deterministic", CONTEXT)
-        self.optimizer = Optimizer(self.policy, SETTINGS, "deterministic", SLOTS)
+        self.optimizer = Optimizer(self.policy, SETTINGS, "deterministic")
         rows = texts(size)
         self.all = self._batch(rows)
         minibatch = self._batch(rows[:MINIBATCH], slots_of(range(MINIBATCH), MINIBATCH, SLOTS))

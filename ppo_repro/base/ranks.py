@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -85,25 +84,31 @@ class Ranks:
             for tensor in tensors:
                 dist.all_reduce(tensor)
 
-    def exchange_sum(self, tensor: Tensor) -> None:
-        """Replace a contiguous float32 tensor by its sum over all ranks: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
+    def swap(self, ours: Tensor, theirs: Tensor, other: int) -> None:
+        """Send a flat tensor to rank `other`, and receive one from it, whose length may be another.
 
-        In round b each rank adds the sum of rank XOR 2^b. Addition is commutative, so all ranks have the same bits.
-        The number of ranks must be a power of two. Raises RankLost if a rank is gone.
+        Raises RankLost if a rank is gone.
         """
-        ours = tensor.cpu()  # gloo sends memory of the CPU
-        theirs = torch.empty_like(ours)
-        bit = 1
-        while bit < self.size:
-            other = self.rank ^ bit
-            exchange = [dist.P2POp(dist.isend, ours, other), dist.P2POp(dist.irecv, theirs, other)]
-            with _losing():
-                for transfer in dist.batch_isend_irecv(exchange):
-                    transfer.wait()
-            ours += theirs
-            bit *= 2
-        if ours is not tensor:
-            tensor.copy_(ours)
+        send, receive = ours.cpu(), theirs.cpu()  # gloo sends memory of the CPU
+        exchange = [dist.P2POp(dist.isend, send, other)] if len(send) else []
+        exchange += [dist.P2POp(dist.irecv, receive, other)] if len(receive) else []
+        with _losing():
+            for transfer in dist.batch_isend_irecv(exchange) if exchange else ():
+                transfer.wait()
+        if receive is not theirs:
+            theirs.copy_(receive)
+
+    def to_first(self, value: T) -> list[T]:
+        """Return one picklable value of each rank on the first one, in rank order; elsewhere an empty list.
+
+        Raises RankLost if a rank is gone.
+        """
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size if self.is_first else []
+        with _losing():
+            dist.gather_object(value, values if self.is_first else None)
+        return values
 
 
 ALONE = Ranks(0, 1)

@@ -60,13 +60,17 @@ class Lora:
         """Return s = alpha / r."""
         return self.alpha / self.rank
 
+    @property
+    def factors_of(self) -> dict[str, tuple[str, str]]:
+        """Return the names of the factors A and B by the name of the weight that they change."""
+        return {f"{name}.weight": (f"{name}.lora_A.weight", f"{name}.lora_B.weight") for name in self.layers}
+
     def factors(self) -> dict[str, Tensor]:
         """Return A [r, K] and B [N, r] of every layer by name, not copied."""
-        return {
-            f"{name}.lora_{which}.weight": tensor
-            for name, layer in self.layers.items()
-            for which, tensor in (("A", layer.a), ("B", layer.b))
-        }
+        found: dict[str, Tensor] = {}
+        for (a, b), layer in zip(self.factors_of.values(), self.layers.values(), strict=True):
+            found |= {a: layer.a, b: layer.b}
+        return found
 
     def trained(self) -> dict[str, Tensor]:
         """Return all trained parameters: the factors, and the parameters trained without factors."""
@@ -87,15 +91,19 @@ class Lora:
     def gradients(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return gradients by name of all trained parameters from the model's gradients; zeros for a missing gradient.
 
-        dA = s (B^T dW') and dB = s (dW' A^T) are functions of dW' alone, so the layout never changes them.
+        dA = s (B^T dW') and dB = s (dW' A^T) are functions of dW' alone, so the layout never changes them. An empty
+        dW' belongs to another rank, and so do its factors.
         """
         gradients = {name: collected[name] for name in self.whole if name in collected}
-        for name, layer in self.layers.items():
-            gradient = collected.get(f"{name}.weight")
+        for (name, (a, b)), layer in zip(self.factors_of.items(), self.layers.values(), strict=True):
+            gradient = collected.get(name)
+            if gradient is not None and not gradient.numel():
+                gradients |= {a: gradient, b: gradient}
+                continue
             merged = torch.zeros_like(layer.weight) if gradient is None else gradient
             merged = merged.t() if layer.transposed else merged
-            gradients[f"{name}.lora_A.weight"] = self._product(layer.b.t(), merged) * self.scale
-            gradients[f"{name}.lora_B.weight"] = self._product(merged, layer.a.t()) * self.scale
+            gradients[a] = self._product(layer.b.t(), merged) * self.scale
+            gradients[b] = self._product(merged, layer.a.t()) * self.scale
         return gradients
 
 

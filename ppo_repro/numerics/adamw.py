@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ppo_repro.base.errors import NumericsError
+from ppo_repro.base.ranks import ALONE
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.interface import CPU, Struct, ffi, pointer
-from ppo_repro.numerics.weights import copy_named, require_same_names
+from ppo_repro.numerics.library import Kernels
+from ppo_repro.numerics.shares import STRETCH, Shares, divided
+from ppo_repro.numerics.weights import copy_named, require_same_names, require_same_shapes
 
 _CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
 
@@ -67,42 +72,67 @@ def step_constants(s: AdamWSettings, norm: float, steps: int) -> Struct:
 
 
 class AdamW:
-    """Clipping and AdamW by the C kernels, for named float32 parameters and their moments."""
+    """Clipping and AdamW by the C kernels, for named float32 parameters; each rank has the moments of its shares."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], shares: Shares | None = None) -> None:
+        """Begin with moments of zero; without `shares` this process owns all elements."""
         self.parameters = {name: parameters[name] for name in sorted(parameters)}
+        self.shares = shares or divided(self.parameters, ALONE)
+        own = {name: self.shares.own_part(name, p) for name, p in self.parameters.items()}
         self.first, self.second = (
-            {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in self.parameters.items()}
+            {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in own.items()}
             for _ in range(2)
         )
         self.steps = 0
 
     def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
-        """Take one step, and return the norm before clipping.
+        """Take one step with the gradients of this rank's shares, and return the norm of all before clipping.
 
         Raises NumericsError for a gradient that is not finite.
         """
         tensors = ffi.new("Trained[]", len(self.parameters))
         device = next((p.device for p in self.parameters.values()), CPU)
         for tensor, (name, p) in zip(tensors, self.parameters.items(), strict=True):
-            tensor.p, tensor.g, tensor.n = pointer(p, device), pointer(gradients[name], device), p.numel()
+            own = self.shares.own_part(name, p)
+            if gradients[name].numel() != own.numel():
+                raise ValueError(f"a gradient of {name} for {gradients[name].numel()} of its {own.numel()} numbers")
+            tensor.p, tensor.g, tensor.n = pointer(own, device), pointer(gradients[name], device), own.numel()
             tensor.m, tensor.v = pointer(self.first[name], device), pointer(self.second[name], device)
-        norm = math.sqrt(kernels_of(device).gradient_squares(tensors, len(tensors)))
-        for name, tensor in zip(self.parameters, tensors, strict=True):
-            if not math.isfinite(tensor.square):
-                raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
+        norm = self._norm(tensors, kernels_of(device))
         self.steps += 1
         kernels_of(device).adamw(tensors, len(tensors), step_constants(settings, norm, self.steps))
+        self.shares.spread({name: p.detach().view(-1) for name, p in self.parameters.items()})
         # packed copies of weights are outdated when these counters change
         torch.autograd.graph.increment_version(self.parameters.values())
         return norm
 
+    def _norm(self, tensors: Any, kernels: Kernels) -> float:
+        """Compute the norm of all gradients, on every rank. Raises NumericsError if it is not finite."""
+        counts = [-(-tensor.n // STRETCH) for tensor in tensors]
+        own = np.empty(sum(counts))
+        kernels.gradient_squares(tensors, len(tensors), ffi.from_buffer("double[]", own))
+        of_ranks = self.shares.ranks.everyone(np.split(own, np.cumsum(counts)[:-1]))
+        total = 0.0
+        for i, name in enumerate(self.parameters):
+            square = sum_in_order(np.concatenate([of_ranks[rank][i] for rank in self.shares.in_order()]))
+            if not math.isfinite(square):
+                raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
+            total += square
+        return math.sqrt(total)
+
     def state(self) -> OptimizerState:
+        """Return the state, whole on the first rank, and without moments on others; every rank calls this method."""
         steps = dict.fromkeys(self.parameters, self.steps)
-        return OptimizerState(first=self.first, second=self.second, steps=steps)
+        return OptimizerState(first=self._whole(self.first), second=self._whole(self.second), steps=steps)
+
+    def _whole(self, moments: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self.shares.ranks.size == 1:
+            return moments
+        joined = {name: self.shares.joined(name, own) for name, own in moments.items()}
+        return {name: x.view(self.parameters[name].shape) for name, x in joined.items() if x is not None}
 
     def load(self, state: OptimizerState) -> None:
-        """Continue from moments.
+        """Continue from whole moments.
 
         Raises ValueError for parameters that one side lacks, or that have steps of their own.
         """
@@ -111,9 +141,16 @@ class AdamW:
         if by_steps and state.steps[by_steps[0]] != steps:
             fewer = f"{by_steps[0]} has taken {state.steps[by_steps[0]]} steps, {by_steps[-1]} {steps}"
             raise ValueError(f"{fewer}; in deterministic numerics all parameters step together")
-        copy_named(self.first, state.first)
-        copy_named(self.second, state.second)
+        for own, saved in ((self.first, state.first), (self.second, state.second)):
+            require_same_names(self.parameters, saved, "the tensors")
+            require_same_shapes(self.parameters, saved)
+            copy_named(own, {name: self.shares.own_part(name, x.contiguous()) for name, x in saved.items()})
         self.steps = steps
+
+
+def sum_in_order(squares: np.ndarray) -> float:
+    """Return the sum of float64 numbers of at least 0, added one after another; 0 for none."""
+    return float(np.add.accumulate(squares)[-1]) if len(squares) else 0.0
 
 
 class NativeAdamW:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.errors import PromiseBroken
-from ppo_repro.base.ranks import ALONE, Ranks
+from ppo_repro.base.ranks import ALONE
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.interface import Struct, constants, ffi, pointer
+from ppo_repro.numerics.shares import Shares, divided
 
 MAX_LEVELS = constants.MAX_LEVELS
 _ALIGNED = 16  # floats
@@ -135,12 +136,16 @@ class SlotSums:
 class GradientSums:
     """Gradients of a module's parameters over one minibatch, summed over its backward passes and over ranks."""
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]], slots: int) -> None:
-        """Collect gradients in `slots` slots, a power of two; only trained parameters have gradients."""
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], slots: int, shares: Shares | None = None) -> None:
+        """Collect gradients in `slots` slots of this rank, a power of two; only trained parameters have gradients.
+
+        Without `shares` this process owns all gradients.
+        """
         if slots not in {1 << i for i in range(MAX_LEVELS)}:
             raise ValueError(f"{slots} slots; a power of two up to {1 << (MAX_LEVELS - 1)} is possible")
         self.slots, self._all = slots, dict(parameters)
         self.trained = {name: p for name, p in self._all.items() if p.requires_grad}
+        self._shares = shares or divided(self.trained, ALONE)
         self._names = {id(p): name for name, p in self._all.items()}
         self._slot_sums: dict[_Key, SlotSums] = {}
         self._used: set[_Key] = set()  # since `begin`
@@ -168,13 +173,15 @@ class GradientSums:
         for slot_sums in self._slot_sums.values():
             slot_sums.release()
 
-    def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+    def finish(self) -> dict[str, Tensor]:
         """Return the gradient of each trained parameter over all ranks, float32, in the memory of the sums.
 
-        All ranks have the same number of slots, in rank order. Raises ValueError if no pass has added to the sums.
+        Of a parameter that several ranks share, it has the elements that this rank owns, flat. Ranks have equally many
+        slots, in rank order. Raises ValueError if no pass has added to the sums.
         """
+        shares = self._shares
         # a rank without sequences has no uses of its own
-        keys = sorted({key for of_rank in ranks.everyone(sorted(self._used)) for key in of_rank})
+        keys = sorted({key for of_rank in shares.ranks.everyone(sorted(self._used)) for key in of_rank})
         if not keys:
             raise ValueError(
                 "no backward pass added to these sums; lay out its batch with `.with_sums(optimizer.sink)`"
@@ -182,13 +189,14 @@ class GradientSums:
         gradients: dict[str, Tensor] = {}
         for label, names in keys:
             slot_sums = self.sums_for(label, *(tuple(self._all[name] for name in group) for group in names))
-            total = slot_sums.total()
-            if ranks.size > 1:
-                ranks.exchange_sum(total)
-            for parameter in slot_sums.parameters:
-                name = self._names[id(parameter)]
+            slot_sums.total()
+            totals = {self._names[id(p)]: slot_sums.view(p) for p in slot_sums.parameters}
+            shares.add_up({name: total.view(-1) for name, total in totals.items()})
+            for name, total in totals.items():
+                own = shares.own_part(name, total)
                 if name in gradients:
-                    gradients[name].add_(slot_sums.view(parameter))
+                    gradients[name].add_(own)
                 else:
-                    gradients[name] = slot_sums.view(parameter)
-        return {name: gradients[name] if name in gradients else torch.zeros_like(p) for name, p in self.trained.items()}
+                    gradients[name] = own
+        unused = self.trained.keys() - gradients.keys()
+        return gradients | {name: torch.zeros_like(shares.own_part(name, self.trained[name])) for name in unused}

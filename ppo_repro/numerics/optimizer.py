@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.numerics.adamw import AdamW, AdamWSettings, NativeAdamW, OptimizerState
 from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.shares import Shares, divided, owned_whole, whole_cuts
 from ppo_repro.numerics.weights import copy_named
 
 SLOTS = 8  # of a minibatch
@@ -21,8 +22,8 @@ SLOTS = 8  # of a minibatch
 class NativeGradients:
     """Gradients of autograd in `.grad`, added over ranks, with the interface of GradientSums."""
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        self.trained = {name: p for name, p in parameters if p.requires_grad}
+    def __init__(self, trained: Mapping[str, Tensor], ranks: Ranks) -> None:
+        self.trained, self.ranks = trained, ranks
 
     def begin(self) -> None:
         for parameter in self.trained.values():
@@ -30,17 +31,20 @@ class NativeGradients:
 
     release = begin
 
-    def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
-        if ranks.size > 1:
+    def finish(self) -> dict[str, Tensor]:
+        if self.ranks.size > 1:
             for parameter in self.trained.values():
                 if parameter.grad is None:  # this rank has no sequences
                     parameter.grad = torch.zeros_like(parameter)
-            ranks.add_up([p.grad for p in self.trained.values() if p.grad is not None])
+            self.ranks.add_up([p.grad for p in self.trained.values() if p.grad is not None])
         return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
 
 
 class Adapter(Protocol):
     """Interface of an adapter, whose factors are trained in place of weights: `models.lora.Lora`."""
+
+    @property
+    def factors_of(self) -> Mapping[str, tuple[str, str]]: ...  # names of the factors, by the name of the weight
 
     @property
     def whole(self) -> Mapping[str, Tensor]: ...  # what is trained beside the factors
@@ -54,8 +58,9 @@ class Adapter(Protocol):
 class Optimizer:
     """Optimizer of a module's parameters, or of an adapter's factors: gradients, clipping of the global norm, AdamW.
 
-    Mode `deterministic` sums gradients in `slots` on this process, and computes their norm and AdamW in a fixed order.
-    Mode `native` uses stock torch. `settings` may be replaced between steps; the next step uses all of them.
+    Mode `deterministic` computes sums of gradients, their norm and AdamW in a fixed order, and divides the sums, the
+    moments and the steps among the ranks. In mode `native` stock torch does, and every rank does all. `settings` may be
+    replaced between steps; the next step uses all of them.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class Optimizer:
         module: nn.Module,
         settings: AdamWSettings,
         mode: Mode,
-        slots: int = SLOTS,
+        ranks: Ranks = ALONE,
         adapter: Adapter | None = None,
     ) -> None:
         """Begin with moments of zero.
@@ -72,27 +77,33 @@ class Optimizer:
             module: the module whose parameters with gradients are trained.
             settings: settings of AdamW and clipping.
             mode: `deterministic` or `native`.
-            slots: slots of a minibatch on this process.
+            ranks: the processes that take each step together.
             adapter: adapter to train in place of the weights that it changes.
         """
         self.settings, self._adapter = settings, adapter
         named = list(module.named_parameters())
-        self.sums = GradientSums(named, slots) if is_deterministic_mode(mode) else NativeGradients(named)
-        trained = self.sums.trained if adapter is None else adapter.trained()
-        self.adamw = AdamW(trained) if is_deterministic_mode(mode) else NativeAdamW(trained, settings)
+        weights = {name: p for name, p in named if p.requires_grad}
+        trained = weights if adapter is None else adapter.trained()
+        self.sums: GradientSums | NativeGradients
+        self.adamw: AdamW | NativeAdamW
+        if is_deterministic_mode(mode):
+            of_gradients, of_step = _shares(weights, trained, adapter, ranks)
+            self.sums, self.adamw = GradientSums(named, SLOTS // ranks.size, of_gradients), AdamW(trained, of_step)
+        else:
+            self.sums, self.adamw = NativeGradients(weights, ranks), NativeAdamW(trained, settings)
 
-    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> float:
+    def step(self, backward: Callable[[], None]) -> float:
         """Run `backward` over a minibatch, apply one step, and return the gradient norm before clipping.
 
         `backward` is called once; it must not change the weights. It calls autograd's backward for each micro-batch, in
         the order of the sequences. A micro-batch is laid out `with_sums(self.sink)`. With several ranks `backward`
-        covers the sequences of this rank, and every rank takes the same step.
+        covers the sequences of this rank, and every rank has all new weights afterwards.
 
         Raises NumericsError for a gradient that is not finite.
         """
         self.sums.begin()
         backward()
-        gradients = self.sums.finish(ranks)
+        gradients = self.sums.finish()
         if self._adapter is not None:
             gradients = self._adapter.gradients(gradients)
         norm = self.adamw.apply(self.settings, gradients)
@@ -125,7 +136,10 @@ class Optimizer:
         return {name: parameter.detach() for name, parameter in named}
 
     def state(self) -> OptimizerState:
-        """Return the state that `load` needs to continue from here; its tensors are not copies."""
+        """Return the state that `load` needs to continue from here; its tensors are not copies.
+
+        Every rank calls this method; only the first one gets the moments.
+        """
         return replace(self.adamw.state(), factors={} if self._adapter is None else self._adapter.factors())
 
     def load(self, state: OptimizerState) -> None:
@@ -137,3 +151,23 @@ class Optimizer:
         self.adamw.load(state)
         if self._adapter is not None:
             self._adapter.merge()
+
+
+def _shares(
+    weights: Mapping[str, Tensor], trained: Mapping[str, Tensor], adapter: Adapter | None, ranks: Ranks
+) -> tuple[Shares, Shares]:
+    """Divide the gradients of weights, and what is trained.
+
+    One rank owns an adapted matrix and its factors, whose gradients need the gradient of the whole matrix.
+    """
+    if adapter is None:
+        shares = divided(weights, ranks)
+        return shares, shares
+    owners = owned_whole({name: weights[name] for name in adapter.factors_of}, ranks)
+    of_weights = {**divided(weights, ranks).cuts} | {
+        n: whole_cuts(weights[n], place, ranks) for n, place in owners.items()
+    }
+    of_trained = {name: of_weights[name] for name in trained if name in weights}
+    for name, factors in adapter.factors_of.items():
+        of_trained |= {factor: whole_cuts(trained[factor], owners[name], ranks) for factor in factors}
+    return Shares(ranks, of_weights), Shares(ranks, of_trained)

@@ -26,14 +26,19 @@ def require_same_names(expected: Iterable[str], found: Iterable[str], what: str)
         raise ValueError(f"one side only has {what} {', '.join(unmatched[:3])}{more}")
 
 
-def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy every bit of `values` into `targets`. Raises ValueError unless names, shapes and dtypes are the same."""
-    require_same_names(targets, values, "the tensors")
+def require_same_shapes(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Raise ValueError, with the first name, unless tensors of one name have the same shape and dtype."""
     for name, target in targets.items():
         value = values[name]
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             actual, expected = f"{value.dtype} {list(value.shape)}", f"{target.dtype} {list(target.shape)}"
             raise ValueError(f"tensor {name} is {actual}, expected {expected}")
+
+
+def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy every bit of `values` into `targets`. Raises ValueError unless names, shapes and dtypes are the same."""
+    require_same_names(targets, values, "the tensors")
+    require_same_shapes(targets, values)
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(values[name])

@@ -96,6 +96,14 @@ class Execution(ABC, Generic[Item]):
         """
         return dict(head.files)
 
+    @property
+    def keeps_final_state(self) -> bool:
+        """Return whether `keep_models` needs the moments of all processes."""
+        return False
+
+    def give_moments(self) -> None:
+        """Send the first process what it lacks for a checkpoint; every other process calls this when it saves one."""
+
     def put_policy(self, folder: Path) -> None:
         """Write the present policy into a folder, if a program could load it from there."""
 

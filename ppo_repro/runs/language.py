@@ -161,8 +161,9 @@ class LanguageExecution(Execution[Iteration]):
             models.append(self.prepared.task.reward_model)
         trained = sum(of.trained_count for of in (state.policy_optimizer, state.value_optimizer) if of is not None)
         count = min(checkpoints.keep, self.config.iterations // self._every) if self._every else 0
-        final_state = checkpoints.final_state and not self.is_checkpoint_due(self.config.iterations)
-        return sum(map(parameter_bytes, models)) + trained * (count * (FLOAT + MOMENTS) + final_state * MOMENTS)
+        return sum(map(parameter_bytes, models)) + trained * (
+            count * (FLOAT + MOMENTS) + self.keeps_final_state * MOMENTS
+        )
 
     def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
         """Save the reference, which no step changes, once for all checkpoints."""
@@ -175,6 +176,13 @@ class LanguageExecution(Execution[Iteration]):
 
     def is_checkpoint_due(self, iteration: int) -> bool:
         return self._every > 0 and iteration % self._every == 0
+
+    @property
+    def keeps_final_state(self) -> bool:
+        return self.config.checkpoints.final_state and not self.is_checkpoint_due(self.config.iterations)
+
+    def give_moments(self) -> None:
+        checkpoint.take(self.prepared.state, "", self.task)
 
     def save_checkpoint(self, run_dir: Path, head: Head, link: str) -> Files:
         """Write a checkpoint, and list only the newest ones. `link` is the last link of the records' chain."""
@@ -218,7 +226,7 @@ class LanguageExecution(Execution[Iteration]):
             config = state.value_model.trunk.config if state.value_head is None else None
             save_value_model(named_weights(state.own_value_module), config, made[-1])
         found = {**files, **listed(run_dir, *made)}
-        if self.config.checkpoints.final_state and not self.is_checkpoint_due(state.iteration):
+        if self.keeps_final_state:
             saved = replace(checkpoint.take(state, link, self.task), policy={}, value_model={})
             found[FINAL_STATE] = checkpoint.save(saved, run_dir / FINAL_STATE)
         return found

@@ -124,9 +124,12 @@ def require_same_start(ranks: Ranks, config: RunConfig | ControlConfig | DPOConf
 def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
     """Compute a run without recording it; every process except the first one does this."""
     with opened as execution:
-        for _ in execution.iterations():
-            pass
+        for item in execution.iterations():
+            if execution.is_checkpoint_due(item.index + 1):
+                execution.give_moments()
         execution.ending(Clock())
+        if execution.keeps_final_state:
+            execution.give_moments()
 
 
 @contextmanager

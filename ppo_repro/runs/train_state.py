@@ -14,7 +14,7 @@ from ppo_repro.models.reward_model import value_model_from
 from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.optimizer import SLOTS, Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.sampling.faults.trainer import dropout
 from ppo_repro.stages.coefficients import first_coefficients
 
@@ -29,9 +29,9 @@ def train_state(
         source: policy, reference, and a value model that does not start as the reward model, are copies of it.
         reward_model: the frozen reward model; None without one.
         share: let adapted models use the weights of frozen models for all weights that they do not train.
-        ranks: the processes of the run, which share the slots of the gradients' sums.
+        ranks: the processes of the run, which take each step together.
     """
-    mode, max_context, slots = config.numerics.mode, config.numerics.max_context, SLOTS // ranks.size
+    mode, max_context = config.numerics.mode, config.numerics.max_context
     policy = networks.make_policy(source, mode, max_context)
     reference = networks.make_policy(source, mode, max_context).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
@@ -47,7 +47,7 @@ def train_state(
     elif isinstance(config.value, SeparateValue):
         value_model, adapters = _value_model(config, config.value, source, reference, reward_model, share)
         settings = _adamw(config.ppo, config.value.learning_rate)
-        value_optimizer = Optimizer(value_model, settings, mode, slots, adapters)
+        value_optimizer = Optimizer(value_model, settings, mode, ranks, adapters)
     lag, versions = config.mismatch.sampler.lag, None
     if lag:
         parameters = dict(policy.named_parameters())
@@ -56,7 +56,7 @@ def train_state(
         policy=policy,
         value_model=value_model,
         reference=reference,
-        policy_optimizer=Optimizer(trained, _adamw(config.ppo, config.ppo.learning_rate), mode, slots, lora),
+        policy_optimizer=Optimizer(trained, _adamw(config.ppo, config.ppo.learning_rate), mode, ranks, lora),
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config.kl, config.ppo.objective),
         versions=versions,

@@ -562,7 +562,7 @@ def optimizer(sizes: Sequence[int]) -> Case:
             weights = dict(p=side.put(numbers(rng, n)), m=side.put(numbers(rng, n)), v=side.put(squares))
             arrays.append(dict(g=sums.levels[0]) | weights)
         tensors = side.struct("Trained", [of | dict(n=n) for of, n in zip(arrays, sizes, strict=True)])
-        norm = side.call("gradient_squares", tensors, len(sizes))
+        norm = side.call("gradient_squares", tensors, len(sizes), ffi.NULL)
         betas = dict(beta1=0.9, rest1=0.1, beta2=0.999, rest2=0.001)
         step = side.struct("Step", dict(clip=0.37, keep=0.99, rate=3e-4, unroot=1.7, eps=1e-8) | betas)
         for _ in range(2):

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.base.errors import PromiseBroken
-from ppo_repro.base.ranks import ALONE, Ranks
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics.definition import linear as linear_definition
 from ppo_repro.numerics.definition.elementary import Array, F
@@ -37,44 +36,38 @@ from ppo_repro.numerics.linear import add_to_bias, linear
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.sequences import Rows, ragged, slots_of_rank
+from ppo_repro.numerics.shares import Shares
 from ppo_repro.stages import forward as scoring
 from tests.support.definition import array, assert_same, model_from
 from tests.support.models import CONFIGS, MIXTURES, fill, small_model
+from tests.support.thread_ranks import threads
 
 SLOTS, CONTEXT, MOST = 8, 140, 20
 LENGTHS = (1, 2, 1, 3, 5, 2, 8, 135)  # of the sequences of a subject: most are shorter than the experts are many
 RESPONSES = (1, 1, 0, 2, 5, 1, 3, 130)  # how many last positions have logits in a loss
 
 
-@dataclass(frozen=True)
-class Thread(Ranks):
-    """A rank that is a thread of this process, and exchanges in memory what ranks exchange over gloo."""
-
-    board: list[Any]
-    barrier: Barrier
-
-    def everyone(self, value: Any) -> list[Any]:
-        self.board[self.rank] = value
-        self.barrier.wait()
-        values = list(self.board)
-        self.barrier.wait()
-        return values
-
-    def exchange_sum(self, tensor: Tensor) -> None:
-        bit = 1
-        while bit < self.size:
-            tensor += self.everyone(tensor.clone())[self.rank ^ bit]
-            bit *= 2
+def sums_of_ranks(module: Sequence[tuple[str, nn.Parameter]], count: int) -> list[GradientSums]:
+    """The sums of each rank, which own any elements: real shares have whole stretches, more than these models have."""
+    rng = np.random.default_rng(count)
+    cuts = {n: [0, *sorted(rng.integers(0, p.numel() + 1, count - 1).tolist()), p.numel()] for n, p in module}
+    shares = [Shares(rank, cuts) for rank in threads(count)]
+    return [GradientSums(module, SLOTS // count, of_rank) for of_rank in shares]
 
 
 def finished(sums: Sequence[GradientSums]) -> list[dict[str, Tensor]]:
-    """The gradients that each rank has after the exchange."""
-    if len(sums) == 1:
-        return [sums[0].finish(ALONE)]
-    board, barrier = [None] * len(sums), Barrier(len(sums), timeout=10)
+    """The gradients that each rank has after the ranks have added up, and spread their shares."""
+
+    def of_rank(of: GradientSums) -> dict[str, Tensor]:
+        own, shares = of.finish(), of._shares
+        whole = {name: torch.full_like(p, torch.nan).view(-1) for name, p in of.trained.items()}
+        for name, part in own.items():
+            whole[name][shares.own(name)] = part.view(-1)
+        shares.spread(whole)
+        return {name: x.view(of.trained[name].shape) for name, x in whole.items()}
+
     with ThreadPoolExecutor(len(sums)) as pool:
-        ranks = [Thread(rank, len(sums), board, barrier) for rank in range(len(sums))]
-        return list(pool.map(GradientSums.finish, sums, ranks))
+        return list(pool.map(of_rank, sums))
 
 
 @dataclass(frozen=True)
@@ -138,8 +131,8 @@ def test_gradients_of_a_layer_are_the_definition(
     rng, layer, alone = np.random.default_rng(n + k), nn.Linear(k, n), nn.Parameter(torch.zeros(n))
     x, d = ([rng.standard_normal((len(p), width)).astype(F) for p in positions] for width in (k, n))
     every, larger = [], split.passes(MOST)
-    for passes, before in zip(split.passes(len(positions)), larger, strict=True):
-        sums = GradientSums([*layer.named_parameters(), ("alone", alone)], SLOTS // split.ranks)
+    of_ranks = sums_of_ranks([*layer.named_parameters(), ("alone", alone)], split.ranks)
+    for passes, before, sums in zip(split.passes(len(positions)), larger, of_ranks, strict=True):
         if open_end and passes:
             passes[-1] = passes[-1][0], ints([*passes[-1][1][:-1], passes[-1][1][-2]])
         for factor, done in ((3.0, before), (1.0, passes)) if used else ((1.0, passes),):
@@ -316,8 +309,8 @@ class Subject:
         pass did not come.
         """
         every, larger = [], (list(minibatch) * MOST)[:MOST]
-        for passes, before in zip(split.passes(len(minibatch)), split.passes(MOST), strict=True):
-            sums = GradientSums(self.module.named_parameters(), SLOTS // split.ranks)
+        of_ranks = sums_of_ranks(list(self.module.named_parameters()), split.ranks)
+        for passes, before, sums in zip(split.passes(len(minibatch)), split.passes(MOST), of_ranks, strict=True):
             for groups, done in ((larger, before[:-1]), (minibatch, passes)) if used else ((minibatch, passes),):
                 sums.begin()
                 for part, slots in done:

@@ -15,10 +15,11 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.files import load_config
 from ppo_repro.numerics.sequences import slots_of, slots_of_rank
 from ppo_repro.records import manifest, reader
-from tests.support.cli import Cli
+from tests.support.cli import Cli, sets
 from tests.support.language import fork, run, tiny_run
 from tests.support.paths import SMALL, TINY
 from tests.support.ranks import Ended, cli_ranks, end, fingerprint_of, start_ranks, torchrun
+from tests.support.resume import require_as_uninterrupted
 from tests.support.runs import recorded_iterations, run_below
 from tests.support.waiting import until
 
@@ -78,18 +79,56 @@ def test_two_processes_fork_as_one_does(quick_run: Path, tmp_path: Path) -> None
 
 
 @slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("lora={rank: 4, alpha: 8}", "value={learning_rate: 1e-3, lora: {rank: 2, alpha: 2}}"),
+        ("value={kind: head}",),
+        ("advantages={kind: group}", "value={kind: none}", "kl={placement: none}", "rollout.samples_per_prompt=3"),
+    ],
+    ids=["adapters", "value head", "GRPO"],
+)
+def test_whatever_is_trained_is_divided(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    overrides = (*QUICK, "ppo.iterations=2", *overrides)
+    alone, _ = run(load_config(TINY, overrides), tmp_path / "alone")
+    for processes in (2, 4):
+        found = fingerprint_of(processes, TINY, tmp_path / str(processes), *overrides)
+        assert found == manifest.load(alone).fingerprint
+
+
+@slow
+def test_a_run_of_four_processes_goes_on_in_one_and_then_in_two(tmp_path: Path) -> None:
+    options = (*QUICK, "ppo.iterations=6", "checkpoints.every=1")
+    whole, _ = run(load_config(TINY, options), tmp_path / "whole")
+    folder = tmp_path / "parts"
+    command = ["-m", "ppo_repro", "run", str(TINY), "--out", str(folder), *sets(*options)]
+    for processes in (4, 1):
+        ranks, before = start_ranks(*[command] * processes), recorded_iterations(folder)
+        until(lambda before=before: recorded_iterations(folder) > before, "an iteration", 300.0)  # type: ignore[misc]
+        ranks[0].send_signal(signal.SIGKILL)
+        end(ranks)
+        command = ["-m", "ppo_repro", "resume", str(run_below(folder))]
+    assert end(start_ranks(command, command))[0].code == 0
+    require_as_uninterrupted(run_below(folder), whole)
+
+
+@slow
 @pytest.mark.usefixtures("row_noise")
-def test_native_numerics_and_gradients_that_are_not_added_up_are_noticed(native_run: Path, tmp_path: Path) -> None:
+def test_native_numerics_and_shares_that_are_not_exchanged_are_noticed(
+    native_run: Path, quick_run: Path, tmp_path: Path
+) -> None:
     """The negative controls."""
+    quick = manifest.load(quick_run).fingerprint
     ended = cli_ranks(2, "rerun", native_run)  # recorded with other linear layers than these processes have
     assert [e.code for e in ended] == [1, 1]
     assert ended[0].out.startswith("different: table ")
     assert ended[1].out == ended[1].err == ""
-    arguments = ("run", TINY, "--out", tmp_path, "--set", QUICK[0])
-    done = torchrun(2, *arguments, module="tests.promises.without_sums")
+    assert fingerprint_of(2, TINY, tmp_path / "own", *QUICK, module="tests.promises.without_sums") != quick
+    arguments = ("run", TINY, "--out", tmp_path / "kept", "--set", QUICK[0])
+    done = torchrun(2, *arguments, module="tests.promises.without_spreading")
     assert done.returncode == 1
     assert "promise broken: weights after an update: rank 1 has " in done.stderr
-    assert not list(tmp_path.rglob("iteration=000000.parquet"))
+    assert not list((tmp_path / "kept").rglob("iteration=000000.parquet"))
 
 
 @slow

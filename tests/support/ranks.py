@@ -80,8 +80,8 @@ def torchrun(processes: int, *arguments: str | Path, module: str = "ppo_repro") 
     )  # fmt: skip
 
 
-def fingerprint_of(processes: int, config: Path, out: Path, *overrides: str) -> str:
+def fingerprint_of(processes: int, config: Path, out: Path, *overrides: str, module: str = "ppo_repro") -> str:
     """The fingerprint of a run in new processes."""
-    done = torchrun(processes, "run", config, "--out", out, "--json", *sets(*overrides))
+    done = torchrun(processes, "run", config, "--out", out, "--json", *sets(*overrides), module=module)
     assert done.returncode == 0, done.stderr
     return str(json.loads(done.stdout)["fingerprint"])  # of one process alone: anything more is no JSON

@@ -352,7 +352,7 @@ static void add_training(Check *c) {
   float *p = some_memory(c, n);
   copy_to_kernels(p, on_host(c->parameters.memory, (size_t)n * 4), (size_t)n * 4);
   Trained all = {.p = p, .g = sums.level[0], .m = m, .v = v, .n = n};
-  const double square = gradient_squares(&all, 1);
+  const double square = gradient_squares(&all, 1, NULL);
   c->hash = hashed(c->hash, &square, 2);
   const Step step = {
       .clip = 0.5f,

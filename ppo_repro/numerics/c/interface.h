@@ -35,6 +35,8 @@ typedef enum {
 
 enum { BLOCK = 128 };  // rules 1, 2 and 4: terms of a chain
 
+enum { STRETCH = 4096 };  // rule 3: elements whose squares are summed as one row
+
 enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: a minibatch has at most 2^7 slots
 
 // The largest model. The kernels count in ints the elements of a row, and the key heads of all layers
@@ -317,7 +319,7 @@ int sample_tokens(const Sampling *a);
 
 // optimizer.c
 void join_sums(const Sums *sums, long n);
-double gradient_squares(Trained *tensors, int count);
+double gradient_squares(Trained *tensors, int count, double *stretches);
 void adamw(const Trained *tensors, int count, const Step *step);
 
 // rounding.c

@@ -2,9 +2,7 @@
 // all gradients, AdamW. A tensor of n numbers is computed as rows of 4,096; the last one may be shorter.
 #include "operations.h"
 
-// Rule 3: elements of a stretch, whose squares are summed as one row. The rows of the other operations have
-// this length too, but any other would do.
-enum { STRETCH = 4096 };
+// The rows of all operations here have the length of a stretch, which rule 3 asks of the squares alone.
 
 // Scratch memory is counted in floats.
 enum { FLOATS_OF_A_DOUBLE = sizeof(double) / sizeof(float) };
@@ -91,8 +89,8 @@ void join_sums(const Sums *sums, long n) {
 // Rule 3, definition: optimizer.sum_of_squares, definition: optimizer.global_norm. Writes the sum of g^2 of
 // each tensor: the sums of its stretches are added in order from +0. Returns the sum over the tensors, in
 // order from +0. It is NaN or infinite if and only if a gradient is: no sum of squares of float32 overflows
-// float64.
-double gradient_squares(Trained *tensors, int count) {
+// float64. `stretches`, unless it is NULL, gets the sums of all stretches, tensor after tensor.
+double gradient_squares(Trained *tensors, int count, double *stretches) {
   double sum = 0.0;
   for (Trained *t = tensors; t < tensors + count; t++) {
     int rows = rows_in(t->n);
@@ -102,6 +100,10 @@ double gradient_squares(Trained *tensors, int count) {
     if (failed()) return 0.0;
     t->square = 0.0;
     for (int row = 0; row < rows; row++) t->square += squares[row];
+    if (stretches) {
+      memcpy(stretches, squares, (size_t)rows * sizeof(double));
+      stretches += rows;
+    }
     sum += t->square;
   }
   return sum;

@@ -1,0 +1,39 @@
+"""Ranks that are threads of this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Barrier
+from typing import Any
+
+from torch import Tensor
+
+from ppo_repro.base.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Thread(Ranks):
+    """A rank that is a thread of this process, and exchanges in memory what ranks exchange over gloo."""
+
+    board: list[Any]
+    barrier: Barrier
+
+    def everyone(self, value: Any) -> list[Any]:
+        self.board[self.rank] = value
+        self.barrier.wait()
+        values = list(self.board)
+        self.barrier.wait()
+        return values
+
+    def to_first(self, value: Any) -> list[Any]:
+        values = self.everyone(value)
+        return values if self.is_first else []
+
+    def swap(self, ours: Tensor, theirs: Tensor, other: int) -> None:
+        theirs.copy_(self.everyone(ours.clone())[other])
+
+
+def threads(count: int) -> list[Thread]:
+    """The ranks 0 to `count` - 1; each must work in a thread of its own."""
+    board, barrier = [None] * count, Barrier(count, timeout=10)
+    return [Thread(rank, count, board, barrier) for rank in range(count)]

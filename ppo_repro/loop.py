@@ -331,7 +331,7 @@ def optimizer_step(
     Args:
         optimizer: of the policy or of the value model.
         minibatch: its micro-batches, and the weight [N] float32 of each token's loss.
-        ranks: the gradients of all ranks are added.
+        ranks: each returns the columns of its responses.
         losses_of: returns the losses [n] float32 of a micro-batch, and its columns for the records.
 
     Returns:

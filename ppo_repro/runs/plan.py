@@ -189,6 +189,7 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
     forward = min(layout.forward_micro_batch or sequences, sequences)
     update = min(layout.update_micro_batch or step, step)
     seats, responses = min(layout.rollout_slots, max(sequences, evaluated)), config.rollout.max_response_tokens
+    held_by = processes if deterministic else 1  # ranks divide the moments
     arrays = (SLOTS // processes).bit_length() if deterministic and update < step else 1
     trained = [model for model in models if model.trained]
     stays = FLOAT * sum(model.weights for model in models)
@@ -214,7 +215,7 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
     several = 2 if deterministic else 5
     rows = {
         "weights": {"loading": read, **dict.fromkeys(PHASES[1:], stays)},
-        "moments": dict.fromkeys(PHASES, MOMENTS * sum(model.trained for model in trained)),
+        "moments": dict.fromkeys(PHASES, MOMENTS * ceil(sum(model.trained for model in trained) / held_by)),
         "older policies": older,
         "copies": {phase: stock + (rounded if phase == "rollout" else 0) for phase in PHASES},
         # the kernels of a card read weights as they lie

@@ -13,7 +13,7 @@ import ppo_repro.numerics
 from ppo_repro.numerics import build, library
 from ppo_repro.numerics.definition import elementary as definition
 from ppo_repro.numerics.interface import pointer
-from tests.support.variants import ABLE
+from tests.support.variants import ABLE, opened
 
 F, D = np.float32, np.float64
 Array = np.ndarray
@@ -57,19 +57,17 @@ def arguments(low: float, high: float, dtype: type) -> Array:
 @pytest.mark.parametrize("variant", ABLE, ids=[variant.name for variant in ABLE])
 @pytest.mark.parametrize("name", [*FLOAT32, *FLOAT64])
 def test_every_function_is_the_definition_bit_for_bit(name: str, variant: build.Variant) -> None:
-    kernels = library.open_library(library.locate(variant, build.SOURCES))
     function, low, high = {**FLOAT32, **FLOAT64}[name]
     x = arguments(low, high, F if name in FLOAT32 else D)
     with np.errstate(all="ignore"):
-        assert mapped(kernels, name, x).tobytes() == function(x).tobytes()
+        assert mapped(opened(variant), name, x).tobytes() == function(x).tobytes()
 
 
 @pytest.mark.parametrize("variant", ABLE, ids=[variant.name for variant in ABLE])
 def test_sine_and_cosine_are_the_definition_bit_for_bit(variant: build.Variant) -> None:
-    kernels = library.open_library(library.locate(variant, build.SOURCES))
     x = np.concatenate([np.arange(0.0, 3000.0), np.random.default_rng(0).uniform(0, 2.0**20, 20_000)])
     sine, cosine = np.empty_like(x), np.empty_like(x)
-    kernels.sin_cos_float64(*map(pointer, map(torch.from_numpy, (x, sine, cosine))), x.size)
+    opened(variant).sin_cos_float64(*map(pointer, map(torch.from_numpy, (x, sine, cosine))), x.size)
     # + 0.0: the definition multiplies a zero by its sign
     assert [y.tobytes() for y in (sine + 0.0, cosine)] == [(y + 0.0).tobytes() for y in definition.sin_cos64(x)]
 

@@ -42,7 +42,7 @@ from ppo_repro.numerics.sequences import Rows, ragged, slots_of
 from tests.support.broken import broken_library
 from tests.support.definition import array, assert_same, model_from
 from tests.support.models import CONFIGS, EVERY_FAMILY, MIXTURES, small_model
-from tests.support.variants import ABLE
+from tests.support.variants import ABLE, opened
 
 FAMILIES = {**CONFIGS, **MIXTURES}
 LENGTHS = (17, 133, 1, 40)
@@ -304,7 +304,7 @@ def using(kernels: library.Kernels) -> Iterator[None]:
 @pytest.mark.parametrize("variant", ABLE[1:], ids=[variant.name for variant in ABLE[1:]])
 @pytest.mark.parametrize("family", ["qwen3", "gemma", "gpt2", "olmoe"])
 def test_every_instruction_set_computes_the_definition(variant: build.Variant, family: str) -> None:
-    with using(library.open_library(library.locate(variant, build.SOURCES))):
+    with using(opened(variant)):
         case_of(family).assert_kernels_are_the_definition()
 
 
@@ -323,7 +323,8 @@ FALLING = (
 )
 
 
-@pytest.mark.parametrize("change", [SHORT, pytest.param(FALLING, marks=pytest.mark.slow)], ids=["short", "falling"])
+@pytest.mark.slow  # `test_known_answer.py` refuses such a library in a second
+@pytest.mark.parametrize("change", [SHORT, FALLING], ids=["short", "falling"])
 def test_chains_of_another_order_give_other_bits(change: Any, tmp_path: Path) -> None:
     """Control: chains of 64 terms, and chains by falling index."""
     with using(kernels_of_another_order(tmp_path, *change)):

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 
 from ppo_repro.numerics import build, library
 
 HERE = build.PLATFORMS[platform.system(), platform.machine()]
 ABLE = tuple(variant for variant in HERE.variants if variant.needs <= frozenset(library.cpu_words("flags")))
 FASTEST = HERE._replace(variants=ABLE[:1])
+
+
+@cache
+def opened(variant: build.Variant) -> library.Kernels:
+    """The library of a variant; its known answer takes a second."""
+    return library.open_library(library.locate(variant, build.SOURCES))

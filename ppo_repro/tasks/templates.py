@@ -71,12 +71,10 @@ def rendered(
         json.dumps(about)
     except Exception as error:  # a template may be anything in the tokenizer's files
         raise UserError(f"{section}chat_template: the tokenizer's template is none ({shown(str(error))})") from error
-    try:
-        render = replace(_template_renderer(), options=about)
-        return [str(text) for text in render([{"turns": chat, "cue": cue} for chat in chats])]
-    except BaseException:
-        _template_renderer.cache_clear()  # its process may have ended
-        raise
+    if not _template_renderer().process.is_alive:  # an earlier template ended it
+        _template_renderer.cache_clear()
+    render = replace(_template_renderer(), options=about)
+    return [str(text) for text in render([{"turns": chat, "cue": cue} for chat in chats])]
 
 
 def rendered_for(

@@ -69,6 +69,11 @@ class UserProcess:
             raise
         return values
 
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the child was started and has not ended."""
+        return self._child is not None and self._child[0].poll() is None
+
     def end(self) -> None:
         """End the process now, with all processes that it started; no new process is started."""
         if self._child is not None:

@@ -13,7 +13,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.tasks import ReasoningGymTask
 from ppo_repro.records import manifest
 from ppo_repro.tasks.problems import load_source
-from tests.support.cli import Cli
+from ppo_repro.tasks.user_code import UserProcess
 from tests.support.language import rerun, tiny_run
 
 SETTINGS = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
@@ -32,8 +32,14 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         load_source(gym(), 0)
 
 
-def test_the_entries_are_those_of_the_package() -> None:
-    source = load_source(gym(settings={**SETTINGS, "seed": 3}), 0)
+@pytest.fixture(scope="module")
+def process() -> UserProcess:
+    """One process for all tests: it takes seconds to import the package."""
+    return UserProcess()
+
+
+def test_the_entries_are_those_of_the_package(process: UserProcess) -> None:
+    source = load_source(gym(settings={**SETTINGS, "seed": 3}), 0, process)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         import reasoning_gym
@@ -43,29 +49,33 @@ def test_the_entries_are_those_of_the_package() -> None:
     first = {entry["question"]: entry["answer"] for entry in reversed(entries)}
     assert {p.prompt: p.answer for p in problems} == first
     assert len(problems) == len({p.key for p in problems}) < 40, "a question that repeats counts once"
-    assert {p.prompt for p in load_source(gym(settings={**SETTINGS, "seed": 4}), 0).problems.train} != {
-        p.prompt for p in problems
-    }
     right = [{"key": p.key, "answer": p.answer} for p in problems]
     assert verifier(right) == [1.0] * len(problems)
     assert max(verifier([{**row, "answer": row["answer"] + "1"} for row in right])) < 1.0
     assert verifier([{**row, "answer": None} for row in right]) == [0.0] * len(problems)
+    others = load_source(gym(settings={**SETTINGS, "seed": 4}), 0, process).problems
+    assert {p.prompt for p in others.by_key.values()} != {p.prompt for p in problems}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset": "chain_sun"}, r"^task\.dataset = 'chain_sun': .*ValueError: Dataset 'chain_sun' not registered"),
+        (
+            {"dataset": "chain_sun"},
+            r"^task\.dataset = 'chain_sun': reasoning-gym refuses it.*ValueError: .* not registered",
+        ),
         ({"settings": {"terms": 2}}, r"^task\.dataset = 'chain_sum': .*TypeError: .* keyword argument 'terms'"),
         ({"settings": {"min_terms": 0}}, r"^task\.dataset = .* min_terms must be positive"),
     ],
 )
-def test_an_unknown_data_set_or_setting_is_one_line(changes: dict[str, Any], message: str) -> None:
+def test_an_unknown_data_set_or_setting_is_one_line(
+    process: UserProcess, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
-        load_source(gym(**changes), 0)
+        load_source(gym(**changes), 0, process)
 
 
-def test_a_run_records_the_version_and_runs_again(tmp_path: Path, cli: Cli) -> None:
+def test_a_run_records_the_version_and_runs_again(tmp_path: Path) -> None:
     task = "{kind: reasoning_gym, dataset: chain_sum, size: 30, num_eval_prompts: 5, answer_extraction: last_number, "
     task += "settings: {min_terms: 2, max_terms: 2, max_digits: 1}}"
     fields = [f"task={task}", "model.vocab_size=60", "model.warm_start_steps=5", "numerics.max_context=80"]
@@ -74,5 +84,3 @@ def test_a_run_records_the_version_and_runs_again(tmp_path: Path, cli: Cli) -> N
     found = rerun(run_dir, ["layout.padding=left"])
     assert found.difference is None
     assert found.fingerprint == manifest.load(run_dir).fingerprint
-    said = cli.refusal("run", run_dir / "config.yaml", "--set", "task.dataset=nothing", "--out", tmp_path / "other")
-    assert said.startswith("error: task.dataset = 'nothing': reasoning-gym refuses")

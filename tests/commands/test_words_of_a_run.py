@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,15 +48,15 @@ def test_a_long_prompt_is_named_by_its_key_and_length(cli: Cli, tmp_path: Path, 
     assert len(line) < 250
 
 
-def test_a_reward_that_is_no_function_is_one_line_also_of_its_own_process(tmp_path: Path) -> None:
+def test_a_reward_that_is_no_function_is_one_line_also_of_its_own_process(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "r.py").write_text("def score(prompt, response, answer):\n    return 1.0 +\n")
     terms = f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:score'}}]"
-    command = [sys.executable, "-m", "ppo_repro", "run", TINY, "--out", tmp_path, "--set", terms]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    begins, *errors = done.stderr.splitlines()
-    assert done.returncode == 2
+    code, out, err = Cli(monkeypatch, capfd)("run", TINY, "--out", tmp_path, "--set", terms)
+    begins, *errors = err.splitlines()
+    assert (code, out, len(errors)) == (2, "", 1)
     assert "iterations into" in begins
-    assert len(errors) == 1
     assert "r.py:2 fails to load (SyntaxError in Python 3." in errors[0]
 
 

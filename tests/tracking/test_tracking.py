@@ -14,7 +14,6 @@ import pytest
 
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import read_accuracy, read_times
-from ppo_repro.tracking.mlflow_copy import Place
 from tests.support.cli import Cli, one_line
 from tests.support.paths import TINY
 from tests.support.ranks import free_port
@@ -103,6 +102,8 @@ def test_a_copy_has_what_the_run_recorded(deterministic_run: Path, store: str, c
     ],
 )
 def test_where_the_copy_is_tells_no_password(uri: str, said: str) -> None:
+    from ppo_repro.tracking.mlflow_copy import Place  # MLflow takes seconds of every process that collects this file
+
     place = Place("3", "ab")
     lines = "\n".join(place.lines(uri))
     assert said in lines

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli
 from tests.support.paths import ROOT, TINY
 
-pytest.importorskip("wandb", reason="the extra [wandb] is not installed")
+pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="the extra [wandb] is not installed")
 slow = pytest.mark.slow
 
 

@@ -16,9 +16,10 @@ from ppo_repro.config.files import load_config
 from ppo_repro.numerics.sequences import slots_of, slots_of_rank
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli, sets
+from tests.support.forked import forked
 from tests.support.language import fork, run, tiny_run
 from tests.support.paths import SMALL, TINY
-from tests.support.ranks import Ended, cli_ranks, end, fingerprint_of, start_ranks, torchrun
+from tests.support.ranks import Ended, cli_ranks, end, fingerprint_of, free_port, start_ranks, torchrun
 from tests.support.resume import require_as_uninterrupted
 from tests.support.runs import recorded_iterations, run_below
 from tests.support.waiting import until
@@ -47,7 +48,19 @@ def quick_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run(tmp_path_factory.mktemp("tiny"), *QUICK)
 
 
-@pytest.mark.parametrize("processes", [2, *(pytest.param(size, marks=slow) for size in (1, 8))])
+def test_two_processes_do_not_change_the_fingerprint(quick_run: Path, tmp_path: Path) -> None:
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = ("run", TINY, "--out", tmp_path / "runs", *sets(*QUICK))
+    ranks = [forked(tmp_path / f"log{rank}", *command, RANK=str(rank), **shared) for rank in range(2)]
+    for rank, process in enumerate(ranks):
+        process.join()
+        assert process.exitcode == 0, (tmp_path / f"log{rank}").read_text()
+    assert (tmp_path / "log1").read_text() == "", "the first process alone speaks"
+    assert manifest.load(run_below(tmp_path)).fingerprint == manifest.load(quick_run).fingerprint
+
+
+@slow
+@pytest.mark.parametrize("processes", [1, 2, 8])
 def test_no_number_of_processes_changes_the_fingerprint(quick_run: Path, tmp_path: Path, processes: int) -> None:
     assert fingerprint_of(processes, TINY, tmp_path, *QUICK) == manifest.load(quick_run).fingerprint
 

@@ -10,11 +10,12 @@ import numpy.typing as npt
 import pytest
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import first_difference
 from tests.support.language import rerun, small_run
+from tests.support.paths import TINY
 from tests.support.resume import Recorded, record
-from tests.support.runs import small_config
 from tests.support.synthetic_run import accept, damage_cell
 
 LAYOUT = ("layout.padding=left", "layout.rollout_slots=5", "layout.update_micro_batch=7")
@@ -70,7 +71,7 @@ def test_a_flipped_bit_is_named(deterministic_run: Path, tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Four iterations, and the checkpoint after the second one."""
-    config = small_config("ppo.iterations=4", "checkpoints.every=2", "model.warm_start_steps=3")
+    config = load_config(TINY, ["ppo.iterations=4", "checkpoints.every=2", "model.warm_start_steps=3"])
     return record(config, tmp_path_factory.mktemp("kept"))
 
 

@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,6 @@ import pytest
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.lock import only_writer
 from ppo_repro.buffers import Coefficients, ReturnStatistics
-from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.numerics.adamw import OptimizerState
@@ -34,10 +30,11 @@ from ppo_repro.runs import checkpoint, language
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
+from tests.support.forked import forked
 from tests.support.language import resume, tiny_run
 from tests.support.paths import TINY
 from tests.support.resume import Recorded, newest, record, require_as_uninterrupted
-from tests.support.runs import run_below, small_config
+from tests.support.runs import run_below
 
 OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=20", "layout.update_micro_batch=9")
 # what moves from iteration to iteration besides the weights
@@ -52,7 +49,8 @@ KILLS = int(os.environ.get("KILLS", "50"))
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Five iterations, a checkpoint after every second, one kept; what a kill after each iteration leaves."""
-    config = small_config("ppo.iterations=5", "checkpoints.every=2", "checkpoints.keep=1", *ADAPTIVE)
+    usual = ("model.warm_start_steps=5", "ppo.iterations=5", "checkpoints.every=2", "checkpoints.keep=1")
+    config = load_config(TINY, [*usual, *ADAPTIVE])
     return record(config, tmp_path_factory.mktemp("recorded"))
 
 
@@ -238,19 +236,9 @@ def test_a_link_out_of_the_folder_is_refused(recorded: Recorded, tmp_path: Path)
     assert not (tmp_path / "elsewhere").exists()
 
 
-def execute(log: Path, command: Sequence[str]) -> None:
-    """Execute a command line in this process, which writes into a file, and end with its exit code."""
-    with log.open("w") as out, redirect_stdout(out), redirect_stderr(out):
-        sys.exit(exit_code_of(command))
-
-
 def killed(log: Path, after: float | None, *command: str | Path) -> bool:
     """Whether a command that is killed after so many seconds was still at work then."""
-    # forks of a process that has imported everything: importing would take most of the time
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "ppo_repro.runs.run", "ppo_repro.runs.fork"])
-    process = context.Process(target=execute, args=(log, list(map(str, command))))
-    process.start()
+    process = forked(log, *command)
     process.join(after)
     process.kill()
     process.join()

@@ -173,8 +173,9 @@ def require_same_as_twin(ours: Loop, twin: Loop, what: str) -> None:
         require_close(found[name], grad, f"{what}: gradient of {name}")
     for (name, kept), (_, of_twin) in zip(ours.kept, twin.kept, strict=True):
         require_close(kept, of_twin, f"{what}: a kept gradient of {name}")
+    weights = ours.model.state_dict()
     for name, value in twin.model.state_dict().items():
-        require_close(ours.model.state_dict()[name], value, f"{what}: {name}")
+        require_close(weights[name], value, f"{what}: {name}")
         require_close(ours.weights[name], twin.weights[name], f"{what}: {name} as kept")
 
 
@@ -193,17 +194,17 @@ def require_one_pass(loop: Loop, rows: list[list[int]]) -> None:
 
 
 # tied; untied; tied, and transposed linear layers; experts
-FAMILIES = ("qwen3", "llama", "gpt2", "mixtral")
-SOURCES = {family: source_model(family) for family in FAMILIES}
+SOURCES = {family: source_model(family) for family in ("qwen3", "llama", "gpt2", "mixtral")}
 SEQUENCES = st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 11)), min_size=3, max_size=12)
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")  # stock torch's, of speed
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-@given(SEQUENCES)
-@example([("deepcopy", 0), ("backward of rows", 0), ("step", 2)])  # through weights kept before the first pass
-@example([("weights in a buffer", 0), ("step", 2)])
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(sorted(SOURCES)), SEQUENCES)
+@example("qwen3", [("deepcopy", 0), ("backward of rows", 0), ("step", 2)])  # weights kept before the first pass
+@example("mixtral", [("deepcopy", 0), ("backward of rows", 0), ("step", 2)])
+@example("llama", [("weights in a buffer", 0), ("step", 2)])
+@example("mixtral", [("weights in a buffer", 0), ("step", 2)])
 def test_whatever_a_loop_does_has_the_effect_that_it_has_with_stock_torch(
     family: str, actions: list[tuple[str, int]]
 ) -> None:

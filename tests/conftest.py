@@ -3,8 +3,6 @@
 import gc
 import os
 
-gc.disable()  # while the files are collected: a fifth of the time of imports goes into looking for garbage
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # threads that wait must not spin on cores that others need
@@ -20,6 +18,8 @@ from tests.support.browser import browser
 from tests.support.cli import cli
 
 __all__ = ["browser", "cli"]  # fixtures
+
+gc.disable()  # while the files are collected: a fifth of the time of imports goes into looking for garbage
 
 # the same cases every time; `make test-long` takes the profile `new`, which draws others and prints how to repeat them
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=25)

@@ -199,12 +199,14 @@ SEQUENCES = st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")  # stock torch's, of speed
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(SOURCES)), SEQUENCES)
 @example("qwen3", [("deepcopy", 0), ("backward of rows", 0), ("step", 2)])  # weights kept before the first pass
 @example("mixtral", [("deepcopy", 0), ("backward of rows", 0), ("step", 2)])
 @example("llama", [("weights in a buffer", 0), ("step", 2)])
 @example("mixtral", [("weights in a buffer", 0), ("step", 2)])
+@example("llama", [("keep", 0), ("keep", 1), ("keep", 2), ("grad = None", 0)])  # kept gradients stay as they are
+@example("gpt2", [("grad = strided", 0)])
 def test_whatever_a_loop_does_has_the_effect_that_it_has_with_stock_torch(
     family: str, actions: list[tuple[str, int]]
 ) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ppo_repro.tasks.user_code import UserProcess
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.tasks import ReasoningGymTask
 from ppo_repro.records import manifest
 from ppo_repro.tasks.problems import load_source
+from ppo_repro.user.process import UserProcess
 from tests.support.language import rerun, tiny_run
 
 SETTINGS = {"min_terms": 2, "max_terms": 2, "max_digits": 1}

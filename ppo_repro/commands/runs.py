@@ -79,15 +79,15 @@ def _executed_by(kind: Kind, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any
         from ppo_repro.runs.language import LanguageKind
 
         return LanguageKind(watcher, ranks)
+    if kind == "dpo":
+        from ppo_repro.runs.dpo import DPOKind
+
+        return DPOKind(watcher, ranks)
     if ranks.size > 1:
-        raise UserError(f"a {kind} run works in one process; start this command without torchrun")
-    if kind == "control":
-        from ppo_repro.runs.control import ControlKind  # needs gymnasium, an optional package
+        raise UserError("a control run works in one process; start this command without torchrun")
+    from ppo_repro.runs.control import ControlKind  # needs gymnasium, an optional package
 
-        return ControlKind(watcher)
-    from ppo_repro.runs.dpo import DPOKind
-
-    return DPOKind(watcher)
+    return ControlKind(watcher)
 
 
 def run_command(arguments: argparse.Namespace) -> int:

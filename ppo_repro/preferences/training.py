@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.mode import Mode
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import permutation
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import NumericsConfig
@@ -23,7 +24,7 @@ from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.optimizer import SLOTS, Optimizer
-from ppo_repro.numerics.sequences import slots_of
+from ppo_repro.numerics.sequences import slots_of_rank
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.numerics.weights import weights_digest
@@ -61,8 +62,10 @@ class PreferenceStep:
 def _pair_chunks(count: int, sequences: int) -> list[list[int]]:
     """Cut 0..count-1 into chunks of at most `sequences` sequences, two per pair, and at least one pair.
 
-    If `sequences` is 0, there is one chunk.
+    If `sequences` is 0, there is one chunk; without pairs there is none.
     """
+    if not count:
+        return []
     return [chunk.tolist() for chunk in torch.arange(count).split(max(1, sequences // 2) if sequences else count)]
 
 
@@ -75,6 +78,7 @@ def preference_steps(
     seed: int,
     epoch: int,
     losses_of: LossesOf,
+    ranks: Ranks,
 ) -> Iterator[PreferenceStep]:
     """Train `model` in place for one epoch, on the mean loss of each minibatch of pairs, shuffled by seed.
 
@@ -91,11 +95,12 @@ def preference_steps(
         seed: of the run.
         epoch: from 0; every epoch has its own shuffle.
         losses_of: returns losses and margins [m] of m pairs.
+        ranks: each computes the gradients of its pairs in a minibatch.
     """
     order = torch.from_numpy(permutation(count, "preference minibatches", seed, epoch))
     for number, minibatch in enumerate(order.split(minibatch_size)):
         indices = minibatch.tolist()
-        grad_norm, losses, margins = _preference_step(optimizer, indices, micro_batch, losses_of)
+        grad_norm, losses, margins = _preference_step(optimizer, indices, micro_batch, losses_of, ranks)
         yield PreferenceStep(
             epoch=epoch,
             minibatch=number,
@@ -112,21 +117,22 @@ def preference_steps(
 
 
 def _preference_step(
-    optimizer: Optimizer, indices: list[int], micro_batch: int, losses_of: LossesOf
+    optimizer: Optimizer, indices: list[int], micro_batch: int, losses_of: LossesOf, ranks: Ranks
 ) -> tuple[float, Tensor, Tensor]:
     """Take one step on P pairs; return the norm of the gradient, and losses and margins [P] before the step."""
     by_chunk: list[tuple[Tensor, Tensor]] = []
+    mine, slots_of_pairs = ranks.mine(len(indices)), slots_of_rank(len(indices), SLOTS, ranks)
 
     def backward() -> None:
-        for chunk in _pair_chunks(len(indices), micro_batch):
-            *own, last = slots_of(chunk, len(indices), SLOTS)
+        for chunk in _pair_chunks(len(mine), micro_batch):
+            *own, last = slots_of_pairs[chunk[0] : chunk[-1] + 2]
             slots = ints([*np.repeat(own, 2), last])  # both sequences of a pair are in one
-            losses, margins = losses_of([indices[i] for i in chunk], slots)
+            losses, margins = losses_of([indices[mine[i]] for i in chunk], slots)
             torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
             by_chunk.append((losses.detach(), margins.detach()))
 
     grad_norm = optimizer.step(backward)
-    losses, margins = (torch.cat(column) for column in zip(*by_chunk, strict=True))
+    losses, margins = (torch.cat(column) for column in zip(*ranks.gather(by_chunk), strict=True))
     return grad_norm, losses, margins
 
 
@@ -155,6 +161,7 @@ def train_reward_model(
     layout: LayoutConfig,
     seed: int,
     progress: Progress,
+    ranks: Ranks,
 ) -> RewardTraining:
     """Train a model from `make_reward_model` in place on the Bradley-Terry loss.
 
@@ -169,6 +176,7 @@ def train_reward_model(
         layout: micro-batches and padding.
         seed: of the order.
         progress: called with step, last step and loss in nats per pair after each step.
+        ranks: the processes of the run.
 
     Raises:
         UserError: a pair does not fit the model.
@@ -180,6 +188,7 @@ def train_reward_model(
             learning_rate=settings.learning_rate, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
         ),
         numerics.mode,
+        ranks,
     )
     last = settings.epochs * math.ceil(len(pairs) / settings.minibatch_size)
 
@@ -189,8 +198,9 @@ def train_reward_model(
         return bradley_terry_losses(chosen, rejected), chosen - rejected
 
     def held_out_margins() -> tuple[float, ...]:
-        scores = reward_scores(model, sequences_of(eval_pairs), layout.padding, layout.forward_micro_batch)
-        return tuple((scores[0::2] - scores[1::2]).tolist())
+        own = sequences_of([eval_pairs[i] for i in ranks.mine(len(eval_pairs))])
+        scores = reward_scores(model, own, layout.padding, layout.forward_micro_batch)
+        return tuple(ranks.gather((scores[0::2] - scores[1::2]).tolist()))
 
     before = held_out_margins()
     steps: list[PreferenceStep] = []
@@ -204,6 +214,7 @@ def train_reward_model(
             seed=seed,
             epoch=epoch,
             losses_of=losses_of,
+            ranks=ranks,
         )
         for step in taken:
             steps.append(step)
@@ -229,7 +240,12 @@ def _pair_logprobs(
 
 @torch.no_grad()
 def pair_logprobs(
-    policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: Mode, layout: LayoutConfig
+    policy: PreTrainedModel,
+    pairs: Sequence[Preference],
+    temperature: float,
+    mode: Mode,
+    layout: LayoutConfig,
+    ranks: Ranks,
 ) -> Tensor:
     """Compute log pi(y | x) of the preferred and of the rejected response of each pair, in micro-batches.
 
@@ -239,15 +255,17 @@ def pair_logprobs(
         temperature: log-probs are of the whole distribution softmax(logits / temperature).
         mode: deterministic or native numerics.
         layout: gives padding and the size of micro-batches.
+        ranks: each computes some pairs, and gets all.
 
     Returns:
         [2, P] float64, nats, without gradients.
     """
+    mine = ranks.mine(len(pairs))
     by_chunk = [
-        _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, layout.padding)
-        for chunk in _pair_chunks(len(pairs), layout.forward_micro_batch)
+        _pair_logprobs(policy, [pairs[mine[i]] for i in chunk], temperature, mode, layout.padding)
+        for chunk in _pair_chunks(len(mine), layout.forward_micro_batch)
     ]
-    return torch.cat(by_chunk, 1)
+    return torch.cat(ranks.gather(by_chunk), 1)
 
 
 def dpo_losses_of(

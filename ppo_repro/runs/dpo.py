@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.base.clock import OTHER, Clock, moment
 from ppo_repro.base.errors import PromiseBroken, UserError
-from ppo_repro.base.ranks import ALONE
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import Prompts
@@ -75,6 +75,7 @@ class DPOExecution(Execution[Epoch]):
     reference: Tensor  # [2, P] float64, log-probs of all pairs, computed once
     initial_digest: str
     watcher: Watcher
+    ranks: Ranks
 
     def iterations(self) -> Iterator[Epoch]:
         """Train the policy in place, and yield after each epoch.
@@ -101,12 +102,14 @@ class DPOExecution(Execution[Epoch]):
                 seed=config.seed,
                 epoch=epoch,
                 losses_of=losses_of,
+                ranks=self.ranks,
             )
             for step in taken:
                 steps.append(step)
                 self.watcher.preferences("DPO", epoch * per_epoch + len(steps), dpo.epochs * per_epoch, step.loss)
             clock.lap("update")
-            logprobs = training.pair_logprobs(policy, pairs, self.temperature, mode, layout)
+            self.ranks.require_same("weights after an epoch", steps[-1].digest)
+            logprobs = training.pair_logprobs(policy, pairs, self.temperature, mode, layout, self.ranks)
             clock.lap("forward")
             margins = dpo_margins(logprobs[0], logprobs[1], self.reference[0], self.reference[1], dpo.beta)
             clock.lap(OTHER)
@@ -156,7 +159,7 @@ class DPOExecution(Execution[Epoch]):
         if self.run is not None:
             accuracy = self._accuracy()
             assert accuracy is not None
-            kl = sequence_kl(*self.run, self.config.seed)
+            kl = sequence_kl(*self.run, self.config.seed, self.ranks)
             results |= {"eval_accuracy": accuracy, "ref_kl_per_sequence": kl}
         clock.lap("evaluation")
         results["policy_digest"] = weights_digest(self.policy.named_parameters())
@@ -174,12 +177,12 @@ class DPOExecution(Execution[Epoch]):
         if self.run is None:
             return None
         config, prepared = self.run
-        return evaluate(config, prepared.task, prepared.engine, ALONE).accuracy
+        return evaluate(config, prepared.task, prepared.engine, self.ranks).accuracy
 
 
 @dataclass(frozen=True)
 class DPOKind(RunKind[DPOConfig, Epoch]):
-    """DPO runs, which have one process and no checkpoints: a resumed run is computed again from its beginning."""
+    """DPO runs, which have no checkpoints: a resumed run is computed again from its beginning."""
 
     name = DPO
     changeable = ("layout",)
@@ -191,7 +194,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         device = usable_device(config.layout.device, mode, self.ranks)
         run: tuple[RunConfig, Prepared] | None = None
         if config.run is not None:
-            run = _start_of_run(config, Path(config.run), self.watcher)
+            run = _start_of_run(config, Path(config.run), self.watcher, self.ranks)
             state, tokenizer = run[1].state, run[1].task.tokenizer
             policy, frozen, temperature = state.policy, state.reference, run[0].rollout.temperature
         else:
@@ -214,7 +217,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         train, held_out = hold_out(found, config.num_eval_prompts, config.seed)
         pairs = [*train, *held_out]
         check_pairs(pairs, policy.config.vocab_size, max_context)
-        reference = training.pair_logprobs(frozen, pairs, temperature, mode, config.layout)
+        reference = training.pair_logprobs(frozen, pairs, temperature, mode, config.layout, self.ranks)
         digest = weights_digest(policy.named_parameters())
         optimizer = Optimizer(
             policy,
@@ -227,6 +230,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
                 max_grad_norm=1.0,
             ),
             mode,
+            self.ranks,
         )
         yield DPOExecution(
             config=config,
@@ -240,6 +244,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
             reference=reference,
             initial_digest=digest,
             watcher=self.watcher,
+            ranks=self.ranks,
         )
 
 
@@ -267,7 +272,7 @@ def pairs_of_run(run_dir: Path) -> list[Preference]:
     return [pair for _, pair in pairs]
 
 
-def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:
+def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int, ranks: Ranks) -> float:
     """Estimate KL(policy || reference) per response, in nats, on one sampled response to every held-out prompt.
 
     At every position the divergence over the whole sampling distribution is exact. It is summed over each response and
@@ -282,12 +287,12 @@ def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:
         answers=tuple(p.answer for p in problems),
         prompt_ids=tuple(ids[p.key] for p in problems),
     )
-    rollout = roll_out(run_config, prepared.task, prepared.engine, prompts, ALONE)
-    forward = score_rollout(prepared.state, rollout, run_config, ALONE)
+    rollout = roll_out(run_config, prepared.task, prepared.engine, prompts, ranks)
+    forward = score_rollout(prepared.state, rollout, run_config, ranks)
     return mean_of(run_sums(forward.ref_kl, rollout.lengths))
 
 
-def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[RunConfig, Prepared]:
+def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher, ranks: Ranks) -> tuple[RunConfig, Prepared]:
     """Return the recorded run's policy and reference before its first step, with this run's numerics and layout.
 
     They are made again or loaded from the run's checkpoints. Raises PromiseBroken if they differ from the manifest.
@@ -302,7 +307,7 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[R
     of_run.pop("mismatch", None)  # how its sampler differed from its trainer: here nothing is sampled to be trained on
     run_config = build_config(of_run, f"{run_dir / CONFIG_NAME} with numerics and layout of DPO")
     reference = run_dir / REFERENCE
-    prepared = prepare(run_config, watcher, reference if reference.is_dir() else None)
+    prepared = prepare(run_config, watcher, reference if reference.is_dir() else None, ranks=ranks)
     digest = weights_digest(prepared.state.reference.named_parameters())
     expected = recorded.final["initial_policy_digest"]
     if digest != expected:

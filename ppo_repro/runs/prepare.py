@@ -87,6 +87,7 @@ def _reward_model(
     tokenizer: PreTrainedTokenizerBase,
     source: PreTrainedModel,
     watcher: Watcher,
+    ranks: Ranks,
 ) -> tuple[PreTrainedModel | None, RewardTraining | None]:
     """Load or train the frozen reward model; None if there is none. The training is None for a loaded model."""
     term, numerics = config.reward.model, config.numerics
@@ -109,7 +110,7 @@ def _reward_model(
         pairs = pairs_by_rule(problems.train, prompt_ids, tokenizer, count, noise, seed)
         eval_pairs = pairs_by_rule(problems.held_out, prompt_ids, tokenizer, EVAL_PAIRS, 0.0, seed)
     training = train_reward_model(
-        model, pairs, eval_pairs, term, numerics, config.layout, config.seed, watcher.warm_start
+        model, pairs, eval_pairs, term, numerics, config.layout, config.seed, watcher.warm_start, ranks
     )
     return model.requires_grad_(False), training
 
@@ -201,7 +202,7 @@ def prepare(
     steps: tuple[WarmStartStep, ...] = ()
     if start_folder is None and isinstance(config.model, TinyModel):
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, watcher.warm_start)
-    reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, watcher)
+    reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, watcher, ranks)
     spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
     task = Task(problems, ids, judge, reward_model, tokenizer, brought.step, functions, spelled)
     state, sampled, lora = train_state(config, source, reward_model, share, ranks)

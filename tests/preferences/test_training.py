@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ppo_repro.base.ranks import ALONE
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.layout import LayoutConfig
@@ -48,7 +49,7 @@ def stock_logprobs(model: PreTrainedModel, pairs: list[Preference], temperature:
 
 def test_pair_log_probs_are_those_of_the_unmodified_model() -> None:
     policy, pairs = make_policy(source_model("gpt2"), "deterministic", CONTEXT), ragged_pairs(9)
-    found = pair_logprobs(policy, pairs, 0.9, "deterministic", LayoutConfig())
+    found = pair_logprobs(policy, pairs, 0.9, "deterministic", LayoutConfig(), ALONE)
     with torch.no_grad():
         chosen, rejected = stock_logprobs(source_model("gpt2").double(), pairs, 0.9)
     # a sum of up to 7 log-probs, each good to about 1e-5
@@ -69,7 +70,7 @@ def test_loss_and_gradient_norm_are_those_of_autograd_in_float64() -> None:
     )
     nothing = torch.zeros(2, 6, dtype=torch.float64)
     losses_of = dpo_losses_of(policy, optimizer, pairs, nothing, 0.1, 1.0, "deterministic", "right")
-    (step,) = islice(preference_steps(policy, optimizer, 6, 6, 4, 0, 0, losses_of), 1)
+    (step,) = islice(preference_steps(policy, optimizer, 6, 6, 4, 0, 0, losses_of, ALONE), 1)
     assert step.grad_norm == pytest.approx(expected, rel=1e-6)
     assert step.loss == pytest.approx(loss.item(), rel=1e-5)
 
@@ -84,7 +85,7 @@ def test_the_divergence_is_its_definition_on_the_unmodified_models(tmp_path: Pat
     for name in ("policy", "reference"):
         getattr(prepared.state, name).save_pretrained(tmp_path / name)
         models.append(AutoModelForCausalLM.from_pretrained(tmp_path / name).double())
-    found = sequence_kl(config, prepared, 2)
+    found = sequence_kl(config, prepared, 2, ALONE)
     total, problems = 0.0, prepared.task.problems.held_out
     requests = [Request(prepared.task.prompt_ids[p.key], sample_seed(2, 0, p.key, 0)) for p in problems]
     for request, done in zip(requests, prepared.engine.generate(requests, sampling_of(config)), strict=True):

@@ -15,6 +15,7 @@ from ppo_repro.runs.dpo import DPOKind
 from ppo_repro.runs.resume import rerun
 from ppo_repro.runs.run import run
 from tests.support import language
+from tests.support.ranks import torchrun
 from tests.support.runs import DPO
 
 LAYOUTS = (
@@ -51,6 +52,19 @@ def test_no_layout_changes_a_dpo_run(trained: Path) -> None:
         again = rerun(DPOKind(Silent()), trained, overrides)
         assert again.difference is None
         assert again.fingerprint == fingerprint(trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 8])
+def test_no_number_of_processes_changes_a_dpo_run(trained: Path, processes: int) -> None:
+    assert torchrun(processes, "rerun", trained).returncode == 0
+
+
+@pytest.mark.slow
+def test_no_number_of_processes_changes_a_reward_model(tmp_path: Path) -> None:
+    made = language.tiny_run(tmp_path, *MADE)
+    for processes in (2, 4):
+        assert torchrun(processes, "rerun", made).returncode == 0
 
 
 @pytest.mark.usefixtures("row_dependent")

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 from ppo_repro.base.errors import UserError
@@ -24,12 +23,11 @@ from ppo_repro.config.tasks import (
     TaskConfig,
     Verifier,
 )
+from ppo_repro.tasks.numbers import is_number, last_number
 from ppo_repro.tasks.problems import Problem, Source, row_of
 from ppo_repro.user.child import FLOAT32_MAX
 from ppo_repro.user.process import UserFunction, UserProcess, check_repeats, load_function
 
-# a minus sign belongs to a number unless it stands behind a letter, a digit or a bracket: 3-2 ends with 2
-_NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _TAGS = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
@@ -40,16 +38,16 @@ _FORMAT = re.compile(
 
 
 def extracted(response: str, extraction: AnswerExtraction) -> str | None:
-    """Return the answer in a response: the whole text, the last number without commas, or the last answer tags' text.
+    """Return the answer in a response: the whole text, the last number (`numbers.py`), or the last answer tags' text.
 
     None if the response has no number or no answer tags.
     """
     if extraction == "exact":
         return response
-    found = (_NUMBER if extraction == "last_number" else _TAGS).findall(response)
-    if not found:
-        return None
-    return str(found[-1]).replace(",", "") if extraction == "last_number" else str(found[-1])
+    if extraction == "last_number":
+        return last_number(response)
+    found = _TAGS.findall(response)
+    return str(found[-1]) if found else None
 
 
 def matches(response: str, answer: str) -> bool:
@@ -65,10 +63,7 @@ def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
     found = extracted(response, extraction)
     if found is None:
         return False
-    if extraction != "last_number":
-        return matches(found, answer)
-    expected = _NUMBER.fullmatch(answer.strip())
-    return expected is not None and Fraction(found) == Fraction(expected.group().replace(",", ""))
+    return is_number(found, answer) if extraction == "last_number" else matches(found, answer)
 
 
 def right_steps(response: str, steps: Sequence[str]) -> list[int]:

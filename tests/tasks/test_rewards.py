@@ -32,24 +32,6 @@ def judged(judge: Judge, rows: list[tuple[str, str, bool]], model_scores: list[f
 
 
 @pytest.mark.parametrize(
-    ("response", "number"),
-    [
-        ("17 + 28 = 45", "45"),
-        ("It is 1,234,567.50 in all.", "1234567.50"),
-        ("3-2", "2"),
-        ("x = -2", "-2"),
-        ("(5) -7 degrees", "-7"),
-        ("1,2", "2"),
-        ("about 12.", "12"),
-        ("", None),
-        ("٣", None),
-    ],
-)
-def test_the_last_number(response: str, number: str | None) -> None:
-    assert extracted(response, "last_number") == number
-
-
-@pytest.mark.parametrize(
     ("response", "answer"),
     [
         ("<answer>6</answer> no: <answer>7\n</answer> so", "7\n"),

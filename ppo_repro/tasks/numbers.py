@@ -1,0 +1,69 @@
+r"""Read numbers as people and models write them, for answers that are compared by value.
+
+| written | value |
+|---|---|
+| `1,234.50` `1{,}234.5` `1\,234.5`, or with narrow or unbreakable spaces | 1234.5 |
+| `-5` `−5` (Unicode minus) `–5` (en dash) `-$5` `$-5` | -5 |
+| `.5` `1/2` `½` `\frac{1}{2}` `5e-1` `5 × 10^-1` `5 \times 10^{-1}` `5 · 10⁻¹` | 1/2 |
+| `3-2` `10–12` `(4)-2`: behind a letter, a digit or a bracket a sign subtracts | 2, 12, 2 |
+| `50%` `$9` `9 km`: units do not count | 50, 9, 9 |
+| `3,5` `1 000` `12/05/2020` `1 1/2`: two numbers or more, of which the last one counts | 5, 0, 2020, 1/2 |
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+_SIGN = "[-−–+]"
+_BETWEEN_GROUPS = r"(?:,|\{,\}|\\[,;:! ]|[\u00a0\u2009\u202f])"
+_NUMBER = re.compile(
+    rf"""
+    (?:(?<![\w)\]}}])(?P<sign>{_SIGN})\\?[$€£]?|\\?[$€£](?P<behind>{_SIGN}))?
+    (?:
+        \\[dt]?frac\{{(?P<top>[0-9]+)\}}\{{(?P<bottom>0*[1-9][0-9]*)\}}
+        |(?<![\w/⁄.,])(?P<over>[0-9]+)\s?[/⁄]\s?(?P<under>0*[1-9][0-9]*)(?![\w/⁄]|[.,][0-9])
+        |(?P<vulgar>[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])
+        |(?:(?P<whole>[0-9]{{1,3}}(?:{_BETWEEN_GROUPS}[0-9]{{3}})+(?![0-9])|[0-9]+)(?P<part>\.[0-9]+)?
+           |(?<![\w.])(?P<alone>\.[0-9]+))
+         (?:[eE](?P<power>[-−+]?[0-9]{{1,3}})(?!\w|\.[0-9])
+            |\s?(?:×|·|x|\*|\\times|\\cdot)\s?10\s?(?:
+                (?:\^|\*\*)\s?(?:\{{(?P<braced>[-−+]?[0-9]{{1,3}})\}}|(?P<raised>[-−+]?[0-9]{{1,3}})(?![0-9]))
+                |(?P<small>[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{{1,3}})))?
+    )
+    """,
+    re.VERBOSE,
+)
+_PLAIN = str.maketrans("−–⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "---+0123456789")
+LONGEST = 4000  # digits of a number that is compared by value; Python reads 4,300 at most
+
+
+def _text(match: re.Match[str]) -> str:
+    """Return a number in the form that `Fraction` reads."""
+    found = {name: value.translate(_PLAIN) for name, value in match.groupdict().items() if value is not None}
+    sign = (found.get("sign") or found.get("behind") or "").replace("+", "")
+    if "vulgar" in found:
+        return sign + unicodedata.normalize("NFKC", found["vulgar"]).replace("⁄", "/")
+    if "top" in found or "over" in found:
+        return f"{sign}{found.get('top', found.get('over'))}/{found.get('bottom', found.get('under'))}"
+    whole = re.sub(r"[^0-9]", "", found.get("whole", "")) or "0"
+    powers = [found[name] for name in ("power", "braced", "raised", "small") if name in found]
+    return sign + whole + found.get("part", found.get("alone", "")) + "".join(f"e{power}" for power in powers)
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number in a text, written with digits, `-`, `.`, `/` and `e` alone; None if there is none."""
+    matches = list(_NUMBER.finditer(text))
+    return _text(matches[-1]) if matches else None
+
+
+def is_number(number: str, answer: str) -> bool:
+    """Return whether a result of `last_number` has the value of an answer, which must be one number, maybe with `$`."""
+    match = _NUMBER.fullmatch(answer.strip().removeprefix("$"))
+    if match is None:
+        return False
+    expected = _text(match)
+    if max(len(number), len(expected)) > LONGEST:
+        return number == expected
+    return Fraction(number) == Fraction(expected)

@@ -98,7 +98,7 @@ class Environments:
             self.actions = RealActions(acted.low.astype(np.float32), acted.high.astype(np.float32))
         else:
             raise UserError(f"{where}: its actions are {acted}; must be Discrete or a Box of one axis")
-        self.name, self.copies = name, [_Copy(env) for env in envs]
+        self.where, self.name, self.copies = where, name, [_Copy(env) for env in envs]
         self.observations = np.stack([self._reset(i) for i in range(count)]).astype(np.float32)
 
     def step(self, actions: NDArray[np.float32]) -> Transition:
@@ -114,6 +114,8 @@ class Environments:
         for i, (copy, action) in enumerate(zip(self.copies, self.actions.taken(actions), strict=True)):
             observation, reward, terminated, truncated, _ = copy.env.step(action)
             copy.steps += 1
+            self._require_finite(i, f"the reward {reward}", reward)
+            self._require_finite(i, "the observation", observation)
             copy.total += float(reward)
             transition.observations[i], transition.rewards[i] = observation, reward
             transition.terminated[i], transition.truncated[i] = terminated, truncated and not terminated
@@ -127,7 +129,34 @@ class Environments:
         copy = self.copies[index]
         copy.episode, copy.steps, copy.total = copy.episode + 1, 0, 0.0
         copy.seed = int(seeding.words(1, *self.name, index, copy.episode)[0] >> np.uint64(1))
-        return copy.env.reset(seed=copy.seed)[0]
+        observation = copy.env.reset(seed=copy.seed)[0]
+        self._require_finite(index, "the observation", observation)
+        return observation
+
+    def _require_finite(self, index: int, what: str, values: Any) -> None:
+        """Raise UserError, naming copy, episode, step and place, unless all numbers are finite in float32."""
+        with np.errstate(over="ignore"):
+            wrong = np.flatnonzero(~np.isfinite(np.asarray(values).astype(np.float32)))
+        if len(wrong):
+            copy = self.copies[index]
+            place = f" at index {wrong[0]}" if np.ndim(values) else ""
+            raise UserError(
+                f"{self.where}: {what} is not finite{place} (copy {index}, episode {copy.episode} with seed "
+                f"{copy.seed}, step {copy.steps}); correct the environment"
+            )
+
+    def warning(self) -> str | None:
+        """Return a sentence on actions that an untrained policy mostly clips to one bound; None if there are none."""
+        if not isinstance(self.actions, RealActions):
+            return None
+        for i, (low, high) in enumerate(zip(self.actions.low.tolist(), self.actions.high.tolist(), strict=True)):
+            if low > 0 or high < 0:
+                return (
+                    f"{self.where}: action {i} is {low:g} to {high:g}; an untrained policy draws from mean 0 and "
+                    f"deviation 1, so most of its actions are clipped to {low if low > 0 else high:g}, and it cannot "
+                    "learn from them; rescale the actions to -1 to 1 (gymnasium.wrappers.RescaleAction)"
+                )
+        return None
 
     def close(self) -> None:
         for copy in self.copies:

@@ -102,6 +102,8 @@ class ControlKind(RunKind[ControlConfig, ControlIteration]):
         self, config: ControlConfig, run_dir: Path | None, start: Start | None = None
     ) -> Iterator[ControlExecution]:
         state = prepare(config)
+        if warning := state.environments.warning():
+            self.watcher.warning(warning)
         try:
             yield ControlExecution(config, state, weights_digest(state.agent.policy_parameters()))
         finally:

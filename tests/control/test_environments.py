@@ -1,0 +1,87 @@
+"""What an environment gets wrong is one line with copy, episode, step and place, before it reaches a network."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.spaces import Box
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
+from ppo_repro.control.environments import Environments
+from tests.support.control import run, small_control
+
+
+class Faulty(gymnasium.Env[Any, Any]):
+    """The fault comes in the second step of every episode of three steps, or at the reset."""
+
+    def __init__(self, fault: str = "", low: float = -1.0, high: float = 1.0) -> None:
+        self.observation_space = Box(-np.inf, np.inf, (3,), np.float32)
+        self.action_space = Box(low, high, (2,), np.float32)
+        self.fault, self.steps = fault, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.array([0, 0, math.nan if self.fault == "reset" else 0], np.float64), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        now = self.fault if self.steps == 2 else ""
+        observation = np.array([0, {"nan": math.nan, "huge": 1e39}.get(now, 0), 0], np.float64)
+        return observation, math.inf if now == "reward" else 1.0, self.steps == 3, False, {}
+
+
+gymnasium.register("tests/Faulty-v0", Faulty, max_episode_steps=9)
+for _fault in ("reset", "nan", "huge", "reward"):
+    gymnasium.register(f"tests/Faulty-{_fault}-v0", Faulty, max_episode_steps=9, kwargs={"fault": _fault})
+gymnasium.register("tests/High-v0", Faulty, max_episode_steps=9, kwargs={"low": 10.0, "high": 12.0})
+gymnasium.register("tests/Low-v0", Faulty, max_episode_steps=9, kwargs={"low": -3.0, "high": -2.0})
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("reset", "the observation is not finite at index 2 (copy 0, episode 0 with seed {}, step 0)"),
+        ("nan", "the observation is not finite at index 1 (copy 0, episode 0 with seed {}, step 2)"),
+        ("huge", "the observation is not finite at index 1 (copy 0, episode 0 with seed {}, step 2)"),
+        ("reward", "the reward inf is not finite (copy 0, episode 0 with seed {}, step 2)"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_named_with_its_place(fault: str, said: str) -> None:
+    right = Environments("tests/Faulty-v0", 2, "x")
+    where = said.format(right.copies[0].seed)
+    actions = np.zeros((2, 2), np.float32)
+    with pytest.raises(UserError) as error:
+        environments = Environments(f"tests/Faulty-{fault}-v0", 2, "x")
+        for _ in range(2):
+            environments.step(actions)
+    assert str(error.value) == f"environment.id = 'tests/Faulty-{fault}-v0': {where}; correct the environment"
+    for _ in range(9):  # control
+        right.step(actions)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("High", "action 0 is 10 to 12; an untrained policy draws from mean 0 and deviation 1, so most of its actions"),
+        ("Low", "are clipped to -2, and it cannot learn from them; rescale the actions to -1 to 1"),
+    ],
+)
+def test_actions_that_an_untrained_policy_never_takes_are_named_at_the_start(
+    name: str, said: str, tmp_path: Path
+) -> None:
+    class Heard(Silent):
+        def warning(self, text: str) -> None:
+            heard.append(text)
+
+    heard: list[str] = []
+    small = ("environment.num_envs=2", "environment.steps_per_env=4", "ppo.minibatch_size=8", "ppo.iterations=1")
+    run(small_control(f"environment.id=tests/{name}-v0", *small), tmp_path, Heard())
+    assert len([line for line in heard if said in line]) == 1
+    assert Environments("tests/Faulty-v0", 1, "x").warning() is None

@@ -22,7 +22,6 @@ from ppo_repro.buffers import (
     Rollout,
     ValueUpdate,
 )
-from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.run import RunConfig
 from ppo_repro.engine import Engine
 from ppo_repro.models.batches import MicroBatch
@@ -38,11 +37,11 @@ from ppo_repro.stages.rewards import compute_advantages, compute_rewards, evalua
 from ppo_repro.stages.rollout import Task, choose_prompts, roll_out
 from ppo_repro.stages.training_batch import (
     Minibatch,
+    Schedule,
     TrainingBatch,
     ValueTargets,
     micro_batches_of_rank,
     minibatch_of,
-    minibatches,
     objective_batch,
     training_batch,
 )
@@ -148,8 +147,7 @@ def update(
 ) -> Iterator[tuple[MinibatchUpdate, Digests]]:
     """Take all optimizer steps of one iteration, in order.
 
-    Policy and value model each have a number of epochs, over the same minibatches. After a minibatch with more KL
-    than `early_stop_kl`, the policy takes no further step, and neither does a value head on its trunk.
+    `Schedule` has the epochs, their minibatches, and the early stop.
 
     Args:
         config: the run's configuration.
@@ -167,38 +165,32 @@ def update(
     ppo, value = config.ppo, config.value
     batch = training_batch(config, state.coefficients, rollout, forward, advantages, functions)
     set_learning_rates(state, ppo, value)
-    separate, targets, value_epochs = state.separate_value, batch.value_targets, 0
+    separate, targets = state.separate_value, batch.value_targets
     if (targets is None) != (state.value_model is None):
         raise ValueError("a value model without targets, or targets without a value model")
-    if isinstance(value, SeparateValue):
-        value_epochs = ppo.epochs if value.epochs is None else value.epochs
-    stopped = False
-    for epoch in range(max(ppo.epochs, value_epochs)):
-        shuffled = minibatches(len(rollout.lengths), ppo.minibatch_size, config.seed, state.iteration, epoch)
-        for number, sequences in enumerate(shuffled):
-            own = micro_batches_of_rank(config.layout, ppo.replay_routes, rollout, sequences, ranks)
-            minibatch = minibatch_of(ppo.aggregation, batch, sequences, own)
-            of_policy, of_value = None, None
-            if epoch < ppo.epochs and not stopped:
-                stream = ("update", state.iteration, epoch, number)
-                of_policy, of_value = policy_step(config, state, batch, minibatch, ranks, stream)
-                stopped = ppo.early_stop_kl is not None and of_policy.approx_kl > ppo.early_stop_kl
-            if separate is not None and targets is not None and epoch < value_epochs:
-                of_value = value_step(*separate, targets, minibatch, ranks)
-            if of_policy is None and of_value is None:
-                return
-            clock.lap("update")
-            digests = state.digests()
-            clock.lap("digests")
-            step = MinibatchUpdate(
-                epoch=epoch,
-                minibatch=number,
-                tokens=minibatch.tokens,
-                loss_weights=minibatch.loss_weights,
-                policy=of_policy,
-                value=of_value,
-            )
-            yield step, digests
+    schedule = Schedule(config, state.iteration)
+    for turn in schedule.turns(len(rollout.lengths)):
+        own = micro_batches_of_rank(config.layout, ppo.replay_routes, rollout, turn.sequences, ranks)
+        minibatch = minibatch_of(ppo.aggregation, batch, turn.sequences, own)
+        of_policy, of_value = None, None
+        if turn.of_policy:
+            stream = ("update", state.iteration, turn.epoch, turn.minibatch)
+            of_policy, of_value = policy_step(config, state, batch, minibatch, ranks, stream)
+            schedule.follow(of_policy)  # may end the policy's turns
+        if separate is not None and targets is not None and turn.of_value:
+            of_value = value_step(*separate, targets, minibatch, ranks)
+        clock.lap("update")
+        digests = state.digests()
+        clock.lap("digests")
+        step = MinibatchUpdate(
+            epoch=turn.epoch,
+            minibatch=turn.minibatch,
+            tokens=minibatch.tokens,
+            loss_weights=minibatch.loss_weights,
+            policy=of_policy,
+            value=of_value,
+        )
+        yield step, digests
 
 
 def policy_step(

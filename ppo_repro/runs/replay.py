@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,9 +34,9 @@ from ppo_repro.stages.forward import kl_terms_of
 from ppo_repro.stages.rewards import compute_advantages, rewards_from
 from ppo_repro.stages.training_batch import (
     Minibatch,
+    Schedule,
     TrainingBatch,
     minibatch_of,
-    minibatches,
     training_batch,
 )
 from ppo_repro.stages.updates import policy_update, value_update
@@ -328,14 +329,16 @@ def _again(
 
 
 def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[buffers.MinibatchUpdate]:
-    """Yield the recorded optimizer steps; the seed determines their minibatches."""
-    steps, count = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows
-    lengths = batch.rollout.lengths
-    end, stopped = 0, False
-    for step in steps:
-        epoch, number = step["epoch"], step["minibatch"]
-        shuffled = minibatches(len(lengths), config.ppo.minibatch_size, config.seed, records.iteration, epoch)
-        minibatch = minibatch_of(config.ppo.aggregation, batch, shuffled[number])
+    """Yield the optimizer steps of the schedule, with the recorded results of the networks."""
+    steps, count, end = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows, 0
+    schedule = Schedule(config, records.iteration)
+    for step, turn in zip_longest(steps, schedule.turns(len(batch.rollout.lengths))):
+        if step is None or turn is None:
+            more = "fewer" if step is None else "more"
+            raise PromiseBroken(
+                f"table steps, iteration {records.iteration}: has {len(steps)} rows, {more} than epochs and KL give"
+            )
+        minibatch = minibatch_of(config.ppo.aggregation, batch, turn.sequences)
         start, end = end, end + len(minibatch.tokens)
         if end > count:
             raise PromiseBroken(
@@ -343,18 +346,18 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
                 f"the minibatches of the recorded steps have at least {end} tokens"
             )
         rows, policy = slice(start, end), None
-        if epoch < config.ppo.epochs and not stopped:
+        if turn.of_policy:
             policy = _policy(config, batch, minibatch, records, rows, step["grad_norm"])
+        if policy is not None:
+            schedule.follow(policy)
         value = None
         new_values = records.tensor_or_none("updates", "new_values", rows)
         if batch.value_targets is not None and new_values is not None:
             columns = value_loss(batch.value_targets, minibatch.tokens, new_values)
             value = value_update(minibatch, columns, step["value_grad_norm"])
-        if policy is not None and config.ppo.early_stop_kl is not None:
-            stopped = policy.approx_kl > config.ppo.early_stop_kl
         yield buffers.MinibatchUpdate(
-            epoch=epoch,
-            minibatch=number,
+            epoch=turn.epoch,
+            minibatch=turn.minibatch,
             tokens=minibatch.tokens,
             loss_weights=minibatch.loss_weights,
             policy=policy,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import permutation
-from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, ReturnStatistics, Rollout
+from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, PolicyUpdate, ReturnStatistics, Rollout
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     CispoObjective,
@@ -27,6 +28,7 @@ from ppo_repro.config.algorithm import (
     PPOConfig,
     RatioRejection,
     Rejection,
+    SeparateValue,
     SequenceClipObjective,
     UnclippedObjective,
     ValueConfig,
@@ -241,6 +243,44 @@ def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int
     """
     order = torch.from_numpy(permutation(sequences, "minibatches", seed, iteration, epoch))
     return [chunk.sort().values for chunk in order.split(size)]
+
+
+class Turn(NamedTuple):
+    """One minibatch of one epoch, and which models take a step on it."""
+
+    epoch: int
+    minibatch: int
+    sequences: Tensor  # [S] int64, the responses of the minibatch, ascending
+    of_policy: bool  # with any value head on the policy's trunk
+    of_value: bool  # a value model with a trunk of its own
+
+
+@dataclass
+class Schedule:
+    """The steps of one iteration: policy and value model each have a number of epochs, over the same minibatches.
+
+    After a minibatch with more KL than `early_stop_kl`, the policy takes no further step.
+    """
+
+    config: RunConfig
+    iteration: int
+    stopped: bool = False
+
+    def turns(self, sequences: int) -> Iterator[Turn]:
+        """Yield the turns on so many responses in order, until no model takes a step."""
+        ppo, value, seed = self.config.ppo, self.config.value, self.config.seed
+        value_epochs = value.epochs or ppo.epochs if isinstance(value, SeparateValue) else 0
+        for epoch in range(max(ppo.epochs, value_epochs)):
+            for number, chosen in enumerate(minibatches(sequences, ppo.minibatch_size, seed, self.iteration, epoch)):
+                of_policy, of_value = epoch < ppo.epochs and not self.stopped, epoch < value_epochs
+                if not (of_policy or of_value):
+                    return
+                yield Turn(epoch, number, chosen, of_policy, of_value)
+
+    def follow(self, update: PolicyUpdate) -> None:
+        """Let the policy's step decide whether the policy takes another one."""
+        limit = self.config.ppo.early_stop_kl
+        self.stopped = limit is not None and update.approx_kl > limit
 
 
 @dataclass(frozen=True)

@@ -135,3 +135,18 @@ def test_one_line_names_a_changed_number_and_files_alone_are_whole(cli: Cli, cop
     assert code == 1
     assert f"table tokens, iteration 1, column rewards, row {row}" in out.splitlines()[-1]
     assert cli.done("verify", copy, "--files").startswith("whole: complete")
+
+
+def test_steps_that_the_early_stop_leaves_out_are_named(cli: Cli, tmp_path: Path) -> None:
+    run_dir = record(tmp_path, "value={kind: head}", "ppo.early_stop_kl=0.5")
+    count = reader.read_moment(run_dir, manifest.load(run_dir), 1)["steps"].num_rows
+
+    def change(values: np.ndarray) -> np.ndarray:
+        values[0] = -90.0  # of one token in the first minibatch: a KL far above 0.5
+        return values
+
+    assert recomputed(run_dir).difference is None
+    rewrite_cell(run_dir, "updates", 1, "new_logprobs", change)
+    code, _, err = cli("verify", run_dir)
+    assert code == 1
+    assert f"table steps, iteration 1: has {count} rows, more than epochs and KL give" in err

@@ -56,10 +56,8 @@ def prepare(config: ControlConfig) -> ControlState:
     agent = Agent(size, environments.actions, config.network, config.numerics.mode, config.seed)
     settings = AdamWSettings(
         learning_rate=ppo.learning_rate,
-        beta1=0.9,
         beta2=0.999,
         eps=ppo.adam_eps,
-        weight_decay=0.0,
         max_grad_norm=ppo.max_grad_norm,
     )
     return ControlState(agent, Optimizer(agent, settings, config.numerics.mode), environments)

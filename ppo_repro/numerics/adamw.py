@@ -27,11 +27,11 @@ class AdamWSettings:
     """Settings of AdamW (Loshchilov and Hutter, 2019) and of gradient clipping by the global norm."""
 
     learning_rate: float
-    beta1: float
+    beta1: float = 0.9
     beta2: float
-    eps: float
-    weight_decay: float
-    max_grad_norm: float  # 0: gradients are not clipped
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0  # 0: gradients are not clipped
 
 
 @dataclass(frozen=True, kw_only=True)

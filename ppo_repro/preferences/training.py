@@ -184,9 +184,7 @@ def train_reward_model(
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
     optimizer = Optimizer(
         model,
-        AdamWSettings(
-            learning_rate=settings.learning_rate, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
-        ),
+        AdamWSettings(learning_rate=settings.learning_rate, beta2=0.98),
         numerics.mode,
         ranks,
     )

@@ -219,19 +219,8 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         check_pairs(pairs, policy.config.vocab_size, max_context)
         reference = training.pair_logprobs(frozen, pairs, temperature, mode, config.layout, self.ranks)
         digest = weights_digest(policy.named_parameters())
-        optimizer = Optimizer(
-            policy,
-            AdamWSettings(
-                learning_rate=config.dpo.learning_rate,
-                beta1=0.9,
-                beta2=0.95,
-                eps=1e-8,
-                weight_decay=0.0,
-                max_grad_norm=1.0,
-            ),
-            mode,
-            self.ranks,
-        )
+        settings = AdamWSettings(learning_rate=config.dpo.learning_rate, beta2=0.95)
+        optimizer = Optimizer(policy, settings, mode, self.ranks)
         yield DPOExecution(
             config=config,
             policy=policy,

@@ -89,7 +89,6 @@ def _value_model(
 def _adamw(ppo: PPOConfig, learning_rate: float) -> AdamWSettings:
     return AdamWSettings(
         learning_rate=learning_rate,
-        beta1=0.9,
         beta2=ppo.adam_beta2,
         eps=ppo.adam_eps,
         weight_decay=ppo.weight_decay,

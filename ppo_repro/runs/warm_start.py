@@ -84,14 +84,7 @@ def warm_start(
         progress: called with step, last step and loss in nats per token after each step.
     """
     policy = make_policy(source, numerics.mode, numerics.max_context)
-    settings = AdamWSettings(
-        learning_rate=config.warm_start_learning_rate,
-        beta1=0.9,
-        beta2=0.98,
-        eps=1e-8,
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-    )
+    settings = AdamWSettings(learning_rate=config.warm_start_learning_rate, beta2=0.98, weight_decay=0.01)
     optimizer = Optimizer(policy, settings, numerics.mode)
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     answers = tokenizer([p.solution for p in problems])["input_ids"]

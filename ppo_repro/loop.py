@@ -212,7 +212,7 @@ def policy_step(
     head, targets = state.value_head, batch.value_targets
 
     def losses_of(m: MicroBatch) -> tuple[Tensor, tuple[PolicyColumns, ValueColumns | None]]:
-        new = policy_pass(config, state, batch.rollout, m, stream)
+        new = policy_pass(state, config.kl, config.numerics.mode, m, batch.rollout, stream)
         kl_terms = kl_terms_of(batch, m.tokens, new.logprobs, new.exact_kl)
         of_policy = policy_loss(batch, m.tokens, new.logprobs, new.entropies, kl_terms)
         if head is None or targets is None:

@@ -85,7 +85,7 @@ def clip_rule(config: RunConfig, iteration: pd.Series, band: tuple[float, float]
             "give a clip range to see what it would have clipped"
         )
     value_range = None if isinstance(value, NoValue) else value.clip_range
-    if value_range is not None and not isinstance(value, NoValue) and value.normalize_returns:
+    if value_range is not None and value.normalize_returns:
         value_range *= float(iteration["return_scale"])
     return ClipRule(config.ppo.ratio_anchor, low, high, dual, value_range)
 

@@ -6,7 +6,7 @@ If methods have different fields, `kind` chooses a method, so that every field h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -256,6 +256,7 @@ class NoValue(Section):
     """No value model: for group advantages."""
 
     kind: Literal["none"] = Field(description="Predict no values.")
+    normalize_returns: ClassVar[bool] = False
 
 
 ValueConfig = Annotated[
@@ -287,7 +288,21 @@ class FunctionEstimator(CheckedFunction):
 AnyEstimator = Annotated[Annotated[KLEstimator, WORD] | Annotated[FunctionEstimator, FUNCTION], WORD_OR_FUNCTION]
 
 
-class KLInReward(Section):
+class KLPlace(Section):
+    """What the loop must know of any place of the KL."""
+
+    @property
+    def reverses_exactly(self) -> bool:
+        """Return whether the rewards are charged KL(reference || policy) over the whole vocabulary."""
+        return False
+
+    @property
+    def differentiates_exactly(self) -> bool:
+        """Return whether the loss has a KL over the whole vocabulary, which takes the reference's logits in updates."""
+        return False
+
+
+class KLInReward(KLPlace):
     """KL(policy || reference), estimated before the update and subtracted from the rewards."""
 
     placement: Literal["reward"] = Field("reward", description="Charge the KL in the rewards.")
@@ -299,6 +314,10 @@ class KLInReward(Section):
     charge: KLCharge = Field("token", description="On the token, on its word's end, by length, or on the last token.")
     controller: Controller = Field(FixedController(), description="How kl_coef moves between iterations.")
 
+    @property
+    def reverses_exactly(self) -> bool:
+        return self.estimator == "exact" and self.direction == "reference_policy"
+
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         if self.controller.kind == "adaptive" and not self.kl_coef:
@@ -308,15 +327,19 @@ class KLInReward(Section):
         return self
 
 
-class KLInLoss(Section):
+class KLInLoss(KLPlace):
     """KL(policy || reference) as a term of the loss."""
 
     placement: Literal["loss"] = Field(description="Add the KL to the loss.")
     kl_coef: NonNegative = Field(0.05, description="Weight of the term.")
     estimator: AnyEstimator = Field("k3", description="Differentiated as written; k1 has no expected gradient.")
 
+    @property
+    def differentiates_exactly(self) -> bool:
+        return self.estimator == "exact"
 
-class NoKL(Section):
+
+class NoKL(KLPlace):
     """No KL penalty; KL(policy || reference) is still recorded."""
 
     placement: Literal["none"] = Field(description="Charge no KL.")

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.base.clock import moment
 from ppo_repro.base.errors import UserError
 from ppo_repro.buffers import Episode, Evaluation, Iteration, WarmStartStep
-from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
+from ppo_repro.config.algorithm import AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.layout import RecordLevel
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.sums import mean_of, run_sums
@@ -281,8 +281,7 @@ def count_disagreement(
 def _iteration(item: Iteration, config: RunConfig) -> Columns:
     rollout, forward, rewards = item.rollout, item.forward, item.rewards
     evaluation, returns, objective = item.evaluation, item.advantages.returns, config.ppo.objective
-    in_force = item.coefficients
-    is_normalised = not isinstance(config.value, NoValue) and config.value.normalize_returns
+    in_force, is_normalised = item.coefficients, config.value.normalize_returns
     count, tokens = len(rollout.lengths), len(rollout.response_ids)
     first, ref_kl, explained = item.updates[0], mean_of(forward.ref_kl), None
     assert first.policy is not None

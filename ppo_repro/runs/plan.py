@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say, size
-from ppo_repro.config.algorithm import KLInLoss, LoraConfig, SeparateValue
+from ppo_repro.config.algorithm import LoraConfig, SeparateValue
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import ModelFolder, RunConfig
@@ -202,11 +202,10 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
     rounded = FLOAT * models[0].packed if sampler.precision.weights != "float32" else 0
     # a frozen model frees its packed weights after its pass; a value model is packed after the reference
     working = sum(model.packed for model in trained)
-    in_loss = isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact"
     packed = {
         "rollout": working,
         "scoring": models[0].packed + max(model.packed for model in models[1:]),
-        "update": working + policy.packed(policy.struct.vocabulary) * in_loss,
+        "update": working + policy.packed(policy.struct.vocabulary) * config.kl.differentiates_exactly,
     }
     row, vocabulary = context - 1, policy.struct.vocabulary
     of_logits = [

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ppo_repro import buffers
 from ppo_repro.base.errors import PromiseBroken, UserError
-from ppo_repro.config.algorithm import KLConfig, KLInLoss, KLInReward
 from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss, value_loss
@@ -260,19 +259,14 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     return Recomputed(recorded.num_iterations - start, compared, left_out, None, None)
 
 
-def _has_exact_kl(charged: KLConfig) -> bool:
-    """Return whether the loss has a KL over the whole vocabulary, which is not recorded."""
-    return isinstance(charged, KLInLoss) and charged.estimator == "exact"
-
-
 def _left_out(config: RunConfig) -> dict[Stage, str]:
     """Return the stages that need a column which level `lean` does not record, with the column."""
-    kl, needs = config.kl, dict[Stage, str]()
+    needs = dict[Stage, str]()
     if config.records.level != "lean":
         return needs
-    if isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy":
+    if config.kl.reverses_exactly:
         needs["rewards"] = "tokens.reverse_ref_kl"
-    if _has_exact_kl(config.kl):
+    if config.kl.differentiates_exactly:
         needs["losses"] = "updates.kl_terms"
     return needs
 
@@ -372,7 +366,7 @@ def _policy(
     logprobs, entropies = (records.tensor_or_none("updates", n, rows) for n in ("new_logprobs", "new_entropies"))
     if logprobs is None or entropies is None:
         return None
-    if not _has_exact_kl(config.kl):
+    if not config.kl.differentiates_exactly:
         kl_terms = kl_terms_of(batch, tokens, logprobs, None)
     else:
         kl_terms = records.tensor_or_none("updates", "kl_terms", rows)
@@ -386,7 +380,7 @@ def _compare(
     config: RunConfig, recorded: Manifest, records: Records, computed: Mapping[str, pa.Table], stage: Stage
 ) -> tuple[int, Difference | None]:
     """Return the number of compared values of a stage, and the first difference."""
-    skipped = {("updates", "kl_terms")} if _has_exact_kl(config.kl) else set()
+    skipped = {("updates", "kl_terms")} if config.kl.differentiates_exactly else set()
     if "evaluations" not in records.tables:
         skipped |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}
     count = 0

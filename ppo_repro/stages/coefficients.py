@@ -15,7 +15,6 @@ from ppo_repro.config.algorithm import (
     KLConfig,
     KLInReward,
     NoKL,
-    NoValue,
     Objective,
     PenaltyObjective,
     PPOConfig,
@@ -71,8 +70,7 @@ def next_coefficients(
         kl, first = last_kl(updates), objective.penalty_coef
         coef = adaptive_penalty_coef(coefficients.penalty_coef, kl, objective.target_kl, first)
         coefficients = replace(coefficients, penalty_coef=coef)
-    is_normalised = not isinstance(config.value, NoValue) and config.value.normalize_returns
-    if is_normalised and advantages.returns is not None:
+    if config.value.normalize_returns and advantages.returns is not None:
         coefficients = replace(coefficients, returns=coefficients.returns.joined(advantages.returns.tolist()))
     return coefficients
 

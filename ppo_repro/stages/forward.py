@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ppo_repro.base.mode import Mode
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import ForwardPass, ReturnStatistics, Rollout
-from ppo_repro.config.algorithm import KLConfig, KLInLoss, KLInReward
+from ppo_repro.config.algorithm import KLConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, micro_batches
 from ppo_repro.models.networks import ValueModel, hidden_states, seen_states, values_of
@@ -90,16 +90,12 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         old_logprobs=of_tokens.logprobs,
         ref_logprobs=of_tokens.ref_logprobs,
         ref_kl=of_tokens.ref_kl,
-        reverse_ref_kl=of_tokens.reverse_ref_kl if _charges_reverse(config.kl) else None,
+        reverse_ref_kl=of_tokens.reverse_ref_kl if config.kl.reverses_exactly else None,
         entropies=of_tokens.entropies,
         prob_sq_sums=of_tokens.prob_sq_sums,
         routes=torch.cat([score.routes for score in scored]),
         values=None if state.value_model is None else values,
     )
-
-
-def _charges_reverse(charged: KLConfig) -> bool:
-    return isinstance(charged, KLInReward) and charged.estimator == "exact" and charged.direction == "reference_policy"
 
 
 def values_in_reward_units(model: ValueModel, returns: ReturnStatistics, hidden: Tensor, m: MicroBatch) -> Tensor:
@@ -145,7 +141,7 @@ def _distributions(
         ref_kl = kl_divergence(own, other, temperature, eligible)
         squares = prob_sq_sum(own, temperature, eligible)
         reverse = torch.empty(0)
-        if _charges_reverse(charged):
+        if charged.reverses_exactly:
             reverse = kl_divergence(other, own, temperature, eligible)
         return Distributions(
             logprobs=logprobs,
@@ -159,21 +155,24 @@ def _distributions(
     return Distributions(*in_chunks(of_rows, hidden, m.batch.rows, policy.config.vocab_size))
 
 
-def policy_pass(config: RunConfig, state: TrainState, rollout: Rollout, m: MicroBatch, stream: Stream) -> PolicyPass:
+def policy_pass(
+    state: TrainState, charged: KLConfig, mode: Mode, m: MicroBatch, rollout: Rollout, stream: Stream
+) -> PolicyPass:
     """Run the policy over a micro-batch of n tokens, with gradients.
 
     Args:
-        config: gives numerics mode and KL term.
         state: has policy, reference and the hook that may change hidden states.
-        rollout: gives the temperature and the tokens that top-k and top-p keep.
+        charged: says whether the loss has a KL over the whole vocabulary.
+        mode: of the numerics.
         m: the micro-batch.
+        rollout: gives the temperature and the tokens that top-k and top-p keep.
         stream: names the pass for the hook.
     """
     hidden, ref_hidden = hidden_states(trunk_of(state.policy), m.batch, replay=True), None
-    if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
+    if charged.differentiates_exactly:
         with torch.no_grad():
             ref_hidden = hidden_states(trunk_of(state.reference), m.batch)
-    temperature, mode = rollout.temperature, config.numerics.mode
+    temperature = rollout.temperature
 
     def of_rows(hidden: Tensor, rows: slice, where: Rows) -> tuple[Tensor, ...]:
         own = logits(state.policy, hidden, where)

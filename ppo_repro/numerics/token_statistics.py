@@ -159,10 +159,15 @@ def _native_log_softmax(logits: Tensor, temperature: float, eligible: Tensor | N
     return scaled.log_softmax(-1)
 
 
-def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
-    """Return sum_v p_v^2, float32 [n]."""
-    targets = torch.zeros(len(logits), dtype=torch.int64)
-    return _statistics(_dense(logits.detach()), targets, temperature, _mask(eligible, logits.device)).squares
+def statistics_with_squares(
+    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: Mode
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `token_statistics` and, by the kernels in both modes, sum_v p_v^2, float32 [n]; without gradients."""
+    logits = logits.detach()
+    found = _statistics(_dense(logits), targets.contiguous(), temperature, _mask(eligible, logits.device))
+    if is_deterministic_mode(mode):
+        return found.logprobs, found.entropies, found.squares
+    return *token_statistics(logits, targets, temperature, eligible, mode), found.squares
 
 
 def _divergence_struct(

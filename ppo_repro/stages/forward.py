@@ -25,7 +25,12 @@ from ppo_repro.models.state import Stream, TrainState
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.network import forget_packed, logits
 from ppo_repro.numerics.sequences import Rows
-from ppo_repro.numerics.token_statistics import expand_kept, kl_divergence, prob_sq_sum, token_statistics
+from ppo_repro.numerics.token_statistics import (
+    expand_kept,
+    kl_divergence,
+    statistics_with_squares,
+    token_statistics,
+)
 from ppo_repro.stages.training_batch import TrainingBatch
 
 LOGITS_AT_ONCE = 1 << 24  # elements of the logits that are in memory at once
@@ -136,10 +141,9 @@ def _distributions(
         own = logits(policy, hidden)
         other = logits(reference, ref_hidden[rows])
         eligible = expand_kept(rollout.kept_tokens[m.tokens[rows]], own.shape[-1])
-        logprobs, entropies = token_statistics(own, m.batch.targets[rows], temperature, eligible, mode)
+        logprobs, entropies, squares = statistics_with_squares(own, m.batch.targets[rows], temperature, eligible, mode)
         ref_logprobs = token_statistics(other, m.batch.targets[rows], temperature, eligible, mode)[0]
         ref_kl = kl_divergence(own, other, temperature, eligible)
-        squares = prob_sq_sum(own, temperature, eligible)
         reverse = torch.empty(0)
         if charged.reverses_exactly:
             reverse = kl_divergence(other, own, temperature, eligible)

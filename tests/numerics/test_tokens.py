@@ -59,8 +59,11 @@ def test_statistics_and_their_gradient(drawn: tuple[int, int, int, str], tempera
     z.requires_grad_()
     found = (*tokens.token_statistics(z, targets, temperature, eligible, "deterministic"),)
     expected = definition.statistics(z.detach().numpy(), targets.numpy(), temperature, array(eligible))
-    squares = tokens.prob_sq_sum(z, temperature, eligible)
-    assert all(same(a, b) for a, b in zip((*found, squares), expected, strict=True))
+    with_squares = tokens.statistics_with_squares(z, targets, temperature, eligible, "deterministic")
+    assert all(same(a, b) for a, b in zip(with_squares, expected, strict=True))
+    assert all(same(a, b) for a, b in zip(found, expected[:2], strict=True))
+    native = tokens.statistics_with_squares(z, targets, temperature, eligible, "native")
+    assert same(native[2], expected[2])
     seeds = torch.randn(2, len(z), generator=seeded(drawn[2] + 3)) * (torch.arange(len(z)) > 0)  # the first row's: 0
     torch.autograd.backward(found, tuple(seeds))
     arguments = z.detach().numpy(), targets.numpy(), temperature, array(eligible), *seeds.numpy()
@@ -126,7 +129,7 @@ def test_logits_that_are_not_finite_end_the_run(value: float) -> None:
     calls = [
         lambda: tokens.token_statistics(bad, positions % 40, 1.0, None, "deterministic"),
         lambda: tokens.token_statistics(bad, positions % 40, 1.0, None, "native"),
-        lambda: tokens.prob_sq_sum(bad, 1.0, None),
+        lambda: tokens.statistics_with_squares(bad, positions % 40, 1.0, None, "native"),
         lambda: tokens.kl_divergence(bad, z, 1.0, None),
         lambda: tokens.kl_divergence(z, bad, 1.0, None),
         lambda: tokens.cut_tokens(bad, 5, 1.0),

@@ -272,14 +272,14 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
             engine = stack.enter_context(
                 rollout_engine(
                     config,
-                    prepared.engine,
-                    prepared.state,
-                    prepared.task.tokenizer,
-                    own,
-                    run_dir,
-                    self.recorded,
-                    self.watcher,
-                    self.ranks,
+                    built_in=prepared.engine,
+                    state=prepared.state,
+                    tokenizer=prepared.task.tokenizer,
+                    own=own,
+                    run_dir=run_dir,
+                    recorded=self.recorded,
+                    watcher=self.watcher,
+                    ranks=self.ranks,
                 )
             )
             yield LanguageExecution(config, prepared, engine, self.ranks, task, self.watcher, accuracy)

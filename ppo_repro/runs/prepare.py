@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,19 +22,17 @@ from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.models.folders import load_reward_model, require_same_tokens, try_to_save
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.lora import Lora
-from ppo_repro.models.networks import make_policy
 from ppo_repro.models.reward_model import make_reward_model
 from ppo_repro.models.state import TrainState
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.numerics import library
-from ppo_repro.numerics.devices import Card, kernels_of, torch_device
+from ppo_repro.numerics.devices import kernels_of, torch_device
 from ppo_repro.numerics.families import routers
-from ppo_repro.numerics.interface import CPU
 from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.runs.train_state import train_state
 from ppo_repro.runs.warm_start import warm_start
-from ppo_repro.sampling.built_in import TorchEngine, in_dtype
+from ppo_repro.sampling.built_in import TorchEngine
 from ppo_repro.sampling.faults.trainer import check_training_prompts
 from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, load_source
@@ -127,23 +124,18 @@ def _check_routes(config: RunConfig, source: PreTrainedModel) -> None:
         raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
 
 
-def _engine(
-    config: RunConfig, source: PreTrainedModel, sampled: PreTrainedModel, end_tokens: frozenset[int]
-) -> TorchEngine:
-    """Make the built-in engine on the sampler's policy, or on a stock copy of it."""
-    layout, max_context, stock = config.layout, config.numerics.max_context, config.mismatch.sampler.stock
-    policy, live = sampled, None
-    if stock is not None:
-        policy, live = in_dtype(make_policy(source, "native", max_context), getattr(torch, stock)), sampled
+def _engine(config: RunConfig, state: TrainState, end_tokens: frozenset[int]) -> TorchEngine:
+    """Make the built-in engine on the policy as the sampler has it."""
+    layout = config.layout
     return TorchEngine(
-        policy,
+        state.sampler or state.policy,
         end_tokens,
         config.numerics.mode,
-        max_context,
+        config.numerics.max_context,
         seats=layout.rollout_slots,
         prefill_chunk=layout.prefill_chunk,
         prefix_cache=layout.prefix_cache,
-        live=live,
+        live=None if config.mismatch.sampler.stock is None else state.policy,
     )
 
 
@@ -205,9 +197,5 @@ def prepare(
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, watcher, ranks)
     spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
     task = Task(problems, ids, judge, reward_model, tokenizer, brought.step, functions, spelled)
-    state, sampled, lora = train_state(config, source, reward_model, share, ranks)
-    engine = _engine(config, source, sampled, ends)
-    state.sampler = engine.policy if engine.policy is not state.policy else None
-    if numerics.mode == "deterministic" and numerics.cross_check and isinstance(kernels_of(device), Card):
-        state.cpu_policy = nn.Module.to(deepcopy(state.policy), CPU)
-    return Prepared(task, state, engine, steps, reward_training, lora)
+    state, lora = train_state(config, source, reward_model, share, ranks)
+    return Prepared(task, state, _engine(config, state, ends), steps, reward_training, lora)

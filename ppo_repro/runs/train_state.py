@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -13,16 +16,19 @@ from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
 from ppo_repro.models.reward_model import value_model_from
 from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.numerics.adamw import AdamWSettings
+from ppo_repro.numerics.devices import Card, kernels_of
 from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.interface import CPU
 from ppo_repro.numerics.optimizer import Optimizer
+from ppo_repro.sampling.built_in import in_dtype
 from ppo_repro.sampling.faults.trainer import dropout
 from ppo_repro.stages.coefficients import first_coefficients
 
 
 def train_state(
     config: RunConfig, source: PreTrainedModel, reward_model: PreTrainedModel | None, share: bool, ranks: Ranks
-) -> tuple[TrainState, PreTrainedModel, Lora | None]:
-    """Make the state before the first step, the policy as the sampler has it, and the policy's adapters.
+) -> tuple[TrainState, Lora | None]:
+    """Make the state before the first step, and the policy's adapters.
 
     Args:
         config: the run.
@@ -35,7 +41,7 @@ def train_state(
     policy = networks.make_policy(source, mode, max_context)
     reference = networks.make_policy(source, mode, max_context).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
-    sampled = networks.rounded_view(policy, networks.precision_of(config.mismatch.sampler.precision))
+    sampler = networks.rounded_view(policy, networks.precision_of(config.mismatch.sampler.precision))
     if config.layout.gradient_checkpointing:
         networks.checkpoint_gradients(trunk_of(policy))
     trained: nn.Module = policy
@@ -52,6 +58,9 @@ def train_state(
     if lag:
         parameters = dict(policy.named_parameters())
         versions = Versions(parameters, lag) if lora is None else Versions(lora.trained(), lag, lora.merge)
+    if stock := config.mismatch.sampler.stock:
+        sampler = in_dtype(networks.make_policy(source, "native", max_context), getattr(torch, stock))
+    on_card = mode == "deterministic" and isinstance(kernels_of(source.device), Card)
     state = TrainState(
         policy=policy,
         value_model=value_model,
@@ -60,9 +69,11 @@ def train_state(
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config.kl, config.ppo.objective),
         versions=versions,
+        sampler=None if sampler is policy else sampler,
         hidden_hook=dropout(config.mismatch.trainer.dropout, config.seed),
+        cpu_policy=nn.Module.to(deepcopy(policy), CPU) if on_card and config.numerics.cross_check else None,
     )
-    return state, sampled, lora
+    return state, lora
 
 
 def _value_model(

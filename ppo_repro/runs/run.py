@@ -205,30 +205,21 @@ def execute(
         require_room(run_dir, execution.bytes_to_keep())
         _begin(recorded, written, execution)
         clock.lap("preparation")
-        beside = _WritingBeside(written, thread)
+        beside = _RecordingBeside(recorded, written, thread)
         for item in execution.iterations():
             clock.divide(item.seconds)
-            computed, done, tables = computed + 1, item.index + 1, execution.tables(item)
-            beside.settle()
-            figures, seconds = execution.progress(item), sum(item.seconds.values())
-            tell = partial(kind.watcher.iteration, done, config.iterations, figures, seconds)
-            is_recorded, is_due = item.index < recorded.num_iterations, execution.is_checkpoint_due(done)
-            if is_recorded:
-                require_as_recorded(from_recorded(run_dir, recorded, item.index, tables))
-                tell()
-            else:
-                beside.write(item.index, tables, tell)
-            clock.lap("records")
+            computed, done, seconds = computed + 1, item.index + 1, sum(item.seconds.values())
+            tell = partial(kind.watcher.iteration, done, config.iterations, execution.progress(item), seconds)
+            beside.record(item.index, execution.tables(item), tell)
+            is_due = execution.is_checkpoint_due(done)
             if is_due:
-                beside.wait()
+                link = beside.link(item.index)
                 clock.lap("records")
-                # of a run that is not complete the fingerprint is the last link
-                link = recorded.iterations[item.index].chain if is_recorded else written.head.fingerprint
                 written.keep_only(execution.save_checkpoint(run_dir, written.head, link))
                 clock.lap("checkpoints")
             if computed == 1 or is_due:  # the first iteration says how long the others may take
                 beside.settle()
-                clock.lap("records")
+            clock.lap("records")
         clock.lap(OTHER)
         beside.settle()
         clock.lap("records")
@@ -244,27 +235,34 @@ def execute(
     clock.lap("records")
 
 
-class _WritingBeside:
-    """Writes the tables of an iteration in a thread while the next iteration is computed."""
+class _RecordingBeside:
+    """Writes the tables of an iteration in a thread while the next iteration is computed, or compares its record."""
 
-    def __init__(self, written: RunWriter, thread: ThreadPoolExecutor) -> None:
-        self._written, self._thread = written, thread
+    def __init__(self, recorded: Manifest, written: RunWriter, thread: ThreadPoolExecutor) -> None:
+        self._recorded, self._written, self._thread = recorded, written, thread
         self._begun: Future[None] | None = None
         self._tell: Callable[[], None] = lambda: None
 
-    def write(self, index: int, tables: Tables, tell: Callable[[], None]) -> None:
-        """Begin to write iteration `index`; call `tell` once the iteration is on disk."""
-        self._begun, self._tell = self._thread.submit(self._written.append, index, tables), tell
+    def record(self, index: int, tables: Tables, tell: Callable[[], None]) -> None:
+        """Begin to write iteration `index`, or compare it with its record; call `tell` once it is on disk."""
+        self.settle()
+        if index < self._recorded.num_iterations:
+            require_as_recorded(from_recorded(self._written.run_dir, self._recorded, index, tables))
+            tell()
+        else:
+            self._begun, self._tell = self._thread.submit(self._written.append, index, tables), tell
 
-    def wait(self) -> None:
-        """Wait until the begun iteration is on disk. Raises what the thread raised."""
-        if self._begun is not None:
-            self._begun.result()
+    def link(self, index: int) -> str:
+        """Return the link of the records' chain at iteration `index`, the last one, once it is on disk."""
+        if self._begun is None:
+            return self._recorded.iterations[index].chain
+        self._begun.result()
+        return self._written.head.fingerprint  # of a run that is not complete: the last link
 
     def settle(self) -> None:
         """Wait until the begun iteration is on disk, and call its `tell` once. Raises what the thread raised."""
-        self.wait()
         if self._begun is not None:
+            self._begun.result()
             self._begun = None
             self._tell()
 

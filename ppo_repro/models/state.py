@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,11 @@ class TrainState:
     copies: list[Weights] = field(default_factory=list)  # of a card's weights, on the CPU
     digesting: Sequence[Future[str]] = ()  # the digests of the last step
 
+    @cached_property
+    def _digesters(self) -> ThreadPoolExecutor:
+        """Return the threads that compute digests, as many as the kernels have; they end with the state."""
+        return ThreadPoolExecutor(library.load().threads, "digests")
+
     def free_sampler_memory(self) -> None:
         """Free the packed weights that only the sampler needs, until the next rollout."""
         if self.sampler is not None:
@@ -163,9 +169,9 @@ class TrainState:
         on_card = self.policy.device.type == "cuda"
         if on_card:
             weights = self.copied(weights)
-        pool = ThreadPoolExecutor(library.load().threads)
-        self.digesting = [pool.submit(weights_digest, named.items()) for named in weights]
-        pool.shutdown(wait=not on_card)
+        self.digesting = [self._digesters.submit(weights_digest, named.items()) for named in weights]
+        if not on_card:
+            wait(self.digesting)
         policy, *value = self.digesting
         return Digests(policy, value[0] if value else None)
 

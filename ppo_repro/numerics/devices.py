@@ -43,7 +43,7 @@ class Card(Kernels):
 
 
 class _Devices:
-    """Holder of this process's card after it is opened."""
+    """The card of this process: only `card` opens it, and it stays open until the process ends."""
 
     card: Card | None = None
 

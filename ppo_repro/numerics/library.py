@@ -42,7 +42,8 @@ class Kernels:
         self._functions = functions
         self._failure = functions.last_failure()
         self.turn = threading.RLock()  # reentrant: a finalizer may run between the lines of a call
-        self.threads = 1  # of the pool, the caller included
+        # of the pool, the caller included. The process owns it, as it owns the library: only `set_threads` changes it
+        self.threads = 1
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = getattr(self._functions, name)

@@ -197,8 +197,7 @@ def _update(config: RunConfig) -> Iterator[str]:
 
 
 def _sampler(config: RunConfig) -> Iterator[str]:
-    sampler, trainer, native = config.mismatch.sampler, config.mismatch.trainer, config.is_native
-    rollout, engine = config.rollout, config.rollout.engine
+    sampler, native, engine = config.mismatch.sampler, config.is_native, config.rollout.engine
     if engine.kind == "sglang" and engine.numerics == "deterministic" and native:
         yield "rollout.engine.numerics = deterministic needs numerics.mode = deterministic; stock goes with both"
     if native and sampler.precision.rounds:
@@ -207,27 +206,19 @@ def _sampler(config: RunConfig) -> Iterator[str]:
         yield ("mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample so anyway")
     if sampler.lag > 0 and config.ppo.iterations == 1:
         yield "mismatch.sampler.lag needs ppo.iterations of at least 2: the first one has no older weights"
-    recorded = "a rerun takes the recorded tokens of another engine"
-    built_in_only = {  # whether it is set, and why another engine does not have it
-        "mismatch.sampler.precision": (
-            sampler.precision.rounds,
-            "another engine has its own precision (of SGLang --dtype in arguments)",
-        ),
-        "mismatch.sampler.stock": (sampler.stock is not None, "SGLang has engine.numerics = stock"),
-        "mismatch.sampler.token_bias": (sampler.token_bias is not None, "its sampler adds the error"),
-        "task.max_turns greater than 1": (config.task.turns > 1, "other engines sample one turn"),
-        "rollout.stop": (bool(rollout.stop), "other engines end a response by end tokens alone"),
+    asked = {
+        "mismatch.sampler.precision": sampler.precision.rounds,
+        "mismatch.sampler.stock": sampler.stock is not None,
+        "mismatch.sampler.token_bias": sampler.token_bias is not None,
+        "task.max_turns greater than 1": config.task.turns > 1,
+        "rollout.stop": bool(config.rollout.stop),
+        "mismatch.flip = token": config.mismatch.flip == "token",
+        "mismatch.trainer.retokenize": config.mismatch.trainer.retokenize > 0,
+        "ppo.replay_routes": config.ppo.replay_routes,
     }
-    if engine.kind == "function":
-        built_in_only |= {
-            "mismatch.flip = token": (config.mismatch.flip == "token", recorded),
-            "mismatch.trainer.retokenize": (trainer.retokenize > 0, recorded),
-            "ppo.replay_routes": (config.ppo.replay_routes, "a function engine returns no routes"),
-        }
-    if engine.kind != "torch":
-        for field, (is_set, why) in built_in_only.items():
-            if is_set:
-                yield f"{field} needs rollout.engine.kind = torch: {why}"
+    for field, why in engine.lacks.items():
+        if asked[field]:
+            yield f"{field} needs rollout.engine.kind = torch: {why}"
 
 
 def _trainer(config: RunConfig) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -16,6 +16,7 @@ from ppo_repro.config.fields import field_paths, sections_of, tag_of
 from ppo_repro.config.yaml_text import describe_value
 
 MAX_MISTAKES = 30  # lines that are printed; a screen holds no more
+LIMIT = "must be "  # how the limits of a value begin
 NEARLY = 0.8  # share of letters in common by which a field of another section may be meant
 
 # by pydantic's type of an error, with the limits that pydantic names beside it
@@ -41,26 +42,34 @@ MUST = {
 }
 
 
+class Mistake(NamedTuple):
+    """One mistake: a field, with its value unless that is a section, and what is wrong with it."""
+
+    about: str  # empty: of the whole configuration
+    wrong: str
+
+
 def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationError) -> list[str]:
     """Return one line for each mistake that pydantic found in the tree of a `model`, in the order of its fields.
 
     Fields of a section that belong to another kind of it share a line, and so do the allowed types of a value.
     """
-    by_value: dict[str, str] = {}
-    for line in dict.fromkeys(line for details in error.errors() for line in _lines(model, tree, details)):
-        value, must, allowed = line.partition(": must be ")
-        by_value[value] = f"{by_value[value]} or {allowed}" if must and value in by_value else line
-    lines = list(by_value.values())
+    found = dict.fromkeys(mistake for details in error.errors() for mistake in _found(model, tree, details))
+    merged: dict[Mistake, str] = {}  # what is wrong; the key has no limits, which share a line
+    for about, wrong in found:
+        key = Mistake(about, LIMIT if wrong.startswith(LIMIT) else wrong)
+        merged[key] = f"{merged[key]} or {wrong.removeprefix(LIMIT)}" if key in merged else wrong
+    lines = [f"{about}: {wrong}" if about else wrong for (about, _), wrong in merged.items()]
     more = len(lines) - MAX_MISTAKES
     return lines if more <= 0 else [*lines[:MAX_MISTAKES], f"{more} more mistakes; correct these first"]
 
 
-def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) -> list[str]:
+def _found(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) -> list[Mistake]:
     steps, value, context = _written(tree, details), details["input"], details.get("ctx", {})
     path = ".".join(map(str, steps))
     match details["type"]:
         case "missing":
-            return [f"{path}: missing; add it"]
+            return [Mistake(path, "missing; add it")]
         case "union_tag_not_found":
             return _without_kind(model, steps, value)
         case "union_tag_invalid":
@@ -68,15 +77,16 @@ def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) 
         case "extra_forbidden":
             return _unknown(model, tree, steps, details)
         case "value_error":  # a check of ours, which may find several mistakes
-            about = f"{path}: " if isinstance(value, dict) else f"{path} = {value!r}: "
-            return [f"{about if path else ''}{line}" for line in str(context["error"]).splitlines()]
+            about = path if isinstance(value, dict) or not path else f"{path} = {value!r}"
+            return [Mistake(about, line) for line in str(context["error"]).splitlines()]
         case "literal_error":
             words = context["expected"].split("'")[1::2]
             meant = did_you_mean(str(value)[:100], words)
-            return [f"{path} = {value!r}: must be {'one of ' * (len(words) > 1)}{', '.join(words)}{meant}"]
+            allowed = f"{'one of ' * (len(words) > 1)}{', '.join(words)}{meant}"
+            return [Mistake(f"{path} = {value!r}", LIMIT + allowed)]
         case kind:
             must = MUST[kind].format_map(context) if kind in MUST else details["msg"]
-            return [f"{path} = {value!r}: {must}"]
+            return [Mistake(f"{path} = {value!r}", must)]
 
 
 def _written(tree: Any, details: ErrorDetails) -> list[int | str]:
@@ -107,27 +117,27 @@ def _tags(kinds: Sequence[type[BaseModel]]) -> tuple[str, dict[str, type[BaseMod
     return chooser, {str(tag_of(kind.model_fields[chooser])): kind for kind in kinds}
 
 
-def _without_kind(model: type[BaseModel], steps: Sequence[int | str], section: Mapping[str, Any]) -> list[str]:
-    """Return the lines for a section that names no kind: the possible kinds, and the fields that no kind has."""
+def _without_kind(model: type[BaseModel], steps: Sequence[int | str], section: Mapping[str, Any]) -> list[Mistake]:
+    """Return the mistakes of a section that names no kind: the possible kinds, and the fields that no kind has."""
     path, (chooser, kinds) = ".".join(map(str, steps)), _tags(_sections_at(model, steps))
     known = {name for kind in kinds.values() for name in kind.model_fields}
     fitting = [tag for tag, kind in kinds.items() if known & section.keys() <= kind.model_fields.keys()]
     likely = f"; with these fields {fitting[0]}" if len(fitting) == 1 else ""
     every = list(field_paths(model))
-    strange = [_unknown_line(f"{path}.{name}", every) for name in section if name not in known]
-    return [f"{path}.{chooser}: missing; must be one of {', '.join(kinds)}{likely}", *strange]
+    strange = [_unknown_field(f"{path}.{name}", every) for name in section if name not in known]
+    return [Mistake(f"{path}.{chooser}", f"missing; must be one of {', '.join(kinds)}{likely}"), *strange]
 
 
-def _unknown_kind(model: type[BaseModel], steps: Sequence[int | str], tag: str) -> str:
+def _unknown_kind(model: type[BaseModel], steps: Sequence[int | str], tag: str) -> Mistake:
     chooser, kinds = _tags(_sections_at(model, steps))
     meant = did_you_mean(tag, list(kinds))
     if ".py" in tag and "function" in kinds:
         meant = f"; a function of your own is {{{chooser}: function, path: {tag!r}}}"
-    return f"{'.'.join(map(str, steps))}.{chooser} = {tag!r}: must be one of {', '.join(kinds)}{meant}"
+    return Mistake(f"{'.'.join(map(str, steps))}.{chooser} = {tag!r}", f"must be one of {', '.join(kinds)}{meant}")
 
 
-def _unknown(model: type[BaseModel], tree: Any, steps: Sequence[int | str], details: ErrorDetails) -> list[str]:
-    """Return the lines for a field that its section does not have.
+def _unknown(model: type[BaseModel], tree: Any, steps: Sequence[int | str], details: ErrorDetails) -> list[Mistake]:
+    """Return the mistakes of a field that its section does not have.
 
     For a section of another framework, such as `algorithm: {lam: 1}`, each of its known fields has a line.
     """
@@ -138,12 +148,12 @@ def _unknown(model: type[BaseModel], tree: Any, steps: Sequence[int | str], deta
     known = list(field_paths(model))
     if isinstance(details["input"], dict) and not closest(str(name), _sections_in(known), NEARLY):
         leaves = [leaf for leaf in _leaves(path, details["input"]) if _same(leaf, known) or coming_from.reason(leaf)]
-        return [_unknown_line(leaf, known) for leaf in leaves or [path]]
-    return [_unknown_line(path, known)]
+        return [_unknown_field(leaf, known) for leaf in leaves or [path]]
+    return [_unknown_field(path, known)]
 
 
-def _of_another_kind(kinds: Sequence[type[BaseModel]], tree: Any, above: Sequence[int | str], chosen: str) -> str:
-    """Return the line for all fields of a section that its chosen kind does not have, and an override that works."""
+def _of_another_kind(kinds: Sequence[type[BaseModel]], tree: Any, above: Sequence[int | str], chosen: str) -> Mistake:
+    """Return the mistake of all fields of a section that its chosen kind does not have, and an override that works."""
     section = tree
     for step in above:
         section = section[step]
@@ -156,20 +166,20 @@ def _of_another_kind(kinds: Sequence[type[BaseModel]], tree: Any, above: Sequenc
     fields = ", ".join(f"{name}: {describe_value(value)}" for name, value in works.items())
     option = shlex.quote(f"{path}={{{fields}}}")
     them, belong = ("it", "belongs") if len(others) == 1 else ("them", "belong")
-    return (
-        f"{', '.join(f'{path}.{name}' for name in others)}: {belong} to another {path}.{chooser} than {chosen}; remove "
-        f"{them}, or replace the section: --set {option}"
+    return Mistake(
+        ", ".join(f"{path}.{name}" for name in others),
+        f"{belong} to another {path}.{chooser} than {chosen}; remove {them}, or replace the section: --set {option}",
     )
 
 
-def _unknown_line(path: str, known: Sequence[str]) -> str:
+def _unknown_field(path: str, known: Sequence[str]) -> Mistake:
     found = _same(path, known)
     why = None if found else coming_from.reason(path)
     if why is not None:
-        return f"{path}: no such field: {why}"
+        return Mistake(path, f"no such field: {why}")
     similar = found or _alike(path, known)
     advice = f"; did you mean {' or '.join(similar[:3])}?" if similar else ""
-    return f"{path}: unknown field; remove it or correct its name{advice}"
+    return Mistake(path, f"unknown field; remove it or correct its name{advice}")
 
 
 def _leaves(path: str, value: Any) -> list[str]:

@@ -17,7 +17,7 @@ import pandas as pd
 
 from ppo_repro.analysis.csv_text import csv_text
 from ppo_repro.analysis.figures import svg
-from ppo_repro.analysis.grids.outcomes import LAST, complete_cells, end_measures, k3_mean
+from ppo_repro.analysis.grids.outcomes import LAST, complete_cells, end_measures
 from ppo_repro.analysis.grids.table import comparisons, markdown
 from ppo_repro.analysis.program import program
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
@@ -26,6 +26,7 @@ from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.grids.study import BESIDE, RESULTS
 from ppo_repro.records import reader
+from ppo_repro.testing.kl import k3
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +56,7 @@ def outcome(run_dir: Path) -> dict[str, float]:
         **end_measures(rows),
         "length": float(rows["response_length_mean"].tail(LAST).mean()),
         "tokens": float(len(tokens)),
-        "k3": k3_mean(delta.to_numpy()),
+        "k3": float(k3(delta.to_numpy()).mean()),
     }
 
 

@@ -208,6 +208,7 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.runs.summary",
         "ppo_repro.testing.dumps",  # the audit's reader of dumps
         "ppo_repro.testing.diagnosis",
+        "ppo_repro.testing.kl",
     )
     allowed += ("ppo_repro.base.output",)  # their commands speak as the program does
     for path in files("analysis/**/*.py"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ from ppo_repro.analysis.clipping.flags import ratios_of
 from ppo_repro.analysis.clipping.update_rows import Bool, Float64, column
 from ppo_repro.config.algorithm import ImportanceWeights, Rejection
 from ppo_repro.config.run import RunConfig
+from ppo_repro.testing.kl import k2, k3
 
 WEIGHTLESS = ("masked_high", "masked_low", "rejected")  # the weight is 0
 
@@ -30,12 +30,6 @@ def ratios_at(delta: Float64, sequence: npt.NDArray[np.int64], level: str) -> Fl
     return ratios_of((sums / np.bincount(codes) if level == "geometric" else sums)[codes])
 
 
-def bounds_of(settings: ImportanceWeights) -> tuple[float, float]:
-    """Return the smallest and the largest ratio that importance weights do not change."""
-    cap, floor = math.inf if settings.cap is None else settings.cap, settings.floor or 0.0
-    return (1.0 / cap if settings.kind == "masked" and settings.floor is None else floor), cap
-
-
 def weights_of(
     settings: ImportanceWeights, delta: Float64, sequence: npt.NDArray[np.int64]
 ) -> tuple[Float64, npt.NDArray[np.object_]]:
@@ -44,7 +38,7 @@ def weights_of(
     A ratio outside the bounds is truncated to the nearer bound, or masked: its weight is 0. With `normalize`, weights
     are divided by their mean over the tokens, or over the responses if the level is not `token`.
     """
-    ratios, (low, high) = ratios_at(delta, sequence, settings.level), bounds_of(settings)
+    ratios, low, high = ratios_at(delta, sequence, settings.level), settings.lowest, settings.highest
     changes = np.full(len(ratios), "none", dtype=object)
     changes[ratios > high] = f"{settings.kind}_high"
     changes[ratios < low] = f"{settings.kind}_low"
@@ -66,8 +60,7 @@ def rejected(entry: Rejection, delta: Float64, sequence: npt.NDArray[np.int64]) 
         return (ratios < entry.low) | (ratios > entry.high)
     if entry.kind == "veto":
         return (np.bincount(codes, ratios_of(delta) < entry.below) > 0)[codes]
-    with np.errstate(over="ignore"):
-        values = delta**2 / 2.0 if entry.estimator == "k2" else np.expm1(delta) - delta
+    values = k2(delta) if entry.estimator == "k2" else k3(delta)
     if entry.level == "token":
         return values > entry.above
     if entry.level == "max":

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from ppo_repro.analysis.clipping.flags import flags_of_ratios, ratios_of
 from ppo_repro.analysis.clipping.update_rows import ClipRule
@@ -17,6 +16,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ClipObjective
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.testing.kl import k3
 
 LAST = FIRST = 5  # iterations
 MEASURES = {
@@ -65,12 +65,7 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
         start = delta if ppo.ratio_anchor == "rollout" else np.zeros_like(delta)
         rule = ClipRule(ppo.ratio_anchor, clip.clip_range, clip.high, clip.dual_clip, None)
         floor = float(flags_of_ratios(ratios_of(start), tokens["advantages"].to_numpy(), rule)["grad_zero"].mean())
-    return k3_mean(delta), floor
-
-
-def k3_mean(delta: NDArray[np.float64]) -> float:
-    """Return the mean of k3 = expm1(d) - d in nats over tokens, d = old - rollout log-prob."""
-    return float(np.mean(np.expm1(delta) - delta))
+    return float(k3(delta).mean()), floor
 
 
 def end_measures(rows: pd.DataFrame) -> dict[str, float]:

@@ -12,6 +12,7 @@ import pandas as pd
 from ppo_repro.analysis.mismatch.token import sequence_starts
 from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.clusters import Floats, Ratio
+from ppo_repro.testing.kl import k1, k3
 
 UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
 # token means with a standard error clustered by response
@@ -77,11 +78,11 @@ def _summed(tokens: pd.DataFrame, a: Floats) -> dict[str, Floats]:
         "abs_mean": tokens["abs_delta"].to_numpy(),
         "prob_abs_mean": np.abs(prob_diff),
         "mult_err": np.exp(np.abs(delta)),
-        "k1": -delta,
+        "k1": k1(delta),
         "k2": tokens["k2"].to_numpy(),
         "k3": tokens["k3"].to_numpy(),
         # rho delta - (rho - 1) in a form that is never negative
-        "kl_pg_nonneg": rho * (np.expm1(-delta) + delta),
+        "kl_pg_nonneg": rho * k3(-delta),
         "tv": 0.5 * np.abs(x),
         "x": x,
         "x_sq": x * x,

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.clipping.corrections import WEIGHTLESS, applied, bounds_of
+from ppo_repro.analysis.clipping.corrections import WEIGHTLESS, applied
 from ppo_repro.analysis.stats.clusters import Floats, exact_sum, mean
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Rejection, VetoRejection
+from ppo_repro.testing.kl import k3
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Remedy:
     def bounds(self) -> str:
         """Return the level and the bounds of the ratio as text."""
         if self.importance_weights is not None:
-            low, high = bounds_of(self.importance_weights)
-            return f"{self.importance_weights.level} [{low:g}, {high:g}]"
+            weights = self.importance_weights
+            return f"{weights.level} [{weights.lowest:g}, {weights.highest:g}]"
         return ", ".join(
             f"{e.level} [{e.low:g}, {e.high:g}]" if isinstance(e, RatioRejection) else e.kind for e in self.rejection
         )
@@ -61,9 +62,9 @@ def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> lis
     """Return the sums _SUMS of one chunk, one number [R] per response."""
     weights, changes = applied(remedy.importance_weights, remedy.rejection, delta, response)
     changed, without = changes.astype(str) != "none", np.isin(changes.astype(str), WEIGHTLESS)
+    divergence = k3(delta)
     with np.errstate(over="ignore"):
-        k3 = np.expm1(delta) - delta
-        columns = (changed, without, weights, weights * weights, k3, np.where(without, 0.0, k3))
+        columns = (changed, without, weights, weights * weights, divergence, np.where(without, 0.0, divergence))
     return [np.asarray(np.bincount(response, column), np.float64) for column in columns]
 
 

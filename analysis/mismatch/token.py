@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ppo_repro.testing.kl import k2, k3
+
 
 def ulp_distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     """Return the number of float32 steps between finite numbers a and b, int64 [N]; +0 and -0 are one number."""
@@ -27,9 +29,8 @@ def unequal_bits(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.
 def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
     """Return the chunk, one row per token, with one more column for each measure of mismatch.
 
-    float64: delta and abs_delta (nats), rho, prob_diff = exp(logprobs_b) - exp(logprobs_a), k2 = delta^2 / 2, k3 =
-    expm1(delta) - delta. int64: ulp. bool: bitwise_equal, finite. k1 = -delta and k3 estimate KL(a || b) without bias.
-    Source: Schulman, "Approximating KL divergence", 2020.
+    float64: delta and abs_delta (nats), rho, prob_diff = exp(logprobs_b) - exp(logprobs_a), k2 and k3 of
+    `testing.kl` (nats). int64: ulp. bool: bitwise_equal, finite.
 
     If a log-prob is not finite, `finite` is false, ulp is -1, and the other columns follow IEEE arithmetic. rho is
     infinite for delta > 709.
@@ -45,8 +46,8 @@ def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
             abs_delta=np.abs(delta),
             rho=np.exp(delta),
             prob_diff=np.exp(b) - np.exp(a),
-            k2=0.5 * delta * delta,
-            k3=np.expm1(delta) - delta,
+            k2=k2(delta),
+            k3=k3(delta),
             ulp=np.where(finite, ulp_distance(a32, b32), -1),
             bitwise_equal=~unequal_bits(a32, b32),
             finite=finite,

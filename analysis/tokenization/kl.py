@@ -1,8 +1,8 @@
 """Compute KL(policy || reference) and entropy of one iteration by token, word and response.
 
-Per token, with x = old_logprobs - ref_logprobs in nats and float64: k1 = x, k3 = expm1(-x) + x (Schulman, 2020), |k1|,
-and the recorded divergence over the whole distribution, `exact`. The sum of k1 over the tokens of a word is log p(word)
-/ q(word), however the word is cut into tokens; sums of the other three depend on the cut into tokens.
+Per token, with x = old_logprobs - ref_logprobs in nats and float64: k1 = x, k3 = e^-x - 1 + x, |k1|, and the recorded
+divergence over the whole distribution, `exact`. The sum of k1 over the tokens of a word is log p(word) / q(word),
+however the word is cut into tokens; sums of the other three depend on the cut into tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pandas as pd
 
 from ppo_repro.analysis.stats.clusters import Floats, segment_sums
 from ppo_repro.analysis.tokenization.words import Boundary, find_words, text_of
+from ppo_repro.testing.kl import k3
 
 KEY = ["iteration", "sequence", "position"]
 OFFSETS = ["char_start", "char_end", "byte_start", "byte_end"]
@@ -27,7 +28,7 @@ METRICS = ["kl_k1", "kl_k3", "kl_abs_k1", "kl_exact", "entropy"]
 def estimators(old_logprobs: Floats, ref_logprobs: Floats) -> dict[str, Floats]:
     """Return k1, k3 and |k1| of KL(policy || reference) per token, nats, float64; the policy sampled the tokens."""
     x = np.asarray(old_logprobs, dtype=np.float64) - np.asarray(ref_logprobs, dtype=np.float64)
-    return {"kl_k1": x, "kl_k3": np.expm1(-x) + x, "kl_abs_k1": np.abs(x)}
+    return {"kl_k1": x, "kl_k3": k3(-x), "kl_abs_k1": np.abs(x)}
 
 
 def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boundary) -> pd.DataFrame:

@@ -5,6 +5,7 @@ If methods have different fields, `kind` chooses a method, so that every field h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -161,6 +162,11 @@ class ImportanceWeights(Section):
         if self.floor is None and self.kind == "masked" and self.cap is not None:
             return 1.0 / self.cap
         return self.floor or 0.0
+
+    @property
+    def highest(self) -> float:
+        """Return the upper bound of w: `cap`, else infinity."""
+        return math.inf if self.cap is None else self.cap
 
 
 class RatioRejection(Section):

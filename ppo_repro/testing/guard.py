@@ -19,6 +19,7 @@ from ppo_repro.base.files import atomic_write
 from ppo_repro.records import reader
 from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
 from ppo_repro.testing.dumps import Names, impossible, read_dump
+from ppo_repro.testing.kl import k3
 
 ZEROS = 0.5  # largest share of tokens whose log-probs may be exactly 0 on both sides
 COLUMNS = ["iteration", "sequence", "position", "sampler", "trainer"]
@@ -72,7 +73,7 @@ def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
     return {
         "mean_abs": (float(delta.abs().mean()), worst),
         "max_abs": (float(delta.abs().max()), worst),
-        "k3": (float((np.expm1(delta) - delta).mean()), worst),
+        "k3": (float(pd.Series(k3(delta.to_numpy())).mean()), worst),
         "frac_unequal": (float(unequal[finite].mean()), int(np.argmax(unequal))),
         "nonfinite": (float((~finite).sum()), int(np.argmin(finite))),
     }

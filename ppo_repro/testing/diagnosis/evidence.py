@@ -16,12 +16,10 @@ import pandas as pd
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.dumps import ROUNDING
+from ppo_repro.testing.kl import Floats, k3
 
 KEY = ("iteration", "sequence", "position")
 NEEDED = (*KEY, "token_id", "logprobs_a", "logprobs_b")
-
-Floats = npt.NDArray[np.float64]
-
 
 # a sum that was not measured is 0
 MismatchSums = defaultdict[str, float]
@@ -84,8 +82,6 @@ def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Fl
     # float32 bit patterns of one sign are ordered like their values; near 0, units in the last place mean nothing
     steps = np.abs(a32.view(np.int32).astype(np.int64) - b32.view(np.int32).astype(np.int64))
     steps = steps[np.maximum(np.abs(a), np.abs(b)) > 1e-2]
-    with np.errstate(over="ignore"):  # beyond 709 nats it is infinite
-        k3 = _total(np.expm1(delta) - delta)
     return {
         "tokens": float(len(delta)),
         "above_0": _total((a > ROUNDING) | (b > ROUNDING)),
@@ -94,7 +90,7 @@ def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Fl
         "largest_delta": float(np.abs(delta).max(initial=0.0)),
         "delta_abs": _total(np.abs(delta)),
         "delta_sq": _total(delta**2),
-        "k3": k3,
+        "k3": _total(k3(delta)),
         "a": _total(a),
         "b": _total(b),
         "a_sq": _total(a**2),

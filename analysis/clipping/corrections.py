@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from ppo_repro.analysis.clipping.flags import ratios_of
-from ppo_repro.analysis.clipping.update_rows import Bool, Float64, column
+from ppo_repro.analysis.clipping.update_rows import Bool, Float64
 from ppo_repro.config.algorithm import ImportanceWeights, Rejection
-from ppo_repro.config.run import RunConfig
 from ppo_repro.testing.kl import k2, k3
 
 WEIGHTLESS = ("masked_high", "masked_low", "rejected")  # the weight is 0
@@ -95,17 +93,3 @@ def applied(
         where = rejected(entry, delta, sequence)
         weights, changes = np.where(where, 0.0, weights), np.where(where, "rejected", changes)
     return weights, changes
-
-
-def corrections_of(tokens: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
-    """Return the correction of each token of a whole iteration: the columns weight, change and counted.
-
-    weight (float64) is 1 without importance weights and 0 for a rejected token; weights are normalised before
-    rejection. change (text) has the values of the recorded column `correction`. counted (bool) is false if
-    `ppo.rejected_tokens: left_out` leaves the token out of every loss.
-    """
-    ppo, sequence = config.ppo, tokens["sequence"].to_numpy(np.int64)
-    delta = column(tokens, "old_logprobs") - column(tokens, "rollout_logprobs")
-    weights, changes = applied(ppo.importance_weights, ppo.rejection, delta, sequence)
-    counted = ~np.isin(changes.astype(str), WEIGHTLESS) | (ppo.rejected_tokens == "counted")
-    return pd.DataFrame({"weight": weights, "change": changes, "counted": counted}, index=tokens.index)

@@ -7,8 +7,6 @@ import pandas as pd
 
 from ppo_repro.analysis.clipping.flags import FLAGS, flags_of_ratios, ratios_of, token_flags, value_flags
 from ppo_repro.analysis.clipping.update_rows import ClipRule, Float64, IterationRows, column, policy_rows, steps_of
-from ppo_repro.analysis.clipping.weights import surrogate_mass
-from ppo_repro.config.run import RunConfig
 from ppo_repro.testing.kl import k1, k3
 
 VALUE_FLAGS = ("vf_band_out", "vf_grad_zero")
@@ -43,6 +41,15 @@ def clip_floor(rows: pd.DataFrame, rule: ClipRule) -> float:
     return float(flags_of_ratios(unmoved, column(rows, "advantages"), rule)["grad_zero"].mean())
 
 
+def surrogate_mass(rows: pd.DataFrame) -> Float64:
+    """Return w |r A| of each row of a policy step, float64, without the clip; NaN at the record level `lean`.
+
+    w is the recorded weight of the token in the loss of its step, times its importance weight if the run has them.
+    """
+    weights = column(rows, "loss_weights") * rows["importance_weights"].astype(np.float64).fillna(1.0).to_numpy()
+    return weights * np.abs(ratios_of(column(rows, "log_ratios")) * column(rows, "advantages"))
+
+
 def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Float64, rule: ClipRule) -> dict[str, float]:
     """Return the columns of one row of `clip_step` over these tokens; only n_tok if there are no tokens."""
     if not len(rows):
@@ -64,15 +71,15 @@ def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Float64, rule: ClipR
     }
 
 
-def clip_step(item: IterationRows, config: RunConfig) -> pd.DataFrame:
+def clip_step(item: IterationRows) -> pd.DataFrame:
     """Return one row per step and subset of tokens: rates of flags, ratios, KL, effective sample size, gradient mass.
 
     A rate is a share of the subset's tokens (all, A > 0, A < 0); NaN if the subset is empty or the policy took no
-    step. gm_clip: share of the surrogate mass, the sum of w |r A|, that the clip removed. beyond_twice: share of tokens
-    beyond twice the clip range. FLAGS, `value_flags`, `kl_estimates` and `clip_floor` define the other columns.
+    step. gm_clip: share of the sum of `surrogate_mass` that the clip removed. beyond_twice: share of tokens beyond
+    twice the clip range. FLAGS, `value_flags`, `kl_estimates` and `clip_floor` define the other columns.
     """
     policy = policy_rows(item)
-    flags, mass = token_flags(policy, item.rule), surrogate_mass(policy, config, item.tokens)
+    flags, mass = token_flags(policy, item.rule), surrogate_mass(policy)
     moved = item.rows[item.rows["new_values"].notna()]
     values = value_flags(moved, item.rule)
     policy_steps, value_steps = steps_of(policy), steps_of(moved)

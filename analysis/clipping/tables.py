@@ -5,6 +5,7 @@ One iteration is in memory at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.clipping.step import clip_bucket, clip_step
-from ppo_repro.analysis.clipping.update_rows import load_iterations, recorded_config
+from ppo_repro.analysis.clipping.update_rows import load_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
@@ -37,9 +38,9 @@ def clip_tables(
 
     Raises UserError if records are missing, or if the run clips nothing and there is no band.
     """
-    config, steps, buckets = recorded_config(run_dir), [], []
+    steps, buckets = [], []
     for item in load_iterations(run_dir, iterations=iterations, band=band):
-        steps.append(clip_step(item, config))
+        steps.append(clip_step(item))
         buckets.append(clip_bucket(item))
     return ClipTables(pd.concat(steps, ignore_index=True), pd.concat(buckets, ignore_index=True))
 
@@ -66,12 +67,16 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
 
 
 def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str]:
-    """Return the printed lines: shares of clipped tokens, ratios, KL, and, if `early_stop_kl` is set, early stops."""
+    """Return the printed lines: shares of clipped tokens, ratios, KL, and, if `early_stop_kl` is set, early stops.
+
+    A run at the record level `lean` has no line about the surrogate mass.
+    """
     steps = tables.clip_step[(tables.clip_step["subset"] == "all") & (tables.clip_step["n_tok"] > 0)]
 
     def mean(name: str) -> float:
         return float(np.average(steps[name], weights=steps["n_tok"]))
 
+    mass = float(steps["gm_clip"].mean())
     lines = [
         f"token visits {steps['n_tok'].sum():,} in {len(steps)} steps of {steps['iteration'].nunique()} iterations",
         f"outside the band {mean('band_out'):.3%} = clip_high {mean('clip_high'):.3%} + clip_low {mean('clip_low'):.3%}"
@@ -79,7 +84,7 @@ def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str
         f" + no advantage {mean('out_without_advantage'):.3%}",
         f"gradient removed {mean('grad_zero'):.3%} of tokens; of a step {steps['grad_zero'].min():.1%} to "
         f"{steps['grad_zero'].max():.1%}; without any step taken (clip_floor) {mean('clip_floor'):.3%}",
-        f"gradient removed: {np.nanmean(steps['gm_clip']):.1%} of the surrogate mass (mean of steps)",
+        *([f"gradient removed: {mass:.1%} of the surrogate mass (mean of steps)"] if not math.isnan(mass) else []),
         f"largest ratio {steps['r_max'].max():.3g}, smallest {steps['r_min'].min():.3g}; beyond twice the range "
         f"{mean('beyond_twice'):.3%}",
         f"KL(anchor || new) of a step, token mean: k1 {mean('kl_k1'):.2e}, k3 {mean('kl_k3'):.2e} nats",

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_repro.analysis.clipping.corrections import corrections_of
+from ppo_repro.analysis.clipping.corrections import applied
 from ppo_repro.analysis.clipping.update_rows import load_iterations
-from ppo_repro.analysis.clipping.weights import loss_weights
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss
@@ -128,16 +127,20 @@ ALL_AT_ONCE = (
 
 
 def test_recorded_weights_are_the_analyses_and_recomputed(tmp_path: Path) -> None:
-    run_dir, config = recorded(tmp_path, *ALL_AT_ONCE), load_config(TINY, [*SHORT, ANCHOR, *ALL_AT_ONCE])
+    run_dir, ppo = recorded(tmp_path, *ALL_AT_ONCE), load_config(TINY, [*SHORT, ANCHOR, *ALL_AT_ONCE]).ppo
     for item in load_iterations(run_dir):
-        expected = item.rows.merge(corrections_of(item.tokens, config).join(item.tokens[["sequence", "position"]]))
+        old, rollout = (item.tokens[name].to_numpy(np.float64) for name in ("old_logprobs", "rollout_logprobs"))
+        sequence = item.tokens["sequence"].to_numpy(np.int64)
+        weights, changes = applied(ppo.importance_weights, ppo.rejection, old - rollout, sequence)
+        computed = item.tokens[["sequence", "position"]].assign(weight=weights, change=changes)
+        expected = item.rows.merge(computed)
         assert set(item.rows["correction"]) >= {"none", "rejected"}
         assert item.rows["correction"].nunique() > 2
         assert (item.rows["correction"].to_numpy() == expected["change"].to_numpy()).all()
         np.testing.assert_allclose(item.rows["importance_weights"], expected["weight"], rtol=1e-5)
         dropped = item.rows["correction"] != "none"
         assert ((item.rows["loss_weights"] == 0) == dropped).all()
-        together = item.rows["loss_weights"].astype(np.float64) * item.rows["importance_weights"]
-        np.testing.assert_allclose(together, loss_weights(item.rows, config, item.tokens), rtol=1e-5)
+        counted = (~dropped).groupby([item.rows["epoch"], item.rows["minibatch"]]).transform("sum")
+        np.testing.assert_allclose(item.rows["loss_weights"], (~dropped) / counted.clip(lower=1), rtol=1e-6)
     found = recomputed(run_dir)
     assert found.difference is None, found.lines()

@@ -52,6 +52,7 @@ def make_item(
         with np.errstate(over="ignore"):
             part["ratios"] = np.exp(log_ratios[epoch]).astype(np.float32)
         part["clip_flag"], part["value_clipped"], part["new_entropies"] = "none", False, -old
+        part["loss_weights"], part["importance_weights"] = 1.0, np.nan
         part["new_values"] = np.zeros(count) if values is None else values[1][epoch]
         parts.append(part.sort_values(["minibatch", "sequence", "position"], kind="stable"))
     rows = join_tokens(tokens, pd.concat(parts, ignore_index=True), rule.anchor)

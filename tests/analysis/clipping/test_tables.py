@@ -8,13 +8,12 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis.clipping.step import clip_bucket, clip_step, effective_samples, kl_estimates
-from ppo_repro.analysis.clipping.tables import clip_tables, early_stop
+from ppo_repro.analysis.clipping.tables import clip_tables, early_stop, overview
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from tests.analysis.clipping.rows import RULE, make_item, single
-from tests.support.runs import small_config
+from tests.support.language import tiny_run
 
-CONFIG = small_config()
 UP = np.log(1.5)
 
 
@@ -25,7 +24,7 @@ def whole(table: pd.DataFrame) -> pd.DataFrame:
 def test_the_step_table_by_hand() -> None:
     # two tokens up to 1.5 and down to 0.5, both on the side that is clipped, one unmoved
     item = single([UP, np.log(0.5), 0.0], [1.0, -1.0, 2.0])
-    table = clip_step(item, CONFIG)
+    table = clip_step(item)
     row = whole(table).iloc[0]
     assert (row["n_tok"], row["n_nonfinite"]) == (3, 0)
     assert table["n_tok"].tolist() == [3, 2, 1]
@@ -35,13 +34,16 @@ def test_the_step_table_by_hand() -> None:
     assert row["beyond_twice"] == 2 / 3
     # masses |r A| = 1.5, 0.5, 2
     assert row["gm_clip"] == pytest.approx(0.5)
+    # with the recorded weights 0.5, 2, 1 and 3, 1, 1 times these masses: 2.25, 1, 2
+    weighted = replace(item, rows=item.rows.assign(loss_weights=[0.5, 2.0, 1.0], importance_weights=[3.0, 1.0, 1.0]))
+    assert whole(clip_step(weighted)).iloc[0]["gm_clip"] == pytest.approx(3.25 / 5.25)
     assert row["kl_k1"] == pytest.approx(-np.log(0.75) / 3)
     assert row["kl_k3"] == pytest.approx(-np.log(0.75) / 3)  # the ratios' mean is 1
     assert (row["ess_tok"], row["clip_floor"]) == (pytest.approx(9 / (3 * 3.5)), 0)
     # x^2 / 2; in float32 exp(x) - 1 - x would be noise
     assert kl_estimates(np.full(9, 1e-7))["kl_k3"] == pytest.approx(5e-15, rel=1e-6)
     assert effective_samples(np.array([0.0, 800.0])) == pytest.approx(0.5)
-    odd = whole(clip_step(single([np.inf, np.nan, 0.0, 0.1], [1.0, 1.0, 1.0, 1.0]), CONFIG)).iloc[0]
+    odd = whole(clip_step(single([np.inf, np.nan, 0.0, 0.1], [1.0, 1.0, 1.0, 1.0]))).iloc[0]
     assert odd["n_nonfinite"] == 2
     assert np.isnan(odd["r_mean"])
     assert np.isnan(odd["kl_k1"])
@@ -53,11 +55,11 @@ def test_the_floor_is_what_the_mismatch_alone_clips() -> None:
     delta = np.array([0.3, -0.3, 0.3, 0.0])
     # the ratio to the rollout is exp(delta) before any step: 1.35 and 0.74
     item = make_item([4], delta[None], np.array([1.0, -1.0, -1.0, 1.0]), rule, delta=delta)
-    row = whole(clip_step(item, CONFIG)).iloc[0]
+    row = whole(clip_step(item)).iloc[0]
     assert row["band_out"] == 0.75
     assert row["clip_floor"] == row["grad_zero"] == 0.5
     with_old = replace(item, rule=RULE, rows=item.rows.assign(anchor_logprobs=item.rows["old_logprobs"]))
-    assert whole(clip_step(with_old, CONFIG)).iloc[0]["clip_floor"] == 0.0
+    assert whole(clip_step(with_old)).iloc[0]["clip_floor"] == 0.0
 
 
 def test_buckets_by_hand() -> None:
@@ -81,6 +83,17 @@ def test_tables_of_a_run_agree_with_what_training_recorded(native_run: Path) -> 
     assert (np.abs(own["grad_zero"] - steps["clip_fraction"]) * own["n_tok"]).sum() <= 2
     assert (np.abs(own["vf_grad_zero"] - steps["value_clip_fraction"]) * own["n_value_tok"]).sum() <= 2
     assert set(clip_tables(native_run, iterations=[1], band=(0.1, 0.1)).clip_step["iteration"]) == {1}
+
+
+def test_a_lean_run_has_no_surrogate_mass(tmp_path: Path) -> None:
+    lean, full = (
+        tiny_run(tmp_path / level, "ppo.iterations=1", f"records.level={level}") for level in ("lean", "full")
+    )
+    tables = [clip_tables(run_dir) for run_dir in (lean, full)]
+    assert [table.clip_step["gm_clip"].notna().any() for table in tables] == [False, True]
+    lines = list(map(overview, tables))
+    assert [line for line in lines[1] if line not in lines[0]] == [lines[1][3]]
+    assert "of the surrogate mass" in lines[1][3]
 
 
 def test_an_early_stop_by_hand() -> None:

@@ -48,7 +48,7 @@ from ppo_repro.runs.checkpoint import Start, listed, parameter_bytes, save_model
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
-from ppo_repro.sampling.faults.sampler import disturbed
+from ppo_repro.sampling.faults.sampler import with_faults
 from ppo_repro.sampling.faults.trainer import received
 from ppo_repro.sampling.recorded import Recorded
 from ppo_repro.sampling.rollout_engine import own_engine, rollout_engine
@@ -85,7 +85,7 @@ class LanguageExecution(Execution[Iteration]):
 
     def iterations(self) -> Iterator[Iteration]:
         config, task, state = self.config, self.prepared.task, self.prepared.state
-        engine = disturbed(config.mismatch, self.engine, state, task.tokenizer)
+        engine = with_faults(config.mismatch, self.engine, state, task.tokenizer, self.ranks)
 
         def receive(rollout: Rollout) -> Rollout:
             return received(config.mismatch.trainer, rollout, task.tokenizer)

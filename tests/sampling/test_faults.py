@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +19,16 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import words
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.rollout import TrainerFaults
+from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.sampling.draw import biased
+from ppo_repro.sampling.faults.sampler import FlippingEngine
 from ppo_repro.sampling.faults.trainer import dropout, received
+from ppo_repro.sampling.own.engine import sampled
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.bare import bare_rollout
 from tests.support.runs import small_config
+from tests.support.thread_ranks import Thread, threads
 
 
 class NoWarmStart(Watcher):
@@ -66,6 +74,32 @@ def test_a_biased_token_is_biased_everywhere() -> None:
     # 5 standard errors of the standard deviation of 400 normal numbers
     assert abs(float(offsets.mean(0).std()) / 0.6 - 1) < 5 / math.sqrt(800)
     assert not torch.equal(biased(logits, 7, 2.0, 0.3), biased(logits, 8, 2.0, 0.3))
+
+
+class Echo:
+    """An engine that answers with the prompt."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, dialogue: Any = None) -> list[Completion]:
+        return [sampled(request.prompt_ids, [-1.0] * len(request.prompt_ids), "stop") for request in requests]
+
+
+@pytest.mark.parametrize(("processes", "count"), [(1, 5), (2, 5), (3, 5), (4, 2), (2, 0)])
+@pytest.mark.parametrize("iteration", [0, 1])
+def test_one_token_is_flipped_whatever_the_number_of_processes(processes: int, count: int, iteration: int) -> None:
+    requests = [Request((10 + i, 20 + i), i) for i in range(count)]
+
+    def flipped(rank: Thread) -> list[tuple[int, ...]]:
+        state: Any = SimpleNamespace(iteration=iteration)
+        mine = [requests[i] for i in rank.mine(count)]
+        completions = FlippingEngine(Echo(), state, rank).generate(mine, Sampling())
+        return [tuple(completion.response_ids) for completion in completions]
+
+    with ThreadPoolExecutor(processes) as pool:
+        found = [ids for part in pool.map(flipped, threads(processes)) for ids in part]
+    expected = [request.prompt_ids for request in requests]
+    if count and iteration == 0:
+        expected[0] = (9, 20)
+    assert found == expected
 
 
 REFUSED = {

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.rollout import MismatchConfig
 from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
 from ppo_repro.models.state import TrainState
@@ -17,8 +18,8 @@ from ppo_repro.sampling.faults.retokenizing import RetokenizingEngine
 FIRST_TEXT_ID = 2  # our tokenizers begin with <pad> and <eos>
 
 
-def disturbed(
-    mismatch: MismatchConfig, engine: Engine, state: TrainState, tokenizer: PreTrainedTokenizerBase
+def with_faults(
+    mismatch: MismatchConfig, engine: Engine, state: TrainState, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
 ) -> Engine:
     """Return the run's sampler with the faults of the section `mismatch`.
 
@@ -27,6 +28,7 @@ def disturbed(
         engine: the run's sampler.
         state: the policy and its older versions; a flipped bit changes the policy at once.
         tokenizer: encodes responses again.
+        ranks: the processes of the run, of which one samples the first response.
 
     Returns:
         The engine with its faults; `engine` itself if there are none.
@@ -35,9 +37,10 @@ def disturbed(
     if mismatch.flip == "bit" and state.iteration == 0:
         flip_bit(state.policy)
     if mismatch.flip == "token":
-        engine = FlippingEngine(engine, state)
+        engine = FlippingEngine(engine, state, ranks)
     if lag:
         engine = LaggingEngine(engine, state, lag)
+    # here and not in `received`: the records have the trainer's tokens, and the loop compares the log-prob of each
     return RetokenizingEngine(engine, tokenizer, share) if share else engine
 
 
@@ -50,17 +53,22 @@ def flip_bit(policy: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class FlippingEngine:
-    """An engine that changes the first token in iteration 0, but reports the log-prob of the sampled token."""
+    """An engine that changes the run's first token, whichever process samples it, but reports the sampled log-prob."""
 
     engine: Engine
     state: TrainState
+    ranks: Ranks
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
     ) -> list[Completion]:
-        first, *others = self.engine.generate(requests, sampling, dialogue)
+        completions = self.engine.generate(requests, sampling, dialogue)
         if sampling.greedy or self.state.iteration:
-            return [first, *others]
+            return completions
+        counts = self.ranks.everyone(len(requests))
+        if not requests or any(counts[: self.ranks.rank]):
+            return completions
+        first, *others = completions
         token = first.response_ids[0]
         token += -1 if token > FIRST_TEXT_ID else 1
         return [replace(first, response_ids=(token, *first.response_ids[1:])), *others]

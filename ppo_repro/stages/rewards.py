@@ -265,7 +265,7 @@ def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Eva
     problems: Sequence[Problem] = task.problems.held_out
     answers = generate(config, task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
     completions = [answer.completion for answer in answers]
-    episodes = known([answer.episode for answer in answers])
+    episodes = known("episodes", [answer.episode for answer in answers])
     samples = [
         sample_of(
             task, p.key, answer.completion.response_ids, answer.text, answer.completion.finish_reason, answer.episode

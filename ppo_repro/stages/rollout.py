@@ -131,9 +131,12 @@ def _text(task: Task, completion: Completion) -> str:
     return decode(task.tokenizer, completion.response_ids) if completion.text is None else completion.text
 
 
-def known(values: Sequence[T | None]) -> tuple[T, ...] | None:
-    """Return the values of all responses; None if they are None."""
-    return tuple(value for value in values if value is not None) or None
+def known(name: str, values: Sequence[T | None]) -> tuple[T, ...] | None:
+    """Return the values of all responses; None if no response has one. Raises ValueError if only some have one."""
+    found = tuple(value for value in values if value is not None)
+    if found and len(found) < len(values):
+        raise ValueError(f"{name}: the engine has it for {len(found)} of {len(values)} responses; must be all or none")
+    return found or None
 
 
 def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
@@ -162,11 +165,11 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
         latencies=tuple(c.latency for c in completions),
         responses=tuple(answer.text for answer in answers),
         spans=tuple(_spans(task, answer) for answer in answers),
-        episodes=known([answer.episode for answer in answers]),
-        policy_versions=known([c.policy_versions for c in completions]),
-        sampled_ids=known([c.sampled_ids for c in completions]),
-        is_as_sampled=known([c.is_as_sampled for c in completions]),
-        routes=known([c.routes for c in completions]),
+        episodes=known("episodes", [answer.episode for answer in answers]),
+        policy_versions=known("policy_versions", [c.policy_versions for c in completions]),
+        sampled_ids=known("sampled_ids", [c.sampled_ids for c in completions]),
+        is_as_sampled=known("is_as_sampled", [c.is_as_sampled for c in completions]),
+        routes=known("routes", [c.routes for c in completions]),
     )
 
 

@@ -33,9 +33,6 @@ class Sampling:
     top_p: float = 1.0  # 1 keeps all
     max_response_tokens: int = 64
     greedy: bool = False  # take the likeliest token; its log-prob still follows from the other fields
-    mismatch_sigma: float = 0.0  # standard deviation of noise added to logits / temperature
-    token_bias: float = 0.0  # standard deviation of an error of each token, added too
-    bias_seed: int = 0  # seed of the errors
     routes: bool = False  # whether the built-in engine returns routes through mixtures of experts; changes no token
 
     @property

@@ -31,7 +31,7 @@ from ppo_repro.numerics import library
 from ppo_repro.records import writer
 from ppo_repro.records.columns import iteration_tables
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
 
 QUESTION, PEER = "PPO step", "TRL PPOTrainer"
 CONFIG = Path(__file__).with_name("ppo_step.yaml")
@@ -58,7 +58,7 @@ def config_of(folder: Path, mode: Mode, work: Work) -> RunConfig:
 
 def without_stop(config: RunConfig, prepared: Prepared) -> Prepared:
     """Return the run with an engine that no token stops, so that every response has the full length."""
-    engine = TorchEngine(
+    engine = BuiltInSampler(
         prepared.state.policy,
         frozenset(),
         config.numerics.mode,

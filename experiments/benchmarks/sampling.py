@@ -16,7 +16,7 @@ from experiments.benchmarks.workload import CONTEXT, RESPONSE, SEQUENCES, Size, 
 from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics import library
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
 
 SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RESPONSE)
 
@@ -24,7 +24,7 @@ SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RES
 def engine(model: PreTrainedModel, size: Size, threads: int) -> Callable[[], Cost]:
     """Return a function that samples once with the built-in engine; threads are set before the clock starts."""
     policy = make_policy(model, "deterministic", CONTEXT)
-    sampler = TorchEngine(policy, frozenset(), "deterministic", CONTEXT, SEQUENCES, 0)
+    sampler = BuiltInSampler(policy, frozenset(), "deterministic", CONTEXT, SEQUENCES, 0)
     requests = [Request(ids, seed) for seed, ids in enumerate(prompt_ids(size, SEQUENCES))]
 
     def work() -> None:

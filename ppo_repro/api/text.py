@@ -17,7 +17,7 @@ from ppo_repro.config.section import MAX_COUNT, MAX_FLOAT
 from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.load import stop_ids
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
 
 MAX_SEED = 2**63 - 1
 
@@ -143,7 +143,7 @@ def generate(
             f"{context} tokens, more than {limit}, the model's context; shorten one of them"
         )
     ends = _ends(model, tokenizer) if stop is None else frozenset(_token_ids("stop", stop, model))
-    engine = TorchEngine(model, ends, "deterministic", context, slots, 0)
+    engine = BuiltInSampler(model, ends, "deterministic", context, slots, 0)
     requests = [Request(*pair) for pair in zip(ids, _seeds(seed, seeds, len(ids)), strict=True)]
     responses = []
     for request, c in zip(requests, engine.generate(requests, sampling), strict=True):

@@ -52,6 +52,16 @@ def make_policy(source: PreTrainedModel, mode: Mode, max_context: int) -> PreTra
     return model
 
 
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Convert the model's parameters to a dtype in place, and return the model.
+
+    Buffers do not change, because rotary frequencies are float32 everywhere.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def make_value_model(source: PreTrainedModel, mode: Mode, max_context: int, seed: int) -> ValueModel:
     """Make a value model whose trunk starts as the policy's; the head's weights are bell-shaped, std 0.1 / sqrt(H).
 

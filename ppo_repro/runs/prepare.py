@@ -32,7 +32,8 @@ from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.runs.train_state import train_state
 from ppo_repro.runs.warm_start import warm_start
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
+from ppo_repro.sampling.faults.logits import logits_fault
 from ppo_repro.sampling.faults.trainer import check_training_prompts
 from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, load_source
@@ -52,7 +53,7 @@ class Prepared:
 
     task: Task
     state: TrainState
-    engine: TorchEngine
+    engine: BuiltInSampler
     warm_start: tuple[WarmStartStep, ...]  # empty where no model was trained here before PPO
     reward_training: RewardTraining | None  # None unless a reward model was trained here
     lora: Lora | None  # None where all weights of the policy are trained
@@ -124,10 +125,10 @@ def _check_routes(config: RunConfig, source: PreTrainedModel) -> None:
         raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
 
 
-def _engine(config: RunConfig, state: TrainState, end_tokens: frozenset[int]) -> TorchEngine:
+def _engine(config: RunConfig, state: TrainState, end_tokens: frozenset[int]) -> BuiltInSampler:
     """Make the built-in engine on the policy as the sampler has it."""
     layout = config.layout
-    return TorchEngine(
+    return BuiltInSampler(
         state.sampler or state.policy,
         end_tokens,
         config.numerics.mode,
@@ -136,6 +137,7 @@ def _engine(config: RunConfig, state: TrainState, end_tokens: frozenset[int]) ->
         prefill_chunk=layout.prefill_chunk,
         prefix_cache=layout.prefix_cache,
         live=None if config.mismatch.sampler.stock is None else state.policy,
+        disturb=logits_fault(config.rollout.mismatch_sigma, config.mismatch.sampler.token_bias, config.seed),
     )
 
 

@@ -20,7 +20,6 @@ from ppo_repro.numerics.devices import Card, kernels_of
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.interface import CPU
 from ppo_repro.numerics.optimizer import Optimizer
-from ppo_repro.sampling.built_in import in_dtype
 from ppo_repro.sampling.faults.trainer import dropout
 from ppo_repro.stages.coefficients import first_coefficients
 
@@ -59,7 +58,7 @@ def train_state(
         parameters = dict(policy.named_parameters())
         versions = Versions(parameters, lag) if lora is None else Versions(lora.trained(), lag, lora.merge)
     if stock := config.mismatch.sampler.stock:
-        sampler = in_dtype(networks.make_policy(source, "native", max_context), getattr(torch, stock))
+        sampler = networks.in_dtype(networks.make_policy(source, "native", max_context), getattr(torch, stock))
     on_card = mode == "deterministic" and isinstance(kernels_of(source.device), Card)
     state = TrainState(
         policy=policy,

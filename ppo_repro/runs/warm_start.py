@@ -20,7 +20,7 @@ from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.tasks.problems import Problem
 
 WARM_UP, COOL_DOWN = 30, 20  # steps over which the learning rate rises at the start and falls at the end
@@ -44,7 +44,7 @@ def _cross_entropy_step(
     return mean_of(losses[0]), grad_norm
 
 
-def _accuracy(engine: TorchEngine, pairs: Sequence[Pair]) -> float:
+def _accuracy(engine: BuiltInSampler, pairs: Sequence[Pair]) -> float:
     """Return the share of prompts whose greedy response equals the answer, token for token."""
     longest = max(len(answer) for _, answer in pairs)
     requests = [Request(tuple(prompt), 0) for prompt, _ in pairs]
@@ -90,7 +90,7 @@ def warm_start(
     answers = tokenizer([p.solution for p in problems])["input_ids"]
     pairs = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers, strict=True)]
     stop = frozenset([tokenizer.eos_token_id])
-    engine = TorchEngine(policy, stop, numerics.mode, numerics.max_context, CHECK_PROMPTS, 0)
+    engine = BuiltInSampler(policy, stop, numerics.mode, numerics.max_context, CHECK_PROMPTS, 0)
     size = min(config.warm_start_batch_size, len(pairs))
     remaining: list[list[Pair]] = []
     step, epoch, end = 0, 0, config.warm_start_steps

@@ -15,7 +15,6 @@ from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.engine import Sampling
 from ppo_repro.numerics.token_statistics import (
     cut_tokens,
-    normal_noise,
     pack_bits,
     require_finite,
     sample_tokens,
@@ -23,7 +22,6 @@ from ppo_repro.numerics.token_statistics import (
 )
 
 _MASK = 0xFFFFFFFF
-_EVERYWHERE = 2**32 - 1  # a position that no token has
 
 
 @dataclass(frozen=True)
@@ -60,45 +58,6 @@ def murmur_hash32(words: list[Tensor]) -> Tensor:
     return h ^ (h >> 16)
 
 
-def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, sigma: float) -> Tensor:
-    """Return logits + temperature sigma z, rounded once, with z the `normal_noise` of the token's id.
-
-    The sum imitates a sampler whose logits / temperature have an error of standard deviation sigma. To first
-    order in sigma^2, KL(sampler || model) and KL(model || sampler) are both sigma^2 / 2 (1 - sum_v p_v^2) nats.
-
-    Args:
-        logits: [n, V] float32.
-        seeds: [n] int64, of the responses.
-        positions: [n] int64, of the last input token.
-        temperature: the divisor of the logits.
-        sigma: standard deviation of the error.
-
-    Returns:
-        The disturbed logits, [n, V] float32.
-    """
-    offsets = normal_noise(seeds, positions, logits.shape[-1], logits.device) * (temperature * sigma)
-    return (logits.to(torch.float64) + offsets).to(torch.float32)
-
-
-def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor:
-    """Return logits + temperature size z, rounded once.
-
-    z is one standard normal number for each token id. The sum imitates a sampler that prefers some tokens everywhere,
-    for example because a row of its last matrix is wrong.
-
-    Args:
-        logits: [n, V] float32.
-        seed: of z.
-        temperature: by which logits will be divided.
-        size: of the bias, in nats of log-prob.
-
-    Returns:
-        [n, V] float32.
-    """
-    z = normal_noise(torch.tensor([seed]), torch.tensor([_EVERYWHERE]), logits.shape[-1], logits.device)
-    return (logits.to(torch.float64) + z * (temperature * size)).to(torch.float32)
-
-
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: Mode) -> Sample:
     """Sample one token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
 
@@ -108,15 +67,10 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
         logits: [n, V] float32.
         seeds: [n] int64, of the responses.
         positions: [n] int64, of the last input token.
-        sampling: temperature, top-k and top-p. With a `mismatch_sigma` everything is computed from `disturbed` logits,
-            which are used nowhere else.
+        sampling: temperature, top-k and top-p.
         mode: deterministic or native numerics.
     """
     temperature = sampling.temperature
-    if sampling.mismatch_sigma:
-        logits = disturbed(logits, seeds, positions, temperature, sampling.mismatch_sigma)
-    if sampling.token_bias:
-        logits = biased(logits, sampling.bias_seed, temperature, sampling.token_bias)
     eligible, kept, log_kept_mass = None, None, torch.zeros(len(logits))
     packed = torch.empty(len(logits), 0, dtype=torch.uint8)
     if sampling.cuts:

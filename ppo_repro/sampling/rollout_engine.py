@@ -17,7 +17,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.engine import Engine
 from ppo_repro.models.state import TrainState
 from ppo_repro.records.folder import ENGINE_NAME, SERVERS_NAME
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.own.engine import EngineProcess, OwnSampler
 from ppo_repro.sampling.recorded import Recorded, RecordedSampler
 from ppo_repro.sampling.shared import EvaluatedHere, SharedEngine
@@ -43,7 +43,7 @@ def own_engine(config: RunConfig, ranks: Ranks, recorded: Recorded | None) -> It
 @contextmanager
 def rollout_engine(
     config: RunConfig,
-    built_in: TorchEngine,
+    built_in: BuiltInSampler,
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase,
     own: EngineProcess | None,
@@ -88,7 +88,7 @@ def rollout_engine(
 def _servers(
     config: RunConfig,
     settings: SGLangServers,
-    built_in: TorchEngine,
+    built_in: BuiltInSampler,
     run_dir: Path | None,
     watcher: Watcher,
     ranks: Ranks,

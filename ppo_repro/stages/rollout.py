@@ -61,7 +61,7 @@ def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:
 
 
 def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
-    """Return the sampling distribution. Greedy evaluation has no top-k, top-p or added mismatch."""
+    """Return the sampling distribution. Greedy evaluation has no top-k and no top-p."""
     rollout = config.rollout
     if greedy:
         return Sampling(1.0, 0, 1.0, rollout.max_response_tokens, greedy=True)
@@ -70,9 +70,6 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
         rollout.top_k,
         rollout.top_p,
         rollout.max_response_tokens,
-        mismatch_sigma=rollout.mismatch_sigma or 0.0,
-        token_bias=config.mismatch.sampler.token_bias or 0.0,
-        bias_seed=config.seed,
         routes=config.asks_for_routes,
     )
 

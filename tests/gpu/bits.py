@@ -30,7 +30,7 @@ from ppo_repro.runs import run as runner
 from ppo_repro.runs.dpo import DPOKind
 from ppo_repro.runs.resume import rerun as run_again
 from ppo_repro.runs.summary import summarise
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
 from tests.gpu import twins
 from tests.gpu.check import DEVICES, Check, Results, unequal
 from tests.support import language
@@ -169,7 +169,7 @@ def _step(policy: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 def _sampled(policy: PreTrainedModel, prompts: list[list[int]], sampling: Sampling) -> tuple[Tensor, Tensor]:
-    engine = TorchEngine(policy, frozenset(), "deterministic", CONTEXT, 64, 5)
+    engine = BuiltInSampler(policy, frozenset(), "deterministic", CONTEXT, 64, 5)
     completions = engine.generate([Request(tuple(prompt), seed) for seed, prompt in enumerate(prompts)], sampling)
     tokens = torch.tensor([token for c in completions for token in c.response_ids])
     return tokens, torch.cat([c.logprobs for c in completions])

@@ -24,7 +24,7 @@ from ppo_repro.numerics.token_statistics import sample_tokens, token_statistics
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.runs.plan import plan_run
 from ppo_repro.runs.summary import summarise
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.gpu.check import Check, Results, unequal
 from tests.support.paths import SMALL
@@ -143,7 +143,7 @@ def sampling(check: Check) -> Results:
 
     in_float32 = check.seconds(stock, 1)
     policy = make_policy(source, "deterministic", 4096)
-    engine = TorchEngine(policy, frozenset(), "deterministic", 512, count, 0)
+    engine = BuiltInSampler(policy, frozenset(), "deterministic", 512, count, 0)
     requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(prompts)]
     ours = check.seconds(lambda: engine.generate(requests, Sampling(1.0, 0, 1.0, new, greedy=False)), 1)
     draw = check.seconds(lambda: sample_tokens(drawn, seeds, seeds, 1.0, None))

@@ -22,7 +22,7 @@ from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.sequences import Ragged
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
 from tests.support.models import (
     ARCHITECTURES,
     CONTEXT,
@@ -43,8 +43,8 @@ SAMPLINGS = (PLAIN, Sampling(0.7, 0, 1.0, 12), Sampling(1.0, 9, 1.0, 12), Sampli
 PADDINGS = ("right", "left", "none")
 
 
-def engine(architecture: str, mode: Mode, seats: int = 16, prefill_chunk: int = 0) -> TorchEngine:
-    return TorchEngine(policy(architecture, mode), STOPS, mode, CONTEXT, seats, prefill_chunk)
+def engine(architecture: str, mode: Mode, seats: int = 16, prefill_chunk: int = 0) -> BuiltInSampler:
+    return BuiltInSampler(policy(architecture, mode), STOPS, mode, CONTEXT, seats, prefill_chunk)
 
 
 def joined(completions: Sequence[Completion]) -> Tensor:
@@ -178,7 +178,7 @@ def related_requests() -> list[Request]:
 
 def generated(mode: Mode, seats: int, chunk: int, prefix_cache: bool) -> tuple[list[Completion], int]:
     """Completions and the prompt and response tokens that went through the model."""
-    sampler = TorchEngine(policy("qwen3_moe", mode), STOPS, mode, CONTEXT, seats, chunk, prefix_cache)
+    sampler = BuiltInSampler(policy("qwen3_moe", mode), STOPS, mode, CONTEXT, seats, chunk, prefix_cache)
     network, seen = Network if mode == "deterministic" else NativeNetwork, list[int]()
     over_cache = network.over_cache
 

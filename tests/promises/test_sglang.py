@@ -20,7 +20,7 @@ import ppo_repro
 from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.records import manifest, reader
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.sglang import command
 from ppo_repro.sampling.sglang.client import Call, ask
 from tests.support.cli import sets
@@ -85,7 +85,9 @@ def on_server(found: Subject, requests: Sequence[Request], sampling: Sampling) -
 
 def built_in(found: Subject, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
     prepared = found.prepared
-    engine = TorchEngine(prepared.state.policy, frozenset(), "deterministic", found.config.numerics.max_context, 24, 0)
+    engine = BuiltInSampler(
+        prepared.state.policy, frozenset(), "deterministic", found.config.numerics.max_context, 24, 0
+    )
     return engine.generate(requests, sampling)
 
 

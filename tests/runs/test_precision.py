@@ -10,9 +10,9 @@ import torch
 
 from ppo_repro.analysis.mismatch.parity import parity
 from ppo_repro.models.load import load_folder
+from ppo_repro.models.networks import in_dtype
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.accuracy import Text, reference_scores, stock_scores
-from ppo_repro.sampling.built_in import in_dtype
 from tests.support.language import tiny_run
 from tests.support.recipes import OTHER_LAYOUT
 

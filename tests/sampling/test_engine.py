@@ -9,46 +9,41 @@ from torch import Tensor
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Request, Sampling
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
+from ppo_repro.sampling.seats import Seated, Seats
 from tests.support.models import CONTEXT, VOCAB, policy
 from tests.support.sampler import STOPS, requests_of
 
 PLAIN = Sampling(1.0, 0, 1.0, 12)
 
 
-def engine(seats: int = 16) -> TorchEngine:
-    return TorchEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, seats, 0)
+def engine(seats: int = 16) -> BuiltInSampler:
+    return BuiltInSampler(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, seats, 0)
 
 
-class CountingEngine(TorchEngine):
-    """Notes the rows of every decoding pass and how many prompts had been taken in before it."""
+def test_a_finished_sequence_gives_its_seat_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, passes = 0, []  # prompts taken in so far; rows of every decoding pass, and the prompts before it
+    compute = Seats.logits_after
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)
-        self.started, self.passes = 0, []
+    def counting(seats: Seats, turn: list[Seated]) -> Tensor:
+        nonlocal started
+        if turn[0].tokens:
+            assert len({item.seat for item in turn}) == len(turn)
+            passes.append((len(turn), started))
+        else:
+            started += len(turn)
+        return compute(seats, turn)
 
-    def _prefill(self, cache: object, held: object, turn: list) -> Tensor:
-        self.started += len(turn)
-        return super()._prefill(cache, held, turn)
-
-    def _decode(self, cache: object, turn: list) -> Tensor:
-        assert len({item.seat for item in turn}) == len(turn)
-        self.passes.append((len(turn), self.started))
-        return super()._decode(cache, turn)
-
-
-def test_a_finished_sequence_gives_its_seat_to_the_next() -> None:
-    requests = requests_of(25, 4)
-    counting = CountingEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, 3, 0)
-    completions = counting.generate(requests, PLAIN)
+    monkeypatch.setattr(Seats, "logits_after", counting)
+    completions = engine(3).generate(requests_of(25, 4), PLAIN)
     lengths = [len(c.response_ids) for c in completions]
-    assert len(completions) == counting.started == 25
+    assert len(completions) == started == 25
     assert len(set(lengths)) > 4
     # the first token of a response comes with its prompt, every other is one row of a decoding pass
-    assert sum(rows for rows, _ in counting.passes) == sum(lengths) - 25
+    assert sum(rows for rows, _ in passes) == sum(lengths) - 25
     # while prompts wait, no seat is idle
-    assert {rows for rows, started in counting.passes if started < 25} == {3}
-    assert sum(started < 25 for _, started in counting.passes) > 20
+    assert {rows for rows, before in passes if before < 25} == {3}
+    assert sum(before < 25 for _, before in passes) > 20
 
 
 def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:

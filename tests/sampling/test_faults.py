@@ -21,7 +21,7 @@ from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.rollout import TrainerFaults
 from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.sampling.draw import biased
+from ppo_repro.sampling.faults.logits import biased
 from ppo_repro.sampling.faults.sampler import FlippingEngine
 from ppo_repro.sampling.faults.trainer import dropout, received
 from ppo_repro.sampling.own.engine import sampled

@@ -3,43 +3,63 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from ppo_repro.analysis.mismatch.metrics import update_table
 from ppo_repro.analysis.mismatch.tables import measure, whole
 from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.mode import Mode
 from ppo_repro.engine import Sampling
 from ppo_repro.numerics.token_statistics import normal_noise
 from ppo_repro.records import reader
-from ppo_repro.sampling.draw import disturbed, sample
+from ppo_repro.sampling.built_in import BuiltInSampler
+from ppo_repro.sampling.draw import sample
+from ppo_repro.sampling.faults.logits import biased, disturbed, logits_fault
 from tests.support.language import small_run
-from tests.support.models import unequal
+from tests.support.models import CONTEXT, policy, unequal
 from tests.support.runs import small_config
-from tests.support.sampler import drawn_case
+from tests.support.sampler import STOPS, drawn_case, requests_of
 
 SIGMA = 0.1
 
 
-def test_the_sampler_sees_the_disturbed_logits_and_reports_their_log_probs() -> None:
+def test_the_noise_is_normal_and_the_bias_comes_after_it() -> None:
     logits, seeds, positions = drawn_case(40, 30, 3)
-    for mode, sampling in (
-        ("deterministic", Sampling(0.7, 0, 1.0, 1, mismatch_sigma=0.5)),
-        ("native", Sampling(1.3, 6, 0.9, 1, mismatch_sigma=0.5)),
-    ):
-        seen = disturbed(logits, seeds, positions, sampling.temperature, 0.5)
-        offsets = normal_noise(seeds, positions, 30) * (sampling.temperature * 0.5)
-        assert unequal(seen, (logits.double() + offsets).float()) == 0
-        got = sample(logits, seeds, positions, sampling, mode)
-        plain = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, 1)
-        expected = sample(seen, seeds, positions, plain, mode)
-        assert torch.equal(got.tokens, expected.tokens)
-        assert unequal(got.logprobs, expected.logprobs) == 0
-        assert torch.equal(got.kept_tokens, expected.kept_tokens)
-        assert not torch.equal(got.tokens, sample(logits, seeds, positions, plain, mode).tokens)
+    noisy = logits_fault(0.5, None, 7)(logits, seeds, positions, 0.7)
+    offsets = normal_noise(seeds, positions, 30) * (0.7 * 0.5)
+    assert unequal(noisy, (logits.double() + offsets).float()) == 0
+    both = logits_fault(0.5, 0.3, 7)(logits, seeds, positions, 0.7)
+    assert unequal(both, biased(noisy, 7, 0.7, 0.3)) == 0
+    assert unequal(both, noisy) > 0
+    assert logits_fault(None, None, 7)(logits, seeds, positions, 0.7) is logits
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7, 0, 1.0, 1), Sampling(1.3, 6, 0.9, 1)])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
+def test_the_sampler_sees_the_disturbed_logits_and_reports_their_log_probs(mode: Mode, sampling: Sampling) -> None:
+    seen = []
+
+    def disturb(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float) -> Tensor:
+        seen.append((logits, disturbed(logits, seeds, positions, temperature, 2.0), seeds, positions))
+        return seen[-1][1]
+
+    sampler = BuiltInSampler(policy("qwen3", mode), STOPS, mode, CONTEXT, 40, 0, disturb=disturb)
+    requests = requests_of(40, 3)
+    found = sampler.generate(requests, sampling)
+    ((logits, changed, seeds, positions),) = seen
+    expected = sample(changed, seeds, positions, sampling, mode)
+    assert [c.response_ids for c in found] == [(token,) for token in expected.tokens.tolist()]
+    assert unequal(torch.cat([c.logprobs for c in found]), expected.logprobs) == 0
+    assert torch.equal(torch.cat([c.kept_tokens for c in found]), expected.kept_tokens)
+    assert not torch.equal(expected.tokens, sample(logits, seeds, positions, sampling, mode).tokens)
+    sampler.generate(requests, replace(sampling, greedy=True))
+    assert len(seen) == 1, "greedy decoding is disturbed"
 
 
 def test_the_mismatch_of_a_run_is_the_chosen_one(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ppo_repro import loop
 from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.models.state import Digests
-from ppo_repro.sampling.built_in import TorchEngine
+from ppo_repro.sampling.built_in import BuiltInSampler
 
 
 def flipped(values: Tensor, row: int) -> Tensor:
@@ -29,9 +29,9 @@ def flipped(values: Tensor, row: int) -> Tensor:
 
 def sampler_differs(patch: pytest.MonkeyPatch, iteration: int, response: int, token: int) -> None:
     """The built-in engine reports another log-prob for one token, from `iteration` on in every rollout."""
-    real, rollouts = TorchEngine.generate, 0
+    real, rollouts = BuiltInSampler.generate, 0
 
-    def generate(engine: TorchEngine, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(engine: BuiltInSampler, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         nonlocal rollouts
         completions = real(engine, requests, sampling)
         if sampling.greedy:
@@ -42,7 +42,7 @@ def sampler_differs(patch: pytest.MonkeyPatch, iteration: int, response: int, to
             completions[response] = replace(other, logprobs=flipped(other.logprobs, token))
         return completions
 
-    patch.setattr(TorchEngine, "generate", generate)
+    patch.setattr(BuiltInSampler, "generate", generate)
 
 
 def first_step_differs(patch: pytest.MonkeyPatch, change: Callable[[MinibatchUpdate], MinibatchUpdate]) -> None:

@@ -1,0 +1,234 @@
+"""The sequences in progress: what of them is in which seat of the cache, and the logits after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.engine import Request
+from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.interface import Ints, ints
+from ppo_repro.numerics.network import logits, network_of
+from ppo_repro.numerics.sequences import index, ragged
+
+
+def _keys(tokens: Sequence[int]) -> list[int]:
+    """Return a hash of every prefix, shortest first; equal prefixes have equal hashes."""
+    return list(accumulate(tokens, lambda key, token: hash((key, token)), initial=0))[1:]
+
+
+class PrefixIndex:
+    """The tokens whose keys and values are in each seat."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, tuple[int, ...]] = {}
+        self._seats: dict[int, int] = {}  # key of a prefix -> the seat last known to hold it
+
+    def note(self, seat: int, tokens: Sequence[int]) -> None:
+        """Note that `seat` now has the keys and values of exactly these tokens."""
+        self._tokens[seat] = tuple(tokens)
+        for key in _keys(tokens):
+            self._seats[key] = seat
+
+    def longest(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """Find (seat, number of tokens) of the longest prefix of `prompt` in any seat; (0, 0) if there is none."""
+        keys = _keys(prompt)
+        for length in range(len(keys), 0, -1):
+            seat = self._seats.get(keys[length - 1])
+            # the seat may hold other tokens by now, and two prefixes may have the same key
+            if seat is not None and self._tokens[seat][:length] == tuple(prompt[:length]):
+                return seat, length
+        return 0, 0
+
+
+class CachedRoutes:
+    """The experts that computed the token, and so the keys and values, at each position of each seat."""
+
+    def __init__(self, seats: int, context: int) -> None:
+        self._shape = seats, context
+        self._routes: Tensor | None = None  # [seats, context, M k] int32, once the width is known
+
+    def note(self, seats: Ints, positions: Ints, routes: Ints) -> None:
+        """Store the routes [n, M k] of tokens at positions [n] of seats [n]."""
+        if self._routes is None:
+            self._routes = torch.zeros(*self._shape, routes.shape[-1], dtype=torch.int32)
+        self._routes[index(seats), index(positions)] = torch.from_numpy(routes)
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy the routes of the first `length` tokens from seat `source` to seat `target`."""
+        assert self._routes is not None
+        self._routes[target, :length] = self._routes[source, :length]
+
+    def of(self, seat: int, length: int) -> Tensor:
+        """Return the routes of the first `length` tokens of a seat, [length, M k] int32."""
+        assert self._routes is not None
+        return self._routes[seat, :length].clone()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A `Sample` as NumPy arrays, which read single numbers faster than tensors."""
+
+    logprobs: np.ndarray
+    log_kept_mass: np.ndarray
+    kept_tokens: np.ndarray
+
+
+@dataclass(eq=False)
+class Seated:
+    """A request in a seat, and its tokens so far."""
+
+    index: int
+    request: Request
+    seat: int
+    known: int = 0  # the first tokens, whose keys and values are in the seat when a prefill begins
+    tokens: list[int] = field(default_factory=list)  # after the prompt: sampled, and put in by a dialogue
+    samples: list[tuple[Drawn, int]] = field(default_factory=list)  # of the sampled ones
+    turns: list[list[int]] = field(default_factory=lambda: [[]])  # the sampled ones by turn
+    forced: list[bool] = field(default_factory=list)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Return all tokens, prompt first."""
+        return (*self.request.prompt_ids, *self.tokens)
+
+    @property
+    def last_position(self) -> int:
+        """Return the position of the last token."""
+        return len(self.request.prompt_ids) + len(self.tokens) - 1
+
+    @property
+    def is_answered(self) -> bool:
+        """Return whether the environment has spoken and the model has not read it."""
+        return bool(self.forced) and self.forced[-1]
+
+    def add(self, token: int, drawn: Drawn, row: int) -> None:
+        """Append a sampled token."""
+        self.tokens.append(token)
+        self.forced.append(False)
+        self.turns[-1].append(token)
+        self.samples.append((drawn, row))
+
+    def put_in(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the environment wrote and the policy did not sample, and begin another turn after them."""
+        self.known = self.last_position
+        self.tokens += tokens
+        self.forced += [True] * len(tokens)
+        self.turns.append([])
+
+
+class Seats:
+    """Keys and values of a policy's sequences; computes what a seat lacks, whatever else is computed with it."""
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        count: int,
+        max_context: int,
+        prefill_chunk: int,
+        prefix_cache: bool,
+        routes: bool,
+    ) -> None:
+        """Make empty seats.
+
+        Args:
+            policy: in deterministic or native numerics; its weights may not change any more.
+            count: number of seats.
+            max_context: tokens of a seat.
+            prefill_chunk: tokens of a prompt in one pass.
+            prefix_cache: whether prompts reuse the keys and values of a shared prefix.
+            routes: whether to note the experts of each token.
+        """
+        self._policy, self._prefill_chunk, self._prefix_cache = policy, prefill_chunk, prefix_cache
+        self._network: Any = network_of(trunk_of(policy))
+        self._network.prepare()
+        self._cache = self._network.make_cache(count, max_context)
+        self._prefixes = PrefixIndex()
+        self._routes = CachedRoutes(count, max_context) if routes else None
+
+    def logits_after(self, turn: list[Seated]) -> Tensor:
+        """Return the logits [len(turn), V] after sequences that are all new, all answered, or all to be decoded."""
+        if turn[0].tokens and not turn[0].is_answered:
+            return self._decode(turn)
+        if not self._prefix_cache:
+            for item in turn:
+                item.known = 0
+        rows = self._prefill(turn) if turn[0].is_answered else self._prefill_prompts(turn)
+        return torch.stack([rows[item] for item in turn])
+
+    def release(self, item: Seated) -> Tensor | None:
+        """Leave the seat of a finished sequence to another one; return the sequence's routes, if they were noted."""
+        self._prefixes.note(item.seat, item.context[:-1])
+        return None if self._routes is None else self._routes.of(item.seat, item.last_position)
+
+    def _prefill_prompts(self, turn: list[Seated]) -> dict[Seated, Tensor]:
+        """Compute the unknown tokens of the prompts, and return the logits [V] after each prompt."""
+        found: dict[Seated, Tensor] = {}
+        for items in self._admitted(turn):
+            rows = self._prefill(items)
+            for item in rows:
+                self._prefixes.note(item.seat, item.request.prompt_ids)
+            found |= rows
+        return found
+
+    def _admitted(self, turn: list[Seated]) -> Iterator[list[Seated]]:
+        """Copy known prefixes into the seats; yield the prompts to compute, and after that equal prompts."""
+        firsts: dict[tuple[int, ...], Seated] = {}
+        equal: list[Seated] = []
+        for item in turn:
+            prompt = item.request.prompt_ids
+            if not self._prefix_cache:
+                firsts[(*prompt, item.index)] = item
+            elif prompt in firsts:
+                equal.append(item)
+            else:
+                self._take_over(item)
+                firsts[prompt] = item
+            self._prefixes.note(item.seat, ())
+        yield list(firsts.values())
+        for item in equal:
+            self._take_over(item)
+        yield equal
+
+    def _take_over(self, item: Seated) -> None:
+        """Copy the longest prefix that a seat has; the last prompt token is always computed, for its logits."""
+        source, item.known = self._prefixes.longest(item.request.prompt_ids[:-1])
+        if item.known and source != item.seat:
+            self._network.copy_prefix(self._cache, source, item.seat, item.known)
+            if self._routes is not None:
+                self._routes.copy_prefix(source, item.seat, item.known)
+
+    def _prefill(self, items: list[Seated]) -> dict[Seated, Tensor]:
+        """Compute `prefill_chunk` tokens of each context at a time, and return the logits [V] after each context."""
+        rows: dict[Seated, Tensor] = {}
+        while items:
+            pieces = [item.context[item.known : item.known + self._prefill_chunk] for item in items]
+            hidden = self._forward(items, pieces, [item.known for item in items])
+            for item, piece in zip(items, pieces, strict=True):
+                item.known += len(piece)
+            ends = [row for row, item in enumerate(items) if item.known == len(item.context)]
+            if ends:
+                found = logits(self._policy, hidden[torch.tensor(ends).to(hidden.device)])
+                rows.update(zip((items[row] for row in ends), found, strict=True))
+            items = [item for item in items if item.known < len(item.context)]
+        return rows
+
+    def _decode(self, turn: list[Seated]) -> Tensor:
+        """Compute the last token of each response, and return the logits [len(turn), V] after it."""
+        pieces = [(item.tokens[-1],) for item in turn]
+        return logits(self._policy, self._forward(turn, pieces, [item.last_position for item in turn]))
+
+    def _forward(self, items: list[Seated], pieces: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
+        """Compute the hidden states [R, H] of the last token of each piece, which begins at position starts[r]."""
+        batch, seats = ragged(pieces, past=starts), [item.seat for item in items]
+        hidden, routes = self._network.over_cache(batch, self._cache, seats, seen=self._routes is not None)
+        if self._routes is not None:
+            self._routes.note(ints(seats)[batch.rows.sequence], batch.rows.position, routes)
+        return hidden if len(hidden) == len(pieces) else hidden[index(batch.start[1:] - 1).to(hidden.device)]

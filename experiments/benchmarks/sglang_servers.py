@@ -73,7 +73,16 @@ def server(config: RunConfig, requests: Sequence[Request], folder: Path) -> Iter
     settings = config.rollout.engine
     assert isinstance(settings, SGLangServers)
     policy, stops = prepared.state.policy, prepared.engine.stop_ids
-    with sglang_engine(config, settings, policy, stops, folder, lambda seconds: None) as engine:
+    with sglang_engine(
+        settings,
+        config.layout,
+        config.numerics.max_context,
+        config.asks_for_routes,
+        policy,
+        stops,
+        folder,
+        lambda seconds: None,
+    ) as engine:
         group = next(one.process.pid for one in engine.servers if one.process)
         yield lambda: turn_of(engine, requests, group)
 

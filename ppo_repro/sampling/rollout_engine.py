@@ -105,7 +105,16 @@ def _servers(
 
     with (
         _place(run_dir, SERVERS_NAME) as folder,
-        sglang_engine(config, settings, built_in.policy, built_in.stop_ids, folder, waiting) as servers,
+        sglang_engine(
+            settings,
+            config.layout,
+            config.numerics.max_context,
+            config.asks_for_routes,
+            built_in.policy,
+            built_in.stop_ids,
+            folder,
+            waiting,
+        ) as servers,
     ):
         yield servers if ranks.size == 1 else SharedEngine(ranks, servers)
 

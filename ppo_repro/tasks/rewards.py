@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.float32 import FLOAT32_MAX
 from ppo_repro.base.output import shown
 from ppo_repro.config.tasks import (
     AnswerExtraction,
@@ -25,7 +26,6 @@ from ppo_repro.config.tasks import (
 )
 from ppo_repro.tasks.numbers import is_number, last_number
 from ppo_repro.tasks.problems import Problem, Source, row_of
-from ppo_repro.user.child import FLOAT32_MAX
 from ppo_repro.user.process import UserFunction, UserProcess, check_repeats, load_function
 
 _TAGS = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.float32 import FLOAT32_MAX
 from ppo_repro.base.output import did_you_mean, shown, visible
 from ppo_repro.user.file import (
     RefusedError,
@@ -39,7 +40,6 @@ from ppo_repro.user.file import (
     uncopied,
 )
 
-FLOAT32_MAX = 3.4028234663852886e38
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 CallRow = Mapping[str, Any]

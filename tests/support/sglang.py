@@ -54,7 +54,16 @@ def subject(folder: Path, *overrides: str) -> Iterator[Subject]:
     config = config_of(*overrides)
     prepared = prepare(config, Silent())
     policy, stops = prepared.state.policy, prepared.engine.stop_ids
-    with sglang_engine(config, settings_of(config), policy, stops, folder, lambda seconds: None) as engine:
+    with sglang_engine(
+        settings_of(config),
+        config.layout,
+        config.numerics.max_context,
+        config.asks_for_routes,
+        policy,
+        stops,
+        folder,
+        lambda seconds: None,
+    ) as engine:
         groups = [found.process.pid for found in engine.servers if found.process]
         yield Subject(config, prepared, engine)
     until = time.monotonic() + 10

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ppo_repro.base.float32 import FLOAT32_MAX
 from ppo_repro.user.file import RefusedError
 
 Response = tuple[list[int], list[float], str]  # ids, log-probs in nats, "stop" or "length"
-LARGEST = 3.4028234663852886e38  # of float32
 ONE_EACH = "one (ids, logprobs, finish_reason) for each prompt"
 
 
@@ -80,7 +80,7 @@ def _check_logprobs(logprobs: Sequence[Any], tokens: int) -> None:
             f"{len(logprobs)} log-probs for {tokens} ids; must be one for each id, the end token included"
         )
     for place, number in enumerate(logprobs):
-        is_number = type(number) in (int, float) and math.isfinite(number) and abs(number) <= LARGEST
+        is_number = type(number) in (int, float) and math.isfinite(number) and abs(number) <= FLOAT32_MAX
         if not is_number or number > 0:
             raise RefusedError(
                 f"the log-prob {_shown(number)} at place {place}; must be a finite number of nats, at most 0"

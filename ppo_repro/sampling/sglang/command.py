@@ -13,8 +13,8 @@ from pathlib import Path
 
 import ppo_repro
 from ppo_repro.base.errors import UserError
+from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.rollout import SGLangServers
-from ppo_repro.config.run import RunConfig
 from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURE, ATTENTION_BACKEND
 
 RETURN_ROUTES = "--enable-return-routed-experts"
@@ -54,9 +54,13 @@ class Interpreter:
 
 
 def numerics_digest(package: Path) -> str:
-    """Return the SHA-256 over the files that decide the bits of a forward pass and the tokens sampled from it."""
+    """Return the SHA-256 over the files that decide the bits of a forward pass and the tokens sampled from it.
+
+    No run imports `numerics/definition`, with which tests compare the kernels.
+    """
+    definition = package / "numerics/definition"
     ours = (path for folder in ("numerics", "sampling/sglang/plugin") for path in (package / folder).rglob("*"))
-    files = [path for path in ours if path.suffix in {".py", ".c", ".h"}]
+    files = [path for path in ours if path.suffix in {".py", ".c", ".h"} and definition not in path.parents]
     files = sorted([*files, *(package / "sampling").glob("draw.py")])  # another installation may not have it
     sums = [f"{path.relative_to(package).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
@@ -88,26 +92,26 @@ def look_into(engine: SGLangServers) -> Interpreter:
 
 
 def server_arguments(
-    config: RunConfig, engine: SGLangServers, model: Path, port: int, version: str, routes: bool = False
+    engine: SGLangServers, layout: LayoutConfig, max_context: int, model: Path, port: int, version: str, routes: bool
 ) -> list[str]:
     """Return the arguments of sglang.launch_server; the configuration's arguments come last.
 
     Args:
-        config: the run.
         engine: the run's section on servers.
+        layout: the run's section on layout.
+        max_context: tokens of prompt and response together.
         model: folder of the policy.
         port: port of the server.
         version: version of the weights in the folder.
         routes: whether the server must return the experts of each token, which it refuses for a dense model.
     """
-    layout, context = config.layout, config.numerics.max_context
     configured = {argument.partition("=")[0] for argument in engine.arguments}
     pairs: list[tuple[str, str]] = [
         ("--model-path", str(model)),
         ("--host", "127.0.0.1"),
         ("--port", str(port)),
         ("--device", "cpu"),
-        ("--context-length", str(context + SPARE_CONTEXT)),
+        ("--context-length", str(max_context + SPARE_CONTEXT)),
         ("--max-running-requests", str(layout.rollout_slots)),
         ("--weight-version", version),
     ]
@@ -115,7 +119,7 @@ def server_arguments(
         pairs.append(("--chunked-prefill-size", str(layout.prefill_chunk)))
     if "--max-total-tokens" not in configured:
         # the default is a share of all memory, which SGLang fills with zeros before the first request
-        pairs.append(("--max-total-tokens", str(layout.rollout_slots * (context + SPARE_CONTEXT))))
+        pairs.append(("--max-total-tokens", str(layout.rollout_slots * (max_context + SPARE_CONTEXT))))
     if engine.numerics == "deterministic":
         architectures = json.dumps({"architectures": [ARCHITECTURE]})
         pairs += [("--attention-backend", ATTENTION_BACKEND), ("--dtype", "float32")]

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.files import atomic_write, whole_folder
+from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.rollout import SGLangServers
-from ppo_repro.config.run import NumericsConfig, RunConfig
 from ppo_repro.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.models.folders import write_sampled
 from ppo_repro.numerics.families import routers
@@ -51,13 +51,13 @@ RECORDED = (
 )
 
 
-def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, routes: bool) -> dict[str, Any]:
+def check_server(url: str, engine: SGLangServers, max_context: int, routes: bool) -> dict[str, Any]:
     """Return the settings of a server. Raises UserError if the server would not sample as the run needs.
 
     Args:
         url: address of the server.
         engine: the run's section on servers.
-        numerics: the run's section on numerics; the server must have its context.
+        max_context: tokens of prompt and response together, for which the server must have room.
         routes: whether the server must return the experts of each token.
     """
     info, model = ask(url, "/server_info", engine.timeout_s), ask(url, "/model_info", engine.timeout_s)
@@ -82,7 +82,7 @@ def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, rout
     for name, value in required.items():
         if info.get(name) != value:
             raise UserError(f"{url}: has {name} = {info.get(name)!r}; must be {value!r}")
-    context, least = info.get("context_length"), numerics.max_context + SPARE_CONTEXT
+    context, least = info.get("context_length"), max_context + SPARE_CONTEXT
     if isinstance(context, int) and context < least:
         raise UserError(
             f"{url}: has --context-length {context}; must be at least numerics.max_context + {SPARE_CONTEXT} "
@@ -115,7 +115,7 @@ def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
         timeout: seconds until the answer begins.
 
     Raises:
-    UserError: the server has weights of another version, or returns no digest.
+        UserError: the server has weights of another version, or returns no digest.
         PromiseBroken: the server's weights have another digest.
     """
     version = ask(url, "/model_info", timeout).get("weight_version")
@@ -140,8 +140,10 @@ class SGLangEngine:
 
     def __init__(
         self,
-        config: RunConfig,
         settings: SGLangServers,
+        layout: LayoutConfig,
+        max_context: int,
+        routes: bool,
         policy: PreTrainedModel,
         stop_ids: frozenset[int],
         folder: Path,
@@ -149,15 +151,17 @@ class SGLangEngine:
         """Prepare an engine whose servers are not started yet.
 
         Args:
-            config: the run.
             settings: the run's section on servers.
+            layout: the run's section on layout.
+            max_context: tokens of prompt and response together.
+            routes: whether the run needs the experts of each token of a mixture.
             policy: the model whose weights the servers get.
             stop_ids: end tokens.
             folder: folder for logs, notes and weights.
         """
-        self.config, self.settings, self.policy, self.stop_ids, self.folder = config, settings, policy, stop_ids, folder
-        routes = config.asks_for_routes and bool(routers(policy))
-        self._routed = routed_layers(policy) if routes else None
+        self.settings, self.layout, self.max_context = settings, layout, max_context
+        self.policy, self.stop_ids, self.folder = policy, stop_ids, folder
+        self._routed = routed_layers(policy) if routes and routers(policy) else None
         self.model_folder, self._is_deterministic = folder / "model", settings.numerics == "deterministic"
         self.servers: list[Server] = []
         self._folder_digest = ""  # digest of the weights in the model folder
@@ -181,7 +185,7 @@ class SGLangEngine:
         for server in self.servers:
             if server.process is not None:
                 wait_until_ready(server, self.settings.timeout_s, waiting)
-            has = check_server(server.url, self.settings, self.config.numerics, self._routed is not None)
+            has = check_server(server.url, self.settings, self.max_context, self._routed is not None)
             notes.append({"url": server.url, "server": has, "interpreter": interpreter and asdict(interpreter)})
         text = json.dumps(notes, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         atomic_write(self.folder / NOTES, text.encode())
@@ -189,9 +193,9 @@ class SGLangEngine:
     def _start(self, index: int, digest: str, temporary: Path) -> Server:
         port, settings = free_port(), self.settings
         arguments = server_arguments(
-            self.config, settings, self.model_folder, port, digest, routes=self._routed is not None
+            settings, self.layout, self.max_context, self.model_folder, port, digest, self._routed is not None
         )
-        environment = {**server_environment(os.environ, self.config.layout.threads), "TMPDIR": str(temporary)}
+        environment = {**server_environment(os.environ, self.layout.threads), "TMPDIR": str(temporary)}
         command = [settings.python or sys.executable, "-m", "sglang.launch_server", *arguments]
         return start(command, environment, self.folder / f"server-{index}.log", port)
 
@@ -204,10 +208,10 @@ class SGLangEngine:
         edges = [index * len(requests) // len(self.servers) for index in range(len(self.servers) + 1)]
         batches = [requests[start:end] for start, end in pairwise(edges)]
         work = [(server, batch) for server, batch in zip(self.servers, batches, strict=True) if batch]
-        vocab_size, max_context = self.policy.config.vocab_size, self.config.numerics.max_context
+        vocab_size = self.policy.config.vocab_size
         routed = self._routed if sampling.routes else None
         bodies = [
-            generate_body(batch, sampling, self.stop_ids, vocab_size, max_context, routed is not None)
+            generate_body(batch, sampling, self.stop_ids, vocab_size, self.max_context, routed is not None)
             for _, batch in work
         ]
         answers = self._ask([server for server, _ in work], bodies, digest)
@@ -257,8 +261,10 @@ class SGLangEngine:
 
 @contextmanager
 def sglang_engine(
-    config: RunConfig,
     settings: SGLangServers,
+    layout: LayoutConfig,
+    max_context: int,
+    routes: bool,
     policy: PreTrainedModel,
     stop_ids: frozenset[int],
     folder: Path,
@@ -267,15 +273,17 @@ def sglang_engine(
     """Start the servers and yield the engine; the servers end with the block.
 
     Args:
-        config: the run.
         settings: the run's section on servers.
+        layout: the run's section on layout.
+        max_context: tokens of prompt and response together.
+        routes: whether the run needs the experts of each token of a mixture.
         policy: the model that samples; its weights may change between calls.
         stop_ids: end tokens.
         folder: folder for logs, notes and weights.
         waiting: called while a server starts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    engine = SGLangEngine(config, settings, policy, stop_ids, folder)
+    engine = SGLangEngine(settings, layout, max_context, routes, policy, stop_ids, folder)
     # a short prefix, because the path of a socket is limited to 107 characters
     with tempfile.TemporaryDirectory(prefix="ppo-sglang-", ignore_cleanup_errors=True) as temporary:
         try:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.float32 import FLOAT32_MAX
 from ppo_repro.engine import Completion, Request, Sampling, check_request
 from ppo_repro.numerics.families import decoder_layers, mixture_layers
 from ppo_repro.sampling.sglang.plugin import kept_tokens
@@ -63,7 +64,6 @@ def read_routes(text: Any, inputs: int, routed: RoutedLayers) -> Tensor:
 
 
 ALL_TOKENS = -1  # SGLang's top_k that cuts nothing
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def generate_body(
@@ -204,7 +204,7 @@ def _finish_reason(meta: dict[str, Any], tokens: list[int], longest: int, stop_i
 
 
 def _float32(value: Any) -> float:
-    sound = isinstance(value, float) and math.isfinite(value) and abs(value) <= _FLOAT32_MAX
+    sound = isinstance(value, float) and math.isfinite(value) and abs(value) <= FLOAT32_MAX
     if not sound or float(np.float32(value)) != value:
         raise ValueError(f"returned {_shown(value)} as a log-prob; must be a finite float32")
     return value

@@ -81,10 +81,11 @@ def end(server: Server) -> None:
 
 def wait_until_ready(server: Server, timeout_s: int, waiting: Waiting) -> None:
     """Wait until a server is healthy. Raises UserError if the server ends or takes longer than `timeout_s` seconds."""
-    started, reported = time.monotonic(), 0
+    process, started, reported = server.process, time.monotonic(), 0
+    assert process is not None, "only servers that the run started are waited for"
     while not _is_healthy(server.url):
         waited = time.monotonic() - started
-        if server.process is not None and server.process.poll() is not None:
+        if process.poll() is not None:
             raise UserError(f"{death(server)}; it did not start")
         if any("address already in use" in line for line in _last_lines(server.log)):  # SGLang does not end then
             raise UserError(f"{server.url}: another program took this port; start the run again")

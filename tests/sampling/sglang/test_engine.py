@@ -41,7 +41,16 @@ def engine_on(
     config = small_config(*sets, "rollout.engine.timeout_s=1")
     engine = config.rollout.engine
     assert engine.kind == "sglang"
-    with sglang_engine(config, engine, policy, STOPS, folder, lambda seconds: None) as opened:
+    with sglang_engine(
+        engine,
+        config.layout,
+        config.numerics.max_context,
+        config.asks_for_routes,
+        policy,
+        STOPS,
+        folder,
+        lambda seconds: None,
+    ) as opened:
         yield opened
 
 

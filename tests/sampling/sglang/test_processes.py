@@ -46,7 +46,16 @@ def started(
     config = small_config("rollout.engine.kind=sglang", f"rollout.engine.python={python}", *sets)
     engine = config.rollout.engine
     assert engine.kind == "sglang"
-    with sglang_engine(config, engine, policy, frozenset({1}), folder / "sglang", lambda seconds: None) as opened:
+    with sglang_engine(
+        engine,
+        config.layout,
+        config.numerics.max_context,
+        config.asks_for_routes,
+        policy,
+        frozenset({1}),
+        folder / "sglang",
+        lambda seconds: None,
+    ) as opened:
         yield opened
 
 

@@ -16,7 +16,7 @@ from ppo_repro.base.ranks import ALONE
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.interface import CPU, Struct, ffi, pointer
 from ppo_repro.numerics.library import Kernels
-from ppo_repro.numerics.shares import STRETCH, Shares, divided
+from ppo_repro.numerics.shards import STRETCH, Shards, divided
 from ppo_repro.numerics.weights import copy_named, require_same_names, require_same_shapes
 
 _CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
@@ -72,13 +72,13 @@ def step_constants(s: AdamWSettings, norm: float, steps: int) -> Struct:
 
 
 class AdamW:
-    """Clipping and AdamW by the C kernels, for named float32 parameters; each rank has the moments of its shares."""
+    """Clipping and AdamW by the C kernels, for named float32 parameters; each rank has the moments of its shards."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], shares: Shares | None = None) -> None:
-        """Begin with moments of zero; without `shares` this process owns all elements."""
+    def __init__(self, parameters: Mapping[str, Tensor], shards: Shards | None = None) -> None:
+        """Begin with moments of zero; without `shards` this process owns all elements."""
         self.parameters = {name: parameters[name] for name in sorted(parameters)}
-        self.shares = shares or divided(self.parameters, ALONE)
-        own = {name: self.shares.own_part(name, p) for name, p in self.parameters.items()}
+        self.shards = shards or divided(self.parameters, ALONE)
+        own = {name: self.shards.own_shard(name, p) for name, p in self.parameters.items()}
         self.first, self.second = (
             {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in own.items()}
             for _ in range(2)
@@ -86,14 +86,14 @@ class AdamW:
         self.steps = 0
 
     def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
-        """Take one step with the gradients of this rank's shares, and return the norm of all before clipping.
+        """Take one step with the gradients of this rank's shards, and return the norm of all before clipping.
 
         Raises NumericsError for a gradient that is not finite.
         """
         tensors = ffi.new("Trained[]", len(self.parameters))
         device = next((p.device for p in self.parameters.values()), CPU)
         for tensor, (name, p) in zip(tensors, self.parameters.items(), strict=True):
-            own = self.shares.own_part(name, p)
+            own = self.shards.own_shard(name, p)
             if gradients[name].numel() != own.numel():
                 raise ValueError(f"a gradient of {name} for {gradients[name].numel()} of its {own.numel()} numbers")
             tensor.p, tensor.g, tensor.n = pointer(own, device), pointer(gradients[name], device), own.numel()
@@ -101,7 +101,7 @@ class AdamW:
         norm = self._norm(tensors, kernels_of(device))
         self.steps += 1
         kernels_of(device).adamw(tensors, len(tensors), step_constants(settings, norm, self.steps))
-        self.shares.spread({name: p.detach().view(-1) for name, p in self.parameters.items()})
+        self.shards.spread({name: p.detach().view(-1) for name, p in self.parameters.items()})
         # packed copies of weights are outdated when these counters change
         torch.autograd.graph.increment_version(self.parameters.values())
         return norm
@@ -111,10 +111,10 @@ class AdamW:
         counts = [-(-tensor.n // STRETCH) for tensor in tensors]
         own = np.empty(sum(counts))
         kernels.gradient_squares(tensors, len(tensors), ffi.from_buffer("double[]", own))
-        of_ranks = self.shares.ranks.everyone(np.split(own, np.cumsum(counts)[:-1]))
+        of_ranks = self.shards.ranks.everyone(np.split(own, np.cumsum(counts)[:-1]))
         total = 0.0
         for i, name in enumerate(self.parameters):
-            square = sum_in_order(np.concatenate([of_ranks[rank][i] for rank in self.shares.in_order()]))
+            square = sum_in_order(np.concatenate([of_ranks[rank][i] for rank in self.shards.in_order()]))
             if not math.isfinite(square):
                 raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
             total += square
@@ -126,9 +126,9 @@ class AdamW:
         return OptimizerState(first=self._whole(self.first), second=self._whole(self.second), steps=steps)
 
     def _whole(self, moments: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if self.shares.ranks.size == 1:
+        if self.shards.ranks.size == 1:
             return moments
-        joined = {name: self.shares.joined(name, own) for name, own in moments.items()}
+        joined = {name: self.shards.joined(name, own) for name, own in moments.items()}
         return {name: x.view(self.parameters[name].shape) for name, x in joined.items() if x is not None}
 
     def load(self, state: OptimizerState) -> None:
@@ -144,7 +144,7 @@ class AdamW:
         for own, saved in ((self.first, state.first), (self.second, state.second)):
             require_same_names(self.parameters, saved, "the tensors")
             require_same_shapes(self.parameters, saved)
-            copy_named(own, {name: self.shares.own_part(name, x.contiguous()) for name, x in saved.items()})
+            copy_named(own, {name: self.shards.own_shard(name, x.contiguous()) for name, x in saved.items()})
         self.steps = steps
 
 

@@ -19,7 +19,7 @@ from ppo_repro.base.errors import PromiseBroken
 from ppo_repro.base.ranks import ALONE
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.interface import Struct, constants, ffi, pointer
-from ppo_repro.numerics.shares import Shares, divided
+from ppo_repro.numerics.shards import Shards, divided
 
 MAX_LEVELS = constants.MAX_LEVELS
 _ALIGNED = 16  # floats
@@ -136,16 +136,16 @@ class SlotSums:
 class GradientSums:
     """Gradients of a module's parameters over one minibatch, summed over its backward passes and over ranks."""
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]], slots: int, shares: Shares | None = None) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], slots: int, shards: Shards | None = None) -> None:
         """Collect gradients in `slots` slots of this rank, a power of two; only trained parameters have gradients.
 
-        Without `shares` this process owns all gradients.
+        Without `shards` this process owns all gradients.
         """
         if slots not in {1 << i for i in range(MAX_LEVELS)}:
             raise ValueError(f"{slots} slots; a power of two up to {1 << (MAX_LEVELS - 1)} is possible")
         self.slots, self._all = slots, dict(parameters)
         self.trained = {name: p for name, p in self._all.items() if p.requires_grad}
-        self._shares = shares or divided(self.trained, ALONE)
+        self._shards = shards or divided(self.trained, ALONE)
         self._names = {id(p): name for name, p in self._all.items()}
         self._slot_sums: dict[_Key, SlotSums] = {}
         self._used: set[_Key] = set()  # since `begin`
@@ -176,12 +176,12 @@ class GradientSums:
     def finish(self) -> dict[str, Tensor]:
         """Return the gradient of each trained parameter over all ranks, float32, in the memory of the sums.
 
-        Of a parameter that several ranks share, it has the elements that this rank owns, flat. Ranks have equally many
+        Of a parameter that several ranks divide, it has the elements that this rank owns, flat. Ranks have equally many
         slots, in rank order. Raises ValueError if no pass has added to the sums.
         """
-        shares = self._shares
+        shards = self._shards
         # a rank without sequences has no uses of its own
-        keys = sorted({key for of_rank in shares.ranks.everyone(sorted(self._used)) for key in of_rank})
+        keys = sorted({key for of_rank in shards.ranks.everyone(sorted(self._used)) for key in of_rank})
         if not keys:
             raise ValueError(
                 "no backward pass added to these sums; lay out its batch with `.with_sums(optimizer.sink)`"
@@ -191,12 +191,12 @@ class GradientSums:
             slot_sums = self.sums_for(label, *(tuple(self._all[name] for name in group) for group in names))
             slot_sums.total()
             totals = {self._names[id(p)]: slot_sums.view(p) for p in slot_sums.parameters}
-            shares.add_up({name: total.view(-1) for name, total in totals.items()})
+            shards.add_up({name: total.view(-1) for name, total in totals.items()})
             for name, total in totals.items():
-                own = shares.own_part(name, total)
+                own = shards.own_shard(name, total)
                 if name in gradients:
                     gradients[name].add_(own)
                 else:
                     gradients[name] = own
         unused = self.trained.keys() - gradients.keys()
-        return gradients | {name: torch.zeros_like(shares.own_part(name, self.trained[name])) for name in unused}
+        return gradients | {name: torch.zeros_like(shards.own_shard(name, self.trained[name])) for name in unused}

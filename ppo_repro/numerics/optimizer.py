@@ -13,7 +13,7 @@ from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.numerics.adamw import AdamW, AdamWSettings, NativeAdamW, OptimizerState
 from ppo_repro.numerics.gradient_sums import GradientSums
-from ppo_repro.numerics.shares import Shares, divided, owned_whole, whole_cuts
+from ppo_repro.numerics.shards import Shards, divided, owned_whole, whole_cuts
 from ppo_repro.numerics.weights import copy_named
 
 SLOTS = 8  # of a minibatch
@@ -87,7 +87,7 @@ class Optimizer:
         self.sums: GradientSums | NativeGradients
         self.adamw: AdamW | NativeAdamW
         if is_deterministic_mode(mode):
-            of_gradients, of_step = _shares(weights, trained, adapter, ranks)
+            of_gradients, of_step = _shards(weights, trained, adapter, ranks)
             self.sums, self.adamw = GradientSums(named, SLOTS // ranks.size, of_gradients), AdamW(trained, of_step)
         else:
             self.sums, self.adamw = NativeGradients(weights, ranks), NativeAdamW(trained, settings)
@@ -153,21 +153,21 @@ class Optimizer:
             self._adapter.merge()
 
 
-def _shares(
+def _shards(
     weights: Mapping[str, Tensor], trained: Mapping[str, Tensor], adapter: Adapter | None, ranks: Ranks
-) -> tuple[Shares, Shares]:
+) -> tuple[Shards, Shards]:
     """Divide the gradients of weights, and what is trained.
 
     One rank owns an adapted matrix and its factors, whose gradients need the gradient of the whole matrix.
     """
     if adapter is None:
-        shares = divided(weights, ranks)
-        return shares, shares
+        shards = divided(weights, ranks)
+        return shards, shards
     owners = owned_whole({name: weights[name] for name in adapter.factors_of}, ranks)
     of_weights = {**divided(weights, ranks).cuts} | {
-        n: whole_cuts(weights[n], place, ranks) for n, place in owners.items()
+        n: whole_cuts(weights[n], position, ranks) for n, position in owners.items()
     }
     of_trained = {name: of_weights[name] for name in trained if name in weights}
     for name, factors in adapter.factors_of.items():
         of_trained |= {factor: whole_cuts(trained[factor], owners[name], ranks) for factor in factors}
-    return Shares(ranks, of_weights), Shares(ranks, of_trained)
+    return Shards(ranks, of_weights), Shards(ranks, of_trained)

@@ -36,7 +36,7 @@ from ppo_repro.numerics.linear import add_to_bias, linear
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.sequences import Rows, ragged, slots_of_rank
-from ppo_repro.numerics.shares import Shares
+from ppo_repro.numerics.shards import Shards
 from ppo_repro.stages import forward as scoring
 from tests.support.definition import array, assert_same, model_from
 from tests.support.models import CONFIGS, MIXTURES, fill, small_model
@@ -48,22 +48,22 @@ RESPONSES = (1, 1, 0, 2, 5, 1, 3, 130)  # how many last positions have logits in
 
 
 def sums_of_ranks(module: Sequence[tuple[str, nn.Parameter]], count: int) -> list[GradientSums]:
-    """The sums of each rank, which own any elements: real shares have whole stretches, more than these models have."""
+    """The sums of each rank, which own any elements: real shards have whole stretches, more than these models have."""
     rng = np.random.default_rng(count)
     cuts = {n: [0, *sorted(rng.integers(0, p.numel() + 1, count - 1).tolist()), p.numel()] for n, p in module}
-    shares = [Shares(rank, cuts) for rank in threads(count)]
-    return [GradientSums(module, SLOTS // count, of_rank) for of_rank in shares]
+    shards = [Shards(rank, cuts) for rank in threads(count)]
+    return [GradientSums(module, SLOTS // count, of_rank) for of_rank in shards]
 
 
 def finished(sums: Sequence[GradientSums]) -> list[dict[str, Tensor]]:
-    """The gradients that each rank has after the ranks have added up, and spread their shares."""
+    """The gradients that each rank has after the ranks have added up, and spread their shards."""
 
     def of_rank(of: GradientSums) -> dict[str, Tensor]:
-        own, shares = of.finish(), of._shares
+        own, shards = of.finish(), of._shards
         whole = {name: torch.full_like(p, torch.nan).view(-1) for name, p in of.trained.items()}
         for name, part in own.items():
-            whole[name][shares.own(name)] = part.view(-1)
-        shares.spread(whole)
+            whole[name][shards.own(name)] = part.view(-1)
+        shards.spread(whole)
         return {name: x.view(of.trained[name].shape) for name, x in whole.items()}
 
     with ThreadPoolExecutor(len(sums)) as pool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ppo_repro.commands import cli
-from ppo_repro.numerics.shares import Shares
+from ppo_repro.numerics.shards import Shards
 
 if __name__ == "__main__":
-    Shares.spread = lambda self, flat: None  # type: ignore[method-assign]
+    Shards.spread = lambda self, flat: None  # type: ignore[method-assign]
     cli.main()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.commands import cli
-from ppo_repro.numerics.shares import Shares
+from ppo_repro.numerics.shards import Shards
 
 if __name__ == "__main__":
-    Shares.add_up = lambda self, flat: None  # type: ignore[method-assign]
+    Shards.add_up = lambda self, flat: None  # type: ignore[method-assign]
     Ranks.add_up = lambda self, tensors: None  # type: ignore[method-assign,attr-defined]
     cli.main()

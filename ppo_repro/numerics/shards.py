@@ -1,8 +1,8 @@
-"""Divide trained tensors among the ranks of a run: each rank adds up, keeps moments of, and steps on its own shares.
+"""Divide trained tensors among the ranks of a run: each rank adds up, keeps moments of, and steps on its own shards.
 
-A share is a run of elements that begins with a stretch of rule 3, so the squares of a stretch are summed by one rank.
-The shares of a tensor lie in the order of the ranks' *places*. A place is a rank with its bits reversed: ranks that
-rule 2 joins first lie far apart, so that what two ranks exchange is one half of what both hold.
+A shard is a run of elements that begins with a stretch of rule 3, so the squares of a stretch are summed by one rank.
+The shards of a tensor lie in the order of the ranks' *positions*. A position is a rank with its bits reversed: ranks
+that rule 2 joins first lie far apart, so that what two ranks exchange is one half of what both hold.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ STRETCH = constants.STRETCH
 _MESSAGE = 1 << 24  # elements of the tensors whose parts are sent together
 
 
-def place_of(rank: int, size: int) -> int:
-    """Return the place of one of `size` ranks, a power of two: the bits of the rank in reverse."""
+def position_of(rank: int, size: int) -> int:
+    """Return the position of one of `size` ranks, a power of two: the bits of the rank in reverse."""
     bits = size.bit_length() - 1
     return sum(((rank >> i) & 1) << (bits - 1 - i) for i in range(bits))
 
 
 @dataclass(frozen=True)
-class Shares:
-    """The elements of each tensor that each place owns: place k owns `cuts[name][k]` to `cuts[name][k + 1]`."""
+class Shards:
+    """The elements of each tensor that each position owns: position k owns `cuts[name][k]` to `cuts[name][k + 1]`."""
 
     ranks: Ranks
     cuts: Mapping[str, Sequence[int]]
 
     @property
-    def place(self) -> int:
-        """Return the place of this rank."""
-        return place_of(self.ranks.rank, self.ranks.size)
+    def position(self) -> int:
+        """Return the position of this rank."""
+        return position_of(self.ranks.rank, self.ranks.size)
 
     def in_order(self) -> list[int]:
-        """Return the ranks in the order of their places."""
-        return [place_of(place, self.ranks.size) for place in range(self.ranks.size)]
+        """Return the ranks in the order of their positions."""
+        return [position_of(position, self.ranks.size) for position in range(self.ranks.size)]
 
     def own(self, name: str) -> slice:
         """Return the elements of a flat tensor that this rank owns."""
-        return self._elements(name, range(self.place, self.place + 1))
+        return self._elements(name, range(self.position, self.position + 1))
 
-    def own_part(self, name: str, tensor: Tensor) -> Tensor:
+    def own_shard(self, name: str, tensor: Tensor) -> Tensor:
         """Return the elements that this rank owns as a view: flat, or in the tensor's shape if these are all."""
         flat, own = tensor.detach().view(-1), self.own(name)
         return tensor.detach() if own == slice(0, len(flat)) else flat[own]
@@ -79,21 +79,21 @@ class Shares:
             return None
         return torch.cat([parts[rank] for rank in self.in_order()])
 
-    def _elements(self, name: str, places: range) -> slice:
-        return slice(self.cuts[name][places.start], self.cuts[name][places.stop])
+    def _elements(self, name: str, positions: range) -> slice:
+        return slice(self.cuts[name][positions.start], self.cuts[name][positions.stop])
 
     def _rounds(self) -> Iterator[tuple[int, range, range]]:
-        """Yield of each round the other rank, the places whose elements this rank keeps, and those of the other."""
+        """Yield of each round the other rank, the positions whose elements this rank keeps, and those of the other."""
         bit, half = 1, self.ranks.size // 2
         while half:
-            kept, given = (place // half * half for place in (self.place, self.place ^ half))
+            kept, given = (position // half * half for position in (self.position, self.position ^ half))
             yield self.ranks.rank ^ bit, range(kept, kept + half), range(given, given + half)
             bit, half = bit * 2, half // 2
 
     def _swapped(
         self, flat: Mapping[str, Tensor], names: Sequence[str], sent: range, like: Sequence[Tensor], other: int
     ) -> Sequence[Tensor]:
-        """Send the elements of some places, and return what the other rank sends, in the sizes of `like`."""
+        """Send the elements of some positions, and return what the other rank sends, in the sizes of `like`."""
         ours = torch.cat([flat[name][self._elements(name, sent)] for name in names])
         theirs = ours.new_empty(sum(map(len, like)))
         self.ranks.swap(ours, theirs, other)
@@ -114,26 +114,26 @@ def _messages(flat: Mapping[str, Tensor]) -> Iterator[list[str]]:
         yield names
 
 
-def divided(tensors: Mapping[str, Tensor], ranks: Ranks) -> Shares:
+def divided(tensors: Mapping[str, Tensor], ranks: Ranks) -> Shards:
     """Give each rank equally many stretches of each tensor, up to one; the odd ones go round."""
     cuts = {}
     for number, (name, tensor) in enumerate(tensors.items()):
         n, stretches, odd = tensor.numel(), -(-tensor.numel() // STRETCH), number % ranks.size
-        ends = [(stretches * place + odd) // ranks.size for place in range(ranks.size + 1)]
+        ends = [(stretches * position + odd) // ranks.size for position in range(ranks.size + 1)]
         cuts[name] = [min(n, end * STRETCH) for end in ends]
-    return Shares(ranks, cuts)
+    return Shards(ranks, cuts)
 
 
 def owned_whole(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:
-    """Choose the place that owns each whole tensor, so that all places own about equally many elements."""
+    """Choose the position that owns each whole tensor, so that all positions own about equally many elements."""
     held = [0] * ranks.size
-    places = {}
+    positions = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].numel(), name)):
-        places[name] = held.index(min(held))
-        held[places[name]] += tensors[name].numel()
-    return places
+        positions[name] = held.index(min(held))
+        held[positions[name]] += tensors[name].numel()
+    return positions
 
 
-def whole_cuts(tensor: Tensor, place: int, ranks: Ranks) -> list[int]:
-    """Return the cuts of a tensor of which one place owns all elements."""
-    return [0] * (place + 1) + [tensor.numel()] * (ranks.size - place)
+def whole_cuts(tensor: Tensor, position: int, ranks: Ranks) -> list[int]:
+    """Return the cuts of a tensor of which one position owns all elements."""
+    return [0] * (position + 1) + [tensor.numel()] * (ranks.size - position)

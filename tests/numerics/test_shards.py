@@ -1,4 +1,4 @@
-"""Shares of several ranks: the sums, the norm, the steps and the state of one process, and a part of its moments."""
+"""Shards of several ranks: the sums, the norm, the steps and the state of one process, and a part of its moments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.numerics.adamw import AdamW, AdamWSettings, OptimizerState
-from ppo_repro.numerics.shares import STRETCH, Shares, divided, owned_whole, place_of, whole_cuts
+from ppo_repro.numerics.shards import STRETCH, Shards, divided, owned_whole, position_of, whole_cuts
 from tests.support.thread_ranks import threads
 
 T = TypeVar("T")
@@ -43,11 +43,11 @@ def on_each(count: int, work: Callable[[Ranks], T]) -> list[T]:
 )
 def test_each_element_has_one_owner_and_each_stretch_too(sizes: dict[str, int], count: int) -> None:
     tensors = {name: torch.empty(n) for name, n in sizes.items()}
-    assert sorted(place_of(rank, count) for rank in range(count)) == list(range(count))
+    assert sorted(position_of(rank, count) for rank in range(count)) == list(range(count))
     for name, n in sizes.items():
         owned = [divided(tensors, Ranks(rank, count)).own(name) for rank in range(count)]
-        by_place = sorted(owned, key=lambda part: (part.start, part.stop))
-        assert [0, *(part.stop for part in by_place)] == [*(part.start for part in by_place), n]
+        by_position = sorted(owned, key=lambda part: (part.start, part.stop))
+        assert [0, *(part.stop for part in by_position)] == [*(part.start for part in by_position), n]
         assert all(part.start % STRETCH == 0 or part.start == n for part in owned)
         stretches = [-(-(part.stop - part.start) // STRETCH) for part in owned]
         assert max(stretches) - min(stretches) <= 1
@@ -55,8 +55,8 @@ def test_each_element_has_one_owner_and_each_stretch_too(sizes: dict[str, int], 
 
 
 def test_whole_tensors_are_owned_in_equal_numbers_of_elements() -> None:
-    owners = owned_whole({str(n): torch.empty(n) for n in (8, 5, 4, 3, 2, 2)}, Ranks(0, 2))
-    assert sum(int(n) for n, place in owners.items() if place) == sum(int(n) for n, p in owners.items() if not p) == 11
+    owners = owned_whole({str(n): torch.empty(n) for n in (8, 5, 4, 3, 2)}, Ranks(0, 2))
+    assert [sum(int(n) for n, owner in owners.items() if owner == position) for position in range(2)] == [11, 11]
 
 
 @settings(max_examples=30, deadline=None)
@@ -64,21 +64,21 @@ def test_whole_tensors_are_owned_in_equal_numbers_of_elements() -> None:
 def test_sums_over_ranks_are_those_of_the_tree(count: int, seed: int, whole: bool) -> None:
     each = [random(100 * seed + rank) for rank in range(count)]
 
-    def cuts(ranks: Ranks) -> Shares:
+    def cuts(ranks: Ranks) -> Shards:
         owners = owned_whole(each[0], ranks)
         return (
-            Shares(ranks, {n: whole_cuts(x, owners[n], ranks) for n, x in each[0].items()})
+            Shards(ranks, {n: whole_cuts(x, owners[n], ranks) for n, x in each[0].items()})
             if whole
             else divided(each[0], ranks)
         )
 
     def work(ranks: Ranks) -> dict[str, Tensor]:
-        shares, flat = cuts(ranks), {name: x.clone() for name, x in each[ranks.rank].items()}
-        shares.add_up(flat)
+        shards, flat = cuts(ranks), {name: x.clone() for name, x in each[ranks.rank].items()}
+        shards.add_up(flat)
         for name, x in flat.items():
-            own = shares.own(name)
+            own = shards.own(name)
             x[: own.start], x[own.stop :] = torch.nan, torch.nan
-        shares.spread(flat)
+        shards.spread(flat)
         return flat
 
     for name in SIZES:
@@ -96,15 +96,15 @@ def test_a_ring_has_other_bits() -> None:
 
 
 def trained(
-    ranks: Ranks, shares: Callable[[AdamW], None] = lambda adam: None
+    ranks: Ranks, shards: Callable[[AdamW], None] = lambda adam: None
 ) -> tuple[dict[str, Tensor], list[float], OptimizerState]:
-    """Weights, norms and state after some steps, whose gradients all ranks have; `shares` may break something first."""
+    """Weights, norms and state after some steps, whose gradients all ranks have; `shards` may break something first."""
     weights = random(0)
     adam = AdamW(weights, divided(weights, ranks))
-    shares(adam)
+    shards(adam)
     norms = []
     for step in range(1, STEPS + 1):
-        own = {name: adam.shares.own_part(name, g) for name, g in random(step).items()}
+        own = {name: adam.shards.own_shard(name, g) for name, g in random(step).items()}
         norms.append(adam.apply(SETTINGS, own))
     return weights, norms, adam.state()
 
@@ -127,7 +127,7 @@ def test_a_state_goes_on_with_any_number_of_ranks() -> None:
         weights = {name: x.clone() for name, x in half[0].items()}
         adam = AdamW(weights, divided(weights, ranks))
         adam.load(half[2])
-        adam.apply(SETTINGS, {name: adam.shares.own_part(name, g) for name, g in random(STEPS + 1).items()})
+        adam.apply(SETTINGS, {name: adam.shards.own_shard(name, g) for name, g in random(STEPS + 1).items()})
         return list(weights.values())
 
     half = on_each(4, trained)[0]
@@ -139,16 +139,16 @@ def test_a_state_goes_on_with_any_number_of_ranks() -> None:
 
 def off_by_one(adam: AdamW) -> None:
     """The second half begins one element later on one rank: its owner leaves an element to nobody."""
-    if adam.shares.ranks.rank == 1:
-        cuts = {**adam.shares.cuts, "d": [x + (0 < x < SIZES["d"]) for x in adam.shares.cuts["d"]]}
-        adam.__init__(adam.parameters, Shares(adam.shares.ranks, cuts))  # type: ignore[misc]
+    if adam.shards.ranks.rank == 1:
+        cuts = {**adam.shards.cuts, "d": [x + (0 < x < SIZES["d"]) for x in adam.shards.cuts["d"]]}
+        adam.__init__(adam.parameters, Shards(adam.shards.ranks, cuts))  # type: ignore[misc]
 
 
 def of_another_rank(adam: AdamW) -> None:
     """Moments of the same sizes that belong to other elements."""
     for moments in (adam.first, adam.second):
         for _name, own in moments.items():
-            own.copy_(torch.linspace(0.1, 1.0, len(own)) * (1 + adam.shares.ranks.rank))
+            own.copy_(torch.linspace(0.1, 1.0, len(own)) * (1 + adam.shards.ranks.rank))
 
 
 @pytest.mark.parametrize("broken", [off_by_one, of_another_rank])

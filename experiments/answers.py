@@ -19,13 +19,14 @@ from ppo_repro.analysis.csv_text import csv_text
 from ppo_repro.analysis.figures import svg
 from ppo_repro.analysis.grids.outcomes import LAST, complete_cells, end_measures
 from ppo_repro.analysis.grids.table import comparisons, markdown
-from ppo_repro.analysis.program import program
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.output import Parser, tell
+from ppo_repro.base.program import program
 from ppo_repro.grids.study import BESIDE, RESULTS
 from ppo_repro.records import reader
+from ppo_repro.records.grid import axes_of
 from ppo_repro.testing.kl import k3
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def results_of(
     None. Raises UserError if the other cell is not complete.
     """
     cells = complete_cells(grid)
-    axes = [name for name in cells.columns if name.startswith("axis.")]
+    axes = axes_of(cells)
     rows = []
     for row in cells.to_dict("records"):
         labels = {axis.removeprefix("axis."): str(row[axis]) for axis in axes}

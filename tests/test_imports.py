@@ -19,7 +19,7 @@ README_ROW = re.compile(r"^\| \[`(\w+)(?:/|\.py)`\]\(", re.MULTILINE)
 # The folders of analysis, bottom to top. A folder imports from lines above its own only; folders in one line do not
 # import each other. A file directly in analysis/ counts as a folder.
 ANALYSIS = """
-    program words stats pairs csv_text
+    words stats pairs csv_text
     clipping notebooks tokenization
     mismatch
     compare grids
@@ -204,6 +204,7 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.base.latest",
         "ppo_repro.base.errors",
         "ppo_repro.base.lock",
+        "ppo_repro.base.program",
         "ppo_repro.config",
         "ppo_repro.runs.summary",
         "ppo_repro.testing.dumps",  # the audit's reader of dumps

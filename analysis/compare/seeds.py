@@ -12,6 +12,7 @@ from ppo_repro.analysis.compare.rows import Row, run_compare
 from ppo_repro.analysis.stats import significance
 from ppo_repro.analysis.stats.significance import Floats
 from ppo_repro.base.errors import UserError
+from ppo_repro.records.grid import axes_of
 
 Strata = tuple[Floats, ...]  # for each setting of the other axes the values of its seeds, in ascending order
 
@@ -62,7 +63,7 @@ def compare_groups(
 
 def _groups(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, paired: bool) -> tuple[Strata, Strata]:
     """Return the values of `metric` of both groups. `compare_groups` describes arguments and errors."""
-    axes = [str(name) for name in frame.columns if str(name).startswith("axis.")]
+    axes = axes_of(frame)
     if f"axis.{axis}" not in axes:
         names = ", ".join(name.removeprefix("axis.") for name in axes)
         raise UserError(f"axis = {axis!r}: the grid has {names or 'no axis'}")

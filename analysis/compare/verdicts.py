@@ -20,14 +20,12 @@ import pandas as pd
 from ppo_repro.analysis.compare.paired import COLUMNS, distribution_rows, manifests, numeric_rows, paired_responses
 from ppo_repro.analysis.compare.rows import Row, run_compare
 from ppo_repro.analysis.compare.seeds import compare_groups
-from ppo_repro.analysis.program import read_table
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.records.diff import first_difference
+from ppo_repro.records.grid import CELLS, RESULTS, read_grid_table
 
-CELLS = "cells.parquet"
-RESULTS = "results.parquet"
 # nats of mean |delta|; a smaller difference of two float32 forwards is rounding
 MARGIN = 1e-3
 USUAL_METRICS = ("final.eval_accuracy", "final.eval_score")
@@ -123,10 +121,7 @@ def compare_grid(
     are_final = {name.startswith("final.") for name in metrics}
     if len(are_final) != 1:
         raise UserError(f"metrics {', '.join(metrics)}: name final metrics or metrics of iterations, not both")
-    path = grid_dir / (CELLS if are_final == {True} else RESULTS)
-    if not path.is_file():
-        raise UserError(f"{path}: is missing; give two runs, or the folder that `ppo-repro grid` wrote with --axis")
-    frame = read_table(path)
+    frame = read_grid_table(grid_dir / (CELLS if are_final == {True} else RESULTS))
     return compare_groups(frame, axis, a, b, metrics, rng, paired=paired, margin=margin, alpha=alpha)
 
 

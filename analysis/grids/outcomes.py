@@ -11,11 +11,11 @@ import pandas as pd
 
 from ppo_repro.analysis.clipping.flags import flags_of_ratios, ratios_of
 from ppo_repro.analysis.clipping.update_rows import ClipRule
-from ppo_repro.analysis.program import read_table
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ClipObjective
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
 from ppo_repro.testing.kl import k3
 
 LAST = FIRST = 5  # iterations
@@ -94,17 +94,13 @@ def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
 
     Raises UserError if the grid has no table, no complete cell, or not all of the `needed` columns.
     """
-    path = grid / "cells.parquet"
-    if not path.is_file():
-        raise UserError(f"{grid}: has no cells.parquet; run `ppo-repro grid` on its file first")
-    table = read_table(path)
+    table, path = read_grid_table(grid / CELLS), grid / CELLS
     if missing := [name for name in ("state", "run_dir", "seed", "fingerprint", *needed) if name not in table]:
         raise UserError(f"{path}: has no column {', '.join(missing)}; give a grid of runs on language models")
     cells = table[table["state"] == "complete"].reset_index(drop=True)
     if cells.empty:
         raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")
-    axes = [name for name in cells.columns if name.startswith("axis.")]
-    points = [", ".join(map(str, labels)) for labels in cells[axes].itertuples(index=False)]
+    points = [", ".join(map(str, labels)) for labels in cells[axes_of(cells)].itertuples(index=False)]
     cells.insert(0, "point", pd.Series(points, index=cells.index, dtype=object))
     return cells
 
@@ -117,5 +113,4 @@ def outcomes(grid: Path) -> pd.DataFrame:
     cells = complete_cells(grid, ("final.eval_accuracy",))
     measures = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in cells["run_dir"]])
     measures.insert(0, "accuracy", cells["final.eval_accuracy"])
-    axes = [name for name in cells.columns if name.startswith("axis.")]
-    return pd.concat([cells[["point", *axes, "seed", "fingerprint"]], measures], axis=1)
+    return pd.concat([cells[["point", *axes_of(cells), "seed", "fingerprint"]], measures], axis=1)

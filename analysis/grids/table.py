@@ -23,6 +23,7 @@ from ppo_repro.analysis.grids.outcomes import MEASURES, outcomes
 from ppo_repro.analysis.stats.significance import holm, one_sample, t_interval, t_test
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
+from ppo_repro.records.grid import axes_of
 
 FORMATS = {
     "accuracy": "{:.3f}",
@@ -48,7 +49,7 @@ def interval(values: pd.Series) -> str:
 
 def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
     """Return one row per setting, with every cell as text."""
-    axes = ", ".join(name.rpartition(".")[2] for name in cells.columns if name.startswith("axis."))
+    axes = ", ".join(name.rpartition(".")[2] for name in axes_of(cells))
     table = []
     for point, group in cells.groupby("point", sort=False):
         means = {name: FORMATS[name].format(group[name].mean()) for name in MEASURES if name != measure}

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ppo_repro.analysis.notebooks import RUNS
 from ppo_repro.analysis.notebooks.execute import executed, text_of
-from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
+from ppo_repro.base.program import program
 from ppo_repro.records import manifest
 
 HERE = Path(__file__).resolve().parent

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
+from ppo_repro.base.program import program
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from experiments.benchmarks import sampling, timing, workload
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import CONTEXT, PROMPT, RESPONSE, SEQUENCES, SIZES, Size, prompt_ids
-from ppo_repro.analysis.program import program
 from ppo_repro.base.output import Parser
+from ppo_repro.base.program import program
 from ppo_repro.base.seeding import bell
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.load import load_folder

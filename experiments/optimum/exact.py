@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.analysis.program import program
 from ppo_repro.base.output import Parser, tell
+from ppo_repro.base.program import program
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.algorithm import NoKL
 from ppo_repro.config.run import RunConfig

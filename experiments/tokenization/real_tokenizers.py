@@ -20,9 +20,9 @@ import pandas as pd
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
+from ppo_repro.base.program import program
 
 DRAWS = 4000  # of borders and cuts
 CONTEXT = 400  # characters around a border that are encoded

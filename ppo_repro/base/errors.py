@@ -51,6 +51,17 @@ class RankLost(KeyboardInterrupt):
     """Another process of this run is gone or does not answer; the run ends as after Ctrl-C. Exit code 3."""
 
 
+def mistakes_in(error: Exception) -> tuple[str, ...]:
+    """Return a line for each mistake of the user that an error reports; () for a fault of this package."""
+    if isinstance(error, UserError):
+        return error.lines if isinstance(error, Mistakes) else (str(error),)
+    if is_out_of_memory(error):
+        return (OUT_OF_MEMORY,)
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        return (f"{error.filename}: cannot be used ({error.strerror})",)
+    return ()
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error, or its cause, is a failed allocation in Python, NumPy, Arrow, torch or the system."""
     while error is not None:

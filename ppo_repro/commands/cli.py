@@ -7,16 +7,9 @@ import time
 from collections.abc import Sequence
 
 from ppo_repro.base import interrupts
-from ppo_repro.base.errors import (
-    OUT_OF_MEMORY,
-    Mistakes,
-    PromiseBroken,
-    RankLost,
-    Terminated,
-    UserError,
-    is_out_of_memory,
-)
+from ppo_repro.base.errors import PromiseBroken, RankLost, Terminated, UserError, mistakes_in
 from ppo_repro.base.output import one_line, prepare_streams, say, speaks
+from ppo_repro.base.program import refused, require_stdout
 from ppo_repro.commands.arguments import build_parser
 from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
 from ppo_repro.user.file import described, raised_by_user
@@ -37,8 +30,7 @@ def exit_code_of(argv: Sequence[str]) -> int:
 
 
 def _command(argv: Sequence[str]) -> int:
-    if sys.stdout is None:
-        raise UserError("stdout is closed; use `> /dev/null` if no output is wanted")
+    require_stdout()
     try:
         arguments = build_parser().parse_args(argv or ["--help"])
     except SystemExit:  # after --help and --version
@@ -53,19 +45,12 @@ def _failed(error: Exception) -> int:
     if isinstance(error, PromiseBroken):
         say(f"promise broken: {one_line(error)}")
         return 1
-    if isinstance(error, UserError):
-        lines = error.lines if isinstance(error, Mistakes) else (str(error),)
-    elif is_out_of_memory(error):
-        lines = (OUT_OF_MEMORY,)
-    elif isinstance(error, OSError) and isinstance(error.filename, str):
-        lines = (f"{error.filename}: cannot be used ({error.strerror})",)
-    elif (place := raised_by_user(error)) is not None:  # in a backward pass or a thread, where no call is guarded
+    lines = mistakes_in(error)
+    if not lines and (place := raised_by_user(error)) is not None:  # in a backward pass or a thread: no guarded call
         lines = (f"{place}: raised {described(error)}",)
-    else:
+    if not lines:
         raise error
-    for line in lines:
-        say(f"error: {one_line(UserError(line))}")
-    return 2
+    return refused(lines)
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:

@@ -225,12 +225,13 @@ def view_command(arguments: argparse.Namespace) -> int:
 
 def track_command(arguments: argparse.Namespace) -> int:
     """Copy a recorded run or grid into MLflow or W&B, or with --tensorboard into event files."""
+    from ppo_repro.records.grid import CELLS
     from ppo_repro.records.reader import open_manifest
     from ppo_repro.tracking.follower import MLFLOW, copy, targets_of
 
     asked = [] if arguments.uri is None else [arguments.uri]
     targets = targets_of(asked if asked or arguments.tensorboard else [MLFLOW], arguments.tensorboard)
-    if not (arguments.run / "cells.parquet").exists():  # before the seconds that MLflow takes to import
+    if not (arguments.run / CELLS).exists():  # before the seconds that MLflow takes to import
         open_manifest(arguments.run, allow_incomplete=True)
     lines, fields = list[str](), dict[str, Any]()
     for target in targets:

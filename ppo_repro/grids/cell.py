@@ -20,7 +20,6 @@ from ppo_repro.base.interrupts import held
 from ppo_repro.base.lock import locked_in
 from ppo_repro.records import manifest
 
-CELLS, RESULTS = "cells.parquet", "results.parquet"  # tables of the grid that the cell is in
 RESULT = "result.json"
 LOG = "log.txt"
 LOST = 3  # exit code of a cell whose end no process saw

@@ -22,10 +22,11 @@ from ppo_repro.base.output import say_anyway
 from ppo_repro.config.files import dump_yaml, load_any
 from ppo_repro.config.inputs import gather
 from ppo_repro.config.run import RunConfig
-from ppo_repro.grids.cell import CELLS, RESULTS, Executor, Order, last_result, run_of, state_of
+from ppo_repro.grids.cell import Executor, Order, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import read_environments
+from ppo_repro.records.grid import CELLS, GRID, RESULTS, axes_of
 from ppo_repro.records.inputs import change_lines, config_changes
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.run import NOTHING
@@ -73,7 +74,7 @@ def run_grid(
             (grid_dir / "cells").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
-        atomic_write(grid_dir / "grid.yaml", dump_yaml(grid.file).encode())
+        atomic_write(grid_dir / GRID, dump_yaml(grid.file).encode())
         orders = []
         for cell in grid.cells:
             folder = grid_dir / "cells" / cell.name
@@ -170,7 +171,7 @@ def _cell_row(grid_dir: Path, cell: Cell) -> dict[str, object]:
 
 def _results_table(grid_dir: Path, table: pd.DataFrame) -> pd.DataFrame:
     """Return one row per iteration of each complete cell. Raises UserError on damaged records."""
-    cell_columns = ["cell", *(c for c in table.columns if c.startswith("axis.")), "seed", "fingerprint", "code_digest"]
+    cell_columns = ["cell", *axes_of(table), "seed", "fingerprint", "code_digest"]
     frames = []
     for row in table[table["state"] == "complete"].to_dict("records"):
         frame = reader.read_iterations(grid_dir / str(row["run_dir"]))

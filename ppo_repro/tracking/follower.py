@@ -172,7 +172,9 @@ def _start(folder: Path, target: Target) -> subprocess.Popen[str] | None:
 
 
 def _wait(process: subprocess.Popen[str], folder: Path, target: Target, copies: Copies) -> None:
-    patience = GRID_END_SECONDS if (folder / "grid.yaml").exists() else END_SECONDS
+    from ppo_repro.records.grid import GRID
+
+    patience = GRID_END_SECONDS if (folder / GRID).exists() else END_SECONDS
     try:
         out, _ = process.communicate(timeout=patience)  # closes its stdin: the run is over
     except subprocess.TimeoutExpired:

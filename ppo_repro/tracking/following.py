@@ -8,8 +8,9 @@ from typing import Any, Protocol, TypeVar
 
 import pandas as pd
 
-from ppo_repro.grids.cell import CELLS, run_of
+from ppo_repro.grids.cell import run_of
 from ppo_repro.records import manifest
+from ppo_repro.records.grid import CELLS
 
 POLL_SECONDS = 1.0
 OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # copied

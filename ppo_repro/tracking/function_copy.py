@@ -28,7 +28,7 @@ def copy(folder: Path, path: str, is_over: Callable[[float], bool]) -> int:
     The function gets a dict: `run`, the folder of the run, `iteration`, and every number of that row of the table
     `iterations`. Raises UserError, which names file and line if the function raises.
     """
-    from ppo_repro.grids.cell import CELLS
+    from ppo_repro.records.grid import CELLS
     from ppo_repro.tracking.following import begun, follow_cells, follow_run
 
     follow, still = load(path), begun(folder, is_over)

@@ -25,7 +25,6 @@ from ppo_repro.base.analyses import analysis
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import masked, say
 from ppo_repro.config.files import read_tree
-from ppo_repro.grids.cell import CELLS, RESULTS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import (
     ACCURACY_NAME,
@@ -38,6 +37,7 @@ from ppo_repro.records.folder import (
     read_note,
     start_time,
 )
+from ppo_repro.records.grid import CELLS, GRID, RESULTS
 from ppo_repro.records.label import read_label
 from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow_cells, follow_run, labels_of
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
@@ -201,9 +201,9 @@ class _RunCopy(_Copy):
 
 def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
     """Copy a grid as a parent run with the question and a child run per cell; return the parent's address."""
-    tree = read_tree(grid_dir / "grid.yaml")
+    tree = read_tree(grid_dir / GRID)
     params = {name: tree[name] for name in ("question", "expectation", "base", "seeds", "read_with", "axes")}
-    started = (grid_dir / "grid.yaml").stat().st_mtime
+    started = (grid_dir / GRID).stat().st_mtime
     parent = _Copy(client, grid_dir.name, grid_dir, grid_dir.name, params, {"kind": "grid"}, started)
 
     def begin(run_dir: Path, row: dict[str, Any]) -> _RunCopy:
@@ -213,7 +213,7 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
     copies, cells = follow_cells(grid_dir, is_over, begin)
     ends = [end_time(copy.run_dir, manifest.load_head(copy.run_dir)) for copy in copies]
     status = "FINISHED" if (cells["state"] == "complete").all() else "FAILED"
-    files = [grid_dir / name for name in ("grid.yaml", CELLS, RESULTS)]
+    files = [grid_dir / name for name in (GRID, CELLS, RESULTS)]
     tags = {MLFLOW_RUN_NOTE: f"**{tree['question']}**\n\nExpected: {tree['expectation']}"}
     parent.end(tags, files, status, max(ends, default=started))
     return parent.place

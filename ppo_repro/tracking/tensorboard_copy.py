@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import read_tree
-from ppo_repro.grids.cell import CELLS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, check_config, end_time, start_time
+from ppo_repro.records.grid import CELLS
 from ppo_repro.tracking.following import IsOver, begun, follow_cells, follow_run
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 

@@ -20,9 +20,9 @@ from ppo_repro.base.analyses import analysis
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import masked, say
 from ppo_repro.config.files import read_tree
-from ppo_repro.grids.cell import CELLS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_config_of, read_note
+from ppo_repro.records.grid import CELLS, GRID
 from ppo_repro.records.label import read_label
 from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow_cells, follow_run, labels_of
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
@@ -81,7 +81,7 @@ def copy(folder: Path, is_over: IsOver) -> Place | None:
             run = _RunCopy(folder)
             follow_run(run, still)
             return Place("", [run.place])
-        tree = read_tree(folder / "grid.yaml")
+        tree = read_tree(folder / GRID)
 
         def begin(run_dir: Path, row: dict[str, Any]) -> _RunCopy:
             about = {**labels_of(row), "question": tree["question"], "expectation": tree["expectation"]}

@@ -43,8 +43,7 @@ def test_no_analysis_is_forgotten() -> None:
     assert set(COMMANDS) == set(ANALYSES)
     with_main = [path for path in (ROOT / "analysis").rglob("*.py") if "def main(" in path.read_text()]
     named = {ROOT / "analysis" / f"{module.replace('.', '/')}.py" for module, _ in ANALYSES.values()}
-    # what executes the notebooks is for developers, and decorates the programs of experiments
-    assert {*with_main} - named == {ROOT / "analysis" / name for name in ("program.py", "notebooks/__main__.py")}
+    assert {*with_main} - named == {ROOT / "analysis/notebooks/__main__.py"}, "for developers"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -93,8 +93,6 @@ DPO_OPTIMISATION: tuple[Metric, ...] = (
     Metric("loss", "Loss", "nats", f"DPO loss of a minibatch's pairs; {_STEPS}."),
     Metric("grad_norm", "Gradient norm", "norm", f"Global norm before clipping; {_STEPS}."),
 )
-PPO = (LEARNING, OPTIMISATION)
-BY_KIND = {"language": PPO, "control": PPO, "dpo": (DPO_LEARNING, DPO_OPTIMISATION)}
 # metrics that are columns of `iterations` and of `steps`
 OF_ITERATIONS = ("eval_accuracy", "eval_score", "explained_variance")
 OF_STEPS = (

@@ -9,13 +9,14 @@ from typing import Any
 import pandas as pd
 
 from ppo_repro.analysis.report import verdicts
-from ppo_repro.analysis.report.curves import BY_KIND, Curve, telling
+from ppo_repro.analysis.report.curves import Curve, telling
 from ppo_repro.analysis.report.facts import Facts, repeating
+from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.analysis.report.markup import Html, differences, element, escape, number, share, table
 from ppo_repro.analysis.report.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
 from ppo_repro.analysis.report.run_page import first_and_last
 from ppo_repro.analysis.report.samples import card, evaluations, shortened
-from ppo_repro.analysis.report.several import CHARTS, OneRun, curve_sections, main_chart, read_run
+from ppo_repro.analysis.report.several import OneRun, curve_sections, main_chart, read_run
 from ppo_repro.analysis.words import terms
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.diff import RUN, first_difference, setup_changes
@@ -50,7 +51,8 @@ def pair_page(a: Path, b: Path) -> str:
         Card("Are they on-policy?", [v for name, run in zip(NAMES, runs, strict=True) for v in _agreement(name, run)]),
         Card("How to repeat them", (), [scrolled(table(about, "The runs"), "words")]),
     )
-    metrics = telling(sum(BY_KIND[kinds[0]], ()), lines)
+    kind = KINDS[kinds[0]]
+    metrics = telling(kind.learning + kind.optimisation, lines)
     last = [first_and_last(metrics, run.curves).set_index(["quantity", "unit"])["last"] for run in runs]
     numbers = pd.DataFrame(dict(zip(NAMES, last, strict=True))).reset_index()[["quantity", *NAMES, "unit"]]
     folded = [folded_text(f"Configuration of {name}", f.config_text) for name, f in zip(NAMES, facts, strict=True)]
@@ -74,10 +76,10 @@ def _learning(runs: Sequence[OneRun]) -> list[Verdict]:
     """Return a sentence about the first and last score or return of each run, and a warning about its weight."""
     found = []
     for name, run in zip(NAMES, runs, strict=True):
-        for key, unit in CHARTS[run.facts.manifest.kind]:
-            values = run.curves[run.curves["metric"] == key].sort_values("iteration")["value"].tolist()
+        for main in KINDS[run.facts.manifest.kind].main:
+            values = run.curves[run.curves["metric"] == main.metric].sort_values("iteration")["value"].tolist()
             if values:
-                found.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({unit})."))
+                found.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({main.unit})."))
                 break
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse compare`."
     return [*found, Verdict("fact", alone)]

@@ -17,6 +17,7 @@ from ppo_repro.analysis.report import curves, figures, tokens, verdicts
 from ppo_repro.analysis.report.charts import Line, axis_for, line_chart
 from ppo_repro.analysis.report.curves import Curve, Metric
 from ppo_repro.analysis.report.facts import Facts, clip_bounds, repeating
+from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.analysis.report.markup import element, number, table
 from ppo_repro.analysis.report.page import (
     Card,
@@ -39,9 +40,6 @@ from ppo_repro.records.folder import by_phase, phases_of
 from ppo_repro.runs.summary import summarise
 from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
 
-# the two curves of the first screen, by their names in the chart
-MAIN = {"held out, greedy": "eval_score", "sampled ± standard error": "score"}
-CONTROL_MAIN = {"likeliest actions": "eval_return", "training episodes ± standard error": "episode_return"}
 # column of steps -> title, unit, caption
 DPO_STEPS = {
     "loss": ("Loss", "nats", "DPO loss before each step, mean over the pairs of a minibatch; log 2 = 0.693 at first."),
@@ -68,13 +66,15 @@ def run_page(facts: Facts, responses: int) -> str:
         Card("How to repeat it", (), [facts_html(repeating(facts))]),
     )
     named, forked = [Curve("this run", scan.curves)], facts.forked_at
-    name, things = ("return", "episodes") if facts.is_control else ("score", "responses")
-    distributions = figures.change_figures(scan.values, name, things)
-    learning, optimisation = (curves.metric_figures(wanted, named, forked_at=forked) for wanted in curves.PPO)
+    kind = KINDS[facts.manifest.kind]
+    distributions = figures.change_figures(scan.values, kind.main[-1].unit, kind.samples)
+    learning, optimisation = (
+        curves.metric_figures(wanted, named, forked_at=forked) for wanted in (kind.learning, kind.optimisation)
+    )
     sections = [
         Section("learning", "Learning", (), [*learning, *distributions]),
         Section("optimisation", "Optimisation", (), optimisation),
-        _mismatch(facts, scan, counted, found),
+        _mismatch(scan, counted, found),
         _clipping(facts, iterations, steps, scan),
     ]
     data = None
@@ -89,9 +89,8 @@ def run_page(facts: Facts, responses: int) -> str:
 
 
 def _main_chart(facts: Facts, scan: Scan) -> str:
-    main = CONTROL_MAIN if facts.is_control else MAIN
-    unit = "return" if facts.is_control else "score"
-    drawn = [(Curve(name, scan.curves), key) for name, key in main.items()]
+    main = KINDS[facts.manifest.kind].main
+    drawn, unit = [(Curve(line.name, scan.curves), line.metric) for line in main], main[-1].unit
     return curves.curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
 
 
@@ -109,7 +108,7 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     return [Verdict("fact", text)], [*drawn, divergence]
 
 
-def _mismatch(facts: Facts, scan: Scan, counted: Parity, found: list[Figure]) -> Section:
+def _mismatch(scan: Scan, counted: Parity, found: list[Figure]) -> Section:
     """Return the section about mismatch; if every bit agrees, a sentence replaces the figures."""
     if counted.unequal_old_rollout_logprobs == 0:
         note = f"All {counted.tokens:,} differences are exactly 0, so there is no distribution of them to draw."
@@ -160,7 +159,8 @@ def _numbers(
         ("largest |old - rollout|, nats", counted.max_abs_old_rollout),
     ]
     found = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]
-    metrics = curves.telling(sum(curves.PPO, ()), [Curve("this run", found_curves)])
+    kind = KINDS[facts.manifest.kind]
+    metrics = curves.telling(kind.learning + kind.optimisation, [Curve("this run", found_curves)])
     found.append(("First and last value", first_and_last(metrics, found_curves)))
     measured = facts.accuracy
     if measured is not None:

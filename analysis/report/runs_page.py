@@ -14,6 +14,7 @@ import pandas as pd
 from ppo_repro.analysis.grids.table import SPREAD, comparisons, interval
 from ppo_repro.analysis.report import curves
 from ppo_repro.analysis.report.curves import Curve
+from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.analysis.report.markup import Html, element, escape, number, share, table
 from ppo_repro.analysis.report.page import Card, Section, Verdict, folded_table, page, scrolled
 from ppo_repro.analysis.report.several import OneRun, curve_sections, main_chart, read_run
@@ -24,22 +25,11 @@ from ppo_repro.base.files import folders_with
 from ppo_repro.config.files import DPO, read_tree
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
+from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import Setting, settings_of, setup_of
 
 MAX_LINES = 8
-# the final results that compare settings: title, name of the result
-MEASURES = {
-    "language": {"held-out accuracy": "eval_accuracy", "held-out score": "eval_score"},
-    "control": {"return, likeliest actions": "eval_return", "return, last 100 episodes": "last_100_return"},
-    "dpo": {"held-out accuracy": "eval_accuracy"},
-}
-# if a run has none of MEASURES: title, column of the last iteration
-LAST = {
-    "language": ("last score", "score_mean"),
-    "control": ("last return", "episode_return_mean"),
-    "dpo": ("held-out pairs in order", "eval_pair_accuracy"),
-}
 
 
 def runs_below(folder: Path) -> list[Path]:
@@ -63,7 +53,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     kinds = {manifest.load_head(run_dir).kind for run_dir in complete}
     if len(kinds) > 1:
         raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
-    is_grid = (folder / "grid.yaml").exists()
+    is_grid = (folder / GRID).exists()
     kept, doubles = (complete, []) if is_grid else _without_doubles(complete)
     settings = _settings(folder, [read_run(run_dir) for run_dir in kept])
     ordered = [(setting, run) for setting, group in settings.items() for run in group]
@@ -74,7 +64,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     means = finals.groupby("point", sort=False)[measure].mean().sort_values(ascending=False, kind="stable")
     drawn = [s for s in settings if s.short in set(means.index[:MAX_LINES])]
     lines = [_line(setting, settings[setting]) for setting in drawn]
-    key = MEASURES[runs[0].facts.manifest.kind].get(measure, "")
+    key = KINDS[runs[0].facts.manifest.kind].measures.get(measure, "")
     chart = curves.curve_chart(measure.capitalize(), measure, [(line, key) for line in lines]) or main_chart(
         runs[0].facts, lines
     )
@@ -134,9 +124,9 @@ def _left_out(folder: Path, states: Mapping[Path, str], doubles: Sequence[tuple[
 def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun]]:
     """Return the runs of each setting, named by the labels of the grid's axes, or by the differences of setups."""
     found = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
-    if (folder / "cells.parquet").exists():
-        cells = pd.read_parquet(folder / "cells.parquet")
-        axes = [name for name in cells.columns if name.startswith("axis.")]
+    if (folder / CELLS).exists():
+        cells = read_grid_table(folder / CELLS)
+        axes = axes_of(cells)
         named = {str(row["run_dir"]): ", ".join(str(row[axis]) for axis in axes) for row in cells.to_dict("records")}
         paths = [str(run.facts.run_dir.relative_to(folder)) for run in runs]
         order = {label: k for k, label in enumerate(named.values())}
@@ -179,14 +169,14 @@ def _band(finals: pd.DataFrame) -> str:
 
 def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
     """Return point, seed and the final results that all runs have, or else the last mean score or return."""
-    kind, judged = runs[0].facts.manifest.kind, all(run.facts.is_judged for run in runs)
+    kind, judged = KINDS[runs[0].facts.manifest.kind], all(run.facts.is_judged for run in runs)
     found = {
         name: [float(run.facts.manifest.final[key]) for run in runs]
-        for name, key in MEASURES[kind].items()
+        for name, key in kind.measures.items()
         if all(key in run.facts.manifest.final for run in runs) and (judged or key not in curves.ACCURACIES)
     }
     if not found:
-        name, column = LAST[kind]
+        name, column = kind.last
         found = {name: [float(run.iterations[column].iloc[-1]) for run in runs]}
     # scores that are 1 for right answers and 0 for others are accuracies
     first = next(iter(found))
@@ -196,8 +186,8 @@ def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
 
 def _widest(runs: Sequence[OneRun], measure: str) -> float:
     """Return the largest difference of a measure that two runs can have; infinite without a limit."""
-    facts = runs[0].facts
-    key = MEASURES[facts.manifest.kind].get(measure) or LAST[facts.manifest.kind][1]
+    kind = KINDS[runs[0].facts.manifest.kind]
+    key = kind.measures.get(measure) or kind.last[1]
     if "score" not in key:
         low, high = curves.RANGES.get(key, curves.ANY)
         return high - low
@@ -215,7 +205,7 @@ def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str, w
         chart: SVG of the measure by iteration.
         widest: the largest possible difference of the measure.
     """
-    tree = read_tree(folder / "grid.yaml")
+    tree = read_tree(folder / GRID)
     said = [str(tree["question"]), f"Expected: {tree['expectation']}"]
     if axes := [axis for axis in tree.get("axes") or () if axis != "setting"]:
         said.append(f"Settings are named by {', '.join(axes)}.")

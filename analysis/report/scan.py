@@ -132,7 +132,7 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> p
     if facts.is_control:
         return curves.control_curves(iterations, steps, facts.manifest.final, returns_of(facts))
     if facts.manifest.kind == DPO:
-        names = [[metric.key for metric in metrics] for metrics in curves.BY_KIND[DPO]]
+        names = [[metric.key for metric in metrics] for metrics in (curves.DPO_LEARNING, curves.DPO_OPTIMISATION)]
         return curves.recorded_rows(iterations, steps, facts.manifest.final, *names)
     rows: list[dict[str, float | str]] = []
     for one in iterations_of(facts):

@@ -11,16 +11,9 @@ import pandas as pd
 from ppo_repro.analysis.report import curves
 from ppo_repro.analysis.report.curves import Curve
 from ppo_repro.analysis.report.facts import Facts, read_facts
+from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.analysis.report.page import Section
-from ppo_repro.analysis.report.run_page import CONTROL_MAIN, MAIN
 from ppo_repro.analysis.report.scan import run_curves, summary_tables
-
-# metric and unit of the first chart; the first metric that was recorded
-CHARTS = {
-    "language": (*((key, "score, held out" if key == "eval_score" else "score") for key in MAIN.values()),),
-    "control": (*((key, "return") for key in CONTROL_MAIN.values()),),
-    "dpo": (("eval_pair_accuracy", "pairs in order"),),
-}
 
 
 @dataclass(frozen=True)
@@ -52,16 +45,16 @@ def read_run(run_dir: Path) -> OneRun:
 
 def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:
     """Return a chart with the evaluated curve of each run, or with the sampled curve if nothing was evaluated."""
-    for key, unit in CHARTS[facts.manifest.kind]:
-        if any((line.frame["metric"] == key).any() for line in lines):
-            return curves.curve_chart(unit.capitalize(), unit, [(line, key) for line in lines])
+    for main in KINDS[facts.manifest.kind].main:
+        if any((line.frame["metric"] == main.metric).any() for line in lines):
+            return curves.curve_chart(main.unit.capitalize(), main.unit, [(line, main.metric) for line in lines])
     return ""
 
 
 def curve_sections(facts: Facts, lines: Sequence[Curve], notes: Sequence[str], band: str) -> list[Section]:
     """Return the sections Learning and Optimisation: figures of `lines` below `notes`; `band` explains the bands."""
-    learning, optimisation = curves.BY_KIND[facts.manifest.kind]
+    kind = KINDS[facts.manifest.kind]
     return [
-        Section("learning", "Learning", notes, curves.metric_figures(learning, lines, band)),
-        Section("optimisation", "Optimisation", notes, curves.metric_figures(optimisation, lines, band)),
+        Section("learning", "Learning", notes, curves.metric_figures(kind.learning, lines, band)),
+        Section("optimisation", "Optimisation", notes, curves.metric_figures(kind.optimisation, lines, band)),
     ]

@@ -1,0 +1,63 @@
+"""Describe what pages show of each kind of run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ppo_repro.analysis.report.curves import DPO_LEARNING, DPO_OPTIMISATION, LEARNING, OPTIMISATION, Metric
+
+
+@dataclass(frozen=True)
+class Main:
+    """A line of the first chart: its metric, the unit on a page of several runs, and its name on a page of one."""
+
+    metric: str
+    unit: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the pages of one kind of run show."""
+
+    learning: tuple[Metric, ...]
+    optimisation: tuple[Metric, ...]
+    main: tuple[Main, ...]  # a page of several runs has the first one that was recorded
+    samples: str
+    measures: Mapping[str, str]  # final results that compare settings: title, name of the result
+    last: tuple[str, str]  # if a run has none of `measures`: title, column of the last iteration
+
+
+KINDS = {
+    "language": Kind(
+        LEARNING,
+        OPTIMISATION,
+        (
+            Main("eval_score", "score, held out", "held out, greedy"),
+            Main("score", "score", "sampled ± standard error"),
+        ),
+        "responses",
+        {"held-out accuracy": "eval_accuracy", "held-out score": "eval_score"},
+        ("last score", "score_mean"),
+    ),
+    "control": Kind(
+        LEARNING,
+        OPTIMISATION,
+        (
+            Main("eval_return", "return", "likeliest actions"),
+            Main("episode_return", "return", "training episodes ± standard error"),
+        ),
+        "episodes",
+        {"return, likeliest actions": "eval_return", "return, last 100 episodes": "last_100_return"},
+        ("last return", "episode_return_mean"),
+    ),
+    "dpo": Kind(
+        DPO_LEARNING,
+        DPO_OPTIMISATION,
+        (Main("eval_pair_accuracy", "pairs in order", "held-out pairs"),),
+        "pairs",
+        {"held-out accuracy": "eval_accuracy"},
+        ("held-out pairs in order", "eval_pair_accuracy"),
+    ),
+}

@@ -5,9 +5,9 @@
     axes = figures.learning([RUN_1, RUN_2])
     axes.figure.savefig("learning.pdf")
 
-`ppo-repro analyse figure KIND FILE.svg RUN_OR_GRID...` writes one figure. The kinds for runs are
-`learning`, `agreement`, `mismatch`, and `readme`, which puts the first two side by side. The kinds for a grid are
-`settings`, `differences` and `across`.
+`ppo-repro analyse figure KIND FILE.svg RUN_OR_GRID...` writes one figure that no page of `ppo-repro report` draws. The
+kinds for runs are `agreement`, `mismatch`, and `readme`, which puts `learning` and `agreement` side by side. The kinds
+for a grid are `settings`, `differences` and `across`.
 
 README.md shows `readme` of runs of `experiments/quickstart.yaml` with `seed` 0 to 4 and each `numerics.mode`.
 """
@@ -231,7 +231,7 @@ def svg(axes: Axes) -> str:
 def main(argv: Sequence[str]) -> None:
     """Write one figure."""
     parser = Parser(prog="ppo-repro analyse figure", description="a figure of runs or of a grid")
-    kinds = ("learning", "agreement", "mismatch", "readme", "settings", "differences", "across")
+    kinds = ("agreement", "mismatch", "readme", "settings", "differences", "across")
     parser.add_argument("kind", choices=kinds, help="what is drawn")
     parser.add_argument(
         "out", metavar="FILE.svg", type=Path, help="the SVG file to write; replaces only a file that ppo-repro wrote"
@@ -242,8 +242,8 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     kind, folders, measure = arguments.kind, arguments.folders, arguments.measure
     require_ours(arguments.out)
-    if kind in ("learning", "agreement", "mismatch"):
-        axes = {"learning": learning, "agreement": agreement, "mismatch": mismatch}[kind](folders)
+    if kind in ("agreement", "mismatch"):
+        axes = agreement(folders) if kind == "agreement" else mismatch(folders)
     elif kind == "readme":
         left, axes = new_axes(9.5, 3.6, 2)
         deterministic = [run for run in folders if load_recorded_config(run).numerics.mode == "deterministic"]

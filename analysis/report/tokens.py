@@ -64,10 +64,10 @@ _READ = [
 _READ_SEQUENCES = ["iteration", "sequence", "prompt", "response", "answer", "scores", "finish_reason"]
 
 
-def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> pd.DataFrame:
+def select(summary: pd.DataFrame, count: int) -> pd.DataFrame:
     """Choose up to `count` responses, and add `why`: the keys of REASONS that chose each response.
 
-    The reasons take turns: each chooses its next best response, until `count` or `max_tokens` is reached. `summary` has
+    The reasons take turns: each chooses its next best response, until `count` or MAX_TOKENS is reached. `summary` has
     the rows of `Scan.responses`; the returned rows stay in this order.
     """
     rows = summary.reset_index(drop=True)
@@ -88,7 +88,7 @@ def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> p
         size = 0 if index in reasons else int(sizes[index])
         full = index not in reasons and len(reasons) == count
         # the first response is shown whatever its length
-        if full or (reasons and used + size > max_tokens):
+        if full or (reasons and used + size > MAX_TOKENS):
             continue
         used += size
         reasons.setdefault(index, []).append(reason)

@@ -24,7 +24,7 @@ COMMANDS = {
     "clipping": ["RUN"],
     "tokenization": ["RUN", "--boundary", "leading"],
     "table": ["RUN"],
-    "figure": ["learning", "x.svg", "RUN"],
+    "figure": ["agreement", "x.svg", "RUN"],
 }
 Ask = Callable[..., tuple[int, str, str]]
 
@@ -132,7 +132,7 @@ def test_only_a_file_of_ours_is_written_over(
                 return 2, str(error)
         if kind == "report":
             return cli("report", deterministic_run, "--out", path)[::2]
-        return ask("figure", "learning", str(path), "RUN")[::2]
+        return ask("figure", "agreement", str(path), "RUN")[::2]
 
     for _ in range(2):  # over nothing, and over what was written before
         assert write(tmp_path / "ours")[0] == 0

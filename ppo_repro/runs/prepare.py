@@ -36,6 +36,7 @@ from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.faults.logits import logits_fault
 from ppo_repro.sampling.faults.trainer import check_training_prompts
 from ppo_repro.stages.rollout import Task
+from ppo_repro.tasks.dialogue import Environment
 from ppo_repro.tasks.problems import Split, load_source
 from ppo_repro.tasks.rewards import for_source, load_judge
 from ppo_repro.tasks.templates import encode_all, encoder, end_token_warning
@@ -190,6 +191,9 @@ def prepare(
     if ended := end_token_warning(tokenizer, list(ids.values()), ends, config.task.chat_template):
         watcher.warning(ended)
     check_training_prompts(config, tokenizer, ids)
+    rollout = config.rollout
+    spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *rollout.stop])
+    environment = Environment(config.task, rollout.stop, rollout.max_response_tokens, tokenizer, spelled, brought.step)
     _check_routes(config, source)
     if config.rollout.top_k > vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {vocab_size} tokens")
@@ -197,7 +201,6 @@ def prepare(
     if start_folder is None and isinstance(config.model, TinyModel):
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, watcher.warm_start)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, watcher, ranks)
-    spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
-    task = Task(problems, ids, judge, reward_model, tokenizer, brought.step, functions, spelled)
+    task = Task(problems, ids, judge, reward_model, tokenizer, environment, functions)
     state, lora = train_state(config, source, reward_model, share, ranks)
     return Prepared(task, state, _engine(config, state, ends), steps, reward_training, lora)

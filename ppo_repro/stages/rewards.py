@@ -105,8 +105,8 @@ def sample_of(
         episode: all turns; None if the response is one turn.
     """
     turns: Sequence[str] = (text,) if episode is None else episode.turns
-    if episode is None and not task.spelled.isdisjoint(ids):
-        turns = (decode(task.tokenizer, ids, task.spelled),)
+    if episode is None and not task.environment.spelled.isdisjoint(ids):
+        turns = (decode(task.tokenizer, ids, task.environment.spelled),)
     own = "".join(turns[::2])  # without the environment's
     whole = full_text(task.tokenizer, ids) if any(task.judge.functions) else ""
     return Sample(
@@ -263,7 +263,7 @@ def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Eva
         ranks: each samples and judges some of the responses.
     """
     problems: Sequence[Problem] = task.problems.held_out
-    answers = generate(config, task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
+    answers = generate(task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
     completions = [answer.completion for answer in answers]
     episodes = known("episodes", [answer.episode for answer in answers])
     samples = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import compress
 from typing import TypeVar
 
@@ -15,12 +15,11 @@ from ppo_repro.base.seeding import sample_seed
 from ppo_repro.buffers import Episode, Prompts, Rollout, Spans
 from ppo_repro.config.run import RunConfig
 from ppo_repro.engine import Completion, Engine, Request, Sampling
-from ppo_repro.tasks.dialogue import Conversations
+from ppo_repro.tasks.dialogue import Conversations, Environment
 from ppo_repro.tasks.problems import Problem, Split, choose
 from ppo_repro.tasks.rewards import Judge
 from ppo_repro.tasks.tokenizer import decode, spans
 from ppo_repro.user.functions import BUILT_IN, Functions
-from ppo_repro.user.process import UserFunction
 
 T = TypeVar("T")
 
@@ -34,10 +33,8 @@ class Task:
     judge: Judge
     reward_model: PreTrainedModel | None  # frozen; None if no reward term is a model
     tokenizer: PreTrainedTokenizerBase
-    step: UserFunction | None = None  # None if every episode is one turn of the model
+    environment: Environment
     functions: Functions = BUILT_IN
-    spelled: frozenset[int] = frozenset()  # special tokens that rewards and stop texts see as text
-    warned: set[str] = field(default_factory=set)  # of what a person has heard
 
 
 def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:
@@ -89,7 +86,6 @@ class Answered:
 
 
 def generate(
-    config: RunConfig,
     task: Task,
     engine: Engine,
     problems: Sequence[Problem],
@@ -100,8 +96,7 @@ def generate(
     """Generate one answer to each problem, in their order.
 
     Args:
-        config: gives stop texts and limits of episodes.
-        task: gives prompts, tokenizer and the environment's step.
+        task: gives prompts, tokenizer and environment.
         engine: samples.
         problems: one per answer.
         sampling: temperature, top-k and top-p, and the largest length.
@@ -110,13 +105,13 @@ def generate(
     """
     mine = ranks.mine(len(problems))
     requests = [Request(task.prompt_ids[problems[i].key], seeds[i]) for i in mine]
-    if task.step is None and not config.rollout.stop:
+    environment = task.environment
+    if environment.step is None and not environment.stop:
         return ranks.gather([Answered(c, _text(task, c), None) for c in engine.generate(requests, sampling)])
-    own = [problems[i] for i in mine]
-    conversations = Conversations(config, task.tokenizer, task.spelled, task.step, own, task.warned)
+    conversations = Conversations(environment, [problems[i] for i in mine])
     answers = []
     for index, c in enumerate(engine.generate(requests, sampling, conversations)):
-        if task.step is None:
+        if environment.step is None:
             answers.append(Answered(c, _text(task, c), None))
         else:
             episode = Episode(c.episode_ids, c.is_forced, conversations.turns_of(index, c))
@@ -147,7 +142,7 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
         ranks: each samples some of the responses.
     """
     problems = [task.problems.by_key[key] for key in prompts.keys]
-    answers = generate(config, task, engine, problems, sampling_of(config), prompts.seeds, ranks)
+    answers = generate(task, engine, problems, sampling_of(config), prompts.seeds, ranks)
     completions = [answer.completion for answer in answers]
     return Rollout(
         prompts=prompts,

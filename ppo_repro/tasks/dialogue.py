@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.errors import FunctionFailed, UserError
 from ppo_repro.base.output import say, shown
-from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import TaskConfig
 from ppo_repro.engine import Completion
 from ppo_repro.tasks.problems import FIELD, Problem, row_of
@@ -38,41 +37,49 @@ def around_reply(task: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return before, after
 
 
-class Conversations:
-    """Environment's turns in some requests; `said` has the environment's texts by the index of the request."""
+class Environment:
+    """What ends and answers the model's turns in a run; it warns once about a template, for all of the run."""
 
     def __init__(
         self,
-        config: RunConfig,
+        task: TaskConfig,
+        stop: Sequence[str],
+        max_response_tokens: int,
         tokenizer: PreTrainedTokenizerBase,
         spelled: frozenset[int],
         step: UserFunction | None,
-        problems: Sequence[Problem],
-        warned: set[str],
     ) -> None:
-        """Begin the episodes of some prompts.
+        """Make the environment of a run.
 
         Args:
-            config: the run.
+            task: the run's section on the task.
+            stop: texts that end a turn of the model.
+            max_response_tokens: tokens of an episode after its prompt.
             tokenizer: encodes the environment's texts.
             spelled: special tokens that decoded texts show.
             step: the user's environment; None: an episode has one turn.
-            problems: the prompt of each episode.
-            warned: names of the warnings that this run has already printed.
         """
-        self.config, self.tokenizer, self.spelled = config, tokenizer, spelled
-        self.step, self.problems = step, problems
-        has_template = config.task.chat_template and step is not None
-        self._around = around_reply(config.task, tokenizer) if has_template else ("", "")
-        self._has_template, self._warned = has_template, warned
-        self._refuse = control_tokens_of(tokenizer, config.task)
+        self.task, self.stop, self.max_response_tokens = task, stop, max_response_tokens
+        self.tokenizer, self.spelled, self.step = tokenizer, spelled, step
+        self.has_template = task.chat_template and step is not None
+        self.around = around_reply(task, tokenizer) if self.has_template else ("", "")
+        self.refuse = control_tokens_of(tokenizer, task)
+        self.has_warned = False
+
+
+class Conversations:
+    """Environment's turns in some requests; `said` has the environment's texts by the index of the request."""
+
+    def __init__(self, environment: Environment, problems: Sequence[Problem]) -> None:
+        """Begin the episodes of some prompts, `problems`."""
+        self.environment, self.problems = environment, problems
         self.said: dict[int, list[str]] = {}
         self._put: dict[int, list[tuple[int, ...]]] = {}  # the tokens of the environment's texts
 
     def ends(self, turn: Sequence[int]) -> bool:
         """Return whether the text of a turn contains a stop text."""
-        stop = self.config.rollout.stop
-        text = decode(self.tokenizer, turn, self.spelled) if stop else ""
+        stop = self.environment.stop
+        text = self._decoded(turn) if stop else ""
         return any(one in text for one in stop)
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
@@ -86,26 +93,27 @@ class Conversations:
             raise FunctionFailed(str(error), FIELD) from error
 
     def _reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        if self.step is None:
+        environment, step = self.environment, self.environment.step
+        if step is None:
             return None
         problem, said = self.problems[index], self.said.setdefault(index, [])
-        where, of_prompt = self.step.where, f"prompt key '{shown(problem.key)}'"
-        spoken = [decode(self.tokenizer, turn, self.spelled) for turn in turns]
+        where, of_prompt = step.where, f"prompt key '{shown(problem.key)}'"
+        spoken = [self._decoded(turn) for turn in turns]
         # model and environment alternate; the model has the first and the last turn
         texts = [text for pair in zip(spoken, [*said, ""], strict=True) for text in pair][:-1]
-        (text,) = self.step([row_of(problem, texts)])
+        (text,) = step([row_of(problem, texts)])
         if text is None:
             return None
-        task, longest = self.config.task, self.config.rollout.max_response_tokens
+        task, longest = environment.task, environment.max_response_tokens
         if len(turns) == task.turns:
             raise UserError(
                 f"task.max_turns = {task.turns}: {where.removeprefix('task.path: ')}: step wants another turn for "
                 f"{of_prompt}; let it return None by then, or raise the limit"
             )
-        self._refuse(f"{where}: step returned a text for {of_prompt} that", text)
+        environment.refuse(f"{where}: step returned a text for {of_prompt} that", text)
         said.append(text)
-        before, after = self._around
-        ids = token_ids(self.tokenizer, f"{before}{text}{after}", add_special_tokens=False)
+        before, after = environment.around
+        ids = token_ids(environment.tokenizer, f"{before}{text}{after}", add_special_tokens=False)
         if before and ids[:1] == (turns[-1][-1],):  # the token that ends the model's turn, if the model has sampled it
             ids = ids[1:]
         if len(ids) >= longest:
@@ -117,7 +125,7 @@ class Conversations:
             raise UserError(f"{where}: step returned {text!r}, which has no tokens; return None to end it")
         put = self._put.setdefault(index, [])
         put.append(ids)
-        if self._has_template and "template" not in self._warned:
+        if environment.has_template and not environment.has_warned:
             episode = [token for pair in zip(turns, put, strict=True) for ids_ in pair for token in ids_]
             self._compare(problem, episode, [*texts, text])
         return ids
@@ -127,13 +135,14 @@ class Conversations:
 
         A template may trim a text, or leave out earlier thoughts. The tokens of the episode do not change.
         """
-        chat = chat_of(self.config.task, problem)
+        task, tokenizer = self.environment.task, self.environment.tokenizer
+        chat = chat_of(task, problem)
         turns = [{"role": "user" if i % 2 else "assistant", "content": text} for i, text in enumerate(texts)]
-        before, whole = map(self._read, rendered_for(self.config.task, self.tokenizer, [chat, [*chat, *turns]]))
-        ours, theirs = full_text(self.tokenizer, episode), whole.removeprefix(before)
+        before, whole = map(self._read, rendered_for(task, tokenizer, [chat, [*chat, *turns]]))
+        ours, theirs = full_text(tokenizer, episode), whole.removeprefix(before)
         if ours == theirs:
             return
-        self._warned.add("template")
+        self.environment.has_warned = True
         same = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
         parts = [repr(text[max(0, same - 20) : same + 20]) for text in (ours, theirs)]
         say(
@@ -142,11 +151,15 @@ class Conversations:
         )
 
     def _read(self, text: str) -> str:
-        return full_text(self.tokenizer, token_ids(self.tokenizer, text, add_special_tokens=False))
+        tokenizer = self.environment.tokenizer
+        return full_text(tokenizer, token_ids(tokenizer, text, add_special_tokens=False))
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return decode(self.environment.tokenizer, ids, self.environment.spelled)
 
     def turns_of(self, index: int, completion: Completion) -> tuple[str, ...]:
         """Return the texts of all turns of a completion, from the model's first turn on."""
         pairs = zip(completion.episode_ids, completion.is_forced, strict=True)
         pieces = [(forced, [token for token, _ in group]) for forced, group in groupby(pairs, key=lambda pair: pair[1])]
         said = iter(self.said.get(index, ()))
-        return tuple(next(said) if forced else decode(self.tokenizer, ids, self.spelled) for forced, ids in pieces)
+        return tuple(next(said) if forced else self._decoded(ids) for forced, ids in pieces)

@@ -5,12 +5,11 @@ The child process imports this file: no torch here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppo_repro.base.float32 import FLOAT32_MAX
+from ppo_repro.sampling.answers import early_end, is_in_float32, is_token, reason_of, shown_value
 from ppo_repro.user.file import RefusedError
 
 Response = tuple[list[int], list[float], str]  # ids, log-probs in nats, "stop" or "length"
@@ -37,7 +36,7 @@ def checked_responses(value: Any, prompts: int, sampling: EngineSampling) -> lis
     """
     responses = _plain(value)
     if not isinstance(responses, list | tuple):
-        raise RefusedError(f"returned {_shown(responses)}; must be a list, {ONE_EACH}")
+        raise RefusedError(f"returned {shown_value(responses)}; must be a list, {ONE_EACH}")
     if len(responses) != prompts:
         raise RefusedError(f"returned {len(responses)} responses to {prompts} prompts; must be {ONE_EACH}")
     checked = []
@@ -52,11 +51,11 @@ def checked_responses(value: Any, prompts: int, sampling: EngineSampling) -> lis
 def _checked(response: Any, sampling: EngineSampling) -> Response:
     response = _plain(response)
     if not isinstance(response, list | tuple) or len(response) != 3:
-        raise RefusedError(f"{_shown(response)}; must be (ids, logprobs, finish_reason)")
+        raise RefusedError(f"{shown_value(response)}; must be (ids, logprobs, finish_reason)")
     ids, logprobs, reason = map(_plain, response)
     for name, values in (("ids", ids), ("logprobs", logprobs)):
         if not isinstance(values, list | tuple):
-            raise RefusedError(f"{_shown(values)} as {name}; must be a list of numbers")
+            raise RefusedError(f"{shown_value(values)} as {name}; must be a list of numbers")
     ids, logprobs = [_plain(token) for token in ids], [_plain(number) for number in logprobs]
     _check_ids(ids, sampling)
     _check_logprobs(logprobs, len(ids))
@@ -68,10 +67,11 @@ def _check_ids(ids: Sequence[Any], sampling: EngineSampling) -> None:
     if not 1 <= len(ids) <= limit:
         raise RefusedError(f"{len(ids)} ids; must be 1 to rollout.max_response_tokens = {limit}")
     for place, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token <= last:
-            raise RefusedError(f"the id {_shown(token)} at place {place}; must be a whole number in 0..{last}")
-        if token in sampling.end_ids and place < len(ids) - 1:
-            raise RefusedError(f"tokens after the end token {token} at place {place}; the end token must be the last")
+        if not is_token(token, sampling.vocab_size):
+            raise RefusedError(f"the id {shown_value(token)} at place {place}; must be a whole number in 0..{last}")
+    early = early_end(ids, sampling.end_ids)
+    if early is not None:
+        raise RefusedError(f"tokens after the end token {ids[early]} at place {early}; the end token must be the last")
 
 
 def _check_logprobs(logprobs: Sequence[Any], tokens: int) -> None:
@@ -80,40 +80,30 @@ def _check_logprobs(logprobs: Sequence[Any], tokens: int) -> None:
             f"{len(logprobs)} log-probs for {tokens} ids; must be one for each id, the end token included"
         )
     for place, number in enumerate(logprobs):
-        is_number = type(number) in (int, float) and math.isfinite(number) and abs(number) <= FLOAT32_MAX
-        if not is_number or number > 0:
+        if not is_in_float32(number) or number > 0:
             raise RefusedError(
-                f"the log-prob {_shown(number)} at place {place}; must be a finite number of nats, at most 0"
+                f"the log-prob {shown_value(number)} at place {place}; must be a finite number of nats, at most 0"
             )
 
 
 def _finish_reason(reason: Any, ids: Sequence[int], sampling: EngineSampling) -> str:
     if reason not in ("stop", "length"):
-        raise RefusedError(f"the finish reason {_shown(reason)}; must be 'stop' or 'length'")
-    limit = sampling.max_response_tokens
-    if ids[-1] in sampling.end_ids and (reason == "stop" or len(ids) == limit):
-        return "stop"
+        raise RefusedError(f"the finish reason {shown_value(reason)}; must be 'stop' or 'length'")
+    limit, found = sampling.max_response_tokens, reason_of(ids, sampling.max_response_tokens, sampling.end_ids)
+    if found is not None and (reason == found or (found == "stop" and len(ids) == limit)):
+        return found
     if reason == "stop":
         raise RefusedError(
             f"the finish reason 'stop' after token {ids[-1]}, none of the end tokens {list(sampling.end_ids)}; keep "
             "the end token, or say 'length'"
         )
-    if ids[-1] in sampling.end_ids:
+    if found == "stop":
         raise RefusedError(f"the finish reason 'length' after the end token {ids[-1]}; must be 'stop'")
-    if len(ids) < limit:
-        raise RefusedError(
-            f"the finish reason 'length' after {len(ids)} ids; must be rollout.max_response_tokens = {limit} then"
-        )
-    return "length"
+    raise RefusedError(
+        f"the finish reason 'length' after {len(ids)} ids; must be rollout.max_response_tokens = {limit} then"
+    )
 
 
 def _plain(value: Any) -> Any:
     """Return an array or a tensor as lists or a number; return any other value unchanged."""
     return value.tolist() if hasattr(value, "tolist") and callable(value.tolist) else value
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"{len(value)} entries"
-    text = " ".join(repr(value).split())[:100]
-    return text if value is None or isinstance(value, str | int | float) else f"{text} of type {type(value).__name__}"

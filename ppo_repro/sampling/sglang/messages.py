@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.float32 import FLOAT32_MAX
 from ppo_repro.engine import Completion, Request, Sampling, check_request
 from ppo_repro.numerics.families import decoder_layers, mixture_layers
+from ppo_repro.sampling.answers import early_end, is_in_float32, is_token, reason_of, shown_value
 from ppo_repro.sampling.sglang.plugin import kept_tokens
 
 
@@ -136,14 +136,14 @@ def read_completions(
         routed: the shape of the routes; None if no routes were asked for.
     """
     if not isinstance(answer, list) or len(answer) != len(requests):
-        raise UserError(f"{url}: answered {_shown(answer)} to {len(requests)} requests; must be one answer each")
+        raise UserError(f"{url}: answered {shown_value(answer)} to {len(requests)} requests; must be one answer each")
 
     def completion(item: Any, request: Request) -> Completion:
         meta = _field(item, "meta_info", dict)
         _check_version(meta, version)
         if meta.get("prompt_tokens") != len(request.prompt_ids):
             raise ValueError(
-                f"read a prompt of {len(request.prompt_ids)} tokens as {_shown(meta.get('prompt_tokens'))}"
+                f"read a prompt of {len(request.prompt_ids)} tokens as {shown_value(meta.get('prompt_tokens'))}"
             )
         tokens = [_token(token, vocab_size) for token in _field(item, "output_ids", list)]
         rows = _field(meta, "output_token_logprobs", list)
@@ -191,28 +191,27 @@ def _finish_reason(meta: dict[str, Any], tokens: list[int], longest: int, stop_i
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind not in ("stop", "length"):
-        raise ValueError(f"ended a response with finish_reason {_shown(reason)}; must be stop or length")
-    if not 1 <= len(tokens) <= longest or any(token in stop_ids for token in tokens[:-1]):
+        raise ValueError(f"ended a response with finish_reason {shown_value(reason)}; must be stop or length")
+    if not 1 <= len(tokens) <= longest or early_end(tokens, stop_ids) is not None:
         raise ValueError(f"returned {len(tokens)} tokens, or tokens after a stop token; the limit is {longest}")
-    stopped = tokens[-1] in stop_ids
-    if not stopped and (kind == "stop" or len(tokens) < longest):
+    found = reason_of(tokens, longest, stop_ids)
+    if found is None or (found == "length" and kind == "stop"):
         raise ValueError(
             f"ended a response after {len(tokens)} of {longest} tokens with token {tokens[-1]}, which is no end token: "
             f"its context is too short, or it has other end tokens than {sorted(stop_ids)}"
         )
-    return "stop" if stopped else "length"
+    return found
 
 
 def _float32(value: Any) -> float:
-    sound = isinstance(value, float) and math.isfinite(value) and abs(value) <= FLOAT32_MAX
-    if not sound or float(np.float32(value)) != value:
-        raise ValueError(f"returned {_shown(value)} as a log-prob; must be a finite float32")
+    if not isinstance(value, float) or not is_in_float32(value) or float(np.float32(value)) != value:
+        raise ValueError(f"returned {shown_value(value)} as a log-prob; must be a finite float32")
     return value
 
 
 def _token(value: Any, vocab_size: int) -> int:
-    if type(value) is not int or not 0 <= value < vocab_size:
-        raise ValueError(f"returned token {_shown(value)}; must be in 0..{vocab_size - 1}")
+    if not is_token(value, vocab_size):
+        raise ValueError(f"returned token {shown_value(value)}; must be in 0..{vocab_size - 1}")
     return value
 
 
@@ -221,7 +220,3 @@ def _field(item: Any, name: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"its answer has no {name}; is this an SGLang server of a supported release?")
     return value
-
-
-def _shown(value: Any) -> str:
-    return f"{len(value)} entries" if isinstance(value, list) else repr(value)[:80]

@@ -13,32 +13,28 @@ import torch
 from tests.support.models import qwen3_config, small_model
 from tests.support.paths import ROOT
 
-IMPORTED = """
+# in one process: what the checks load, what an audit of a dump loads after them, what a run needs beside both
+PROGRAM = """
 import sys
-{use}
-print(*sorted(name for name in sys.modules if name.startswith("ppo_repro.")), file=sys.stderr)
-"""
-CHECKS = """
 import ppo_repro.testing
+
+
+def say():
+    print(*sorted(name for name in sys.modules if name.startswith("ppo_repro.")), file=sys.stderr)
+
+
 for name in ppo_repro.testing.__all__:
     getattr(ppo_repro.testing, name)
-"""
-AUDIT = """
+say()
 from ppo_repro.commands.cli import main
 try:
     main()
 except SystemExit as stop:
     assert stop.code == 1, stop.code
+say()
+import ppo_repro.models.load
+say()
 """
-
-
-def imported(use: str, *arguments: str | Path) -> set[str]:
-    """The modules of the package that a fresh process has after `use`."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED.format(use=use), *map(str, arguments)],
-        capture_output=True, text=True, cwd=ROOT, check=True,
-    )  # fmt: skip
-    return set(done.stderr.splitlines()[-1].split())
 
 
 def of_runs(modules: set[str]) -> list[str]:
@@ -65,12 +61,12 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_the_checks_and_the_audit_of_a_dump_load_no_kernel_and_need_no_run(dump: tuple[Path, Path]) -> None:
-    assert of_runs(imported(CHECKS)) == []
-    modules = imported(AUDIT, "audit", dump[0], "--model", dump[1], "--temperature", "0.8")
-    assert "ppo_repro.testing.audit.search" in modules
-    assert of_runs(modules) == []
-
-
-def test_what_loads_a_model_for_a_run_loads_the_kernels() -> None:
-    """The control."""
-    assert "ppo_repro.numerics.library" in of_runs(imported("import ppo_repro.models.load"))
+    """The control loads a model for a run."""
+    arguments = ["audit", dump[0], "--model", dump[1], "--temperature", "0.8"]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    checks, audited, control = (set(line.split()) for line in done.stderr.splitlines() if line.startswith("ppo_repro."))
+    assert of_runs(checks) == of_runs(audited) == []
+    assert "ppo_repro.testing.audit.search" in audited - checks
+    assert "ppo_repro.numerics.library" in of_runs(control)

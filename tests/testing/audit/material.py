@@ -87,6 +87,11 @@ def material(model: PreTrainedModel, shape: Sequence[tuple[int, int]] = SHAPE, k
     return Material(model, prompts, responses)
 
 
+def first(n: int, m: Material) -> Material:
+    """Its first n responses."""
+    return Material(m.model, m.prompts[:n], m.responses[:n])
+
+
 def half(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """As a stack loads it: `from_pretrained` leaves rotary frequencies in float32."""
     with tempfile.TemporaryDirectory() as folder:

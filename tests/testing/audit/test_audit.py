@@ -47,6 +47,7 @@ from tests.testing.audit.material import (
     Material,
     Values,
     cut,
+    first,
     half,
     material,
     old,
@@ -80,7 +81,8 @@ def test_stock_float32_is_right_on_both_sides(made: Material, subject: Subject) 
     assert lines(found)[-1] == "verdict: both sides are right"
 
 
-QUICK = {"base 2", "moved left by 5", "BOS", "logits cast to bfloat16", "EOS banned", "ceiling"}
+# a fault of each stage, and one of no known cause
+QUICK = {"base 2", "moved left by 5", "BOS", "logits cast to bfloat16", "EOS banned", "constant"}
 EVERY = FAULTS | OUTSIDER
 
 
@@ -352,14 +354,14 @@ def test_context_that_a_later_turn_does_not_see(
     ("family", "factor", "cause"),
     [
         ("llama3", 1.8, "as large as bfloat16 rounding"),
-        ("llama3", 2.6, "as large as 16-bit rounding"),
+        pytest.param("llama3", 2.6, "as large as 16-bit rounding", marks=pytest.mark.slow),
         ("mixtral", 1.8, "unknown"),
     ],
 )
 def test_errors_like_16_bit_rounding_have_a_format_by_their_size_and_no_cause_with_experts(
     family: str, factor: float, cause: str
 ) -> None:
-    m = made_family(family)
+    m = first(3, made_family(family))
     good, rounded = m.logprobs(), m.logprobs(m.logits(half(m.model, torch.bfloat16)))
     bad = [g + factor * (r - g) for g, r in zip(good, rounded, strict=True)]
     found = judged(m, Subject(m.model, {}), good, bad)

@@ -54,7 +54,7 @@ def test_log_probs_of_a_run_are_right(cli: Cli, dump: tuple[Path, Path], tmp_pat
 
 
 def test_the_wrong_temperature_is_wrong(cli: Cli, dump: tuple[Path, Path]) -> None:
-    code, out, _ = cli("audit", dump[0], "--model", dump[1], "--temperature", "0.5", "--responses", "6", "--json")
+    code, out, _ = cli("audit", dump[0], "--model", dump[1], "--temperature", "0.5", "--responses", "3", "--json")
     found = json.loads(out)
     assert code == 1
     assert found["trainer"]["cause"] == found["sampler"]["cause"] == "temperature 1 instead of 0.5"
@@ -87,7 +87,7 @@ def test_a_run_with_cuts_is_right(cli: Cli, tmp_path: Path, sampling: tuple[str,
 
 
 def test_a_folder_that_is_not_the_one_is_refused(cli: Cli, dump: tuple[Path, Path]) -> None:
-    code, out, err = cli("audit", dump[0], "--model", dump[1].parents[1] / FINAL)
+    code, out, err = cli("audit", dump[0], "--model", dump[1].parents[1] / FINAL, "--responses", "3")
     assert (code, out) == (2, "")
     assert "give the folder of the weights that the dump was made with" in one_line(err)
 
@@ -213,7 +213,9 @@ def test_rows_as_long_as_the_model_has_positions_and_longer_ones(
     ("change", "cause", "verdicts", "guard"),
     [
         (lambda v: v, "", {"none", "floating_point_noise"}, None),
-        (lambda v: v / math.log(2), "in base 2, not in nats", {"unknown"}, "mean_abs is"),
+        pytest.param(
+            lambda v: v / math.log(2), "in base 2, not in nats", {"unknown"}, "mean_abs is", marks=pytest.mark.slow
+        ),
         (lambda v: [*v[1:], -3.0], "each entry is of the token +1 places on", {"off_by_one"}, "mean_abs is"),
         (lambda v: 0.0 * v, "numbers are exactly 0; nothing was recorded", {"unknown"}, "nothing was recorded"),
         (lambda v: -v, "minus the log-prob (a loss)", {"unknown"}, "numbers are above 0"),
@@ -229,7 +231,7 @@ def test_audit_diagnosis_and_guard_agree_about_a_dump(
     guard: str | None,
 ) -> None:
     """One file, three readers: none names what another one contradicts."""
-    rows = [json.loads(line) for line in dump[0].read_text().splitlines()]
+    rows = [json.loads(line) for line in dump[0].read_text().splitlines()[:12]]
     for row in rows:
         row["rollout_logprobs"] = list(change(np.array(row["rollout_logprobs"])))
     path = tmp_path / "dump.jsonl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -195,7 +196,7 @@ CASES: dict[str, tuple[str, Fault, str]] = {
     "scale by layer": ("gpt2", config(scale_attn_by_inverse_layer_idx=False), "scale_attn_by_inverse_layer_idx"),
 }
 ROTARY = ("qwen3", "llama3", "yarn", "gpt_neox", "gpt_oss", "olmoe")
-QUICK = {"attention soft cap", "interleaved rope"}
+QUICK = {("attention soft cap", True), ("interleaved rope", False)}
 GIVEN = Sampling(0.8)
 
 
@@ -204,8 +205,10 @@ def judged(m: Material, sampler: PreTrainedModel, trainer: PreTrainedModel) -> A
     return audit(Subject(m.model, {}), m.dump(*sides), GIVEN)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-@pytest.mark.parametrize("is_sampler", [True, False])
+@pytest.mark.parametrize(
+    ("name", "is_sampler"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in product(CASES, (True, False))],
+)
 def test_the_side_that_leaves_an_option_out_is_named_and_the_option(name: str, is_sampler: bool) -> None:
     family, fault, words = CASES[name]
     m = made(family)
@@ -264,8 +267,12 @@ def narrow_frequencies(model: Any) -> None:
     ("fault", "words"),
     [
         (narrow_table, "rotary table computed in bfloat16, all else in float32"),
-        (narrow_frequencies, "rotary frequencies rounded to bfloat16"),
-        (lambda model: model.bfloat16().float(), "weights and rotary frequencies rounded to bfloat16"),
+        pytest.param(narrow_frequencies, "rotary frequencies rounded to bfloat16", marks=pytest.mark.slow),
+        pytest.param(
+            lambda model: model.bfloat16().float(),
+            "weights and rotary frequencies rounded to bfloat16",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_rotary_positions_in_bfloat16_are_named(family: str, fault: Any, words: str) -> None:

@@ -113,7 +113,11 @@ ALTERATIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
 }
 
 
-@pytest.mark.parametrize("part", ALTERATIONS)
+# of each optimizer one moment: the run that goes on has all others
+QUICK = {"first moment", "value second moment", "kl_coef", "clip_range", "statistics of returns"}
+
+
+@pytest.mark.parametrize("part", [pytest.param(p, marks=[pytest.mark.slow] * (p not in QUICK)) for p in ALTERATIONS])
 def test_every_part_of_a_checkpoint_is_needed(recorded: Recorded, tmp_path: Path, part: str) -> None:
     """The negative control: any part of the state that is another one shows in the iteration computed again."""
     run_dir = recorded.copy(3, tmp_path)
@@ -149,7 +153,7 @@ def test_a_checkpoint_of_another_run_or_with_parts_missing_is_refused(
 def native(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Stock torch, under one layout, with the coefficient that the other run has not."""
     penalty = "ppo.objective={kind: kl_penalty, penalty_coef: 2, target_kl: 1e-4}"
-    usual = ("model.warm_start_steps=5", "ppo.iterations=4", "checkpoints.every=2")
+    usual = ("model.warm_start_steps=5", "ppo.iterations=3", "checkpoints.every=2")
     config = load_config(TINY, [*usual, "numerics.mode=native", penalty])
     return record(config, tmp_path_factory.mktemp("native"))
 
@@ -168,7 +172,12 @@ NATIVE_ALTERATIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
 }
 
 
-@pytest.mark.parametrize("part", NATIVE_ALTERATIONS)
+QUICK_NATIVE = {"first moment", "penalty_coef"}
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(p, marks=[pytest.mark.slow] * (p not in QUICK_NATIVE)) for p in NATIVE_ALTERATIONS]
+)
 def test_every_part_of_a_native_checkpoint_is_needed(native: Recorded, tmp_path: Path, part: str) -> None:
     run_dir = native.copy(3, tmp_path)
     altered(run_dir, NATIVE_ALTERATIONS[part])
@@ -186,7 +195,7 @@ def test_a_run_of_adapters_keeps_small_checkpoints_by_itself_and_goes_on_from_th
     monkeypatch.setattr(language, "AUTO", 2)
     monkeypatch.setattr(language, "SMALL", 1100)
     model = f"model={{kind: folder, path: '{deterministic_run}/checkpoints/final'}}"
-    config = load_config(TINY, [model, "ppo.iterations=4", *ADAPTERS])
+    config = load_config(TINY, [model, "ppo.iterations=3", *ADAPTERS])
     adapted = record(config, tmp_path / "adapted")
     run_dir = adapted.copy(3, tmp_path)
     weights = deterministic_run / "checkpoints" / "final" / "model.safetensors"
@@ -194,7 +203,7 @@ def test_a_run_of_adapters_keeps_small_checkpoints_by_itself_and_goes_on_from_th
     assert not (run_dir / "checkpoints" / "reference").exists(), "the folder of the model has it"
     assert resume(run_dir, OTHER_LAYOUT) == Resumed(2, 3)
     adapted.require_same(run_dir)
-    whole = tiny_run(tmp_path / "whole", model, "ppo.iterations=4")
+    whole = tiny_run(tmp_path / "whole", model, "ppo.iterations=3")
     assert not list((whole / "checkpoints").glob("iteration-*"))
 
 

@@ -145,7 +145,7 @@ class Fails(Function):
     [
         ("raise ValueError('late')", ":7: loss raised ValueError: late"),
         ("return batch.ratios * float('nan')", ":4: loss returned nan at response "),
-        ("return batch.ratios[:-1]", ":4: loss returned a tensor ["),
+        pytest.param("return batch.ratios[:-1]", ":4: loss returned a tensor [", marks=pytest.mark.slow),
         ("batch.ratios.sum().backward()", ":4: loss calls backward() itself; let it return the loss alone"),
         ("return Fails.apply(batch.ratios)", ":15: raised ValueError: backward"),
     ],
@@ -173,7 +173,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("late", "setting", "more"),
     [
         ("torch.set_grad_enabled(False)", "torch's grad mode", ""),
-        ("torch.set_default_dtype(torch.float64)", "torch's default dtype", ""),
+        pytest.param("torch.set_default_dtype(torch.float64)", "torch's default dtype", "", marks=pytest.mark.slow),
         (
             "os.chdir('/')",
             r"the current folder \(os.chdir\)",
@@ -214,7 +214,7 @@ def last(batch):
 """
 
 
-@pytest.mark.parametrize("kl", ["loss", "reward"])
+@pytest.mark.parametrize("kl", ["loss", pytest.param("reward", marks=pytest.mark.slow)])
 def test_what_a_function_writes_into_old_batches_and_results_reaches_no_record(
     tmp_path: Path, kl: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from tests.support.runs import small_config
+from tests.support.paths import TINY
 
 # Every token has the same probability. `log`: a file for a line a call; `draws`: anew each time, whatever the seed.
 UNIFORM = """
@@ -46,4 +47,5 @@ def written(folder: Path, text: str = UNIFORM, name: str = "Engine") -> str:
 
 
 def config_of(engine: str, *overrides: str) -> RunConfig:
-    return small_config("model.warm_start_steps=0", "numerics.accuracy_sequences=0", engine, *overrides)
+    quick = "model.warm_start_steps=0", "numerics.accuracy_sequences=0", "ppo.iterations=3"
+    return load_config(TINY, [*quick, engine, *overrides])

@@ -233,7 +233,7 @@ def test_what_is_imported_from_elsewhere_and_not_installed_is_named(
     [
         ("import random\nrandom.seed(0)", "return random.random()"),
         ("import numpy as np", "return np.random.rand()"),
-        ("import torch", "return torch.rand(())"),
+        pytest.param("import torch", "return torch.rand(())", marks=pytest.mark.slow),
         ("calls = []", "calls.append(0); return len(calls)"),
         ("last = [None]", "before, last[0] = last[0], response; return float(before == response)"),
     ],

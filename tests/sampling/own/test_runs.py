@@ -12,16 +12,16 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.files import dump_yaml
+from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.records import reader
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from tests.support.cli import Cli
 from tests.support.language import fork, rerun, resume, run
 from tests.support.own_engine import UNIFORM, config_of, written
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, TINY
 from tests.support.resume import Recorded, record
-from tests.support.runs import run_below, small_config
+from tests.support.runs import run_below
 
 ENGINE = "rollout.engine.path = engine.py:Engine"
 NOT_PROMISED = f"{ENGINE}: sampled tokens and their log-probs are recorded, not promised"
@@ -37,7 +37,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 def test_what_the_engine_returned_is_recorded(recorded: Recorded) -> None:
     tokens, sequences = reader.read_tokens(recorded.whole), reader.read_sequences(recorded.whole)
-    assert len(sequences) == 3 * 48
+    assert len(sequences) == 3 * 15
     vocabulary = json.loads((recorded.whole / "checkpoints/final/config.json").read_text())["vocab_size"]
     assert (tokens["rollout_logprobs"] == np.float32(-math.log(vocabulary))).all()
 
@@ -65,7 +65,7 @@ def test_a_rerun_with_the_built_in_engine_finds_other_responses(recorded: Record
     assert difference.table == "sequences"
 
 
-@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("iterations", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_run_goes_on_with_what_it_had_sampled(recorded: Recorded, tmp_path: Path, iterations: int) -> None:
     run_dir = recorded.copy(iterations, tmp_path)
     for checkpoint in (run_dir / "checkpoints").glob("iteration-*"):
@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     "one too few": (
         returning("good[1:]"),
         "Engine",
-        ": {file}:19: Engine.generate returned 47 responses to 48 prompts;",
+        ": {file}:19: Engine.generate returned 14 responses to 15 prompts;",
     ),
     "an id outside": (
         returning("[([99], [-1.0], 'length')] + good[1:]"),
@@ -186,7 +186,7 @@ def test_a_wrong_engine_is_one_line_and_leaves_no_run(name: str, cli: Cli, tmp_p
     text, class_name, said = REFUSED[name]
     engine = written(tmp_path, text, class_name)
     config = tmp_path / "run.yaml"
-    config.write_text(dump_yaml(small_config("model.warm_start_steps=0", "numerics.accuracy_sequences=0")))
+    config.write_text(dump_yaml(load_config(TINY, ["model.warm_start_steps=0", "numerics.accuracy_sequences=0"])))
     line = cli.refusal("run", config, "--set", engine, "--out", tmp_path / "runs")
     assert line.startswith("error: rollout.engine.path" + said.format(file=tmp_path / "engine.py"))
     assert not list((tmp_path / "runs").rglob("manifest.json"))

@@ -27,7 +27,7 @@ test-long:  ## the tests marked long, and every Hypothesis test with newly drawn
 	@.ci/setup.sh test
 	$(PYTEST) --dist worksteal -m "long or (hypothesis and not slow)" --hypothesis-profile=new $(ARGS)
 
-test-gpu:  ## what a CUDA card is to show, and how fast it is: ten minutes at most; ARGS="families" only that step
+test-gpu:  ## what an NVIDIA GPU is to show, and how fast it is: ten minutes at most; ARGS="families" only that step
 	$(BIN)/python -m tests.gpu.device_check $(ARGS)
 
 SGLANG_VENV ?= .venv-sglang

@@ -154,7 +154,7 @@ def deterministic(
     [R, L], padding before or after the tokens of a row. `position_ids` are needed for packing only: they count from 0
     in each sequence. `.logits` are float32 [R, L, V], 0 at padding; `.loss` is the mean of -log p(label) in nats over
     the labels that count, or the sum over `num_items_in_batch`. `backward()` adds to `.grad`, sequence after
-    sequence. After `.to("cuda")` the copy computes the same bits on a card. `threads` (of the whole process) is by
+    sequence. After `.to("cuda")` the copy computes the same bits on a GPU. `threads` (of the whole process) is by
     default torch's number, `max_context` the model's, at most 32768.
 
     Raises UserError for models, shapes, ids and options that are not supported.
@@ -285,7 +285,7 @@ def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: T
     predicting = predicts.reshape(-1)[rows]
     predictions = logits if bool(predicting.all()) else logits[predicting]
     logprobs, _ = token_statistics(predictions, targets, 1.0, None, "deterministic")
-    # divided on the CPU: a card would multiply by the inverse of a Python number
+    # divided on the CPU: a GPU would multiply by the inverse of a Python number
     return (_Sum.apply(-logprobs) / (len(targets) if divisor is None else divisor)).to(logits.device)
 
 

@@ -127,7 +127,7 @@ def _check_weights(model: PreTrainedModel) -> None:
         if p.dtype != torch.float32 or p.device.type not in ("cpu", "cuda") or not p.is_contiguous():
             raise UserError(
                 f"model parameter '{name}' is {p.dtype} on {p.device}; deterministic numerics need contiguous float32 "
-                "on the CPU or a CUDA card"
+                "on the CPU or an NVIDIA GPU"
             )
         if p.requires_grad and not p.is_leaf:
             raise UserError(

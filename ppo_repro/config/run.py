@@ -117,7 +117,7 @@ class RunNumericsConfig(NumericsConfig):
         4, description="Sequences whose log-probs a deterministic run compares with float64 at its start; 0 for none."
     )
     cross_check: Index = Field(
-        64, description="On a card: response tokens of each iteration whose log-probs the CPU computes too; 0 for none."
+        64, description="On a GPU: response tokens of each iteration whose log-probs the CPU computes too; 0 for none."
     )
 
 

@@ -111,9 +111,9 @@ class TrainState:
     versions: Versions | None = None  # None for a sampler that is never behind
     sampler: PreTrainedModel | None = None  # the policy as the sampler has it, where that is another object
     hidden_hook: HiddenHook = unchanged  # changes the policy's last hidden states in training
-    cpu_policy: PreTrainedModel | None = None  # on a card: the policy on the CPU, for cross-checks
+    cpu_policy: PreTrainedModel | None = None  # on a GPU: the policy on the CPU, for cross-checks
     cross_checked: int = 0  # tokens that the CPU computed too, by this process
-    copies: list[Weights] = field(default_factory=list)  # of a card's weights, on the CPU
+    copies: list[Weights] = field(default_factory=list)  # of a GPU's weights, on the CPU
     digesting: Sequence[Future[str]] = ()  # the digests of the last step
 
     @cached_property
@@ -160,7 +160,7 @@ class TrainState:
     def digests(self) -> Digests:
         """Compute digests of the weights of policy and value model, in parallel.
 
-        For weights on a CPU the digests are complete on return. Weights on a card are copied, and threads compute the
+        For weights on a CPU the digests are complete on return. Weights on a GPU are copied, and threads compute the
         digests of the copies during the next step.
         """
         modules = [self.policy] if self.value_model is None else [self.policy, self.own_value_module]
@@ -176,7 +176,7 @@ class TrainState:
         return Digests(policy, value[0] if value else None)
 
     def copied(self, weights: list[Weights]) -> list[Weights]:
-        """Copy weights from a card to memory of the CPU, which the next call reuses."""
+        """Copy weights from a GPU to memory of the CPU, which the next call reuses."""
         if not self.copies:
             self.copies = [{n: torch.empty_like(p, device=CPU) for n, p in named.items()} for named in weights]
         for copies, named in zip(self.copies, weights, strict=True):

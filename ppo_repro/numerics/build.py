@@ -1,6 +1,6 @@
 """Compile the C kernels with the clang of ziglang: one library for each kind of CPU, all with the same bits.
 
-On Linux, also compile the library that drives a CUDA card, and the PTX of its kernels (`build_ptx.py`).
+On Linux, also compile the library that drives an NVIDIA GPU, and the PTX of its kernels (`build_ptx.py`).
 
 `hatch_build.py` runs this file when ppo_repro is installed from source. Only the standard library is imported here.
 """
@@ -76,12 +76,12 @@ def file_name(variant: Variant) -> str:
 
 
 def card_library_name() -> str:
-    """Return the name of the library that drives a card, compiled from the current sources."""
+    """Return the name of the library that drives a GPU, compiled from the current sources."""
     return f"gpu-{digest()}.so"
 
 
 def ptx_name() -> str:
-    """Return the name of the PTX of a card's kernels, compiled from the current sources."""
+    """Return the name of the PTX of a GPU's kernels, compiled from the current sources."""
     return f"gpu-{digest()}.ptx"
 
 
@@ -122,7 +122,7 @@ def compile_variants(where: Platform, folder: Path, *more_flags: str) -> list[Pa
 
 
 def compile_card(where: Platform, folder: Path) -> list[Path]:
-    """Compile the library and the PTX for a CUDA card into a folder; on macOS do nothing.
+    """Compile the library and the PTX for an NVIDIA GPU into a folder; on macOS do nothing.
 
     Raises RuntimeError if it fails.
     """

@@ -1,6 +1,6 @@
-"""Compile the kernels of a GPU to PTX with the compiler of the CPU's libraries, without a card or a CUDA toolkit.
+"""Compile the kernels of a GPU to PTX with the compiler of the CPU's libraries, without a GPU or a CUDA toolkit.
 
-PTX is text. The driver of any NVIDIA card from sm_80 on compiles it when it is loaded. Only the standard library is
+PTX is text. The driver of any NVIDIA GPU from sm_80 on compiles it when it is loaded. Only the standard library is
 imported here.
 """
 
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-# sm_80: the first card with asynchronous copies to shared memory; PTX 7.1 has them
+# sm_80: the first GPU with asynchronous copies to shared memory; PTX 7.1 has them
 TARGET = ("-target", "nvptx64-cuda", "-mcpu=sm_80+ptx71")
 FLAGS = (
     *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-jump-tables"),

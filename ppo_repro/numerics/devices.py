@@ -1,7 +1,7 @@
-"""Choose the kernels for a device: the kernels of this CPU, or of one CUDA card.
+"""Choose the kernels for a device: the kernels of this CPU, or of one NVIDIA GPU.
 
-The library for a card (`c/gpu/host.c`) has the functions of the CPU's library. Tensors are on the card; the calling
-thread only starts kernels. A process computes on one card.
+The library for a GPU (`c/gpu/host.c`) has the functions of the CPU's library. Tensors are on the GPU; the calling
+thread only starts kernels. A process computes on one GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _INSTEAD = "take layout.device = cpu"
 
 
 class Card(Kernels):
-    """Functions of `c/interface.h` on one card. Every call uses torch's current stream."""
+    """Functions of `c/interface.h` on one GPU. Every call uses torch's current stream."""
 
     def __init__(self, functions: Any, facts: Any, index: int) -> None:
-        """Wrap the functions of the card's library; `facts` has name, capability and driver of the card."""
+        """Wrap the functions of the GPU's library; `facts` has name, capability and driver of the GPU."""
         super().__init__(functions)
         self.index = index
         self.name = ffi.string(facts.name).decode()
@@ -36,14 +36,14 @@ class Card(Kernels):
         return ffi.cast("void *", torch.cuda.current_stream(self.index).cuda_stream)
 
     def free_bytes(self) -> tuple[int, int]:
-        """Return the free bytes and the total bytes of the card."""
+        """Return the free bytes and the total bytes of the GPU."""
         numbers = ffi.new("uint64_t[2]")
         self.gpu_memory(numbers, numbers + 1)
         return int(numbers[0]), int(numbers[1])
 
 
 class _Devices:
-    """The card of this process: only `card` opens it, and it stays open until the process ends."""
+    """The GPU of this process: only `card` opens it, and it stays open until the process ends."""
 
     card: Card | None = None
 
@@ -52,7 +52,7 @@ _open = _Devices()
 
 
 def locate(folder: Path) -> tuple[Path, str]:
-    """Return the library for cards and the text of its kernels. Raises UserError if they are missing or old."""
+    """Return the library for GPUs and the text of its kernels. Raises UserError if they are missing or old."""
     driver, kernels = folder / build.card_library_name(), folder / build.ptx_name()
     for path in (driver, kernels):
         if not path.exists():
@@ -63,7 +63,7 @@ def locate(folder: Path) -> tuple[Path, str]:
 
 
 def open_card(index: int, driver: str) -> Card:
-    """Open the kernels of a card. Raises UserError if they are missing or compute something else."""
+    """Open the kernels of a GPU. Raises UserError if they are missing or compute something else."""
     path, kernels = locate(build.SOURCES)
     functions, facts = ffi.dlopen(str(path)), ffi.new("GpuFacts *")
     fault = functions.gpu_open(driver.encode(), kernels.encode(), index, facts)
@@ -80,7 +80,7 @@ def open_card(index: int, driver: str) -> Card:
 
 
 def card(index: int = 0) -> Card:
-    """Return the card of this process; the first call opens it. Raises UserError for a second card."""
+    """Return the GPU of this process; the first call opens it. Raises UserError for a second GPU."""
     if _open.card is None:
         if torch.version.cuda is None:
             raise UserError(f"layout.device = cuda: torch {torch.__version__} was built without CUDA; install another "
@@ -88,9 +88,7 @@ def card(index: int = 0) -> Card:
         _open.card = open_card(index, DRIVER)
         torch.cuda.init()
     if _open.card.index != index:
-        raise UserError(
-            f"device cuda:{index}: this process computes on cuda:{_open.card.index}; a process has one card"
-        )
+        raise UserError(f"device cuda:{index}: this process computes on cuda:{_open.card.index}; a process has one GPU")
     return _open.card
 
 
@@ -102,7 +100,7 @@ def kernels_of(device: torch.device) -> Kernels:
 
 
 def torch_device(name: str, rank: int = 0) -> torch.device:
-    """Return torch's device for `layout.device`; with `cuda`, process `rank` takes card number `rank`."""
+    """Return torch's device for `layout.device`; with `cuda`, process `rank` takes GPU number `rank`."""
     if name == "cpu":
         return CPU
     index = name.partition(":")[2]

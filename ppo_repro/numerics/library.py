@@ -35,7 +35,7 @@ class Kernels:
     Calls take turns, because there is one pool of threads and one memory.
 
     A call releases the interpreter, so other Python threads run meanwhile; a second call waits for the first. A call
-    raises OutOfMemory if memory is full, UserError if a card refuses an operation; the next call computes as before.
+    raises OutOfMemory if memory is full, UserError if a GPU refuses an operation; the next call computes as before.
     """
 
     def __init__(self, functions: Any) -> None:

@@ -1,7 +1,7 @@
 """Compute from rows of logits: log-probs, entropies, divergences, kept tokens and sampled tokens.
 
 The distribution is the sampler's: softmax(logits / temperature) over the eligible tokens. Without top-k and top-p every
-token is eligible. Mode `deterministic` uses the C kernels, mode `native` stock torch. Logits may lie on a card; results
+token is eligible. Mode `deterministic` uses the C kernels, mode `native` stock torch. Logits may lie on a GPU; results
 per token are returned on the CPU.
 """
 

@@ -124,7 +124,7 @@ def read_accuracy(run_dir: Path, recorded: Head) -> Accuracy | None:
 
 @dataclass(frozen=True)
 class OnCard:
-    """The card that completed a run, and the CPU's check of it; a difference would have ended the run."""
+    """The GPU that completed a run, and the CPU's check of it; a difference would have ended the run."""
 
     name: str
     capability: str  # compute capability
@@ -132,7 +132,7 @@ class OnCard:
     cross_checked: int  # tokens whose log-probs the CPU computed too
 
     def sentence(self) -> str:
-        """Return the card and the check as a sentence."""
+        """Return the GPU and the check as a sentence."""
         return (
             f"computed on {self.name} (compute capability {self.capability}, {self.driver}); {self.cross_checked:,} "
             "tokens computed on the CPU too, 0 differ"
@@ -140,7 +140,7 @@ class OnCard:
 
 
 def read_card(run_dir: Path, recorded: Head) -> OnCard | None:
-    """Read card.json; None for a run that no card completed. Raises UserError if the file is damaged."""
+    """Read card.json; None for a run that no GPU completed. Raises UserError if the file is damaged."""
     return OnCard(**read_note(run_dir, recorded, CARD_NAME)) if CARD_NAME in recorded.notes else None
 
 

@@ -42,7 +42,7 @@ EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimat
 # the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
 # when memory is short
 PROCESS = 700_000_000
-CARD_SCRATCH = 600_000_000  # the memory that kernels of a card allocate: scores of attention, parts of products
+CARD_SCRATCH = 600_000_000  # the memory that kernels of a GPU allocate: scores of attention, parts of products
 
 ADVICE = (
     "set lora or layout.gradient_checkpointing, lower layout.rollout_slots, forward_micro_batch or update_micro_batch "
@@ -175,7 +175,7 @@ def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
 
 
 def plan_run(config: RunConfig, processes: int = 1) -> Plan:
-    """Return the memory plan for each of `processes` of a run, on the CPU or on its card.
+    """Return the memory plan for each of `processes` of a run, on the CPU or on its GPU.
 
     Raises UserError for an unknown model.
     """
@@ -217,7 +217,7 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
         "moments": dict.fromkeys(PHASES, MOMENTS * ceil(sum(model.trained for model in trained) / held_by)),
         "older policies": older,
         "copies": {phase: stock + (rounded if phase == "rollout" else 0) for phase in PHASES},
-        # the kernels of a card read weights as they lie
+        # the kernels of a GPU read weights as they lie
         "packed weights": {phase: FLOAT * count for phase, count in packed.items()}
         if deterministic and not on_card
         else {},
@@ -267,7 +267,7 @@ def memory_limit() -> int | None:
 
 
 def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> None:
-    """Raise UserError if a language run certainly needs more memory than the machine or card has.
+    """Raise UserError if a language run certainly needs more memory than the machine or GPU has.
 
     Print a warning if only the estimate exceeds the memory.
     """

@@ -87,7 +87,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
 
 
 def _divided(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits / temperature, rounded once; a card would multiply by the inverse of a Python number."""
+    """Return logits / temperature, rounded once; a GPU would multiply by the inverse of a Python number."""
     return logits / logits.new_tensor(temperature)
 
 

@@ -1,4 +1,4 @@
-"""The CPU's check of a run on a card: it recomputes log-probs of some tokens of each iteration, drawn by seed."""
+"""The CPU's check of a run on a GPU: it recomputes log-probs of some tokens of each iteration, drawn by seed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cross_check(config: RunConfig, state: TrainState, rollout: Rollout, forward:
         state: its `cpu_policy` takes the policy's weights; its `cross_checked` counts tokens. Without a `cpu_policy`
             nothing is computed.
         rollout: the responses as the trainer received them.
-        forward: has the log-probs of the card.
+        forward: has the log-probs of the GPU.
         ranks: the first process computes.
 
     Raises:

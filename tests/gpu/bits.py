@@ -1,4 +1,4 @@
-"""Steps of `device_check` that compare the card with the CPU: `differ` is to be 0."""
+"""Steps of `device_check` that compare the GPU with the CPU: `differ` is to be 0."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KERNEL_SECONDS = 25.0
 
 
 def card(check: Check) -> Results:
-    """Open the card; it gives the known answer."""
+    """Open the GPU; it gives the known answer."""
     facts = dict(name=check.card.name, capability=check.card.capability, driver=check.card.driver)
     versions = dict(torch=torch.__version__, python=sys.version.split()[0])
     return {**facts, **versions, "opened_seconds": check.opened, "free_bytes": check.card.free_bytes()}
@@ -69,7 +69,7 @@ def _fingerprint(run_dir: Path) -> str:
 
 
 def quickstart(check: Check) -> Results:
-    """Run the quickstart on the card: its fingerprint is the README's."""
+    """Run the quickstart on the GPU: its fingerprint is the README's."""
     run_dir = check.run(ROOT / "experiments" / "quickstart.yaml", "card")
     figures, found = summarise(run_dir).figures, _fingerprint(run_dir)
     return {
@@ -118,7 +118,7 @@ def runs_go_on(check: Check) -> Results:
 
 
 def recipes(check: Check) -> Results:
-    """Compare runs of PPO, GRPO, GSPO, a value head, a reward model; on the card in another layout."""
+    """Compare runs of PPO, GRPO, GSPO, a value head, a reward model; on the GPU in another layout."""
     results: Results = {"differ": 0}
     few = ("model.warm_start_steps=4",) if check.emulated else ()
     for name, overrides in RECIPES.items():
@@ -130,7 +130,7 @@ def recipes(check: Check) -> Results:
 
 
 def dpo(check: Check) -> Results:
-    """Compare a DPO run on the pairs of a run, in another layout; compute the CPU's again on the card."""
+    """Compare a DPO run on the pairs of a run, in another layout; compute the CPU's again on the GPU."""
     source = check.run(TINY, "cpu", "rollout.samples_per_prompt=4", "ppo.minibatch_size=4", "checkpoints.every=2")
     path = check.folder / "dpo.yaml"
     path.write_text(DPO.format(run=f"'{source}'"))
@@ -218,7 +218,7 @@ def library_calls(check: Check) -> Results:
 
 
 def loops(check: Check) -> Results:
-    """Train `deterministic(model)` on the card in a loop of one's own and in transformers' Trainer, in three layouts.
+    """Train `deterministic(model)` on the GPU in a loop of one's own and in transformers' Trainer, in three layouts.
 
     The layout may not change a bit. Stock torch takes the optimizer steps, so the weights need not be the CPU's: `as on
     the CPU` tells whether they are.
@@ -247,5 +247,5 @@ def loops(check: Check) -> Results:
 
 
 def native(check: Check) -> Results:
-    """Run native numerics on the card: they work; no bit is promised."""
+    """Run native numerics on the GPU: they work; no bit is promised."""
     return {"fingerprint": _fingerprint(check.run(SMALL, "card", "numerics.mode=native", "ppo.iterations=1"))}

@@ -24,7 +24,7 @@ DEVICES = {"cpu": "cpu", "card": "cuda"}  # of `layout.device`
 
 
 class Check:
-    """The card, and sizes: an emulated card computes small ones."""
+    """The GPU, and sizes: an emulated GPU computes small ones."""
 
     def __init__(self, stand_in: Path | None, folder: Path) -> None:
         self.emulated, self.folder = stand_in is not None, folder
@@ -60,7 +60,7 @@ class Check:
         return min(seconds[1:])
 
     def free(self) -> None:
-        """Free what the last step left on the card."""
+        """Free what the last step left on the GPU."""
         gc.collect()
         self.card.free_scratch()
         torch.cuda.empty_cache()

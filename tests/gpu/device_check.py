@@ -1,11 +1,11 @@
-"""`make test-gpu`: what deterministic numerics promise of a CUDA card, then how fast the card is.
+"""`make test-gpu`: what deterministic numerics promise of an NVIDIA GPU, then how fast the GPU is.
 
     python -m tests.gpu.device_check [--out FOLDER] [--seconds N] [STEP ..]
 
 The steps stand in the order of their worth and are sized for half a minute each. Each step prints a line, and
 OUT/device_check.json has its results as soon as it is over; a step that fails does not end the others. A step that
 compares has a number `differ`, which is to be 0. No compiler and no network are needed: the libraries and the PTX that
-an installation built lie beside their sources. With `--stand-in LIBRARY` an emulated card computes small sizes: the way
+an installation built lie beside their sources. With `--stand-in LIBRARY` an emulated GPU computes small sizes: the way
 in which the steps themselves are tested.
 """
 
@@ -45,7 +45,7 @@ STEPS = {
     )
 }
 NOT_EMULATED = ("quickstart",)  # hours
-STEP_SECONDS = 90.0  # a step of a card that takes more is ended
+STEP_SECONDS = 90.0  # a step of a GPU that takes more is ended
 
 
 def _out_of_time(*_: object) -> None:
@@ -75,7 +75,7 @@ def main() -> int:
             signal.setitimer(signal.ITIMER_REAL, max(0.01, limit))
             try:
                 results[name] = STEPS[name](check)
-            except Exception as error:  # the others still run: a card is rare
+            except Exception as error:  # the others still run: a GPU is rare
                 results[name] = {"failed": f"{type(error).__name__}: {error}", "at": traceback.format_exc()[-3000:]}
             signal.setitimer(signal.ITIMER_REAL, 0)
             check.free()

@@ -1,4 +1,4 @@
-"""Refuse calls and memory of an emulated card, and repeat what failed: `python -m tests.gpu.failures DRIVER`.
+"""Refuse calls and memory of an emulated GPU, and repeat what failed: `python -m tests.gpu.failures DRIVER`.
 
 The program prints a line for each failure that is no error, or after which bits or memory differ.
 """

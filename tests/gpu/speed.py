@@ -1,4 +1,4 @@
-"""Steps of `device_check` that time the card beside stock torch in float32 without TF32; every time is in seconds."""
+"""Steps of `device_check` that time the GPU beside stock torch in float32 without TF32; every time is in seconds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _shape(check: Check) -> Qwen3Config:
 
 
 def _stock(check: Check) -> PreTrainedModel:
-    """Return an unmodified model of that shape with random weights, on the card."""
+    """Return an unmodified model of that shape with random weights, on the GPU."""
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     with torch.device(check.device("card")):

@@ -1,4 +1,4 @@
-"""An emulated card refuses what a card refuses, so a step over it finds a tensor that is on the wrong device."""
+"""An emulated GPU refuses what a GPU refuses, so a step over it finds a tensor that is on the wrong device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "sum of both": lambda card, cpu: card + cpu,
     "product of both": lambda card, cpu: card @ cpu,
     "gather by the CPU": lambda card, cpu: card.gather(0, torch.tensor([0])),
-    "index of the card into the CPU": lambda card, cpu: cpu[torch.tensor([0], device="cuda")],
+    "index of the GPU into the CPU": lambda card, cpu: cpu[torch.tensor([0], device="cuda")],
     "NumPy": lambda card, cpu: card.numpy(),
     "array": lambda card, cpu: np.asarray(card),
     "gradient of the other": lambda card, cpu: setattr(card, "grad", cpu),
@@ -79,7 +79,7 @@ def test_gradients_lie_where_their_tensors_lie() -> None:
 
 
 def test_a_digest_is_of_the_weights_after_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights of a card change in the next step while threads still digest their copies."""
+    """The weights of a GPU change in the next step while threads still digest their copies."""
     changed, policy, none = Event(), torch.nn.Module.to(source_model("qwen3"), CARD), cast(Any, None)
 
     def late(weights: Any) -> str:

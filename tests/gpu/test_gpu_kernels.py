@@ -1,6 +1,6 @@
 """The kernels of a GPU compute the CPU's bits: every function of `c/interface.h`, in three orders of threads.
 
-No card is needed: threads are fibers (`emulator/`), of the kernels' source and of their PTX. Controls: kernels with one
+No GPU is needed: threads are fibers (`emulator/`), of the kernels' source and of their PTX. Controls: kernels with one
 mistake each, which the same cases must find.
 """
 
@@ -36,7 +36,7 @@ def cpu() -> Side:
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
-    """Opens a stand-in for the driver in a library of its own: each library drives one card."""
+    """Opens a stand-in for the driver in a library of its own: each library drives one GPU."""
 
     def open_side(*flags: str, form: str = "source", sources: Path = build.SOURCES) -> GpuSide:
         folder = tmp_path_factory.mktemp("gpu")

@@ -1,4 +1,4 @@
-"""Runs on a card: one line says what makes a card unfit, and an emulated card computes the CPU's bits."""
+"""Runs on a GPU: one line says what makes a GPU unfit, and an emulated GPU computes the CPU's bits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_card_that_cannot_be_used_is_refused(case: str, tmp_path: Path) -> Non
     assert message in str(error.value)
 
 
-# a driver that does nothing, with a card of any age; `faults` has the results of some functions
+# a driver that does nothing, with a GPU of any age; `faults` has the results of some functions
 DRIVER = """
 #include <string.h>
 #define DOES_NOTHING(name) int name(void) { return 0; }
@@ -81,11 +81,11 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("faults", "major", "message"),
     [
-        ((100, 0), 8, "cuda:0: no card: no CUDA device (100); take layout.device = cpu"),
+        ((100, 0), 8, "cuda:0: no GPU: no CUDA device (100); take layout.device = cpu"),
         ((0, 0), 7, "cuda:0: Old Card has compute capability 7.5, and the kernels need 8.0; take layout.device = cpu"),
         ((0, 218), 8, "cuda:0: the driver (CUDA 11.0) does not load the kernels: failed"),
     ],
-    ids=["no card", "old card", "old driver"],
+    ids=["no GPU", "old GPU", "old driver"],
 )
 def test_a_card_that_is_too_old_or_absent_is_refused(
     faults: tuple[int, int], major: int, message: str, driver: Path
@@ -156,7 +156,7 @@ def test_the_plan_of_a_card_has_no_packed_weights() -> None:
     assert on_card.rows["weights"] == on_cpu.rows["weights"]
 
 
-# ---------------------------------------------------------------------------------------------- an emulated card
+# ---------------------------------------------------------------------------------------------- an emulated GPU
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +207,6 @@ def test_kernels_that_contract_products_and_sums_are_refused(tmp_path: Path, mon
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     other = stand_in(tmp_path, "source", "-ffp-contract=fast")
     with pytest.raises(
-        UserError, match=rf"the kernels compute 0x[0-9a-f]+ on emulated card .* where {KNOWN_ANSWER:#x} is right"
+        UserError, match=rf"the kernels compute 0x[0-9a-f]+ on emulated GPU .* where {KNOWN_ANSWER:#x} is right"
     ):
         devices.open_card(0, str(other))

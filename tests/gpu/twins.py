@@ -622,7 +622,7 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
 
 
 def large_cases() -> Iterator[tuple[str, Case]]:
-    """Sizes for a card; the emulator would take minutes."""
+    """Sizes for a GPU; the emulator would take minutes."""
     yield "large product", product(1000, 2050, 1027)
     yield "large product, transposed", product(1000, 1027, 2050, transposed=True)
     yield "large gradients", gradients(512, 1030, (700, 513, 40, 1, 300), (0, 2, 5), wild=True)

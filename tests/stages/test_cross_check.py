@@ -1,4 +1,4 @@
-"""The tokens that the CPU computes again when a card computes a run; here both are the CPU."""
+"""The tokens that the CPU computes again when a GPU computes a run; here both are the CPU."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 // cuts and divergences of their logits, and other number formats. A library that computes anything else is
 // refused (library.py). tests/numerics/known_answer.py computes the same digest by the definition.
 //
-// The digest leaves out elementwise.c, which a card does not have, and the pool of threads.
+// The digest leaves out elementwise.c, which a GPU does not have, and the pool of threads.
 #include "kernels.h"
 
 // The bits of 1e-40 x 1, computed now: 0 if denormal numbers are flushed in the calling thread

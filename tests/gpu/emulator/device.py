@@ -1,8 +1,8 @@
 """A CUDA device for torch's CPU build: its tensors lie in memory of the CPU, and are marked.
 
-`use_card(driver)` gives this process a card: `torch.device("cuda")`, `.to("cuda")` and torch's factories work as on a
-card, stock operations compute on the CPU, and the kernels of ppo_repro run over a stand-in for the driver. As on a card
-an operation over tensors of both devices fails, and so does NumPy over a tensor of the card.
+`use_card(driver)` gives this process a GPU: `torch.device("cuda")`, `.to("cuda")` and torch's factories work as on a
+GPU, stock operations compute on the CPU, and the kernels of ppo_repro run over a stand-in for the driver. As on a GPU
+an operation over tensors of both devices fails, and so does NumPy over a tensor of the GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MIXES = {  # operations that take tensors of both devices; of `index` only the 
 
 
 def is_marked(x: Any) -> bool:
-    """Tell whether a tensor lies on the card."""
+    """Tell whether a tensor lies on the GPU."""
     return isinstance(x, Tensor) and x.layout == torch.strided and x.untyped_storage() in _marked
 
 
@@ -100,7 +100,7 @@ class Devices(TorchFunctionMode):
         if func is Tensor.__deepcopy__:
             copied = func(*args, **kwargs)
             return _mark(copied) if is_marked(first) else copied
-        if func is torch.nn.functional.one_hot and is_marked(first):  # makes its zeros without a tensor of the card
+        if func is torch.nn.functional.one_hot and is_marked(first):  # makes its zeros without a tensor of the GPU
             with torch._C._DisableTorchDispatch():
                 return _mark(func(*args, **kwargs))
         if torch.device(kwargs.get("device") or "cpu").type != "cuda":
@@ -143,12 +143,12 @@ def catch_backward(put: Callable[[Any, str, Any], None]) -> None:
 
 
 def current_stream(device: object = None) -> SimpleNamespace:
-    """Return the stream of an emulated card."""
+    """Return the stream of an emulated GPU."""
     return SimpleNamespace(cuda_stream=0)
 
 
 def use_card(driver: Path) -> Card:
-    """Give this process a card over a library in place of the driver, until it ends."""
+    """Give this process a GPU over a library in place of the driver, until it ends."""
     functions: dict[str, Any] = {
         "init": lambda: None,
         "is_available": lambda: True,
@@ -173,7 +173,7 @@ def use_card(driver: Path) -> Card:
     return devices.card()
 
 
-if __name__ == "__main__":  # the command line with an emulated card: DRIVER, then arguments
+if __name__ == "__main__":  # the command line with an emulated GPU: DRIVER, then arguments
     from ppo_repro.commands.cli import main
 
     use_card(Path(sys.argv.pop(1)))

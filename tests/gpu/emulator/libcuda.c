@@ -1,6 +1,6 @@
 // A stand-in for libcuda.so.1: the functions of the CUDA driver that ppo_repro calls, over the emulator.
-// There is one card; its memory is the host's, and every call is over when it returns. Kernels are the
-// functions of this library. Memory of the card holds NaN at first and ends at a page without access.
+// There is one GPU; its memory is the host's, and every call is over when it returns. Kernels are the
+// functions of this library. Memory of the GPU holds NaN at first and ends at a page without access.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -34,7 +34,7 @@ typedef struct {
 
 static Kernel kernels[KERNELS];
 
-// -------------------------------------------------------------------------------------------------- the card
+// -------------------------------------------------------------------------------------------------- the GPU
 
 EXPORT int cuInit(unsigned flags) { return flags ? INVALID_VALUE : SUCCESS; }
 
@@ -55,7 +55,7 @@ EXPORT int cuDeviceGet(int *device, int ordinal) {
 
 EXPORT int cuDeviceGetName(char *name, int length, int device) {
   (void)device;
-  snprintf(name, (size_t)length, "emulated card");
+  snprintf(name, (size_t)length, "emulated GPU");
   return SUCCESS;
 }
 

@@ -1,4 +1,4 @@
-// The driver of NVIDIA cards, libcuda, opened at run time: no header and no library of CUDA is needed to
+// The driver of NVIDIA GPUs, libcuda, opened at run time: no header and no library of CUDA is needed to
 // compile this. Its context and its streams are torch's; see gpu_open and begin_call.
 //
 // gpu_open returns an error as a text. A later error fails the call, see failure.c: nothing more is copied or
@@ -103,11 +103,11 @@ const char *gpu_open(const char *library, const char *ptx, int ordinal, GpuFacts
 #undef FIND
   int device;
   int count = 0;
-  DUE(cuda.cuInit(0), "no card");
-  DUE(cuda.cuDeviceGetCount(&count), "no card");
-  if (ordinal >= count) ANSWER("no card: the driver sees %d", count);
-  DUE(cuda.cuDeviceGet(&device, ordinal), "no card");
-  DUE(cuda.cuDeviceGetName(facts->name, sizeof facts->name, device), "the card has no name");
+  DUE(cuda.cuInit(0), "no GPU");
+  DUE(cuda.cuDeviceGetCount(&count), "no GPU");
+  if (ordinal >= count) ANSWER("no GPU: the driver sees %d", count);
+  DUE(cuda.cuDeviceGet(&device, ordinal), "no GPU");
+  DUE(cuda.cuDeviceGetName(facts->name, sizeof facts->name, device), "the GPU has no name");
   DUE(cuda.cuDriverGetVersion(&facts->driver), "the driver has no version");
   DUE(cuda.cuDeviceGetAttribute(&facts->major, CAPABILITY_MAJOR, device), "compute capability");
   DUE(cuda.cuDeviceGetAttribute(&facts->minor, CAPABILITY_MINOR, device), "compute capability");
@@ -127,7 +127,7 @@ const char *gpu_open(const char *library, const char *ptx, int ordinal, GpuFacts
   return NULL;
 }
 
-// Free bytes of the card, and all of them
+// Free bytes of the GPU, and all of them
 void gpu_memory(uint64_t *free_bytes, uint64_t *all_bytes) {
   size_t free_memory = 0;
   size_t all = 0;
@@ -176,7 +176,7 @@ static void copy_from_gpu(void *to, const void *from, size_t bytes) {
 
 static void send_integers(void);
 
-// The function of a kernel. A card has it, or the call fails: nothing else computes it.
+// The function of a kernel. A GPU has it, or the call fails: nothing else computes it.
 static void *function_of(Kernel *kernel) {
   if (kernel->function) return kernel->function;
   void *function = NULL;

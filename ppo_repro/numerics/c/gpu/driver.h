@@ -1,7 +1,7 @@
 // Functions of the library that drives a GPU, beside ../interface.h; cffi reads both.
 
 typedef struct {
-  char name[256];  // of the card
+  char name[256];  // of the GPU
   int major;       // compute capability
   int minor;
   int driver;      // the CUDA version that the driver has, 1000 major + 10 minor

@@ -1,5 +1,5 @@
 // The machine that a kernel sees: threads, shared memory, barriers, shuffles, copies. Two forms: zig's clang
-// for a card (PTX), and the host, where the tests run each thread as a fiber (tests/gpu/emulator). Kernels
+// for a GPU (PTX), and the host, where the tests run each thread as a fiber (tests/gpu/emulator). Kernels
 // use nothing else of CUDA.
 //
 // A kernel is one function of one struct, which it gets by value. All thread blocks have their threads in one
@@ -22,7 +22,7 @@
 typedef float Float4 __attribute__((ext_vector_type(4)));
 
 #if defined(__NVPTX__)
-// ------------------------------------------------------------------------------------------------- on a card
+// ------------------------------------------------------------------------------------------------- on a GPU
 
 #define SHARED __attribute__((address_space(3)))
 #define UNROLL _Pragma("unroll")

@@ -25,10 +25,13 @@ _LEAST = {torch.float32: EXP_MIN, torch.float64: -708.0}
 
 
 def _mapped(function: str, x: Tensor) -> Tensor:
-    """Apply a function of elementwise.c to each element, in the dtype of x."""
+    """Apply a function of elementwise.c to each element, in the dtype of x. Raises TypeError for another dtype."""
+    kernels, name = library.load(), f"{function}_{_NAMES.get(x.dtype, x.dtype)}"
+    if not hasattr(kernels, name):
+        raise TypeError(f"{function} takes float32 here, and got {str(x.dtype).removeprefix('torch.')}; convert it")
     x = x.detach().contiguous()
     y = torch.empty_like(x)
-    getattr(library.load(), f"{function}_{_NAMES[x.dtype]}")(pointer(x), pointer(y), x.numel())
+    getattr(kernels, name)(pointer(x), pointer(y), x.numel())
     return y
 
 

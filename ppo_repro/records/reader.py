@@ -71,6 +71,8 @@ def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) 
         there = [c for c in table.columns if c.name in loaded.column_names or not c.may_be_missing]
         plain = {c.name: digests.plain(c.kind, loaded.column(c.name)) for c in there}
     except (OSError, ValueError, KeyError, MemoryError, pa.ArrowException) as error:
+        if verify and isinstance(error, MemoryError):  # its bytes are right: memory is full
+            raise
         raise _unreadable(path, error) from error
     for column in there:
         if plain[column.name].null_count and not column.nullable:

@@ -212,6 +212,9 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
         FLOAT * vocabulary * min(count * responses, max(1, LOGITS_AT_ONCE // vocabulary)) for count in (forward, update)
     ]
     several = 2 if deterministic else 5
+    # top-k and top-p: which of the vocabulary each token was drawn from, a bit each, of all responses in each process
+    cuts = config.rollout.top_k > 0 or config.rollout.top_p < 1.0
+    kept_sets = config.sequences_per_iteration * responses * ceil(vocabulary / 8) * cuts
     rows = {
         "weights": {"loading": read, **dict.fromkeys(PHASES[1:], stays)},
         "moments": dict.fromkeys(PHASES, MOMENTS * ceil(sum(model.trained for model in trained) / held_by)),
@@ -228,6 +231,7 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
             "scoring": policy.forward(forward * row) + policy.cache(forward * row),
             "update": max(s.step(update * row, layout.gradient_checkpointing) for s in (policy, value) if s),
         },
+        "kept tokens": dict.fromkeys(PHASES[1:], kept_sets),
         "KV cache": {"rollout": policy.cache(seats * ceil(context / 16) * 16)},
         "logits": {
             "rollout": 4 * FLOAT * seats * vocabulary,  # a masked copy, and bounds of the noise

@@ -123,6 +123,11 @@ def test_a_second_derivative_is_refused(name: str) -> None:
         slope.backward()
 
 
+def test_a_dtype_that_no_kernel_has_is_refused() -> None:
+    with pytest.raises(TypeError, match="tanh takes float32 here, and got float64; convert it"):
+        ppo_repro.numerics.tanh(torch.zeros(1, dtype=torch.float64))
+
+
 def test_a_logarithm_outside_of_its_domain_is_torchs() -> None:
     x = torch.tensor([0.0, -1.0, math.inf, math.nan, 1e-42])
     torch.testing.assert_close(ppo_repro.numerics.log(x), torch.log(x), equal_nan=True)

@@ -87,3 +87,12 @@ def test_final_results_keep_their_type_and_bits(tmp_path: Path) -> None:
     written.finish({"nan": float("nan"), "zero": -0.0, "many": 2**60, "name": "é"}, {})
     final = manifest.load(tmp_path / "a").final
     assert repr(final) == "{'nan': nan, 'zero': -0.0, 'many': 1152921504606846976, 'name': 'é'}"
+
+
+def test_full_memory_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(reader.pq, "ParquetFile", full)
+    with pytest.raises(MemoryError):
+        reader.read_table("tokens", run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from experiments.benchmarks import peak
 from ppo_repro.base.errors import OUT_OF_MEMORY, UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
+from ppo_repro.config.run import TinyModel
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.plan import FLOAT, PHASES, PROCESS, as_json, plan_run, require_memory
 from ppo_repro.runs.prepare import prepare
@@ -116,6 +118,17 @@ def test_smaller_passes_need_less_and_the_same_stays(override: str, phase: str) 
     usual, found = plan_run(small_config()), plan_run(small_config(override))
     assert found.rows["moments"] == usual.rows["moments"]
     assert found.total(phase) < usual.total(phase)
+
+
+def test_cuts_need_a_bit_of_each_token_of_the_vocabulary_for_each_response_token() -> None:
+    usual, cut = plan_run(small_config()), plan_run(small_config("rollout.top_k=4"))
+    config = small_config()
+    assert isinstance(config.model, TinyModel)
+    tokens = config.sequences_per_iteration * config.rollout.max_response_tokens
+    expected = tokens * math.ceil(config.model.vocab_size / 8)
+    assert {phase: cut.total(phase) - usual.total(phase) for phase in PHASES} == {
+        "loading": 0, "rollout": expected, "scoring": expected, "update": expected
+    }  # fmt: skip
 
 
 FAR_TOO_MUCH = 1 << 55

@@ -82,12 +82,13 @@ def deltas(tokens: pd.DataFrame) -> Floats:
 
 
 def delta_counts(delta: Floats) -> Counts:
-    """Count tokens by |delta| in bins of DELTA_EDGES: int64 [2, bins] for delta > 0 and delta < 0.
+    """Count tokens with a finite delta by |delta| in bins of DELTA_EDGES: int64 [2, bins] for delta > 0 and delta < 0.
 
     Outer bins are open.
     """
-    inside = np.clip(np.abs(delta), DELTA_EDGES[0], DELTA_EDGES[-1])
-    return np.array([np.histogram(inside[where], DELTA_EDGES)[0] for where in (delta > 0, delta < 0)])
+    finite = delta[np.isfinite(delta)]
+    inside = np.clip(np.abs(finite), DELTA_EDGES[0], DELTA_EDGES[-1])
+    return np.array([np.histogram(inside[where], DELTA_EDGES)[0] for where in (finite > 0, finite < 0)])
 
 
 def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:

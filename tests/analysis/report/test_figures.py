@@ -23,8 +23,8 @@ BOUNDS = ClipBounds(0.8, 1.2)
 
 
 def test_differences_and_ratios_are_counted_by_hand() -> None:
-    counted = delta_counts(np.array([3e-9, -3e-9, -3e-9, 50.0, 1e-12, 0.0, math.nan]))
-    assert counted.sum(axis=1).tolist() == [3, 2], "neither 0 nor NaN"
+    counted = delta_counts(np.array([3e-9, -3e-9, -3e-9, 50.0, 1e-12, 0.0, math.nan, math.inf, -math.inf]))
+    assert counted.sum(axis=1).tolist() == [3, 2], "neither 0 nor what is not finite"
     assert counted[0, 0] == counted[0, -1] == 1, "what lies beyond is in the outer bins"
     ratios = np.array([1.0, 1.5, 0.5, 3.0, math.inf, math.nan], np.float32)
     row = ratio_quantiles(4, pd.DataFrame({"epoch": 0, "minibatch": 0, "ratios": ratios})).iloc[0]

@@ -109,13 +109,14 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
 
 
 def _mismatch(scan: Scan, counted: Parity, found: list[Figure]) -> Section:
-    """Return the section about mismatch; if every bit agrees, a sentence replaces the figures."""
-    if counted.unequal_old_rollout_logprobs == 0:
-        note = f"All {counted.tokens:,} differences are exactly 0, so there is no distribution of them to draw."
-        return Section("mismatch", "Sampler and trainer", (note,))
-    equal = counted.tokens - int(scan.deltas.sum()) - scan.nonfinite_deltas
-    delta = figures.delta_figure(scan.deltas, DELTA_EDGES, equal)
-    return Section("mismatch", "Sampler and trainer", (), [delta, *found])
+    """Return the section about mismatch; if no difference can be drawn, a sentence replaces the figures."""
+    drawn, title = int(scan.deltas.sum()), "Sampler and trainer"
+    equal = counted.tokens - drawn - scan.nonfinite_deltas
+    if not drawn:
+        which = f"All {equal:,} finite" if scan.nonfinite_deltas else f"All {equal:,}"
+        note = f"{which} differences are exactly 0, so there is no distribution of them to draw."
+        return Section("mismatch", title, (note,))
+    return Section("mismatch", title, (), [figures.delta_figure(scan.deltas, DELTA_EDGES, equal), *found])
 
 
 def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:

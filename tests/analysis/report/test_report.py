@@ -36,7 +36,7 @@ from tests.support.html_page import check, embedded
 from tests.support.language import fork
 from tests.support.language import run as record
 from tests.support.paths import TINY
-from tests.support.synthetic_run import cut_back, start_run
+from tests.support.synthetic_run import cut_back, rewrite_cell, start_run
 
 
 @pytest.fixture(scope="session")
@@ -172,6 +172,19 @@ def test_what_is_not_finite_is_counted_and_shown_as_it_is(native_run: Path, host
     assert sum(column.count("inf") for column in ratios) == 3
     assert [r["columns"]["delta"][0] for r in shown] == ["nan"] * 3
     assert "Not finite" not in text_of(seen(hostile_run))
+
+
+def test_differences_of_which_none_can_be_drawn_are_a_sentence(native_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
+    tokens = reader.read_tokens(run)
+    unequal = tokens["old_logprobs"] != tokens["rollout_logprobs"]
+    for iteration, rows in tokens.groupby("iteration"):
+        broken = rows["old_logprobs"].where(~unequal, np.nan).to_numpy(np.float32)
+        rewrite_cell(run, "tokens", int(str(iteration)), "old_logprobs", lambda _, broken=broken: broken)
+    said, control = text_of(build.page_of(run, 0)), text_of(seen(native_run))
+    finite = f"All {int((~unequal).sum()):,} finite differences are exactly 0, so there is no distribution"
+    assert [finite in text for text in (said, control)] == [True, False]
+    assert f"{int(unequal.sum()):,} log-prob differences. No figure includes them." in said
 
 
 def test_the_command_writes_the_page_and_says_where(native_run: Path, tmp_path: Path, cli: Cli) -> None:

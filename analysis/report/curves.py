@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -20,9 +21,13 @@ from ppo_repro.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Metric:
-    """Title and unit of a curve over the iterations; `key` is its name in the frames of curves."""
+    """Title and unit of a curve over the iterations; `key` is its name in the frames of curves.
+
+    `source` is the recorded table with the column `key`; the rows of a metric of `samples` are computed.
+    """
 
     key: str
+    source: Literal["samples", "iterations", "steps"]
     title: str
     unit: str
     caption: str
@@ -43,65 +48,99 @@ class Curve:
 
 
 _STEPS = "mean over the steps, band: smallest to largest step"
-# of language and control runs; a metric that a run does not have is left out
-LEARNING: tuple[Metric, ...] = (
-    Metric("score", "Score", "score", "Mean score of the sampled responses; band: ± one standard error."),
-    Metric("accuracy", "Accuracy, sampled", "share", "Share of correct sampled responses; band: ± one standard error."),
-    Metric("eval_accuracy", "Accuracy, held out", "share", "Greedy, before the update; the last point is at the end."),
-    Metric("eval_score", "Score, held out", "score", "Greedy, before the update; the last point is at the end."),
+_EXPLAINED_VARIANCE = Metric(
+    "explained_variance", "iterations", "Explained variance", "share",
+    "1 - Var(returns - values) / Var(returns) before the update: 1 where values predict every return, 0 where they do "
+    "no better than their mean.",
+)  # fmt: skip
+_LOSSES = (
     Metric(
-        "episode_return", "Return of training episodes", "return",
+        "policy_loss", "steps", "Loss of the policy", "loss",
+        f"All terms; {_STEPS}. It is near 0: no measure of progress.",
+    ),
+    Metric(
+        "value_loss", "steps", "Loss of the value model", "loss", f"Half the squared error of the values; {_STEPS}.",
+    ),
+    Metric(
+        "approx_kl", "steps", "Step size, KL(anchor || new)", "nats",
+        f"How far the policy has moved from the one that sampled, by k3; {_STEPS}.",
+    ),
+    Metric(
+        "clip_fraction", "steps", "Clip fraction", "share", f"Tokens whose policy gradient the clip removed; {_STEPS}.",
+    ),
+)  # fmt: skip
+_LEARNING_RATE = Metric("learning_rate", "steps", "Learning rate", "per step", "Learning rate of the policy.")
+# a metric that a run does not have is left out
+LEARNING = (
+    Metric("score", "samples", "Score", "score", "Mean score of the sampled responses; band: ± one standard error."),
+    Metric(
+        "accuracy", "samples", "Accuracy, sampled", "share",
+        "Share of correct sampled responses; band: ± one standard error.",
+    ),
+    Metric(
+        "eval_accuracy", "iterations", "Accuracy, held out", "share",
+        "Greedy, before the update; the last point is at the end.",
+    ),
+    Metric(
+        "eval_score", "iterations", "Score, held out", "score",
+        "Greedy, before the update; the last point is at the end.",
+    ),
+    Metric(
+        "ref_kl_per_sequence", "samples", "KL to the reference", "nats per response",
+        "KL(policy || reference), exact over the vocabulary, mean over the responses; band: ± one standard error.",
+    ),
+    Metric("entropy", "samples", "Entropy", "nats", "Entropy of the policy before the update, mean over all tokens."),
+    Metric(
+        "response_length", "samples", "Response length", "tokens",
+        "Mean over the responses; band: ± one standard error.",
+    ),
+    _EXPLAINED_VARIANCE,
+)  # fmt: skip
+OPTIMISATION = (
+    *_LOSSES,
+    Metric(
+        "grad_norm", "steps", "Gradient norm", "norm",
+        f"Global norm of the policy's gradient before clipping; {_STEPS}.",
+    ),
+    Metric(
+        "value_grad_norm", "steps", "Gradient norm, value model", "norm", f"Its global norm before clipping; {_STEPS}.",
+    ),
+    _LEARNING_RATE,
+)  # fmt: skip
+CONTROL_LEARNING = (
+    Metric(
+        "episode_return", "samples", "Return of training episodes", "return",
         "Mean return of the episodes that ended in the iteration; band: ± one standard error.",
     ),
     Metric(
-        "eval_return", "Return, likeliest actions", "return",
+        "eval_return", "iterations", "Return, likeliest actions", "return",
         "Mean return of whole episodes before the update; the last point is at the end.",
     ),
+    Metric("entropy", "iterations", "Entropy", "nats", "Entropy of the policy before the update, mean over all steps."),
+    _EXPLAINED_VARIANCE,
+)  # fmt: skip
+CONTROL_OPTIMISATION = (
+    *_LOSSES,
     Metric(
-        "ref_kl_per_sequence", "KL to the reference", "nats per response",
-        "KL(policy || reference), exact over the vocabulary, mean over the responses; band: ± one standard error.",
+        "joint_grad_norm", "steps", "Gradient norm", "norm",
+        f"Global norm over actor and critic before clipping; {_STEPS}.",
     ),
-    Metric("entropy", "Entropy", "nats", "Entropy of the policy before the update, mean over all tokens or steps."),
-    Metric("response_length", "Response length", "tokens", "Mean over the responses; band: ± one standard error."),
+    _LEARNING_RATE,
+    Metric("clip_range", "steps", "Clip range", "ratio", "Clip range of the ratio."),
+)  # fmt: skip
+DPO_LEARNING = (
+    Metric("eval_pair_accuracy", "iterations", "Held-out pairs in the right order", "share", "After each epoch."),
+    Metric("eval_margin", "iterations", "Margin of held-out pairs", "reward", "Mean after each epoch."),
+    Metric("margin", "iterations", "Margin of training pairs", "reward", "Mean after each epoch."),
     Metric(
-        "explained_variance", "Explained variance", "share",
-        "1 - Var(returns - values) / Var(returns) before the update: 1 where values predict every return, 0 where they "
-        "do no better than their mean.",
+        "eval_accuracy", "iterations", "Accuracy, held out", "share",
+        "Greedy accuracy on held-out prompts, before and after.",
     ),
 )  # fmt: skip
-OPTIMISATION: tuple[Metric, ...] = (
-    Metric("policy_loss", "Loss of the policy", "loss", f"All terms; {_STEPS}. It is near 0: no measure of progress."),
-    Metric("value_loss", "Loss of the value model", "loss", f"Half the squared error of the values; {_STEPS}."),
-    Metric(
-        "approx_kl", "Step size, KL(anchor || new)", "nats",
-        f"How far the policy has moved from the one that sampled, by k3; {_STEPS}.",
-    ),
-    Metric("clip_fraction", "Clip fraction", "share", f"Tokens whose policy gradient the clip removed; {_STEPS}."),
-    Metric("grad_norm", "Gradient norm", "norm", f"Global norm of the policy's gradient before clipping; {_STEPS}."),
-    Metric("joint_grad_norm", "Gradient norm", "norm", f"Global norm over actor and critic before clipping; {_STEPS}."),
-    Metric("value_grad_norm", "Gradient norm, value model", "norm", f"Its global norm before clipping; {_STEPS}."),
-    Metric("learning_rate", "Learning rate", "per step", "Learning rate of the policy."),
-    Metric("clip_range", "Clip range", "ratio", "Clip range of the ratio."),
-)  # fmt: skip
-DPO_LEARNING: tuple[Metric, ...] = (
-    Metric("eval_pair_accuracy", "Held-out pairs in the right order", "share", "After each epoch."),
-    Metric("eval_margin", "Margin of held-out pairs", "reward", "Mean after each epoch."),
-    Metric("margin", "Margin of training pairs", "reward", "Mean after each epoch."),
-    Metric("eval_accuracy", "Accuracy, held out", "share", "Greedy accuracy on held-out prompts, before and after."),
+DPO_OPTIMISATION = (
+    Metric("loss", "steps", "Loss", "nats", f"DPO loss of a minibatch's pairs; {_STEPS}."),
+    Metric("grad_norm", "steps", "Gradient norm", "norm", f"Global norm before clipping; {_STEPS}."),
 )
-DPO_OPTIMISATION: tuple[Metric, ...] = (
-    Metric("loss", "Loss", "nats", f"DPO loss of a minibatch's pairs; {_STEPS}."),
-    Metric("grad_norm", "Gradient norm", "norm", f"Global norm before clipping; {_STEPS}."),
-)
-# metrics that are columns of `iterations` and of `steps`
-OF_ITERATIONS = ("eval_accuracy", "eval_score", "explained_variance")
-OF_STEPS = (
-    "policy_loss", "value_loss", "approx_kl", "clip_fraction", "grad_norm", "value_grad_norm", "learning_rate",
-)  # fmt: skip
-CONTROL_OF_ITERATIONS = ("eval_return", "entropy", "explained_variance")
-CONTROL_OF_STEPS = (
-    "policy_loss", "value_loss", "approx_kl", "clip_fraction", "joint_grad_norm", "learning_rate", "clip_range",
-)  # fmt: skip
 
 
 def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> list[dict[str, float | str]]:
@@ -129,25 +168,23 @@ def recorded_rows(
     iterations: pd.DataFrame,
     steps: pd.DataFrame,
     final: Mapping[str, float | int | str],
-    of_iterations: Sequence[str] = OF_ITERATIONS,
-    of_steps: Sequence[str] = OF_STEPS,
+    metrics: Sequence[Metric],
 ) -> pd.DataFrame:
     """Return the metrics of the tables `iterations` and `steps`, as rows iteration, metric, value, low, high.
 
     Args:
-        iterations: the table `iterations`.
+        iterations: the table `iterations`; low and high of its metrics are NaN.
         steps: the table `steps`; low and high are the smallest and largest step of the iteration.
-        final: the final results; a metric in them has a point after the last iteration.
-        of_iterations: columns of `iterations`; their low and high are NaN.
-        of_steps: columns of `steps`.
+        final: the final results; a metric of `iterations` in them has a point after the last iteration.
+        metrics: metrics of any source.
     """
     tables = []
-    for name in of_iterations:
+    for name in (metric.key for metric in metrics if metric.source == "iterations"):
         rows = iterations.loc[iterations[name].notna(), ["iteration", name]].rename(columns={name: "value"})
         if name in final and not math.isnan(float(final[name])):
             rows.loc[len(iterations)] = [len(iterations), float(final[name])]
         tables.append(rows.assign(metric=name, low=np.nan, high=np.nan))
-    for name in of_steps:
+    for name in (metric.key for metric in metrics if metric.source == "steps"):
         grouped = steps.groupby("iteration", as_index=False)[name].agg(value="mean", low="min", high="max")
         tables.append(grouped[grouped["value"].notna()].assign(metric=name))
     filled = [table for table in tables if len(table)]
@@ -166,7 +203,7 @@ def control_curves(
     for iteration, found in returns.items():
         mean, error = clusters.mean(found)
         rows.append((iteration, "episode_return", mean, mean - error, mean + error))
-    recorded = recorded_rows(iterations, steps, final, CONTROL_OF_ITERATIONS, CONTROL_OF_STEPS)
+    recorded = recorded_rows(iterations, steps, final, CONTROL_LEARNING + CONTROL_OPTIMISATION)
     columns = ["iteration", "metric", "value", "low", "high"]
     return pd.concat([pd.DataFrame(rows, columns=columns), recorded], ignore_index=True) if rows else recorded
 

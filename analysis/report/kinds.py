@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ppo_repro.analysis.report.curves import DPO_LEARNING, DPO_OPTIMISATION, LEARNING, OPTIMISATION, Metric
+from ppo_repro.analysis.report.curves import (
+    CONTROL_LEARNING,
+    CONTROL_OPTIMISATION,
+    DPO_LEARNING,
+    DPO_OPTIMISATION,
+    LEARNING,
+    OPTIMISATION,
+    Metric,
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +50,8 @@ KINDS = {
         ("last score", "score_mean"),
     ),
     "control": Kind(
-        LEARNING,
-        OPTIMISATION,
+        CONTROL_LEARNING,
+        CONTROL_OPTIMISATION,
         (
             Main("eval_return", "return", "likeliest actions"),
             Main("episode_return", "return", "training episodes ± standard error"),

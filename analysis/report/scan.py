@@ -133,8 +133,8 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> p
     if facts.is_control:
         return curves.control_curves(iterations, steps, facts.manifest.final, returns_of(facts))
     if facts.manifest.kind == DPO:
-        names = [[metric.key for metric in metrics] for metrics in (curves.DPO_LEARNING, curves.DPO_OPTIMISATION)]
-        return curves.recorded_rows(iterations, steps, facts.manifest.final, *names)
+        metrics = curves.DPO_LEARNING + curves.DPO_OPTIMISATION
+        return curves.recorded_rows(iterations, steps, facts.manifest.final, metrics)
     rows: list[dict[str, float | str]] = []
     for one in iterations_of(facts):
         assert one.sequences is not None
@@ -146,7 +146,9 @@ def _language_curves(
     facts: Facts, sampled: list[dict[str, float | str]], iterations: pd.DataFrame, steps: pd.DataFrame
 ) -> pd.DataFrame:
     """Return sampled and recorded curves of a language run; no accuracies if responses cannot be right or wrong."""
-    found = pd.concat([pd.DataFrame(sampled), curves.recorded_rows(iterations, steps, facts.manifest.final)])
+    metrics = curves.LEARNING + curves.OPTIMISATION
+    recorded = curves.recorded_rows(iterations, steps, facts.manifest.final, metrics)
+    found = pd.concat([pd.DataFrame(sampled), recorded])
     return found if facts.is_judged else found[~found["metric"].isin(curves.ACCURACIES)]
 
 

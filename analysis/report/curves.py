@@ -106,6 +106,9 @@ OPTIMISATION = (
         "value_grad_norm", "steps", "Gradient norm, value model", "norm", f"Its global norm before clipping; {_STEPS}.",
     ),
     _LEARNING_RATE,
+    Metric("clip_range", "iterations", "Clip range", "ratio", "Adaptive clip range of the ratio."),
+    Metric("kl_coef", "iterations", "KL coefficient", "coefficient", "Weight of the KL to the reference."),
+    Metric("penalty_coef", "iterations", "Penalty coefficient", "coefficient", "Weight of KL(anchor || new)."),
 )  # fmt: skip
 CONTROL_LEARNING = (
     Metric(
@@ -244,14 +247,15 @@ ANY, SHARE, POSITIVE = (-math.inf, math.inf), (0.0, 1.0), (0.0, math.inf)
 RANGES = {
     **dict.fromkeys(("accuracy", "eval_accuracy", "eval_pair_accuracy", "clip_fraction"), SHARE),
     **dict.fromkeys(("ref_kl_per_sequence", "entropy", "response_length", "value_loss", "approx_kl"), POSITIVE),
-    **dict.fromkeys(("grad_norm", "joint_grad_norm", "value_grad_norm", "learning_rate", "clip_range"), POSITIVE),
+    **dict.fromkeys(("grad_norm", "joint_grad_norm", "value_grad_norm", "learning_rate"), POSITIVE),
+    **dict.fromkeys(("clip_range", "kl_coef", "penalty_coef"), POSITIVE),
     "explained_variance": (-math.inf, 1.0),
     "loss": POSITIVE,
 }
 LARGEST = {"exact_match": 1.0, "steps": 1.0, "format": 2.0}
-# a metric that equals its twin has no figure, and a setting that never changes has none either
+# a metric that equals its twin has no figure, and a setting that changes in no curve has none either
 TWINS = {"accuracy": "score", "eval_accuracy": "eval_score"}
-SETTINGS = ("learning_rate", "clip_range")
+SETTINGS = ("learning_rate", "clip_range", "kl_coef", "penalty_coef")
 ACCURACIES = tuple(TWINS)
 
 
@@ -260,7 +264,7 @@ def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def telling(wanted: Sequence[Metric], curves: Sequence[Curve]) -> list[Metric]:
-    """Return the metrics that tell something: no accuracy that is the score, and no setting that never changes."""
+    """Return the metrics that tell something: no accuracy that is the score, no setting that stays constant."""
     return [metric for metric in wanted if _says_something(metric.key, curves)]
 
 
@@ -270,7 +274,7 @@ def _says_something(metric: str, curves: Sequence[Curve]) -> bool:
         for name in (metric, TWINS.get(metric))
     )
     if metric in SETTINGS:
-        return len(np.unique(np.concatenate(values))) > 1
+        return any(len(np.unique(found)) > 1 for found in values)
     return not all(map(np.array_equal, values, twins))
 
 

@@ -73,6 +73,23 @@ def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve
     assert score.count('class="part stroke1"') == 2, "each seed is a thin line"
 
 
+@pytest.mark.parametrize(
+    ("column", "title"),
+    [("clip_range", "Clip range"), ("kl_coef", "KL coefficient"), ("penalty_coef", "Penalty coefficient")],
+)
+def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: Path, column: str, title: str) -> None:
+    iterations, steps = summary_tables(read_facts(deterministic_run))
+
+    def has_figure(*runs: list[float]) -> bool:
+        tables = [iterations.assign(**{column: values}) for values in runs]
+        lines = [curves.Curve("", curves.recorded_rows(t, steps, {}, curves.OPTIMISATION)) for t in tables]
+        return title in {figure.title for figure in curves.metric_figures(curves.OPTIMISATION, lines)}
+
+    assert has_figure([0.2, 0.2, 0.4])
+    assert has_figure([0.2, 0.2, 0.2], [0.2, 0.2, 0.4])
+    assert not has_figure([0.2, 0.2, 0.2], [0.4, 0.4, 0.4]), "the configuration has a constant"
+
+
 def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> None:
     facts = read_facts(deterministic_run)
     iterations, steps = summary_tables(facts)

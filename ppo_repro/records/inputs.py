@@ -23,8 +23,12 @@ from ppo_repro.records.folder import CONFIG_NAME, FINAL_STATE, check_config, sta
 from ppo_repro.records.manifest import Head, Manifest, Origin
 from ppo_repro.records.reader import check_file
 
-# what decides the weights; held-out prompts, end tokens and tokenizer are compared by value when the fork is prepared
-FIXED = ("seed", "model", "lora", "value.kind", "value.init", "value.lora", "numerics.mode", "mismatch.sampler.lag")
+# what decides the weights and the unit of values; held-out prompts, end tokens and tokenizer are compared by value when
+# the fork is prepared
+FIXED = (
+    "seed", "model", "lora", "value.kind", "value.init", "value.lora", "value.normalize_returns", "numerics.mode",
+    "mismatch.sampler.lag",
+)  # fmt: skip
 
 
 def located_tree(

@@ -33,6 +33,9 @@ class PrefixIndex:
 
     def note(self, seat: int, tokens: Sequence[int]) -> None:
         """Note that `seat` now has the keys and values of exactly these tokens."""
+        for key in _keys(self._tokens.get(seat, ())):
+            if self._seats.get(key) == seat:
+                del self._seats[key]
         self._tokens[seat] = tuple(tokens)
         for key in _keys(tokens):
             self._seats[key] = seat

@@ -10,7 +10,7 @@ from torch import Tensor
 from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Request, Sampling
 from ppo_repro.sampling.built_in import BuiltInSampler
-from ppo_repro.sampling.seats import Seated, Seats
+from ppo_repro.sampling.seats import PrefixIndex, Seated, Seats
 from tests.support.models import CONTEXT, VOCAB, policy
 from tests.support.sampler import STOPS, requests_of
 
@@ -44,6 +44,18 @@ def test_a_finished_sequence_gives_its_seat_to_the_next(monkeypatch: pytest.Monk
     # while prompts wait, no seat is idle
     assert {rows for rows, before in passes if before < 25} == {3}
     assert sum(before < 25 for _, before in passes) > 20
+
+
+def test_the_index_of_prefixes_has_the_keys_of_what_is_in_the_seats_alone() -> None:
+    prefixes = PrefixIndex()
+    for first in range(50):
+        prefixes.note(first % 2, (first, 1, 2, 3))
+    assert len(prefixes._seats) == 2 * 4
+    assert [prefixes.longest((first, 1, 9)) for first in (47, 48, 49)] == [(0, 0), (0, 2), (1, 2)]
+    prefixes.note(0, (49, 1, 2, 3))
+    prefixes.note(1, ())
+    assert len(prefixes._seats) == 4
+    assert prefixes.longest((49, 1, 9)) == (0, 2), "the keys belong to the seat that was noted last"
 
 
 def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:

@@ -13,9 +13,9 @@ def is_token(value: Any, vocab_size: int) -> bool:
     return type(value) is int and 0 <= value < vocab_size
 
 
-def is_in_float32(value: Any) -> bool:
-    """Return whether a value is a finite number in the range of float32."""
-    return type(value) in (int, float) and math.isfinite(value) and abs(value) <= FLOAT32_MAX
+def is_logprob(value: Any) -> bool:
+    """Return whether a value is a finite number of nats, at most 0, in the range of float32."""
+    return type(value) in (int, float) and math.isfinite(value) and -FLOAT32_MAX <= value <= 0
 
 
 def early_end(ids: Sequence[int], end_ids: Collection[int]) -> int | None:

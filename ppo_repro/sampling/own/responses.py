@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppo_repro.sampling.answers import early_end, is_in_float32, is_token, reason_of, shown_value
+from ppo_repro.sampling.answers import early_end, is_logprob, is_token, reason_of, shown_value
 from ppo_repro.user.file import RefusedError
 
 Response = tuple[list[int], list[float], str]  # ids, log-probs in nats, "stop" or "length"
@@ -80,7 +80,7 @@ def _check_logprobs(logprobs: Sequence[Any], tokens: int) -> None:
             f"{len(logprobs)} log-probs for {tokens} ids; must be one for each id, the end token included"
         )
     for place, number in enumerate(logprobs):
-        if not is_in_float32(number) or number > 0:
+        if not is_logprob(number):
             raise RefusedError(
                 f"the log-prob {shown_value(number)} at place {place}; must be a finite number of nats, at most 0"
             )

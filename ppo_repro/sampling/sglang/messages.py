@@ -3,7 +3,7 @@
 A wrong request can kill a server, so every field is checked first.
 
 Every used field of an answer is checked too: a response of the wrong length, from other weights, or with a log-prob
-that is not a float32 ends the run.
+that is no float32 of at most 0 ends the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Completion, Request, Sampling, check_request
 from ppo_repro.numerics.families import decoder_layers, mixture_layers
-from ppo_repro.sampling.answers import early_end, is_in_float32, is_token, reason_of, shown_value
+from ppo_repro.sampling.answers import early_end, is_logprob, is_token, reason_of, shown_value
 from ppo_repro.sampling.sglang.plugin import kept_tokens
 
 
@@ -153,7 +153,7 @@ def read_completions(
         latency, inputs = _field(meta, "e2e_latency", float), len(request.prompt_ids) + len(tokens) - 1
         if not math.isfinite(latency):
             raise ValueError(f"returned {latency!r} as e2e_latency; must be a finite number of seconds")
-        logprobs = torch.tensor([_float32(row[0]) for row in rows], dtype=torch.float32)
+        logprobs = torch.tensor([_logprob(row[0]) for row in rows], dtype=torch.float32)
         mass, kept = torch.zeros(len(tokens)), torch.empty(len(tokens), 0, dtype=torch.uint8)
         if sampling.cuts:
             logprobs, mass, kept = kept_tokens.read(meta.get(kept_tokens.KEPT), tokens, vocab_size)
@@ -203,9 +203,9 @@ def _finish_reason(meta: dict[str, Any], tokens: list[int], longest: int, stop_i
     return found
 
 
-def _float32(value: Any) -> float:
-    if not isinstance(value, float) or not is_in_float32(value) or float(np.float32(value)) != value:
-        raise ValueError(f"returned {shown_value(value)} as a log-prob; must be a finite float32")
+def _logprob(value: Any) -> float:
+    if not isinstance(value, float) or not is_logprob(value) or float(np.float32(value)) != value:
+        raise ValueError(f"returned {shown_value(value)} as a log-prob; must be a finite float32, at most 0")
     return value
 
 

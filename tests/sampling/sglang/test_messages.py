@@ -89,6 +89,7 @@ def broken() -> dict[str, tuple[dict[str, Any], str]]:
         "token outside": (item([25, 7], [-0.5, -0.5], "stop"), "returned token 25"),
         "log-prob null": (changed((*rows, 0, 0), None), "returned None as a log-prob"),
         "log-prob infinite": (changed((*rows, 0, 0), -math.inf), "returned -inf"),
+        "log-prob above 0": (changed((*rows, 0, 0), 0.5), "returned 0.5 as a log-prob"),
         "log-prob a float64": (changed((*rows, 0, 0), -0.1), "returned -0.1 as a log-prob"),
         "aborted": (changed((*meta, "finish_reason"), {"type": "abort", "message": "x"}), "finish_reason"),
         "too long": (item([9] * 5, [-0.5] * 5, "length"), "returned 5 tokens"),

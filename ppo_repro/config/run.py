@@ -247,6 +247,13 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         )
     if trainer.retokenize > 0 and config.task.turns > 1:
         yield f"{field} needs task.max_turns = 1: an environment's tokens are not encoded again"
+    if config.mismatch.flip == "token" and config.task.turns > 1:
+        yield "mismatch.flip = token needs task.max_turns = 1: the trainer scores all turns, where no token is flipped"
+    if config.mismatch.flip == "token" and cuts:
+        yield (
+            "mismatch.flip = token needs rollout.top_k = 0 and rollout.top_p = 1: the kept set may lack the flipped "
+            "token, whose log-prob is then -inf"
+        )
 
 
 def _value(config: RunConfig) -> Iterator[str]:

@@ -102,10 +102,17 @@ def test_one_token_is_flipped_whatever_the_number_of_processes(processes: int, c
     assert found == expected
 
 
+TURNS = "task={kind: python, path: task.py, num_eval_prompts: 5, max_turns: 2}"
 REFUSED = {
     ("mismatch.trainer.top_p_scored=false",): "top_p_scored = false needs rollout.top_k or rollout.top_p",
     ("mismatch.trainer.temperature_scored=false",): "temperature_scored = false needs a rollout.temperature other",
     ("mismatch.trainer.retokenize=1", "rollout.top_k=3"): "retokenize needs rollout.top_k = 0 and rollout.top_p = 1",
+    ("mismatch.flip=token", "rollout.top_k=3"): "flip = token needs rollout.top_k = 0 and rollout.top_p = 1",
+    ("mismatch.flip=token", "rollout.top_p=0.9"): "flip = token needs rollout.top_k = 0 and rollout.top_p = 1",
+    (
+        "mismatch.flip=token",
+        TURNS,
+    ): "flip = token needs task.max_turns = 1",
     ("mismatch.sampler.token_bias=1", "rollout.engine.kind=sglang"): "token_bias needs rollout.engine.kind = torch",
 }
 

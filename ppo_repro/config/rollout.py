@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -31,21 +30,8 @@ DETERMINISTIC_ARGUMENTS = ("--attention-backend", "--dtype", "--json-model-overr
 ServerUrl = Annotated[str, Field(pattern=r"^http://[^/?#@\s]+:\d+$")]
 
 
-# fields that an engine other than the built-in one lacks, and why; `config.run` knows when each is set
-LACKS_BESIDE_TORCH = {
-    "mismatch.sampler.precision": "another engine has its own precision (of SGLang --dtype in arguments)",
-    "mismatch.sampler.stock": "SGLang has engine.numerics = stock",
-    "mismatch.sampler.token_bias": "its sampler adds the error",
-    "task.max_turns greater than 1": "other engines sample one turn",
-    "rollout.stop": "other engines end a response by end tokens alone",
-}
-RECORDED = "a rerun takes the recorded tokens of another engine"
-
-
 class BuiltInEngine(Section):
     """The engine of this package, in the process of the run."""
-
-    lacks: ClassVar[Mapping[str, str]] = {}
 
     kind: Literal["torch"] = Field("torch", description="Sample with the built-in engine.")
 
@@ -55,8 +41,6 @@ class SGLangServers(Section):
 
     Zheng et al., 2024. Servers are trusted: everybody who reaches one can change its weights.
     """
-
-    lacks: ClassVar[Mapping[str, str]] = LACKS_BESIDE_TORCH
 
     kind: Literal["sglang"] = Field(description="Sample with SGLang servers.")
     numerics: Literal["deterministic", "stock"] = Field(
@@ -83,12 +67,6 @@ class SGLangServers(Section):
 
 class OwnEngine(Called):
     """A class of your own with `load(folder)` and `generate(prompts, sampling, seeds)`; its bits are not promised."""
-
-    lacks: ClassVar[Mapping[str, str]] = LACKS_BESIDE_TORCH | {
-        "mismatch.flip = token": RECORDED,
-        "mismatch.trainer.retokenize": RECORDED,
-        "ppo.replay_routes": "a function engine returns no routes",
-    }
 
     kind: Literal["function"] = Field(description="Sample with a Python class.")
     timeout_s: Count = Field(600, description="Longest wait for one call of the class, seconds.")

@@ -206,19 +206,33 @@ def _sampler(config: RunConfig) -> Iterator[str]:
         yield ("mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample so anyway")
     if sampler.lag > 0 and config.ppo.iterations == 1:
         yield "mismatch.sampler.lag needs ppo.iterations of at least 2: the first one has no older weights"
-    asked = {
-        "mismatch.sampler.precision": sampler.precision.rounds,
-        "mismatch.sampler.stock": sampler.stock is not None,
-        "mismatch.sampler.token_bias": sampler.token_bias is not None,
-        "task.max_turns greater than 1": config.task.turns > 1,
-        "rollout.stop": bool(config.rollout.stop),
-        "mismatch.flip = token": config.mismatch.flip == "token",
-        "mismatch.trainer.retokenize": config.mismatch.trainer.retokenize > 0,
-        "ppo.replay_routes": config.ppo.replay_routes,
-    }
-    for field, why in engine.lacks.items():
-        if asked[field]:
+    for field, is_set, of_sglang, of_function in _needs_torch(config):
+        why = {"torch": "", "sglang": of_sglang, "function": of_function}[engine.kind]
+        if is_set and why:
             yield f"{field} needs rollout.engine.kind = torch: {why}"
+
+
+def _needs_torch(config: RunConfig) -> tuple[tuple[str, bool, str, str], ...]:
+    """Return (field, whether it is set, why SGLang lacks it, why a function engine lacks it); empty: it has it."""
+    sampler, mismatch, rollout = config.mismatch.sampler, config.mismatch, config.rollout
+    ends, error = "ends a response by end tokens alone", "the built-in sampler adds the error"
+    turn, recorded = "samples one turn", "a rerun takes the recorded tokens of your class"
+    return (
+        (
+            "mismatch.sampler.precision", sampler.precision.rounds,
+            "SGLang has its own precision, --dtype in rollout.engine.arguments", "your class has its own precision",
+        ),
+        (
+            "mismatch.sampler.stock", sampler.stock is not None,
+            "SGLang has rollout.engine.numerics = stock", "your class has its own numerics",
+        ),
+        ("mismatch.sampler.token_bias", sampler.token_bias is not None, error, error),
+        ("task.max_turns greater than 1", config.task.turns > 1, f"SGLang {turn}", f"your class {turn}"),
+        ("rollout.stop", bool(rollout.stop), f"SGLang {ends}", f"your class {ends}"),
+        ("mismatch.flip = token", mismatch.flip == "token", "", recorded),
+        ("mismatch.trainer.retokenize", mismatch.trainer.retokenize > 0, "", recorded),
+        ("ppo.replay_routes", config.ppo.replay_routes, "", "your class returns no routes"),
+    )  # fmt: skip
 
 
 def _trainer(config: RunConfig) -> Iterator[str]:

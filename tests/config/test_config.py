@@ -23,6 +23,7 @@ FOLDER = {"kind": "folder", "path": "some/model"}
 JSONL = {"kind": "jsonl", "path": "some.jsonl", "num_eval_prompts": 3}
 
 ROUNDED, STOCK, SGLANG = "mismatch.sampler.precision.weights=int8", "mismatch.sampler.stock=float32", "{kind: sglang}"
+FUNCTION = "{kind: function, path: 'engine.py:Engine'}"
 
 
 def tree() -> dict[str, Any]:
@@ -198,7 +199,14 @@ def test_a_file_for_another_command_is_named(path: Path, kind: str, command: str
         (["ppo.objective={kind: clip, dual_clip: 1.1}"], "ppo.objective: dual_clip = 1.1 must be greater than 1 + the"),
         (["model.hidden_size=34"], "model: hidden_size must be an even multiple of num_attention_heads"),
         ([ROUNDED, "numerics.mode=native"], "mismatch.sampler.precision needs numerics.mode = deterministic, whose"),
-        ([STOCK, f"rollout.engine={SGLANG}"], "mismatch.sampler.stock needs rollout.engine.kind = torch: "),
+        (
+            [STOCK, f"rollout.engine={SGLANG}"],
+            "mismatch.sampler.stock needs rollout.engine.kind = torch: SGLang has rollout.engine.numerics = stock",
+        ),
+        (
+            [STOCK, f"rollout.engine={FUNCTION}"],
+            "mismatch.sampler.stock needs rollout.engine.kind = torch: your class has its own numerics",
+        ),
         ([STOCK, ROUNDED], "mismatch.sampler: stock rounds as torch does, so precision has no effect; "),
         (["mismatch.sampler.precision.rest=bfloat16"], "mismatch.sampler.precision: rest is for what weights or"),
     ],

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ppo_repro.base.errors import UserError
@@ -33,7 +34,7 @@ class Sampling:
     top_p: float = 1.0  # 1 keeps all
     max_response_tokens: int = 64
     greedy: bool = False  # take the likeliest token; its log-prob still follows from the other fields
-    routes: bool = False  # whether the built-in engine returns routes through mixtures of experts; changes no token
+    routes: bool = False  # whether to return the routes through a mixture of experts; changes no token
 
     @property
     def cuts(self) -> bool:
@@ -78,6 +79,19 @@ class Completion:
     text: str | None = None  # of the sampled tokens; None unless they were encoded again
     sampled_ids: tuple[int, ...] | None = None  # the sampled tokens; None unless they were encoded again
     is_as_sampled: tuple[bool, ...] | None = None  # [T]; None unless they were encoded again
+
+    @classmethod
+    def uncut(cls, ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
+        """Return a completion whose distribution top-k and top-p did not cut, from T tokens and log-probs in nats."""
+        return cls(
+            response_ids=tuple(ids),
+            logprobs=torch.tensor(logprobs, dtype=torch.float32),
+            log_kept_mass=torch.zeros(len(ids)),
+            kept_tokens=torch.empty(len(ids), 0, dtype=torch.uint8),
+            finish_reason=finish_reason,
+            server=None,
+            latency=None,
+        )
 
 
 class Engine(Protocol):

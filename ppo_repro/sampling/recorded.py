@@ -14,7 +14,6 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
 from ppo_repro.models.state import TrainState
 from ppo_repro.records import reader
-from ppo_repro.sampling.own.engine import sampled
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,6 @@ def _recorded_completions(run_dir: Path, iteration: int) -> dict[tuple[int, tupl
     logprobs, start, found = tokens["rollout_logprobs"].to_numpy(), 0, {}
     for seed, prompt_ids, ids, reason in zip(*(rows[name] for name in columns), strict=True):
         end = start + len(ids)
-        found[seed, tuple(prompt_ids.tolist())] = sampled(ids.tolist(), logprobs[start:end].tolist(), reason)
+        found[seed, tuple(prompt_ids.tolist())] = Completion.uncut(ids.tolist(), logprobs[start:end].tolist(), reason)
         start = end
     return found

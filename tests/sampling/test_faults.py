@@ -24,7 +24,6 @@ from ppo_repro.runs.prepare import prepare
 from ppo_repro.sampling.faults.logits import biased
 from ppo_repro.sampling.faults.sampler import FlippingEngine
 from ppo_repro.sampling.faults.trainer import dropout, received
-from ppo_repro.sampling.own.engine import sampled
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.bare import bare_rollout
 from tests.support.runs import small_config
@@ -80,7 +79,7 @@ class Echo:
     """An engine that answers with the prompt."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, dialogue: Any = None) -> list[Completion]:
-        return [sampled(request.prompt_ids, [-1.0] * len(request.prompt_ids), "stop") for request in requests]
+        return [Completion.uncut(request.prompt_ids, [-1.0] * len(request.prompt_ids), "stop") for request in requests]
 
 
 @pytest.mark.parametrize(("processes", "count"), [(1, 5), (2, 5), (3, 5), (4, 2), (2, 0)])

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.base.files import whole_folder
@@ -106,7 +105,7 @@ class OwnSampler:
         end_ids = tuple(sorted(self.end_ids))
         wanted = EngineSampling(sampling.temperature, sampling.max_response_tokens, end_ids, vocab_size)
         prompts, seeds = [request.prompt_ids for request in requests], [request.seed for request in requests]
-        return [sampled(*response) for response in self.engine.generate(prompts, wanted, seeds)]
+        return [Completion.uncut(*response) for response in self.engine.generate(prompts, wanted, seeds)]
 
     def _bring_weights(self) -> None:
         digest = weights_digest(self.policy.named_parameters())
@@ -118,16 +117,3 @@ class OwnSampler:
             self.tokenizer.save_pretrained(temporary)
         self.engine.load(self.model_folder)
         self._loaded = digest
-
-
-def sampled(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
-    """Return a completion whose distribution top-k and top-p did not cut."""
-    return Completion(
-        response_ids=tuple(ids),
-        logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        log_kept_mass=torch.zeros(len(ids)),
-        kept_tokens=torch.empty(len(ids), 0, dtype=torch.uint8),
-        finish_reason=finish_reason,
-        server=None,
-        latency=None,
-    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ CLEAR = 3.0
 ALIKE = 0.8
 # numbers from which a pattern shows: fewer have a format, or a cause of their own, by chance
 FEW = 8
+Format = Literal["bfloat16", "float16"]
+FORMATS: dict[Format, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)

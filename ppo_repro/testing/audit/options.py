@@ -30,6 +30,7 @@ from transformers.activations import ACT2FN
 from ppo_repro.base.errors import is_out_of_memory
 from ppo_repro.models.reading import quiet
 from ppo_repro.models.stock import with_config
+from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.causes import CAUSES
 
 WITHOUT = {  # what a field that is left out means; other fields are named by themselves
@@ -88,6 +89,7 @@ class Option:
     advice: str
     make: Callable[[], PreTrainedModel]
     count: int = 1  # of options that it leaves out
+    format: Format | None = None  # of 16 bits, in which it computes one part of the model
 
 
 def left_out(model: PreTrainedModel) -> dict[str, Option]:
@@ -547,16 +549,15 @@ def _unsaid(model: PreTrainedModel) -> Iterator[Option]:
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
     for part, names in (("router", routers), ("output matrix", heads)):
         if names:
-            yield Option(f"{part} {IN_BFLOAT16}", of_dtype, _wrapped(model, names, _in_bfloat16))
+            yield Option(f"{part} {IN_BFLOAT16}", of_dtype, _wrapped(model, names, _in_bfloat16), format="bfloat16")
     rotary = [name for name, module in model.named_modules() if _frequencies(module)]
     cast = _changed(model, lambda name, x: x.bfloat16().to(x.dtype) if x.is_floating_point() else None)
-    narrow: Sequence[tuple[str, Callable[[], PreTrainedModel], Callable[..., Any]]] = (
-        (f"rotary table {IN_BFLOAT16}", same, _table_in_bfloat16),
-        ("rotary frequencies rounded to bfloat16", same, _frequencies_in_bfloat16),
-        ("weights and rotary frequencies rounded to bfloat16", cast, _frequencies_in_bfloat16),
-    )
-    for words, start, wrapper in narrow if rotary else ():
-        yield Option(words, of_dtype, functools.partial(_rotated, start, rotary, wrapper))
+    if rotary:
+        table = functools.partial(_rotated, same, rotary, _table_in_bfloat16)
+        yield Option(f"rotary table {IN_BFLOAT16}", of_dtype, table, format="bfloat16")
+        for words, start in (("rotary frequencies", same), ("weights and rotary frequencies", cast)):
+            narrow = functools.partial(_rotated, start, rotary, _frequencies_in_bfloat16)
+            yield Option(f"{words} rounded to bfloat16", of_dtype, narrow)
     for words, weigh in _WEIGHTS.items() if routers else ():
         advice = "weigh the experts by the same function of the router's logits on both sides"
         yield Option(f"experts weighed {words}", advice, _wrapped(model, routers, _weighted, weigh))

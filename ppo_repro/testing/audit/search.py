@@ -36,7 +36,7 @@ from ppo_repro.testing.audit.measure import (
 )
 from ppo_repro.testing.audit.predict import NONE, Predictor, Steps, Tokens, Window
 from ppo_repro.testing.audit.table import table
-from ppo_repro.testing.audit.variants import OTHER_TEMPERATURE, Change, Numbers, Sampling, Variant, tempered
+from ppo_repro.testing.audit.variants import OTHER_TEMPERATURE, Change, Numbers, Rounding, Sampling, Variant, tempered
 from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.dumps import Response
@@ -349,14 +349,13 @@ def _as_half(case: Case, steps: Steps, left: Tensor) -> list[Tried]:
     if judged.explains or is_excluded or plain is None or (steps and rms(left) > HALF * rms(plain)):
         return []
     for row in [row for row in case.rows if row.rounding == "computed"]:
-        name, own = row.words.rpartition(" ")[2], _own(case, row, case.some)
-        rounded = next(r for r in case.rows if r.rounding == "weights" and r.words.endswith(name))
-        like = likeness(left, own, _own(case, rounded, case.some))
+        own, weights = _own(case, row, case.some), _of_same_format(case.rows, row, "weights")[0]
+        like = likeness(left, own, _own(case, weights, case.some))
         if not like:
             continue
-        parts = [r for r in case.rows if r.rounding == "part" and name in r.words]
+        parts = _of_same_format(case.rows, row, "part")
         alike = [r.words for r in parts if correlation(left, _own(case, r, case.some)) > ALIKE * like]
-        kind = name if sizes_apart(left, own) <= FORMATS_APART ** (1 / 3) else "16-bit"
+        kind = row.format if sizes_apart(left, own) <= FORMATS_APART ** (1 / 3) else "16-bit"
         what = " or ".join([f"as large as {kind} rounding ({rms(own):.2g} nats rms)", *alike]) + ", with other bits"
         words = f"{judged.words} and {what}" if steps else what
         advice = f"{judged.advice}; " * bool(steps) + CAUSES["reduced_precision"].mend
@@ -365,6 +364,11 @@ def _as_half(case: Case, steps: Steps, left: Tensor) -> list[Tried]:
         exact = _left(case, computed, case.some) if steps else None
         return found if exact is None else [_judged(case, computed, exact), *found]
     return []
+
+
+def _of_same_format(rows: Sequence[Variant], row: Variant, rounding: Rounding) -> list[Variant]:
+    """Return the causes that round to the format of `row`, of those that round what `rounding` says."""
+    return [r for r in rows if r.rounding == rounding and r.format == row.format]
 
 
 def _reordered(case: Case) -> list[Tried]:

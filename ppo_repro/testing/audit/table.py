@@ -11,12 +11,11 @@ import torch
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.audit.options import IN_BFLOAT16, computed
+from ppo_repro.testing.audit.measure import FORMATS
+from ppo_repro.testing.audit.options import computed
 from ppo_repro.testing.audit.variants import VARIANTS, Change, Sampling, Variant
 from ppo_repro.testing.audit.ways import Subject, ways
 from ppo_repro.testing.dumps import Response
-
-FORMATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def table(
@@ -27,12 +26,14 @@ def table(
     rounded = {name: partial(_in_half, subject.model, dtype, torch.float32) for name, dtype in FORMATS.items()}
     return (
         *(
-            Variant(f"computed in {name}", "weights", "reduced_precision", make=make, rounding="computed")
+            Variant(f"computed in {name}", "weights", "reduced_precision", make=make, rounding="computed", format=name)
             for name, make in makes.items()
             if computed(make) is not None
         ),
         *(
-            Variant(f"weights rounded to {name}", "weights", "coarse_weights", make=make, rounding="weights")
+            Variant(
+                f"weights rounded to {name}", "weights", "coarse_weights", make=make, rounding="weights", format=name
+            )
             for name, make in rounded.items()
         ),
         *(
@@ -45,7 +46,8 @@ def table(
                 "weights",
                 "other_architecture",
                 make=option.make,
-                rounding="part" if option.words.endswith(IN_BFLOAT16) else "",
+                rounding="part" if option.format else "",
+                format=option.format,
                 count=option.count,
                 option_advice=option.advice,
             )

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.testing.audit.measure import FORMATS, Format
 from ppo_repro.testing.audit.ways import Fed
 from ppo_repro.testing.causes import CAUSES, Cause
 
 VARIED = 6  # numbers above a floor, without which it would explain any constant
 HEAD = 1024  # tokens that top-p is looked for in, before all are sorted
 Stage = Literal["weights", "input", "distribution", "quantity", "unit"]
+Rounding = Literal["", "computed", "weights", "part", "logits"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ class Variant:
     refine: bool = False
     presumes: Callable[[Sampling], bool] = lambda sampling: True
     in_pairs: int = 0  # so many of its candidates are tried together with another cause
-    rounding: Literal["", "computed", "weights", "part", "logits"] = ""  # what is rounded to 16 bits
+    rounding: Rounding = ""  # what is rounded to `format`
+    format: Format | None = None
     count: int = 1  # of changes that the cause consists of
     option_advice: str = ""  # of an option of the model's architecture, else the advice of the cause
 
@@ -419,8 +422,9 @@ VARIANTS: tuple[Variant, ...] = (
             "coarse_logits",
             lambda r, s, v, x, dtype=dtype: v.to(dtype).to(v) / s.temperature,  # type: ignore[misc]
             rounding="logits",
+            format=name,
         )
-        for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16))
+        for name, dtype in FORMATS.items()
     ),
     _fitted(
         "logits capped by {x:.4g} tanh(logit / {x:.4g})",

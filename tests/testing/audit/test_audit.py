@@ -128,6 +128,18 @@ def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, subject: Su
     assert {row.cause for row in (*rows, *ROWS)} | without_a_row == set(CAUSES)
 
 
+@pytest.mark.parametrize(("name", "parts"), [("bfloat16", {"output matrix", "rotary table"}), ("float16", set[str]())])
+def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
+    made: Material, subject: Subject, name: str, parts: set[str]
+) -> None:
+    rows = table(subject, made.dump(made.logprobs(), made.logprobs()), GIVEN, DEFINITIONS["tempered"])
+    computed = next(row for row in rows if row.words == f"computed in {name}")
+    of_kind = {kind: search._of_same_format(rows, computed, kind) for kind in ("computed", "weights", "part")}
+    assert [row.words for row in of_kind["computed"]] == [f"computed in {name}"]
+    assert [row.words for row in of_kind["weights"]] == [f"weights rounded to {name}"]
+    assert {row.words.partition(" computed")[0] for row in of_kind["part"]} == parts
+
+
 @pytest.mark.slow
 def test_a_single_wrong_token_among_many_is_seen(made: Material, subject: Subject) -> None:
     good = made.logprobs()

@@ -29,6 +29,7 @@ CLEAR = 3.0
 ALIKE = 0.8
 # numbers from which a pattern shows: fewer have a format, or a cause of their own, by chance
 FEW = 8
+MOST = 1e3  # nats that an error has at most
 Format = Literal["bfloat16", "float16"]
 FORMATS: dict[Format, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -71,8 +72,8 @@ def rms(x: Tensor) -> float:
 
 
 def errors(recorded: Tensor, predicted: Tensor, stored: Stored) -> Tensor:
-    """Return recorded - predicted, less what rounding to the stored format explains; at most 1000 nats."""
-    apart = (recorded - predicted).nan_to_num(1e3, 1e3, -1e3).clamp(-1e3, 1e3)
+    """Return recorded - predicted, less what rounding to the stored format explains; at most MOST nats."""
+    apart = (recorded - predicted).nan_to_num(MOST, MOST, -MOST).clamp(-MOST, MOST)
     return apart.sign() * (apart.abs() - stored.half_spacing(recorded)).clamp_min(0.0)
 
 

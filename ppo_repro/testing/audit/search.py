@@ -24,6 +24,7 @@ from ppo_repro.testing.audit.measure import (
     FEW,
     FORMATS_APART,
     HALF,
+    MOST,
     RIGHT,
     Stored,
     correlation,
@@ -275,17 +276,20 @@ def _with_parameters(case: Case, rows: tuple[Variant, ...]) -> Steps | None:
 
 
 def _refined(case: Case, steps: Steps, tokens: Tokens) -> Steps:
-    """Return the steps after a least-squares fit of the parameter that has `refine`."""
+    """Return the steps after a least-squares fit of the parameter that has `refine`, if it predicts numbers."""
     index = next((k for k, (row, _) in enumerate(steps) if row.refine), None)
-    if index is None:
+    first = None if index is None else _left(case, steps, tokens)
+    if index is None or first is None:
         return steps
+    size = len(first)
 
     def at(x: float) -> Steps:
         return (*steps[:index], (steps[index][0], x), *steps[index + 1 :])
 
     def residuals(x: Any) -> Any:
         left = _left(case, at(float(x[0])), tokens)
-        return np.zeros(1) if left is None else left.numpy()
+        # a value that predicts other tokens than the first value is refused
+        return left.numpy() if left is not None and len(left) == size else np.full(size, MOST)
 
     fit = least_squares(residuals, [steps[index][1]], method="lm", diff_step=1e-4, ftol=1e-2, xtol=1e-10)
     return at(float(fit.x[0]))

@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -30,7 +31,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.testing.audit import forward, judge, measure, search
 from ppo_repro.testing.audit.judge import Audit, audit, lines
 from ppo_repro.testing.audit.table import table
-from ppo_repro.testing.audit.variants import DEFINITIONS, VARIANTS, Sampling
+from ppo_repro.testing.audit.variants import DEFINITIONS, VARIANTS, Numbers, Row, Sampling, Variant, tempered
 from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.diagnosis.diagnose import ROWS
@@ -138,6 +139,25 @@ def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
     assert [row.words for row in of_kind["computed"]] == [f"computed in {name}"]
     assert [row.words for row in of_kind["weights"]] == [f"weights rounded to {name}"]
     assert {row.words.partition(" computed")[0] for row in of_kind["part"]} == parts
+
+
+@pytest.mark.parametrize(("least", "low", "high"), [(0.1, 0.6999, 0.7001), (0.9, 0.9, 1.0), (2.0, 1.0, 1.0)])
+@torch.no_grad()
+def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float, low: float, high: float) -> None:
+    """A temperature that predicts from `least` on, on numbers of temperature 0.7; the fit starts at 1."""
+    responses = made.dump(made.logprobs(temperature=0.7), made.logprobs())
+    right = [torch.tensor(r.trainer).double() for r in responses]
+    pairs = zip(responses, right, strict=True)
+    numbers = [Numbers(torch.tensor(r.sampler).double(), x < 1, x < 1, x) for r, x in pairs]
+    every, subject = range(len(numbers)), Subject(made.model, {})
+    case = search.case_of("sampler", subject, responses, Sampling(TEMPERATURE), tempered, 1e-7, numbers, every)
+
+    def change(row: Row, sampling: Sampling, logits: Tensor, x: float) -> Tensor:
+        return logits / x if x >= least else torch.full_like(logits, math.nan)
+
+    row = Variant("a temperature", "distribution", "temperature", change, candidates=lambda *_: (1.0,), refine=True)
+    x = search._refined(case, ((row, 1.0),), case.few)[0][1]
+    assert low <= x <= high
 
 
 @pytest.mark.slow

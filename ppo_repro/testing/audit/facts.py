@@ -15,22 +15,18 @@ from ppo_repro.testing.dumps import Response
 MANY = 0.8  # of the tokens after a point that have to differ
 
 
-def facts(responses: Sequence[Response], numbers: Sequence[Numbers], tolerance: float, stored: Stored) -> list[str]:
+def facts(responses: Sequence[Response], numbers: Sequence[Numbers], tolerance: float) -> list[str]:
     """Return sentences about wrong log-probs; "right" means equal up to rounding.
 
     Args:
         responses: prompts and tokens.
         numbers: recorded and right log-probs of each response, in nats.
         tolerance: largest rounding error, in nats.
-        stored: the number format of the log-probs.
 
     Returns:
         Sentences; the first ones narrow the cause most.
     """
-    found = [f"every number is a {stored.name} number" if "float" in stored.name else f"every number has {stored.name}"]
-    found = found if stored.name else []
-    if "bfloat16" in stored.name:
-        found[0] += ": its low 16 bits are 0"
+    found = list[str]()
     # responses with a wrong token, and of their usable tokens: positions, log-probs as they should be, how far they are
     # off, whether they are wrong
     wrong: list[tuple[Response, Tensor, Tensor, Tensor, Tensor]] = []
@@ -51,6 +47,14 @@ def facts(responses: Sequence[Response], numbers: Sequence[Numbers], tolerance: 
         elif float(ideal[bad].min()) > float(ideal[~bad].max()):
             found.append(f"wrong where the log-prob should be above {float(ideal[~bad].max()):.3g}, right below")
     return [*found, *_how(ideal[bad], off[bad], tolerance)]
+
+
+def of_format(stored: Stored) -> list[str]:
+    """Say which number format narrower than float32 holds all numbers."""
+    if not stored.mantissa:
+        return [f"every number has {stored.name}"]
+    of_bits = ": its low 16 bits are 0" if stored.name == "bfloat16" else ""
+    return [f"every number is a {stored.name} number{of_bits}"] if stored.name else []
 
 
 def _where(wrong: Sequence[tuple[int, Tensor, Tensor]]) -> list[str]:

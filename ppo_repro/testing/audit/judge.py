@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.facts import facts
+from ppo_repro.testing.audit.facts import facts, of_format
 from ppo_repro.testing.audit.forward import Progress, pieces, states
 from ppo_repro.testing.audit.measure import FAR, HALF, RIGHT, rms
 from ppo_repro.testing.audit.search import Tried, case_of, search
@@ -310,6 +310,8 @@ def _side(
         is_right = largest <= 3 * _largest(subject.model, responses, sampling, definition, reference, distances)
     wrong = [i for i, d in enumerate(distances) if len(d) and (rms(d) > limit or float(d.abs().max()) > FAR * limit)]
     why, missing = impossible(recorded.float().numpy()), counted - len(every)
+    finite = recorded[recorded.isfinite()]
+    are_zeros = len(finite) > 0 and not bool(finite.any())
     empty = f"{missing:,} of {counted:,} tokens have no log-prob or a 0" if missing else ""
     side = Side(
         name=name,
@@ -320,7 +322,7 @@ def _side(
         largest=largest,
         wrong_responses=0 if is_right else len(wrong),
         is_right=is_right and not missing,
-        cause=why if missing and "exactly 0" in why else empty,
+        cause=why if missing and are_zeros else empty,
         advice="record a log-prob for every token that counts, and leave padding out by the mask" if empty else "",
         left=rms(every),
     )
@@ -333,17 +335,17 @@ def _side(
     plain = next(t.left for t in tried if not t.deviations)
     shown = [t for t in tried if t.explains or not t.deviations or t.left <= HALF * plain]
     fits = [*best, *(t for t in tried if t.left <= case.tolerance)]
-    known = facts(responses, numbers, case.tolerance, case.stored)
+    known = of_format(case.stored)
     if best and best[0].explains_zeros:
         missing = int((~recorded.isfinite()).sum())
         empty = f"{missing:,} of {counted:,} tokens have no log-prob" if missing else ""
         side = replace(side, empty=missing, cause=empty, advice=side.advice if empty else "")
     if 0 < len(best) <= NAMED:
         cause, advice, left = " or ".join(t.words for t in best), best[0].advice, best[0].left
-        known = [fact for fact in known if "number is a" in fact]
+        known = known if case.stored.mantissa else []  # decimals are no format of a computation
     else:
         cause, advice, left = UNKNOWN, "", side.rms
-        known = [*filter(None, [side.cause or why]), *known]
+        known = [*filter(None, [side.cause or why]), *known, *facts(responses, numbers, case.tolerance)]
     return replace(
         side,
         cause=" and ".join(filter(None, [side.cause, cause])) if cause != UNKNOWN else UNKNOWN,

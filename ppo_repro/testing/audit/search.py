@@ -37,7 +37,7 @@ from ppo_repro.testing.audit.measure import (
 )
 from ppo_repro.testing.audit.predict import NONE, Predictor, Steps, Tokens, Window
 from ppo_repro.testing.audit.table import table
-from ppo_repro.testing.audit.variants import OTHER_TEMPERATURE, Change, Numbers, Rounding, Sampling, Variant, tempered
+from ppo_repro.testing.audit.variants import Change, Numbers, Rounding, Sampling, Variant, tempered
 from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.dumps import Response
@@ -333,7 +333,7 @@ def _judged(case: Case, steps: Steps, left: Tensor) -> Tried:
         explains=does,
         deviations=sum(row.deviations for row, _ in steps),
         explains_zeros=does and all(_explains_zeros(case, values, w) for values, w in predicted),
-        temperature=next((x for row, x in steps if row.words == OTHER_TEMPERATURE), None),
+        temperature=next((x for row, x in steps if row.is_temperature), None),
         is_option=len(steps) == 1 and steps[0][0].option_advice != "",
     )
 

@@ -124,6 +124,7 @@ class Variant:
     passes: Sequence[Sequence[Fed]] = ()  # input: the forward passes of each response
     candidates: Candidates | None = None
     refine: bool = False
+    is_temperature: bool = False  # the parameter is what all logits are divided by
     presumes: Callable[[Sampling], bool] = lambda sampling: True
     in_pairs: int = 0  # so many of its candidates are tried together with another cause
     rounding: Rounding = ""  # what is rounded to `format`
@@ -306,7 +307,6 @@ def _is_tempered(sampling: Sampling) -> bool:
     return sampling.temperature != 1.0
 
 
-OTHER_TEMPERATURE = "temperature {x:.4g} instead of {given}"
 TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 25, 30, 32, 40, 50, 64, 80, 100, 128, 200, 256, 500, 512, 1000, 1024)
 TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995, 0.999)
 MIN_P = (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3)
@@ -371,11 +371,12 @@ VARIANTS: tuple[Variant, ...] = (
         _is_tempered,
     ),
     Variant(
-        OTHER_TEMPERATURE,
+        "temperature {x:.4g} instead of {given}",
         "distribution",
         "temperature",
         lambda r, s, v, x: v / _least(x),
         candidates=lambda *_: (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0),
+        is_temperature=True,
         refine=True,
         in_pairs=1,
     ),

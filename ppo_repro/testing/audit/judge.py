@@ -216,7 +216,7 @@ def _logprobs(
                 before = slice(start + at.start, start + at.stop)
                 row = Row(logits[at].double(), ids[before], r.prompt_ids, r.response_ids[: before.start], numbers)
                 for name in names:
-                    parts[name].append(own(row, DEFINITIONS[name](row, sampling, row.logits, 0.0)).cpu())
+                    parts[name].append(own(row, DEFINITIONS[name].change(row, sampling, row.logits, 0.0)).cpu())
         for name in names:
             found[name][i] = torch.cat(parts[name])
         progress.step()
@@ -263,7 +263,7 @@ def _definitions(
 
     free = [name for name, said in asked.items() if said == "auto"]
     best = nearest([name for name in references if name != "raw"], free)
-    of_engines = [name for name in references if name.startswith(PROCESSED)]  # in different orders of cuts
+    of_engines = [name for name in references if DEFINITIONS[name].order is not None]  # in different orders of cuts
     of_said = {"auto": lambda name: best, PROCESSED: lambda name: nearest(of_engines, [name])}
     return {name: of_said.get(said, lambda name, said=said: said)(name) for name, said in asked.items()}
 
@@ -279,7 +279,7 @@ def _different_orders(
         far = {
             definition: _rms(name, responses, reference) / reference.floor
             for definition, reference in references.items()
-            if definition.startswith(PROCESSED)
+            if DEFINITIONS[definition].order is not None
         }
         right[name] = sorted((d for d, distance in far.items() if distance <= RIGHT), key=lambda d: far[d])
     if not all(right.values()) or set(right["sampler"]) & set(right["trainer"]):
@@ -329,7 +329,7 @@ def _side(
     if is_right or not wrong:
         return side
     say(f"audit: {name} is wrong; looks for the cause")
-    case = case_of(name, subject, responses, sampling, DEFINITIONS[definition], reference.floor, numbers, wrong)
+    case = case_of(name, subject, responses, sampling, DEFINITIONS[definition].change, reference.floor, numbers, wrong)
     tried = search(case)
     best = [t for t in tried if t.explains]
     plain = next(t.left for t in tried if not t.deviations)

@@ -209,24 +209,51 @@ def _processed(first: Collection[str] = (), is_cut_first: bool = False) -> Chang
     return change
 
 
-PROCESSED = "processed"  # with which the names begin of what engines sample from; they differ in the order of cuts
-DEFINITIONS: dict[str, Change] = {
-    "tempered": tempered,
-    PROCESSED: _processed(),
-    "processed, top-p of what top-k leaves (Transformers, vLLM)": _processed(("top-k",)),
-    "processed, top-p of what min-p and top-k leave (vLLM)": _processed(("min-p", "top-k")),
-    "processed, the cuts before the temperature (MLX)": _processed(is_cut_first=True),
-    "processed, top-p of what top-k leaves, before the temperature (llama.cpp)": _processed(("top-k",), True),
-    "raw": raw,
+def _has_both(s: Sampling) -> bool:
+    """Return whether top-p may count only the tokens of top-k."""
+    return s.top_k > 0 and s.top_p < 1.0
+
+
+def _is_last(s: Sampling) -> bool:
+    """Return whether it matters that the temperature comes after the cuts."""
+    return _is_tempered(s) and (s.top_p < 1.0 or s.min_p > 0.0)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A distribution that log-probs may be of."""
+
+    change: Change
+    differs: Callable[[Sampling], bool]  # with these settings from those before it
+    order: str | None = None  # of the cuts, after PROCESSED, in what engines sample from
+
+
+PROCESSED = "processed"
+_ORDERS = (
+    Definition(_processed(), lambda s: s.is_cut, ""),
+    Definition(_processed(("top-k",)), _has_both, ", top-p of what top-k leaves (Transformers, vLLM)"),
+    Definition(
+        _processed(("min-p", "top-k")),
+        lambda s: s.min_p > 0.0 and s.top_p < 1.0,
+        ", top-p of what min-p and top-k leave (vLLM)",
+    ),
+    Definition(_processed(is_cut_first=True), _is_last, ", the cuts before the temperature (MLX)"),
+    Definition(
+        _processed(("top-k",), True),
+        lambda s: _has_both(s) and _is_last(s),
+        ", top-p of what top-k leaves, before the temperature (llama.cpp)",
+    ),
+)
+DEFINITIONS: dict[str, Definition] = {
+    "tempered": Definition(tempered, lambda s: True),
+    **{f"{PROCESSED}{definition.order}": definition for definition in _ORDERS},
+    "raw": Definition(raw, lambda s: False),  # which only a user can ask for
 }
 
 
 def distinct(sampling: Sampling) -> list[str]:
-    """Return the definitions that differ with these settings, except `raw`, which only a user can ask for."""
-    both, by_share = sampling.top_k > 0 and sampling.top_p < 1.0, sampling.top_p < 1.0 or sampling.min_p > 0.0
-    is_last = sampling.temperature != 1.0 and by_share  # where it matters whether the temperature is
-    differ = True, sampling.is_cut, both, sampling.min_p > 0.0 and sampling.top_p < 1.0, is_last, both and is_last
-    return [name for name, it_does in zip(DEFINITIONS, differ, strict=False) if it_does]
+    """Return the definitions that differ with these settings."""
+    return [name for name, definition in DEFINITIONS.items() if definition.differs(sampling)]
 
 
 def own(row: Row, logits: Tensor) -> Tensor:
@@ -382,13 +409,12 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(
         _distribution(
-            f"of the processed distribution{name.removeprefix(PROCESSED)}, not of all tokens",
+            f"of the processed distribution{definition.order}, not of all tokens",
             "truncated_sampling",
-            change,
-            lambda s, name=name: name in distinct(s),  # type: ignore[misc]
+            definition.change,
+            definition.differs,
         )
-        for name, change in DEFINITIONS.items()
-        if name.startswith(PROCESSED)
+        for definition in _ORDERS
     ),
     _distribution(
         "of all tokens, not of the processed distribution", "truncated_sampling", tempered, lambda s: s.is_cut

@@ -123,7 +123,7 @@ def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> N
 
 
 def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, subject: Subject) -> None:
-    rows = table(subject, made.dump(made.logprobs(), made.logprobs()), ALL_CUTS, DEFINITIONS["raw"])
+    rows = table(subject, made.dump(made.logprobs(), made.logprobs()), ALL_CUTS, DEFINITIONS["raw"].change)
     assert len({row.words for row in rows}) == len(rows)  # by which logits are remembered
     without_a_row = {"none", "floating_point_noise", "non_finite", "unknown", "coarse_records"}
     assert {row.cause for row in (*rows, *ROWS)} | without_a_row == set(CAUSES)
@@ -133,7 +133,7 @@ def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, subject: Su
 def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
     made: Material, subject: Subject, name: str, parts: set[str]
 ) -> None:
-    rows = table(subject, made.dump(made.logprobs(), made.logprobs()), GIVEN, DEFINITIONS["tempered"])
+    rows = table(subject, made.dump(made.logprobs(), made.logprobs()), GIVEN, DEFINITIONS["tempered"].change)
     computed = next(row for row in rows if row.words == f"computed in {name}")
     of_kind = {kind: search._of_same_format(rows, computed, kind) for kind in ("computed", "weights", "part")}
     assert [row.words for row in of_kind["computed"]] == [f"computed in {name}"]

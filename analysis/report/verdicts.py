@@ -142,9 +142,11 @@ def on_purpose(config: RunConfig) -> list[Verdict]:
         said.append(f"The sampler was rounded on purpose: mismatch.sampler.precision = {', '.join(formats)}.")
     for side, section, faults in (("sampler", sampler, SamplerFaults), ("trainer", trainer, TrainerFaults)):
         for name, field in faults.model_fields.items():
-            if getattr(section, name) != field.default:
+            if name not in ("stock", "precision") and getattr(section, name) != field.default:
                 value = json.dumps(section.model_dump(mode="json")[name])
                 said.append(f"A fault on purpose: mismatch.{side}.{name} = {value}.")
+    if config.mismatch.flip is not None:
+        said.append(f"A fault on purpose: mismatch.flip = {config.mismatch.flip}.")
     if config.rollout.mismatch_sigma is not None:
         sigma = f"rollout.mismatch_sigma = {config.rollout.mismatch_sigma:g}"
         said.append(f"The sampler was disturbed on purpose: {sigma}.")

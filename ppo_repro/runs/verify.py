@@ -11,11 +11,14 @@ from ppo_repro.base.files import SUMS_NAME, check_links, check_sums
 from ppo_repro.config.files import LANGUAGE
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import (
+    ACCURACY_NAME,
+    CARD_NAME,
     CHECKPOINT,
     CHECKPOINTS_NAME,
     ENGINE_NAME,
     REPORT_NAME,
     SERVERS_NAME,
+    TIMES_NAME,
     load_recorded_config,
 )
 from ppo_repro.records.label import LABEL_NAME
@@ -26,7 +29,7 @@ _MODELS = r"checkpoints/(reference|final|value_model|base|adapter|reward_model|u
 # what a process writes before the manifest lists it; a file with another name belongs to the user
 _UNFINISHED = re.compile(
     r"(manifest\.json|iterations\.jsonl|label\.json|report\.html)\.tmp"
-    r"|(accuracy|times|resumed-\d{3,})\.json(\.tmp)?"
+    rf"|({'|'.join(map(re.escape, (ACCURACY_NAME, CARD_NAME, TIMES_NAME)))}|resumed-\d{{3,}}\.json)(\.tmp)?"
     r"|records/\w+/(preparation|iteration=\d{6,})\.parquet(\.tmp)?"
     r"|checkpoints/(iteration-\d{6,}|final_state)\.safetensors(\.tmp)?"
     rf"|{_MODELS}/.+"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -108,8 +109,8 @@ def _search_path() -> list[str]:
 
 
 def _stop(child: subprocess.Popen[bytes], connection: Connection) -> None:
-    """Kill a child with its process group, which includes a server that the user's code started."""
-    if child.poll() is None:
+    """Kill a child's process group, which includes a server that the user's code started; it may outlive the child."""
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     connection.close()

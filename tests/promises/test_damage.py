@@ -183,9 +183,12 @@ def test_what_a_kill_leaves_is_told_apart(tmp_path: Path) -> None:
     run_dir = synthetic_run.make_run(tmp_path / "a", iterations=3)
     synthetic_run.cut_back(run_dir, 2, "running")
     (run_dir / "records" / "tokens" / "iteration=000002.parquet").write_text("half")
-    (run_dir / "manifest.json.tmp").write_text("half")
+    notes = ("accuracy.json", "card.json", "resumed-001.json", "times.json.tmp")
+    for name in ("manifest.json.tmp", *notes):
+        (run_dir / name).write_text("half")
     found = verify(run_dir)
-    assert found.unfinished == ("manifest.json.tmp", "records/tokens/iteration=000002.parquet")
+    expected = ["manifest.json.tmp", *notes, "records/tokens/iteration=000002.parquet"]
+    assert list(found.unfinished) == sorted(expected)
     assert found.unfinished_line > 0
     assert len(frames_of_incomplete(run_dir)) == 24
 

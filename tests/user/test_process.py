@@ -136,6 +136,17 @@ def test_the_process_ends_with_the_run_also_where_that_is_killed(tmp_path: Path)
     require_ended(child)
 
 
+def test_what_a_function_started_ends_also_where_its_own_process_is_gone(tmp_path: Path) -> None:
+    body = "import os, subprocess, sys\n\ndef f(prompt, response, answer):\n"
+    body += "    server = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+    body += f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(server.pid))\n    os._exit(3)\n"
+    (tmp_path / "r.py").write_text(body)
+    function = load_function(UserProcess(), "f", f"{tmp_path}/r.py:f")
+    with pytest.raises(UserError, match="ended its process"):
+        function([row("k", "p", "r", "a")])
+    require_ended(int((tmp_path / "pid").read_text()))
+
+
 def test_ctrl_c_gets_out_of_a_function_that_catches_everything(tmp_path: Path) -> None:
     body = f"try:\n        os.kill({os.getpid()}, 2); time.sleep(1000)\n    except BaseException: return 0.0"
     function = loaded(tmp_path, f"import os, signal, time\n{SIGNATURE}{body}")

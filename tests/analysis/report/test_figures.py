@@ -16,6 +16,7 @@ from ppo_repro.analysis.report.figures import ClipBounds
 from ppo_repro.analysis.report.page import Figure, figure_html
 from ppo_repro.analysis.report.scan import FLAGS, delta_counts, ratio_quantiles, scan_run, summary_tables
 from ppo_repro.analysis.report.tokens import select, token_data
+from ppo_repro.analysis.report.verdicts import on_purpose
 from ppo_repro.records import reader
 from tests.support.runs import small_config
 
@@ -162,3 +163,20 @@ def test_clipping_figures() -> None:
     chart, said = drawn(figures.flag_figure(flags))
     assert "Of 200 token updates the clip removed the gradient of 15 %; 2.5 % were outside" in said
     assert count(chart, "line") == 2, "flags that never occur have no line"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("mismatch.sampler.stock=bfloat16", "mismatch.sampler.stock = bfloat16."),
+        ("mismatch.sampler.precision={weights: bfloat16}", "mismatch.sampler.precision = weights bfloat16."),
+        ("mismatch.sampler.lag=1", "mismatch.sampler.lag = 1."),
+        ("mismatch.trainer.eos_in_loss=false", "mismatch.trainer.eos_in_loss = false."),
+        ("mismatch.flip=token", "mismatch.flip = token."),
+        ("rollout.mismatch_sigma=0.5", "rollout.mismatch_sigma = 0.5."),
+    ],
+)
+def test_each_deliberate_cause_of_mismatch_is_named_once(fault: str, said: str) -> None:
+    (verdict,) = on_purpose(small_config(fault))
+    assert verdict.text.endswith(f"on purpose: {said}")
+    assert on_purpose(small_config()) == []

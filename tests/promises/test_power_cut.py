@@ -55,7 +55,7 @@ def record(run_dir: Path, disk: Disk | None = None) -> None:
         return
     remove_unfinished(run_dir, found, contents)
     written = RunWriter(run_dir)
-    written.note("accuracy.json", {"tokens": 3})
+    written.note("accuracy.json", {"tokens": found.num_iterations})  # another content in a process that goes on
     for iteration in range(found.num_iterations, ITERATIONS):
         tables = synthetic_run.random_tables(iteration, 2)
         if iteration:  # the folder of this table is made now
@@ -106,3 +106,18 @@ def test_a_run_goes_on_after_a_kill_or_a_power_cut_between_any_two_calls(tmp_pat
             assert manifest.load(run_dir).fingerprint == expected.fingerprint, state.how
             assert verify(run_dir).unfinished == (), state.how
     print(f"\n{len(disk.calls)} calls, {len(disk.states)} states of the disk")
+
+
+@pytest.mark.usefixtures("no_sync")
+def test_a_process_that_goes_on_may_be_killed_too(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    with recorded(tmp_path / "disk") as disk:
+        record(tmp_path / "disk" / RUN, disk)
+    half = next(state for state in disk.states if state.promised == 1 and state.how == "killed")
+    require_whole(half, tmp_path / "half")
+    with recorded(tmp_path / "half") as again:
+        record(tmp_path / "half" / RUN, again)
+    killed = [state for state in again.states if state.how == "killed"]  # what is there already counts as not synced
+    assert len(killed) > 5
+    for number, state in enumerate(killed):
+        require_whole(state, tmp_path / str(number))

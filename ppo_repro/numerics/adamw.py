@@ -109,7 +109,7 @@ class AdamW:
     def _norm(self, tensors: Any, kernels: Kernels) -> float:
         """Compute the norm of all gradients, on every rank. Raises NumericsError if it is not finite."""
         counts = [-(-tensor.n // STRETCH) for tensor in tensors]
-        own = np.empty(sum(counts))
+        own = np.full(sum(counts), np.nan)  # stays where the kernels write nothing
         kernels.gradient_squares(tensors, len(tensors), ffi.from_buffer("double[]", own))
         of_ranks = self.shards.ranks.everyone(np.split(own, np.cumsum(counts)[:-1]))
         total = 0.0

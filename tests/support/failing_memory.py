@@ -168,7 +168,7 @@ def sampling(family: str, device: str = "cpu") -> Work:
 def step(family: str) -> Work:
     """A step of the trainer over two micro-batches, from the weights and moments of the beginning."""
     model = lower(small_model({**CONFIGS, **MIXTURES}[family](), 1), Lowered(CONTEXT))
-    optimizer = Optimizer(model, SETTINGS, "deterministic", SLOTS)
+    optimizer = Optimizer(model, SETTINGS, "deterministic")
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state())
 
     def passes() -> None:

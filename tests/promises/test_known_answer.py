@@ -81,7 +81,7 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ),
         ),
     ),
-    "rule 3: stretches of 8,192 gradients": ("optimizer.c", (("STRETCH = 4096", "STRETCH = 8192"),)),
+    "rule 3: stretches of 8,192 gradients": ("interface.h", (("STRETCH = 4096", "STRETCH = 8192"),)),
     "rule 4: p is summed in float32": (
         "attention.c",
         (

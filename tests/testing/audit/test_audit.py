@@ -386,7 +386,7 @@ def test_context_that_a_later_turn_does_not_see(
     ("family", "factor", "cause"),
     [
         ("llama3", 1.8, "as large as bfloat16 rounding"),
-        pytest.param("llama3", 2.6, "as large as 16-bit rounding", marks=pytest.mark.slow),
+        pytest.param("llama3", 3.2, "as large as 16-bit rounding", marks=pytest.mark.slow),
         ("mixtral", 1.8, "unknown"),
     ],
 )

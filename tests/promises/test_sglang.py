@@ -147,7 +147,7 @@ def altered_package(folder: Path, old: str, new: str) -> Path:
     """A copy of the package whose plugin registers something else."""
     package = folder / "ppo_repro"
     shutil.copytree(Path(ppo_repro.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    register = package / "sglang" / "plugin" / "register.py"
+    register = package / "sampling" / "sglang" / "plugin" / "register.py"
     text = register.read_text()
     assert old in text
     register.write_text(text.replace(old, new))

@@ -16,7 +16,7 @@ from torch import Tensor
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.numerics.adamw import AdamW, AdamWSettings, OptimizerState
 from ppo_repro.numerics.shards import STRETCH, Shards, divided, owned_whole, position_of, whole_cuts
-from tests.support.thread_ranks import threads
+from tests.support.thread_ranks import Thread, threads
 
 T = TypeVar("T")
 SIZES = {"a": 3 * STRETCH + 7, "b": 5, "c": STRETCH, "d": 40 * STRETCH + 1, "e": 9}
@@ -33,7 +33,7 @@ def random(seed: int, sizes: dict[str, int] = SIZES) -> dict[str, Tensor]:
     }
 
 
-def on_each(count: int, work: Callable[[Ranks], T]) -> list[T]:
+def on_each(count: int, work: Callable[[Thread], T]) -> list[T]:
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, threads(count)))
 
@@ -87,6 +87,22 @@ def test_sums_over_ranks_are_those_of_the_tree(count: int, seed: int, whole: boo
             tree = [a + b for a, b in zip(tree[::2], tree[1::2], strict=True)]
         for found in on_each(count, work):
             assert torch.equal(found[name], tree[0]), name
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_a_rank_sends_what_it_does_not_own_once_each_way(count: int) -> None:
+    """(R - 1) / R of the elements to add up, and as many to spread: R - 1 times all of them over R ranks."""
+
+    def sent(ranks: Thread) -> list[int]:
+        shards, found = divided(random(0), ranks), []
+        for exchange in (shards.add_up, shards.spread):
+            before = ranks.sent
+            exchange(random(0))
+            found.append(ranks.sent - before)
+        return found
+
+    by_rank = on_each(count, sent)
+    assert [sum(column) for column in zip(*by_rank, strict=True)] == [(count - 1) * sum(SIZES.values())] * 2
 
 
 def test_a_ring_has_other_bits() -> None:

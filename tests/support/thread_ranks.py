@@ -17,6 +17,7 @@ class Thread(Ranks):
 
     board: list[Any]
     barrier: Barrier
+    counts: list[int]
 
     def everyone(self, value: Any) -> list[Any]:
         self.board[self.rank] = value
@@ -29,11 +30,17 @@ class Thread(Ranks):
         values = self.everyone(value)
         return values if self.is_first else []
 
+    @property
+    def sent(self) -> int:
+        """The elements that this rank has sent."""
+        return self.counts[self.rank]
+
     def swap(self, ours: Tensor, theirs: Tensor, other: int) -> None:
+        self.counts[self.rank] += len(ours)
         theirs.copy_(self.everyone(ours.clone())[other])
 
 
 def threads(count: int) -> list[Thread]:
     """The ranks 0 to `count` - 1; each must work in a thread of its own."""
-    board, barrier = [None] * count, Barrier(count, timeout=10)
-    return [Thread(rank, count, board, barrier) for rank in range(count)]
+    board, barrier, counts = [None] * count, Barrier(count, timeout=10), [0] * count
+    return [Thread(rank, count, board, barrier, counts) for rank in range(count)]

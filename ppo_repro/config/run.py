@@ -292,6 +292,8 @@ def _value(config: RunConfig) -> Iterator[str]:
         yield f"reward.whiten {unused}"
     if group and isinstance(config.kl, KLInReward):
         yield f"kl.placement = reward {unused}"
+    if group and any(isinstance(term, StepsReward) and term.placement == "step_ends" for term in config.reward.terms):
+        yield f"reward.terms of kind steps: placement = step_ends {unused}"
 
 
 def _task(config: RunConfig) -> Iterator[str]:

@@ -22,6 +22,7 @@ from tests.support.runs import small_config
 FOLDER = {"kind": "folder", "path": "some/model"}
 JSONL = {"kind": "jsonl", "path": "some.jsonl", "num_eval_prompts": 3}
 
+GROUP = ("advantages={kind: group}", "value={kind: none}", "kl={placement: none}", "rollout.samples_per_prompt=2")
 ROUNDED, STOCK, SGLANG = "mismatch.sampler.precision.weights=int8", "mismatch.sampler.stock=float32", "{kind: sglang}"
 FUNCTION = "{kind: function, path: 'engine.py:Engine'}"
 
@@ -208,6 +209,10 @@ def test_a_file_for_another_command_is_named(path: Path, kind: str, command: str
             "mismatch.sampler.stock needs rollout.engine.kind = torch: your class has its own numerics",
         ),
         ([STOCK, ROUNDED], "mismatch.sampler: stock rounds as torch does, so precision has no effect; "),
+        (
+            [*GROUP, "reward.terms=[{kind: steps, placement: step_ends}]"],
+            "reward.terms of kind steps: placement = step_ends acts on per-token rewards, which advantages.kind = group",
+        ),
         (["mismatch.sampler.precision.rest=bfloat16"], "mismatch.sampler.precision: rest is for what weights or"),
     ],
 )

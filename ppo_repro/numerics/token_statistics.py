@@ -159,15 +159,44 @@ def _native_log_softmax(logits: Tensor, temperature: float, eligible: Tensor | N
     return scaled.log_softmax(-1)
 
 
-def statistics_with_squares(
+class ScoringStatistics(NamedTuple):
+    """Statistics of n sampled tokens in their distributions, float32 [n] each, on the CPU; without gradients."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    prob_sq_sums: Tensor  # sum of p^2
+    cumulative_probs: Tensor  # of the tokens at least as likely, itself included; NaN if it is not eligible
+
+
+def scoring_statistics(
     logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: Mode
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `token_statistics` and, by the kernels in both modes, sum_v p_v^2, float32 [n]; without gradients."""
-    logits = logits.detach()
-    found = _statistics(_dense(logits), targets.contiguous(), temperature, _mask(eligible, logits.device))
-    if is_deterministic_mode(mode):
-        return found.logprobs, found.entropies, found.squares
-    return *token_statistics(logits, targets, temperature, eligible, mode), found.squares
+) -> ScoringStatistics:
+    """Compute `token_statistics` and, by the kernels in both modes, sums of p^2 and cumulative probabilities.
+
+    Tokens of equal logits are ordered by id, as top-p orders them.
+    """
+    logits, targets, device = _dense(logits.detach()), targets.contiguous(), logits.device
+    every = _mask(eligible, device)
+    found = _statistics(logits, targets, temperature, every)
+    at = found.targets[:, None]
+    own, ids = logits.gather(1, at), torch.arange(logits.shape[1], device=device)
+    before = (logits > own) | ((logits == own) & (ids <= at))
+    is_known = torch.ones_like(at, dtype=torch.bool)
+    if every is not None:
+        is_known = every.gather(1, at)
+        before = every & (before | ~is_known)
+    masses = [_softmax_totals(rows) for rows in (_statistics(logits, targets, temperature, before).rows, found.rows)]
+    cumulative = torch.where(is_known[:, 0], masses[0] / masses[1], torch.nan).to(torch.float32).cpu()
+    logprobs, entropies = found.logprobs, found.entropies
+    if not is_deterministic_mode(mode):
+        logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode)
+    return ScoringStatistics(logprobs, entropies, found.squares, cumulative)
+
+
+def _softmax_totals(rows: Tensor) -> Tensor:
+    """Return sum_v e_v of `_softmax_rows`, [n] float64; of one scale where rows have the same largest logit."""
+    at = ffi.offsetof("Softmax", "total") // 8
+    return rows.view(torch.float64)[:, at]
 
 
 def _divergence_struct(

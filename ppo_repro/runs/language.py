@@ -28,6 +28,7 @@ from ppo_repro.models.folders import named_weights, save_adapter, save_reward_mo
 from ppo_repro.numerics.devices import Card, kernels_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.weights import weights_digest
+from ppo_repro.ppo.draws import NONE, Draws, draws_of
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
 from ppo_repro.records.folder import (
     ACCURACY_NAME,
@@ -93,11 +94,16 @@ class LanguageExecution(Execution[Iteration]):
         has_text = torch.zeros(state.policy.config.vocab_size, dtype=torch.bool)
         has_text[[i for i in task.tokenizer.get_vocab().values() if i < len(has_text)]] = True
         warnings_left = [_cut, lambda rollout: _without_text(rollout, has_text)]  # each is printed once
+        draws = NONE
         for item in ppo_iterations(config, task, state, engine, self.ranks, receive):
             for warning_of in warnings_left[:]:
                 if warning := warning_of(item.rollout):
                     self.watcher.warning(f"iteration {item.index}: {warning}")
                     warnings_left.remove(warning_of)
+            if not (draws.is_wrong or config.mismatch.trainer.retokenize):
+                draws += _draws(item)
+                if draws.is_wrong:
+                    self.watcher.warning(f"iteration {item.index}: {draws.sentence()}")
             yield item
 
     def preparation_tables(self) -> Tables:
@@ -302,6 +308,12 @@ def _quick_collections() -> Iterator[None]:
 def _cut(rollout: Rollout) -> str | None:
     cut = rollout.finish_reasons.count("length") / len(rollout.finish_reasons)
     return cut_at_the_limit(cut) if cut > MANY_CUT else None
+
+
+def _draws(item: Iteration) -> Draws:
+    forward, owner = item.forward, item.rollout.sequence_of_token().numpy()
+    known = None if forward.cumulative_probs is None else forward.cumulative_probs.numpy()
+    return draws_of(forward.old_logprobs.numpy(), forward.entropies.numpy(), owner, known, seed=item.index)
 
 
 def _without_text(rollout: Rollout, has_text: Tensor) -> str | None:

@@ -169,6 +169,7 @@ def _forward(records: Records) -> buffers.ForwardPass:
     names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
     return buffers.ForwardPass(
         **{name: records.tensor("tokens", name) for name in names},
+        cumulative_probs=records.tensor_or_none("tokens", "cumulative_probs"),
         reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
         routes=torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32),
         values=records.tensor_or_none("tokens", "values"),

@@ -15,6 +15,7 @@ from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ExactMatch, Verifier
+from ppo_repro.ppo.draws import NONE, Draws, draws_of
 from ppo_repro.records import reader
 from ppo_repro.records.folder import (
     by_phase,
@@ -121,6 +122,8 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
     card = read_card(run_dir, recorded)
     agreement = _agreement(rows, figures, config.ppo.ratio_anchor, config.value.kind != "none")
     cut = cut_fraction(rows)
+    # tokens that were encoded again were not drawn
+    draws = NONE if config.mismatch.trainer.retokenize else _draws(run_dir, len(rows))
     figures |= {
         "reward_first": float(rows["reward_mean"].iloc[0]),
         "reward_last": float(rows["reward_mean"].iloc[-1]),
@@ -132,6 +135,7 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
         "is_judged": judged,  # whether responses are right or wrong, so that the accuracies mean something
         "numerical_accuracy": None if measured is None else asdict(measured),  # of the log-probs at the start
         "card": None if card is None else asdict(card),
+        "draws": {"mean": draws.mean, "error": draws.error, "tail_probability": min(draws.tail_probabilities)},
     }
     # what was trained is the score, if it is not only whether the response equals the answer
     own = not judged or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
@@ -143,10 +147,21 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
         *([cut_at_the_limit(cut)] if cut > MANY_CUT else []),
         f"{figures['iterations']} iterations, {figures['tokens']:,} response tokens",
         *agreement,
+        *([draws.sentence()] if draws.tokens else []),
         *not_promised(config),
         *([] if measured is None else [measured.sentence()]),
         *([] if card is None else [card.sentence()]),
     ]
+
+
+def _draws(run_dir: Path, iterations: int) -> Draws:
+    """Measure the draws of all recorded tokens, one iteration in memory at a time."""
+    found, names = NONE, ["old_logprobs", "entropies", "sequence", "cumulative_probs"]
+    for index in range(iterations):
+        tokens = reader.read_tokens(run_dir, iterations=[index], columns=names, allow_incomplete=True)
+        logprobs, entropies, sequences, known = (tokens[name].to_numpy() for name in names)
+        found += draws_of(logprobs, entropies, sequences, known, seed=index)
+    return found
 
 
 def _change(what: str, figures: Figures) -> str:

@@ -28,7 +28,7 @@ from ppo_repro.numerics.sequences import Rows
 from ppo_repro.numerics.token_statistics import (
     expand_kept,
     kl_divergence,
-    statistics_with_squares,
+    scoring_statistics,
     token_statistics,
 )
 from ppo_repro.stages.training_batch import TrainingBatch
@@ -47,6 +47,7 @@ class Distributions(NamedTuple):
     ref_kl: Tensor  # KL(policy || reference) over the whole distribution
     entropies: Tensor  # of the policy
     prob_sq_sums: Tensor  # sum over the vocabulary of the policy's squared probabilities
+    cumulative_probs: Tensor  # policy's probability of the tokens at least as likely, the token included
     reverse_ref_kl: Tensor  # KL(reference || policy); empty unless the reward charges it
 
 
@@ -98,6 +99,7 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         reverse_ref_kl=of_tokens.reverse_ref_kl if config.kl.reverses_exactly else None,
         entropies=of_tokens.entropies,
         prob_sq_sums=of_tokens.prob_sq_sums,
+        cumulative_probs=of_tokens.cumulative_probs,
         routes=torch.cat([score.routes for score in scored]),
         values=None if state.value_model is None else values,
     )
@@ -132,7 +134,7 @@ def _distributions(
 ) -> Distributions:
     """Compare the distributions of policy and reference at n tokens, from the policy's hidden states [n, H].
 
-    The C kernels compute KLs and sums of squares in both numerics.
+    The C kernels compute KLs, sums of squares and cumulative probabilities in both numerics.
     """
     temperature, policy, reference = rollout.temperature, state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), m.batch)
@@ -141,18 +143,16 @@ def _distributions(
         own = logits(policy, hidden)
         other = logits(reference, ref_hidden[rows])
         eligible = expand_kept(rollout.kept_tokens[m.tokens[rows]], own.shape[-1])
-        logprobs, entropies, squares = statistics_with_squares(own, m.batch.targets[rows], temperature, eligible, mode)
+        of_policy = scoring_statistics(own, m.batch.targets[rows], temperature, eligible, mode)
         ref_logprobs = token_statistics(other, m.batch.targets[rows], temperature, eligible, mode)[0]
         ref_kl = kl_divergence(own, other, temperature, eligible)
         reverse = torch.empty(0)
         if charged.reverses_exactly:
             reverse = kl_divergence(other, own, temperature, eligible)
         return Distributions(
-            logprobs=logprobs,
+            **of_policy._asdict(),
             ref_logprobs=ref_logprobs,
             ref_kl=ref_kl,
-            entropies=entropies,
-            prob_sq_sums=squares,
             reverse_ref_kl=reverse,
         )
 

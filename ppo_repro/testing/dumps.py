@@ -29,6 +29,7 @@ INSIDE = ("samples", "rollout_data")  # slime's names for the rows, or the colum
 # other numbers of each token, and their names in dumps
 EXTRA = {
     "entropies": ("entropies", "entropy"),
+    "cumulative_probs": ("cumulative_probs",),
     "log_kept_mass": ("log_kept_mass",),
     "advantages": ("advantages",),
 }

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
+from ppo_repro.ppo.draws import NONE, Draws, draws_of
 from ppo_repro.records import reader
 from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
 from ppo_repro.testing.dumps import Names, impossible, read_dump
@@ -23,6 +24,7 @@ from ppo_repro.testing.kl import k3
 
 ZEROS = 0.5  # largest share of tokens whose log-probs may be exactly 0 on both sides
 COLUMNS = ["iteration", "sequence", "position", "sampler", "trainer"]
+DISTRIBUTION = ["entropies", "cumulative_probs"]  # of the trainer; a dump may lack them
 # the parts of an environment that can change a rounding; no paths, no names of machines
 ENVIRONMENT = ("ppo_repro", "python", "machine", "cpu_capability", "numerics_mode", "threads", "processes")
 
@@ -47,8 +49,8 @@ def _token(pairs: pd.DataFrame, index: int) -> str:
 
 def run_pairs(run: Path | str) -> pd.DataFrame:
     """Read `rollout_logprobs` and `old_logprobs` of a recorded run. Raises UserError if it is damaged."""
-    columns = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs"]
-    return reader.read_tokens(run, columns=columns)[columns].set_axis(COLUMNS, axis=1).reset_index(drop=True)
+    columns = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", *DISTRIBUTION]
+    return reader.read_tokens(run, columns=columns)[columns].set_axis([*COLUMNS, *DISTRIBUTION], axis=1)
 
 
 def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) -> pd.DataFrame:
@@ -60,6 +62,7 @@ def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) ->
     for r in read_dump(source, names):
         positions = np.flatnonzero(r.counts)
         sides = {"sampler": r.sampler[positions], "trainer": r.trainer[positions]}
+        sides |= {name: r.extra[name][positions] for name in DISTRIBUTION if name in r.extra}
         frames.append(pd.DataFrame({"iteration": r.iteration, "sequence": r.row - 1, "position": positions, **sides}))
     return pd.concat(frames[1:] or frames, ignore_index=True)
 
@@ -90,6 +93,15 @@ def _suspicious(pairs: pd.DataFrame) -> str:
     return ""
 
 
+def draws_of_pairs(pairs: pd.DataFrame) -> Draws:
+    """Measure whether the tokens were drawn from the trainer's distributions; no tokens without its entropies."""
+    if "entropies" not in pairs:
+        return NONE
+    owner = pairs.groupby(["iteration", "sequence"]).ngroup().to_numpy()
+    known = pairs["cumulative_probs"].to_numpy() if "cumulative_probs" in pairs else None
+    return draws_of(pairs["trainer"].to_numpy(), pairs["entropies"].to_numpy(), owner, known)
+
+
 def assert_mismatch_below(
     run_or_file: Path | str | pd.DataFrame,
     *,
@@ -98,9 +110,10 @@ def assert_mismatch_below(
     k3: float | None = None,
     frac_unequal: float | None = None,
     nonfinite: int = 0,
+    draws: bool = True,
     names: Names | None = None,
 ) -> None:
-    """Assert that the log-probs of sampler and trainer differ by no more than each limit.
+    """Assert that the log-probs of sampler and trainer differ by no more than each limit, and that draws follow them.
 
     Below, delta is the trainer's log-prob minus the sampler's, in nats.
 
@@ -112,6 +125,8 @@ def assert_mismatch_below(
         k3: limit of the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer).
         frac_unequal: limit of the share of tokens that differ in any bit.
         nonfinite: limit of the number of tokens with a log-prob that is not finite.
+        draws: whether to judge that tokens were drawn from the trainer's distributions; this needs its `entropies`, and
+            finds smaller cuts with `cumulative_probs`.
         names: the names of the columns; None: the dump has the columns of a known stack.
 
     Raises:
@@ -138,6 +153,7 @@ def assert_mismatch_below(
     if why := _suspicious(pairs):
         raise AssertionError(f"{where}: {why}")
     limits["nonfinite"] = nonfinite
+    wrong = draws_of_pairs(pairs) if draws else NONE
     exceeded = [
         f"{name} is {value:.6g}, above {limits[name]:.6g} (as at {_token(pairs, row)})"
         for name, (value, row) in measures(pairs).items()
@@ -148,6 +164,8 @@ def assert_mismatch_below(
             f"{where}: of {len(pairs)} tokens {'; '.join(exceeded)}; if this is new, see what changed (weights sync, "
             "dtype, temperature, padding, token ids): `ppo-repro audit`"
         )
+    if wrong.is_wrong:
+        raise AssertionError(f"{where}: {wrong.sentence()}")
 
 
 class Golden(BaseModel):

@@ -211,7 +211,7 @@ def test_a_file_for_another_command_is_named(path: Path, kind: str, command: str
         ([STOCK, ROUNDED], "mismatch.sampler: stock rounds as torch does, so precision has no effect; "),
         (
             [*GROUP, "reward.terms=[{kind: steps, placement: step_ends}]"],
-            "reward.terms of kind steps: placement = step_ends acts on per-token rewards, which advantages.kind = group",
+            "reward.terms of kind steps: placement = step_ends acts on per-token rewards, which advantages",
         ),
         (["mismatch.sampler.precision.rest=bfloat16"], "mismatch.sampler.precision: rest is for what weights or"),
     ],

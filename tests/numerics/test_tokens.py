@@ -59,16 +59,28 @@ def test_statistics_and_their_gradient(drawn: tuple[int, int, int, str], tempera
     z.requires_grad_()
     found = (*tokens.token_statistics(z, targets, temperature, eligible, "deterministic"),)
     expected = definition.statistics(z.detach().numpy(), targets.numpy(), temperature, array(eligible))
-    with_squares = tokens.statistics_with_squares(z, targets, temperature, eligible, "deterministic")
-    assert all(same(a, b) for a, b in zip(with_squares, expected, strict=True))
+    expected_mass = definition.cumulative(z.detach().numpy(), targets.numpy(), temperature, array(eligible))
+    scored = tokens.scoring_statistics(z, targets, temperature, eligible, "deterministic")
+    assert all(same(a, b) for a, b in zip(scored, (*expected, expected_mass), strict=True))
     assert all(same(a, b) for a, b in zip(found, expected[:2], strict=True))
-    native = tokens.statistics_with_squares(z, targets, temperature, eligible, "native")
-    assert same(native[2], expected[2])
+    native = tokens.scoring_statistics(z, targets, temperature, eligible, "native")
+    assert same(native.prob_sq_sums, expected[2])
+    assert same(native.cumulative_probs, expected_mass)
     seeds = torch.randn(2, len(z), generator=seeded(drawn[2] + 3)) * (torch.arange(len(z)) > 0)  # the first row's: 0
     torch.autograd.backward(found, tuple(seeds))
     arguments = z.detach().numpy(), targets.numpy(), temperature, array(eligible), *seeds.numpy()
     assert z.grad is not None
     assert same(z.grad, definition.statistics_gradient(*arguments))
+
+
+def test_the_cumulative_probability_has_the_token_and_all_that_come_before_it() -> None:
+    p = torch.tensor([[0.1, 0.4, 0.1, 0.25, 0.15]] * 5, dtype=torch.float64)
+    found = tokens.scoring_statistics(p.log().float(), torch.arange(5), 1.0, None, "deterministic").cumulative_probs
+    assert (found - torch.tensor([0.9, 0.4, 1.0, 0.65, 0.8])).abs().max() < 1e-6
+    kept = torch.tensor([[True, True, False, True, False]] * 5)
+    cut = tokens.scoring_statistics(p.log().float(), torch.arange(5), 1.0, kept, "deterministic").cumulative_probs
+    assert (cut[[0, 1, 3]] - torch.tensor([1.0, 0.4 / 0.75, 0.65 / 0.75])).abs().max() < 1e-6
+    assert cut[[2, 4]].isnan().all()
 
 
 @given(rows, temperatures, st.booleans(), st.sampled_from([0.0, 0.1, 3.0]))
@@ -129,7 +141,7 @@ def test_logits_that_are_not_finite_end_the_run(value: float) -> None:
     calls = [
         lambda: tokens.token_statistics(bad, positions % 40, 1.0, None, "deterministic"),
         lambda: tokens.token_statistics(bad, positions % 40, 1.0, None, "native"),
-        lambda: tokens.statistics_with_squares(bad, positions % 40, 1.0, None, "native"),
+        lambda: tokens.scoring_statistics(bad, positions % 40, 1.0, None, "native"),
         lambda: tokens.kl_divergence(bad, z, 1.0, None),
         lambda: tokens.kl_divergence(z, bad, 1.0, None),
         lambda: tokens.cut_tokens(bad, 5, 1.0),

@@ -33,7 +33,7 @@ def bare_rollout(lengths: Tensor, logprobs: Tensor | None = None, reasons: Seque
 
 def bare_forward(logprobs: Tensor) -> ForwardPass:
     x, ids = torch.zeros_like(logprobs), torch.empty(len(logprobs), 0)
-    return ForwardPass(logprobs, logprobs, x, None, x, x, ids, None)
+    return ForwardPass(logprobs, logprobs, x, None, x, x, None, ids, None)
 
 
 def bare_advantages(advantages: Tensor) -> Advantages:

@@ -31,6 +31,7 @@ EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_head
 FAMILIES: dict[str, dict[str, int]] = {
     "llama": LLAMA,
     "qwen2": LLAMA,
+    "smollm3": {**LLAMA, "no_rope_layer_interval": 2},
     "qwen3": {**LLAMA, "head_dim": 16},
     "mistral": {**LLAMA, "sliding_window": 24},
     "gemma": {**LLAMA, "head_dim": 16},

@@ -18,6 +18,7 @@ from ppo_repro.numerics.families import (
     head_dim,
     key_value_heads,
     refuse,
+    ropes_of,
     windows_of,
 )
 from ppo_repro.numerics.interface import constants
@@ -43,6 +44,7 @@ class LayerParts:
     matrices: dict[str, tuple[nn.Module, ...]]  # linear layers whose outputs follow one another; `up`: gates, then ups
     experts: dict[str, Tensor]  # expert_up [E, 2 I, H], expert_down [E, H, I]; empty without experts
     window: int  # keys that a query sees; 0: all
+    rope: dict[str, Any] | None  # parameters of rotary positions
     scale: float  # of scores
 
 
@@ -51,7 +53,7 @@ class Description:
     """Description of a trunk: its parameters, and the numbers of the C struct `Model` by field."""
 
     embedding: Tensor
-    positions: Tensor | None  # learned; None with rotary positions
+    positions: Tensor | None  # learned
     layers: tuple[LayerParts, ...]
     last_norm: nn.Module
     numbers: dict[str, float]
@@ -67,8 +69,8 @@ def plain(config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy of a configuration with the same shapes, without settings that only native numerics support."""
     same = copy.deepcopy(config)
     setattr(same, activation_of(config)[0], "silu")
-    if getattr(same, "rope_parameters", None):
-        same.rope_parameters |= {"rope_type": "default"}
+    for rope in filter(None, ropes_of(same)):
+        rope["rope_type"] = "default"
     return same
 
 
@@ -88,8 +90,8 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
     )
 
 
-def _layer(names: Names, layer: Any, window: int) -> LayerParts:
-    """Return the parts of a decoder layer, whose queries see `window` keys."""
+def _layer(names: Names, layer: Any, window: int, rope: dict[str, Any] | None) -> LayerParts:
+    """Return the parts of a decoder layer, whose queries see `window` keys; `rope` has the numbers of its positions."""
     attention, mlp = getattr(layer, names.attention), layer.mlp
     norms = {name: getattr(layer, getattr(names, name)) for name in ("norm1", "norm2")}
     norms |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
@@ -102,7 +104,7 @@ def _layer(names: Names, layer: Any, window: int) -> LayerParts:
     else:
         matrices |= {"up": tuple(getattr(mlp, name) for name in names.up), "down": (getattr(mlp, names.down),)}
     scale = float(attention.scaling)
-    return LayerParts(norms=norms, matrices=matrices, experts=experts, window=window, scale=scale)
+    return LayerParts(norms=norms, matrices=matrices, experts=experts, window=window, rope=rope, scale=scale)
 
 
 def _qk_norm(layer: LayerParts, head_dim: int) -> int:
@@ -125,8 +127,8 @@ def describe(trunk: PreTrainedModel) -> Description:
     parts, config = cast(Any, trunk), trunk.config
     family = FAMILIES[config.model_type]
     names = family.names
-    modules = zip(getattr(parts, names.layers), windows_of(config), strict=True)
-    layers = tuple(_layer(names, layer, window) for layer, window in modules)
+    each = zip(getattr(parts, names.layers), windows_of(config), ropes_of(config), strict=True)
+    layers = tuple(_layer(names, *layer) for layer in each)
     table = getattr(parts, names.embedding)
     positions = getattr(parts, family.learned_positions).weight if family.learned_positions else None
     mixture = next((cast(Any, m) for m in trunk.modules() if isinstance(m, MIXTURES)), None)

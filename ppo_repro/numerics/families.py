@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import transformers
 from torch import Tensor, nn
@@ -49,6 +49,9 @@ class Family:
     windows: Literal["no layer", "every layer", "by layer_types"] = "no layer"  # which layers may have a sliding window
     mixture: type[nn.Module] | None = None  # a router and its experts
     learned_positions: str | None = None  # the name of their table; None: rotary positions
+    rotary: Literal["every layer", "by no_rope_layers", "by layer_types"] = (
+        "every layer"  # which layers rotate, and how
+    )
     rotates_part: bool = False  # partial_rotary_factor may be below 1
     joins_heads: bool = False  # query, key and value of a head lie together in the matrix qkv
     may_be_parallel: bool = False  # use_parallel_residual: attention and MLP have the same input
@@ -82,6 +85,7 @@ FAMILIES = {  # by model_type
     "llama": Family("Llama", "Llama"),
     "qwen2": Family("Qwen2", "Qwen2", windows="by layer_types"),
     "qwen3": Family("Qwen3", "Qwen3", windows="by layer_types"),
+    "smollm3": Family("SmolLM3", "SmolLM3", windows="by layer_types", rotary="by no_rope_layers"),
     "mistral": Family("Mistral", "Mistral", windows="every layer"),
     "gemma": Family("Gemma", "Gemma", norm=constants.NORM_RMS_OFFSET, scales_embedding=True),
     "gpt2": Family("GPT-2", "GPT2", _GPT2, norm=constants.NORM_LAYER, learned_positions="wpe"),
@@ -198,6 +202,17 @@ def windows_of(config: PretrainedConfig) -> list[int]:
     if _windows(config) == "by layer_types":
         return [window if kind == "sliding_attention" else 0 for kind in config.layer_types]
     return [window if _windows(config) == "every layer" else 0] * config.num_hidden_layers
+
+
+def ropes_of(config: PretrainedConfig) -> list[dict[str, Any] | None]:
+    """Return for each layer the parameters of its rotary positions; None for a layer without them."""
+    family, layers = FAMILIES[config.model_type], config.num_hidden_layers
+    if family.learned_positions:
+        return [None] * layers
+    if family.rotary == "by layer_types":
+        return [config.rope_parameters[kind] for kind in config.layer_types]
+    rotates = config.no_rope_layers[:layers] if family.rotary == "by no_rope_layers" else [1] * layers
+    return [config.rope_parameters if each else None for each in rotates]
 
 
 def _windows(config: PretrainedConfig) -> str:

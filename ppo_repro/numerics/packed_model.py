@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -43,6 +42,7 @@ class PackedModel:
         self._experts: list[tuple[Tensor, list[PackedMatrix]]] = []  # a parameter [E, N, K], and its E matrices
         self._norms: list[tuple[nn.Module, Struct]] = []
         self._arrays: list[Struct] = []  # memory of the matrices of experts
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # cosines and sines, by id of the parameters
         self._precision, self._moves = lowered.precision, lowered.moves_weights
         self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
 
@@ -51,20 +51,16 @@ class PackedModel:
         mixtures_before = accumulate((bool(parts.experts) for parts in layers), initial=0)
         for struct, parts, mixture in zip(self._layers, layers, mixtures_before, strict=False):
             self._add_layer(struct, parts, mixture)
+            if parts.rope is not None:
+                self._rotate(struct.rotary, trunk.config, parts.rope, lowered.max_context)
 
-        rotary = self.description.positions is None
-        angles = tables(trunk.config, lowered.max_context) if rotary else (torch.zeros(1), torch.zeros(1))
-        self._cosine, self._sine = (table.to(self.device) for table in angles)
         members = dict(
             **self.description.numbers,
-            rotary=rotating(trunk.config) if rotary else 0,
             round_activations=FORMATS.index(self._precision.activations),
             round_inputs=FORMATS.index(self._precision.linear_inputs),
             round_cache=FORMATS.index(self._precision.kv_cache),
             embedding_grad=-1,
             positions_grad=-1,
-            cosine=pointer(self._cosine, self.device),
-            sine=pointer(self._sine, self.device),
             layer=self._layers,
         )
         self.struct = ffi.new("Model *", members)
@@ -88,6 +84,14 @@ class PackedModel:
             self._arrays.append(array)
             self._experts.append((stacked, experts))
             self.matrices += experts
+
+    def _rotate(self, struct: Struct, config: PretrainedConfig, rope: dict[str, Any], positions: int) -> None:
+        """Fill in the rotary positions of a layer. Layers with the same parameters share one pair of tables."""
+        if id(rope) not in self._tables:
+            cosine, sine = tables(config, rope, positions)
+            self._tables[id(rope)] = cosine.to(self.device), sine.to(self.device)
+        struct.elements = rotating(config, rope)
+        struct.cosine, struct.sine = (pointer(table, self.device) for table in self._tables[id(rope)])
 
     def _add_norm(self, norm: nn.Module, struct: Struct) -> None:
         struct.grad, struct.b_grad = -1, -1

@@ -33,7 +33,7 @@ _NUMBERS = {
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), (1e-9, 1e9)),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1e-9, 1.0)),
 }
-_ROPE = ("rope_parameters", "rope_scaling")
+_ROPE = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")  # the last two inside the first
 RANGES = {**_WHOLE, **_NUMBERS}
 
 

@@ -271,7 +271,8 @@ class Shape:
     qk_norm: str = "QK_NORM_NONE"
     activation: str = "ACT_SILU"
     experts: int = 0  # of the last layer
-    rotary: bool = True
+    rotary: bool = True  # with tables of its own in each layer
+    unrotated: int = 0  # layers before the first one with rotary positions
     parallel: bool = False
     transposed: bool = False
     rounded: str = "FORMAT_FLOAT32"  # format of activations, inputs and cache
@@ -301,10 +302,18 @@ class _Weights:
         (w, grad), (bias, bias_grad) = self.some(n, k), self.some(n)
         return matrix(self.side, w, bias, self.shape.transposed, grad, bias_grad)
 
-    def layer(self, window: int, experts: int) -> dict[str, Any]:
+    def rotary(self, positions: int) -> dict[str, Any]:
+        """Return the members of a Rotary, in which a part of a head rotates."""
+        half = (self.shape.head_dim // 4 * 2 or 2) // 2
+        angles = self.rng.uniform(0, 7, (positions, half))
+        cosine, sine = (self.side.put(table.astype(F)) for table in (np.cos(angles), np.sin(angles)))
+        return dict(elements=2 * half, cosine=cosine, sine=sine)
+
+    def layer(self, window: int, rotary: bool, experts: int, positions: int) -> dict[str, Any]:
         """Return the members of a Layer; with `experts` they stand in place of the MLP."""
         side, s = self.side, self.shape
-        members = dict(window=window, scale=s.head_dim**-0.5, norm1=self.norm(s.hidden), norm2=self.norm(s.hidden))
+        members = dict(window=window, rotary=self.rotary(positions) if rotary else {}, scale=s.head_dim**-0.5)
+        members |= dict(norm1=self.norm(s.hidden), norm2=self.norm(s.hidden))
         if s.qk_norm != "QK_NORM_NONE":
             for name, heads in (("q_norm", s.heads), ("k_norm", s.kv_heads)):
                 w, grad = self.some(s.head_dim * (heads if s.qk_norm == "QK_NORM_WHOLE" else 1), center=1.0)
@@ -333,24 +342,24 @@ def _model(side: Side, shape: Shape, rng: np.random.Generator, longest: int) -> 
     """Return a Model with positions up to `longest`, and how many weights it has."""
     weights, s = _Weights(side, shape, rng), shape
     embedding, embedding_grad = weights.some(VOCABULARY, s.hidden, size=1.0)
-    experts = [s.experts if index == len(s.windows) - 1 else 0 for index in range(len(s.windows))]
-    layers = side.struct("Layer", [weights.layer(*layer) for layer in zip(s.windows, experts, strict=True)])
-    for index, count in enumerate(experts):
-        _pack(side, layers + index, count)
+    count = len(s.windows)
+    experts = [s.experts if index == count - 1 else 0 for index in range(count)]
+    rotary = [s.rotary and index >= s.unrotated for index in range(count)]
+    each = zip(s.windows, rotary, experts, [longest] * count, strict=True)
+    layers = side.struct("Layer", [weights.layer(*layer) for layer in each])
+    for index, number in enumerate(experts):
+        _pack(side, layers + index, number)
     last_norm = weights.norm(s.hidden)
-    half = (s.head_dim // 4 * 2 or 2) // 2  # a part of a head rotates
-    angles = rng.uniform(0, 7, (longest, half))
     learned, positions_grad = (None, -1) if s.rotary else weights.some(longest, s.hidden)
     kinds = {name: getattr(constants, getattr(s, name)) for name in ("norm", "qk_norm", "activation")}
     rounded = getattr(constants, s.rounded)
     members = dict(
-        layers=len(s.windows), hidden=s.hidden, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
-        vocabulary=VOCABULARY, rotary=2 * half if s.rotary else 0, gated=s.gated, parallel=s.parallel,
+        layers=count, hidden=s.hidden, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
+        vocabulary=VOCABULARY, gated=s.gated, parallel=s.parallel,
         experts=s.experts or 1, chosen=min(CHOSEN, s.experts or 1), normalised=1, mixtures=bool(s.experts),
         q_step=s.head_dim, k_at=s.heads * s.head_dim, k_step=s.head_dim, v_at=(s.heads + s.kv_heads) * s.head_dim,
         v_step=s.head_dim, round_activations=rounded, round_inputs=rounded, round_cache=rounded,
         position_entries=0 if s.rotary else longest, padding=3, eps=1e-5, embedding_scale=1.5,
-        cosine=side.put(np.cos(angles).astype(F)), sine=side.put(np.sin(angles).astype(F)),
         embedding=side.put(embedding), embedding_grad=embedding_grad, positions_grad=positions_grad,
         positions=None if learned is None else side.put(learned), last_norm=last_norm, layer=layers,
     )  # fmt: skip
@@ -605,6 +614,7 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
     other = Shape(norm="NORM_LAYER", activation="ACT_GELU_TANH", rotary=False, parallel=True)
     yield "model of another kind", model((135, 3), other)
     yield "model of a third kind", model((40, 3), Shape(norm="NORM_RMS_OFFSET", activation="ACT_GELU"))
+    yield "model of a fourth kind", model((40, 3), Shape(windows=(0, 0), unrotated=1))
     yield "model over a cache", cached(LENGTHS, (7, 130, 1), Shape(windows=(0, 40)))
     yield "statistics", statistics(5, 1003)
     yield "statistics at temperature 1", statistics(3, 300, temperature=1.0)

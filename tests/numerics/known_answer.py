@@ -16,7 +16,7 @@ from ppo_repro.numerics.definition.elementary import Array, D, F, fma
 from ppo_repro.numerics.definition.experts import Mixture
 from ppo_repro.numerics.definition.gradients import Contributions, join_slots, slot_sums
 from ppo_repro.numerics.definition.linear import linear, linear_backward
-from ppo_repro.numerics.definition.model import Layer, Matrix, Model, NormWeights
+from ppo_repro.numerics.definition.model import Layer, Matrix, Model, NormWeights, Rotary
 from ppo_repro.numerics.definition.network import Activations, backward, forward
 from ppo_repro.numerics.definition.optimizer import Moments, Settings, adamw, sum_of_squares
 from ppo_repro.numerics.definition.rounding import Rounding, rounded
@@ -32,13 +32,14 @@ ROWS, NOISE_COLUMNS, TOP_K, TOP_P = 16, 8, 40, 0.9
 
 @dataclass(frozen=True)
 class Kind:
-    """What one of the three models is made of."""
+    """What a model is made of."""
 
     norm: Literal["rms", "rms_offset", "layer"]
     qk_norm: Literal["none", "head", "whole"]
     activation: str
     temperature: float
     rotary: bool = True
+    unrotated: int = 0
     gated: bool = True
     parallel: bool = False
     experts: bool = True
@@ -53,6 +54,7 @@ KINDS = (
     Kind("rms", "head", "silu", 0.8),
     Kind("layer", "none", "gelu_tanh", 0.8, rotary=False, gated=False, parallel=True, experts=False, window=40),
     Kind("rms_offset", "whole", "gelu", 1.0, normalised=False, transposed=True, padding=3, embedding_scale=1.5),
+    Kind("rms", "none", "silu", 0.8, unrotated=1, experts=False),
 )
 
 
@@ -98,7 +100,7 @@ class Weights:
     def matrix(self, path: str, n: int, k: int) -> Matrix:
         return Matrix(self.some(f"{path}.w", n, k, transposed=self.kind.transposed), self.some(f"{path}.bias", n))
 
-    def layer(self, index: int) -> Layer:
+    def layer(self, index: int, rotary: Rotary | None) -> Layer:
         kind, path, is_last = self.kind, f"layers.{index}", index == LAYERS - 1
         up = 2 * INNER if kind.gated else INNER
         members: dict[str, Any] = {
@@ -123,26 +125,26 @@ class Weights:
         else:
             members["up"] = self.matrix(f"{path}.up", up, HIDDEN)
             members["down"] = self.matrix(f"{path}.down", HIDDEN, INNER)
-        return Layer(**members, window=kind.window if is_last else 0, scale=0.25)
+        members |= {"window": kind.window if is_last else 0, "rotary": rotary if index >= kind.unrotated else None}
+        return Layer(**members, scale=0.25)
 
     def model(self) -> tuple[Model, Matrix]:
         """Return the model and its head."""
         kind = self.kind
         embedding = self.some("embedding", VOCABULARY, HIDDEN, size=1.0)
-        more: dict[str, Any] = {}
+        rotary = positions = None
         if kind.rotary:
-            for name in ("cosine", "sine"):
-                more[name] = self.some(name, POSITIONS, ROTARY // 2, size=1.0)
+            rotary = Rotary(*(self.some(name, POSITIONS, ROTARY // 2, size=1.0) for name in ("cosine", "sine")))
         else:
-            more["positions"] = self.some("positions", POSITIONS, HIDDEN, size=1.0)
-        layers = tuple(self.layer(index) for index in range(LAYERS))
+            positions = self.some("positions", POSITIONS, HIDDEN, size=1.0)
+        layers = tuple(self.layer(index, rotary) for index in range(LAYERS))
         last_norm = self.norm("last_norm", HIDDEN, kind.norm == "layer")
         model = Model(
             heads=HEADS, kv_heads=1, head_dim=HEAD_DIM, eps=1e-5, embedding=embedding, layers=layers,
             last_norm=last_norm, q_at=0, q_step=HEAD_DIM, k_at=HEADS * HEAD_DIM, k_step=HEAD_DIM,
             v_at=(HEADS + 1) * HEAD_DIM, v_step=HEAD_DIM, embedding_scale=kind.embedding_scale, norm=kind.norm,
             qk_norm=kind.qk_norm, activation=kind.activation, gated=kind.gated, parallel=kind.parallel,
-            chosen=CHOSEN, normalised=kind.normalised, padding=kind.padding, **more,
+            chosen=CHOSEN, normalised=kind.normalised, padding=kind.padding, positions=positions,
         )  # fmt: skip
         return model, self.matrix("head", VOCABULARY, HIDDEN)
 
@@ -248,7 +250,7 @@ def add_cut_rows(digest: Digest, kind: Kind, z: Array, targets: Array) -> None:
 
 
 def known_answer() -> int:
-    """Return the digest of the three models."""
+    """Return the digest of all models."""
     digest = Digest()
     targets = 11 * np.arange(START[-1]) % VOCABULARY
     for kind in KINDS:

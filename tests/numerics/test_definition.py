@@ -25,7 +25,7 @@ from ppo_repro.numerics.definition.product import BLOCK, chain, product
 from ppo_repro.numerics.definition.row_sums import row_sum
 from ppo_repro.numerics.interface import names
 from ppo_repro.numerics.rotary import tables
-from tests.support.definition import model_from, tables_of
+from tests.support.definition import model_from, rotary_of
 from tests.support.models import (
     CONFIGS,
     LLAMA3_ROPE,
@@ -174,14 +174,15 @@ ROPES: dict[str, Any] = {
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_rotary_tables_are_the_definition(rope: str) -> None:
-    found, expected = tables(ROPES[rope], 999), tables_of(ROPES[rope], 999)
-    assert [x.numpy().tobytes() for x in found] == [x.tobytes() for x in expected]
+    config = ROPES[rope]
+    found, expected = tables(config, config.rope_parameters, 999), rotary_of(config, config.rope_parameters, 999)
+    assert [x.numpy().tobytes() for x in found] == [expected.cosine.tobytes(), expected.sine.tobytes()]
 
 
 def test_theta_is_rounded_to_float32() -> None:
     """10,000.0001 gives the tables of 10,000. Control: the next float32 gives other tables."""
     plain, same, other = (
-        tables(llama_config(rope_parameters={"rope_type": "default", "rope_theta": theta}), 999)[1]
+        tables(llama_config(), {"rope_type": "default", "rope_theta": theta}, 999)[1]
         for theta in (1e4, 10000.0001, float(np.nextafter(F(1e4), F(2e4))))
     )
     assert torch.equal(plain, same)
@@ -218,9 +219,15 @@ def trunk_of(family: str) -> PreTrainedModel:
 def with_tables(trunk: Any, model: Model) -> Any:
     """The model in float64, with the rotary tables of the definition."""
     wide = copy.deepcopy(trunk).double()
-    if model.cosine.size:
-        cosine, sine = (torch.tensor(np.concatenate([t, t], -1)).double() for t in (model.cosine, model.sine))
-        wide.rotary_emb.forward = lambda x, position_ids: (cosine[position_ids], sine[position_ids])
+    kinds = getattr(trunk.config, "layer_types", None) or [None] * len(model.layers)
+    rotary = {kind: layer.rotary for kind, layer in zip(kinds, model.layers, strict=True) if layer.rotary}
+
+    def forward(x: Any, position_ids: Any, layer_type: str | None = None) -> Any:
+        of = rotary[layer_type] if layer_type else next(iter(rotary.values()))
+        return [torch.tensor(np.concatenate([t, t], -1)).double()[position_ids] for t in (of.cosine, of.sine)]
+
+    if rotary:
+        wide.rotary_emb.forward = forward
     return wide
 
 

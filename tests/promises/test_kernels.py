@@ -151,6 +151,8 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
             more |= {"rotary_pct": draw(st.sampled_from(ROTATING[d]))}
         else:
             shape |= {"num_key_value_heads": kv_heads, "head_dim": d}
+        if family == "smollm3":
+            more |= {"no_rope_layers": draw(st.sampled_from(([0, 0], [0, 1], [1, 0])))}
         if family in ("llama", "qwen3"):
             more |= {"attention_bias": draw(st.booleans())}
         if family in ("mistral", "mixtral"):

@@ -114,6 +114,10 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (("(float)(1.0 / sqrt64(squares / n + eps))", "1.0f / sqrt32((float)(squares / n + eps))"),),
     ),
     "rule 5: a rotation is contracted": ("rows.c", (("y[d] = a * c - b * s;", "y[d] = fma32(a, c, -(b * s));"),)),
+    "rule 5: the rotary positions of another layer": (
+        "heads.c",
+        ((".rotary = l->rotary,\n      .q_norm", ".rotary = m->layer[m->layers - 1].rotary,\n      .q_norm"),),
+    ),
     "rule 5: slope of SiLU without fma": ("rows.c", (("s * fma32(x, 1.0f - s, 1.0f)", "s * (1.0f + x * (1.0f - s))"),)),
     "rule 6: another product in AdamW": ("optimizer.c", (("s.rest2 * c * c", "s.rest2 * (c * c)"),)),
     "rule 6: moments without fma": (

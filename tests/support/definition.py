@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics.definition.elementary import Array, F
-from ppo_repro.numerics.definition.model import Layer, Matrix, Model, NormWeights
+from ppo_repro.numerics.definition.model import Layer, Matrix, Model, NormWeights, Rotary
 from ppo_repro.numerics.definition.rotary import frequencies, llama3_frequencies, rotary_tables
 from ppo_repro.numerics.description import LayerParts, describe
 from ppo_repro.numerics.families import head_dim
@@ -56,35 +56,32 @@ def _matrix(layers: tuple[Any, ...]) -> Matrix:
     return Matrix(np.concatenate(weights), np.concatenate(biases) if biases else None)
 
 
-def _layer(parts: LayerParts) -> Layer:
+def _layer(parts: LayerParts, rotary: Rotary | None) -> Layer:
     weights: dict[str, Any] = {name: _norm(module) for name, module in parts.norms.items()}
     weights |= {name: _matrix(layers) for name, layers in parts.matrices.items()}
     weights |= {name: tuple(Matrix(array(w)) for w in stacked) for name, stacked in parts.experts.items()}
-    return Layer(**weights, window=parts.window, scale=parts.scale)
+    return Layer(**weights, window=parts.window, rotary=rotary, scale=parts.scale)
 
 
-def tables_of(config: PretrainedConfig, positions: int) -> tuple[Array, Array]:
-    """Cosines and sines of a config's rotary positions, float32 [positions, D / 2] each."""
-    rope = config.rope_parameters
+def rotary_of(config: PretrainedConfig, rope: dict[str, Any], positions: int) -> Rotary:
+    """The cosines and sines of a layer's rotary parameters."""
     found = frequencies(rope["rope_theta"], int(head_dim(config) * rope.get("partial_rotary_factor", 1.0)))
     if rope["rope_type"] == "linear":
         found = found / rope["factor"]
     if rope["rope_type"] == "llama3":
         found = llama3_frequencies(found, *(rope[name] for name in LLAMA3))
-    return rotary_tables(found, positions)
+    return Rotary(*rotary_tables(found, positions))
 
 
 def model_from(trunk: PreTrainedModel, positions: int) -> Model:
     """The weights and numbers of a transformers trunk; rotary tables have `positions` rows."""
     d = describe(trunk)
-    more: dict[str, Any] = {name: d.numbers[name] for name in SAME}
-    if d.positions is None:
-        more |= dict(zip(("cosine", "sine"), tables_of(trunk.config, positions), strict=True))
+    rotary = [None if parts.rope is None else rotary_of(trunk.config, parts.rope, positions) for parts in d.layers]
     return Model(
-        **more,
+        **{name: d.numbers[name] for name in SAME},  # type: ignore[arg-type]
         embedding=array(d.embedding),
         positions=None if d.positions is None else array(d.positions),
-        layers=tuple(_layer(parts) for parts in d.layers),
+        layers=tuple(map(_layer, d.layers, rotary)),
         last_norm=_norm(d.last_norm),
         norm=NORMS[int(d.numbers["norm"])],  # type: ignore[arg-type]
         qk_norm=QK_NORMS[int(d.numbers["qk_norm"])],  # type: ignore[arg-type]

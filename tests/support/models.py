@@ -33,6 +33,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from ppo_repro.base.mode import Mode
@@ -78,6 +80,11 @@ def qwen2_config(**changes: Any) -> Qwen2Config:
 def llama_config(**changes: Any) -> LlamaConfig:
     """Rotary frequencies of Llama 3."""
     return LlamaConfig(**{**SHAPE, "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE, **changes})
+
+
+def smollm3_config(**changes: Any) -> SmolLM3Config:
+    """A layer without rotary positions, then one with them; tied embeddings."""
+    return SmolLM3Config(**{**SHAPE, "no_rope_layers": [0, 1], **changes})
 
 
 def mistral_config(**changes: Any) -> MistralConfig:
@@ -142,6 +149,7 @@ CLASSES: dict[type[PretrainedConfig], type[PreTrainedModel]] = {
     Qwen3Config: Qwen3ForCausalLM,
     Qwen2Config: Qwen2ForCausalLM,
     LlamaConfig: LlamaForCausalLM,
+    SmolLM3Config: SmolLM3ForCausalLM,
     MistralConfig: MistralForCausalLM,
     GemmaConfig: GemmaForCausalLM,
     GPT2Config: GPT2LMHeadModel,
@@ -154,6 +162,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": qwen3_config,
     "qwen2": qwen2_config,
     "llama": llama_config,
+    "smollm3": smollm3_config,
     "mistral": mistral_config,
     "gemma": gemma_config,
     "gpt2": gpt2_config,
@@ -220,6 +229,9 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2 tied": lambda: qwen2_config(tie_word_embeddings=True),
     "llama tied, biases, gelu": lambda: llama_config(
         tie_word_embeddings=True, attention_bias=True, mlp_bias=True, hidden_act="gelu"
+    ),
+    "smollm3 sliding, untied, biases": lambda: smollm3_config(
+        **SLIDING, no_rope_layers=[1, 0], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
     ),
     "mistral without window, tied": lambda: mistral_config(sliding_window=None, tie_word_embeddings=True),
     "gemma untied, biases": lambda: gemma_config(tie_word_embeddings=False, attention_bias=True),

@@ -1,5 +1,5 @@
 // Checks at the first use of the library: the CPU's state, and a known answer. The known answer is a digest
-// of all that three small models compute: training in two backward passes, decoding over a cache, samples,
+// of all that some small models compute: training in two backward passes, decoding over a cache, samples,
 // cuts and divergences of their logits, and other number formats. A library that computes anything else is
 // refused (library.py). tests/numerics/known_answer.py computes the same digest by the definition.
 //
@@ -37,12 +37,13 @@ static uint64_t hashed(uint64_t hash, const void *words, long count) {
 enum { HIDDEN = 24, HEADS = 2, HEAD_DIM = 12, ROTARY = 8, INNER = 136 };  // the inner width is above a block
 enum { LAYERS = 2, VOCABULARY = 67, EXPERTS = 3, CHOSEN = 2 };
 
-// The kinds of three models, which together take every case of a switch
+// The kinds of the models, which together take every case of a switch
 typedef struct {
   NormKind norm;
   QkNormKind qk_norm;
   ActivationKind activation;
-  int rotary;  // 0: learned positions
+  int rotary;     // 0: no layer has rotary positions, and all positions are learned
+  int unrotated;  // layers before the first one with rotary positions
   int gated;
   int parallel;
   int mixtures;  // 1: the last layer has experts
@@ -88,6 +89,17 @@ static const Kind KINDS[] = {
         .padding = 3,
         .embedding_scale = 1.5f,
         .temperature = 1.0f,
+    },
+    {
+        .norm = NORM_RMS,
+        .qk_norm = QK_NORM_NONE,
+        .activation = ACT_SILU,
+        .rotary = ROTARY,
+        .unrotated = 1,
+        .gated = 1,
+        .padding = -1,
+        .embedding_scale = 1.0f,
+        .temperature = 0.8f,
     },
 };
 
@@ -166,10 +178,11 @@ static Matrix some_matrix(Check *c, int n, int k) {
   return w;
 }
 
-static Layer some_layer(Check *c, int index) {
+static Layer some_layer(Check *c, int index, Rotary rotary) {
   const int up = c->kind->gated ? 2 * INNER : INNER;
   const int is_last = index == LAYERS - 1;
   Layer l = {.window = is_last ? c->kind->window : 0, .scale = 0.25f};
+  if (index >= c->kind->unrotated) l.rotary = rotary;
   l.norm1 = some_norm(c, HIDDEN);
   l.norm2 = some_norm(c, HIDDEN);
   l.q_norm = some_head_norm(c, HEADS);
@@ -202,7 +215,6 @@ static void make_model(Check *c) {
       .vocabulary = VOCABULARY,
       .norm = kind->norm,
       .qk_norm = kind->qk_norm,
-      .rotary = kind->rotary,
       .activation = kind->activation,
       .gated = kind->gated,
       .parallel = kind->parallel,
@@ -221,15 +233,16 @@ static void make_model(Check *c) {
       .layer = c->layers,
   };
   m.embedding = some_numbers(c, VOCABULARY * HIDDEN, 0.0f, 1.0f, &m.embedding_grad);
+  Rotary rotary = {.elements = kind->rotary};
   if (kind->rotary) {
     long not_trained;  // any numbers will do for cosines and sines
-    m.cosine = some_numbers(c, POSITIONS * ROTARY / 2, 0.0f, 1.0f, &not_trained);
-    m.sine = some_numbers(c, POSITIONS * ROTARY / 2, 0.0f, 1.0f, &not_trained);
+    rotary.cosine = some_numbers(c, POSITIONS * ROTARY / 2, 0.0f, 1.0f, &not_trained);
+    rotary.sine = some_numbers(c, POSITIONS * ROTARY / 2, 0.0f, 1.0f, &not_trained);
   } else {
     m.position_entries = POSITIONS;
     m.positions = some_numbers(c, POSITIONS * HIDDEN, 0.0f, 1.0f, &m.positions_grad);
   }
-  for (int index = 0; index < LAYERS; index++) c->layers[index] = some_layer(c, index);
+  for (int index = 0; index < LAYERS; index++) c->layers[index] = some_layer(c, index, rotary);
   m.last_norm = some_norm(c, HIDDEN);
   c->model = m;
   c->head = some_matrix(c, VOCABULARY, HIDDEN);

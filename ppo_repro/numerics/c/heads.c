@@ -7,22 +7,17 @@
 #include "operations.h"
 #include "shapes.h"
 
-// Cosines and sines of a position [rotary / 2]; NULL without rotary positions
-typedef struct {
-  const float *cosine;
-  const float *sine;
-} Angles;
-
-INLINE Angles angles_at(const Model *m, int position) {
-  if (!m->rotary) return (Angles){NULL, NULL};
-  long at = (long)position * (m->rotary / 2);
-  return (Angles){m->cosine + at, m->sine + at};
+// The cosines and sines of one position
+INLINE Rotary rotary_at(Rotary r, int position) {
+  long at = (long)position * (r.elements / 2);
+  return r.elements ? (Rotary){r.elements, r.cosine + at, r.sine + at} : r;
 }
 
-// y [head_dim] is head x, turned by the angles times `way`; elements from `rotary` on stay. y may be x.
-INLINE void rotate_head(const Model *m, const float *x, Angles angles, const float way, float *y) {
-  if (m->rotary) rotate(x, angles.cosine, angles.sine, way, m->rotary / 2, y);
-  EACH(d, m->head_dim - m->rotary) y[m->rotary + d] = x[m->rotary + d];
+// y [head_dim] is head x, turned by the angles of a position times `way`; the elements that do not rotate
+// stay. y may be x.
+INLINE void rotate_head(const float *x, int head_dim, Rotary at, const float way, float *y) {
+  if (at.elements) rotate(x, at.cosine, at.sine, way, at.elements / 2, y);
+  EACH(d, head_dim - at.elements) y[at.elements + d] = x[at.elements + d];
 }
 
 // Elements that one norm of queries or keys covers, and how many such norms a row has
@@ -34,7 +29,8 @@ INLINE int head_norms(const Model *m, int heads) { return m->qk_norm == QK_NORM_
 // --------------------------------------------------------------------------------------------------- forward
 
 typedef struct {
-  Model m;              // its numbers and tables
+  Model m;              // its numbers
+  Rotary rotary;
   const float *q_norm;  // weights of norms [head_norm_width]
   const float *k_norm;
   const int *position;  // of the batch
@@ -64,7 +60,7 @@ ROW(heads_row, HeadRows) {
   const int d_all = m->head_dim;
   const int position = a->position[row];
   const int base = a->base[a->sequence[row]];
-  const Angles angles = angles_at(m, position);
+  const Rotary angles = rotary_at(a->rotary, position);
   const float *qkv = a->qkv + (long)row * qkv_width(m);
   const float *queries = qkv + m->q_at;
   const float *keys = qkv + m->k_at;
@@ -81,7 +77,7 @@ ROW(heads_row, HeadRows) {
   }
   for (int h = 0; h < m->heads; h++) {
     float *q = a->q + (long)row * q_width(m) + h * d_all;
-    rotate_head(m, queries + (long)h * q_step, angles, 1.0f, q);
+    rotate_head(queries + (long)h * q_step, d_all, angles, 1.0f, q);
     MEET_LANES;
     round_row(m->round_activations, 0, q, d_all);
   }
@@ -90,7 +86,7 @@ ROW(heads_row, HeadRows) {
     float *cached_key = a->keys + head + key_at(position, d_all);
     float *cached_value = a->values + head + (long)position * d_all;
     const float *value = qkv + m->v_at + (long)h * m->v_step;
-    rotate_head(m, keys + (long)h * k_step, angles, 1.0f, key);
+    rotate_head(keys + (long)h * k_step, d_all, angles, 1.0f, key);
     MEET_LANES;
     round_row(m->round_activations, 0, key, d_all);
     round_row(m->round_cache, 0, key, d_all);
@@ -105,6 +101,7 @@ ROW(heads_row, HeadRows) {
 
 typedef struct {
   Model m;
+  Rotary rotary;
   const int *position;
   const float *dq;  // [tokens][heads][head_dim], of rotated queries
   float *d_qkv;     // [tokens][qkv_width]: has gradients of rotated keys and of values; gets all three
@@ -113,15 +110,15 @@ typedef struct {
 // Gradients of rotated queries and keys, turned back
 ROW(heads_backward_row, HeadsBackward) {
   const Model *m = &a->m;
-  const Angles angles = angles_at(m, a->position[row]);
+  const Rotary angles = rotary_at(a->rotary, a->position[row]);
   float *d_qkv = a->d_qkv + (long)row * qkv_width(m);
   for (int h = 0; h < m->heads; h++) {
     const float *dq = a->dq + (long)row * q_width(m) + h * m->head_dim;
-    rotate_head(m, dq, angles, -1.0f, d_qkv + m->q_at + h * m->q_step);
+    rotate_head(dq, m->head_dim, angles, -1.0f, d_qkv + m->q_at + h * m->q_step);
   }
   for (int h = 0; h < m->kv_heads; h++) {
     float *dk = d_qkv + m->k_at + h * m->k_step;
-    rotate_head(m, dk, angles, -1.0f, dk);
+    rotate_head(dk, m->head_dim, angles, -1.0f, dk);
   }
 }
 
@@ -183,6 +180,7 @@ static void heads_step(const Pass *pass, const Layer *l, const Heads *heads, con
   const Model *m = pass->m;
   HeadRows rows = {
       .m = *m,
+      .rotary = l->rotary,
       .q_norm = l->q_norm.w,
       .k_norm = l->k_norm.w,
       .position = pass->in_kernels.position,
@@ -221,7 +219,13 @@ static void head_norm_gradient(const Model *m, const NormWeights *w, const Saved
 static void heads_step_backward(const Pass *pass, const Layer *l, const Saved *s, const float *dq,
                                 const Blocks *blocks, float *d_qkv) {
   const Model *m = pass->m;
-  HeadsBackward back = {.m = *m, .position = pass->in_kernels.position, .dq = dq, .d_qkv = d_qkv};
+  HeadsBackward back = {
+      .m = *m,
+      .rotary = l->rotary,
+      .position = pass->in_kernels.position,
+      .dq = dq,
+      .d_qkv = d_qkv,
+  };
   for_rows(pass->b->tokens, heads_backward_row, &back);
   if (m->qk_norm == QK_NORM_NONE) return;
   head_norm_gradient(m, &l->q_norm, s, d_qkv, m->q_at, m->heads, s->q_r, blocks);

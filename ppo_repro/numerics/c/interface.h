@@ -82,6 +82,13 @@ typedef struct {
   long b_grad;
 } NormWeights;
 
+// Rotary positions; zeros in a layer without them
+typedef struct {
+  int elements;         // how many of a head rotate
+  const float *cosine;  // [positions][elements / 2]
+  const float *sine;
+} Rotary;
+
 typedef struct {
   NormWeights norm1;           // before attention
   NormWeights norm2;           // before the MLP
@@ -96,6 +103,7 @@ typedef struct {
   const Matrix *expert_down;   // [experts]
   int window;                  // keys that a query sees, itself included; 0: all
   int mixture;                 // how many layers before this one have experts
+  Rotary rotary;
   float scale;                 // of scores
 } Layer;
 
@@ -108,7 +116,6 @@ typedef struct {
   int vocabulary;
   NormKind norm;
   QkNormKind qk_norm;
-  int rotary;                      // how many elements of a head rotate; 0: none
   ActivationKind activation;
   int gated;                       // act(gate) up instead of act(up)
   int parallel;                    // norm2 reads the layer's input, not the sum of input and attention
@@ -129,8 +136,6 @@ typedef struct {
   int padding;                     // a token whose embedding is not trained, or -1
   float eps;                       // of norms
   float embedding_scale;
-  const float *cosine;             // [positions][rotary / 2]
-  const float *sine;
   const float *embedding;          // [vocabulary][hidden]
   const float *positions;          // learned: [position_entries][hidden]; NULL: none
   long embedding_grad;

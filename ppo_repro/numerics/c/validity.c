@@ -27,6 +27,14 @@ static int mlp_fits(const Model *m, const Matrix *up, const Matrix *down) {
          has_shape(down, m->hidden, down->k);
 }
 
+static const char *rotary_fault(const Rotary *r, int head_dim) {
+  if (!r->elements && !r->cosine && !r->sine) return NULL;  // a layer without rotary positions
+  if (r->elements % 2 || !within(r->elements, 2, head_dim))
+    return "head_dim: rotary positions turn pairs, so an even number of a head's elements, from 2 to all, "
+           "must rotate";
+  return r->cosine && r->sine ? NULL : "rope_parameters: there are no tables of cosine and sine";
+}
+
 static const char *layer_fault(const Model *m, const Layer *l, int mixture) {
   long q = (long)m->heads * m->head_dim, qkv = q + 2L * m->kv_heads * m->head_dim;
   if (!has_shape(&l->qkv, qkv, m->hidden))
@@ -35,6 +43,8 @@ static const char *layer_fault(const Model *m, const Layer *l, int mixture) {
     return "hidden_size: the output matrix of attention has another shape";
   if (l->window < 0) return "sliding_window: must be at least 1 key";
   if (!is_positive(l->scale)) return "head_dim: the scale of attention's scores must be finite and above 0";
+  const char *fault = rotary_fault(&l->rotary, m->head_dim);
+  if (fault) return fault;
   if (!l->expert_up)
     return mlp_fits(m, &l->up, &l->down) ? NULL : "intermediate_size: a matrix of an MLP has another shape";
   if (l->mixture != mixture) return "num_experts: the layers with experts are not counted in order";
@@ -59,10 +69,6 @@ const char *model_fault(const Model *m) {
     return "head_dim: must be at least 1, and all heads together at most " TEXT(MAX_WIDTH);
   if (!within(m->kv_heads, 1, m->heads) || m->heads % m->kv_heads)
     return "num_key_value_heads: must divide num_attention_heads";
-  if (m->rotary % 2 || !within(m->rotary, m->position_entries ? 0 : 2, m->head_dim))
-    return "head_dim: rotary positions turn pairs, so an even number of a head's elements, from 2 to all, "
-           "must rotate";
-  if (m->rotary && (!m->cosine || !m->sine)) return "rope_parameters: there are no tables of cosine and sine";
   if (!within(m->position_entries, 0, MAX_VOCABULARY))
     return "max_position_embeddings: must be from 1 to " TEXT(MAX_VOCABULARY);
   if (!within(m->padding, -1, m->vocabulary - 1L)) return "pad_token_id: must be a token of the vocabulary";

@@ -145,11 +145,10 @@ def attention_part(model: Model, layer: Layer, x: Array) -> tuple[Array, Attenti
     r = model.rounding
     x = rounded(r.inputs, x)
     raw, (q_columns, k_columns, v_columns) = layer_linear(model, x, layer.qkv), _head_columns(model)
-    cosine, sine = model.cosine[: len(x)], model.sine[: len(x)]
     q, q_normed = _norm_heads(model, raw[:, q_columns], layer.q_norm)
     k, k_normed = _norm_heads(model, raw[:, k_columns], layer.k_norm)
-    if cosine.size:
-        q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
+    if layer.rotary is not None:
+        q, k = rotate(q, layer.rotary), rotate(k, layer.rotary)
     q, k = (rounded(r.activations, a, scaled=False) for a in (q, k))
     k, v = (rounded(r.cache, a, scaled=False) for a in (k, raw[:, v_columns]))
     q, k, v = (a.swapaxes(0, 1) for a in (q, k, v))
@@ -176,9 +175,8 @@ def attention_part_backward(
     d_out = d_mixed.reshape(len(dy), model.heads, model.head_dim).swapaxes(0, 1)
     d_heads = attend_backward(of.attention, d_out, layer.scale, layer.window)
     dq, dk, dv = (a.swapaxes(0, 1) for a in d_heads)
-    cosine, sine = model.cosine[: len(dy)], model.sine[: len(dy)]
-    if cosine.size:
-        dq, dk = rotate(dq, cosine, -sine), rotate(dk, cosine, -sine)
+    if layer.rotary is not None:
+        dq, dk = rotate(dq, layer.rotary, way=-1), rotate(dk, layer.rotary, way=-1)
     if of.q_normed is not None and of.k_normed is not None:
         dq = _norm_heads_backward(grads, f"{name}.q_norm", layer.q_norm, dq, of.q_normed, position)
         dk = _norm_heads_backward(grads, f"{name}.k_norm", layer.k_norm, dk, of.k_normed, position)

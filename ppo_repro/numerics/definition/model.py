@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from ppo_repro.numerics.definition.elementary import Array, F
+from ppo_repro.numerics.definition.elementary import Array
 from ppo_repro.numerics.definition.rounding import Rounding
 
 
@@ -25,6 +25,14 @@ class Matrix:
 
     w: Array
     bias: Array | None = None
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and sines [positions, R / 2] of a layer in which R elements of a head rotate."""
+
+    cosine: Array
+    sine: Array
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class Layer:
     expert_up: tuple[Matrix, ...] = ()
     expert_down: tuple[Matrix, ...] = ()
     window: int = 0  # keys that a query sees, its own included; 0: all
+    rotary: Rotary | None = None
     scale: float = 1.0  # of attention scores
 
 
@@ -72,8 +81,6 @@ class Model:
     activation: str = "silu"  # a name in `rows.ACTIVATIONS`
     gated: bool = True
     parallel: bool = False
-    cosine: Array = field(default_factory=lambda: np.zeros((0, 0), F))  # [positions, rotary / 2]; empty: no rotation
-    sine: Array = field(default_factory=lambda: np.zeros((0, 0), F))
     positions: Array | None = None  # learned, [positions, H]
     chosen: int = 0  # experts of a token
     normalised: bool = False  # routing weights are a softmax over the chosen experts, not over all

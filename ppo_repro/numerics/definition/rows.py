@@ -9,7 +9,7 @@ import numpy as np
 
 from ppo_repro.numerics.definition.elementary import Array, D, F, erf32, exp32, fma, sigmoid32, tanh32
 from ppo_repro.numerics.definition.gradients import Contributions, column_addends
-from ppo_repro.numerics.definition.model import Model, NormWeights
+from ppo_repro.numerics.definition.model import Model, NormWeights, Rotary
 from ppo_repro.numerics.definition.rounding import rounded
 from ppo_repro.numerics.definition.row_sums import row_mean, row_sum
 
@@ -79,15 +79,14 @@ def layer_norm(model: Model, x: Array, weights: NormWeights) -> Normed:
     return replace(of, y=rounded(model.rounding.activations, of.y))
 
 
-def rotate(x: Array, cosine: Array, sine: Array) -> Array:
-    """Rotate (a, b) -> (a c - b s, b c + a s), the two halves of the first R columns; x [T, heads, D], c [T, R / 2].
+def rotate(x: Array, rotary: Rotary, way: int = 1) -> Array:
+    """Rotate (a, b) -> (a c - b s, b c + a s), the two halves of the first R columns of heads x [T, heads, D].
 
-    Each product and each sum is rounded. Columns from R on stay. With -sine, the function is the backward pass.
-
-    Kernel: `rotate`.
+    Each product and each sum is rounded. Columns from R on stay. `way` is 1, or -1 in the backward pass, where -s
+    replaces s. Kernel: `rotate`.
     """
-    half = cosine.shape[1]
-    c, s = cosine[:, None], sine[:, None]
+    half = rotary.cosine.shape[1]
+    c, s = rotary.cosine[: len(x), None], F(way) * rotary.sine[: len(x), None]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return np.concatenate([a * c - b * s, b * c + a * s, rest], -1)
 

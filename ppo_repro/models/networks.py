@@ -18,7 +18,7 @@ from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.seeding import bell
 from ppo_repro.config.rollout import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
-from ppo_repro.numerics.families import check_visibility, decoder_layers, routers, trunk_of
+from ppo_repro.numerics.families import attention_of, check_visibility, decoder_layers, routers, trunk_of
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.linear import linear
@@ -46,7 +46,7 @@ def make_policy(source: PreTrainedModel, mode: Mode, max_context: int) -> PreTra
     model = copy.deepcopy(source).eval()
     if is_deterministic_mode(mode):
         return lower(model, Lowered(max_context))
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(attention_of(model.config))
     if routers(model):
         model.set_experts_implementation("eager")  # grouped products refuse rows of no multiple of 16 bytes
     return model

@@ -19,6 +19,8 @@ from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ppo_repro.numerics.families import attention_of
+
 
 class _Widening(TorchFunctionMode):
     """Widen float32 tensors where a function takes them; the output matrix, which may be the largest, only once."""
@@ -80,7 +82,7 @@ def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
     """Return the unmodified model with the weights of `policy`. They share memory, so no code may write to them."""
     config = copy.deepcopy(policy.config)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention_of(config)
     config._experts_implementation = "eager"
     config.pad_token_id = None  # a prompt may hold it, of which transformers would warn
     return with_config(policy, config)

@@ -17,6 +17,7 @@ from ppo_repro.numerics.families import (
     check_visibility,
     head_dim,
     key_value_heads,
+    number_of,
     refuse,
     ropes_of,
     windows_of,
@@ -46,6 +47,7 @@ class LayerParts:
     window: int  # keys that a query sees; 0: all
     rope: dict[str, Any] | None  # parameters of rotary positions
     scale: float  # of scores
+    score_cap: float  # 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +92,8 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
     )
 
 
-def _layer(names: Names, layer: Any, window: int, rope: dict[str, Any] | None) -> LayerParts:
-    """Return the parts of a decoder layer, whose queries see `window` keys; `rope` has the numbers of its positions."""
+def _layer(names: Names, layer: Any) -> dict[str, Any]:
+    """Return the fields of LayerParts that its modules have: parameters, and the scale of scores."""
     attention, mlp = getattr(layer, names.attention), layer.mlp
     norms = {name: getattr(layer, getattr(names, name)) for name in ("norm1", "norm2")}
     norms |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
@@ -103,8 +105,7 @@ def _layer(names: Names, layer: Any, window: int, rope: dict[str, Any] | None) -
         experts = {"expert_up": mixture.experts.gate_up_proj, "expert_down": mixture.experts.down_proj}
     else:
         matrices |= {"up": tuple(getattr(mlp, name) for name in names.up), "down": (getattr(mlp, names.down),)}
-    scale = float(attention.scaling)
-    return LayerParts(norms=norms, matrices=matrices, experts=experts, window=window, rope=rope, scale=scale)
+    return dict(norms=norms, matrices=matrices, experts=experts, scale=float(attention.scaling))
 
 
 def _qk_norm(layer: LayerParts, head_dim: int) -> int:
@@ -127,8 +128,11 @@ def describe(trunk: PreTrainedModel) -> Description:
     parts, config = cast(Any, trunk), trunk.config
     family = FAMILIES[config.model_type]
     names = family.names
-    each = zip(getattr(parts, names.layers), windows_of(config), ropes_of(config), strict=True)
-    layers = tuple(_layer(names, *layer) for layer in each)
+    cap = number_of(config, family.score_cap, 0.0)
+    layers = tuple(
+        LayerParts(**_layer(names, layer), window=window, rope=rope, score_cap=cap)
+        for layer, window, rope in zip(getattr(parts, names.layers), windows_of(config), ropes_of(config), strict=True)
+    )
     table = getattr(parts, names.embedding)
     positions = getattr(parts, family.learned_positions).weight if family.learned_positions else None
     mixture = next((cast(Any, m) for m in trunk.modules() if isinstance(m, MIXTURES)), None)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -56,6 +57,9 @@ class Family:
     joins_heads: bool = False  # query, key and value of a head lie together in the matrix qkv
     may_be_parallel: bool = False  # use_parallel_residual: attention and MLP have the same input
     scales_embedding: bool = False  # by the root of hidden_size
+    score_cap: str | None = None  # here and below: the config's field of this number, if the family has it
+    logit_cap: str | None = None
+    logit_divisor: str | None = None
 
 
 _GPT2 = Names(
@@ -134,6 +138,17 @@ def head_dim(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def number_of(config: PretrainedConfig, field: str | None, default: float) -> float:
+    """Return the number in a field of a config; the default if the family has no such field, or the model no number."""
+    value = None if field is None else getattr(config, field)
+    return default if value is None else float(value)
+
+
+def attention_of(config: PretrainedConfig) -> str:
+    """Return transformers' name of the attention for a stock model: torch's fused attention has no soft cap."""
+    return "eager" if number_of(config, FAMILIES[config.model_type].score_cap, 0.0) else "sdpa"
+
+
 def key_value_heads(config: PretrainedConfig) -> int:
     """Return the number of heads of keys and values."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
@@ -189,11 +204,19 @@ def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor
     """Return the mask, or the masks by type of layer, for `attention_mask` of the stock model's forward.
 
     `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys, or all (None).
+    Attention outside of torch adds its mask to the scores.
     """
+
+    def mask(window: int | None) -> Tensor:
+        seen = visible(window)
+        if attention_of(config) == "sdpa":
+            return seen
+        return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, torch.finfo(torch.float32).min)
+
     if _windows(config) == "by layer_types":
         windows = {"full_attention": None, "sliding_attention": config.sliding_window}
-        return {kind: visible(windows[kind]) for kind in sorted(set(config.layer_types))}
-    return visible(config.sliding_window if _windows(config) == "every layer" else None)
+        return {kind: mask(windows[kind]) for kind in sorted(set(config.layer_types))}
+    return mask(config.sliding_window if _windows(config) == "every layer" else None)
 
 
 def windows_of(config: PretrainedConfig) -> list[int]:

@@ -24,6 +24,7 @@ from ppo_repro.numerics.families import head_of, trunk_of
 from ppo_repro.numerics.interface import Ints, constants, ints, pointer
 from ppo_repro.numerics.kernel_batch import Cache, KernelBatch, cache_of_batch, check_batch
 from ppo_repro.numerics.linear import linear, product
+from ppo_repro.numerics.logit_scale import logit_scale_of
 from ppo_repro.numerics.lowering import Lowered, lowered_of, shapes_of
 from ppo_repro.numerics.matrices import packed
 from ppo_repro.numerics.native import NativeNetwork
@@ -216,17 +217,18 @@ def free_memory(model: nn.Module) -> None:
 
 
 def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> Tensor:
-    """Return the logits [n, V] of a causal model from the trunk's hidden states [n, H], by the head.
+    """Return the logits [n, V] of a causal model from the trunk's hidden states [n, H], by the head and what follows.
 
     In native numerics the logits are on the CPU, else on the model's device. If the head is trained, `rows` has the
     sequence of each row, and the sums that receive gradients.
     """
-    head, lowered = head_of(model), lowered_of(model)
+    head, lowered, scale = head_of(model), lowered_of(model), logit_scale_of(model.config)
     if lowered is None:
-        return cast(Tensor, head(hidden)).cpu()
+        return scale(cast(Tensor, head(hidden)).cpu(), deterministic=False)
     precision = lowered.precision
     if precision.other_weights == "float32":
         out = linear(hidden, head, rows)
     else:
         out = product(hidden, packed(head, precision.other_weights))
+    out = scale(out, deterministic=True)
     return out if precision.logits == "float32" else round_rows(out, precision.logits)

@@ -69,7 +69,8 @@ class PackedModel:
 
     def _add_layer(self, struct: Struct, parts: LayerParts, mixture: int) -> None:
         """Fill in the struct of a layer, and list its matrices and norms; `mixture` earlier layers have experts."""
-        struct.window, struct.mixture, struct.scale = parts.window, mixture, parts.scale
+        struct.window, struct.mixture = parts.window, mixture
+        struct.scale, struct.score_cap = parts.scale, parts.score_cap
         weights, other_weights = self._precision.weights, self._precision.other_weights
         for name, norm in parts.norms.items():
             self._add_norm(norm, ffi.addressof(struct, name))

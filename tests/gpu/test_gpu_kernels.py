@@ -157,6 +157,16 @@ BREAKS = {
         "gpu/attention.c",
         (("= y / totals[i / head_dim]", "= y * (1.0f / totals[i / head_dim])"),),
     ),
+    "scores have no cap": Break(
+        ("capped scores over a cache", "model of a fourth kind"),
+        "gpu/attention.c",
+        (("if (cap && j >= from && j < to) s[j]", "if (0) s[j]"),),
+    ),
+    "scores have no cap in the backward pass": Break(
+        ("model of a fourth kind",),
+        "gpu/attention.c",
+        (("a->score_cap ? soft_cap(p[j], a->score_cap) : p[j]", "p[j]"),),
+    ),
     "rows of an id fall": Break(("model",), "gpu/gradients.c", (("a->sorted[i];", "a->sorted[begin + end - 1 - i];"),)),
 }
 

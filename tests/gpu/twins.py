@@ -272,6 +272,7 @@ class Shape:
     activation: str = "ACT_SILU"
     experts: int = 0  # of the last layer
     rotary: bool = True  # with tables of its own in each layer
+    score_cap: float = 0.0
     unrotated: int = 0  # layers before the first one with rotary positions
     parallel: bool = False
     transposed: bool = False
@@ -312,7 +313,8 @@ class _Weights:
     def layer(self, window: int, rotary: bool, experts: int, positions: int) -> dict[str, Any]:
         """Return the members of a Layer; with `experts` they stand in place of the MLP."""
         side, s = self.side, self.shape
-        members = dict(window=window, rotary=self.rotary(positions) if rotary else {}, scale=s.head_dim**-0.5)
+        members = dict(window=window, scale=s.head_dim**-0.5, score_cap=s.score_cap)
+        members |= dict(rotary=self.rotary(positions) if rotary else {})
         members |= dict(norm1=self.norm(s.hidden), norm2=self.norm(s.hidden))
         if s.qk_norm != "QK_NORM_NONE":
             for name, heads in (("q_norm", s.heads), ("k_norm", s.kv_heads)):
@@ -487,6 +489,21 @@ def statistics(n: int, v: int, masked: bool = False, bad: bool = False, temperat
     return case
 
 
+def scaled_logits(n: int, v: int, cap: float) -> Case:
+    """What follows the head, and its gradient."""
+
+    def case(side: Side) -> Results:
+        rng = np.random.default_rng((n, v, 4))
+        results = dict(logits=side.put(_logits(rng, n, v)), gradient=side.nan(n, v))
+        given = dict(n=n, v=v, divisor=0.7, cap=cap, d_logits=side.put(numbers(rng, n, v)))
+        struct = side.struct("LogitScale", given | results)
+        side.call("scale_logits", struct)
+        side.call("scale_logits_gradient", struct)
+        return {name: side.get(array) for name, array in results.items()}
+
+    return case
+
+
 def divergence(n: int, v: int, masked: bool = False) -> Case:
     """The KL divergence of two rows of logits, and its gradient."""
 
@@ -614,8 +631,10 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
     other = Shape(norm="NORM_LAYER", activation="ACT_GELU_TANH", rotary=False, parallel=True)
     yield "model of another kind", model((135, 3), other)
     yield "model of a third kind", model((40, 3), Shape(norm="NORM_RMS_OFFSET", activation="ACT_GELU"))
-    yield "model of a fourth kind", model((40, 3), Shape(windows=(0, 0), unrotated=1))
+    yield "model of a fourth kind", model((40, 3), Shape(windows=(0, 0), unrotated=1, score_cap=0.4))
     yield "model over a cache", cached(LENGTHS, (7, 130, 1), Shape(windows=(0, 40)))
+    yield "capped scores over a cache", cached((135, 4), (7, 130, 1), Shape(score_cap=0.4))
+    yield "scaled logits", scaled_logits(5, 1003, cap=2.0)
     yield "statistics", statistics(5, 1003)
     yield "statistics at temperature 1", statistics(3, 300, temperature=1.0)
     yield "statistics masked", statistics(3, 77, masked=True, bad=True)
@@ -676,6 +695,7 @@ def all_cases() -> Iterator[tuple[str, Case]]:
     for n, v in ((1, 1), (1, 5), (17, 16), (40, 33), (3, 50257), (2, 151936)):
         for masked in (False, True):
             yield f"statistics {n}x{v} {masked}", statistics(n, v, masked)
+            yield f"scaled logits {n}x{v} {masked}", scaled_logits(n, v, cap=2.0 if masked else 0.0)
             yield f"divergence {n}x{v} {masked}", divergence(n, v, masked)
             yield f"sampling {n}x{v} {masked}", sampling(n, v, masked)
         yield f"cut {n}x{v}", cut(n, v, 0, 0.9)

@@ -48,13 +48,16 @@ class Kind:
     window: int = 0
     padding: int = -1
     embedding_scale: float = 1.0
+    score_cap: float = 0.0
+    logit_divisor: float = 1.0
+    logit_cap: float = 0.0
 
 
 KINDS = (
     Kind("rms", "head", "silu", 0.8),
     Kind("layer", "none", "gelu_tanh", 0.8, rotary=False, gated=False, parallel=True, experts=False, window=40),
     Kind("rms_offset", "whole", "gelu", 1.0, normalised=False, transposed=True, padding=3, embedding_scale=1.5),
-    Kind("rms", "none", "silu", 0.8, unrotated=1, experts=False),
+    Kind("rms", "none", "silu", 0.8, unrotated=1, experts=False, score_cap=0.5, logit_divisor=0.75, logit_cap=2.5),
 )
 
 
@@ -126,7 +129,7 @@ class Weights:
             members["up"] = self.matrix(f"{path}.up", up, HIDDEN)
             members["down"] = self.matrix(f"{path}.down", HIDDEN, INNER)
         members |= {"window": kind.window if is_last else 0, "rotary": rotary if index >= kind.unrotated else None}
-        return Layer(**members, scale=0.25)
+        return Layer(**members, scale=0.25, score_cap=kind.score_cap)
 
     def model(self) -> tuple[Model, Matrix]:
         """Return the model and its head."""
@@ -181,11 +184,12 @@ def add_training(digest: Digest, weights: Weights, model: Model, head: Matrix, t
     for first, after in ((0, 1), (1, 4)):
         rows = slice(START[first], START[after])
         hidden = [passed[s].hidden for s in range(first, after)]
-        z = linear(np.concatenate(hidden), head)
+        z = tokens.scale_logits(linear(np.concatenate(hidden), head), kind.logit_divisor, kind.logit_cap)
         digest.add(z, *tokens.statistics(z, targets[rows], kind.temperature, None), softmax_rows(z, kind.temperature))
         n = len(z)
         d_logprob, d_entropy = numbered(rows.start, n), np.full(n, F(0.01))
         d = tokens.statistics_gradient(z, targets[rows], kind.temperature, None, d_logprob, d_entropy)
+        d = tokens.scale_logits_gradient(z, d, kind.logit_divisor, kind.logit_cap)
         for s in range(first, after):
             own = slice(START[s] - rows.start, START[s + 1] - rows.start)
             grads: Contributions = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from ppo_repro.base.errors import NumericsError
 from ppo_repro.numerics import token_statistics as tokens
 from ppo_repro.numerics.definition import sampling
 from ppo_repro.numerics.definition import tokens as definition
+from ppo_repro.numerics.logit_scale import LogitScale
 from tests.support.models import seeded
 from tests.support.sampler import drawn_case
 
@@ -81,6 +83,31 @@ def test_the_cumulative_probability_has_the_token_and_all_that_come_before_it() 
     cut = tokens.scoring_statistics(p.log().float(), torch.arange(5), 1.0, kept, "deterministic").cumulative_probs
     assert (cut[[0, 1, 3]] - torch.tensor([1.0, 0.4 / 0.75, 0.65 / 0.75])).abs().max() < 1e-6
     assert cut[[2, 4]].isnan().all()
+
+
+@given(rows, st.sampled_from([(1.0, 0.0), (8.0, 0.0), (0.3, 0.0), (1.0, 30.0), (3.0, 0.7)]))
+def test_what_follows_the_head(drawn: tuple[int, int, int, str], scale: tuple[float, float]) -> None:
+    """Bit for bit the definition, which is near float64. Control: scales differ by more than the bound."""
+    head = logits_of(*drawn)
+    head.requires_grad_()
+    seed = torch.randn(head.shape, generator=seeded(drawn[2] + 3))
+    found = LogitScale(*scale)(head * 1, deterministic=True)
+    found.backward(seed)
+    assert head.grad is not None
+    assert same(found, definition.scale_logits(head.detach().numpy(), *scale))
+    assert same(head.grad, definition.scale_logits_gradient(found.detach().numpy(), seed.numpy(), *scale))
+    wide = head.detach().double().requires_grad_()
+    expected = LogitScale(*scale)(wide, deterministic=False)
+    expected.backward(seed.double())
+    assert wide.grad is not None
+    assert torch.allclose(found.double(), expected, rtol=1e-6, atol=1e-40)
+    assert torch.allclose(head.grad.double(), wide.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_each_number_after_the_head_counts() -> None:
+    z = logits_of(3, 40, 0, "normal")
+    found = [LogitScale(*scale)(z.clone(), deterministic=True) for scale in ((1.0, 0.0), (8.0, 0.0), (8.0, 0.1))]
+    assert min(float((a - b).abs().max()) for a, b in pairwise(found)) > 0.01
 
 
 @given(rows, temperatures, st.booleans(), st.sampled_from([0.0, 0.1, 3.0]))

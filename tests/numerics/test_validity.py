@@ -102,6 +102,7 @@ BROKEN = {
     "num_key_value_heads": [("kv_heads", 0), ("kv_heads", 3), ("kv_heads", 8)],
     "head_dim": [("head_dim", 0), ("head_dim", 1 << 29), *(("layer.rotary.elements", n) for n in (15, 0, 18))],
     "rope_parameters": [("layer.rotary.cosine", ffi.NULL), ("layer.rotary.sine", ffi.NULL)],
+    "attn_logit_softcapping": [("layer.score_cap", float("nan")), ("layer.score_cap", -1.0)],
     "sliding_window": [("layer.window", -1)],
     "max_position_embeddings": [("position_entries", -1)],
     "pad_token_id": [("padding", 89), ("padding", -2)],

@@ -105,6 +105,20 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ),
     ),
     "rule 4: a window of one key more": ("shapes.h", (("position - window + 1", "position - window"),)),
+    "rule 4: no soft cap": ("attention.c", (("if (!h->score_cap) return;", "return;"),)),
+    "rule 4: a soft cap before the scale": (
+        "attention.c",
+        (
+            ("scores[j] = scores[j] * h->scale;", "scores[j] = h->score_cap ? scores[j] : scores[j] * h->scale;"),
+            ("soft_cap(scores[j], h->score_cap);", "soft_cap(scores[j], h->score_cap) * h->scale;"),
+        ),
+    ),
+    "rule 4: a soft cap without its slope": (
+        "attention.c",
+        (("if (capped) dp_to_ds[j] = dp_to_ds[j] *", "if (capped) (void)"),),
+    ),
+    "rule 5: logits without their divisor": ("tokens.c", (("z[i] = z[i] / a->divisor;", "(void)z;"),)),
+    "rule 5: logits without their cap": ("tokens.c", (("  if (!a->cap) return;", "  return;"),)),
     "rule 5: the last step of exp is rounded twice": (
         "elementary.h",
         (("y = fma32(y, r * r, r) + 1.0f;\n  int32_t", "y = (y * (r * r) + r) + 1.0f;\n  int32_t"),),

@@ -60,7 +60,7 @@ def _layer(parts: LayerParts, rotary: Rotary | None) -> Layer:
     weights: dict[str, Any] = {name: _norm(module) for name, module in parts.norms.items()}
     weights |= {name: _matrix(layers) for name, layers in parts.matrices.items()}
     weights |= {name: tuple(Matrix(array(w)) for w in stacked) for name, stacked in parts.experts.items()}
-    return Layer(**weights, window=parts.window, rotary=rotary, scale=parts.scale)
+    return Layer(**weights, window=parts.window, rotary=rotary, scale=parts.scale, score_cap=parts.score_cap)
 
 
 def rotary_of(config: PretrainedConfig, rope: dict[str, Any], positions: int) -> Rotary:

@@ -1,7 +1,7 @@
 // Causal attention over a cache of keys and values (rule 4). Prefill, decoding and training are one function:
 // a query at some position sees the keys of its sequence up to that position, or the last `window` of them.
 //
-//   score = scale (q . key)                       a chain over head_dim, rule 1
+//   score = scale (q . key)                       a chain over head_dim, rule 1; then the soft cap, if any
 //   top   = the largest score that the query sees
 //   p     = exp(score - top), 0 for keys that it does not see
 //   total = row sum of p over key positions       rule 3
@@ -9,7 +9,7 @@
 //
 // Backward, from d = the gradient of mixed, all of p computed again from top and total:
 //   p     = exp(score - top) (1 / total)
-//   ds    = p (d . value - delta)                 delta = row sum of mixed d
+//   ds    = p (d . value - delta)                 delta = row sum of mixed d; times the soft cap's slope
 //   dq    = scale (sum of ds key)                 in blocks of 128 key positions
 //   dk    = scale (sum of ds q), dv = sum of p d  in blocks of 128 query positions, a group's heads in order
 //
@@ -72,10 +72,16 @@ typedef struct {
   int to;
 } Keys;
 
-// Scores into p, in place: p = exp(scale score - top) for the keys j that the query sees, 0 for the others
-// with scores. Returns top; total is the sum.
-static float exponentiate_scores(float *score_to_p, Keys keys, float scale, float *total) {
-  for (int j = keys.from; j < keys.to; j++) score_to_p[j] = score_to_p[j] * scale;
+// From q . key to scores, in place, for the keys that the query sees
+static void scale_scores(const Heads *h, float *scores, Keys keys) {
+  for (int j = keys.from; j < keys.to; j++) scores[j] = scores[j] * h->scale;
+  if (!h->score_cap) return;
+  for (int j = keys.from; j < keys.to; j++) scores[j] = soft_cap(scores[j], h->score_cap);
+}
+
+// Scores into p, in place: p = exp(score - top) for the keys j that the query sees, 0 for the others with
+// scores. Returns top; total is the sum.
+static float exponentiate_scores(float *score_to_p, Keys keys, float *total) {
   float top = largest(score_to_p + keys.from, keys.to - keys.from);
   for (int j = keys.begin; j < keys.from; j++) score_to_p[j] = 0.0f;
   for (int j = keys.from; j < keys.to; j++) score_to_p[j] = exp32(score_to_p[j] - top);
@@ -111,7 +117,8 @@ static void attend_strip(const Heads *h, int kv, int s, int row0, int row1, floa
   for (int i = 0; i < rows; i++) {
     int position = past + (row0 + i) / group;
     Keys keys = {.begin = begin, .end = end, .from = first_seen(h->window, position), .to = position + 1};
-    h->top[at[i]] = exponentiate_scores(p + i * ld, keys, h->scale, &h->total[at[i]]);
+    scale_scores(h, p + i * ld, keys);
+    h->top[at[i]] = exponentiate_scores(p + i * ld, keys, &h->total[at[i]]);
   }
   multiply_values(p, ld, rows, h->values + head_at(h, kv, s), head_dim, begin, end, mixed, head_dim);
   for (int i = 0; i < rows; i++) {
@@ -153,15 +160,19 @@ static void values_as_panels(const float *rows, int positions, int head_dim, flo
     for (int d = 0; d < head_dim; d++) panels[key_at(j, head_dim) + d * COLS] = rows[(long)j * head_dim + d];
 }
 
-// One query, in place: its scores become p, and dp = d . value becomes ds; both 0 for the keys that it does
-// not see
-static void softmax_backward(float *score_to_p, float *dp_to_ds, Keys keys, float scale, float top,
-                             float total, float delta) {
-  float inverse = 1.0f / total;
+// The query of `row` in [tokens][heads], in place: its scores become p, and dp = d . value becomes ds; both 0
+// for the keys that it does not see. definition: attention.attend_backward.
+INLINE void softmax_backward(const Heads *h, long row, float *score_to_p, float *dp_to_ds, Keys keys,
+                             float delta, const int capped) {
+  const float top = h->top[row];
+  const float inverse = 1.0f / h->total[row];
+  const float cap = h->score_cap;
   for (int j = keys.begin; j < keys.from; j++) score_to_p[j] = dp_to_ds[j] = 0.0f;
   for (int j = keys.from; j < keys.to; j++) {
-    score_to_p[j] = exp32(score_to_p[j] * scale - top) * inverse;
+    const float score = score_to_p[j];
+    score_to_p[j] = exp32(score - top) * inverse;
     dp_to_ds[j] = score_to_p[j] * (dp_to_ds[j] - delta);
+    if (capped) dp_to_ds[j] = dp_to_ds[j] * soft_cap_slope(score, cap);
   }
   for (int j = keys.to; j < keys.end; j++) score_to_p[j] = dp_to_ds[j] = 0.0f;
 }
@@ -229,8 +240,11 @@ static void attend_backward_block(const Heads *h, const KeyHead *key_head, int h
       long row = (long)(key_head->first + t) * m->heads + head;
       float delta = (float)dot_rows(mixed + t * width, d_mixed + t * width, head_dim);
       Keys keys = {.begin = begin, .end = (int)ld, .from = first_seen(h->window, t), .to = t + 1};
-      softmax_backward(p + (t - t0) * ld, ds + (t - t0) * ld, keys, h->scale, h->top[row], h->total[row],
-                       delta);
+      float *p_row = p + (t - t0) * ld;
+      float *ds_row = ds + (t - t0) * ld;
+      scale_scores(h, p_row, keys);
+      if (h->score_cap) softmax_backward(h, row, p_row, ds_row, keys, delta, 1);
+      else softmax_backward(h, row, p_row, ds_row, keys, delta, 0);
     }
     multiply_values(ds, ld, t1 - t0, key_head->key_rows, head_dim, begin, t1, dq + t0 * width, width);
     for (int t = t0; t < t1; t++)

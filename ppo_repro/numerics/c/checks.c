@@ -52,6 +52,9 @@ typedef struct {
   int window;  // of the last layer
   int padding;
   float embedding_scale;
+  float score_cap;
+  float logit_divisor;  // 0: nothing follows the head
+  float logit_cap;
   float temperature;
 } Kind;
 
@@ -99,6 +102,9 @@ static const Kind KINDS[] = {
         .gated = 1,
         .padding = -1,
         .embedding_scale = 1.0f,
+        .score_cap = 0.5f,
+        .logit_divisor = 0.75f,
+        .logit_cap = 2.5f,
         .temperature = 0.8f,
     },
 };
@@ -181,7 +187,11 @@ static Matrix some_matrix(Check *c, int n, int k) {
 static Layer some_layer(Check *c, int index, Rotary rotary) {
   const int up = c->kind->gated ? 2 * INNER : INNER;
   const int is_last = index == LAYERS - 1;
-  Layer l = {.window = is_last ? c->kind->window : 0, .scale = 0.25f};
+  Layer l = {
+      .window = is_last ? c->kind->window : 0,
+      .scale = 0.25f,
+      .score_cap = c->kind->score_cap,
+  };
   if (index >= c->kind->unrotated) l.rotary = rotary;
   l.norm1 = some_norm(c, HIDDEN);
   l.norm2 = some_norm(c, HIDDEN);
@@ -313,6 +323,16 @@ static void add_backward_pass(Check *c, int first, int after, Keep keep, const S
   float *logits = c->logits + START[first] * VOCABULARY;
   model_forward(m, &batch, kept, keep, hidden);
   linear(&c->head, hidden, n, NULL, logits);
+  const LogitScale scale = {
+      .logits = logits,
+      .n = n,
+      .v = VOCABULARY,
+      .divisor = c->kind->logit_divisor,
+      .cap = c->kind->logit_cap,
+      .d_logits = d_logits,
+      .gradient = d_logits,
+  };
+  if (scale.divisor) scale_logits(&scale);
   add_results(c, logits, n * VOCABULARY);
 
   float numbers[2 * TOKENS];
@@ -340,6 +360,7 @@ static void add_backward_pass(Check *c, int first, int after, Keep keep, const S
   add_results(c, out, 3 * n);
   add_results(c, rows, 8 * n);  // in float64, which alone shows the order in which lanes are joined
   token_statistics_gradient(&statistics);
+  if (scale.divisor) scale_logits_gradient(&scale);
   linear_backward(&c->head, d_logits, hidden, n, of.sequence, of.position, of.slots, sums, d_hidden);
   model_backward(m, &batch, kept, keep, d_hidden, sums);
   c->free = before;

@@ -55,6 +55,13 @@ INLINE float tanh32(float x) {
   return size < 0.625f ? small : with_sign(large, x);
 }
 
+// cap tanh(x / cap), and its derivative from the result. definition: rows.soft_cap
+INLINE float soft_cap(float x, float cap) { return cap * tanh32(x / cap); }
+INLINE float soft_cap_slope(float y, float cap) {
+  float t = y / cap;
+  return fma32(-t, t, 1.0f);
+}
+
 // erf x = 2 / sqrt(pi) integral of e^-t^2 from 0 to x, for every x, 1.2 ulp: an odd polynomial below 1, else
 // 1 - e^-q(|x|). The minimax polynomial q is within 1.1e-9 of -ln(1 - erf) where that matters, up to 3.95.
 INLINE float erf32(float x) {

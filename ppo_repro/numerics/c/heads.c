@@ -166,6 +166,7 @@ static Heads heads_of(const Pass *pass, int index, const Saved *s) {
       .in_kernels = &pass->in_kernels,
       .window = m->layer[index].window,
       .scale = m->layer[index].scale,
+      .score_cap = m->layer[index].score_cap,
       .keys = pass->b->keys + cache,
       .values = pass->b->values + cache,
       .q = s->q,

@@ -105,6 +105,7 @@ typedef struct {
   int mixture;                 // how many layers before this one have experts
   Rotary rotary;
   float scale;                 // of scores
+  float score_cap;             // scores become score_cap tanh(score / score_cap); 0: they stay
 } Layer;
 
 typedef struct {
@@ -189,6 +190,17 @@ typedef struct {
   const float *d_entropies;
   float *gradient;           // [n][v]
 } Statistics;
+
+// What follows the head: z = z / divisor, then, unless cap is 0, z = cap tanh(z / cap)
+typedef struct {
+  float *logits;          // [n][v], changed in place
+  int n;
+  int v;
+  float divisor;
+  float cap;
+  const float *d_logits;  // of the backward pass [n][v], from the changed logits
+  float *gradient;        // [n][v]
+} LogitScale;
 
 typedef struct {
   const float *p_logits;
@@ -314,6 +326,8 @@ void copy_prefix(const Model *m, float *keys, float *values, long capacity, long
 const char *model_fault(const Model *m);
 
 // tokens.c: an int is 0 if a row of logits is not finite
+void scale_logits(const LogitScale *a);
+void scale_logits_gradient(const LogitScale *a);
 int token_statistics(const Statistics *a);
 void token_statistics_gradient(const Statistics *a);
 int kl_divergence(const Divergence *a);

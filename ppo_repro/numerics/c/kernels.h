@@ -111,6 +111,7 @@ typedef struct {
   const Batch *in_kernels;  // the same batch; its integers lie in memory of kernels
   int window;
   float scale;
+  float score_cap;
   float *keys;           // this layer's part of the cache, see Batch
   float *values;
   const float *q;        // [tokens][heads][head_dim], rotated

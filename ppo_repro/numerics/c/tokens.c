@@ -16,6 +16,27 @@ INLINE const uint8_t *eligible_row(const uint8_t *eligible, int row, int v) {
   return eligible ? eligible + (long)row * v : NULL;
 }
 
+// -------------------------------------------------------------------------------------- what follows the head
+
+// definition: tokens.scale_logits
+ROW(scale_logits_row, LogitScale) {
+  float *z = a->logits + (long)row * a->v;
+  EACH(i, a->v) z[i] = z[i] / a->divisor;
+  if (!a->cap) return;
+  EACH(i, a->v) z[i] = soft_cap(z[i], a->cap);
+}
+
+// definition: tokens.scale_logits_gradient
+ROW(scale_logits_gradient_row, LogitScale) {
+  const float *z = a->logits + (long)row * a->v;
+  const float *d = a->d_logits + (long)row * a->v;
+  float *gradient = a->gradient + (long)row * a->v;
+  EACH(i, a->v) {
+    const float of_cap = a->cap ? d[i] * soft_cap_slope(z[i], a->cap) : d[i];
+    gradient[i] = of_cap / a->divisor;
+  }
+}
+
 // ------------------------------------------------------------------------------------------ softmax of a row
 
 // The largest z / temperature over the eligible tokens; +0 if zeros of both signs are the largest
@@ -389,6 +410,10 @@ ROW(sample_row, SamplingRows) {
 // ===================================================================================================== calls
 // The code below runs on the host, see operations.h.
 #ifndef GPU_KERNELS
+
+void scale_logits(const LogitScale *of) { for_rows(of->n, scale_logits_row, of); }
+
+void scale_logits_gradient(const LogitScale *of) { for_rows(of->n, scale_logits_gradient_row, of); }
 
 int token_statistics(const Statistics *of) {
   int *not_finite = clear_flag();

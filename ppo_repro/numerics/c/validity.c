@@ -43,6 +43,8 @@ static const char *layer_fault(const Model *m, const Layer *l, int mixture) {
     return "hidden_size: the output matrix of attention has another shape";
   if (l->window < 0) return "sliding_window: must be at least 1 key";
   if (!is_positive(l->scale)) return "head_dim: the scale of attention's scores must be finite and above 0";
+  if (l->score_cap && !is_positive(l->score_cap))
+    return "attn_logit_softcapping: must be finite and above 0";
   const char *fault = rotary_fault(&l->rotary, m->head_dim);
   if (fault) return fault;
   if (!l->expert_up)

@@ -16,7 +16,7 @@ from ppo_repro.numerics.definition.model import Layer, Model, NormWeights
 from ppo_repro.numerics.definition.product import chain, product
 from ppo_repro.numerics.definition.rounding import rounded
 from ppo_repro.numerics.definition.row_sums import row_sum
-from ppo_repro.numerics.definition.rows import Normed, norm, norm_backward, rotate
+from ppo_repro.numerics.definition.rows import Normed, norm, norm_backward, rotate, soft_cap, soft_cap_slope
 
 
 @dataclass(frozen=True)
@@ -46,43 +46,47 @@ def each_head(x: Array, like: Array) -> Array:
     return np.repeat(x, len(like) // len(x), 0)
 
 
-def attend(q: Array, k: Array, v: Array, scale: float, window: int) -> Attention:
-    """Compute rule 4: p = exp(scale q.k - largest), 0 for unseen keys; out = (sum_j p v) / float32(sum_j p).
+def scores_of(layer: Layer, q: Array, k_each: Array) -> Array:
+    """Return the scores [heads, T, T] of queries and keys [heads, T, D]: scale q.k, then the soft cap."""
+    return soft_cap(product(q, k_each) * F(layer.scale), layer.score_cap)
+
+
+def attend(layer: Layer, q: Array, k: Array, v: Array) -> Attention:
+    """Compute rule 4: p = exp(score - largest), 0 for unseen keys; out = (sum_j p v) / float32(sum_j p).
 
     All sums run over key positions from 0 on: products in blocks of 128, the sum of p in 16 lanes. Kernel: `attend`.
 
     Args:
+        layer: window, scale and soft cap of the scores.
         q: [heads, T, D].
         k: [kv_heads, T, D].
         v: [kv_heads, T, D].
-        scale: factor of the scores.
-        window: number of keys that a query sees, its own included; 0 for all.
     """
-    k_each, v_each = each_head(k, q), each_head(v, q)
-    scores, seen = product(q, k_each) * F(scale), visible(q.shape[1], window)
+    v_each = each_head(v, q)
+    scores, seen = scores_of(layer, q, each_head(k, q)), visible(q.shape[1], layer.window)
     top = np.where(seen, scores, -np.inf).max(-1, keepdims=True).astype(F)
     p = np.where(seen, exp32(scores - top), F(0))
     total = row_sum(p).astype(F)[..., None]
     return Attention(q, k, v, product(p, v_each.swapaxes(-1, -2)) / total, top, total)
 
 
-def attend_backward(of: Attention, d_out: Array, scale: float, window: int) -> tuple[Array, Array, Array]:
-    """Return dq, dk, dv: p = exp(..) (1 / total), ds = p (d_out.v - delta), delta = float32(out . d_out).
+def attend_backward(layer: Layer, of: Attention, d_out: Array) -> tuple[Array, Array, Array]:
+    """Return dq, dk, dv: p = exp(..) (1 / total), ds = p (d_out.v - delta) slope, delta = float32(out . d_out).
 
-    dq = (sum_j ds k) scale over blocks of key positions. dk = (sum_t ds q) scale and dv = sum_t p d_out over blocks of
-    query positions, block after block, then head after head of the heads that share a key. Kernel: `attend_backward`.
+    The slope is the soft cap's. dq = (sum_j ds k) scale over blocks of key positions. dk = (sum_t ds q) scale and
+    dv = sum_t p d_out over blocks of query positions, block after block, then head after head of the heads that share a
+    key. Kernel: `attend_backward`.
 
     Args:
+        layer: window, scale and soft cap of the scores.
         of: the result of `attend`.
         d_out: [heads, T, D].
-        scale: factor of the scores.
-        window: number of keys that a query sees, its own included; 0 for all.
     """
-    k, v, seen = each_head(of.k, of.q), each_head(of.v, of.q), visible(of.q.shape[1], window)
-    scores = product(of.q, k) * F(scale)
+    k, v, seen = each_head(of.k, of.q), each_head(of.v, of.q), visible(of.q.shape[1], layer.window)
+    scores, scale = scores_of(layer, of.q, k), layer.scale
     p = np.where(seen, exp32(scores - of.top) * (F(1) / of.total), F(0))
     delta = row_sum(of.out, d_out).astype(F)[..., None]
-    ds = np.where(seen, p * (product(d_out, v) - delta), F(0))
+    ds = np.where(seen, p * (product(d_out, v) - delta) * soft_cap_slope(scores, layer.score_cap), F(0))
     dq = product(ds, k.swapaxes(-1, -2)) * F(scale)
     return dq, _over_queries(ds, of.q, len(of.k)) * F(scale), _over_queries(p, d_out, len(of.k))
 
@@ -152,7 +156,7 @@ def attention_part(model: Model, layer: Layer, x: Array) -> tuple[Array, Attenti
     q, k = (rounded(r.activations, a, scaled=False) for a in (q, k))
     k, v = (rounded(r.cache, a, scaled=False) for a in (k, raw[:, v_columns]))
     q, k, v = (a.swapaxes(0, 1) for a in (q, k, v))
-    attention = attend(q, k, v, layer.scale, layer.window)
+    attention = attend(layer, q, k, v)
     mixed = rounded(r.inputs, rounded(r.activations, attention.out.swapaxes(0, 1).reshape(len(x), -1)))
     return layer_linear(model, mixed, layer.out), AttentionPart(x, q_normed, k_normed, attention, mixed)
 
@@ -173,7 +177,7 @@ def attention_part_backward(
     """
     d_mixed = linear_backward(grads, f"{name}.out", layer.out, dy, of.mixed, position)
     d_out = d_mixed.reshape(len(dy), model.heads, model.head_dim).swapaxes(0, 1)
-    d_heads = attend_backward(of.attention, d_out, layer.scale, layer.window)
+    d_heads = attend_backward(layer, of.attention, d_out)
     dq, dk, dv = (a.swapaxes(0, 1) for a in d_heads)
     if layer.rotary is not None:
         dq, dk = rotate(dq, layer.rotary, way=-1), rotate(dk, layer.rotary, way=-1)

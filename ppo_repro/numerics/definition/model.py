@@ -56,6 +56,7 @@ class Layer:
     window: int = 0  # keys that a query sees, its own included; 0: all
     rotary: Rotary | None = None
     scale: float = 1.0  # of attention scores
+    score_cap: float = 0.0  # scores become cap tanh(score / cap); 0: they stay
 
 
 @dataclass(frozen=True)

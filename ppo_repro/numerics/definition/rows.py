@@ -91,6 +91,20 @@ def rotate(x: Array, rotary: Rotary, way: int = 1) -> Array:
     return np.concatenate([a * c - b * s, b * c + a * s, rest], -1)
 
 
+def soft_cap(x: Array, cap: float) -> Array:
+    """Compute cap tanh(x / cap); x itself if cap is 0. Kernel: `soft_cap`."""
+    return F(cap) * tanh32(x / F(cap)) if cap else x
+
+
+def soft_cap_slope(y: Array, cap: float) -> Array:
+    """Compute the derivative of `soft_cap` from its result y: fma(-t, t, 1) with t = y / cap; 1 if cap is 0.
+
+    Kernel: `soft_cap_slope`.
+    """
+    t = y / F(cap) if cap else F(0) * y
+    return fma(-t, t, F(1))
+
+
 def silu(x: Array) -> tuple[Array, Array]:
     """Compute x sigma(x), and its derivative sigma fma(x, 1 - sigma, 1). Kernels: `silu`, `silu_slope`."""
     sigma = sigmoid32(x)

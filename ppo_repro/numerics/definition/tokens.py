@@ -11,6 +11,7 @@ import numpy as np
 
 from ppo_repro.numerics.definition.elementary import Array, D, F, exp32, fma, log64, quiet
 from ppo_repro.numerics.definition.row_sums import row_sum
+from ppo_repro.numerics.definition.rows import soft_cap, soft_cap_slope
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,23 @@ class Softmax:
     total: Array
     log_total: Array
     top: Array
+
+
+def scale_logits(z: Array, divisor: float, cap: float) -> Array:
+    """Compute what follows the head: z / divisor, then the soft cap, unless it is 0. Kernel: `scale_logits`."""
+    return soft_cap(z / F(divisor), cap)
+
+
+def scale_logits_gradient(y: Array, d: Array, divisor: float, cap: float) -> Array:
+    """Return (d slope) / divisor. Kernel: `scale_logits_gradient`.
+
+    Args:
+        y: the result of `scale_logits`.
+        d: its gradient, of the same shape.
+        divisor: divides the head's logits.
+        cap: the soft cap; 0: none.
+    """
+    return d * soft_cap_slope(y, cap) / F(divisor)
 
 
 @quiet

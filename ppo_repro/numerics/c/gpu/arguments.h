@@ -91,6 +91,7 @@ typedef struct {
   int head_dim;
   int window;
   float scale;
+  float score_cap;
 } AttendArguments;
 
 // Floats of shared memory for `heads` heads of a group over `span` keys
@@ -127,6 +128,7 @@ typedef struct {
   int head_dim;
   int window;
   float scale;
+  float score_cap;
   int first_sequence;
   int first_kv;
   int most;  // queries of the longest sequence of the launch

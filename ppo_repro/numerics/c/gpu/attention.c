@@ -13,12 +13,15 @@
 // The first block of positions in which a query sees a key
 INLINE int first_block(int window, int position) { return first_seen(window, position) / BLOCK; }
 
-// 16 lanes: scores s[begin .. end) become exp(s - top), 0 outside [from, to); `begin` is a multiple of 16, so
-// that lanes go by position. Writes the largest score and, by rule 3, the sum. definition: attention.attend
-INLINE void exponentiate_scores(float *s, int begin, int from, int to, int end, float *top, float *total) {
+// 16 lanes: scores s[begin .. end), after the soft cap, become exp(s - top), 0 outside [from, to); `begin` is a
+// multiple of 16, so that lanes go by position. Writes the largest score and, by rule 3, the sum. definition:
+// attention.attend
+INLINE void exponentiate_scores(float *s, int begin, int from, int to, int end, float cap, float *top,
+                                float *total) {
   LANE_VALUES(float, tops, -INFINITE);
   IN_LANES(i, end - begin, {
     const int j = begin + i;
+    if (cap && j >= from && j < to) s[j] = soft_cap(s[j], cap);
     if (j >= from && j < to) LANE(tops) = s[j] > LANE(tops) ? s[j] : LANE(tops);
   });
   const float largest_score = largest_lane(tops);
@@ -95,7 +98,8 @@ KERNEL(attend_queries, AttendArguments) {
   if (own_head < heads) {
     float top;
     float total;
-    exponentiate_scores((float *)(p + own_head * span), 0, from - begin, seen, span, &top, &total);
+    float *own = (float *)(p + own_head * span);
+    exponentiate_scores(own, 0, from - begin, seen, span, a->score_cap, &top, &total);
     if (lane_index() == 0) {
       totals[own_head] = total;
       a->top[first_head + own_head] = top;
@@ -225,7 +229,8 @@ KERNEL(attend_rows, SequenceArguments) {
   float top;
   float total;
   exponentiate_scores(a->p + h.scores + (long)m * a->ld, tile_begin(a, &h, m0),
-                      first_seen(a->window, position), position + 1, tile_end(&h, m0), &top, &total);
+                      first_seen(a->window, position), position + 1, tile_end(&h, m0), a->score_cap, &top,
+                      &total);
   ONE_LANE {
     a->top[h.row + (long)m * a->heads] = top;
     a->total[h.row + (long)m * a->heads] = total;
@@ -272,8 +277,8 @@ KERNEL(attend_backward_scores, SequenceArguments) {
   }
 }
 
-// 16 lanes have a query: p = exp(score - top) (1 / total), ds = p (d_mixed . value - delta), 0 where it sees
-// no key; delta = row sum of mixed d_mixed. definition: attention.attend_backward
+// 16 lanes have a query: p = exp(score - top) (1 / total), ds = p (d_mixed . value - delta), times the slope of
+// the soft cap, 0 where it sees no key; delta = row sum of mixed d_mixed. definition: attention.attend_backward
 KERNEL(attend_backward_rows, SequenceArguments) {
   const HeadOf h = head_of(a, thread_block_y(), thread_blocks_y());
   const int m = thread_block_x() * (GPU_THREADS / LANES) + thread_index() / LANES;
@@ -292,8 +297,10 @@ KERNEL(attend_backward_rows, SequenceArguments) {
   EACH(i, least(a->ld, m0 + TILE) - begin) {
     const int j = begin + i;
     const int seen = j >= from && j <= m;
-    p[j] = seen ? exp32(p[j] - top) * inverse : 0.0f;
+    const float score = a->score_cap ? soft_cap(p[j], a->score_cap) : p[j];
+    p[j] = seen ? exp32(score - top) * inverse : 0.0f;
     ds[j] = seen ? p[j] * (ds[j] - delta) : 0.0f;
+    if (a->score_cap && seen) ds[j] = ds[j] * soft_cap_slope(score, a->score_cap);
   }
 }
 

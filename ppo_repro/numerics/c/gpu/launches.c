@@ -201,6 +201,7 @@ static void attend_single_queries(const Heads *h, int heads, long shared) {
       .head_dim = m->head_dim,
       .window = h->window,
       .scale = h->scale,
+      .score_cap = h->score_cap,
   };
   const long of_token = m->kv_heads * divided_up(m->heads / m->kv_heads, heads);
   launch(attend_queries, (Grid){.x = b->tokens * of_token}, shared, &a);
@@ -238,6 +239,7 @@ static void by_sequences(const Heads *h, int arrays, SequencePass pass) {
       .head_dim = m->head_dim,
       .window = h->window,
       .scale = h->scale,
+      .score_cap = h->score_cap,
   };
   const int group = m->heads / m->kv_heads;
   int count;

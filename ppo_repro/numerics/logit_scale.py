@@ -1,0 +1,73 @@
+"""Compute what follows the head of a causal model: a divisor of its logits, and their soft cap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from transformers import PretrainedConfig
+
+from ppo_repro.numerics.devices import kernels_of
+from ppo_repro.numerics.families import FAMILIES, number_of
+from ppo_repro.numerics.interface import ffi, pointer
+
+
+@dataclass(frozen=True)
+class LogitScale:
+    """Function of the head's logits z: z / divisor, then cap tanh(z / cap) unless cap is 0."""
+
+    divisor: float
+    cap: float
+
+    def __call__(self, logits: Tensor, deterministic: bool) -> Tensor:
+        """Apply the function to logits [n, V] float32, differentiably; deterministic numerics change them in place."""
+        if self == LogitScale(1.0, 0.0):
+            return logits
+        if deterministic:
+            return _Scaled.apply(logits, self)
+        scaled = logits / self.divisor
+        return self.cap * torch.tanh(scaled / self.cap) if self.cap else scaled
+
+
+def logit_scale_of(config: PretrainedConfig) -> LogitScale:
+    """Return what follows the head of a model."""
+    family = FAMILIES[config.model_type]
+    return LogitScale(
+        divisor=number_of(config, family.logit_divisor, 1.0),
+        cap=number_of(config, family.logit_cap, 0.0),
+    )
+
+
+class _Scaled(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, scale: LogitScale) -> Tensor:
+        _call("scale_logits", logits, scale)
+        ctx.mark_dirty(logits)
+        ctx.save_for_backward(logits)
+        ctx.scale = scale
+        return logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        grad, gradient = grad.contiguous(), torch.empty_like(logits)
+        device = logits.device
+        _call(
+            "scale_logits_gradient",
+            logits,
+            ctx.scale,
+            d_logits=pointer(grad, device),
+            gradient=pointer(gradient, device),
+        )
+        return gradient, None
+
+
+def _call(function: str, logits: Tensor, scale: LogitScale, **arrays: Any) -> None:
+    n, v = logits.shape
+    members = dict(logits=pointer(logits, logits.device), n=n, v=v, divisor=scale.divisor, cap=scale.cap, **arrays)
+    getattr(kernels_of(logits.device), function)(ffi.new("LogitScale *", members))

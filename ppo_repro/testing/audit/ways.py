@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.audit.options import Option, left_out
+from ppo_repro.testing.audit.options.all_options import all_options
+from ppo_repro.testing.audit.options.option import Option
 from ppo_repro.testing.audit.templates import Ids, templated
 from ppo_repro.testing.dumps import Response
 
@@ -30,7 +31,7 @@ class Subject:
     @cached_property
     def options(self) -> dict[str, Option]:
         """Return each change of the model's architecture that can be built, by its description."""
-        return left_out(self.model)
+        return all_options(self.model)
 
     @property
     def models(self) -> dict[str, PreTrainedModel]:

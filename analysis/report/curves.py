@@ -5,32 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.report.charts import Line, Rule, axis_for, line_chart
 from ppo_repro.analysis.report.markup import number
+from ppo_repro.analysis.report.metrics import Metric, Range
 from ppo_repro.analysis.report.page import Figure
 from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
-from ppo_repro.config.run import RunConfig
-
-
-@dataclass(frozen=True)
-class Metric:
-    """Title and unit of a curve over the iterations; `key` is its name in the frames of curves.
-
-    `source` is the recorded table with the column `key`; the rows of a metric of `samples` are computed.
-    """
-
-    key: str
-    source: Literal["samples", "iterations", "steps"]
-    title: str
-    unit: str
-    caption: str
 
 
 @dataclass(frozen=True)
@@ -47,103 +32,7 @@ class Curve:
     about: str = ""
 
 
-_STEPS = "mean over the steps, band: smallest to largest step"
-_EXPLAINED_VARIANCE = Metric(
-    "explained_variance", "iterations", "Explained variance", "share",
-    "1 - Var(returns - values) / Var(returns) before the update: 1 where values predict every return, 0 where they do "
-    "no better than their mean.",
-)  # fmt: skip
-_LOSSES = (
-    Metric(
-        "policy_loss", "steps", "Loss of the policy", "loss",
-        f"All terms; {_STEPS}. It is near 0: no measure of progress.",
-    ),
-    Metric(
-        "value_loss", "steps", "Loss of the value model", "loss", f"Half the squared error of the values; {_STEPS}.",
-    ),
-    Metric(
-        "approx_kl", "steps", "Step size, KL(anchor || new)", "nats",
-        f"How far the policy has moved from the one that sampled, by k3; {_STEPS}.",
-    ),
-    Metric(
-        "clip_fraction", "steps", "Clip fraction", "share", f"Tokens whose policy gradient the clip removed; {_STEPS}.",
-    ),
-)  # fmt: skip
-_LEARNING_RATE = Metric("learning_rate", "steps", "Learning rate", "per step", "Learning rate of the policy.")
-# a metric that a run does not have is left out
-LEARNING = (
-    Metric("score", "samples", "Score", "score", "Mean score of the sampled responses; band: ± one standard error."),
-    Metric(
-        "accuracy", "samples", "Accuracy, sampled", "share",
-        "Share of correct sampled responses; band: ± one standard error.",
-    ),
-    Metric(
-        "eval_accuracy", "iterations", "Accuracy, held out", "share",
-        "Greedy, before the update; the last point is at the end.",
-    ),
-    Metric(
-        "eval_score", "iterations", "Score, held out", "score",
-        "Greedy, before the update; the last point is at the end.",
-    ),
-    Metric(
-        "ref_kl_per_sequence", "samples", "KL to the reference", "nats per response",
-        "KL(policy || reference), exact over the vocabulary, mean over the responses; band: ± one standard error.",
-    ),
-    Metric("entropy", "samples", "Entropy", "nats", "Entropy of the policy before the update, mean over all tokens."),
-    Metric(
-        "response_length", "samples", "Response length", "tokens",
-        "Mean over the responses; band: ± one standard error.",
-    ),
-    _EXPLAINED_VARIANCE,
-)  # fmt: skip
-OPTIMISATION = (
-    *_LOSSES,
-    Metric(
-        "grad_norm", "steps", "Gradient norm", "norm",
-        f"Global norm of the policy's gradient before clipping; {_STEPS}.",
-    ),
-    Metric(
-        "value_grad_norm", "steps", "Gradient norm, value model", "norm", f"Its global norm before clipping; {_STEPS}.",
-    ),
-    _LEARNING_RATE,
-    Metric("clip_range", "iterations", "Clip range", "ratio", "Adaptive clip range of the ratio."),
-    Metric("kl_coef", "iterations", "KL coefficient", "coefficient", "Weight of the KL to the reference."),
-    Metric("penalty_coef", "iterations", "Penalty coefficient", "coefficient", "Weight of KL(anchor || new)."),
-)  # fmt: skip
-CONTROL_LEARNING = (
-    Metric(
-        "episode_return", "samples", "Return of training episodes", "return",
-        "Mean return of the episodes that ended in the iteration; band: ± one standard error.",
-    ),
-    Metric(
-        "eval_return", "iterations", "Return, likeliest actions", "return",
-        "Mean return of whole episodes before the update; the last point is at the end.",
-    ),
-    Metric("entropy", "iterations", "Entropy", "nats", "Entropy of the policy before the update, mean over all steps."),
-    _EXPLAINED_VARIANCE,
-)  # fmt: skip
-CONTROL_OPTIMISATION = (
-    *_LOSSES,
-    Metric(
-        "joint_grad_norm", "steps", "Gradient norm", "norm",
-        f"Global norm over actor and critic before clipping; {_STEPS}.",
-    ),
-    _LEARNING_RATE,
-    Metric("clip_range", "steps", "Clip range", "ratio", "Clip range of the ratio."),
-)  # fmt: skip
-DPO_LEARNING = (
-    Metric("eval_pair_accuracy", "iterations", "Held-out pairs in the right order", "share", "After each epoch."),
-    Metric("eval_margin", "iterations", "Margin of held-out pairs", "reward", "Mean after each epoch."),
-    Metric("margin", "iterations", "Margin of training pairs", "reward", "Mean after each epoch."),
-    Metric(
-        "eval_accuracy", "iterations", "Accuracy, held out", "share",
-        "Greedy accuracy on held-out prompts, before and after.",
-    ),
-)  # fmt: skip
-DPO_OPTIMISATION = (
-    Metric("loss", "steps", "Loss", "nats", f"DPO loss of a minibatch's pairs; {_STEPS}."),
-    Metric("grad_norm", "steps", "Gradient norm", "norm", f"Global norm before clipping; {_STEPS}."),
-)
+MANY_SEEDS = 5  # charts show fewer seeds one by one
 
 
 def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> list[dict[str, float | str]]:
@@ -161,10 +50,7 @@ def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) 
         "entropy": clusters.ratio_of_sums(per_sequence("entropies"), lengths),
         "response_length": clusters.mean(lengths),
     }
-    return [
-        {"iteration": iteration, "metric": name, "value": mean, "low": mean - error, "high": mean + error}
-        for name, (mean, error) in estimates.items()
-    ]
+    return [_row(iteration, name, estimate) for name, estimate in estimates.items()]
 
 
 def recorded_rows(
@@ -195,68 +81,32 @@ def recorded_rows(
     return pd.concat(filled, ignore_index=True)[columns] if filled else pd.DataFrame(columns=columns)
 
 
-def control_curves(
-    iterations: pd.DataFrame, steps: pd.DataFrame, final: Mapping[str, float | int | str], returns: Mapping[int, Floats]
-) -> pd.DataFrame:
-    """Return every metric of a control run, as rows iteration, metric, value, low, high.
-
-    `returns` has the returns of the ended episodes by iteration.
-    """
-    rows = []
-    for iteration, found in returns.items():
-        mean, error = clusters.mean(found)
-        rows.append((iteration, "episode_return", mean, mean - error, mean + error))
-    recorded = recorded_rows(iterations, steps, final, CONTROL_LEARNING + CONTROL_OPTIMISATION)
-    columns = ["iteration", "metric", "value", "low", "high"]
-    return pd.concat([pd.DataFrame(rows, columns=columns), recorded], ignore_index=True) if rows else recorded
+def return_rows(returns: Mapping[int, Floats]) -> list[dict[str, float | str]]:
+    """Return the mean return of the episodes that ended, by iteration, as rows of `sampled_rows`."""
+    return [_row(iteration, "episode_return", clusters.mean(found)) for iteration, found in returns.items()]
 
 
-def over_seeds(runs: Sequence[pd.DataFrame], score: tuple[float, float]) -> pd.DataFrame:
+def _row(iteration: int, metric: str, estimate: tuple[float, float]) -> dict[str, float | str]:
+    mean, error = estimate
+    return {"iteration": iteration, "metric": metric, "value": mean, "low": mean - error, "high": mean + error}
+
+
+def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Metric], score: Range) -> pd.DataFrame:
     """Return the mean over seeds as a frame of curves; an iteration's mean is over the seeds that have the iteration.
 
-    low and high are the 95 % Student interval, clipped to the possible values. For fewer than MANY_SEEDS seeds, low and
-    high are the smallest and largest value, because an interval says little. `score` is the possible range of scores.
+    low and high are the 95 % Student interval, clipped to the possible values. From fewer than MANY_SEEDS values, low
+    and high are the smallest and the largest, because an interval says little. `score` is the possible range of scores.
     """
-    ranges = RANGES | dict.fromkeys(("score", "eval_score"), score)
+    ranges = {metric.key: score if metric.possible is None else metric.possible for metric in metrics}
     rows = []
     for (metric, iteration), group in pd.concat(runs).groupby(["metric", "iteration"]):
         values = group["value"].to_numpy(np.float64)
         values = values[np.isfinite(values)]
         if len(values):
-            estimate, possible = one_sample(values), ranges.get(str(metric), ANY)
-            ends = (values.min(), values.max()) if len(runs) < MANY_SEEDS else t_interval(estimate, 0.95)
-            rows.append((iteration, metric, estimate.mean, *np.clip(ends, *possible), len(values)))
+            estimate = one_sample(values)
+            ends = (values.min(), values.max()) if len(values) < MANY_SEEDS else t_interval(estimate, 0.95)
+            rows.append((iteration, metric, estimate.mean, *np.clip(ends, *ranges[str(metric)]), len(values)))
     return pd.DataFrame(rows, columns=["iteration", "metric", "value", "low", "high", "seeds"])
-
-
-def score_range(config: RunConfig) -> tuple[float, float]:
-    """Return the smallest and largest score that the reward terms can give; infinite if a term has no limit."""
-    low, high = -config.reward.missing_eos_penalty, 0.0
-    for term in config.reward.terms:
-        largest = LARGEST.get(term.kind, math.inf)
-        smallest = 0.0 if term.kind in LARGEST else -math.inf
-        ends = sorted((term.weight * smallest, term.weight * largest)) if term.weight else (0.0, 0.0)
-        low, high = low + ends[0], high + ends[1]
-    return low, high
-
-
-# charts show fewer seeds one by one
-MANY_SEEDS = 5
-# possible values of metrics; then the largest score of a reward term whose smallest score is 0
-ANY, SHARE, POSITIVE = (-math.inf, math.inf), (0.0, 1.0), (0.0, math.inf)
-RANGES = {
-    **dict.fromkeys(("accuracy", "eval_accuracy", "eval_pair_accuracy", "clip_fraction"), SHARE),
-    **dict.fromkeys(("ref_kl_per_sequence", "entropy", "response_length", "value_loss", "approx_kl"), POSITIVE),
-    **dict.fromkeys(("grad_norm", "joint_grad_norm", "value_grad_norm", "learning_rate"), POSITIVE),
-    **dict.fromkeys(("clip_range", "kl_coef", "penalty_coef"), POSITIVE),
-    "explained_variance": (-math.inf, 1.0),
-    "loss": POSITIVE,
-}
-LARGEST = {"exact_match": 1.0, "steps": 1.0, "format": 2.0}
-# a metric that equals its twin has no figure, and a setting that changes in no curve has none either
-TWINS = {"accuracy": "score", "eval_accuracy": "eval_score"}
-SETTINGS = ("learning_rate", "clip_range", "kl_coef", "penalty_coef")
-ACCURACIES = tuple(TWINS)
 
 
 def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -264,16 +114,16 @@ def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def telling(wanted: Sequence[Metric], curves: Sequence[Curve]) -> list[Metric]:
-    """Return the metrics that tell something: no accuracy that is the score, no setting that stays constant."""
-    return [metric for metric in wanted if _says_something(metric.key, curves)]
+    """Return the metrics that tell something: none that equals its twin, and no setting that stays constant."""
+    return [metric for metric in wanted if _says_something(metric, curves)]
 
 
-def _says_something(metric: str, curves: Sequence[Curve]) -> bool:
+def _says_something(metric: Metric, curves: Sequence[Curve]) -> bool:
     values, twins = (
         [curve.frame.loc[curve.frame["metric"] == name, "value"].to_numpy(np.float64) for curve in curves]
-        for name in (metric, TWINS.get(metric))
+        for name in (metric.key, metric.twin)
     )
-    if metric in SETTINGS:
+    if metric.is_setting:
         return any(len(np.unique(found)) > 1 for found in values)
     return not all(map(np.array_equal, values, twins))
 
@@ -286,19 +136,28 @@ def metric_figures(
     Args:
         wanted: the metrics.
         curves: the curves; each has one colour in all figures.
-        band: a sentence about the bands.
+        band: what lines and bands are; without it, each metric says so for the page of one run.
         forked_at: the iteration that a dotted line marks.
     """
     figures = []
     for metric in telling(wanted, curves):
         found = [(curve.name, rows) for curve in curves if len(rows := _rows(curve.frame, metric.key))]
         if found:
-            caption = f"{metric.caption.partition(';')[0].rstrip('.')}; {band}" if band else metric.caption
+            caption = "; ".join(filter(None, [metric.caption, band or metric.band])) + "."
             numbers = pd.concat([frame.drop(columns="metric").assign(line=name) for name, frame in found])
             numbers = numbers.reset_index(drop=True) if len(found) > 1 else numbers.drop(columns="line")
             chart = curve_chart(metric.title, metric.unit, [(curve, metric.key) for curve in curves], forked_at)
             figures.append(Figure(metric.title, chart, caption, numbers))
     return figures
+
+
+def step_figure(metric: Metric, steps: pd.DataFrame) -> Figure:
+    """Return the figure of a metric of the table `steps` by step, not by iteration."""
+    at, values = np.arange(len(steps), dtype=np.float64), steps[metric.key].to_numpy(np.float64)
+    about = f"{metric.title} by step: {number(float(values[0]))} to {number(float(values[-1]))}."
+    chart = line_chart([Line("this run", at, values)], axis_for("step", [at]), axis_for(metric.unit, [values]), about)
+    numbers = steps[["iteration", "minibatch", "pairs", metric.key]]
+    return Figure(metric.title, chart, f"{metric.caption}.", numbers)
 
 
 def curve_chart(title: str, unit: str, drawn: Sequence[tuple[Curve, str]], forked_at: int | None = None) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ppo_repro.analysis.report.curves import (
+from ppo_repro.analysis.report.metrics import (
     CONTROL_LEARNING,
     CONTROL_OPTIMISATION,
     DPO_LEARNING,
     DPO_OPTIMISATION,
+    DPO_STEPS,
     LEARNING,
     OPTIMISATION,
     Metric,
@@ -35,6 +36,17 @@ class Kind:
     samples: str
     measures: Mapping[str, str]  # final results that compare settings: title, name of the result
     last: tuple[str, str]  # if a run has none of `measures`: title, column of the last iteration
+    by_step: tuple[Metric, ...] = ()  # which the page of one run draws by step, in place of `optimisation`
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return all metrics."""
+        return self.learning + self.optimisation
+
+    @property
+    def accuracies(self) -> set[str]:
+        """Return the metrics that mean something only if responses are right or wrong."""
+        return {metric.key for metric in self.metrics if metric.twin}
 
 
 KINDS = {
@@ -67,5 +79,6 @@ KINDS = {
         "pairs",
         {"held-out accuracy": "eval_accuracy"},
         ("held-out pairs in order", "eval_pair_accuracy"),
+        DPO_STEPS,
     ),
 }

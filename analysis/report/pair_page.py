@@ -52,7 +52,7 @@ def pair_page(a: Path, b: Path) -> str:
         Card("How to repeat them", (), [scrolled(table(about, "The runs"), "words")]),
     )
     kind = KINDS[kinds[0]]
-    metrics = telling(kind.learning + kind.optimisation, lines)
+    metrics = telling(kind.metrics, lines)
     last = [first_and_last(metrics, run.curves).set_index(["quantity", "unit"])["last"] for run in runs]
     numbers = pd.DataFrame(dict(zip(NAMES, last, strict=True))).reset_index()[["quantity", *NAMES, "unit"]]
     folded = [folded_text(f"Configuration of {name}", f.config_text) for name, f in zip(NAMES, facts, strict=True)]

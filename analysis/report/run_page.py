@@ -1,11 +1,10 @@
-"""Make the page of one run of PPO, on language or on a Gymnasium environment, and the page of a DPO run."""
+"""Make the page of one run of PPO, on language or on a Gymnasium environment."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.mismatch.bucket import bucket_table
@@ -14,11 +13,11 @@ from ppo_repro.analysis.mismatch.tables import measure, tables, whole
 from ppo_repro.analysis.pairs.run_evidence import run_evidence
 from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.analysis.report import curves, figures, tokens, verdicts
-from ppo_repro.analysis.report.charts import Line, axis_for, line_chart
-from ppo_repro.analysis.report.curves import Curve, Metric
+from ppo_repro.analysis.report.curves import Curve
 from ppo_repro.analysis.report.facts import Facts, clip_bounds, repeating
 from ppo_repro.analysis.report.kinds import KINDS
-from ppo_repro.analysis.report.markup import element, number, table
+from ppo_repro.analysis.report.markup import element, table
+from ppo_repro.analysis.report.metrics import Metric
 from ppo_repro.analysis.report.page import (
     Card,
     Figure,
@@ -35,18 +34,8 @@ from ppo_repro.analysis.report.scan import DELTA_EDGES, FLAGS, Scan, scan_run, s
 from ppo_repro.analysis.words import terms
 from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records import reader
 from ppo_repro.records.folder import by_phase, phases_of
-from ppo_repro.runs.summary import summarise
 from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
-
-# column of steps -> title, unit, caption
-DPO_STEPS = {
-    "loss": ("Loss", "nats", "DPO loss before each step, mean over the pairs of a minibatch; log 2 = 0.693 at first."),
-    "margin": ("Margin", "reward", "Difference of the implicit rewards of preferred and other response, mean."),
-    "accuracy": ("Pairs in the right order", "", "Share of a minibatch's pairs with a positive margin; 0 counts half."),
-    "grad_norm": ("Gradient norm", "", "Global norm before clipping."),
-}
 
 
 def run_page(facts: Facts, responses: int) -> str:
@@ -59,7 +48,7 @@ def run_page(facts: Facts, responses: int) -> str:
         Card(
             "Did it learn?",
             [*verdicts.origin(facts), *verdicts.learning(facts, iterations)],
-            chart=_main_chart(facts, scan),
+            chart=main_chart(facts, scan.curves),
         ),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counted), *cause]),
         Card("What went wrong?", verdicts.troubles(facts, iterations, scan.nonfinite_ratios, scan.nonfinite_deltas)),
@@ -88,9 +77,10 @@ def run_page(facts: Facts, responses: int) -> str:
     return page(facts.name, cards, sections, data)
 
 
-def _main_chart(facts: Facts, scan: Scan) -> str:
+def main_chart(facts: Facts, found: pd.DataFrame) -> str:
+    """Return the chart of the first screen from the curves of a run."""
     main = KINDS[facts.manifest.kind].main
-    drawn, unit = [(Curve(line.name, scan.curves), line.metric) for line in main], main[-1].unit
+    drawn, unit = [(Curve(line.name, found), line.metric) for line in main], main[-1].unit
     return curves.curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
 
 
@@ -161,7 +151,7 @@ def _numbers(
     ]
     found = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]
     kind = KINDS[facts.manifest.kind]
-    metrics = curves.telling(kind.learning + kind.optimisation, [Curve("this run", found_curves)])
+    metrics = curves.telling(kind.metrics, [Curve("this run", found_curves)])
     found.append(("First and last value", first_and_last(metrics, found_curves)))
     measured = facts.accuracy
     if measured is not None:
@@ -179,47 +169,3 @@ def _numbers(
     )
     side_by_side = element("div", "".join(scrolled(table(frame, name)) for name, frame in found), class_="tables")
     return Section("numbers", "Numbers and configuration", (), (), [side_by_side, *folded])
-
-
-def dpo_page(facts: Facts) -> str:
-    """Return the page of one DPO run; equal records give equal bytes.
-
-    Raises UserError if the run is not complete.
-    """
-    folder, recorded = facts.run_dir, facts.manifest
-    steps, last = reader.read_steps(folder), [recorded.num_iterations - 1]
-    pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
-    rows = [
-        ("training pairs", int((~pairs["held_out"]).sum())),
-        ("held-out pairs", int(pairs["held_out"].sum())),
-        ("optimizer steps", len(steps)),
-        *((key, value) for key, value in recorded.final.items() if not isinstance(value, str)),
-    ]
-    sentences = summarise(folder).sentences
-    learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in sentences]
-    drawn = [_dpo_curve(steps, column) for column in DPO_STEPS]
-    again = facts_html(repeating(facts))
-    cards = (Card("Did it learn?", learnt, chart=drawn[1].chart), Card("How to repeat it", (), [again]))
-    both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
-    margins = {group: found["margins"].to_numpy(np.float64) for group, found in both.items() if len(found)}
-    caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."
-    after = figures.distribution_figure("Margins after training", margins, "margin", "pairs", caption)
-    blocks = (
-        scrolled(table(pd.DataFrame(rows, columns=["quantity", "value"]), "Whole run")),
-        folded_text("Configuration", facts.config_text),
-        folded_table("Terms in words", terms()),
-    )
-    sections = (
-        Section("steps", "Steps", (), [*drawn, after]),
-        Section("numbers", "Numbers and configuration", (), (), blocks),
-    )
-    return page(facts.name, cards, sections)
-
-
-def _dpo_curve(steps: pd.DataFrame, column: str) -> Figure:
-    title, unit, caption = DPO_STEPS[column]
-    at, values = np.arange(len(steps), dtype=np.float64), steps[column].to_numpy(np.float64)
-    y = axis_for(f"{title.lower()}{f' ({unit})' if unit else ''}", [values])
-    about = f"{title} by step: {number(float(values[0]))} to {number(float(values[-1]))}."
-    chart = line_chart([Line("this run", at, values)], axis_for("step", [at]), y, about)
-    return Figure(title, chart, caption, steps[["iteration", "minibatch", "pairs", column]])

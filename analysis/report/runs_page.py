@@ -16,6 +16,7 @@ from ppo_repro.analysis.report import curves
 from ppo_repro.analysis.report.curves import Curve
 from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.analysis.report.markup import Html, element, escape, number, share, table
+from ppo_repro.analysis.report.metrics import ANY, score_range
 from ppo_repro.analysis.report.page import Card, Section, Verdict, folded_table, page, scrolled
 from ppo_repro.analysis.report.several import OneRun, curve_sections, main_chart, read_run
 from ppo_repro.analysis.stats.significance import detectable
@@ -150,21 +151,21 @@ def _called(setting: Setting, group: Sequence[OneRun]) -> Setting:
 
 
 def _line(setting: Setting, group: Sequence[OneRun]) -> Curve:
-    config = group[0].facts.config
-    score = curves.score_range(config) if isinstance(config, RunConfig) else curves.ANY
+    config, kind = group[0].facts.config, KINDS[group[0].facts.manifest.kind]
+    score = score_range(config) if isinstance(config, RunConfig) else ANY
     runs = tuple(run.curves for run in group)
     seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()
-    return Curve(setting.short, curves.over_seeds(runs, score), seeds, setting.whole)
+    return Curve(setting.short, curves.over_seeds(runs, kind.metrics, score), seeds, setting.whole)
 
 
 def _band(finals: pd.DataFrame) -> str:
-    """Return a sentence about the lines and bands of the charts."""
+    """Say what lines and bands of the charts are."""
     sizes = finals.groupby("point").size()
     if sizes.max() == 1:
-        return "one run of each setting."
+        return "one run of each setting"
     thin, band = "thin lines: each seed", "band: 95 % Student interval"
     few, many = bool((sizes < curves.MANY_SEEDS).any()), bool((sizes >= curves.MANY_SEEDS).any())
-    return f"mean over the seeds of a setting; {', '.join([thin] * few + [band] * many)}."
+    return f"mean over the seeds of a setting; {', '.join([thin] * few + [band] * many)}"
 
 
 def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
@@ -173,7 +174,7 @@ def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
     found = {
         name: [float(run.facts.manifest.final[key]) for run in runs]
         for name, key in kind.measures.items()
-        if all(key in run.facts.manifest.final for run in runs) and (judged or key not in curves.ACCURACIES)
+        if all(key in run.facts.manifest.final for run in runs) and (judged or key not in kind.accuracies)
     }
     if not found:
         name, column = kind.last
@@ -189,9 +190,9 @@ def _widest(runs: Sequence[OneRun], measure: str) -> float:
     kind = KINDS[runs[0].facts.manifest.kind]
     key = kind.measures.get(measure) or kind.last[1]
     if "score" not in key:
-        low, high = curves.RANGES.get(key, curves.ANY)
+        low, high = next((m.possible for m in kind.metrics if m.key == key and m.possible), ANY)
         return high - low
-    ends = [curves.score_range(run.facts.config) for run in runs if isinstance(run.facts.config, RunConfig)]
+    ends = [score_range(run.facts.config) for run in runs if isinstance(run.facts.config, RunConfig)]
     return max(high for _, high in ends) - min(low for low, _ in ends)
 
 

@@ -15,8 +15,9 @@ import pandas as pd
 
 from ppo_repro.analysis.report import curves
 from ppo_repro.analysis.report.facts import Facts
+from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.analysis.stats.clusters import Floats
-from ppo_repro.config.files import DPO
+from ppo_repro.config.files import LANGUAGE
 from ppo_repro.records import reader
 
 Counts = npt.NDArray[np.int64]
@@ -120,36 +121,33 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
             responses.append(_response_summary(one.iteration, one.sequences, one.tokens, one.updates))
             values[one.iteration] = one.sequences["scores"].to_numpy(np.float64)
     if facts.is_control:
-        found = curves.control_curves(iterations, steps, facts.manifest.final, values)
-    else:
-        found = _language_curves(facts, sampled, iterations, steps)
+        sampled = curves.return_rows(values)
+    found = _with_recorded(facts, sampled, iterations, steps)
     of_responses = pd.concat(responses, ignore_index=True) if responses else pd.DataFrame()
     together = pd.concat(ratios, ignore_index=True)
     return Scan(found, counted, nonfinite_deltas, nonfinite_ratios, together, pd.DataFrame(flags), values, of_responses)
 
 
 def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return every curve of a run, as rows iteration, metric, value, low, high."""
+    """Return every curve of a run of any kind, as rows iteration, metric, value, low, high."""
+    sampled: list[dict[str, float | str]] = []
     if facts.is_control:
-        return curves.control_curves(iterations, steps, facts.manifest.final, returns_of(facts))
-    if facts.manifest.kind == DPO:
-        metrics = curves.DPO_LEARNING + curves.DPO_OPTIMISATION
-        return curves.recorded_rows(iterations, steps, facts.manifest.final, metrics)
-    rows: list[dict[str, float | str]] = []
-    for one in iterations_of(facts):
-        assert one.sequences is not None
-        rows += curves.sampled_rows(one.iteration, one.sequences, one.tokens)
-    return _language_curves(facts, rows, iterations, steps)
+        sampled = curves.return_rows(returns_of(facts))
+    elif facts.manifest.kind == LANGUAGE:
+        for one in iterations_of(facts):
+            assert one.sequences is not None
+            sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens)
+    return _with_recorded(facts, sampled, iterations, steps)
 
 
-def _language_curves(
+def _with_recorded(
     facts: Facts, sampled: list[dict[str, float | str]], iterations: pd.DataFrame, steps: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return sampled and recorded curves of a language run; no accuracies if responses cannot be right or wrong."""
-    metrics = curves.LEARNING + curves.OPTIMISATION
-    recorded = curves.recorded_rows(iterations, steps, facts.manifest.final, metrics)
-    found = pd.concat([pd.DataFrame(sampled), recorded])
-    return found if facts.is_judged else found[~found["metric"].isin(curves.ACCURACIES)]
+    """Return sampled and recorded curves; no accuracies if responses cannot be right or wrong."""
+    kind = KINDS[facts.manifest.kind]
+    recorded = curves.recorded_rows(iterations, steps, facts.manifest.final, kind.metrics)
+    found = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
+    return found if facts.is_judged else found[~found["metric"].isin(kind.accuracies)]
 
 
 def returns_of(facts: Facts) -> dict[int, Floats]:

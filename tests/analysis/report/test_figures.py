@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.report import curves, figures
+from ppo_repro.analysis.report import curves, figures, metrics
 from ppo_repro.analysis.report.facts import read_facts
 from ppo_repro.analysis.report.figures import ClipBounds
 from ppo_repro.analysis.report.page import Figure, figure_html
@@ -37,7 +37,7 @@ def test_intervals_over_seeds_by_hand() -> None:
         return pd.DataFrame({"iteration": iterations, "metric": "score", "value": value, "low": 0.0, "high": 0.0})
 
     def frame(values: list[float], score: tuple[float, float]) -> pd.DataFrame:
-        return curves.over_seeds([seed(value, [0]) for value in values], score)
+        return curves.over_seeds([seed(value, [0]) for value in values], metrics.LEARNING, score)
 
     few = frame([1.0, 3.0, math.nan], (0.0, 9.0))
     assert few.iloc[0].tolist() == [0, "score", 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"
@@ -46,6 +46,8 @@ def test_intervals_over_seeds_by_hand() -> None:
     assert many.iloc[0, 2:5].tolist() == pytest.approx([3, 1.758, 4.242], abs=1e-3)
     inside = frame([2.0, 2.0, 3.0, 4.0, 4.0], (2.0, 4.0))
     assert inside.iloc[0, 3:5].tolist() == [2.0, 4.0], "a band is inside the possible range"
+    lost = frame([1.0, 3.0, math.nan, math.nan, math.nan], (0.0, 9.0))
+    assert lost.iloc[0].tolist() == few.iloc[0].tolist(), "seeds without a value do not count"
 
 
 @pytest.mark.parametrize(
@@ -58,14 +60,14 @@ def test_intervals_over_seeds_by_hand() -> None:
     ],
 )
 def test_the_possible_range_of_scores(reward: str, possible: tuple[float, float]) -> None:
-    assert curves.score_range(small_config(f"reward={reward}")) == possible
+    assert metrics.score_range(small_config(f"reward={reward}")) == possible
 
 
 def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve() -> None:
     both = pd.DataFrame({"iteration": [0, 1] * 2, "metric": ["score"] * 2 + ["entropy"] * 2, "value": 0.5})
     both[["low", "high"]] = math.nan
     drawn = [curves.Curve("first", both[both["metric"] == "score"]), curves.Curve("second", both, (both, both))]
-    wanted = [metric for metric in curves.LEARNING if metric.key in ("score", "entropy")]
+    wanted = [metric for metric in metrics.LEARNING if metric.key in ("score", "entropy")]
     score, entropy = (figure.chart for figure in curves.metric_figures(wanted, drawn))
     assert 'class="line stroke0"' in score
     assert 'class="line stroke1"' in score
@@ -83,8 +85,8 @@ def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: 
 
     def has_figure(*runs: list[float]) -> bool:
         tables = [iterations.assign(**{column: values}) for values in runs]
-        lines = [curves.Curve("", curves.recorded_rows(t, steps, {}, curves.OPTIMISATION)) for t in tables]
-        return title in {figure.title for figure in curves.metric_figures(curves.OPTIMISATION, lines)}
+        lines = [curves.Curve("", curves.recorded_rows(t, steps, {}, metrics.OPTIMISATION)) for t in tables]
+        return title in {figure.title for figure in curves.metric_figures(metrics.OPTIMISATION, lines)}
 
     assert has_figure([0.2, 0.2, 0.4])
     assert has_figure([0.2, 0.2, 0.2], [0.2, 0.2, 0.4])

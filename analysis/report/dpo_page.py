@@ -1,0 +1,63 @@
+"""Make the page of one DPO run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from ppo_repro.analysis.report import figures
+from ppo_repro.analysis.report.curves import Curve, metric_figures, step_figure
+from ppo_repro.analysis.report.facts import Facts, repeating
+from ppo_repro.analysis.report.kinds import KINDS
+from ppo_repro.analysis.report.markup import table
+from ppo_repro.analysis.report.page import (
+    Card,
+    Section,
+    Verdict,
+    facts_html,
+    folded_table,
+    folded_text,
+    page,
+    scrolled,
+)
+from ppo_repro.analysis.report.run_page import main_chart
+from ppo_repro.analysis.report.scan import run_curves, summary_tables
+from ppo_repro.analysis.words import terms
+from ppo_repro.records import reader
+from ppo_repro.runs.summary import summarise
+
+
+def dpo_page(facts: Facts) -> str:
+    """Return the page of one DPO run; equal records give equal bytes.
+
+    Raises UserError if the run is not complete.
+    """
+    folder, recorded, kind = facts.run_dir, facts.manifest, KINDS[facts.manifest.kind]
+    iterations, steps = summary_tables(facts)
+    found, last = run_curves(facts, iterations, steps), [recorded.num_iterations - 1]
+    pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
+    learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in summarise(folder).sentences]
+    cards = (
+        Card("Did it learn?", learnt, chart=main_chart(facts, found)),
+        Card("How to repeat it", (), [facts_html(repeating(facts))]),
+    )
+    both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
+    margins = {group: rows["margins"].to_numpy(np.float64) for group, rows in both.items() if len(rows)}
+    caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."
+    after = figures.distribution_figure("Margins after training", margins, "margin", kind.samples, caption)
+    rows = [
+        *((name, len(rows)) for name, rows in both.items()),
+        ("optimizer steps", len(steps)),
+        *((key, value) for key, value in recorded.final.items() if not isinstance(value, str)),
+    ]
+    blocks = (
+        scrolled(table(pd.DataFrame(rows, columns=["quantity", "value"]), "Whole run")),
+        folded_text("Configuration", facts.config_text),
+        folded_table("Terms in words", terms()),
+    )
+    sections = (
+        Section("learning", "Learning", (), [*metric_figures(kind.learning, [Curve("this run", found)]), after]),
+        Section("steps", "Steps", (), [step_figure(metric, steps) for metric in kind.by_step]),
+        Section("numbers", "Numbers and configuration", (), (), blocks),
+    )
+    return page(facts.name, cards, sections)

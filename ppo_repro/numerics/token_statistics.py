@@ -85,8 +85,13 @@ class _Statistics(NamedTuple):
     rows: Tensor  # `_softmax_rows`, where the logits are
 
 
-def _statistics(logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None) -> _Statistics:
-    """Compute `token_statistics` of n rows, with the softmax rows. Raises IndexError if a target is no column."""
+def _statistics(
+    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, cumulative: Tensor | None = None
+) -> _Statistics:
+    """Compute `token_statistics` of n rows, with the softmax rows; `cumulative` receives cumulative probabilities.
+
+    Raises IndexError if a target is no column.
+    """
     n, v = logits.shape
     if n and not 0 <= int(targets.min()) <= int(targets.max()) < v:
         raise IndexError(f"a target is outside the {v} columns of the logits")
@@ -94,6 +99,7 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, eligible: T
     targets, rows, results = targets.to(device), _softmax_rows(n, device), torch.empty(3, n, device=device)
     a = _statistics_struct(logits, targets, temperature, eligible, rows)
     a.logprobs, a.entropies, a.squares = (pointer(result, device) for result in results)
+    a.cumulative = pointer(cumulative, device)
     _call("token_statistics", a, device)
     logprobs, entropies, squares = results.cpu()
     return _Statistics(targets=targets, logprobs=logprobs, entropies=entropies, squares=squares, rows=rows)
@@ -175,28 +181,13 @@ def scoring_statistics(
 
     Tokens of equal logits are ordered by id, as top-p orders them.
     """
-    logits, targets, device = _dense(logits.detach()), targets.contiguous(), logits.device
-    every = _mask(eligible, device)
-    found = _statistics(logits, targets, temperature, every)
-    at = found.targets[:, None]
-    own, ids = logits.gather(1, at), torch.arange(logits.shape[1], device=device)
-    before = (logits > own) | ((logits == own) & (ids <= at))
-    is_known = torch.ones_like(at, dtype=torch.bool)
-    if every is not None:
-        is_known = every.gather(1, at)
-        before = every & (before | ~is_known)
-    masses = [_softmax_totals(rows) for rows in (_statistics(logits, targets, temperature, before).rows, found.rows)]
-    cumulative = torch.where(is_known[:, 0], masses[0] / masses[1], torch.nan).to(torch.float32).cpu()
+    logits = logits.detach()
+    cumulative = torch.empty(len(logits), device=logits.device)
+    found = _statistics(_dense(logits), targets.contiguous(), temperature, _mask(eligible, logits.device), cumulative)
     logprobs, entropies = found.logprobs, found.entropies
     if not is_deterministic_mode(mode):
         logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode)
-    return ScoringStatistics(logprobs, entropies, found.squares, cumulative)
-
-
-def _softmax_totals(rows: Tensor) -> Tensor:
-    """Return sum_v e_v of `_softmax_rows`, [n] float64; of one scale where rows have the same largest logit."""
-    at = ffi.offsetof("Softmax", "total") // 8
-    return rows.view(torch.float64)[:, at]
+    return ScoringStatistics(logprobs, entropies, found.squares, cumulative.cpu())
 
 
 def _divergence_struct(

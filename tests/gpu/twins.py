@@ -465,7 +465,7 @@ def written(side: Side, fine: int, results: Mapping[str, Array]) -> Results:
 
 
 def statistics(n: int, v: int, masked: bool = False, bad: bool = False, temperature: float = 0.7) -> Case:
-    """Log-probs, entropies and sums of squares, and their gradient. `bad`: a row has an infinity."""
+    """Statistics with cumulative probabilities, and their gradient. `bad`: a row has an infinity."""
 
     def case(side: Side) -> Results:
         rng = np.random.default_rng((n, v))
@@ -474,7 +474,7 @@ def statistics(n: int, v: int, masked: bool = False, bad: bool = False, temperat
             z[-1, v // 2] = np.inf
         d_logprobs[: n // 3] = 0.0
         d_entropies = np.where(d_logprobs == 0, 0, 0.01).astype(F)
-        results = {name: side.nan(n) for name in ("logprobs", "entropies", "squares")}
+        results = {name: side.nan(n) for name in ("logprobs", "entropies", "squares", "cumulative")}
         results |= dict(rows=side.nan(n, dtype=SOFTMAX), gradient=side.nan(n, v))
         given = dict(
             logits=side.put(z), ld=v, n=n, v=v, temperature=temperature, targets=side.put(targets),

@@ -96,6 +96,23 @@ typedef struct {
   int *not_finite;
 } StatisticsRows;
 
+// definition: tokens.cumulative, rule 3
+INLINE float cumulative_probability(const Statistics *of, const float *z, const uint8_t *eligible, int target,
+                                    Softmax s) {
+  const float top = (float)s.top;
+  const float own = z[target];
+  LANE_VALUES(double, total, 0.0);
+  IN_LANES(i, of->v, {
+    float x = fixed_at(z, i);
+    float e = exp32(shifted_logit(x, of->temperature, top));
+    e = x > own || (x == own && i <= target) ? e : 0.0f;
+    if (eligible) e = eligible[i] ? e : 0.0f;
+    LANE(total) += (double)e;
+  });
+  const double before = join_lanes(total);
+  return (float)(eligible && !eligible[target] ? NOT_A_NUMBER : before / s.total);
+}
+
 // definition: tokens.statistics: log p of the target, the entropy log_total - mean, the sum of p^2
 ROW(statistics_row, StatisticsRows) {
   const Statistics *of = &a->of;
@@ -112,6 +129,10 @@ ROW(statistics_row, StatisticsRows) {
   of->entropies[row] = (float)(s.log_total - s.mean);
   of->squares[row] = (float)(squares / (s.total * s.total));
   of->rows[row] = s;
+  if (of->cumulative) {
+    const uint8_t *eligible = eligible_row(of->eligible, row, of->v);
+    of->cumulative[row] = cumulative_probability(of, z, eligible, (int)of->targets[row], s);
+  }
   check_finite(s, a->not_finite);
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,7 +108,8 @@ def audit_command(options: argparse.Namespace) -> int:
 
     import torch
 
-    from ppo_repro.testing.audit.judge import audit, lines, verdict
+    from ppo_repro.testing.audit.judge import audit
+    from ppo_repro.testing.audit.lines import fields, lines, verdict
     from ppo_repro.testing.audit.load import last_matrices, load_model, load_tokenizer
     from ppo_repro.testing.audit.variants import Sampling
     from ppo_repro.testing.audit.ways import Subject
@@ -137,9 +137,9 @@ def audit_command(options: argparse.Namespace) -> int:
     if options.out is not None:
         found.tokens.to_parquet(options.out)
         said.append(f"tokens  {options.out}")
-    fields = {
+    described = {
         **{"verdict": verdict(found), "responses": found.responses, "skipped": skipped, "tokens": len(found.tokens)},
-        **{"float32_rms": found.floor, "sampler": asdict(found.sampler), "trainer": asdict(found.trainer)},
+        **{"float32_rms": found.floor, "sampler": fields(found.sampler), "trainer": fields(found.trainer)},
     }
-    print_result(options.json, fields, said)
+    print_result(options.json, described, said)
     return 0 if found.sampler.is_right and found.trainer.is_right else 1

@@ -28,8 +28,10 @@ from transformers import (
 )
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.audit import forward, judge, measure, search
-from ppo_repro.testing.audit.judge import Audit, audit, lines
+from ppo_repro.testing.audit import forward, measure, reference, search, side
+from ppo_repro.testing.audit.judge import Audit, audit
+from ppo_repro.testing.audit.lines import lines
+from ppo_repro.testing.audit.side import Explained
 from ppo_repro.testing.audit.table import table
 from ppo_repro.testing.audit.variants import DEFINITIONS, VARIANTS, Numbers, Row, Sampling, Variant, tempered
 from ppo_repro.testing.audit.ways import Subject
@@ -78,7 +80,7 @@ def test_stock_float32_is_right_on_both_sides(made: Material, subject: Subject) 
     assert found.sampler.is_right
     assert found.trainer.is_right
     assert found.sampler.cause == found.trainer.cause == ""
-    assert 0 < found.sampler.rms < 2e-6
+    assert 0 < found.sampler.distance.rms < 2e-6
     assert lines(found)[-1] == "verdict: both sides are right"
 
 
@@ -100,10 +102,10 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject
     # where token id 2 is unlikely, its ban is smaller than rounding
     assert re.sub(r"at \d+ of", "at some of", wrong.cause).startswith(cause), wrong.cause
     assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.known)
-    if wrong.tried and wrong.cause != "unknown":
-        assert wrong.left <= 0.5 * wrong.rms
+    if wrong.tried and isinstance(wrong.finding, Explained):
+        assert wrong.finding.left <= 0.5 * wrong.distance.rms
         assert wrong.tried[0].explains
-        assert wrong.advice
+        assert wrong.finding.advice
         assert all(a.left <= b.left for a, b in pairwise(wrong.tried) if a.explains == b.explains)
     assert len({t.words for t in wrong.tried}) == len(wrong.tried)
     assert lines(found)[-1] == f"verdict: the {wrong.name} is wrong"
@@ -171,13 +173,13 @@ def test_a_single_wrong_token_among_many_is_seen(made: Material, subject: Subjec
 def test_a_single_token_that_hardly_changes_the_rms_has_no_cause(
     made: Material, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (judge, measure):  # as in a response of a thousand tokens
+    for module in (side, measure):  # as in a response of a thousand tokens
         monkeypatch.setattr(module, "FAR", 1.0)
     good = made.logprobs()
     bad = [v.clone() for v in good]
     bad[1][7] -= 30 * judged(made, subject, good, good).floor
     found = judged(made, subject, bad, good).sampler
-    assert (found.is_right, found.cause, found.wrong_responses) == (False, "unknown", 1)
+    assert (found.is_right, found.cause, len(found.distance.wrong)) == (False, "unknown", 1)
 
 
 def test_other_weights_without_the_tokens_of_the_dump_are_refused(made: Material) -> None:
@@ -197,7 +199,7 @@ def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Mate
     found = judged(made, subject, bad, good)
     assert found.sampler.empty == 16
     assert not found.sampler.is_right
-    assert found.sampler.rms < 2e-6
+    assert found.sampler.distance.rms < 2e-6
     assert found.sampler.cause == "16 of 109 tokens have no log-prob or a 0"
     zeros = judged(made, subject, [0 * v for v in good], good)
     assert zeros.sampler.cause == "all 109 numbers are exactly 0; nothing was recorded"
@@ -304,7 +306,7 @@ def test_logits_in_pieces_give_the_same_verdict(
     whole = judged(made, subject, bad, made.logprobs())
     monkeypatch.setattr(forward, "PIECE", 5 * VOCAB)
     monkeypatch.setattr(forward, "TOGETHER", 30)
-    monkeypatch.setattr(judge, "AT_ONCE", 7)
+    monkeypatch.setattr(reference, "AT_ONCE", 7)
     parts = judged(made, subject, bad, made.logprobs())
     assert parts.sampler.cause == whole.sampler.cause == "repetition penalty 1.3"
     assert (parts.tokens["reference"] - whole.tokens["reference"]).abs().max() < 1e-12

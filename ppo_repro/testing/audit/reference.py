@@ -1,0 +1,110 @@
+"""Compute the right log-probs of a dump by each definition, and the rounding of stock float32 around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.forward import Progress, pieces, states
+from ppo_repro.testing.audit.measure import rms
+from ppo_repro.testing.audit.variants import DEFINITIONS, Numbers, Row, Sampling, distinct, own
+from ppo_repro.testing.audit.ways import Subject, fed
+from ppo_repro.testing.dumps import Response
+
+SURE = 0.99  # a token of this probability may have a log-prob that rounds to 0
+FLOOR_TOKENS = 2048  # response tokens on which stock float32 is measured
+AT_ONCE = 128  # response tokens whose logits are in memory
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Right log-probs float64 [n] of each response, and the rms and largest error of stock float32, nats."""
+
+    logprobs: list[Tensor]
+    floor: float
+    largest: float
+    measured: int  # the first responses, in which stock float32 was computed
+
+
+def references_of(subject: Subject, responses: Sequence[Response], sampling: Sampling) -> dict[str, Reference]:
+    """Return the reference of each definition that the settings distinguish, or that the user asked for.
+
+    Stock float32 computes only the first tokens, because these suffice to estimate its rounding error.
+    """
+    asked = {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto"}
+    names = list(dict.fromkeys([*distinct(sampling), *sorted(asked)]))
+    sizes = [len(r.response_ids) for r in responses]
+    first = [i for i, size in enumerate(accumulate(sizes)) if i == 0 or size <= FLOOR_TOKENS]
+    with float64(subject.model):
+        wide = _logprobs(subject.model, responses, sampling, names, True)
+    stock = _logprobs(subject.model, [responses[i] for i in first], sampling, names, False)
+    references = {}
+    for name in names:
+        pairs = zip(wide[name], stock[name], (responses[i].counts for i in first), strict=False)
+        apart = torch.cat([(b - a)[torch.tensor(counts)] for a, b, counts in pairs])
+        apart = apart[apart.isfinite()]
+        largest = float(apart.abs().max()) if len(apart) else 0.0
+        references[name] = Reference(wide[name], max(rms(apart), 2.0**-24), largest, len(first))
+    return references
+
+
+def largest_error(
+    model: PreTrainedModel,
+    responses: Sequence[Response],
+    sampling: Sampling,
+    definition: str,
+    reference: Reference,
+    some: Sequence[int],
+) -> float:
+    """Return the largest distance (nats) of stock float32 over the first responses and `some` responses."""
+    far = [i for i in some if i >= reference.measured]
+    stock = _logprobs(model, [responses[i] for i in far], sampling, [definition], False)[definition] if far else []
+    apart = [(x - reference.logprobs[i])[torch.tensor(responses[i].counts)] for i, x in zip(far, stock, strict=True)]
+    return max([reference.largest, *(float(x[x.isfinite()].abs().amax(0)) for x in apart if len(x[x.isfinite()]))])
+
+
+def _logprobs(
+    model: PreTrainedModel, responses: Sequence[Response], sampling: Sampling, names: Sequence[str], is_wide: bool
+) -> dict[str, list[Tensor]]:
+    """Return the log-probs [n] float64 of each response by each definition."""
+    found = {name: [torch.empty(0)] * len(responses) for name in names}
+    progress = Progress(f"responses in float{64 if is_wide else 32}", len(responses))
+    passes = [fed(r.prompt_ids, r.response_ids) for r in responses]
+    for i, of_tokens in states(model, passes, is_wide):
+        r, length = responses[i], len(responses[i].response_ids)
+        ids = torch.tensor(r.response_ids, device=model.device)
+        none = torch.empty(0)
+        numbers, parts = Numbers(none, none, none, none), dict[str, list[Tensor]]((name, []) for name in names)
+        for start in range(0, length, AT_ONCE):
+            logits = of_tokens.logits(model, start, start + AT_ONCE)
+            for at in pieces(*logits.shape):
+                before = slice(start + at.start, start + at.stop)
+                row = Row(logits[at].double(), ids[before], r.prompt_ids, r.response_ids[: before.start], numbers)
+                for name in names:
+                    parts[name].append(own(row, DEFINITIONS[name].change(row, sampling, row.logits, 0.0)).cpu())
+        for name in names:
+            found[name][i] = torch.cat(parts[name])
+        progress.step()
+    return found
+
+
+def numbers_of(name: str, responses: Sequence[Response], reference: Reference) -> list[Numbers]:
+    """Return the recorded log-probs of a side beside the right ones; a 0 of a token that is not sure is unusable."""
+    found = []
+    for r, right in zip(responses, reference.logprobs, strict=True):
+        recorded, counts = torch.tensor(getattr(r, name)).double(), torch.tensor(r.counts)
+        is_empty = ~recorded.isfinite() | ((recorded == 0) & (right < math.log(SURE)))
+        found.append(Numbers(recorded, counts & ~is_empty, counts, right))
+    return found
+
+
+def distances(numbers: Sequence[Numbers]) -> list[Tensor]:
+    """Return recorded minus right log-probs of the usable tokens of each response, at most 1000 nats."""
+    return [(of.recorded - of.reference)[of.usable].clamp(-1e3, 1e3) for of in numbers]

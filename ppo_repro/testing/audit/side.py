@@ -1,0 +1,186 @@
+"""Judge one side of a dump: measure its distance from the model, search the cause, and put the finding together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ppo_repro.base.output import say
+from ppo_repro.testing.audit.facts import facts, of_format
+from ppo_repro.testing.audit.measure import FAR, HALF, RIGHT, rms
+from ppo_repro.testing.audit.reference import Reference, distances, largest_error
+from ppo_repro.testing.audit.search import Case, Tried, case_of, search
+from ppo_repro.testing.audit.variants import DEFINITIONS, Numbers, Sampling
+from ppo_repro.testing.audit.ways import Subject
+from ppo_repro.testing.dumps import Response, impossible
+
+SHOWN = 8  # explanations that are listed
+NAMED = 3  # so many explanations that are equally good are named; with more the cause is unknown
+FILL = "record a log-prob for every token that counts, and leave padding out by the mask"
+
+
+@dataclass(frozen=True)
+class Right:
+    """Finding: the side is right."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """Finding: the side is wrong by a known cause."""
+
+    words: str
+    advice: str
+    left: float  # rms of what the cause leaves, nats, on the tokens that were tried
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Finding: the side is wrong, and no cause fits."""
+
+    advice: str  # about tokens without a log-prob
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far the usable log-probs of a side are from the model in float64, nats."""
+
+    tokens: int  # usable log-probs
+    rms: float
+    largest: float
+    wrong: tuple[int, ...]  # responses with a wrong log-prob; () if the side is right
+
+
+@dataclass(frozen=True)
+class Side:
+    """Verdict about sampler or trainer."""
+
+    name: str
+    definition: str  # of DEFINITIONS, by which it was judged
+    distance: Distance
+    empty: int  # log-probs that are not finite, or exactly 0 where the model's probability is below 0.99
+    finding: Right | Explained | Unknown
+    known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
+    tried: tuple[Tried, ...] = ()  # the best first, each once
+    temperature: float | None = None  # one that explains it
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether the side is right."""
+        return isinstance(self.finding, Right)
+
+    @property
+    def cause(self) -> str:
+        """Return the cause in words; "" if the side is right."""
+        match self.finding:
+            case Right():
+                return ""
+            case Explained(words):
+                return words
+            case Unknown():
+                return "unknown"
+
+
+def judged(
+    name: str,
+    subject: Subject,
+    responses: Sequence[Response],
+    sampling: Sampling,
+    definition: str,
+    reference: Reference,
+    numbers: Sequence[Numbers],
+) -> Side:
+    """Judge the side with this name.
+
+    Args:
+        name: sampler or trainer.
+        subject: the model, and others that may have been used instead.
+        responses: prompts and tokens.
+        sampling: settings of the stack.
+        definition: the name in DEFINITIONS of the distribution of the side's log-probs.
+        reference: right log-probs by this definition.
+        numbers: recorded and right log-probs of each response.
+    """
+    distance = _measured(subject, responses, sampling, definition, reference, numbers)
+    empty, gaps = _gaps(numbers)
+    if not distance.wrong:
+        return Side(name, definition, distance, empty, Explained(gaps, FILL, distance.rms) if gaps else Right())
+    say(f"audit: {name} is wrong; looks for the cause")
+    change = DEFINITIONS[definition].change
+    case = case_of(name, subject, responses, sampling, change, reference.floor, numbers, distance.wrong)
+    tried = search(case)
+    best = [t for t in tried if t.explains]
+    if best and best[0].explains_zeros:
+        empty, gaps = _gaps(numbers, are_zeros_explained=True)
+    finding = _finding(best, gaps)
+    plain = next(t.left for t in tried if not t.deviations)
+    shown = [t for t in tried if t.explains or not t.deviations or t.left <= HALF * plain]
+    fits = [*best, *(t for t in tried if t.left <= case.tolerance)]
+    return Side(
+        name=name,
+        definition=definition,
+        distance=distance,
+        empty=empty,
+        finding=finding,
+        known=tuple(_known(finding, case, responses, numbers, gaps)),
+        tried=tuple(shown[:SHOWN]),
+        temperature=next((t.temperature for t in fits if t.temperature is not None), None),
+    )
+
+
+def _measured(
+    subject: Subject,
+    responses: Sequence[Response],
+    sampling: Sampling,
+    definition: str,
+    reference: Reference,
+    numbers: Sequence[Numbers],
+) -> Distance:
+    of_responses, limit = distances(numbers), RIGHT * reference.floor
+    every = torch.cat(of_responses)
+    largest = float(every.abs().max()) if len(every) else math.nan
+    far = [i for i, d in enumerate(of_responses) if bool((d.abs() > FAR * limit).any())]
+    is_right = rms(every) <= limit
+    if is_right and far:
+        is_right = largest <= 3 * largest_error(subject.model, responses, sampling, definition, reference, far)
+    wrong = [] if is_right else [i for i, d in enumerate(of_responses) if rms(d) > limit or i in far]
+    return Distance(len(every), rms(every), largest, tuple(wrong))
+
+
+def _recorded(numbers: Sequence[Numbers]) -> torch.Tensor:
+    return torch.cat([of.recorded[of.counts] for of in numbers])
+
+
+def _gaps(numbers: Sequence[Numbers], are_zeros_explained: bool = False) -> tuple[int, str]:
+    """Return the number of tokens without a log-prob, and a sentence about them, "" if there are none."""
+    recorded, usable = _recorded(numbers), sum(int(of.usable.sum()) for of in numbers)
+    missing = int((~recorded.isfinite()).sum()) if are_zeros_explained else len(recorded) - usable
+    if not missing:
+        return 0, ""
+    finite = recorded[recorded.isfinite()]
+    if len(finite) and not bool(finite.any()) and not are_zeros_explained:
+        return missing, impossible(recorded.float().numpy())
+    or_zero = "" if are_zeros_explained else " or a 0"
+    return missing, f"{missing:,} of {len(recorded):,} tokens have no log-prob{or_zero}"
+
+
+def _finding(best: Sequence[Tried], gaps: str) -> Explained | Unknown:
+    """Return the best explanations as one, with the tokens without a log-prob."""
+    if not 0 < len(best) <= NAMED:
+        return Unknown(FILL if gaps else "")
+    words, advice = " or ".join(t.words for t in best), best[0].advice
+    if gaps:
+        words, advice = f"{gaps} and {words}", f"{FILL}; {advice}"
+    return Explained(words, advice, best[0].left)
+
+
+def _known(
+    finding: Explained | Unknown, case: Case, responses: Sequence[Response], numbers: Sequence[Numbers], gaps: str
+) -> list[str]:
+    """Return sentences about the numbers; if a cause is named, only about the format of a computation."""
+    if isinstance(finding, Explained):
+        return of_format(case.stored) if case.stored.mantissa else []  # decimals are no format of a computation
+    why = gaps or impossible(_recorded(numbers).float().numpy())
+    return [*filter(None, [why]), *of_format(case.stored), *facts(responses, numbers, case.tolerance)]

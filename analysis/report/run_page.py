@@ -12,7 +12,7 @@ from ppo_repro.analysis.mismatch.parity import Parity, parity
 from ppo_repro.analysis.mismatch.tables import measure, tables, whole
 from ppo_repro.analysis.pairs.run_evidence import run_evidence
 from ppo_repro.analysis.pairs.runs import run_pairs
-from ppo_repro.analysis.report import curves, figures, tokens, verdicts
+from ppo_repro.analysis.report import curves, figures, verdicts
 from ppo_repro.analysis.report.curves import Curve
 from ppo_repro.analysis.report.facts import Facts, clip_bounds, repeating
 from ppo_repro.analysis.report.kinds import KINDS
@@ -29,8 +29,11 @@ from ppo_repro.analysis.report.page import (
     page,
     scrolled,
 )
+from ppo_repro.analysis.report.response_choice import select
 from ppo_repro.analysis.report.samples import samples_section
 from ppo_repro.analysis.report.scan import DELTA_EDGES, FLAGS, Scan, scan_run, summary_tables
+from ppo_repro.analysis.report.token_data import token_data
+from ppo_repro.analysis.report.token_html import token_section
 from ppo_repro.analysis.words import terms
 from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.run import RunConfig
@@ -71,9 +74,9 @@ def run_page(facts: Facts, responses: int) -> str:
         sections += samples_section(facts)
     sections.append(_numbers(facts, iterations, steps, counted, scan.curves))
     if responses and not facts.is_control:
-        selected = tokens.select(scan.responses, responses)
-        data = tokens.token_data(facts.run_dir, selected)
-        sections.append(tokens.token_section(data, len(scan.responses)))
+        selected = select(scan.responses, responses)
+        data = token_data(facts.run_dir, selected)
+        sections.append(token_section(data, len(scan.responses)))
     return page(facts.name, cards, sections, data)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import duckdb
 import pandas as pd
 
-from ppo_repro.analysis.report import tokens
+from ppo_repro.analysis.report import token_data
 from ppo_repro.analysis.tokenization.tokenizer import PATHS, load_tokenizer
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import folders_with
@@ -249,7 +249,7 @@ class Index:
 
         tables = rows_of("sequences"), rows_of("tokens"), rows_of("updates")
         where = f"{run.name}: iteration {row['iteration']}"
-        return tokens.described(tokens.responses_of(*tables, pd.DataFrame([about]), where))
+        return token_data.described(token_data.responses_of(*tables, pd.DataFrame([about]), where))
 
     def rendered(self, run: Run, iteration: int, sequence: int) -> str | None:
         """Return the prompt decoded from its tokens, with special tokens; None if the run has no tokenizer yet."""

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ppo_repro.analysis.csv_text import cell
 from ppo_repro.analysis.report.markup import differences
 from ppo_repro.analysis.report.page import document
-from ppo_repro.analysis.report.tokens import token_area
+from ppo_repro.analysis.report.token_html import token_area
 from ppo_repro.analysis.view.index import TIMEOUT_SECONDS, Index, Slow
 from ppo_repro.analysis.view.query import COLUMNS, parsed, place, snippet
 from ppo_repro.base.errors import UserError

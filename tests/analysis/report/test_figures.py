@@ -14,8 +14,9 @@ from ppo_repro.analysis.report import curves, figures, metrics
 from ppo_repro.analysis.report.facts import read_facts
 from ppo_repro.analysis.report.figures import ClipBounds
 from ppo_repro.analysis.report.page import Figure, figure_html
+from ppo_repro.analysis.report.response_choice import select
 from ppo_repro.analysis.report.scan import FLAGS, delta_counts, ratio_quantiles, scan_run, summary_tables
-from ppo_repro.analysis.report.tokens import select, token_data
+from ppo_repro.analysis.report.token_data import token_data
 from ppo_repro.analysis.report.verdicts import on_purpose
 from ppo_repro.records import reader
 from tests.support.runs import small_config

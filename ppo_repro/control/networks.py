@@ -24,8 +24,9 @@ from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.environments import Actions, DiscreteActions
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.linear import add_to_bias, linear
+from ppo_repro.numerics.logit_rows import require_finite
 from ppo_repro.numerics.sequences import Rows
-from ppo_repro.numerics.token_statistics import require_finite, token_statistics
+from ppo_repro.numerics.token_statistics import token_statistics
 
 HIDDEN_GAIN, ACTOR_GAIN, CRITIC_GAIN = math.sqrt(2.0), 0.01, 1.0
 LOG_2PI = 1.8378770664093453

@@ -13,13 +13,9 @@ from torch import Tensor
 
 from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.engine import Sampling
-from ppo_repro.numerics.token_statistics import (
-    cut_tokens,
-    pack_bits,
-    require_finite,
-    sample_tokens,
-    token_statistics,
-)
+from ppo_repro.numerics.logit_rows import require_finite
+from ppo_repro.numerics.token_sampling import cut_tokens, pack_bits, sample_tokens
+from ppo_repro.numerics.token_statistics import token_statistics
 
 _MASK = 0xFFFFFFFF
 

@@ -14,7 +14,8 @@ from ppo_repro.models.networks import hidden_states
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.network import logits
-from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
+from ppo_repro.numerics.token_sampling import expand_kept
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.stages.agreement import Column, require_same_bits
 
 

@@ -22,15 +22,12 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, micro_batches
 from ppo_repro.models.networks import ValueModel, hidden_states, seen_states, values_of
 from ppo_repro.models.state import Stream, TrainState
+from ppo_repro.numerics.divergence import kl_divergence
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.network import forget_packed, logits
 from ppo_repro.numerics.sequences import Rows
-from ppo_repro.numerics.token_statistics import (
-    expand_kept,
-    kl_divergence,
-    scoring_statistics,
-    token_statistics,
-)
+from ppo_repro.numerics.token_sampling import expand_kept
+from ppo_repro.numerics.token_statistics import scoring_statistics, token_statistics
 from ppo_repro.stages.training_batch import TrainingBatch
 
 LOGITS_AT_ONCE = 1 << 24  # elements of the logits that are in memory at once

@@ -20,7 +20,8 @@ from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
-from ppo_repro.numerics.token_statistics import sample_tokens, token_statistics
+from ppo_repro.numerics.token_sampling import sample_tokens
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.runs.plan import plan_run
 from ppo_repro.runs.summary import summarise

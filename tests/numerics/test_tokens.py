@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.base.errors import NumericsError
+from ppo_repro.numerics import divergence, noise, token_sampling
 from ppo_repro.numerics import token_statistics as tokens
 from ppo_repro.numerics.definition import sampling
 from ppo_repro.numerics.definition import tokens as definition
@@ -117,7 +118,7 @@ def test_divergence_and_its_gradient(
     z, _, eligible = case(*drawn, masked)
     q = z + torch.randn(z.shape, generator=seeded(drawn[2] + 4)) * distance
     z.requires_grad_()
-    found = tokens.kl_divergence(z, q, temperature, eligible)
+    found = divergence.kl_divergence(z, q, temperature, eligible)
     arguments = z.detach().numpy(), q.numpy(), temperature, array(eligible)
     assert same(found, definition.divergence(*arguments))
     seed = torch.randn(len(z), generator=seeded(drawn[2] + 3))
@@ -129,7 +130,7 @@ def test_divergence_and_its_gradient(
 @given(rows, st.sampled_from([0, 1, 5, 40]), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 def test_kept_tokens(drawn: tuple[int, int, int, str], top_k: int, top_p: float) -> None:
     z = logits_of(*drawn)
-    found = tokens.cut_tokens(z, top_k, top_p)
+    found = token_sampling.cut_tokens(z, top_k, top_p)
     rows = [sampling.cut(row, top_k, top_p) for row in z.numpy()]
     assert all(same(a, np.stack(b)) for a, b in zip(found, zip(*rows, strict=True), strict=True))
     assert found[0].any(-1).all()
@@ -145,8 +146,8 @@ def test_sampled_tokens(drawn: tuple[int, int, int, str], temperature: float, cu
     generator = seeded(drawn[2])
     seeds = torch.randint(-(2**62), 2**62, (len(z),), generator=generator)
     positions = torch.randint(0, 2**31, (len(z),), generator=generator)
-    kept = tokens.cut_tokens(z / temperature, 20, 0.9)[:2] if cut else None
-    found = tokens.sample_tokens(z, seeds, positions, temperature, kept)
+    kept = token_sampling.cut_tokens(z / temperature, 20, 0.9)[:2] if cut else None
+    found = token_sampling.sample_tokens(z, seeds, positions, temperature, kept)
     for i, row in enumerate(z.numpy()):
         of_row = None if kept is None else (kept[0][i].numpy(), kept[1][i].numpy())
         token, logprob = sampling.sample(row, int(seeds[i]), int(positions[i]), temperature, of_row)
@@ -156,7 +157,7 @@ def test_sampled_tokens(drawn: tuple[int, int, int, str], temperature: float, cu
 @settings(max_examples=20)
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1))
 def test_noise(seed: int, position: int) -> None:
-    found = tokens.normal_noise(torch.tensor([seed]), torch.tensor([position]), 70)
+    found = noise.normal_noise(torch.tensor([seed]), torch.tensor([position]), 70)
     assert same(found[0], sampling.normal_noise(seed, position, np.arange(70)))
 
 
@@ -169,10 +170,10 @@ def test_logits_that_are_not_finite_end_the_run(value: float) -> None:
         lambda: tokens.token_statistics(bad, positions % 40, 1.0, None, "deterministic"),
         lambda: tokens.token_statistics(bad, positions % 40, 1.0, None, "native"),
         lambda: tokens.scoring_statistics(bad, positions % 40, 1.0, None, "native"),
-        lambda: tokens.kl_divergence(bad, z, 1.0, None),
-        lambda: tokens.kl_divergence(z, bad, 1.0, None),
-        lambda: tokens.cut_tokens(bad, 5, 1.0),
-        lambda: tokens.sample_tokens(bad, seeds, positions, 1.0, None),
+        lambda: divergence.kl_divergence(bad, z, 1.0, None),
+        lambda: divergence.kl_divergence(z, bad, 1.0, None),
+        lambda: token_sampling.cut_tokens(bad, 5, 1.0),
+        lambda: token_sampling.sample_tokens(bad, seeds, positions, 1.0, None),
     ]
     for call in calls:
         with pytest.raises(NumericsError, match="not finite, or further apart than float32 reaches"):

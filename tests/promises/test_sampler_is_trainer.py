@@ -21,7 +21,8 @@ from ppo_repro.models.networks import policy_logits, value_predictions
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.sequences import Ragged
-from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
+from ppo_repro.numerics.token_sampling import expand_kept
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.sampling.built_in import BuiltInSampler
 from tests.support.models import (
     ARCHITECTURES,

@@ -16,7 +16,7 @@ from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Mode
 from ppo_repro.engine import Sampling
-from ppo_repro.numerics.token_statistics import normal_noise
+from ppo_repro.numerics.noise import normal_noise
 from ppo_repro.records import reader
 from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.draw import sample

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ppo_repro.engine import Sampling
 from ppo_repro.numerics.definition.sampling import MASK, murmur3
-from ppo_repro.numerics.token_statistics import expand_kept
+from ppo_repro.numerics.token_sampling import expand_kept
 from ppo_repro.sampling.draw import first_argmax, murmur_hash32, sample
 from tests.support.models import seeded
 from tests.support.sampler import drawn_case

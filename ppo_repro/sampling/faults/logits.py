@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.token_statistics import normal_noise
+from ppo_repro.numerics.noise import normal_noise
 from ppo_repro.sampling.built_in import LogitsHook
 
 _EVERYWHERE = 2**32 - 1  # a position that no token has

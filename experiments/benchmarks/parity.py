@@ -26,12 +26,18 @@ from ppo_repro.base.mode import MODES, Mode
 CONFIG = Path(__file__).with_name("ppo_step.yaml")
 PROMPTS = 256
 END, VOCABULARY = "<end>", 257  # a token for each byte, and one more
-LLAMA = {"intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA: dict[str, float] = {
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-FAMILIES: dict[str, dict[str, int]] = {
+FAMILIES: dict[str, dict[str, float]] = {
     "llama": LLAMA,
     "qwen2": LLAMA,
     "smollm3": {**LLAMA, "no_rope_layer_interval": 2},
+    "granite": {**LLAMA, "residual_multiplier": 0.22, "logits_scaling": 2},
     "qwen3": {**LLAMA, "head_dim": 16},
     "mistral": {**LLAMA, "sliding_window": 24},
     "gemma": {**LLAMA, "head_dim": 16},

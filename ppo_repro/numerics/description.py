@@ -136,6 +136,7 @@ def describe(trunk: PreTrainedModel) -> Description:
     table = getattr(parts, names.embedding)
     positions = getattr(parts, family.learned_positions).weight if family.learned_positions else None
     mixture = next((cast(Any, m) for m in trunk.modules() if isinstance(m, MIXTURES)), None)
+    root = math.sqrt(config.hidden_size)
     heads, kv_heads, d = config.num_attention_heads, key_value_heads(config), head_dim(config)
     numbers: dict[str, float] = dict(
         layers=len(layers),
@@ -157,7 +158,8 @@ def describe(trunk: PreTrainedModel) -> Description:
         position_entries=0 if positions is None else len(positions),
         padding=-1 if table.padding_idx is None else int(table.padding_idx),
         eps=float(getattr(config, names.eps)),
-        embedding_scale=math.sqrt(config.hidden_size) if family.scales_embedding else 1.0,
+        embedding_scale=number_of(config, family.embedding_scale, root if family.scales_embedding else 1.0),
+        residual_scale=number_of(config, family.residual_scale, 1.0),
     )
     return Description(
         embedding=table.weight,

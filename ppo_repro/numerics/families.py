@@ -57,7 +57,9 @@ class Family:
     joins_heads: bool = False  # query, key and value of a head lie together in the matrix qkv
     may_be_parallel: bool = False  # use_parallel_residual: attention and MLP have the same input
     scales_embedding: bool = False  # by the root of hidden_size
-    score_cap: str | None = None  # here and below: the config's field of this number, if the family has it
+    embedding_scale: str | None = None  # here and below: the config's field of this number, if the family has it
+    residual_scale: str | None = None
+    score_cap: str | None = None
     logit_cap: str | None = None
     logit_divisor: str | None = None
 
@@ -90,6 +92,13 @@ FAMILIES = {  # by model_type
     "qwen2": Family("Qwen2", "Qwen2", windows="by layer_types"),
     "qwen3": Family("Qwen3", "Qwen3", windows="by layer_types"),
     "smollm3": Family("SmolLM3", "SmolLM3", windows="by layer_types", rotary="by no_rope_layers"),
+    "granite": Family(
+        "Granite",
+        "Granite",
+        embedding_scale="embedding_multiplier",
+        residual_scale="residual_multiplier",
+        logit_divisor="logits_scaling",
+    ),
     "mistral": Family("Mistral", "Mistral", windows="every layer"),
     "gemma": Family("Gemma", "Gemma", norm=constants.NORM_RMS_OFFSET, scales_embedding=True),
     "gpt2": Family("GPT-2", "GPT2", _GPT2, norm=constants.NORM_LAYER, learned_positions="wpe"),
@@ -118,7 +127,7 @@ def _classes(*ends: str) -> dict[str, type[PreTrainedModel]]:
 NAMES = f"{', '.join(_FIRST)} or {_LAST}"
 _CAUSAL, _CLASSIFIERS = _classes("ForCausalLM", "LMHeadModel"), _classes("ForSequenceClassification")
 CAUSAL_MODELS, CLASSIFIERS = tuple(_CAUSAL.values()), tuple(_CLASSIFIERS.values())
-CLASSIFIER_OF = {_CAUSAL[name]: kind for name, kind in _CLASSIFIERS.items()}  # OLMoE has none
+CLASSIFIER_OF = {_CAUSAL[name]: kind for name, kind in _CLASSIFIERS.items()}  # OLMoE and Granite have none
 TRUNKS = tuple(_classes("Model").values())
 MIXTURES = tuple(family.mixture for family in FAMILIES.values() if family.mixture is not None)
 

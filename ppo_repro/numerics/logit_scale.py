@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.families import FAMILIES, number_of
-from ppo_repro.numerics.interface import ffi, pointer
+from ppo_repro.numerics.interface import Struct, ffi, pointer
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,23 @@ def logit_scale_of(config: PretrainedConfig) -> LogitScale:
 class _Scaled(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, scale: LogitScale) -> Tensor:
-        _call("scale_logits", logits, scale)
+        kernels_of(logits.device).scale_logits(_struct(logits, logits.shape, scale))
         ctx.mark_dirty(logits)
-        ctx.save_for_backward(logits)
+        ctx.save_for_backward(logits.clone() if scale.cap else logits.new_empty(0))  # the caller may change the logits
         ctx.scale = scale
         return logits
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (logits,) = ctx.saved_tensors
-        grad, gradient = grad.contiguous(), torch.empty_like(logits)
-        device = logits.device
-        _call(
-            "scale_logits_gradient",
-            logits,
-            ctx.scale,
-            d_logits=pointer(grad, device),
-            gradient=pointer(gradient, device),
-        )
+        (capped,) = ctx.saved_tensors
+        grad, gradient = grad.contiguous(), torch.empty_like(grad)
+        struct = _struct(capped, grad.shape, ctx.scale)
+        struct.d_logits, struct.gradient = pointer(grad, grad.device), pointer(gradient, grad.device)
+        kernels_of(grad.device).scale_logits_gradient(struct)
         return gradient, None
 
 
-def _call(function: str, logits: Tensor, scale: LogitScale, **arrays: Any) -> None:
-    n, v = logits.shape
-    members = dict(logits=pointer(logits, logits.device), n=n, v=v, divisor=scale.divisor, cap=scale.cap, **arrays)
-    getattr(kernels_of(logits.device), function)(ffi.new("LogitScale *", members))
+def _struct(logits: Tensor, shape: torch.Size, scale: LogitScale) -> Struct:
+    members = dict(logits=pointer(logits, logits.device), n=shape[0], v=shape[1], divisor=scale.divisor, cap=scale.cap)
+    return ffi.new("LogitScale *", members)

@@ -31,6 +31,8 @@ _NUMBERS = {
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), (1.0, 1e30)),  # no angle is larger than its position
     "factor": (1.0, 1e9),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), (1e-9, 1e9)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), (1e-9, 1e9)),
+    **dict.fromkeys(("logits_scaling", "attn_logit_softcapping", "final_logit_softcapping"), (1e-9, 1e9)),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1e-9, 1.0)),
 }
 _ROPE = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")  # the last two inside the first

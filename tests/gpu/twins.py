@@ -272,6 +272,7 @@ class Shape:
     activation: str = "ACT_SILU"
     experts: int = 0  # of the last layer
     rotary: bool = True  # with tables of its own in each layer
+    residual_scale: float = 1.0
     score_cap: float = 0.0
     unrotated: int = 0  # layers before the first one with rotary positions
     parallel: bool = False
@@ -362,6 +363,7 @@ def _model(side: Side, shape: Shape, rng: np.random.Generator, longest: int) -> 
         q_step=s.head_dim, k_at=s.heads * s.head_dim, k_step=s.head_dim, v_at=(s.heads + s.kv_heads) * s.head_dim,
         v_step=s.head_dim, round_activations=rounded, round_inputs=rounded, round_cache=rounded,
         position_entries=0 if s.rotary else longest, padding=3, eps=1e-5, embedding_scale=1.5,
+        residual_scale=s.residual_scale,
         embedding=side.put(embedding), embedding_grad=embedding_grad, positions_grad=positions_grad,
         positions=None if learned is None else side.put(learned), last_norm=last_norm, layer=layers,
     )  # fmt: skip
@@ -631,7 +633,11 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
     other = Shape(norm="NORM_LAYER", activation="ACT_GELU_TANH", rotary=False, parallel=True)
     yield "model of another kind", model((135, 3), other)
     yield "model of a third kind", model((40, 3), Shape(norm="NORM_RMS_OFFSET", activation="ACT_GELU"))
-    yield "model of a fourth kind", model((40, 3), Shape(windows=(0, 0), unrotated=1, score_cap=0.4))
+    yield (
+        "model of a fourth kind",
+        model((40, 3), Shape(windows=(0, 0), unrotated=1, residual_scale=0.6, score_cap=0.4)),
+    )
+    yield "scaled experts", model((17, 4), Shape(experts=3, residual_scale=0.6), recompute=True)
     yield "model over a cache", cached(LENGTHS, (7, 130, 1), Shape(windows=(0, 40)))
     yield "capped scores over a cache", cached((135, 4), (7, 130, 1), Shape(score_cap=0.4))
     yield "scaled logits", scaled_logits(5, 1003, cap=2.0)

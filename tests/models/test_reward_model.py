@@ -17,7 +17,7 @@ from ppo_repro.models.reward_model import reward_scores, value_model_from
 from ppo_repro.models.tiny import make_tokenizer
 from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 from ppo_repro.tasks.problems import arithmetic
-from tests.support.models import CONFIGS, CONTEXT, FAMILIES, fill, ragged, source_model, unequal
+from tests.support.models import CLASSIFIED, CONFIGS, CONTEXT, fill, ragged, source_model, unequal
 
 SEQUENCES = [[*s, 5] for s in ragged(11, 4, prompt=25)[0]]  # the stock forward cannot see its padding, 0, at the end
 
@@ -39,7 +39,7 @@ def scores(model: PreTrainedModel, sequences: list[list[int]] = SEQUENCES) -> Te
     return reward_scores(model, sequences, "right", 0)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", CLASSIFIED)
 def test_a_saved_folder_is_read_by_transformers_and_by_us_with_the_same_scores(
     architecture: str, tmp_path: Path
 ) -> None:
@@ -63,7 +63,7 @@ def test_a_saved_folder_is_read_by_transformers_and_by_us_with_the_same_scores(
 
 
 @pytest.mark.parametrize("mode", ["deterministic", "native"])
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", CLASSIFIED)
 def test_a_value_model_made_from_it_starts_with_its_score_after_the_last_token(architecture: str, mode: Mode) -> None:
     model = make_policy(classifier(architecture), mode, CONTEXT)
     value_model = value_model_from(model, mode, CONTEXT)

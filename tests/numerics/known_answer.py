@@ -48,6 +48,7 @@ class Kind:
     window: int = 0
     padding: int = -1
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
     score_cap: float = 0.0
     logit_divisor: float = 1.0
     logit_cap: float = 0.0
@@ -57,7 +58,7 @@ KINDS = (
     Kind("rms", "head", "silu", 0.8),
     Kind("layer", "none", "gelu_tanh", 0.8, rotary=False, gated=False, parallel=True, experts=False, window=40),
     Kind("rms_offset", "whole", "gelu", 1.0, normalised=False, transposed=True, padding=3, embedding_scale=1.5),
-    Kind("rms", "none", "silu", 0.8, unrotated=1, experts=False, score_cap=0.5, logit_divisor=0.75, logit_cap=2.5),
+    Kind("rms", "none", "silu", 0.8, unrotated=1, residual_scale=0.6, score_cap=0.5, logit_divisor=0.75, logit_cap=2.5),
 )
 
 
@@ -146,6 +147,7 @@ class Weights:
             heads=HEADS, kv_heads=1, head_dim=HEAD_DIM, eps=1e-5, embedding=embedding, layers=layers,
             last_norm=last_norm, q_at=0, q_step=HEAD_DIM, k_at=HEADS * HEAD_DIM, k_step=HEAD_DIM,
             v_at=(HEADS + 1) * HEAD_DIM, v_step=HEAD_DIM, embedding_scale=kind.embedding_scale, norm=kind.norm,
+            residual_scale=kind.residual_scale,
             qk_norm=kind.qk_norm, activation=kind.activation, gated=kind.gated, parallel=kind.parallel,
             chosen=CHOSEN, normalised=kind.normalised, padding=kind.padding, positions=positions,
         )  # fmt: skip

@@ -56,6 +56,10 @@ NAMES = {
     "pad_token_id": (None, 0, 4, -1, 88, 1000),
     "hidden_act": ("silu", "gelu", "gelu_new", "relu"),
     "scale_attn_by_inverse_layer_idx": (True, False),
+    "embedding_multiplier": FACTORS,
+    "residual_multiplier": FACTORS,
+    "attention_multiplier": FACTORS,
+    "logits_scaling": FACTORS,
     "no_rope_layers": ([0, 0, 0], [1, 0, 1], [0]),
     "use_sliding_window": (True, False),
 }

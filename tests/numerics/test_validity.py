@@ -103,6 +103,7 @@ BROKEN = {
     "head_dim": [("head_dim", 0), ("head_dim", 1 << 29), *(("layer.rotary.elements", n) for n in (15, 0, 18))],
     "rope_parameters": [("layer.rotary.cosine", ffi.NULL), ("layer.rotary.sine", ffi.NULL)],
     "attn_logit_softcapping": [("layer.score_cap", float("nan")), ("layer.score_cap", -1.0)],
+    "residual_multiplier": [("residual_scale", 0.0), ("residual_scale", float("inf"))],
     "sliding_window": [("layer.window", -1)],
     "max_position_embeddings": [("position_entries", -1)],
     "pad_token_id": [("padding", 89), ("padding", -2)],

@@ -153,7 +153,9 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
             shape |= {"num_key_value_heads": kv_heads, "head_dim": d}
         if family == "smollm3":
             more |= {"no_rope_layers": draw(st.sampled_from(([0, 0], [0, 1], [1, 0])))}
-        if family in ("llama", "qwen3"):
+        if family == "granite":
+            more |= {"residual_multiplier": draw(st.sampled_from((0.22, 1.0, 3.0)))}
+        if family in ("llama", "qwen3", "granite"):
             more |= {"attention_bias": draw(st.booleans())}
         if family in ("mistral", "mixtral"):
             more |= {"sliding_window": draw(st.sampled_from((None, 1, 131)))}

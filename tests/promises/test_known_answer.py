@@ -117,6 +117,27 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         "attention.c",
         (("if (capped) dp_to_ds[j] = dp_to_ds[j] *", "if (capped) (void)"),),
     ),
+    "a residual scale on the wrong side": (
+        "steps.c",
+        (
+            (".scale = m->residual_scale, .x = y, .y = y});", ".scale = 1.0f, .x = y, .y = y});"),
+            (
+                "for_rows(rows, add_row, &(Addition){.n = w->n, .x = residual, .y = y});",
+                "for_rows(rows, add_row, &(Addition){.n = w->n, .x = residual, .y = y});\n"
+                "  for_rows(rows, scale_row, &(Scaling){.n = w->n, .scale = m->residual_scale, .x = y, .y = y});",
+            ),
+        ),
+    ),
+    "a gradient without the residual scale": (
+        "model.c",
+        (
+            (
+                "if (m->residual_scale == 1.0f) return d;",
+                "(void)memory, (void)tokens;\n  if (m->residual_scale) return d;",
+            ),
+        ),
+    ),
+    "experts without the residual scale": ("experts.c", (("if (a->scale != 1.0f) {", "if (0) {"),)),
     "rule 5: logits without their divisor": ("tokens.c", (("z[i] = z[i] / a->divisor;", "(void)z;"),)),
     "rule 5: logits without their cap": ("tokens.c", (("  if (!a->cap) return;", "  return;"),)),
     "rule 5: the last step of exp is rounded twice": (

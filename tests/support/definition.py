@@ -23,7 +23,7 @@ NORMS, QK_NORMS = names("NormKind", "NORM_"), names("QkNormKind", "QK_NORM_")
 ACTIVATIONS = names("ActivationKind", "ACT_")
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 SAME = (
-    *("heads", "kv_heads", "head_dim", "eps", "embedding_scale", "gated", "parallel"),
+    *("heads", "kv_heads", "head_dim", "eps", "embedding_scale", "residual_scale", "gated", "parallel"),
     *("padding", "chosen", "normalised", "q_at", "q_step", "k_at", "k_step", "v_at", "v_step"),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -40,6 +42,7 @@ from transformers import (
 from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import ValueModel, make_policy, make_value_model
+from ppo_repro.numerics.families import CLASSIFIER_OF
 from ppo_repro.numerics.interface import Ints
 
 CONTEXT = 64
@@ -85,6 +88,13 @@ def llama_config(**changes: Any) -> LlamaConfig:
 def smollm3_config(**changes: Any) -> SmolLM3Config:
     """A layer without rotary positions, then one with them; tied embeddings."""
     return SmolLM3Config(**{**SHAPE, "no_rope_layers": [0, 1], **changes})
+
+
+def granite_config(**changes: Any) -> GraniteConfig:
+    """Embeddings, scores, results of attention and MLP, and logits are multiplied or divided by numbers."""
+    numbers: dict[str, Any] = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
+    numbers |= {"residual_multiplier": 0.4, "logits_scaling": 0.7}
+    return GraniteConfig(**{**SHAPE, "tie_word_embeddings": True, **numbers, **changes})
 
 
 def mistral_config(**changes: Any) -> MistralConfig:
@@ -150,6 +160,7 @@ CLASSES: dict[type[PretrainedConfig], type[PreTrainedModel]] = {
     Qwen2Config: Qwen2ForCausalLM,
     LlamaConfig: LlamaForCausalLM,
     SmolLM3Config: SmolLM3ForCausalLM,
+    GraniteConfig: GraniteForCausalLM,
     MistralConfig: MistralForCausalLM,
     GemmaConfig: GemmaForCausalLM,
     GPT2Config: GPT2LMHeadModel,
@@ -163,6 +174,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": qwen2_config,
     "llama": llama_config,
     "smollm3": smollm3_config,
+    "granite": granite_config,
     "mistral": mistral_config,
     "gemma": gemma_config,
     "gpt2": gpt2_config,
@@ -221,8 +233,14 @@ def random_sequences(seed: int, count: int, response: int) -> tuple[list[list[in
 ARCHITECTURES = tuple(CONFIGS)
 # for parametrize: RMS norms, layer norms, experts; all others wait for the slow tests
 QUICK = ("qwen3", "gpt2", "qwen3_moe")
-FAMILIES = [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES]
-EVERY_FAMILY = [*FAMILIES, *(a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in MIXTURES)]
+
+
+def marked(architectures: Iterable[str]) -> list[Any]:
+    return [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in architectures]
+
+
+FAMILIES, EVERY_FAMILY = marked(ARCHITECTURES), marked((*ARCHITECTURES, *MIXTURES))
+CLASSIFIED = marked(a for a in ARCHITECTURES if CLASSES[type(CONFIGS[a]())] in CLASSIFIER_OF)
 # settings of these families that change what is computed; compared with float64 only
 VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3 sliding, untied, biases": lambda: qwen3_config(**SLIDING, tie_word_embeddings=False, attention_bias=True),
@@ -232,6 +250,9 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "smollm3 sliding, untied, biases": lambda: smollm3_config(
         **SLIDING, no_rope_layers=[1, 0], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
+    ),
+    "granite untied, biases": lambda: granite_config(
+        tie_word_embeddings=False, attention_bias=True, mlp_bias=True, residual_multiplier=1.0, logits_scaling=8.0
     ),
     "mistral without window, tied": lambda: mistral_config(sliding_window=None, tie_word_embeddings=True),
     "gemma untied, biases": lambda: gemma_config(tie_word_embeddings=False, attention_bias=True),

@@ -52,6 +52,7 @@ typedef struct {
   int window;  // of the last layer
   int padding;
   float embedding_scale;
+  float residual_scale;
   float score_cap;
   float logit_divisor;  // 0: nothing follows the head
   float logit_cap;
@@ -69,6 +70,7 @@ static const Kind KINDS[] = {
         .normalised = 1,
         .padding = -1,
         .embedding_scale = 1.0f,
+        .residual_scale = 1.0f,
         .temperature = 0.8f,
     },
     {
@@ -79,6 +81,7 @@ static const Kind KINDS[] = {
         .window = 40,
         .padding = -1,
         .embedding_scale = 1.0f,
+        .residual_scale = 1.0f,
         .temperature = 0.8f,
     },
     {
@@ -91,6 +94,7 @@ static const Kind KINDS[] = {
         .transposed = 1,
         .padding = 3,
         .embedding_scale = 1.5f,
+        .residual_scale = 1.0f,
         .temperature = 1.0f,
     },
     {
@@ -100,8 +104,11 @@ static const Kind KINDS[] = {
         .rotary = ROTARY,
         .unrotated = 1,
         .gated = 1,
+        .mixtures = 1,
+        .normalised = 1,
         .padding = -1,
         .embedding_scale = 1.0f,
+        .residual_scale = 0.6f,
         .score_cap = 0.5f,
         .logit_divisor = 0.75f,
         .logit_cap = 2.5f,
@@ -240,6 +247,7 @@ static void make_model(Check *c) {
       .padding = kind->padding,
       .eps = 1e-5f,
       .embedding_scale = kind->embedding_scale,
+      .residual_scale = kind->residual_scale,
       .layer = c->layers,
   };
   m.embedding = some_numbers(c, VOCABULARY * HIDDEN, 0.0f, 1.0f, &m.embedding_grad);

@@ -113,6 +113,7 @@ typedef struct {
   int hidden;
   int chosen;
   NumberFormat format;
+  float scale;
   const int *row_of;     // [tokens][chosen], the row of each choice
   const float *weights;  // [tokens][chosen]
   const float *y;        // [tokens chosen][hidden]
@@ -120,7 +121,7 @@ typedef struct {
   float *out;            // [tokens][hidden]
 } Combination;
 
-// Rule 7, definition: experts.mixture: out = x2 + chain of weight y over the token's experts
+// Rule 7, definition: experts.mixture: out = x2 + scale (chain of weight y over the token's experts)
 ROW(combine_row, Combination) {
   const int n = a->hidden;
   const float *x2 = a->x2 + (long)row * n;
@@ -132,6 +133,10 @@ ROW(combine_row, Combination) {
     EACH(i, n) out[i] = fma32(weight, y[i], out[i]);
   }
   round_row(a->format, 0, out, n);
+  if (a->scale != 1.0f) {
+    EACH(i, n) out[i] = a->scale * out[i];
+    round_row(a->format, 0, out, n);
+  }
   EACH(i, n) out[i] = x2[i] + out[i];
   round_row(a->format, 0, out, n);
 }
@@ -318,6 +323,7 @@ static void mixture_forward(const Pass *pass, const Layer *l, const Saved *s) {
       .hidden = hidden,
       .chosen = m->chosen,
       .format = m->round_activations,
+      .scale = m->residual_scale,
       .row_of = d.row_of_in_kernels,
       .weights = s->weights,
       .y = s->y,
@@ -329,7 +335,7 @@ static void mixture_forward(const Pass *pass, const Layer *l, const Saved *s) {
 }
 
 // definition: experts.mixture_backward: from dy [tokens][hidden], the gradient of the layer's output,
-// to dh, that of normed2, and the gradients of router and experts
+// to dh, that of normed2, and the gradients of router and experts; dh may be dy
 static void mixture_backward(const Pass *pass, const Layer *l, const Saved *s, const Blocks *blocks,
                              const float *dy, float *dh) {
   const Model *m = pass->m;

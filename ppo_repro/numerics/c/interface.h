@@ -137,6 +137,7 @@ typedef struct {
   int padding;                     // a token whose embedding is not trained, or -1
   float eps;                       // of norms
   float embedding_scale;
+  float residual_scale;            // of results of attention and MLP, where they are added
   const float *embedding;          // [vocabulary][hidden]
   const float *positions;          // learned: [position_entries][hidden]; NULL: none
   long embedding_grad;
@@ -195,7 +196,7 @@ typedef struct {
 
 // What follows the head: z = z / divisor, then, unless cap is 0, z = cap tanh(z / cap)
 typedef struct {
-  float *logits;          // [n][v], changed in place
+  float *logits;          // [n][v], changed in place; the backward pass reads them only if there is a cap
   int n;
   int v;
   float divisor;

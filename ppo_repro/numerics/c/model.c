@@ -2,7 +2,8 @@
 // path. A layer, x -> next, with the numbers of its steps:
 //   x2   = x + out(attend(heads(qkv(norm1(x)))))      1 norm1  2 qkv  3 heads  4 attend  5 out
 //   next = x2 + down(act(up(norm2(x2))))              6 norm2  7 up  8 act  9 down; or a mixture of experts
-// A `parallel` layer has norm2(x) in the second line. The backward pass takes the steps in reverse. Each one
+// A `parallel` layer has norm2(x) in the second line. With a residual_scale other than 1, out(..) and down(..)
+// are multiplied by it. The backward pass takes the steps in reverse. Each one
 // turns the gradient of its result into the gradients of its input and of its weights.
 //
 // Here is only which step follows which. Products and norms of whole layers are in steps.c, step 3 is in
@@ -41,16 +42,25 @@ static void layer_forward(const Pass *pass, int index, const Saved *s, int *not_
   }
 }
 
+// The gradient of out(..) or down(..) from d, the gradient of the sum to which it was added: d itself, or a
+// multiple in `memory`
+static const float *addend_gradient(const Model *m, const float *d, int tokens, float *memory) {
+  if (m->residual_scale == 1.0f) return d;
+  for_rows(tokens, scale_row, &(Scaling){.n = m->hidden, .scale = m->residual_scale, .x = d, .y = memory});
+  return memory;
+}
+
 // From the gradient of the layer's output to that of its input, both d->dx
 static void layer_backward(const Pass *pass, int index, const Saved *s, const Blocks *blocks,
                            const Deltas *d) {
   const Model *m = pass->m;
   const Layer *l = &m->layer[index];
   const int tokens = pass->b->tokens;
+  const float *d_mlp = addend_gradient(m, d->dx, tokens, d->dh);
   if (has_experts(l)) {
-    mixture_backward(pass, l, s, blocks, d->dx, d->dh);
+    mixture_backward(pass, l, s, blocks, d_mlp, d->dh);
   } else {
-    linear_step_backward(&l->down, d->dx, s->act, blocks, d->narrow);              // 9
+    linear_step_backward(&l->down, d_mlp, s->act, blocks, d->narrow);              // 9
     activation_step_backward(m, s->up, d->narrow, tokens, mlp_width(l), d->wide);  // 8
     linear_step_backward(&l->up, d->wide, s->normed2, blocks, d->dh);              // 7
   }
@@ -58,7 +68,8 @@ static void layer_backward(const Pass *pass, int index, const Saved *s, const Bl
   norm_step_backward(m, &l->norm2, x2, s->r2, s->mean2, d->dh, d->dx, blocks, d->dx2);  // 6
   // d->dx2 is now the gradient of x2. In a parallel layer norm2 reads x, and this is a part of the gradient
   // of x.
-  linear_step_backward(&l->out, m->parallel ? d->dx : d->dx2, s->mixed, blocks, d->narrow);  // 5
+  const float *d_out = addend_gradient(m, m->parallel ? d->dx : d->dx2, tokens, d->dh);
+  linear_step_backward(&l->out, d_out, s->mixed, blocks, d->narrow);  // 5
   Heads heads = heads_of(pass, index, s);
   heads.d_mixed = d->narrow;
   heads.dq = d->narrow + (long)tokens * q_width(m);

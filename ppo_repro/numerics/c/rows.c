@@ -287,6 +287,20 @@ ROW(embedding_row, Embedding) {
   round_row(a->format, 0, out, n);
 }
 
+// y [rows][n] = scale x; y may be x
+typedef struct {
+  int n;
+  float scale;
+  const float *x;
+  float *y;
+} Scaling;
+
+ROW(scale_row, Scaling) {
+  const float *x = a->x + (long)row * a->n;
+  float *y = a->y + (long)row * a->n;
+  EACH(i, a->n) y[i] = a->scale * x[i];
+}
+
 // y [rows][n] = y + x
 typedef struct {
   int n;

@@ -4,18 +4,23 @@
 
 // -------------------------------------------------------------------------------------------------- products
 
-// Rule 1, definition: linear.layer_linear: y [rows][n] = x w^T + bias, and + residual [rows][n] unless
-// NULL. Inputs are rounded in place, y is rounded after the product and again after the addition.
+// Rule 1, definition: linear.layer_linear: y [rows][n] = x w^T + bias; unless residual [rows][n] is NULL,
+// residual + residual_scale y. Inputs are rounded in place, y is rounded after each operation.
 static void linear_step(const Model *m, const Matrix *w, float *x, int rows, const float *residual,
                         float *y) {
   round_rows(m->round_inputs, x, rows, w->k);
-  if (m->round_activations == FORMAT_FLOAT32) {
+  const int is_scaled = residual && m->residual_scale != 1.0f;
+  if (m->round_activations == FORMAT_FLOAT32 && !is_scaled) {
     linear(w, x, rows, residual, y);
     return;
   }
   linear(w, x, rows, NULL, y);
   round_rows(m->round_activations, y, rows, w->n);
   if (!residual) return;
+  if (is_scaled) {
+    for_rows(rows, scale_row, &(Scaling){.n = w->n, .scale = m->residual_scale, .x = y, .y = y});
+    round_rows(m->round_activations, y, rows, w->n);
+  }
   for_rows(rows, add_row, &(Addition){.n = w->n, .x = residual, .y = y});
   round_rows(m->round_activations, y, rows, w->n);
 }

@@ -77,6 +77,7 @@ class Model:
     v_at: int
     v_step: int
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of results of attention and MLP, where they are added
     norm: Literal["rms", "rms_offset", "layer"] = "rms"
     qk_norm: Literal["none", "head", "whole"] = "none"
     activation: str = "silu"  # a name in `rows.ACTIVATIONS`

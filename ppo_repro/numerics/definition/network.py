@@ -52,18 +52,23 @@ def embed(model: Model, ids: Array) -> Array:
     return rounded(model.rounding.activations, x, scaled=False)
 
 
+def add(model: Model, x: Array, y: Array) -> Array:
+    """Return x + residual_scale y, rounded to the format of activations after each operation."""
+    form = model.rounding.activations
+    return rounded(form, x + (y if model.residual_scale == 1 else rounded(form, y * F(model.residual_scale))))
+
+
 def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Activations:
-    """Run one sequence: x + attention(norm1 x), then + mlp(norm2 of this sum, or of x if parallel).
+    """Run one sequence: x + attention(norm1 x), then + mlp(norm2 of this sum, or of x if parallel); `add` adds.
 
     `routes` [layers with experts, T, k]: the experts of each token, by rising index; None: routers choose. Kernel:
     `model_forward`.
     """
     x, layers, given = embed(model, np.asarray(ids)), [], iter(() if routes is None else routes)
-    form = model.rounding.activations
     for layer in model.layers:
         normed1 = layer_norm(model, x, layer.norm1)
         attended, attention = attention_part(model, layer, normed1.y)
-        after = rounded(form, x + attended)
+        after = add(model, x, attended)
         normed2 = layer_norm(model, x if model.parallel else after, layer.norm2)
         inside: Mlp | Mixture
         if layer.router is not None:
@@ -72,7 +77,7 @@ def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Ac
             assert layer.up is not None
             assert layer.down is not None
             raised, inside = mlp(model, layer.up, layer.down, normed2.y)
-        x = rounded(form, after + raised)
+        x = add(model, after, raised)
         layers.append(LayerActivations(normed1, attention, normed2, inside))
     return Activations(np.asarray(ids), tuple(layers), layer_norm(model, x, model.last_norm))
 
@@ -80,24 +85,26 @@ def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Ac
 def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
     """Return one sequence's addends to the gradient of every parameter; d_hidden [T, H]. Kernel: `model_backward`.
 
-    With d the gradient of a layer's output: d2 = d + the gradient through norm2; attention receives d2, or d if
-    parallel; d2 + the gradient through norm1 is the gradient of the layer's input.
+    With d the gradient of a layer's output: the MLP receives d residual_scale; d2 = d + the gradient through norm2;
+    attention receives d2 residual_scale, or d residual_scale if parallel; d2 + the gradient through norm1 is the
+    gradient of the layer's input.
     """
-    grads: Contributions = {}
+    grads, scale = Contributions(), F(model.residual_scale)
     position = np.arange(len(of.ids))
     d = norm_backward(grads, "last_norm", model.norm, model.last_norm, d_hidden, of.last, position)
     for index in reversed(range(len(model.layers))):
         name, layer, seen = f"layers.{index}", model.layers[index], of.layers[index]
         if isinstance(seen.mlp, Mixture):
-            dh = mixture_backward(grads, name, model, layer, d, seen.mlp, position)
+            dh = mixture_backward(grads, name, model, layer, d * scale, seen.mlp, position)
         else:
             assert layer.up is not None
             assert layer.down is not None
             names = (f"{name}.up", f"{name}.down")
-            dh = mlp_backward(grads, names, model, layer.up, layer.down, d, seen.mlp, position)
+            dh = mlp_backward(grads, names, model, layer.up, layer.down, d * scale, seen.mlp, position)
         dh = norm_backward(grads, f"{name}.norm2", model.norm, layer.norm2, dh, seen.normed2, position)
         d2 = d + dh
-        dh = attention_part_backward(grads, name, model, layer, d if model.parallel else d2, seen.attention, position)
+        dh = (d if model.parallel else d2) * scale
+        dh = attention_part_backward(grads, name, model, layer, dh, seen.attention, position)
         dh = norm_backward(grads, f"{name}.norm1", model.norm, layer.norm1, dh, seen.normed1, position)
         d = d2 + dh
     if model.positions is not None:

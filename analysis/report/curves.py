@@ -16,6 +16,7 @@ from ppo_repro.analysis.report.page import Figure
 from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
+from ppo_repro.ppo.draws import Draws, draws_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,13 @@ class Curve:
 MANY_SEEDS = 5  # charts show fewer seeds one by one
 
 
+def draws_of_tokens(iteration: int, tokens: pd.DataFrame) -> Draws:
+    """Measure the draws of the recorded tokens of one iteration."""
+    names = "old_logprobs", "entropies", "sequence", "cumulative_probs"
+    logprobs, entropies, sequences, known = (tokens[name].to_numpy() for name in names)
+    return draws_of(logprobs, entropies, sequences, known, seed=iteration)
+
+
 def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> list[dict[str, float | str]]:
     """Return the metrics of the sampled responses of one iteration, as rows iteration, metric, value, low, high."""
     owner = tokens["sequence"].to_numpy(np.int64)
@@ -43,12 +51,14 @@ def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) 
     def per_sequence(name: str) -> Floats:
         return np.asarray(np.bincount(owner, tokens[name].to_numpy(np.float64), len(sequences)), dtype=np.float64)
 
+    drawn = draws_of_tokens(iteration, tokens)
     estimates = {
         "score": clusters.mean(sequences["scores"].to_numpy(np.float64)),
         "accuracy": clusters.mean(sequences["is_correct"].to_numpy(np.float64)),
         "ref_kl_per_sequence": clusters.mean(per_sequence("ref_kl")),
         "entropy": clusters.ratio_of_sums(per_sequence("entropies"), lengths),
         "response_length": clusters.mean(lengths),
+        "excess": (drawn.mean, drawn.error),
     }
     return [_row(iteration, name, estimate) for name, estimate in estimates.items()]
 

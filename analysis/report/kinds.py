@@ -11,6 +11,7 @@ from ppo_repro.analysis.report.metrics import (
     DPO_LEARNING,
     DPO_OPTIMISATION,
     DPO_STEPS,
+    DRAWS,
     LEARNING,
     OPTIMISATION,
     Metric,
@@ -36,12 +37,13 @@ class Kind:
     samples: str
     measures: Mapping[str, str]  # final results that compare settings: title, name of the result
     last: tuple[str, str]  # if a run has none of `measures`: title, column of the last iteration
+    agreement: tuple[Metric, ...] = ()  # beside the mismatch on the page of one run
     by_step: tuple[Metric, ...] = ()  # which the page of one run draws by step, in place of `optimisation`
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Return all metrics."""
-        return self.learning + self.optimisation
+        return self.learning + self.optimisation + self.agreement
 
     @property
     def accuracies(self) -> set[str]:
@@ -60,6 +62,7 @@ KINDS = {
         "responses",
         {"held-out accuracy": "eval_accuracy", "held-out score": "eval_score"},
         ("last score", "score_mean"),
+        agreement=(DRAWS,),
     ),
     "control": Kind(
         CONTROL_LEARNING,

@@ -62,6 +62,10 @@ _LEARNING_RATE = Metric(
     "learning_rate", "steps", "Learning rate", "per step", "Learning rate of the policy", possible=POSITIVE,
     is_setting=True,
 )  # fmt: skip
+DRAWS = Metric(
+    "excess", "samples", "Draws", "nats",
+    "Mean of log p(token) + entropy: 0 for tokens drawn from p, above 0 if likely tokens are preferred", _ERROR,
+)  # fmt: skip
 # a metric that a run does not have is left out
 LEARNING = (
     Metric("score", "samples", "Score", "score", "Mean score of the sampled responses", _ERROR, None),

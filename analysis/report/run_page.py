@@ -53,20 +53,21 @@ def run_page(facts: Facts, responses: int) -> str:
             [*verdicts.origin(facts), *verdicts.learning(facts, iterations)],
             chart=main_chart(facts, scan.curves),
         ),
-        Card("Is it on-policy?", [*verdicts.on_policy(facts, counted), *cause]),
+        Card("Is it on-policy?", [*verdicts.on_policy(facts, counted, scan.draws), *cause]),
         Card("What went wrong?", verdicts.troubles(facts, iterations, scan.nonfinite_ratios, scan.nonfinite_deltas)),
         Card("How to repeat it", (), [facts_html(repeating(facts))]),
     )
     named, forked = [Curve("this run", scan.curves)], facts.forked_at
     kind = KINDS[facts.manifest.kind]
     distributions = figures.change_figures(scan.values, kind.main[-1].unit, kind.samples)
-    learning, optimisation = (
-        curves.metric_figures(wanted, named, forked_at=forked) for wanted in (kind.learning, kind.optimisation)
+    learning, optimisation, agreement = (
+        curves.metric_figures(wanted, named, forked_at=forked)
+        for wanted in (kind.learning, kind.optimisation, kind.agreement)
     )
     sections = [
         Section("learning", "Learning", (), [*learning, *distributions]),
         Section("optimisation", "Optimisation", (), optimisation),
-        _mismatch(scan, counted, found),
+        _mismatch(scan, counted, found, agreement),
         _clipping(facts, iterations, steps, scan),
     ]
     data = None
@@ -101,15 +102,15 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     return [Verdict("fact", text)], [*drawn, divergence]
 
 
-def _mismatch(scan: Scan, counted: Parity, found: list[Figure]) -> Section:
-    """Return the section about mismatch; if no difference can be drawn, a sentence replaces the figures."""
+def _mismatch(scan: Scan, counted: Parity, found: list[Figure], draws: list[Figure]) -> Section:
+    """Return the section about mismatch and draws; if no difference can be drawn, a sentence replaces its figures."""
     drawn, title = int(scan.deltas.sum()), "Sampler and trainer"
     equal = counted.tokens - drawn - scan.nonfinite_deltas
     if not drawn:
         which = f"All {equal:,} finite" if scan.nonfinite_deltas else f"All {equal:,}"
         note = f"{which} differences are exactly 0, so there is no distribution of them to draw."
-        return Section("mismatch", title, (note,))
-    return Section("mismatch", title, (), [figures.delta_figure(scan.deltas, DELTA_EDGES, equal), *found])
+        return Section("mismatch", title, (note,), draws)
+    return Section("mismatch", title, (), [figures.delta_figure(scan.deltas, DELTA_EDGES, equal), *found, *draws])
 
 
 def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:

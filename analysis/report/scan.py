@@ -18,6 +18,7 @@ from ppo_repro.analysis.report.facts import Facts
 from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.config.files import LANGUAGE
+from ppo_repro.ppo.draws import NONE, Draws
 from ppo_repro.records import reader
 
 Counts = npt.NDArray[np.int64]
@@ -26,7 +27,16 @@ DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, 
 QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 FLAGS = ("clip_high", "clip_low", "clip_dual", "wrong_high", "wrong_low", "bound_high", "bound_low")
 SEQUENCES = ["iteration", "sequence", "response", "response_length", "scores", "is_correct"]
-TOKENS = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies", "ref_kl"]
+TOKENS = [
+    "iteration",
+    "sequence",
+    "position",
+    "rollout_logprobs",
+    "old_logprobs",
+    "entropies",
+    "ref_kl",
+    "cumulative_probs",
+]
 UPDATES = ["iteration", "epoch", "minibatch", "ratios", "clip_flag"]
 LOGPROBS = ["iteration", "rollout_logprobs", "old_logprobs"]
 
@@ -43,6 +53,7 @@ class Scan:
     flags: pd.DataFrame  # iteration, token_updates and FLAGS: counts
     values: dict[int, Floats]  # scores, or returns of the episodes that ended, by iteration
     responses: pd.DataFrame  # of `_response_summary`
+    draws: Draws
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,7 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
     sampled, flags = list[dict[str, float | str]](), list[dict[str, int]]()
     ratios, responses = list[pd.DataFrame](), list[pd.DataFrame]()
     values: dict[int, Floats] = returns_of(facts) if facts.is_control else {}
+    draws = NONE
     counted, nonfinite_deltas, nonfinite_ratios = np.zeros((2, len(DELTA_EDGES) - 1), np.int64), 0, 0
     for one in iterations_of(facts):
         delta, flag = deltas(one.tokens), one.updates["clip_flag"]
@@ -118,14 +130,24 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
         flags.append({"iteration": one.iteration, "token_updates": int(counts.sum()), **counts_of})
         if one.sequences is not None:
             sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens)
+            draws += curves.draws_of_tokens(one.iteration, one.tokens)
             responses.append(_response_summary(one.iteration, one.sequences, one.tokens, one.updates))
             values[one.iteration] = one.sequences["scores"].to_numpy(np.float64)
     if facts.is_control:
         sampled = curves.return_rows(values)
     found = _with_recorded(facts, sampled, iterations, steps)
     of_responses = pd.concat(responses, ignore_index=True) if responses else pd.DataFrame()
-    together = pd.concat(ratios, ignore_index=True)
-    return Scan(found, counted, nonfinite_deltas, nonfinite_ratios, together, pd.DataFrame(flags), values, of_responses)
+    return Scan(
+        curves=found,
+        deltas=counted,
+        nonfinite_deltas=nonfinite_deltas,
+        nonfinite_ratios=nonfinite_ratios,
+        ratios=pd.concat(ratios, ignore_index=True),
+        flags=pd.DataFrame(flags),
+        values=values,
+        responses=of_responses,
+        draws=draws,
+    )
 
 
 def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:

@@ -14,6 +14,7 @@ from ppo_repro.analysis.report.page import Verdict
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.rollout import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
+from ppo_repro.ppo.draws import Draws
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.summary import MANY_CUT, change, cut_at_the_limit, cut_fraction, not_promised
 
@@ -67,8 +68,8 @@ def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, h
     return Verdict("fact", f"{name} {change(values[0], values[-1])} {where} ({how}).")
 
 
-def on_policy(facts: Facts, counted: Parity) -> list[Verdict]:
-    """Return sentences about the agreement of sampler and trainer: log-probs, ratios and values."""
+def on_policy(facts: Facts, counted: Parity, draws: Draws) -> list[Verdict]:
+    """Return sentences about the agreement of sampler and trainer: log-probs, ratios, values and draws."""
     config, unit = facts.ppo, facts.unit
     anchor = "rollout" if isinstance(config, ControlConfig) else config.ppo.ratio_anchor
     has_ratios = isinstance(config, ControlConfig) or config.ppo.objective.kind != "policy_gradient"
@@ -91,6 +92,9 @@ def on_policy(facts: Facts, counted: Parity) -> list[Verdict]:
         right = f"Values computed again in the first minibatches agree on every bit ({rows:,} {unit})."
         wrong = f"{share(other, rows)} of values differ when computed again ({other:,} of {rows:,})."
         found.append(_counted(other, right, wrong))
+    if draws.tokens:
+        said = draws.sentence()
+        found.append(_counted(int(draws.is_wrong), f"{said[0].upper()}{said[1:]}.", said))
     if isinstance(config, RunConfig):
         found += [Verdict("fact", f"{text}.") for text in not_promised(config)]
     measured = facts.accuracy

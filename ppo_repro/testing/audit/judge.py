@@ -17,7 +17,7 @@ import torch
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.audit.definitions import definitions_of, different_orders, order_of
 from ppo_repro.testing.audit.measure import RIGHT, rms
-from ppo_repro.testing.audit.reference import numbers_of, references_of
+from ppo_repro.testing.audit.reference import Recorded, numbers_of, references_of
 from ppo_repro.testing.audit.side import Explained, Side, Unknown, judged
 from ppo_repro.testing.audit.variants import Numbers, Sampling
 from ppo_repro.testing.audit.ways import Subject, positions, vocabulary
@@ -50,7 +50,7 @@ def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -
     definitions = orders or definitions_of(responses, references, sampling)
     numbers = {name: numbers_of(name, responses, references[d]) for name, d in definitions.items()}
     sides = {
-        name: judged(name, subject, responses, sampling, d, references[d], numbers[name])
+        name: judged(subject, Recorded(name, responses, sampling, d, references[d], numbers[name]))
         for name, d in definitions.items()
     }
     are_comparable = not orders or not all(side.is_right for side in sides.values())

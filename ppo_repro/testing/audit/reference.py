@@ -33,6 +33,18 @@ class Reference:
     measured: int  # the first responses, in which stock float32 was computed
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """Log-probs that one side recorded, beside the right ones by the definition that it is judged by."""
+
+    name: str  # sampler or trainer
+    responses: Sequence[Response]
+    sampling: Sampling
+    definition: str  # a name in DEFINITIONS
+    reference: Reference
+    numbers: Sequence[Numbers]  # of each response
+
+
 def references_of(subject: Subject, responses: Sequence[Response], sampling: Sampling) -> dict[str, Reference]:
     """Return the reference of each definition that the settings distinguish, or that the user asked for.
 
@@ -55,17 +67,11 @@ def references_of(subject: Subject, responses: Sequence[Response], sampling: Sam
     return references
 
 
-def largest_error(
-    model: PreTrainedModel,
-    responses: Sequence[Response],
-    sampling: Sampling,
-    definition: str,
-    reference: Reference,
-    some: Sequence[int],
-) -> float:
+def largest_error(model: PreTrainedModel, side: Recorded, some: Sequence[int]) -> float:
     """Return the largest distance (nats) of stock float32 over the first responses and `some` responses."""
+    responses, reference, name = side.responses, side.reference, side.definition
     far = [i for i in some if i >= reference.measured]
-    stock = _logprobs(model, [responses[i] for i in far], sampling, [definition], False)[definition] if far else []
+    stock = _logprobs(model, [responses[i] for i in far], side.sampling, [name], False)[name] if far else []
     apart = [(x - reference.logprobs[i])[torch.tensor(responses[i].counts)] for i, x in zip(far, stock, strict=True)]
     return max([reference.largest, *(float(x[x.isfinite()].abs().amax(0)) for x in apart if len(x[x.isfinite()]))])
 

@@ -36,8 +36,9 @@ from ppo_repro.testing.audit.measure import (
     stored_as,
 )
 from ppo_repro.testing.audit.predict import NONE, Predictor, Steps, Tokens, Window
+from ppo_repro.testing.audit.reference import Recorded
 from ppo_repro.testing.audit.table import table
-from ppo_repro.testing.audit.variants import Change, Numbers, Rounding, Sampling, Variant, tempered
+from ppo_repro.testing.audit.variants import DEFINITIONS, Numbers, Rounding, Variant, tempered
 from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.dumps import Response
@@ -80,32 +81,14 @@ class Case:
     has_experts: bool
 
 
-def case_of(
-    name: str,
-    subject: Subject,
-    responses: Sequence[Response],
-    sampling: Sampling,
-    definition: Change,
-    floor: float,
-    numbers: Sequence[Numbers],
-    wrong: Sequence[int],
-) -> Case:
-    """Return the case of a side with wrong log-probs.
-
-    Args:
-        name: name of the side.
-        subject: the model, and others that may have been used instead.
-        responses: prompts and tokens.
-        sampling: settings of the stack.
-        definition: maps logits to the distribution of the side's log-probs.
-        floor: rms distance of stock float32, in nats.
-        numbers: recorded and right log-probs of each response.
-        wrong: indices of the responses with a wrong log-prob.
-    """
+def case_of(subject: Subject, side: Recorded, wrong: Sequence[int]) -> Case:
+    """Return the case of a side; `wrong` are the indices of the responses with a wrong log-prob."""
+    responses, numbers, sampling = side.responses, side.numbers, side.sampling
+    definition = DEFINITIONS[side.definition].change
     every = torch.cat([numbers[i].recorded[numbers[i].usable] for i in wrong])
     ideal = torch.cat([numbers[i].reference[numbers[i].usable] for i in wrong])
     scale = max(1.0, rms(every) / max(rms(ideal), 1e-9))
-    tolerance = RIGHT * floor * scale + 2.0**-22 * rms(every)
+    tolerance = RIGHT * side.reference.floor * scale + 2.0**-22 * rms(every)
     device = subject.model.device
     numbers = [Numbers(*(x.to(device) for x in (of.recorded, of.usable, of.counts, of.reference))) for of in numbers]
     bad = [_bad(of, tolerance) for of in numbers]
@@ -119,7 +102,7 @@ def case_of(
         return row.stage != "input" or any(f.within(w.start, w.end) for w in few for f in row.passes[w.response])
 
     return Case(
-        name=name,
+        name=side.name,
         rows=tuple(filter(is_predicted, table(subject, responses, sampling, definition))),
         predictor=Predictor(subject.model, responses, numbers, sampling, definition),
         numbers=numbers,

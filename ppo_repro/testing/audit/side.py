@@ -11,11 +11,11 @@ import torch
 from ppo_repro.base.output import say
 from ppo_repro.testing.audit.facts import facts, of_format
 from ppo_repro.testing.audit.measure import FAR, HALF, RIGHT, rms
-from ppo_repro.testing.audit.reference import Reference, distances, largest_error
+from ppo_repro.testing.audit.reference import Recorded, distances, largest_error
 from ppo_repro.testing.audit.search import Case, Tried, case_of, search
-from ppo_repro.testing.audit.variants import DEFINITIONS, Numbers, Sampling
+from ppo_repro.testing.audit.variants import Numbers
 from ppo_repro.testing.audit.ways import Subject
-from ppo_repro.testing.dumps import Response, impossible
+from ppo_repro.testing.dumps import impossible
 
 SHOWN = 8  # explanations that are listed
 NAMED = 3  # so many explanations that are equally good are named; with more the cause is unknown
@@ -83,33 +83,15 @@ class Side:
                 return "unknown"
 
 
-def judged(
-    name: str,
-    subject: Subject,
-    responses: Sequence[Response],
-    sampling: Sampling,
-    definition: str,
-    reference: Reference,
-    numbers: Sequence[Numbers],
-) -> Side:
-    """Judge the side with this name.
-
-    Args:
-        name: sampler or trainer.
-        subject: the model, and others that may have been used instead.
-        responses: prompts and tokens.
-        sampling: settings of the stack.
-        definition: the name in DEFINITIONS of the distribution of the side's log-probs.
-        reference: right log-probs by this definition.
-        numbers: recorded and right log-probs of each response.
-    """
-    distance = _measured(subject, responses, sampling, definition, reference, numbers)
+def judged(subject: Subject, recorded: Recorded) -> Side:
+    """Judge what one side recorded; `subject` is the model, and others that may have been used instead."""
+    name, definition, numbers = recorded.name, recorded.definition, recorded.numbers
+    distance = _measured(subject, recorded)
     empty, gaps = _gaps(numbers)
     if not distance.wrong:
         return Side(name, definition, distance, empty, Explained(gaps, FILL, distance.rms) if gaps else Right())
     say(f"audit: {name} is wrong; looks for the cause")
-    change = DEFINITIONS[definition].change
-    case = case_of(name, subject, responses, sampling, change, reference.floor, numbers, distance.wrong)
+    case = case_of(subject, recorded, distance.wrong)
     tried = search(case)
     best = [t for t in tried if t.explains]
     if best and best[0].explains_zeros:
@@ -124,46 +106,39 @@ def judged(
         distance=distance,
         empty=empty,
         finding=finding,
-        known=tuple(_known(finding, case, responses, numbers, gaps)),
+        known=tuple(_known(finding, case, recorded, gaps)),
         tried=tuple(shown[:SHOWN]),
         temperature=next((t.temperature for t in fits if t.temperature is not None), None),
     )
 
 
-def _measured(
-    subject: Subject,
-    responses: Sequence[Response],
-    sampling: Sampling,
-    definition: str,
-    reference: Reference,
-    numbers: Sequence[Numbers],
-) -> Distance:
-    of_responses, limit = distances(numbers), RIGHT * reference.floor
+def _measured(subject: Subject, recorded: Recorded) -> Distance:
+    of_responses, limit = distances(recorded.numbers), RIGHT * recorded.reference.floor
     every = torch.cat(of_responses)
     largest = float(every.abs().max()) if len(every) else math.nan
     far = [i for i, d in enumerate(of_responses) if bool((d.abs() > FAR * limit).any())]
     is_right = rms(every) <= limit
     if is_right and far:
-        is_right = largest <= 3 * largest_error(subject.model, responses, sampling, definition, reference, far)
+        is_right = largest <= 3 * largest_error(subject.model, recorded, far)
     wrong = [] if is_right else [i for i, d in enumerate(of_responses) if rms(d) > limit or i in far]
     return Distance(len(every), rms(every), largest, tuple(wrong))
 
 
-def _recorded(numbers: Sequence[Numbers]) -> torch.Tensor:
+def _counted(numbers: Sequence[Numbers]) -> torch.Tensor:
     return torch.cat([of.recorded[of.counts] for of in numbers])
 
 
 def _gaps(numbers: Sequence[Numbers], are_zeros_explained: bool = False) -> tuple[int, str]:
     """Return the number of tokens without a log-prob, and a sentence about them, "" if there are none."""
-    recorded, usable = _recorded(numbers), sum(int(of.usable.sum()) for of in numbers)
-    missing = int((~recorded.isfinite()).sum()) if are_zeros_explained else len(recorded) - usable
+    values, usable = _counted(numbers), sum(int(of.usable.sum()) for of in numbers)
+    missing = int((~values.isfinite()).sum()) if are_zeros_explained else len(values) - usable
     if not missing:
         return 0, ""
-    finite = recorded[recorded.isfinite()]
+    finite = values[values.isfinite()]
     if len(finite) and not bool(finite.any()) and not are_zeros_explained:
-        return missing, impossible(recorded.float().numpy())
+        return missing, impossible(values.float().numpy())
     or_zero = "" if are_zeros_explained else " or a 0"
-    return missing, f"{missing:,} of {len(recorded):,} tokens have no log-prob{or_zero}"
+    return missing, f"{missing:,} of {len(values):,} tokens have no log-prob{or_zero}"
 
 
 def _finding(best: Sequence[Tried], gaps: str) -> Explained | Unknown:
@@ -176,11 +151,9 @@ def _finding(best: Sequence[Tried], gaps: str) -> Explained | Unknown:
     return Explained(words, advice, best[0].left)
 
 
-def _known(
-    finding: Explained | Unknown, case: Case, responses: Sequence[Response], numbers: Sequence[Numbers], gaps: str
-) -> list[str]:
+def _known(finding: Explained | Unknown, case: Case, recorded: Recorded, gaps: str) -> list[str]:
     """Return sentences about the numbers; if a cause is named, only about the format of a computation."""
     if isinstance(finding, Explained):
         return of_format(case.stored) if case.stored.mantissa else []  # decimals are no format of a computation
-    why = gaps or impossible(_recorded(numbers).float().numpy())
-    return [*filter(None, [why]), *of_format(case.stored), *facts(responses, numbers, case.tolerance)]
+    why = gaps or impossible(_counted(recorded.numbers).float().numpy())
+    return [*filter(None, [why]), *of_format(case.stored), *facts(recorded.responses, recorded.numbers, case.tolerance)]

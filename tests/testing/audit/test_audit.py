@@ -31,9 +31,10 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.testing.audit import forward, measure, reference, search, side
 from ppo_repro.testing.audit.judge import Audit, audit
 from ppo_repro.testing.audit.lines import lines
+from ppo_repro.testing.audit.reference import Recorded, Reference
 from ppo_repro.testing.audit.side import Explained
 from ppo_repro.testing.audit.table import table
-from ppo_repro.testing.audit.variants import DEFINITIONS, VARIANTS, Numbers, Row, Sampling, Variant, tempered
+from ppo_repro.testing.audit.variants import DEFINITIONS, VARIANTS, Numbers, Row, Sampling, Variant
 from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.diagnosis.diagnose import ROWS
@@ -151,8 +152,9 @@ def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float,
     right = [torch.tensor(r.trainer).double() for r in responses]
     pairs = zip(responses, right, strict=True)
     numbers = [Numbers(torch.tensor(r.sampler).double(), x < 1, x < 1, x) for r, x in pairs]
-    every, subject = range(len(numbers)), Subject(made.model, {})
-    case = search.case_of("sampler", subject, responses, Sampling(TEMPERATURE), tempered, 1e-7, numbers, every)
+    known = Reference(right, 1e-7, 0.0, 0)
+    recorded = Recorded("sampler", responses, Sampling(TEMPERATURE), "tempered", known, numbers)
+    case = search.case_of(Subject(made.model, {}), recorded, range(len(numbers)))
 
     def change(row: Row, sampling: Sampling, logits: Tensor, x: float) -> Tensor:
         return logits / x if x >= least else torch.full_like(logits, math.nan)

@@ -17,9 +17,9 @@ from scipy import stats
 
 from ppo_repro.analysis.report import build
 from ppo_repro.analysis.report.facts import read_facts
+from ppo_repro.analysis.report.grid_answer import answer_cards
 from ppo_repro.analysis.report.page import page
 from ppo_repro.analysis.report.pair_page import pair_page
-from ppo_repro.analysis.report.runs_page import answer_cards
 from ppo_repro.analysis.report.verdicts import learning, troubles
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config

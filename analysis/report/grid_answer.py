@@ -1,0 +1,98 @@
+"""Answer the question of a grid: the differences of its settings, paired by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from ppo_repro.analysis.grids.table import comparisons, interval
+from ppo_repro.analysis.report.curves import MANY_SEEDS
+from ppo_repro.analysis.report.markup import number, table
+from ppo_repro.analysis.report.page import Card, Verdict, scrolled
+from ppo_repro.analysis.stats.significance import detectable
+from ppo_repro.config.files import read_tree
+from ppo_repro.records.grid import GRID
+
+
+def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str, widest: float) -> list[Card]:
+    """Return the cards of a grid: question and expectation, answer, and the table of differences if there are any.
+
+    Args:
+        folder: folder of the grid.
+        finals: point, seed and results of each run.
+        measure: the column of `finals` that answers the question.
+        chart: SVG of the measure by iteration.
+        widest: the largest possible difference of the measure.
+    """
+    tree = read_tree(folder / GRID)
+    said = [str(tree["question"]), f"Expected: {tree['expectation']}"]
+    if axes := [axis for axis in tree.get("axes") or () if axis != "setting"]:
+        said.append(f"Settings are named by {', '.join(axes)}.")
+    answer, compared = _answer(finals, measure, widest)
+    cards = [
+        Card("What was the question?", [Verdict("fact", text) for text in said]),
+        Card("What is the answer?", answer, chart=chart),
+    ]
+    if len(compared):
+        caption = "p with Holm's correction; seen from: found with probability 0.8"
+        cards.append(Card("Differences, paired by seed", (), [scrolled(table(compared, caption))]))
+    return cards
+
+
+def _answer(finals: pd.DataFrame, measure: str, widest: float) -> tuple[list[Verdict], pd.DataFrame]:
+    """Return sentences about the differences from the first setting, and the table of all differences."""
+    points = [str(point) for point in finals["point"].unique()]
+    seeds = finals.groupby("point")["seed"].apply(frozenset)
+    if len(points) < 2:
+        return [Verdict("fact", f"There is one setting: {measure} {spread(finals[measure])}.")], pd.DataFrame()
+    if seeds.nunique() > 1 or len(seeds.iloc[0]) < 2:
+        text = "No differences with intervals: they need the same seeds, at least two, in every setting."
+        return [Verdict("fact", text)], pd.DataFrame()
+    compared, count = comparisons(finals, measure, points[0]), len(seeds.iloc[0])
+    compared[["low", "high"]] = compared[["low", "high"]].clip(-widest, widest)
+    is_clear = compared["Holm"] < 0.05
+    said = [
+        Verdict(
+            "differs",
+            f"`{row.point}`: {row.difference:+.3f}, between {row.low:+.3f} and {row.high:+.3f} (p {row.Holm:.2g})",
+        )
+        for row in compared[is_clear].itertuples()
+    ]
+    test = f"paired t-tests over {count} seeds, Holm's correction, p below 0.05"
+    found = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {measure} ({test})."
+    seen = _seen(finals, measure, points)
+    could = float(pd.Series(seen)[~is_clear].max())
+    if could > widest:
+        found += f" {count} seeds are too few to find any possible difference with probability 0.8."
+    elif could > 0:
+        found += f" A difference of {number(could, 2)} or more would have been found with probability 0.8."
+    shown = pd.DataFrame(
+        {
+            "setting": compared["point"],
+            f"minus {points[0]}": [f"{row.difference:+.3f}" for row in compared.itertuples()],
+            # NaN if all seeds have the same difference
+            "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
+            "p": [number(p, 3) for p in compared["Holm"]],
+            "seen from": ["too few seeds" if effect > widest else number(effect, 2) for effect in seen],
+        }
+    )
+    return [Verdict("fact", found), *said], shown
+
+
+def _seen(finals: pd.DataFrame, measure: str, points: Sequence[str]) -> list[float]:
+    """Return the difference that Holm's first test detects with probability 0.8, for each setting but the first."""
+    first, *others = (finals[finals["point"] == point].set_index("seed")[measure] for point in points)
+    return [
+        detectable(float((values - first).std(ddof=1)), len(first), paired=True, alpha=0.05 / len(others))
+        for values in others
+    ]
+
+
+def spread(values: pd.Series) -> str:
+    """Return mean and interval as text; mean, smallest and largest value of fewer than MANY_SEEDS seeds."""
+    if len(values) >= MANY_SEEDS:
+        return interval(values)
+    ends = f" ({values.min():.3f} to {values.max():.3f})" if len(values) > 1 else ""
+    return f"{values.mean():.3f}{ends}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from tokenizers.normalizers import NFC
 
+from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.config.tasks import JsonlTask
@@ -67,7 +69,10 @@ def test_a_dpo_run_is_shown_verified_rerun_and_reported(finished: Path, cli: Cli
     assert "held-out pairs in the right order" in out
     for command in (("verify",), ("rerun", "--set", "layout.update_micro_batch=4"), ("report",)):
         cli.done(command[0], finished, *command[1:])
-    assert "own" in (finished / "report.html").read_text(encoding="utf-8")
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    assert "own" in page
+    drawn = {metric.title for metric in KINDS["dpo"].by_step} | {"Margin of training pairs"}
+    assert drawn <= set(re.findall("<h3>(.*?)</h3>", page))
 
 
 def test_an_interrupted_dpo_run_goes_on_to_the_same_fingerprint(

@@ -15,11 +15,15 @@ import pandas as pd
 import torch
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import say
+from ppo_repro.models.stock import float64
+from ppo_repro.ppo.draws import Draws
 from ppo_repro.testing.audit.definitions import definitions_of, different_orders, order_of
+from ppo_repro.testing.audit.drawing import Causes, Tally, drawn_from, sampled_definitions
 from ppo_repro.testing.audit.measure import RIGHT, rms
-from ppo_repro.testing.audit.reference import Recorded, numbers_of, references_of
+from ppo_repro.testing.audit.reference import Recorded, numbers_of, references_of, rows_of
 from ppo_repro.testing.audit.side import Explained, Side, Unknown, judged
-from ppo_repro.testing.audit.variants import Numbers, Sampling
+from ppo_repro.testing.audit.variants import DEFINITIONS, Numbers, Sampling
 from ppo_repro.testing.audit.ways import Subject, positions, vocabulary
 from ppo_repro.testing.dumps import Response
 
@@ -38,14 +42,23 @@ class Audit:
     sampler: Side
     trainer: Side
     tokens: pd.DataFrame
+    draws: Draws  # judged only if the sampler's log-probs are right
+    are_drawn: bool = True  # from the model's distribution
+    drawn_by: str = ""  # the causes that explain other draws
     are_comparable: bool = True  # False: each side is right for an order of cuts of its own
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether both sides are right, and tokens were drawn from what the sampler reports."""
+        return self.sampler.is_right and self.trainer.is_right and self.are_drawn
 
 
 @torch.no_grad()
 def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -> Audit:
     """Judge both sides of a dump. Raises UserError if the dump cannot come from this model."""
     _check(subject, responses)
-    references = references_of(subject, responses, sampling)
+    tallies = {name: Tally() for name in sampled_definitions(sampling)}
+    references = references_of(subject, responses, sampling, tallies)
     orders = different_orders(responses, references, sampling)
     definitions = orders or definitions_of(responses, references, sampling)
     numbers = {name: numbers_of(name, responses, references[d]) for name, d in definitions.items()}
@@ -71,7 +84,29 @@ def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -
         for r, logprobs in zip(responses, reference.logprobs, strict=True)
     ]  # fmt: skip
     tokens = pd.concat(frames, ignore_index=True).astype({"sampler": "float64", "trainer": "float64"})
-    return Audit(len(responses), reference.floor, sides["sampler"], sides["trainer"], tokens, are_comparable)
+    tally = tallies[drawn_from(tallies)] if sides["sampler"].is_right else Tally()
+    return Audit(
+        responses=len(responses),
+        floor=reference.floor,
+        sampler=sides["sampler"],
+        trainer=sides["trainer"],
+        tokens=tokens,
+        draws=tally.draws(),
+        are_drawn=not tally.is_wrong(),
+        drawn_by=_causes(subject, responses, sampling, tallies) if tally.is_wrong() else "",
+        are_comparable=are_comparable,
+    )
+
+
+def _causes(subject: Subject, responses: Sequence[Response], sampling: Sampling, tallies: Mapping[str, Tally]) -> str:
+    """Return the causes that explain tokens that were not drawn from the likeliest of the distributions."""
+    say("audit: tokens were not drawn from the log-probs; looks for the cause")
+    name = drawn_from(tallies)
+    causes = Causes(tallies[name])
+    with float64(subject.model):
+        for _, row, counts in rows_of(subject.model, responses, is_wide=True):
+            causes.add(DEFINITIONS[name].change(row, sampling, row.logits, 0.0), row.targets, counts)
+    return causes.words()
 
 
 def _check(subject: Subject, responses: Sequence[Response]) -> None:

@@ -14,6 +14,8 @@ def verdict(found: Audit) -> str:
     if not found.are_comparable:
         return "the sides are processed in different orders of the cuts; take one order on both"
     wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
+    if not wrong and not found.are_drawn:
+        return "the log-probs of both sides are right, but tokens were not drawn from them"
     return {0: "both sides are right", 1: f"the {''.join(wrong)} is wrong", 2: "both sides are wrong"}[len(wrong)]
 
 
@@ -31,8 +33,20 @@ def lines(found: Audit, skipped: int = 0, unread: int = 0) -> list[str]:
         *(_sentence(side, found.responses, found.are_comparable) for side in sides),
         *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
         *(f"{side.name}: {_advice(side)}" for side in sides if _advice(side)),
+        *_drawn(found),
         f"verdict: {verdict(found)}",
     ]
+
+
+def _drawn(found: Audit) -> list[str]:
+    if not found.draws.tokens:
+        return []
+    if found.are_drawn:
+        return [f"draws: right: {found.draws.sentence()}"]
+    lines = [f"draws: {found.draws.sentence()}"] if found.draws.is_wrong else []
+    lines += [f"draws: explained by {found.drawn_by}"] if found.drawn_by else []
+    lines.append("draws: report log-probs of the distribution that is sampled from, or sample without the cut")
+    return lines
 
 
 def fields(side: Side) -> dict[str, Any]:
@@ -52,6 +66,19 @@ def fields(side: Side) -> dict[str, Any]:
         "known": side.known,
         "tried": [asdict(t) for t in side.tried],
         "temperature": side.temperature,
+    }
+
+
+def draw_fields(found: Audit) -> dict[str, Any]:
+    """Return the verdict about the draws as fields of JSON; `tokens` is 0 where draws were not judged."""
+    draws = found.draws
+    return {
+        "tokens": draws.tokens,
+        "mean": draws.mean if draws.tokens else None,
+        "error": draws.error if draws.tokens else None,
+        "tail_probability": min(draws.tail_probabilities),
+        "are_right": found.are_drawn,
+        "explained_by": found.drawn_by,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.drawing import Tally
 from ppo_repro.testing.audit.forward import Progress, pieces, states
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.variants import DEFINITIONS, Numbers, Row, Sampling, distinct, own
@@ -45,18 +46,21 @@ class Recorded:
     numbers: Sequence[Numbers]  # of each response
 
 
-def references_of(subject: Subject, responses: Sequence[Response], sampling: Sampling) -> dict[str, Reference]:
+def references_of(
+    subject: Subject, responses: Sequence[Response], sampling: Sampling, tallies: Mapping[str, Tally]
+) -> dict[str, Reference]:
     """Return the reference of each definition that the settings distinguish, or that the user asked for.
 
-    Stock float32 computes only the first tokens, because these suffice to estimate its rounding error.
+    `tallies` receive what was drawn. Stock float32 computes only the first tokens, because these suffice to estimate
+    its rounding error.
     """
     asked = {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto"}
     names = list(dict.fromkeys([*distinct(sampling), *sorted(asked)]))
     sizes = [len(r.response_ids) for r in responses]
     first = [i for i, size in enumerate(accumulate(sizes)) if i == 0 or size <= FLOOR_TOKENS]
     with float64(subject.model):
-        wide = _logprobs(subject.model, responses, sampling, names, True)
-    stock = _logprobs(subject.model, [responses[i] for i in first], sampling, names, False)
+        wide = _logprobs(subject.model, responses, sampling, names, tallies)
+    stock = _logprobs(subject.model, [responses[i] for i in first], sampling, names)
     references = {}
     for name in names:
         pairs = zip(wide[name], stock[name], (responses[i].counts for i in first), strict=False)
@@ -71,34 +75,48 @@ def largest_error(model: PreTrainedModel, side: Recorded, some: Sequence[int]) -
     """Return the largest distance (nats) of stock float32 over the first responses and `some` responses."""
     responses, reference, name = side.responses, side.reference, side.definition
     far = [i for i in some if i >= reference.measured]
-    stock = _logprobs(model, [responses[i] for i in far], side.sampling, [name], False)[name] if far else []
+    stock = _logprobs(model, [responses[i] for i in far], side.sampling, [name])[name] if far else []
     apart = [(x - reference.logprobs[i])[torch.tensor(responses[i].counts)] for i, x in zip(far, stock, strict=True)]
     return max([reference.largest, *(float(x[x.isfinite()].abs().amax(0)) for x in apart if len(x[x.isfinite()]))])
 
 
-def _logprobs(
-    model: PreTrainedModel, responses: Sequence[Response], sampling: Sampling, names: Sequence[str], is_wide: bool
-) -> dict[str, list[Tensor]]:
-    """Return the log-probs [n] float64 of each response by each definition."""
-    found = {name: [torch.empty(0)] * len(responses) for name in names}
+def rows_of(model: PreTrainedModel, responses: Sequence[Response], is_wide: bool) -> Iterator[tuple[int, Row, Tensor]]:
+    """Yield the tokens of each response in rows: its index, the row, and which tokens of the row count.
+
+    The recorded numbers of the rows are empty.
+    """
     progress = Progress(f"responses in float{64 if is_wide else 32}", len(responses))
     passes = [fed(r.prompt_ids, r.response_ids) for r in responses]
+    none = torch.empty(0)
     for i, of_tokens in states(model, passes, is_wide):
         r, length = responses[i], len(responses[i].response_ids)
-        ids = torch.tensor(r.response_ids, device=model.device)
-        none = torch.empty(0)
-        numbers, parts = Numbers(none, none, none, none), dict[str, list[Tensor]]((name, []) for name in names)
+        ids, counts = (torch.tensor(values, device=model.device) for values in (r.response_ids, r.counts))
         for start in range(0, length, AT_ONCE):
             logits = of_tokens.logits(model, start, start + AT_ONCE)
             for at in pieces(*logits.shape):
-                before = slice(start + at.start, start + at.stop)
-                row = Row(logits[at].double(), ids[before], r.prompt_ids, r.response_ids[: before.start], numbers)
-                for name in names:
-                    parts[name].append(own(row, DEFINITIONS[name].change(row, sampling, row.logits, 0.0)).cpu())
-        for name in names:
-            found[name][i] = torch.cat(parts[name])
+                here = slice(start + at.start, start + at.stop)
+                before = r.response_ids[: here.start]
+                row = Row(logits[at].double(), ids[here], r.prompt_ids, before, Numbers(none, none, none, none))
+                yield i, row, counts[here]
         progress.step()
-    return found
+
+
+def _logprobs(
+    model: PreTrainedModel,
+    responses: Sequence[Response],
+    sampling: Sampling,
+    names: Sequence[str],
+    tallies: Mapping[str, Tally] | None = None,
+) -> dict[str, list[Tensor]]:
+    """Return the log-probs [n] float64 of each response by each definition; with `tallies` the model is in float64."""
+    found: dict[str, list[list[Tensor]]] = {name: [[] for _ in responses] for name in names}
+    for i, row, counts in rows_of(model, responses, tallies is not None):
+        for name in names:
+            logits = DEFINITIONS[name].change(row, sampling, row.logits, 0.0)
+            found[name][i].append(own(row, logits).cpu())
+            if tallies and name in tallies:
+                tallies[name].add(i, logits, row.targets, counts)
+    return {name: [torch.cat(parts) for parts in of] for name, of in found.items()}
 
 
 def numbers_of(name: str, responses: Sequence[Response], reference: Reference) -> list[Numbers]:

@@ -87,6 +87,17 @@ def material(model: PreTrainedModel, shape: Sequence[tuple[int, int]] = SHAPE, k
     return Material(model, prompts, responses)
 
 
+@torch.no_grad()
+def sampled_by(m: Material, draw: Callable[[Tensor], int]) -> Material:
+    """Responses of the same lengths, whose tokens `draw` takes from the model's logits [V]."""
+    rows, longest = [list(prompt) for prompt in m.prompts], max(map(len, m.responses))
+    for _ in range(longest):  # prompts are of one length
+        logits = m.model(input_ids=torch.tensor(rows)).logits[:, -1]
+        for row, of in zip(rows, logits, strict=True):
+            row.append(draw(of))
+    return Material(m.model, m.prompts, [row[len(prompt) :] for row, prompt in zip(rows, m.prompts, strict=True)])
+
+
 def first(n: int, m: Material) -> Material:
     """Its first n responses."""
     return Material(m.model, m.prompts[:n], m.responses[:n])

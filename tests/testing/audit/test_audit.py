@@ -55,6 +55,7 @@ from tests.testing.audit.material import (
     half,
     material,
     old,
+    sampled_by,
 )
 from tests.testing.audit.outsider import OF_OUTSIDER, OUTSIDER
 
@@ -110,6 +111,58 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject
         assert all(a.left <= b.left for a, b in pairwise(wrong.tried) if a.explains == b.explains)
     assert len({t.words for t in wrong.tried}) == len(wrong.tried)
     assert lines(found)[-1] == f"verdict: the {wrong.name} is wrong"
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Material:
+    """30 prompts, for responses of 55 tokens each."""
+    ids = torch.randint(3, VOCAB, (30, 5), generator=seeded(1)).tolist()
+    return Material(small_model(qwen3_config(), 4), ids, [[0] * 55 for _ in ids])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "cause"),
+    [
+        (Sampling(TEMPERATURE), ""),
+        (Sampling(TEMPERATURE, 1.0, 8), "top-k 8"),
+        (Sampling(TEMPERATURE, 0.8), "top-p 0.79"),
+        (Sampling(TEMPERATURE, min_p=0.25), "min-p 0.2"),
+        (Sampling(0.7 * TEMPERATURE), "temperature 0.7"),
+        ("ban", "a ban of token 33"),
+    ],
+)
+def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
+    prompts: Material, subject: Subject, sampler: Sampling | str, cause: str
+) -> None:
+    """Right log-probs of all tokens on both sides; only what the sampler drew from differs."""
+    generator = seeded(3)
+
+    def draw(logits: Tensor) -> int:
+        row = Row(logits[None].double(), torch.zeros(1, dtype=torch.int64), (), (), None)  # type: ignore[arg-type]
+        if isinstance(sampler, str):
+            changed = row.logits.clone() / TEMPERATURE
+            changed[0, 33] = -math.inf
+        else:
+            name = "processed" if sampler.is_cut else "tempered"
+            changed = DEFINITIONS[name].change(row, sampler, row.logits, 0.0)
+        return int(torch.multinomial(changed[0].softmax(-1), 1, generator=generator))
+
+    made = sampled_by(prompts, draw)
+    found = audit(subject, made.dump(made.logprobs(), made.logprobs()), Sampling(TEMPERATURE))
+    assert found.sampler.is_right
+    assert found.trainer.is_right
+    assert found.is_right == (not cause)
+    right, wrong = "both sides are right", "the log-probs of both sides are right, but tokens were not drawn from them"
+    assert lines(found)[-1] == f"verdict: {wrong if cause else right}"
+    assert found.drawn_by.startswith(cause), found.drawn_by
+    if cause.startswith(("top", "min")):  # both sides know the cut
+        assert isinstance(sampler, Sampling)
+        told = audit(
+            subject,
+            made.dump(made.logprobs(), made.logprobs()),
+            replace(sampler, sampler_logprobs="tempered", trainer_logprobs="tempered"),
+        )
+        assert told.is_right, lines(told)
 
 
 def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> None:

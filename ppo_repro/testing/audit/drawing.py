@@ -1,0 +1,125 @@
+"""Judge in float64 whether a dump's tokens were drawn from the model's distribution, and which cut explains it if not.
+
+A sampler that draws with top-p 0.9 and reports log-probs of all tokens has right log-probs and wrong draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ppo_repro.ppo.draws import CHANCE, NONE, Draws, draws_of
+from ppo_repro.testing.audit.variants import DEFINITIONS, Row, Sampling, cut, own
+
+# a cause explains wrong draws if it makes them e^10 times as likely; one within e^3 of the best is named beside it
+ENOUGH, ALIKE = 10.0, 3.0
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)  # in units of the given temperature
+
+
+@dataclass
+class Tally:
+    """What the drawn tokens are in their distributions, response by response, of a dump."""
+
+    logprobs: list[Tensor] = field(default_factory=list)  # log p(token), float64 [k] each
+    entropies: list[Tensor] = field(default_factory=list)
+    cumulative: list[Tensor] = field(default_factory=list)  # probability of the tokens at least as likely
+    ranks: list[Tensor] = field(default_factory=list)  # number of likelier tokens
+    shares: list[Tensor] = field(default_factory=list)  # p(token) over the largest p
+    owners: list[Tensor] = field(default_factory=list)
+    undrawn: Tensor | None = None  # [V] -log of the probability that a token is never drawn; -inf for the drawn tokens
+
+    def add(self, owner: int, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
+        """Add k tokens of response `owner`: logits [k, V] of their distributions, ids [k], and which ones count [k]."""
+        if not bool(counts.any()):
+            return
+        log_p = logits[counts].log_softmax(-1)
+        p, at = log_p.exp(), targets[counts][:, None]
+        mine = log_p.gather(-1, at)
+        ids = torch.arange(log_p.shape[-1], device=log_p.device)
+        before = (log_p > mine) | ((log_p == mine) & (ids <= at))
+        self.logprobs.append(mine[:, 0].cpu())
+        self.entropies.append(-(p * log_p.masked_fill(p == 0, 0.0)).sum(-1).cpu())
+        self.cumulative.append((p * before).sum(-1).cpu())
+        self.ranks.append((before.sum(-1) - 1).cpu())
+        self.shares.append((mine[:, 0] - log_p.amax(-1)).exp().cpu())
+        self.owners.append(torch.full((len(mine),), owner))
+        never = -torch.log1p(-p.clamp(max=1 - 1e-12)).sum(0).cpu()
+        self.undrawn = never if self.undrawn is None else self.undrawn + never
+        self.undrawn[at[:, 0].cpu()] = -math.inf
+
+    def draws(self) -> Draws:
+        """Return the sums of all tokens."""
+        if not self.logprobs:
+            return NONE
+        return draws_of(
+            torch.cat(self.logprobs).numpy(),
+            torch.cat(self.entropies).numpy(),
+            torch.cat(self.owners).numpy(),
+            torch.cat(self.cumulative).numpy(),
+        )
+
+    def banned(self) -> tuple[str, float]:
+        """Return the token that was least likely to be left out, in words, and by how many nats; ("", 0) if none."""
+        if self.undrawn is None or not math.isfinite(most := float(self.undrawn.max())):
+            return "", 0.0
+        return f"a ban of token {int(self.undrawn.argmax())}", most - math.log(len(self.undrawn))
+
+    def is_wrong(self) -> bool:
+        """Return whether the tokens were clearly drawn from other distributions."""
+        return self.draws().is_wrong or self.banned()[1] >= -math.log(CHANCE)
+
+    def likelihood(self) -> float:
+        """Return the sum of log p(token), nats."""
+        return float(torch.cat(self.logprobs).sum()) if self.logprobs else -math.inf
+
+
+def drawn_from(tallies: Mapping[str, Tally]) -> str:
+    """Return the distribution, by its name in DEFINITIONS, that makes the drawn tokens likeliest."""
+    return max(tallies, key=lambda name: tallies[name].likelihood())
+
+
+def sampled_definitions(sampling: Sampling) -> list[str]:
+    """Return the distributions that a stack with these settings may sample from."""
+    orders = [name for name, d in DEFINITIONS.items() if d.order is not None and d.differs(sampling)]
+    return orders or ["tempered"]
+
+
+class Causes:
+    """The likelihood of the drawn tokens under each cause of wrong draws, as far as the drawn tokens allow it."""
+
+    def __init__(self, tally: Tally) -> None:
+        """Begin with the smallest cuts that leave every drawn token."""
+        drawn = torch.cat(tally.logprobs).exp()
+        top_p = float((torch.cat(tally.cumulative) - drawn).max()) + 1e-12
+        top_k, min_p = int(torch.cat(tally.ranks).max()) + 1, float(torch.cat(tally.shares).min()) * (1 - 1e-9)
+        self.cuts = {
+            f"top-p {math.ceil(top_p * 1000) / 1000:g}": (0, top_p, 0.0),
+            f"top-k {top_k}": (top_k, 1.0, 0.0),
+            f"min-p {min_p:.2g}": (0, 1.0, min_p),
+        }
+        name, gain = tally.banned()
+        self.gains = {name: gain} if name else {}
+
+    def add(self, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
+        """Add k tokens: logits [k, V] of their distributions, ids [k], and which ones count [k]."""
+        row_logits, ids = logits[counts], targets[counts]
+        if not len(ids):
+            return
+        row = Row(row_logits, ids, (), (), None)  # type: ignore[arg-type]
+        plain = own(row, row_logits)
+        hypotheses = {name: cut(row_logits, k, p, m) for name, (k, p, m) in self.cuts.items()}
+        for times in TEMPERATURES:
+            hypotheses[f"temperature {times:g}"] = row_logits / times
+        for name, changed in hypotheses.items():
+            self.gains[name] = self.gains.get(name, 0.0) + float((own(row, changed) - plain).sum())
+
+    def words(self) -> str:
+        """Return the causes that make the draws much likelier, the best first; "" if none does."""
+        top = max(self.gains.values(), default=0.0)
+        if top < ENOUGH:
+            return ""
+        return " or ".join(n for n, g in sorted(self.gains.items(), key=lambda item: -item[1]) if g >= top - ALIKE)

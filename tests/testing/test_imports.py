@@ -38,8 +38,11 @@ say()
 
 
 def of_runs(modules: set[str]) -> list[str]:
-    """The kernels, but for the limits of sizes in the C interface; the loop, its stages, and what records a run."""
-    limits = {"ppo_repro.numerics", *(f"ppo_repro.numerics.{name}" for name in ("build", "interface", "ranges"))}
+    """The kernels, but for limits of sizes and the table of families; the loop, its stages, and what records a run."""
+    limits = {
+        "ppo_repro.numerics",
+        *(f"ppo_repro.numerics.{name}" for name in ("build", "families", "interface", "ranges")),
+    }
     folders = ("numerics", "runs", "loop", "stages", "models.networks", "models.load")
     return sorted(m for m in modules - limits if m.startswith(tuple(f"ppo_repro.{name}" for name in folders)))
 

@@ -128,7 +128,7 @@ def prompts() -> Material:
         (Sampling(TEMPERATURE, 0.8), "top-p 0.79"),
         (Sampling(TEMPERATURE, min_p=0.25), "min-p 0.2"),
         (Sampling(0.7 * TEMPERATURE), "temperature 0.7"),
-        ("ban", "a ban of token 33"),
+        ("ban", "a ban of token 68"),
     ],
 )
 def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
@@ -141,7 +141,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
         row = Row(logits[None].double(), torch.zeros(1, dtype=torch.int64), (), (), None)  # type: ignore[arg-type]
         if isinstance(sampler, str):
             changed = row.logits.clone() / TEMPERATURE
-            changed[0, 33] = -math.inf
+            changed[0, 68] = -math.inf
         else:
             name = "processed" if sampler.is_cut else "tempered"
             changed = DEFINITIONS[name].change(row, sampler, row.logits, 0.0)

@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, float]] = {
     "gemma": {**LLAMA, "head_dim": 16},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "gpt_neox": {"intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "olmo2": LLAMA,
     "qwen3_moe": {**EXPERTS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 96, "intermediate_size": 192},
     "mixtral": {**EXPERTS, "num_local_experts": 4, "intermediate_size": 96},
     "olmoe": {**EXPERTS, "num_experts": 4, "intermediate_size": 96},

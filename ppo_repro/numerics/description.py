@@ -37,6 +37,9 @@ ACTIVATIONS = {  # by transformers' names
 }
 
 
+NORMS = ("norm1", "norm1_after", "norm2", "norm2_after")  # of a layer, as `model_forward` counts them
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerParts:
     """Parameters of a decoder layer, by the fields of the C struct `Layer`."""
@@ -95,7 +98,7 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
 def _layer(names: Names, layer: Any) -> dict[str, Any]:
     """Return the fields of LayerParts that its modules have: parameters, and the scale of scores."""
     attention, mlp = getattr(layer, names.attention), layer.mlp
-    norms = {name: getattr(layer, getattr(names, name)) for name in ("norm1", "norm2")}
+    norms = {name: getattr(layer, own) for name in NORMS if (own := getattr(names, name)) is not None}
     norms |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
     matrices = {"qkv": tuple(getattr(attention, name) for name in names.qkv), "out": (getattr(attention, names.out),)}
     experts = {}
@@ -146,6 +149,7 @@ def describe(trunk: PreTrainedModel) -> Description:
         head_dim=d,
         vocabulary=len(table.weight),
         norm=family.norm,
+        head_norm=constants.NORM_RMS if family.norm == constants.NORM_LAYER else family.norm,
         qk_norm=_qk_norm(layers[0], d),
         **_head_columns(family.joins_heads, heads, kv_heads, d),
         activation=ACTIVATIONS[activation_of(config)[1]],

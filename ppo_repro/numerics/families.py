@@ -25,8 +25,10 @@ class Names(NamedTuple):
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
-    norm1: str = "input_layernorm"
-    norm2: str = "post_attention_layernorm"
+    norm1: str | None = "input_layernorm"  # before attention; None: a layer has no such norm
+    norm1_after: str | None = None
+    norm2: str | None = "post_attention_layernorm"  # before the MLP
+    norm2_after: str | None = None
     last_norm: str = "norm"
     eps: str = "rms_norm_eps"
     attention: str = "self_attn"
@@ -87,6 +89,7 @@ _GPT_NEOX = Names(
     up=("dense_h_to_4h",),
     down="dense_4h_to_h",
 )
+_OLMO2 = Names(norm1=None, norm1_after="post_attention_layernorm", norm2=None, norm2_after="post_feedforward_layernorm")
 FAMILIES = {  # by model_type
     "llama": Family("Llama", "Llama"),
     "qwen2": Family("Qwen2", "Qwen2", windows="by layer_types"),
@@ -113,6 +116,7 @@ FAMILIES = {  # by model_type
     ),
     "qwen3_moe": Family("Qwen3-MoE", "Qwen3Moe", windows="every layer", mixture=Qwen3MoeSparseMoeBlock),
     "mixtral": Family("Mixtral", "Mixtral", windows="every layer", mixture=MixtralSparseMoeBlock),
+    "olmo2": Family("OLMo 2", "Olmo2", _OLMO2),
     "olmoe": Family("OLMoE", "Olmoe", mixture=OlmoeSparseMoeBlock),
 }
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import NumericsError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.attached import attached_in, attached_to
+from ppo_repro.numerics.description import NORMS
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.families import head_of, trunk_of
 from ppo_repro.numerics.interface import Ints, constants, ints, pointer
@@ -48,8 +49,8 @@ class Network:
         self.groups = self.model.groups(self.parameters.values())
         names = {id(module): name for name, module in trunk.named_modules()}
         layers, last_norm = self.model.description.layers, self.model.description.last_norm
-        norms = [*(layer.norms[name] for layer in layers for name in ("norm1", "norm2")), last_norm]
-        self._norm_names = [names[id(norm)] for norm in norms]  # in the order of `model_forward`
+        norms = [*(layer.norms.get(name) for layer in layers for name in NORMS), last_norm]
+        self._norm_names = [names.get(id(norm)) for norm in norms]  # by the number that `model_forward` returns
         self._spare: Tensor | None = None  # memory of activations that no pass needs now
 
     def prepare(self) -> None:

@@ -276,6 +276,8 @@ class Shape:
     score_cap: float = 0.0
     unrotated: int = 0  # layers before the first one with rotary positions
     parallel: bool = False
+    norms_before: bool = True
+    norms_after: bool = False
     transposed: bool = False
     rounded: str = "FORMAT_FLOAT32"  # format of activations, inputs and cache
 
@@ -316,7 +318,9 @@ class _Weights:
         side, s = self.side, self.shape
         members = dict(window=window, scale=s.head_dim**-0.5, score_cap=s.score_cap)
         members |= dict(rotary=self.rotary(positions) if rotary else {})
-        members |= dict(norm1=self.norm(s.hidden), norm2=self.norm(s.hidden))
+        members |= dict(norms_before=s.norms_before, norms_after=s.norms_after)
+        norms = ("norm1", "norm2") * s.norms_before + ("norm1_after", "norm2_after") * s.norms_after
+        members |= {name: self.norm(s.hidden) for name in norms}
         if s.qk_norm != "QK_NORM_NONE":
             for name, heads in (("q_norm", s.heads), ("k_norm", s.kv_heads)):
                 w, grad = self.some(s.head_dim * (heads if s.qk_norm == "QK_NORM_WHOLE" else 1), center=1.0)
@@ -355,6 +359,7 @@ def _model(side: Side, shape: Shape, rng: np.random.Generator, longest: int) -> 
     last_norm = weights.norm(s.hidden)
     learned, positions_grad = (None, -1) if s.rotary else weights.some(longest, s.hidden)
     kinds = {name: getattr(constants, getattr(s, name)) for name in ("norm", "qk_norm", "activation")}
+    kinds["head_norm"] = constants.NORM_RMS if s.norm == "NORM_LAYER" else kinds["norm"]
     rounded = getattr(constants, s.rounded)
     members = dict(
         layers=count, hidden=s.hidden, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
@@ -638,6 +643,9 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
         model((40, 3), Shape(windows=(0, 0), unrotated=1, residual_scale=0.6, score_cap=0.4)),
     )
     yield "scaled experts", model((17, 4), Shape(experts=3, residual_scale=0.6), recompute=True)
+    after = Shape(norm="NORM_RMS_OFFSET", qk_norm="QK_NORM_HEAD", norms_after=True)
+    yield "model with norms after", model((40, 3), replace(after, norms_before=False), recompute=True)
+    yield "model with norms before and after", model((40, 3), replace(after, windows=(0, 0), experts=3))
     yield "model over a cache", cached(LENGTHS, (7, 130, 1), Shape(windows=(0, 40)))
     yield "capped scores over a cache", cached((135, 4), (7, 130, 1), Shape(score_cap=0.4))
     yield "scaled logits", scaled_logits(5, 1003, cap=2.0)

@@ -52,6 +52,9 @@ class Kind:
     score_cap: float = 0.0
     logit_divisor: float = 1.0
     logit_cap: float = 0.0
+    head_norm: Literal["rms", "rms_offset"] = "rms"
+    norms_before: tuple[bool, bool] = (True, True)  # of each layer
+    norms_after: tuple[bool, bool] = (False, False)
 
 
 KINDS = (
@@ -59,6 +62,17 @@ KINDS = (
     Kind("layer", "none", "gelu_tanh", 0.8, rotary=False, gated=False, parallel=True, experts=False, window=40),
     Kind("rms_offset", "whole", "gelu", 1.0, normalised=False, transposed=True, padding=3, embedding_scale=1.5),
     Kind("rms", "none", "silu", 0.8, unrotated=1, residual_scale=0.6, score_cap=0.5, logit_divisor=0.75, logit_cap=2.5),
+    Kind(
+        "rms_offset",
+        "head",
+        "silu",
+        0.8,
+        normalised=False,
+        residual_scale=0.6,
+        head_norm="rms_offset",
+        norms_before=(False, True),
+        norms_after=(True, True),
+    ),
 )
 
 
@@ -107,8 +121,10 @@ class Weights:
     def layer(self, index: int, rotary: Rotary | None) -> Layer:
         kind, path, is_last = self.kind, f"layers.{index}", index == LAYERS - 1
         up = 2 * INNER if kind.gated else INNER
+        norms = [("norm1", "norm2")] if kind.norms_before[index] else []
+        norms += [("norm1_after", "norm2_after")] if kind.norms_after[index] else []
         members: dict[str, Any] = {
-            name: self.norm(f"{path}.{name}", HIDDEN, kind.norm == "layer") for name in ("norm1", "norm2")
+            name: self.norm(f"{path}.{name}", HIDDEN, kind.norm == "layer") for pair in norms for name in pair
         }
         if kind.qk_norm != "none":
             for name, heads in (("q_norm", HEADS), ("k_norm", 1)):
@@ -148,8 +164,9 @@ class Weights:
             last_norm=last_norm, q_at=0, q_step=HEAD_DIM, k_at=HEADS * HEAD_DIM, k_step=HEAD_DIM,
             v_at=(HEADS + 1) * HEAD_DIM, v_step=HEAD_DIM, embedding_scale=kind.embedding_scale, norm=kind.norm,
             residual_scale=kind.residual_scale,
-            qk_norm=kind.qk_norm, activation=kind.activation, gated=kind.gated, parallel=kind.parallel,
-            chosen=CHOSEN, normalised=kind.normalised, padding=kind.padding, positions=positions,
+            qk_norm=kind.qk_norm, head_norm=kind.head_norm, activation=kind.activation, gated=kind.gated,
+            parallel=kind.parallel, chosen=CHOSEN, normalised=kind.normalised, padding=kind.padding,
+            positions=positions,
         )  # fmt: skip
         return model, self.matrix("head", VOCABULARY, HIDDEN)
 

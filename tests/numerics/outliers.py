@@ -30,14 +30,17 @@ def matrix(linear: nn.Module) -> Tensor:
     return weight.t() if isinstance(linear, Conv1D) else weight
 
 
-def norms_and_readers(model: PreTrainedModel) -> list[tuple[nn.Module, list[Tensor]]]:
-    """Every norm over the residual stream, and the matrices [outputs, H] that read it; of experts [E, outputs, H]."""
-    trunk, found = describe(trunk_of(model)), []
+def norms_and_readers(model: PreTrainedModel) -> list[tuple[nn.Module | None, list[Tensor]]]:
+    """Every norm over the residual stream, and the matrices [outputs, H] that read it; of experts [E, outputs, H].
+
+    The norm is None if matrices read the residual stream itself.
+    """
+    trunk, found = describe(trunk_of(model)), list[tuple[nn.Module | None, list[Tensor]]]()
     for layer in trunk.layers:
-        found.append((layer.norms["norm1"], [matrix(reader) for reader in layer.matrices["qkv"]]))
+        found.append((layer.norms.get("norm1"), [matrix(reader) for reader in layer.matrices["qkv"]]))
         readers = [matrix(reader) for name in ("up", "router") for reader in layer.matrices.get(name, ())]
         readers += [layer.experts["expert_up"].data] if layer.experts else []
-        found.append((layer.norms["norm2"], readers))
+        found.append((layer.norms.get("norm2"), readers))
     return [*found, (trunk.last_norm, [matrix(head_of(model))])]
 
 
@@ -51,12 +54,8 @@ def scale_factors(norm: nn.Module, factor: Tensor | float) -> None:
     """Multiply the factors [H] of a norm, which Gemma keeps as factor - 1."""
     weight = norm.weight.data
     assert isinstance(weight, Tensor)
-    offset = 1.0 if type(norm).__name__ == "GemmaRMSNorm" else 0.0
+    offset = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
     weight.add_(offset).mul_(factor).sub_(offset)
-
-
-def takes_mean(norm: nn.Module) -> bool:
-    return isinstance(norm, nn.LayerNorm)
 
 
 def input_sizes(model: PreTrainedModel) -> list[float]:
@@ -66,7 +65,7 @@ def input_sizes(model: PreTrainedModel) -> list[float]:
     def note(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         found.append(float(arguments[0].square().mean().sqrt()))
 
-    handles = [norm.register_forward_pre_hook(note) for norm, _ in norms_and_readers(model)]
+    handles = [norm.register_forward_pre_hook(note) for norm, _ in norms_and_readers(model) if norm is not None]
     model(input_ids=torch.arange(min(model.config.vocab_size, CONTEXT))[None], use_cache=False)
     for handle in handles:
         handle.remove()
@@ -83,13 +82,15 @@ def residual_channel(model: PreTrainedModel, size: float) -> None:
     table = trunk_of(model).get_input_embeddings().weight.data
     assert isinstance(table, Tensor)
     width = table.shape[1]
-    outside = width**0.5 if model.config.model_type == "gemma" else 1.0  # Gemma multiplies its embeddings
-    channels = [CHANNEL, OTHER] if takes_mean(norms_and_readers(model)[0][0]) else [CHANNEL]
+    outside = describe(trunk_of(model)).numbers["embedding_scale"]
+    channels = [CHANNEL, OTHER] if isinstance(norms_and_readers(model)[-1][0], nn.LayerNorm) else [CHANNEL]
     sizes = size / outside * (1.0 + 0.1 * table[:, CHANNEL])  # a few percent apart from token to token
     for sign, channel in zip((1.0, -1.0), channels, strict=False):
         table[:, channel] = sign * sizes
-    for (norm, readers), usual in zip(norms_and_readers(model), before, strict=True):
-        scale_factors(norm, size * (len(channels) / width) ** 0.5 / usual)
+    usual = iter(before)
+    for norm, readers in norms_and_readers(model):
+        if norm is not None:
+            scale_factors(norm, size * (len(channels) / width) ** 0.5 / next(usual))
         for weight in readers:
             weight[..., channels] *= SILENT
 
@@ -121,6 +122,8 @@ def key_bias(model: PreTrainedModel, size: float) -> None:
 def loud_column(model: PreTrainedModel, size: float) -> None:
     """Weights near `size` on a channel that every norm silences."""
     for norm, readers in norms_and_readers(model):
+        if norm is None:
+            continue
         factor = torch.ones_like(norm.weight.data)  # type: ignore[arg-type]
         factor[CHANNEL] = SILENT
         scale_factors(norm, factor)

@@ -108,7 +108,7 @@ BROKEN = {
     "max_position_embeddings": [("position_entries", -1)],
     "pad_token_id": [("padding", 89), ("padding", -2)],
     "eps of the norms": [("eps", 0.0), ("eps", float("nan")), ("eps", -1.0)],
-    "model_type": [("norm", len(names("NormKind", ""))), ("qk_norm", len(names("QkNormKind", "")))],
+    "model_type": [("norm", len(names("NormKind", ""))), ("qk_norm", len(names("QkNormKind", ""))), ("head_norm", 2)],
     "hidden_act": [("activation", len(names("ActivationKind", "")))],
     "intermediate_size": [("gated", 0)],
     "num_experts": [("mixtures", 3), ("mixtures", 0), ("experts", 0), ("experts", MAX_EXPERTS + 1), ("experts", 3)],

@@ -142,7 +142,7 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
         shape = {"n_embd": heads * d, "n_head": heads, "n_layer": layers, "n_inner": width}
         more = {"scale_attn_by_inverse_layer_idx": draw(st.booleans()), "activation_function": activation}
     else:
-        hidden = heads * (d if family in ("gpt_neox", "olmoe") else draw(st.sampled_from((1, 3, 16, 17, 65))))
+        hidden = heads * (d if family in ("gpt_neox", "olmoe", "olmo2") else draw(st.sampled_from((1, 3, 16, 17, 65))))
         shape = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers}
         shape |= {"moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size": width}
         more = {"hidden_act": activation}
@@ -155,7 +155,7 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
             more |= {"no_rope_layers": draw(st.sampled_from(([0, 0], [0, 1], [1, 0])))}
         if family == "granite":
             more |= {"residual_multiplier": draw(st.sampled_from((0.22, 1.0, 3.0)))}
-        if family in ("llama", "qwen3", "granite"):
+        if family in ("llama", "qwen3", "granite", "olmo2"):
             more |= {"attention_bias": draw(st.booleans())}
         if family in ("mistral", "mixtral"):
             more |= {"sliding_window": draw(st.sampled_from((None, 1, 131)))}

@@ -182,6 +182,22 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (("(float)(((double)p_shifted - (double)q_shifted) - mean)", "((p_shifted - q_shifted) - (float)mean)"),),
     ),
     "int8 is cut, not rounded": ("rounding.c", (("__builtin_rintf(x)", "(float)(int)x"),)),
+    "a norm after attention of the sum with the residual": (
+        "model.c",
+        (
+            (
+                "  norm_step(pass, w, result, factors, y, number, not_finite);\n"
+                "  add_step(m, x, pass->b->tokens, m->hidden, y);\n",
+                "  for_rows(pass->b->tokens, add_row, &(Addition){.n = m->hidden, .x = x, .change = result, .y = y});\n"
+                "  norm_step(pass, w, y, factors, y, number, not_finite);\n",
+            ),
+        ),
+    ),
+    "a gradient that passes by the norms after": ("model.c", (("  return d_result;", "  return dy;"),)),
+    "norms of queries and keys without their offset": (
+        "heads.c",
+        (("    norm(m->head_norm, m->eps, w", "    norm(NORM_RMS, m->eps, w"),),
+    ),
     "a prefix without its values": ("rows.c", (("values[a->to + i] = values[a->from + i]", "(void)values"),)),
 }
 

@@ -85,5 +85,6 @@ def model_from(trunk: PreTrainedModel, positions: int) -> Model:
         last_norm=_norm(d.last_norm),
         norm=NORMS[int(d.numbers["norm"])],  # type: ignore[arg-type]
         qk_norm=QK_NORMS[int(d.numbers["qk_norm"])],  # type: ignore[arg-type]
+        head_norm=NORMS[int(d.numbers["head_norm"])],  # type: ignore[arg-type]
         activation=ACTIVATIONS[int(d.numbers["activation"])],
     )

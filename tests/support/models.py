@@ -25,6 +25,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     PretrainedConfig,
@@ -42,8 +44,9 @@ from transformers import (
 from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import ValueModel, make_policy, make_value_model
+from ppo_repro.numerics import families
 from ppo_repro.numerics.families import CLASSIFIER_OF
-from ppo_repro.numerics.interface import Ints
+from ppo_repro.numerics.interface import Ints, constants
 
 CONTEXT = 64
 VOCAB = 89  # not a multiple of 8, so that a bit set has spare bits
@@ -128,6 +131,11 @@ def gpt_neox_config(**changes: Any) -> GPTNeoXConfig:
     return GPTNeoXConfig(**{**shape, "tie_word_embeddings": False, **dropout, **changes})
 
 
+def olmo2_config(**changes: Any) -> Olmo2Config:
+    """Norms after attention and MLP and none before; queries and keys normed whole; untied embeddings."""
+    return Olmo2Config(**{**SHAPE, "tie_word_embeddings": False, **changes})
+
+
 # the class's own code: torch's grouped products take no float64
 OWN_EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}
 
@@ -165,6 +173,7 @@ CLASSES: dict[type[PretrainedConfig], type[PreTrainedModel]] = {
     GemmaConfig: GemmaForCausalLM,
     GPT2Config: GPT2LMHeadModel,
     GPTNeoXConfig: GPTNeoXForCausalLM,
+    Olmo2Config: Olmo2ForCausalLM,
     Qwen3MoeConfig: Qwen3MoeForCausalLM,
     MixtralConfig: MixtralForCausalLM,
     OlmoeConfig: OlmoeForCausalLM,
@@ -179,6 +188,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma": gemma_config,
     "gpt2": gpt2_config,
     "gpt_neox": gpt_neox_config,
+    "olmo2": olmo2_config,
     "qwen2 sliding": lambda: qwen2_config(**SLIDING),
 }
 # mixtures of experts
@@ -197,7 +207,8 @@ def fill(model: torch.nn.Module, seed: int) -> None:
     """Random weights: factors of norms near 1, biases near 0, matrices by fan-in, embeddings for peaked logits."""
     generator = seeded(seed)
     config = getattr(model, "config", None)
-    offset = 0.0 if isinstance(config, GemmaConfig) else 1.0  # Gemma's factors are 1 + weight
+    family = families.FAMILIES.get(getattr(config, "model_type", ""))
+    offset = 0.0 if family is not None and family.norm == constants.NORM_RMS_OFFSET else 1.0  # factors are 1 + weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -231,8 +242,8 @@ def random_sequences(seed: int, count: int, response: int) -> tuple[list[list[in
 
 
 ARCHITECTURES = tuple(CONFIGS)
-# for parametrize: RMS norms, layer norms, experts; all others wait for the slow tests
-QUICK = ("qwen3", "gpt2", "qwen3_moe")
+# for parametrize: RMS norms, layer norms, experts, norms after; all others wait for the slow tests
+QUICK = ("qwen3", "gpt2", "qwen3_moe", "olmo2")
 
 
 def marked(architectures: Iterable[str]) -> list[Any]:

@@ -41,6 +41,9 @@ enum { LAYERS = 2, VOCABULARY = 67, EXPERTS = 3, CHOSEN = 2 };
 typedef struct {
   NormKind norm;
   QkNormKind qk_norm;
+  NormKind head_norm;
+  int norms_before[LAYERS];
+  int norms_after[LAYERS];
   ActivationKind activation;
   int rotary;     // 0: no layer has rotary positions, and all positions are learned
   int unrotated;  // layers before the first one with rotary positions
@@ -63,6 +66,7 @@ static const Kind KINDS[] = {
     {
         .norm = NORM_RMS,
         .qk_norm = QK_NORM_HEAD,
+        .norms_before = {1, 1},
         .activation = ACT_SILU,
         .rotary = ROTARY,
         .gated = 1,
@@ -76,6 +80,7 @@ static const Kind KINDS[] = {
     {
         .norm = NORM_LAYER,
         .qk_norm = QK_NORM_NONE,
+        .norms_before = {1, 1},
         .activation = ACT_GELU_TANH,
         .parallel = 1,
         .window = 40,
@@ -87,6 +92,7 @@ static const Kind KINDS[] = {
     {
         .norm = NORM_RMS_OFFSET,
         .qk_norm = QK_NORM_WHOLE,
+        .norms_before = {1, 1},
         .activation = ACT_GELU,
         .rotary = ROTARY,
         .gated = 1,
@@ -100,6 +106,7 @@ static const Kind KINDS[] = {
     {
         .norm = NORM_RMS,
         .qk_norm = QK_NORM_NONE,
+        .norms_before = {1, 1},
         .activation = ACT_SILU,
         .rotary = ROTARY,
         .unrotated = 1,
@@ -112,6 +119,21 @@ static const Kind KINDS[] = {
         .score_cap = 0.5f,
         .logit_divisor = 0.75f,
         .logit_cap = 2.5f,
+        .temperature = 0.8f,
+    },
+    {
+        .norm = NORM_RMS_OFFSET,
+        .qk_norm = QK_NORM_HEAD,
+        .head_norm = NORM_RMS_OFFSET,
+        .norms_before = {0, 1},
+        .norms_after = {1, 1},
+        .activation = ACT_SILU,
+        .rotary = ROTARY,
+        .gated = 1,
+        .mixtures = 1,
+        .padding = -1,
+        .embedding_scale = 1.0f,
+        .residual_scale = 0.6f,
         .temperature = 0.8f,
     },
 };
@@ -195,13 +217,17 @@ static Layer some_layer(Check *c, int index, Rotary rotary) {
   const int up = c->kind->gated ? 2 * INNER : INNER;
   const int is_last = index == LAYERS - 1;
   Layer l = {
+      .norms_before = c->kind->norms_before[index],
+      .norms_after = c->kind->norms_after[index],
       .window = is_last ? c->kind->window : 0,
       .scale = 0.25f,
       .score_cap = c->kind->score_cap,
   };
   if (index >= c->kind->unrotated) l.rotary = rotary;
-  l.norm1 = some_norm(c, HIDDEN);
-  l.norm2 = some_norm(c, HIDDEN);
+  if (l.norms_before) l.norm1 = some_norm(c, HIDDEN);
+  if (l.norms_before) l.norm2 = some_norm(c, HIDDEN);
+  if (l.norms_after) l.norm1_after = some_norm(c, HIDDEN);
+  if (l.norms_after) l.norm2_after = some_norm(c, HIDDEN);
   l.q_norm = some_head_norm(c, HEADS);
   l.k_norm = some_head_norm(c, 1);
   l.qkv = some_matrix(c, (HEADS + 2) * HEAD_DIM, HIDDEN);
@@ -232,6 +258,7 @@ static void make_model(Check *c) {
       .vocabulary = VOCABULARY,
       .norm = kind->norm,
       .qk_norm = kind->qk_norm,
+      .head_norm = kind->head_norm,
       .activation = kind->activation,
       .gated = kind->gated,
       .parallel = kind->parallel,

@@ -117,14 +117,14 @@ typedef struct {
   const int *row_of;     // [tokens][chosen], the row of each choice
   const float *weights;  // [tokens][chosen]
   const float *y;        // [tokens chosen][hidden]
-  const float *x2;       // [tokens][hidden]
+  const float *residual;  // [tokens][hidden], or NULL
   float *out;            // [tokens][hidden]
 } Combination;
 
-// Rule 7, definition: experts.mixture: out = x2 + scale (chain of weight y over the token's experts)
+// Rule 7, definition: experts.mixture: out = chain of weight y over the token's experts; unless residual is
+// NULL, residual + scale (chain)
 ROW(combine_row, Combination) {
   const int n = a->hidden;
-  const float *x2 = a->x2 + (long)row * n;
   float *out = a->out + (long)row * n;
   EACH(i, n) out[i] = 0.0f;
   for (int j = 0; j < a->chosen; j++) {
@@ -133,11 +133,13 @@ ROW(combine_row, Combination) {
     EACH(i, n) out[i] = fma32(weight, y[i], out[i]);
   }
   round_row(a->format, 0, out, n);
+  if (!a->residual) return;
   if (a->scale != 1.0f) {
     EACH(i, n) out[i] = a->scale * out[i];
     round_row(a->format, 0, out, n);
   }
-  EACH(i, n) out[i] = x2[i] + out[i];
+  const float *residual = a->residual + (long)row * n;
+  EACH(i, n) out[i] = residual[i] + out[i];
   round_row(a->format, 0, out, n);
 }
 
@@ -269,8 +271,8 @@ static Blocks expert_blocks(const Batch *b, const Dispatch *d, int e, const Sums
   return blocks;
 }
 
-// definition: experts.mixture: next [tokens][hidden] = x2 + mixture(normed2)
-static void mixture_forward(const Pass *pass, const Layer *l, const Saved *s) {
+// definition: experts.mixture: raised [tokens][hidden] = mixture(normed2), and + residual unless NULL
+static void mixture_forward(const Pass *pass, const Layer *l, const Saved *s, const float *residual) {
   const Model *m = pass->m;
   const int tokens = pass->b->tokens;
   const int hidden = m->hidden;
@@ -327,15 +329,15 @@ static void mixture_forward(const Pass *pass, const Layer *l, const Saved *s) {
       .row_of = d.row_of_in_kernels,
       .weights = s->weights,
       .y = s->y,
-      .x2 = s->x2,
-      .out = s->next,
+      .residual = residual,
+      .out = s->raised,
   };
   for_rows(tokens, combine_row, &combination);
   free_dispatch(d);
 }
 
-// definition: experts.mixture_backward: from dy [tokens][hidden], the gradient of the layer's output,
-// to dh, that of normed2, and the gradients of router and experts; dh may be dy
+// definition: experts.mixture_backward: from dy [tokens][hidden], the gradient of the mixture's result,
+// to dh, the gradient of normed2, and the gradients of router and experts; dh may be dy
 static void mixture_backward(const Pass *pass, const Layer *l, const Saved *s, const Blocks *blocks,
                              const float *dy, float *dh) {
   const Model *m = pass->m;

@@ -50,7 +50,7 @@ INLINE void norm_heads(const Model *m, const float *w, const float *x, int heads
   const int width = head_norm_width(m, heads);
   float no_mean;
   for (int i = 0; i < head_norms(m, heads); i++)
-    norm(NORM_RMS, m->eps, w, NULL, x + i * width, width, r + i, &no_mean, y + i * width);
+    norm(m->head_norm, m->eps, w, NULL, x + i * width, width, r + i, &no_mean, y + i * width);
 }
 
 // A token's queries are normed, rotated and rounded to `q`. Its keys are normed, rotated and rounded into the
@@ -137,7 +137,7 @@ INLINE void norm_heads_backward(const Model *m, const float *w, const float *x, 
   const int width = head_norm_width(m, heads);
   for (int i = 0; i < head_norms(m, heads); i++) {
     float *dx_i = dx + i * width;
-    norm_backward(NORM_RMS, w, dx_i, x + i * width, width, r[i], 0.0f, NULL, dx_i);
+    norm_backward(m->head_norm, w, dx_i, x + i * width, width, r[i], 0.0f, NULL, dx_i);
   }
 }
 

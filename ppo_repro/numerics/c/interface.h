@@ -90,8 +90,10 @@ typedef struct {
 } Rotary;
 
 typedef struct {
-  NormWeights norm1;           // before attention
-  NormWeights norm2;           // before the MLP
+  NormWeights norm1;           // of the input of attention; with norms_before
+  NormWeights norm1_after;     // of the result of attention; with norms_after
+  NormWeights norm2;           // of the input of the MLP
+  NormWeights norm2_after;     // of the result of the MLP
   NormWeights q_norm;
   NormWeights k_norm;
   Matrix qkv;                  // queries, keys and values of all heads
@@ -101,6 +103,8 @@ typedef struct {
   Matrix router;               // only with experts
   const Matrix *expert_up;     // [experts]; NULL: the layer has one MLP, and no experts
   const Matrix *expert_down;   // [experts]
+  int norms_before;
+  int norms_after;
   int window;                  // keys that a query sees, itself included; 0: all
   int mixture;                 // how many layers before this one have experts
   Rotary rotary;
@@ -117,9 +121,10 @@ typedef struct {
   int vocabulary;
   NormKind norm;
   QkNormKind qk_norm;
+  NormKind head_norm;              // of queries and keys: NORM_RMS or NORM_RMS_OFFSET
   ActivationKind activation;
   int gated;                       // act(gate) up instead of act(up)
-  int parallel;                    // norm2 reads the layer's input, not the sum of input and attention
+  int parallel;                    // the MLP reads the layer's input, not the sum of input and attention
   int experts;                     // of a layer that has experts
   int chosen;                      // experts that a token goes to
   int normalised;                  // routing weights are a softmax over the chosen experts, not over all

@@ -132,12 +132,17 @@ typedef struct {
   Batch in_kernels;  // the same batch; its integers lie in memory of kernels
 } Pass;
 
-// The results of a layer, in this order. The names of the first and of the second norm end in 1 and 2.
+// What the backward pass needs of a norm
+typedef struct {
+  float *r;     // [tokens], the factor 1 / sqrt(..)
+  float *mean;  // [tokens]
+} NormFactors;
+
+// The results of a layer, in this order
 typedef struct {
   float *x;        // [tokens][hidden], its input
-  float *r1;       // [tokens], the factor 1 / sqrt(..) of a norm
-  float *mean1;    // [tokens]
-  float *normed1;  // [tokens][hidden]
+  NormFactors norm1;
+  float *normed1;  // [tokens][hidden], input of attention
   float *qkv;      // [tokens][qkv_width], before norms of heads and rotation
   float *q_r;      // [tokens][heads], factors of norms of heads
   float *k_r;      // [tokens][kv_heads]
@@ -145,10 +150,11 @@ typedef struct {
   float *top;      // [tokens][heads], the largest score
   float *total;    // [tokens][heads], the sum of exponentials
   float *mixed;    // [tokens][heads][head_dim], results of attention
-  float *x2;       // [tokens][hidden], x + out(mixed)
-  float *r2;
-  float *mean2;
-  float *normed2;
+  float *attended;  // [tokens][hidden], out(mixed); without norms after it: x2
+  NormFactors norm1_after;
+  float *x2;       // [tokens][hidden], the sum of x and attention
+  NormFactors norm2;
+  float *normed2;  // [tokens][hidden], input of the MLP
   float *router;   // [tokens][experts], logits
   int *route;      // [tokens][chosen], experts by rising index
   float *weights;  // [tokens][chosen]
@@ -156,6 +162,8 @@ typedef struct {
   float *up;       // [mlp_rows][up_width]
   float *act;      // [mlp_rows][mlp_width]
   float *y;        // [tokens chosen][hidden], results of experts
+  float *raised;   // [tokens][hidden], result of the MLP; without norms after it: next
+  NormFactors norm2_after;
   float *next;     // [tokens][hidden], its output
 } Saved;
 #endif

@@ -1,10 +1,13 @@
 // A decoder-only language model, forward and backward. Every family is data (Model, Layer); none has a code
 // path. A layer, x -> next, with the numbers of its steps:
-//   x2   = x + out(attend(heads(qkv(norm1(x)))))      1 norm1  2 qkv  3 heads  4 attend  5 out
-//   next = x2 + down(act(up(norm2(x2))))              6 norm2  7 up  8 act  9 down; or a mixture of experts
-// A `parallel` layer has norm2(x) in the second line. With a residual_scale other than 1, out(..) and down(..)
-// are multiplied by it. The backward pass takes the steps in reverse. Each one
-// turns the gradient of its result into the gradients of its input and of its weights.
+//   x2   = x + norm1_after(out(attend(heads(qkv(norm1(x))))))
+//     1 norm1  2 qkv  3 heads  4 attend  5 out  6 norm1_after
+//   next = x2 + norm2_after(down(act(up(norm2(x2)))))
+//     7 norm2  8 up  9 act  10 down, or a mixture of experts  11 norm2_after
+// A layer may lack the norms before, or the norms after. With a residual_scale other than 1, what is added to
+// x and to x2 is multiplied by it. A `parallel` layer has norm2(x) in the second line. The backward pass
+// takes the steps in reverse. Each one turns the gradient of its result into the gradients of its input and
+// of its weights.
 //
 // Here is only which step follows which. Products and norms of whole layers are in steps.c, step 3 is in
 // heads.c, step 4 in attention.c, mixtures are in experts.c, memory is in saved.c. The same passes are
@@ -13,12 +16,37 @@
 
 // ---------------------------------------------------------------------------------------------------- layers
 
-static void mlp_forward(const Pass *pass, const Layer *l, const Saved *s) {
+enum { LAYER_NORMS = 4 };  // of a layer, at most
+
+// The input of attention or of the MLP, from the residual stream x: normed by `w`; or a copy, because
+// products round their inputs in place
+static void input_step(const Pass *pass, const Layer *l, const NormWeights *w, const float *x,
+                       NormFactors factors, float *input, int number, int *not_finite) {
+  const Model *m = pass->m;
+  if (l->norms_before) {
+    norm_step(pass, w, x, factors, input, number, not_finite);
+  } else {
+    const Scaling copy = {.n = m->hidden, .scale = 1.0f, .x = x, .y = input};
+    for_rows(pass->b->tokens, scale_row, &copy);
+  }
+}
+
+// y = x + residual_scale (the result of attention or of the MLP, normed by `w`). Without norms after them, y is the result, to
+// which the last product has added x.
+static void result_step(const Pass *pass, const Layer *l, const NormWeights *w, const float *x,
+                        const float *result, NormFactors factors, float *y, int number, int *not_finite) {
+  const Model *m = pass->m;
+  if (!l->norms_after) return;
+  norm_step(pass, w, result, factors, y, number, not_finite);
+  add_step(m, x, pass->b->tokens, m->hidden, y);
+}
+
+static void mlp_forward(const Pass *pass, const Layer *l, const Saved *s, const float *residual) {
   const Model *m = pass->m;
   const int tokens = pass->b->tokens;
-  linear_step(m, &l->up, s->normed2, tokens, NULL, s->up);   // 7
-  activation_step(m, s->up, tokens, mlp_width(l), s->act);   // 8
-  linear_step(m, &l->down, s->act, tokens, s->x2, s->next);  // 9
+  linear_step(m, &l->up, s->normed2, tokens, NULL, s->up);        // 8
+  activation_step(m, s->up, tokens, mlp_width(l), s->act);        // 9
+  linear_step(m, &l->down, s->act, tokens, residual, s->raised);  // 10
 }
 
 // From s->x to s->next. The number of a norm: see model_forward.
@@ -26,28 +54,52 @@ static void layer_forward(const Pass *pass, int index, const Saved *s, int *not_
   const Model *m = pass->m;
   const Layer *l = &m->layer[index];
   const int tokens = pass->b->tokens;
+  const int number = 1 + LAYER_NORMS * index;
   const Heads heads = heads_of(pass, index, s);
-  norm_step(pass, &l->norm1, s->x, s->r1, s->mean1, s->normed1, 1 + 2 * index, not_finite);  // 1
-  linear_step(m, &l->qkv, s->normed1, tokens, NULL, s->qkv);                                 // 2
-  heads_step(pass, l, &heads, s);                                                            // 3
-  attend(&heads);                                                                            // 4
+  input_step(pass, l, &l->norm1, s->x, s->norm1, s->normed1, number, not_finite);  // 1
+  linear_step(m, &l->qkv, s->normed1, tokens, NULL, s->qkv);                       // 2
+  heads_step(pass, l, &heads, s);                                                  // 3
+  attend(&heads);                                                                  // 4
   round_rows(m->round_activations, s->mixed, tokens, q_width(m));
-  linear_step(m, &l->out, s->mixed, tokens, s->x, s->x2);  // 5
+  linear_step(m, &l->out, s->mixed, tokens, l->norms_after ? NULL : s->x, s->attended);  // 5
+  result_step(pass, l, &l->norm1_after, s->x, s->attended, s->norm1_after, s->x2, number + 1,
+              not_finite);  // 6
   const float *x2 = m->parallel ? s->x : s->x2;
-  norm_step(pass, &l->norm2, x2, s->r2, s->mean2, s->normed2, 2 + 2 * index, not_finite);  // 6
+  input_step(pass, l, &l->norm2, x2, s->norm2, s->normed2, number + 2, not_finite);  // 7
+  const float *residual = l->norms_after ? NULL : s->x2;
   if (has_experts(l)) {
-    mixture_forward(pass, l, s);
+    mixture_forward(pass, l, s, residual);
   } else {
-    mlp_forward(pass, l, s);
+    mlp_forward(pass, l, s, residual);
+  }
+  result_step(pass, l, &l->norm2_after, s->x2, s->raised, s->norm2_after, s->next, number + 3,
+              not_finite);  // 11
+}
+
+// dx = d + the gradient of the input of attention or of the MLP, `d_input`, through its norm
+static void input_step_backward(const Model *m, const Layer *l, const NormWeights *w, const float *x,
+                                NormFactors factors, const float *d_input, const float *d,
+                                const Blocks *blocks, float *dx) {
+  if (l->norms_before) {
+    norm_step_backward(m, w, x, factors, d_input, d, blocks, dx);
+  } else {
+    for_rows(blocks->rows, add_row, &(Addition){.n = m->hidden, .x = d, .change = d_input, .y = dx});
   }
 }
 
-// The gradient of out(..) or down(..) from d, the gradient of the sum to which it was added: d itself, or a
-// multiple in `memory`
-static const float *addend_gradient(const Model *m, const float *d, int tokens, float *memory) {
-  if (m->residual_scale == 1.0f) return d;
-  for_rows(tokens, scale_row, &(Scaling){.n = m->hidden, .scale = m->residual_scale, .x = d, .y = memory});
-  return memory;
+// Returns the gradient of the result of attention or of the MLP from dy, the gradient of the sum to which it
+// was added: dy itself, or in d_result what the scale and a norm after them make of it
+static const float *result_step_backward(const Model *m, const Layer *l, const NormWeights *w,
+                                         const float *result, NormFactors factors, const float *dy,
+                                         const Blocks *blocks, float *d_result) {
+  const float scale = m->residual_scale;
+  if (scale != 1.0f) {
+    for_rows(blocks->rows, scale_row, &(Scaling){.n = m->hidden, .scale = scale, .x = dy, .y = d_result});
+    dy = d_result;
+  }
+  if (!l->norms_after) return dy;
+  norm_step_backward(m, w, result, factors, dy, NULL, blocks, d_result);
+  return d_result;
 }
 
 // From the gradient of the layer's output to that of its input, both d->dx
@@ -56,28 +108,31 @@ static void layer_backward(const Pass *pass, int index, const Saved *s, const Bl
   const Model *m = pass->m;
   const Layer *l = &m->layer[index];
   const int tokens = pass->b->tokens;
-  const float *d_mlp = addend_gradient(m, d->dx, tokens, d->dh);
+  const float *d_raised = result_step_backward(m, l, &l->norm2_after, s->raised, s->norm2_after, d->dx,
+                                               blocks, d->dh);  // 11
   if (has_experts(l)) {
-    mixture_backward(pass, l, s, blocks, d_mlp, d->dh);
+    mixture_backward(pass, l, s, blocks, d_raised, d->dh);
   } else {
-    linear_step_backward(&l->down, d_mlp, s->act, blocks, d->narrow);              // 9
-    activation_step_backward(m, s->up, d->narrow, tokens, mlp_width(l), d->wide);  // 8
-    linear_step_backward(&l->up, d->wide, s->normed2, blocks, d->dh);              // 7
+    linear_step_backward(&l->down, d_raised, s->act, blocks, d->narrow);           // 10
+    activation_step_backward(m, s->up, d->narrow, tokens, mlp_width(l), d->wide);  // 9
+    linear_step_backward(&l->up, d->wide, s->normed2, blocks, d->dh);              // 8
   }
   const float *x2 = m->parallel ? s->x : s->x2;
-  norm_step_backward(m, &l->norm2, x2, s->r2, s->mean2, d->dh, d->dx, blocks, d->dx2);  // 6
-  // d->dx2 is now the gradient of x2. In a parallel layer norm2 reads x, and this is a part of the gradient
+  input_step_backward(m, l, &l->norm2, x2, s->norm2, d->dh, d->dx, blocks, d->dx2);  // 7
+  // d->dx2 is now the gradient of x2. In a parallel layer the MLP reads x, and this is a part of the gradient
   // of x.
-  const float *d_out = addend_gradient(m, m->parallel ? d->dx : d->dx2, tokens, d->dh);
-  linear_step_backward(&l->out, d_out, s->mixed, blocks, d->narrow);  // 5
+  const float *d_x2 = m->parallel ? d->dx : d->dx2;
+  const float *d_attended = result_step_backward(m, l, &l->norm1_after, s->attended, s->norm1_after, d_x2,
+                                                 blocks, d->dh);  // 6
+  linear_step_backward(&l->out, d_attended, s->mixed, blocks, d->narrow);  // 5
   Heads heads = heads_of(pass, index, s);
   heads.d_mixed = d->narrow;
   heads.dq = d->narrow + (long)tokens * q_width(m);
   heads.d_raw = d->wide;
-  attend_backward(&heads);                                                                // 4
-  heads_step_backward(pass, l, s, heads.dq, blocks, d->wide);                             // 3
-  linear_step_backward(&l->qkv, d->wide, s->normed1, blocks, d->dh);                      // 2
-  norm_step_backward(m, &l->norm1, s->x, s->r1, s->mean1, d->dh, d->dx2, blocks, d->dx);  // 1
+  attend_backward(&heads);                                                             // 4
+  heads_step_backward(pass, l, s, heads.dq, blocks, d->wide);                          // 3
+  linear_step_backward(&l->qkv, d->wide, s->normed1, blocks, d->dh);                   // 2
+  input_step_backward(m, l, &l->norm1, s->x, s->norm1, d->dh, d->dx2, blocks, d->dx);  // 1
 }
 
 // ------------------------------------------------------------------------------------------------ embeddings
@@ -125,8 +180,8 @@ static Pass pass_over(const Model *m, const Batch *b) {
 }
 
 // Hidden states [tokens][hidden] after the last norm. `kept` has kept_floats(..); NULL with KEEP_NOTHING is
-// memory of this library. Returns 0, or, for the first norm whose input is not finite, 1 + 2 layer + (0:
-// norm1, 1: norm2); the last norm stands for norm1 of layer `layers`.
+// memory of this library. Returns 0, or, for the first norm whose input is not finite, 1 + 4 layer + (0:
+// norm1, 1: norm1_after, 2: norm2, 3: norm2_after); the last norm stands for norm1 of layer `layers`.
 int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float *hidden) {
   if (!kept) {
     keep = KEEP_NOTHING;
@@ -141,8 +196,8 @@ int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float 
     layer_forward(&pass, index, &s, not_finite);
   }
   const float *x = layer_input(m, b->tokens, kept, m->layers, keep);
-  float *mean = last_mean(kept, b->tokens);
-  norm_step(&pass, &m->last_norm, x, last_r(kept), mean, hidden, 1 + 2 * m->layers, not_finite);
+  const NormFactors factors = last_factors(kept, b->tokens);
+  norm_step(&pass, &m->last_norm, x, factors, hidden, 1 + LAYER_NORMS * m->layers, not_finite);
   if (b->seen) fetch_integers(b->seen, pass.in_kernels.seen, routes_of(m, b));
   return flag_value(not_finite);
 }
@@ -159,14 +214,13 @@ void model_backward(const Model *m, const Batch *b, float *kept, Keep keep, cons
     return;
   }
   const float *x = layer_input(m, b->tokens, kept, m->layers, keep);
-  const float *mean = last_mean(kept, b->tokens);
-  norm_step_backward(m, &m->last_norm, x, last_r(kept), mean, d_hidden, NULL, &blocks, d.dx);
+  const NormFactors factors = last_factors(kept, b->tokens);
+  norm_step_backward(m, &m->last_norm, x, factors, d_hidden, NULL, &blocks, d.dx);
   for (int index = m->layers - 1; index >= 0; index--) {
-    Saved s = saved_at(m, b->tokens, kept, index, keep);
-    if (keep == KEEP_INPUTS) {  // computes the layer again; its output is known, and goes to d.dh
+    const Saved s = saved_at(m, b->tokens, kept, index, keep);
+    if (keep == KEEP_INPUTS) {  // computes the layer again, with the same output
       Pass again = pass;
       again.in_kernels.seen = NULL;
-      s.next = d.dh;
       layer_forward(&again, index, &s, clear_flag());
     }
     layer_backward(&pass, index, &s, &blocks, &d);

@@ -301,17 +301,20 @@ ROW(scale_row, Scaling) {
   EACH(i, a->n) y[i] = a->scale * x[i];
 }
 
-// y [rows][n] = y + x
+// y [rows][n] = x + change; y may be one of them
 typedef struct {
   int n;
   const float *x;
+  const float *change;
   float *y;
 } Addition;
 
 ROW(add_row, Addition) {
-  const float *x = a->x + (long)row * a->n;
-  float *y = a->y + (long)row * a->n;
-  EACH(i, a->n) y[i] = y[i] + x[i];
+  const long at = (long)row * a->n;
+  const float *x = a->x + at;
+  const float *change = a->change + at;
+  float *y = a->y + at;
+  EACH(i, a->n) y[i] = x[i] + change[i];
 }
 
 // Keys and values of a prefix, for one head of a layer

@@ -29,13 +29,21 @@ INLINE long mlp_rows(const Model *m, const Layer *l, long tokens) {
   return has_experts(l) ? tokens * m->chosen : tokens;
 }
 
+static NormFactors take_factors(long tokens, Arena *arena) {
+  NormFactors of;
+  of.r = take(arena, tokens);
+  of.mean = take(arena, tokens);
+  return of;
+}
+
 static Saved take_saved(const Model *m, const Layer *l, long tokens, Arena *arena) {
   const long rows = mlp_rows(m, l, tokens);
   const long expert_rows = has_experts(l) ? rows : 0;
   const int head_norms = m->qk_norm != QK_NORM_NONE;
+  const long before = l->norms_before ? tokens : 0;
+  const long after = l->norms_after ? tokens : 0;
   Saved s = {0};
-  s.r1 = take(arena, tokens);
-  s.mean1 = take(arena, tokens);
+  s.norm1 = take_factors(before, arena);
   s.normed1 = take(arena, tokens * m->hidden);
   s.qkv = take(arena, tokens * qkv_width(m));
   s.q_r = take(arena, head_norms ? tokens * m->heads : 0);
@@ -44,9 +52,10 @@ static Saved take_saved(const Model *m, const Layer *l, long tokens, Arena *aren
   s.top = take(arena, tokens * m->heads);
   s.total = take(arena, tokens * m->heads);
   s.mixed = take(arena, tokens * q_width(m));
+  s.attended = take(arena, after * m->hidden);
+  s.norm1_after = take_factors(after, arena);
   s.x2 = take(arena, tokens * m->hidden);
-  s.r2 = take(arena, tokens);
-  s.mean2 = take(arena, tokens);
+  s.norm2 = take_factors(before, arena);
   s.normed2 = take(arena, tokens * m->hidden);
   s.router = take(arena, has_experts(l) ? tokens * m->experts : 0);
   s.route = take(arena, expert_rows);
@@ -55,6 +64,8 @@ static Saved take_saved(const Model *m, const Layer *l, long tokens, Arena *aren
   s.up = take(arena, rows * up_width(l));
   s.act = take(arena, rows * mlp_width(l));
   s.y = take(arena, expert_rows * m->hidden);
+  s.raised = take(arena, after * m->hidden);
+  s.norm2_after = take_factors(after, arena);
   return s;
 }
 
@@ -70,8 +81,9 @@ INLINE float *layer_input(const Model *m, long tokens, float *kept, int layer, K
   return kept + 2 * multiple_of_16(tokens) + input * multiple_of_16(tokens * m->hidden);
 }
 
-INLINE float *last_r(float *kept) { return kept; }
-INLINE float *last_mean(float *kept, long tokens) { return kept + multiple_of_16(tokens); }
+INLINE NormFactors last_factors(float *kept, long tokens) {
+  return take_factors(tokens, &(Arena){kept, 0});
+}
 
 // Floats from the beginning of `kept` to the Saved of layer 0
 static long first_saved_at(const Model *m, long tokens, Keep keep) {
@@ -97,6 +109,10 @@ static Saved saved_at(const Model *m, long tokens, float *kept, int layer, Keep 
   Saved s = take_saved(m, &m->layer[layer], tokens, &arena);
   s.x = layer_input(m, tokens, kept, layer, keep);
   s.next = layer_input(m, tokens, kept, layer + 1, keep);
+  if (!m->layer[layer].norms_after) {
+    s.attended = s.x2;
+    s.raised = s.next;
+  }
   return s;
 }
 

@@ -4,6 +4,16 @@
 
 // -------------------------------------------------------------------------------------------------- products
 
+// y [rows][n] = x + residual_scale y, rounded after each operation
+static void add_step(const Model *m, const float *x, int rows, int n, float *y) {
+  if (m->residual_scale != 1.0f) {
+    for_rows(rows, scale_row, &(Scaling){.n = n, .scale = m->residual_scale, .x = y, .y = y});
+    round_rows(m->round_activations, y, rows, n);
+  }
+  for_rows(rows, add_row, &(Addition){.n = n, .x = x, .change = y, .y = y});
+  round_rows(m->round_activations, y, rows, n);
+}
+
 // Rule 1, definition: linear.layer_linear: y [rows][n] = x w^T + bias; unless residual [rows][n] is NULL,
 // residual + residual_scale y. Inputs are rounded in place, y is rounded after each operation.
 static void linear_step(const Model *m, const Matrix *w, float *x, int rows, const float *residual,
@@ -17,12 +27,7 @@ static void linear_step(const Model *m, const Matrix *w, float *x, int rows, con
   linear(w, x, rows, NULL, y);
   round_rows(m->round_activations, y, rows, w->n);
   if (!residual) return;
-  if (is_scaled) {
-    for_rows(rows, scale_row, &(Scaling){.n = w->n, .scale = m->residual_scale, .x = y, .y = y});
-    round_rows(m->round_activations, y, rows, w->n);
-  }
-  for_rows(rows, add_row, &(Addition){.n = w->n, .x = residual, .y = y});
-  round_rows(m->round_activations, y, rows, w->n);
+  add_step(m, residual, rows, w->n, y);
 }
 
 // The gradients of w and bias: dy [rows][n], x [rows][k]
@@ -54,9 +59,9 @@ void linear_backward(const Matrix *w, const float *dy, const float *x, int rows,
 
 // ----------------------------------------------------------------------------------------------------- norms
 
-// definition: rows.layer_norm: y, r and mean of x [tokens][hidden]. `number`, the norm's, is the result of
+// definition: rows.layer_norm: y and factors of x [tokens][hidden]. `number`, the norm's, is the result of
 // the pass if x is not finite.
-static void norm_step(const Pass *pass, const NormWeights *w, const float *x, float *r, float *mean, float *y,
+static void norm_step(const Pass *pass, const NormWeights *w, const float *x, NormFactors factors, float *y,
                       int number, int *not_finite) {
   const Model *m = pass->m;
   Norm norm = {
@@ -68,8 +73,8 @@ static void norm_step(const Pass *pass, const NormWeights *w, const float *x, fl
       .w = w->w,
       .b = w->b,
       .x = x,
-      .r = r,
-      .mean = mean,
+      .r = factors.r,
+      .mean = factors.mean,
       .y = y,
   };
   for_rows(pass->b->tokens, norm_row, &norm);
@@ -78,17 +83,16 @@ static void norm_step(const Pass *pass, const NormWeights *w, const float *x, fl
 
 // definition: rows.norm_backward: dx = residual + the derivative, and the gradients of the norm's
 // weights
-static void norm_step_backward(const Model *m, const NormWeights *w, const float *x, const float *r,
-                               const float *mean, const float *dy, const float *residual,
-                               const Blocks *blocks, float *dx) {
+static void norm_step_backward(const Model *m, const NormWeights *w, const float *x, NormFactors factors,
+                               const float *dy, const float *residual, const Blocks *blocks, float *dx) {
   const int n = m->hidden;
   Columns weight = {
       .dy = dy,
       .ldd = n,
       .x = x,
       .ldx = n,
-      .r = r,
-      .mean = m->norm == NORM_LAYER ? mean : NULL,
+      .r = factors.r,
+      .mean = m->norm == NORM_LAYER ? factors.mean : NULL,
       .ldr = 1,
       .each = 1,
       .cols = n,
@@ -100,8 +104,8 @@ static void norm_step_backward(const Model *m, const NormWeights *w, const float
       .n = n,
       .w = w->w,
       .x = x,
-      .r = r,
-      .mean = mean,
+      .r = factors.r,
+      .mean = factors.mean,
       .dy = dy,
       .residual = residual,
       .dx = dx,

@@ -78,7 +78,8 @@ const char *model_fault(const Model *m) {
   if (!is_positive(m->embedding_scale))
     return "hidden_size: the scale of embeddings must be finite and above 0";
   if (!is_positive(m->residual_scale)) return "residual_multiplier: must be finite and above 0";
-  if (!within(m->norm, NORM_RMS, NORM_LAYER) || !within(m->qk_norm, QK_NORM_NONE, QK_NORM_WHOLE))
+  if (!within(m->norm, NORM_RMS, NORM_LAYER) || !within(m->qk_norm, QK_NORM_NONE, QK_NORM_WHOLE) ||
+      !within(m->head_norm, NORM_RMS, NORM_RMS_OFFSET))
     return "model_type: its kind of norm is not known";
   if (!is_activation(m->activation)) return "hidden_act: is not known";
   if (!within(m->mixtures, 0, m->layers)) return "num_experts: more layers have experts than there are";

@@ -140,7 +140,7 @@ def _norm_heads(model: Model, x: Array, weights: NormWeights | None) -> tuple[Ar
     """Norm queries or keys [T, heads, D]: each head, or all heads as one row."""
     if weights is None:
         return x, None
-    normed = norm("rms", x.reshape(len(x), -1, len(weights.w)), weights, model.eps)
+    normed = norm(model.head_norm, x.reshape(len(x), -1, len(weights.w)), weights, model.eps)
     return normed.y.reshape(x.shape), normed
 
 
@@ -182,8 +182,9 @@ def attention_part_backward(
     if layer.rotary is not None:
         dq, dk = rotate(dq, layer.rotary, way=-1), rotate(dk, layer.rotary, way=-1)
     if of.q_normed is not None and of.k_normed is not None:
-        dq = _norm_heads_backward(grads, f"{name}.q_norm", layer.q_norm, dq, of.q_normed, position)
-        dk = _norm_heads_backward(grads, f"{name}.k_norm", layer.k_norm, dk, of.k_normed, position)
+        kind = model.head_norm
+        dq = _norm_heads_backward(grads, f"{name}.q_norm", kind, layer.q_norm, dq, of.q_normed, position)
+        dk = _norm_heads_backward(grads, f"{name}.k_norm", kind, layer.k_norm, dk, of.k_normed, position)
     d_raw = np.zeros((len(dy), len(layer.qkv.w)), F)
     for columns, d in zip(_head_columns(model), (dq, dk, dv), strict=True):
         d_raw[:, columns] = d
@@ -191,7 +192,7 @@ def attention_part_backward(
 
 
 def _norm_heads_backward(
-    grads: Contributions, name: str, weights: NormWeights | None, dy: Array, of: Normed, position: Array
+    grads: Contributions, name: str, kind: str, weights: NormWeights | None, dy: Array, of: Normed, position: Array
 ) -> Array:
     assert weights is not None
-    return norm_backward(grads, name, "rms", weights, dy.reshape(of.y.shape), of, position).reshape(dy.shape)
+    return norm_backward(grads, name, kind, weights, dy.reshape(of.y.shape), of, position).reshape(dy.shape)

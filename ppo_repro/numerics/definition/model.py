@@ -42,10 +42,12 @@ class Layer:
     `up` is [2 I, H], the rows of gates first, if the MLP is gated, else [I, H].
     """
 
-    norm1: NormWeights
-    norm2: NormWeights
     qkv: Matrix
     out: Matrix
+    norm1: NormWeights | None = None  # of the input of attention
+    norm1_after: NormWeights | None = None  # of the result of attention
+    norm2: NormWeights | None = None  # of the input of the MLP
+    norm2_after: NormWeights | None = None  # of the result of the MLP
     q_norm: NormWeights | None = None
     k_norm: NormWeights | None = None
     up: Matrix | None = None
@@ -80,6 +82,7 @@ class Model:
     residual_scale: float = 1.0  # of results of attention and MLP, where they are added
     norm: Literal["rms", "rms_offset", "layer"] = "rms"
     qk_norm: Literal["none", "head", "whole"] = "none"
+    head_norm: Literal["rms", "rms_offset"] = "rms"  # of queries and keys
     activation: str = "silu"  # a name in `rows.ACTIVATIONS`
     gated: bool = True
     parallel: bool = False

@@ -16,7 +16,7 @@ from ppo_repro.numerics.definition.elementary import Array, F
 from ppo_repro.numerics.definition.experts import Mixture, mixture, mixture_backward
 from ppo_repro.numerics.definition.gradients import Contributions, join_slots, row_addends, slot_sums
 from ppo_repro.numerics.definition.mlp import Mlp, mlp, mlp_backward
-from ppo_repro.numerics.definition.model import Model, parameters
+from ppo_repro.numerics.definition.model import Model, NormWeights, parameters
 from ppo_repro.numerics.definition.rounding import rounded
 from ppo_repro.numerics.definition.rows import Normed, layer_norm, norm_backward
 
@@ -25,10 +25,12 @@ from ppo_repro.numerics.definition.rows import Normed, layer_norm, norm_backward
 class LayerActivations:
     """Activations of one layer, for its backward pass."""
 
-    normed1: Normed
+    normed1: Normed | None
     attention: AttentionPart
-    normed2: Normed
+    normed1_after: Normed | None
+    normed2: Normed | None
     mlp: Mlp | Mixture
+    normed2_after: Normed | None
 
 
 @dataclass(frozen=True)
@@ -58,55 +60,85 @@ def add(model: Model, x: Array, y: Array) -> Array:
     return rounded(form, x + (y if model.residual_scale == 1 else rounded(form, y * F(model.residual_scale))))
 
 
+def _normed(model: Model, x: Array, weights: NormWeights | None) -> tuple[Array, Normed | None]:
+    """Apply a norm that the layer may have to rows of the residual stream, or to what will be added to these rows."""
+    if weights is None:
+        return x, None
+    normed = layer_norm(model, x, weights)
+    return normed.y, normed
+
+
+def _normed_backward(
+    grads: Contributions, name: str, model: Model, weights: NormWeights | None, dy: Array, of: Normed | None
+) -> Array:
+    """Return the gradient of x in `_normed`.
+
+    Args:
+        grads: receives the addends of the weights.
+        name: name of the norm, a prefix in `grads`.
+        model: its kind of norm.
+        weights: of the norm, None if the layer has no such norm.
+        dy: [T, H].
+        of: the result of `_normed`.
+    """
+    if weights is None or of is None:
+        return dy
+    return norm_backward(grads, name, model.norm, weights, dy, of, np.arange(len(dy)))
+
+
 def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Activations:
-    """Run one sequence: x + attention(norm1 x), then + mlp(norm2 of this sum, or of x if parallel); `add` adds.
+    """Run one sequence: x + attention, then + MLP. Each of them may have a norm of its input and a norm of its result.
+
+    The MLP reads the sum of x and attention, or x if parallel. `add` adds.
 
     `routes` [layers with experts, T, k]: the experts of each token, by rising index; None: routers choose. Kernel:
     `model_forward`.
     """
     x, layers, given = embed(model, np.asarray(ids)), [], iter(() if routes is None else routes)
     for layer in model.layers:
-        normed1 = layer_norm(model, x, layer.norm1)
-        attended, attention = attention_part(model, layer, normed1.y)
+        read, normed1 = _normed(model, x, layer.norm1)
+        attended, attention = attention_part(model, layer, read)
+        attended, normed1_after = _normed(model, attended, layer.norm1_after)
         after = add(model, x, attended)
-        normed2 = layer_norm(model, x if model.parallel else after, layer.norm2)
+        read, normed2 = _normed(model, x if model.parallel else after, layer.norm2)
         inside: Mlp | Mixture
         if layer.router is not None:
-            raised, inside = mixture(model, layer, normed2.y, next(given, None))
+            raised, inside = mixture(model, layer, read, next(given, None))
         else:
             assert layer.up is not None
             assert layer.down is not None
-            raised, inside = mlp(model, layer.up, layer.down, normed2.y)
+            raised, inside = mlp(model, layer.up, layer.down, read)
+        raised, normed2_after = _normed(model, raised, layer.norm2_after)
         x = add(model, after, raised)
-        layers.append(LayerActivations(normed1, attention, normed2, inside))
+        layers.append(LayerActivations(normed1, attention, normed1_after, normed2, inside, normed2_after))
     return Activations(np.asarray(ids), tuple(layers), layer_norm(model, x, model.last_norm))
 
 
 def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
     """Return one sequence's addends to the gradient of every parameter; d_hidden [T, H]. Kernel: `model_backward`.
 
-    With d the gradient of a layer's output: the MLP receives d residual_scale; d2 = d + the gradient through norm2;
-    attention receives d2 residual_scale, or d residual_scale if parallel; d2 + the gradient through norm1 is the
-    gradient of the layer's input.
+    With d the gradient of a layer's output: the MLP and its norms receive d residual_scale; d2 = d + the gradient
+    through them. Attention and its norms receive d2 residual_scale, or d residual_scale if parallel; d2 + the gradient
+    through them is the gradient of the layer's input.
     """
     grads, scale = Contributions(), F(model.residual_scale)
     position = np.arange(len(of.ids))
     d = norm_backward(grads, "last_norm", model.norm, model.last_norm, d_hidden, of.last, position)
     for index in reversed(range(len(model.layers))):
         name, layer, seen = f"layers.{index}", model.layers[index], of.layers[index]
+        dh = _normed_backward(grads, f"{name}.norm2_after", model, layer.norm2_after, d * scale, seen.normed2_after)
         if isinstance(seen.mlp, Mixture):
-            dh = mixture_backward(grads, name, model, layer, d * scale, seen.mlp, position)
+            dh = mixture_backward(grads, name, model, layer, dh, seen.mlp, position)
         else:
             assert layer.up is not None
             assert layer.down is not None
             names = (f"{name}.up", f"{name}.down")
-            dh = mlp_backward(grads, names, model, layer.up, layer.down, d * scale, seen.mlp, position)
-        dh = norm_backward(grads, f"{name}.norm2", model.norm, layer.norm2, dh, seen.normed2, position)
-        d2 = d + dh
+            dh = mlp_backward(grads, names, model, layer.up, layer.down, dh, seen.mlp, position)
+        d2 = d + _normed_backward(grads, f"{name}.norm2", model, layer.norm2, dh, seen.normed2)
         dh = (d if model.parallel else d2) * scale
+        dh = _normed_backward(grads, f"{name}.norm1_after", model, layer.norm1_after, dh, seen.normed1_after)
         dh = attention_part_backward(grads, name, model, layer, dh, seen.attention, position)
-        dh = norm_backward(grads, f"{name}.norm1", model.norm, layer.norm1, dh, seen.normed1, position)
-        d = d2 + dh
+        d = d2 + _normed_backward(grads, f"{name}.norm1", model, layer.norm1, dh, seen.normed1)
     if model.positions is not None:
         grads["positions"] = row_addends(d, position)
     trained = np.flatnonzero(of.ids != model.padding)

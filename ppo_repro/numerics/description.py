@@ -66,7 +66,7 @@ class Description:
 
 def activation_of(config: PretrainedConfig) -> tuple[str, Any]:
     """Return the field of a configuration that names the activation, and its value."""
-    field = "activation_function" if hasattr(config, "activation_function") else "hidden_act"
+    field = FAMILIES[config.model_type].names.activation
     return field, getattr(config, field)
 
 

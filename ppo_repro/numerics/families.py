@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto import modeling_auto
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -21,7 +22,7 @@ from ppo_repro.numerics.ranges import check_ranges
 
 
 class Names(NamedTuple):
-    """Names of a family for the parts of its trunk; the defaults are Llama's names."""
+    """Names of a family for the parts of its trunk and for fields of its config; the defaults are Llama's names."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
@@ -31,6 +32,7 @@ class Names(NamedTuple):
     norm2_after: str | None = None
     last_norm: str = "norm"
     eps: str = "rms_norm_eps"
+    activation: str = "hidden_act"
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"
@@ -43,10 +45,9 @@ _LLAMA = Names()
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models in transformers: its classes, its names, and its differences from Llama, the default."""
+    """A family of models in transformers: its names, and its differences from Llama, the default."""
 
     name: str  # in messages
-    classes: str  # the beginning of the names of its classes
     names: Names = _LLAMA
     norm: int = constants.NORM_RMS
     windows: Literal["no layer", "every layer", "by layer_types"] = "no layer"  # which layers may have a sliding window
@@ -73,6 +74,7 @@ _GPT2 = Names(
     norm2="ln_2",
     last_norm="ln_f",
     eps="layer_norm_epsilon",
+    activation="activation_function",
     attention="attn",
     qkv=("c_attn",),
     out="c_proj",
@@ -90,49 +92,72 @@ _GPT_NEOX = Names(
     down="dense_4h_to_h",
 )
 _OLMO2 = Names(norm1=None, norm1_after="post_attention_layernorm", norm2=None, norm2_after="post_feedforward_layernorm")
+_GEMMA2 = Names(
+    norm1_after="post_attention_layernorm",
+    norm2="pre_feedforward_layernorm",
+    norm2_after="post_feedforward_layernorm",
+    activation="hidden_activation",
+)
 FAMILIES = {  # by model_type
-    "llama": Family("Llama", "Llama"),
-    "qwen2": Family("Qwen2", "Qwen2", windows="by layer_types"),
-    "qwen3": Family("Qwen3", "Qwen3", windows="by layer_types"),
-    "smollm3": Family("SmolLM3", "SmolLM3", windows="by layer_types", rotary="by no_rope_layers"),
+    "llama": Family("Llama"),
+    "qwen2": Family("Qwen2", windows="by layer_types"),
+    "qwen3": Family("Qwen3", windows="by layer_types"),
+    "smollm3": Family("SmolLM3", windows="by layer_types", rotary="by no_rope_layers"),
     "granite": Family(
-        "Granite",
         "Granite",
         embedding_scale="embedding_multiplier",
         residual_scale="residual_multiplier",
         logit_divisor="logits_scaling",
     ),
-    "mistral": Family("Mistral", "Mistral", windows="every layer"),
-    "gemma": Family("Gemma", "Gemma", norm=constants.NORM_RMS_OFFSET, scales_embedding=True),
-    "gpt2": Family("GPT-2", "GPT2", _GPT2, norm=constants.NORM_LAYER, learned_positions="wpe"),
+    "mistral": Family("Mistral", windows="every layer"),
+    "gemma": Family("Gemma", norm=constants.NORM_RMS_OFFSET, scales_embedding=True),
+    "gemma2": Family(
+        "Gemma 2",
+        _GEMMA2,
+        norm=constants.NORM_RMS_OFFSET,
+        windows="by layer_types",
+        scales_embedding=True,
+        score_cap="attn_logit_softcapping",
+        logit_cap="final_logit_softcapping",
+    ),
+    "gemma3_text": Family(
+        "Gemma 3",
+        _GEMMA2,
+        norm=constants.NORM_RMS_OFFSET,
+        windows="by layer_types",
+        rotary="by layer_types",
+        scales_embedding=True,
+        logit_cap="final_logit_softcapping",
+    ),
+    "gpt2": Family("GPT-2", _GPT2, norm=constants.NORM_LAYER, learned_positions="wpe"),
     "gpt_neox": Family(
         "GPT-NeoX",
-        "GPTNeoX",
         _GPT_NEOX,
         norm=constants.NORM_LAYER,
         rotates_part=True,
         joins_heads=True,
         may_be_parallel=True,
     ),
-    "qwen3_moe": Family("Qwen3-MoE", "Qwen3Moe", windows="every layer", mixture=Qwen3MoeSparseMoeBlock),
-    "mixtral": Family("Mixtral", "Mixtral", windows="every layer", mixture=MixtralSparseMoeBlock),
-    "olmo2": Family("OLMo 2", "Olmo2", _OLMO2),
-    "olmoe": Family("OLMoE", "Olmoe", mixture=OlmoeSparseMoeBlock),
+    "qwen3_moe": Family("Qwen3-MoE", windows="every layer", mixture=Qwen3MoeSparseMoeBlock),
+    "mixtral": Family("Mixtral", windows="every layer", mixture=MixtralSparseMoeBlock),
+    "olmo2": Family("OLMo 2", _OLMO2),
+    "olmo3": Family("OLMo 3", _OLMO2, windows="by layer_types"),
+    "olmoe": Family("OLMoE", mixture=OlmoeSparseMoeBlock),
 }
 
 
-def _classes(*ends: str) -> dict[str, type[PreTrainedModel]]:
-    """Return by family the class with one of the ends, for families with this class."""
-    every = [(name, family.classes + end) for name, family in FAMILIES.items() for end in ends]
-    return {name: getattr(transformers, of) for name, of in every if hasattr(transformers, of)}
+def _classes(names: Mapping[str, str]) -> dict[str, type[PreTrainedModel]]:
+    """Return by family its class among transformers' classes of one task, for families with such a class."""
+    return {kind: getattr(transformers, names[kind]) for kind in FAMILIES if kind in names}
 
 
 *_FIRST, _LAST = (family.name for family in FAMILIES.values())
 NAMES = f"{', '.join(_FIRST)} or {_LAST}"
-_CAUSAL, _CLASSIFIERS = _classes("ForCausalLM", "LMHeadModel"), _classes("ForSequenceClassification")
+_CAUSAL = _classes(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_CLASSIFIERS = _classes(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
 CAUSAL_MODELS, CLASSIFIERS = tuple(_CAUSAL.values()), tuple(_CLASSIFIERS.values())
 CLASSIFIER_OF = {_CAUSAL[name]: kind for name, kind in _CLASSIFIERS.items()}  # OLMoE and Granite have none
-TRUNKS = tuple(_classes("Model").values())
+TRUNKS = tuple(_classes(modeling_auto.MODEL_MAPPING_NAMES).values())
 MIXTURES = tuple(family.mixture for family in FAMILIES.values() if family.mixture is not None)
 
 

@@ -15,6 +15,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
+from ppo_repro.numerics.families import attention_of
 from ppo_repro.numerics.lowering import Lowered, lower
 from ppo_repro.numerics.network import network_of
 from ppo_repro.numerics.rotary import tables
@@ -80,7 +81,8 @@ def test_a_lowered_model_keeps_modules_parameters_and_what_its_class_computes(
     assert [type(m) for m in lowered.modules()] == modules
     assert weights_digest(lowered.named_parameters()) == digest
     lowered.save_pretrained(tmp_path)
-    loaded = type(source).from_pretrained(tmp_path, local_files_only=True, experts_implementation="eager").eval()
+    stock = {"attn_implementation": attention_of(source.config), "experts_implementation": "eager"}
+    loaded = type(source).from_pretrained(tmp_path, local_files_only=True, **stock).eval()
     assert weights_digest(loaded.named_parameters()) == digest
     assert unequal(stock_logits(loaded, ids), expected) == 0
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedModel
 
-from ppo_repro.numerics import build, library
+from ppo_repro.numerics import build, families, library
 from ppo_repro.numerics.definition import linear as linear_definition
 from ppo_repro.numerics.definition.elementary import Array, F
 from ppo_repro.numerics.definition.gradients import Contributions, join_slots, slot_sums
@@ -142,10 +142,10 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
         shape = {"n_embd": heads * d, "n_head": heads, "n_layer": layers, "n_inner": width}
         more = {"scale_attn_by_inverse_layer_idx": draw(st.booleans()), "activation_function": activation}
     else:
-        hidden = heads * (d if family in ("gpt_neox", "olmoe", "olmo2") else draw(st.sampled_from((1, 3, 16, 17, 65))))
+        hidden = heads * (d if family in ("gpt_neox", "olmoe") else draw(st.sampled_from((1, 3, 16, 17, 65))))
         shape = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers}
         shape |= {"moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size": width}
-        more = {"hidden_act": activation}
+        more = {families.FAMILIES[family].names.activation: activation}
         if family == "gpt_neox":
             more |= {"use_parallel_residual": draw(st.booleans()), "attention_bias": draw(st.booleans())}
             more |= {"rotary_pct": draw(st.sampled_from(ROTATING[d]))}
@@ -155,8 +155,14 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
             more |= {"no_rope_layers": draw(st.sampled_from(([0, 0], [0, 1], [1, 0])))}
         if family == "granite":
             more |= {"residual_multiplier": draw(st.sampled_from((0.22, 1.0, 3.0)))}
-        if family in ("llama", "qwen3", "granite", "olmo2"):
+        if family in ("llama", "qwen3", "granite", "olmo2", "gemma2"):
             more |= {"attention_bias": draw(st.booleans())}
+        if family in ("gemma2", "gemma3_text", "olmo3"):
+            kinds = st.sampled_from(("full_attention", "sliding_attention"))
+            more |= {"layer_types": draw(st.lists(kinds, min_size=layers, max_size=layers))}
+            more |= {"sliding_window": draw(st.sampled_from((1, 131)))}
+        if family == "gemma2":
+            more |= {"attn_logit_softcapping": draw(st.sampled_from((None, 0.3, 5.0)))}
         if family in ("mistral", "mixtral"):
             more |= {"sliding_window": draw(st.sampled_from((None, 1, 131)))}
         if family in ("qwen3_moe", "olmoe"):

@@ -11,6 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
@@ -27,6 +31,8 @@ from transformers import (
     MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     PretrainedConfig,
@@ -110,6 +116,25 @@ def gemma_config(**changes: Any) -> GemmaConfig:
     return GemmaConfig(**{**SHAPE, "head_dim": 16, "num_key_value_heads": 1, **changes})
 
 
+WINDOWED: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def gemma2_config(**changes: Any) -> Gemma2Config:
+    """Norms before and after attention and MLP, caps of scores and logits, a scale of scores, windows by layer."""
+    numbers = {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}
+    return Gemma2Config(**{**SHAPE, **WINDOWED, **numbers, "head_dim": 16, "num_key_value_heads": 1, **changes})
+
+
+def gemma3_config(**changes: Any) -> Gemma3TextConfig:
+    """Queries and keys normed by head with an offset, rotary positions and windows by type of layer, no caps."""
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    }
+    numbers = {"query_pre_attn_scalar": 24, "rope_parameters": rope, "head_dim": 16, "num_key_value_heads": 1}
+    return Gemma3TextConfig(**{**SHAPE, **WINDOWED, **numbers, **changes})
+
+
 def gpt2_config(**changes: Any) -> GPT2Config:
     """Learned positions, layer norms, transposed linear layers, tied embeddings, dropout that must not act."""
     shape: dict[str, Any] = {
@@ -134,6 +159,11 @@ def gpt_neox_config(**changes: Any) -> GPTNeoXConfig:
 def olmo2_config(**changes: Any) -> Olmo2Config:
     """Norms after attention and MLP and none before; queries and keys normed whole; untied embeddings."""
     return Olmo2Config(**{**SHAPE, "tie_word_embeddings": False, **changes})
+
+
+def olmo3_config(**changes: Any) -> Olmo3Config:
+    """OLMo 2 with windows by layer."""
+    return Olmo3Config(**{**SHAPE, **WINDOWED, "tie_word_embeddings": False, **changes})
 
 
 # the class's own code: torch's grouped products take no float64
@@ -171,9 +201,12 @@ CLASSES: dict[type[PretrainedConfig], type[PreTrainedModel]] = {
     GraniteConfig: GraniteForCausalLM,
     MistralConfig: MistralForCausalLM,
     GemmaConfig: GemmaForCausalLM,
+    Gemma2Config: Gemma2ForCausalLM,
+    Gemma3TextConfig: Gemma3ForCausalLM,
     GPT2Config: GPT2LMHeadModel,
     GPTNeoXConfig: GPTNeoXForCausalLM,
     Olmo2Config: Olmo2ForCausalLM,
+    Olmo3Config: Olmo3ForCausalLM,
     Qwen3MoeConfig: Qwen3MoeForCausalLM,
     MixtralConfig: MixtralForCausalLM,
     OlmoeConfig: OlmoeForCausalLM,
@@ -186,9 +219,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "granite": granite_config,
     "mistral": mistral_config,
     "gemma": gemma_config,
+    "gemma2": gemma2_config,
+    "gemma3_text": gemma3_config,
     "gpt2": gpt2_config,
     "gpt_neox": gpt_neox_config,
     "olmo2": olmo2_config,
+    "olmo3": olmo3_config,
     "qwen2 sliding": lambda: qwen2_config(**SLIDING),
 }
 # mixtures of experts
@@ -225,8 +261,9 @@ def fill(model: torch.nn.Module, seed: int) -> None:
 
 
 def small_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """The unmodified class of `config` with random weights, in evaluation mode."""
+    """The unmodified class of `config` with random weights, in evaluation mode, and with the caps of its scores."""
     model = CLASSES[type(config)](config).eval()
+    model.set_attn_implementation(families.attention_of(config))
     fill(model, seed)
     return model
 
@@ -242,8 +279,9 @@ def random_sequences(seed: int, count: int, response: int) -> tuple[list[list[in
 
 
 ARCHITECTURES = tuple(CONFIGS)
-# for parametrize: RMS norms, layer norms, experts, norms after; all others wait for the slow tests
-QUICK = ("qwen3", "gpt2", "qwen3_moe", "olmo2")
+# for parametrize: RMS norms, layer norms, experts, norms after, norms before and after; all
+# others wait for the slow tests
+QUICK = ("qwen3", "gpt2", "qwen3_moe", "olmo2", "gemma3_text")
 
 
 def marked(architectures: Iterable[str]) -> list[Any]:
@@ -267,6 +305,17 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "mistral without window, tied": lambda: mistral_config(sliding_window=None, tie_word_embeddings=True),
     "gemma untied, biases": lambda: gemma_config(tie_word_embeddings=False, attention_bias=True),
+    "gemma2 without caps and windows, untied": lambda: gemma2_config(
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        layer_types=["full_attention"] * 2,
+        tie_word_embeddings=False,
+        attention_bias=True,
+    ),
+    "gemma3_text capped logits, untied": lambda: gemma3_config(final_logit_softcapping=4.0, tie_word_embeddings=False),
+    "olmo3 llama3, tied, biases": lambda: olmo3_config(
+        rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True, attention_bias=True
+    ),
     "gpt2 untied, scaled by layer": lambda: gpt2_config(
         tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True
     ),

@@ -32,7 +32,8 @@ _NUMBERS = {
     "factor": (1.0, 1e9),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), (1e-9, 1e9)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), (1e-9, 1e9)),
-    **dict.fromkeys(("logits_scaling", "attn_logit_softcapping", "final_logit_softcapping"), (1e-9, 1e9)),
+    **dict.fromkeys(("logits_scaling", "query_pre_attn_scalar"), (1e-9, 1e9)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (1e-9, 1e9)),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1e-9, 1.0)),
 }
 _ROPE = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")  # the last two inside the first

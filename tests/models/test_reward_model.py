@@ -15,7 +15,7 @@ from ppo_repro.models.folders import load_reward_model, save_reward_model
 from ppo_repro.models.networks import make_policy, value_predictions
 from ppo_repro.models.reward_model import reward_scores, value_model_from
 from ppo_repro.models.tiny import make_tokenizer
-from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
+from ppo_repro.numerics.families import CLASSIFIER_OF, attention_of, trunk_of
 from ppo_repro.tasks.problems import arithmetic
 from tests.support.models import CLASSIFIED, CONFIGS, CONTEXT, fill, ragged, source_model, unequal
 
@@ -45,7 +45,8 @@ def test_a_saved_folder_is_read_by_transformers_and_by_us_with_the_same_scores(
 ) -> None:
     model = make_policy(classifier(architecture), "deterministic", CONTEXT)
     save_reward_model(model, tokenizer(), tmp_path / "model")
-    stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    caps = {"attn_implementation": attention_of(model.config)}
+    stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", **caps).eval()
     assert type(stock) is CLASSIFIER_OF[type(source_model(architecture))]
     with torch.no_grad():
         alone = torch.cat([stock(input_ids=torch.tensor([s])).logits[:, 0] for s in SEQUENCES])

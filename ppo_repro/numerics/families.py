@@ -146,9 +146,9 @@ FAMILIES = {  # by model_type
 }
 
 
-def _classes(names: Mapping[str, str]) -> dict[str, type[PreTrainedModel]]:
+def _classes(names: Mapping[str, object]) -> dict[str, type[PreTrainedModel]]:
     """Return by family its class among transformers' classes of one task, for families with such a class."""
-    return {kind: getattr(transformers, names[kind]) for kind in FAMILIES if kind in names}
+    return {kind: getattr(transformers, str(names[kind])) for kind in FAMILIES if kind in names}
 
 
 *_FIRST, _LAST = (family.name for family in FAMILIES.values())

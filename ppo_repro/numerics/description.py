@@ -42,15 +42,13 @@ NORMS = ("norm1", "norm1_after", "norm2", "norm2_after")  # of a layer, as `mode
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParts:
-    """Parameters of a decoder layer, by the fields of the C struct `Layer`."""
+    """Parameters and numbers of a decoder layer, by the fields of the C struct `Layer`."""
 
     norms: dict[str, Any]  # modules
     matrices: dict[str, tuple[nn.Module, ...]]  # linear layers whose outputs follow one another; `up`: gates, then ups
     experts: dict[str, Tensor]  # expert_up [E, 2 I, H], expert_down [E, H, I]; empty without experts
-    window: int  # keys that a query sees; 0: all
     rope: dict[str, Any] | None  # parameters of rotary positions
-    scale: float  # of scores
-    score_cap: float  # 0: none
+    numbers: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +93,16 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
     )
 
 
-def _layer(names: Names, layer: Any) -> dict[str, Any]:
-    """Return the fields of LayerParts that its modules have: parameters, and the scale of scores."""
+def _layer(names: Names, layer: Any, window: int, rope: dict[str, Any] | None, score_cap: float) -> LayerParts:
+    """Return the parts of a decoder layer.
+
+    Args:
+        names: of its modules.
+        layer: its module.
+        window: number of keys that a query sees; 0 for all.
+        rope: parameters of its rotary positions; None without them.
+        score_cap: soft cap of scores; 0 for none.
+    """
     attention, mlp = getattr(layer, names.attention), layer.mlp
     norms = {name: getattr(layer, own) for name in NORMS if (own := getattr(names, name)) is not None}
     norms |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
@@ -108,7 +114,14 @@ def _layer(names: Names, layer: Any) -> dict[str, Any]:
         experts = {"expert_up": mixture.experts.gate_up_proj, "expert_down": mixture.experts.down_proj}
     else:
         matrices |= {"up": tuple(getattr(mlp, name) for name in names.up), "down": (getattr(mlp, names.down),)}
-    return dict(norms=norms, matrices=matrices, experts=experts, scale=float(attention.scaling))
+    numbers = dict(
+        norms_before="norm1" in norms,
+        norms_after="norm1_after" in norms,
+        window=window,
+        scale=float(attention.scaling),
+        score_cap=score_cap,
+    )
+    return LayerParts(norms=norms, matrices=matrices, experts=experts, rope=rope, numbers=numbers)
 
 
 def _qk_norm(layer: LayerParts, head_dim: int) -> int:
@@ -133,7 +146,7 @@ def describe(trunk: PreTrainedModel) -> Description:
     names = family.names
     cap = number_of(config, family.score_cap, 0.0)
     layers = tuple(
-        LayerParts(**_layer(names, layer), window=window, rope=rope, score_cap=cap)
+        _layer(names, layer, window, rope, cap)
         for layer, window, rope in zip(getattr(parts, names.layers), windows_of(config), ropes_of(config), strict=True)
     )
     table = getattr(parts, names.embedding)

@@ -69,9 +69,9 @@ class PackedModel:
 
     def _add_layer(self, struct: Struct, parts: LayerParts, mixture: int) -> None:
         """Fill in the struct of a layer, and list its matrices and norms; `mixture` earlier layers have experts."""
-        struct.window, struct.mixture = parts.window, mixture
-        struct.scale, struct.score_cap = parts.scale, parts.score_cap
-        struct.norms_before, struct.norms_after = "norm1" in parts.norms, "norm1_after" in parts.norms
+        struct.mixture = mixture
+        for name, number in parts.numbers.items():
+            setattr(struct, name, number)
         weights, other_weights = self._precision.weights, self._precision.other_weights
         for name, norm in parts.norms.items():
             self._add_norm(norm, ffi.addressof(struct, name))

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,6 @@ from ppo_repro.numerics.interface import names
 NORMS, QK_NORMS = names("NormKind", "NORM_"), names("QkNormKind", "QK_NORM_")
 ACTIVATIONS = names("ActivationKind", "ACT_")
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-SAME = (
-    *("heads", "kv_heads", "head_dim", "eps", "embedding_scale", "residual_scale", "gated", "parallel"),
-    *("padding", "chosen", "normalised", "q_at", "q_step", "k_at", "k_step", "v_at", "v_step"),
-)
 
 
 def assert_same(found: Array, expected: Array, what: str) -> None:
@@ -45,6 +43,11 @@ def _bias(module: Any) -> Array | None:
     return None if bias is None else array(bias)
 
 
+def _known(kind: Any, numbers: Mapping[str, float]) -> dict[str, Any]:
+    """The numbers of which the definition has a field of the same name."""
+    return {field.name: numbers[field.name] for field in fields(kind) if field.name in numbers}
+
+
 def _norm(module: Any) -> NormWeights:
     return NormWeights(array(module.weight), _bias(module))
 
@@ -60,7 +63,7 @@ def _layer(parts: LayerParts, rotary: Rotary | None) -> Layer:
     weights: dict[str, Any] = {name: _norm(module) for name, module in parts.norms.items()}
     weights |= {name: _matrix(layers) for name, layers in parts.matrices.items()}
     weights |= {name: tuple(Matrix(array(w)) for w in stacked) for name, stacked in parts.experts.items()}
-    return Layer(**weights, window=parts.window, rotary=rotary, scale=parts.scale, score_cap=parts.score_cap)
+    return Layer(**weights, **_known(Layer, parts.numbers), rotary=rotary)
 
 
 def rotary_of(config: PretrainedConfig, rope: dict[str, Any], positions: int) -> Rotary:
@@ -77,14 +80,15 @@ def model_from(trunk: PreTrainedModel, positions: int) -> Model:
     """The weights and numbers of a transformers trunk; rotary tables have `positions` rows."""
     d = describe(trunk)
     rotary = [None if parts.rope is None else rotary_of(trunk.config, parts.rope, positions) for parts in d.layers]
+    kinds = {
+        "norm": NORMS[int(d.numbers["norm"])],
+        "qk_norm": QK_NORMS[int(d.numbers["qk_norm"])],
+        "head_norm": NORMS[int(d.numbers["head_norm"])],
+        "activation": ACTIVATIONS[int(d.numbers["activation"])],
+    }
     return Model(
-        **{name: d.numbers[name] for name in SAME},  # type: ignore[arg-type]
+        **(_known(Model, d.numbers) | kinds | {"layers": tuple(map(_layer, d.layers, rotary))}),
         embedding=array(d.embedding),
         positions=None if d.positions is None else array(d.positions),
-        layers=tuple(map(_layer, d.layers, rotary)),
         last_norm=_norm(d.last_norm),
-        norm=NORMS[int(d.numbers["norm"])],  # type: ignore[arg-type]
-        qk_norm=QK_NORMS[int(d.numbers["qk_norm"])],  # type: ignore[arg-type]
-        head_norm=NORMS[int(d.numbers["head_norm"])],  # type: ignore[arg-type]
-        activation=ACTIVATIONS[int(d.numbers["activation"])],
     )

@@ -138,10 +138,10 @@ FAMILIES = {  # by model_type
         joins_heads=True,
         may_be_parallel=True,
     ),
-    "qwen3_moe": Family("Qwen3-MoE", windows="every layer", mixture=Qwen3MoeSparseMoeBlock),
-    "mixtral": Family("Mixtral", windows="every layer", mixture=MixtralSparseMoeBlock),
     "olmo2": Family("OLMo 2", _OLMO2),
     "olmo3": Family("OLMo 3", _OLMO2, windows="by layer_types"),
+    "qwen3_moe": Family("Qwen3-MoE", windows="every layer", mixture=Qwen3MoeSparseMoeBlock),
+    "mixtral": Family("Mixtral", windows="every layer", mixture=MixtralSparseMoeBlock),
     "olmoe": Family("OLMoE", mixture=OlmoeSparseMoeBlock),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
-from ppo_repro.numerics.families import attention_of
+from ppo_repro.numerics.families import FAMILIES, attention_of
 from ppo_repro.numerics.lowering import Lowered, lower
 from ppo_repro.numerics.network import network_of
 from ppo_repro.numerics.rotary import tables
@@ -36,6 +37,15 @@ from tests.support.models import (
     source_model,
     unequal,
 )
+from tests.support.paths import ROOT
+
+PAGE = ROOT / "ppo_repro" / "models" / "README.md"
+
+
+def test_the_page_of_models_has_a_row_for_every_family() -> None:
+    rows = re.findall(r"^\| [^|]* \| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == list(FAMILIES)
+
 
 TOLERANCE = 3e-6  # relative, of logits of small random models in float32: 1e-6 was measured
 

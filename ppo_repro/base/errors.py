@@ -50,6 +50,8 @@ class Terminated(KeyboardInterrupt):
 class RankLost(KeyboardInterrupt):
     """Another process of this run is gone or does not answer; the run ends as after Ctrl-C. Exit code 3."""
 
+    EXIT_CODE = 3
+
 
 def mistakes_in(error: Exception) -> tuple[str, ...]:
     """Return a line for each mistake of the user that an error reports; () for a fault of this package."""

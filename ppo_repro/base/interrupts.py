@@ -7,6 +7,7 @@ signal came, so that the command line reports the other exception as an interrup
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,6 +16,8 @@ from ppo_repro.base.errors import Terminated
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _heard: list[int] = []
+_asked: list[KeyboardInterrupt] = []
+_ending: list[bool] = []
 
 
 def install() -> None:
@@ -22,11 +25,23 @@ def install() -> None:
 
     Raises one of them at once if a signal was `held` for this process.
     """
-    _heard.clear()
+    for state in (_heard, _asked, _ending):
+        state.clear()
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def stop_main(error: KeyboardInterrupt) -> None:
+    """Raise `error` in the main thread, even in a wait, unless that ends already; for other threads."""
+    _asked.append(error)
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def ending() -> None:
+    """Raise no signal from here on: this process ends already, and writes why."""
+    _ending.append(True)
 
 
 def leave_alone() -> None:
@@ -48,11 +63,18 @@ def held() -> Iterator[None]:
 
 def was_heard() -> KeyboardInterrupt | None:
     """Return the interrupt that a signal asked for; None if no signal came."""
+    if _asked:
+        return _asked[0]
     if not _heard:
         return None
     return Terminated() if signal.SIGTERM in _heard else KeyboardInterrupt()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _ending:
+        return
+    if _asked:
+        ending()  # launchers end all processes when one is lost
+        raise _asked[0]
     _heard.append(number)
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt

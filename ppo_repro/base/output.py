@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TextIO
 
 from ppo_repro.base.errors import UserError
 
+SECONDS_TO_SPEAK = 2  # torchrun ends all processes when one ends: the one that prints the mistake ends first
 LONGEST_LINE = 1000  # characters of an error
 _SHOWN = 100  # characters of a text in a message
 LIKE = 0.65  # share of letters in common from which one word may be meant by another
@@ -119,6 +120,12 @@ def speaks() -> bool:
     """Return whether this process prints: it is the only process of a run, or a launcher numbered it 0."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
+
+
+def say_here(line: str) -> None:
+    """Print one line on stderr; of several processes on a machine, only the first one prints."""
+    if speaks() or os.environ.get("LOCAL_RANK") == "0":
+        say_anyway(line)
 
 
 def say(line: str) -> None:

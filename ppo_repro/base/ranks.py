@@ -1,13 +1,13 @@
-"""Several processes (ranks) on one run, as torchrun starts them: how they divide sequences and exchange results.
-
-If one process fails, torchrun's agent ends all processes of the run.
-"""
+"""Several processes (ranks) on one run, as torchrun starts them: how they divide sequences and exchange results."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,9 +15,12 @@ from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
-from ppo_repro.base.errors import PromiseBroken, RankLost, UserError
-from ppo_repro.base.output import one_line, say_anyway
+from ppo_repro.base import interrupts
+from ppo_repro.base.errors import PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
+from ppo_repro.base.output import SECONDS_TO_SPEAK, one_line, say_anyway
+from ppo_repro.base.peers import GRACE, JOINING, SILENCE, connect
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -52,8 +55,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with _losing():
-            dist.all_gather_object(values, value)
+        _exchange(dist.all_gather_object, values, value)
         return values
 
     def gather(self, values: Sequence[T]) -> list[T]:
@@ -65,12 +67,13 @@ class Ranks:
         value: Any = compute(*arguments) if self.is_first else None
         return self.everyone(value)[0]
 
-    def require_same(self, what: str, value: object) -> None:
-        """Raise PromiseBroken, naming the rank, if `value` is not the same on every rank. `what` names the value."""
-        values = self.everyone(value)
-        other = next((rank for rank, theirs in enumerate(values) if theirs != values[0]), None)
-        if other is not None:
-            raise PromiseBroken(f"{what}: rank {other} has {values[other]}, rank 0 has {values[0]}")
+    def require_same(self, what: str, value: object, kind: type[Exception] = PromiseBroken) -> None:
+        """Raise an error, naming rank and host, if `value`, of the name `what`, is not the same on every rank."""
+        values = self.everyone((value, socket.gethostname()))
+        first, _ = values[0]
+        for rank, (theirs, host) in enumerate(values):
+            if theirs != first:
+                raise kind(f"{what}: rank {rank} on {host} has {theirs}, rank 0 has {first}")
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor, of any shape, by its sum over all ranks, which must agree in shapes and dtypes.
@@ -80,9 +83,8 @@ class Ranks:
         """
         if self.size == 1:
             return
-        with _losing():
-            for tensor in tensors:
-                dist.all_reduce(tensor)
+        for tensor in tensors:
+            _exchange(dist.all_reduce, tensor)
 
     def swap(self, ours: Tensor, theirs: Tensor, other: int) -> None:
         """Send a flat tensor to rank `other`, and receive one from it, whose length may be another.
@@ -92,9 +94,12 @@ class Ranks:
         send, receive = ours.cpu(), theirs.cpu()  # gloo sends memory of the CPU
         exchange = [dist.P2POp(dist.isend, send, other)] if len(send) else []
         exchange += [dist.P2POp(dist.irecv, receive, other)] if len(receive) else []
-        with _losing():
-            for transfer in dist.batch_isend_irecv(exchange) if exchange else ():
-                transfer.wait()
+
+        def transfer() -> None:
+            for begun in dist.batch_isend_irecv(exchange) if exchange else ():
+                begun.wait()
+
+        _exchange(transfer)
         if receive is not theirs:
             theirs.copy_(receive)
 
@@ -106,46 +111,68 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size if self.is_first else []
-        with _losing():
-            dist.gather_object(value, values if self.is_first else None)
+        _exchange(dist.gather_object, value, values if self.is_first else None)
         return values
 
 
 ALONE = Ranks(0, 1)
 
 
-@contextmanager
-def _losing() -> Iterator[None]:
-    """Turn a failed exchange into RankLost."""
+_thread = ThreadPoolExecutor(1, "exchange")
+
+
+def _exchange(call: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+    """Return what an exchange over gloo returns. Raises RankLost if it fails.
+
+    The exchange is in a thread, because no signal interrupts gloo.
+    """
     try:
-        yield
+        return _thread.submit(call, *arguments).result()
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:120]
-        raise RankLost(f"another process of this run ended ({reason}); see its output") from error
+        if is_out_of_memory(error):
+            raise
+        time.sleep(SILENCE + GRACE)  # a signal says which process is lost
+        raise RankLost(f"another process of this run ended ({_short(error)}); see its output") from error
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 @contextmanager
 def joined(rank: int, size: int) -> Iterator[Ranks]:
-    """Connect the processes of this run over gloo. Raises UserError if they cannot connect."""
+    """Connect the processes of this run over gloo, and end with them. Raises UserError if they cannot connect."""
     if size == 1:
         yield ALONE
         return
     global _joined_others
     _joined_others = True
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=PATIENCE)
-    except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"the {size} processes cannot connect ({reason}); start all of them with torchrun") from error
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=JOINING)))
+        peers = connect(rank, size, store, os.environ["MASTER_ADDR"])
+        _exchange(_init_group, store, rank, size)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"the {size} processes cannot connect ({_short(error)}); start all with torchrun") from error
     try:
         yield Ranks(rank, size)
+        _exchange(dist.barrier)  # a process that has left can serve no exchange of the others
     except (UserError, PromiseBroken) as error:
-        if rank:  # the first one says its own
+        interrupts.ending()  # what ends this process is its own error
+        if rank:  # the first one may have the same to say, and more
+            time.sleep(SECONDS_TO_SPEAK)
             say_anyway(f"rank {rank}: {one_line(error)}")
+        peers.tell(one_line(error))
         raise
-    with _losing():
-        dist.barrier()  # a process that has left can serve no exchange of the others
+    except BaseException as error:
+        is_signal = isinstance(error, KeyboardInterrupt)
+        peers.tell("terminated" if isinstance(error, Terminated) else "interrupted" if is_signal else _short(error))
+        raise
+    peers.leave()
     dist.destroy_process_group()
+
+
+def _init_group(store: dist.Store, rank: int, size: int) -> None:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
 
 
 def end_process(code: int) -> NoReturn:

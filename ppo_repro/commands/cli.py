@@ -8,13 +8,11 @@ from collections.abc import Sequence
 
 from ppo_repro.base import interrupts
 from ppo_repro.base.errors import PromiseBroken, RankLost, Terminated, UserError, mistakes_in
-from ppo_repro.base.output import one_line, prepare_streams, say, speaks
+from ppo_repro.base.output import SECONDS_TO_SPEAK, one_line, prepare_streams, say, say_here, speaks
 from ppo_repro.base.program import refused, require_stdout
 from ppo_repro.commands.arguments import build_parser
 from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
 from ppo_repro.user.file import described, raised_by_user
-
-SECONDS_TO_SPEAK = 2  # torchrun ends all processes when one ends: the one that prints the mistake ends first
 
 
 def exit_code_of(argv: Sequence[str]) -> int:
@@ -56,8 +54,8 @@ def _failed(error: Exception) -> int:
 def _interrupted(error: KeyboardInterrupt) -> int:
     """Print the cause of an interruption and the command to resume; return the exit code."""
     if isinstance(error, RankLost):
-        say(f"stopped: {one_line(error)}")
-        return 3
+        say_here(f"stopped: {one_line(error)}")
+        return RankLost.EXIT_CODE
     is_terminated = isinstance(error, Terminated)
     say(f"{'terminated' if is_terminated else 'interrupted'}{f'; {one_line(error)}' if str(error) else ''}")
     return 143 if is_terminated else 130

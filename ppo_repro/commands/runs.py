@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.base.errors import UserError
@@ -22,9 +24,14 @@ from ppo_repro.tracking.follower import Copies, followed, targets_of
 if TYPE_CHECKING:
     from ppo_repro.base.ranks import Ranks
     from ppo_repro.base.watcher import Watcher
+    from ppo_repro.config.control import ControlConfig
+    from ppo_repro.config.dpo import DPOConfig
     from ppo_repro.config.files import Kind
+    from ppo_repro.config.run import RunConfig
+    from ppo_repro.records.inputs import Fork
     from ppo_repro.runs.kind import RunKind
 
+Planned = TypeVar("Planned")
 SIZES = (1, 2, 4, 8)  # numbers of processes whose sums are whole subtrees of a minibatch's sum
 
 
@@ -47,24 +54,35 @@ def processes() -> tuple[int, int]:
 
 
 @contextmanager
-def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watcher]]:
-    """Yield the processes of this command, and the watcher that prints progress in the first process.
+def _working_together(plan: Callable[[], Planned]) -> Iterator[tuple[Ranks, Watcher, Planned]]:
+    """Yield the processes of this command, the watcher that prints progress in the first process, and a plan.
 
-    Ctrl-C prints how to resume the run `begun`.
+    The first process alone makes the plan, because it alone has the files that the user names.
     """
+    alone = plan() if processes()[1] == 1 else None  # mistakes are reported before the slow import of torch
     from ppo_repro.base.progress import ConsoleProgress
     from ppo_repro.base.ranks import joined
     from ppo_repro.base.watcher import Silent
+    from ppo_repro.runs.environment import require_same_versions
 
+    with joined(*processes()) as ranks:
+        require_same_versions(ranks)
+        ranks.require_same("command line", sys.argv[1:], UserError)
+        planned = ranks.first(plan) if alone is None else alone
+        if not ranks.is_first:
+            yield ranks, Silent(), planned
+            return
+        with ConsoleProgress() as watcher:
+            yield ranks, watcher, planned
+
+
+@contextmanager
+def _resumable(begun: Path, ranks: Ranks) -> Iterator[None]:
+    """Print how to resume the run `begun` if Ctrl-C ends this block."""
     try:
-        with joined(*processes()) as ranks:
-            if not ranks.is_first:
-                yield ranks, Silent()
-                return
-            with ConsoleProgress() as watcher:
-                yield ranks, watcher
+        yield
     except KeyboardInterrupt as error:
-        if begun is None:
+        if not ranks.is_first:
             raise
         kept = how_to_go_on(begun, f"`ppo-repro resume {shlex.quote(str(begun))}`")
         raise type(error)(f"{error}; {kept}" if str(error) else kept) from error
@@ -92,16 +110,37 @@ def _executed_by(kind: Kind, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO on a language model or in Gymnasium, or DPO; record every buffer, print a summary."""
+    from ppo_repro.records.label import label_of
+
+    label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
+    targets = targets_of(arguments.track, arguments.tensorboard)
+    with _working_together(partial(_plan_run, arguments)) as (ranks, watcher, (kind, config, folder)):
+        from ppo_repro.runs.brought import brought, files_of, moved
+        from ppo_repro.runs.plan import require_memory
+        from ppo_repro.runs.run import run
+
+        files = partial(files_of, config.model_dump(mode="json"))
+        with _resumable(folder, ranks), brought(ranks, files) as there:
+            config = moved(config, there)
+            require_memory(config, ranks.size)
+            clock.lap("start")
+            copying = followed(folder, copies, targets if ranks.is_first else ())
+            run(_executed_by(kind, watcher, ranks), config, arguments.out, clock, copying, label)
+        clock.lap("tracking" if targets else OTHER)
+    if ranks.is_first:
+        _report_run(folder, clock.with_total(), arguments.json, copies)
+    return 0
+
+
+def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig, Path]:
+    """Read and check the configuration of a new run; return its kind, the configuration and the run's folder."""
     from ppo_repro.base.files import require_new
     from ppo_repro.base.lock import require_no_writer
     from ppo_repro.config.files import load_any
     from ppo_repro.config.inputs import run_folder
     from ppo_repro.config.run import RunConfig
-    from ppo_repro.records.label import label_of
     from ppo_repro.runs.early import require_inputs
 
-    label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
-    targets = targets_of(arguments.track, arguments.tensorboard)
     kind, config = load_any(arguments.config, arguments.set)
     if arguments.unchecked:
         own = config.functions if isinstance(config, RunConfig) else {}
@@ -114,34 +153,20 @@ def run_command(arguments: argparse.Namespace) -> int:
     require_new(folder, MANIFEST)
     if isinstance(config, RunConfig):
         require_inputs(config)
-    with _working_together(folder) as (ranks, watcher):
-        from ppo_repro.runs.plan import require_memory
-        from ppo_repro.runs.run import run
-
-        require_memory(config, ranks.size)
-        clock.lap("start")
-        copying = followed(folder, copies, targets if ranks.is_first else ())
-        run(_executed_by(kind, watcher, ranks), config, arguments.out, clock, copying, label)
-        clock.lap("tracking" if targets else OTHER)
-    if ranks.is_first:
-        _report_run(folder, clock.with_total(), arguments.json, copies)
-    return 0
+    return kind, config, folder
 
 
 def resume_command(arguments: argparse.Namespace) -> int:
     """Continue a run that was killed, interrupted or failed; exit 1 if an iteration computed again differs."""
     say(f"{arguments.run}: going on after what is recorded")
-    from ppo_repro.base.lock import require_no_writer
-    from ppo_repro.records.manifest import load_head
-
     targets, copies = targets_of(arguments.track, arguments.tensorboard), Copies()
-    kind = load_head(arguments.run).kind  # a wrong folder is reported before the slow import of torch
-    require_no_writer(arguments.run)
-    with _working_together(arguments.run) as (ranks, watcher):
+    with _working_together(partial(_kind_to_resume, arguments.run)) as (ranks, watcher, kind):
         from ppo_repro.runs.resume import resume
 
         copying = followed(arguments.run, copies, targets if ranks.is_first else ())
-        resumed = resume(_executed_by(kind, watcher, ranks), arguments.run, arguments.set, arguments.inputs, copying)
+        executed = _executed_by(kind, watcher, ranks)
+        with _resumable(arguments.run, ranks):
+            resumed = resume(executed, arguments.run, arguments.set, arguments.inputs, copying)
     if not ranks.is_first:
         return 0
     where = f"resumed after iteration {resumed.start}" if resumed.start else "computed again from the beginning"
@@ -150,36 +175,48 @@ def resume_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _kind_to_resume(run_dir: Path) -> Kind:
+    from ppo_repro.base.lock import require_no_writer
+
+    kind = _kind_of(run_dir)
+    require_no_writer(run_dir)
+    return kind
+
+
 def fork_command(arguments: argparse.Namespace) -> int:
     """Start a new run from a checkpoint of a recorded one, with changed fields or another reward."""
     say(f"{arguments.run}: a new run from one of its checkpoints")
-    from ppo_repro.base.files import require_new
-    from ppo_repro.base.lock import require_no_writer
-    from ppo_repro.records.inputs import plan_fork
     from ppo_repro.records.label import label_of
-    from ppo_repro.runs.early import require_inputs
 
     label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
+    with _working_together(partial(_plan_fork, arguments)) as (ranks, watcher, plan):
+        from ppo_repro.runs.fork import fork
+        from ppo_repro.runs.language import LanguageKind
+
+        copying = followed(plan.folder, copies, targets if ranks.is_first else ())
+        with _resumable(plan.folder, ranks):
+            fork(LanguageKind(watcher, ranks), plan, clock, copying, label)
+        clock.lap("tracking" if targets else OTHER)
+    if ranks.is_first:
+        _report_run(plan.folder, clock.with_total(), arguments.json, copies)
+    return 0
+
+
+def _plan_fork(arguments: argparse.Namespace) -> Fork:
+    """Plan a fork, and check what it would read and write."""
+    from ppo_repro.base.files import require_new
+    from ppo_repro.base.lock import require_no_writer
+    from ppo_repro.records.inputs import plan_fork
+    from ppo_repro.runs.early import require_inputs
+
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)
     config, first = plan.config, plan.origin.iteration
     say(f"iterations {first} to {config.iterations - 1} of {config.iterations} into {plan.folder}")
     require_no_writer(plan.folder)
     require_new(plan.folder, MANIFEST)
     require_inputs(config)
-    with _working_together(plan.folder) as (ranks, watcher):
-        from ppo_repro.runs.fork import fork
-        from ppo_repro.runs.language import LanguageKind
-        from ppo_repro.runs.plan import require_memory
-
-        require_memory(config, ranks.size)
-        clock.lap("start")
-        copying = followed(plan.folder, copies, targets if ranks.is_first else ())
-        fork(LanguageKind(watcher, ranks), plan, clock, copying, label)
-        clock.lap("tracking" if targets else OTHER)
-    if ranks.is_first:
-        _report_run(plan.folder, clock.with_total(), arguments.json, copies)
-    return 0
+    return plan
 
 
 def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, copies: Copies) -> None:
@@ -223,15 +260,18 @@ def _rerun_study(arguments: argparse.Namespace) -> int:
     return 1 if found.difference else 0
 
 
+def _kind_of(run_dir: Path) -> Kind:
+    from ppo_repro.records.manifest import load_head
+
+    return load_head(run_dir).kind
+
+
 def _rerun(arguments: argparse.Namespace) -> int:
     """Execute a recorded run again and compare every buffer."""
     only: range | None = arguments.iterations
     what = "everything" if only is None else f"iterations {only.start + 1} to {only.stop}"
     say(f"{arguments.run}: computing {what} again, to compare every buffer")
-    from ppo_repro.records.manifest import load_head
-
-    kind = load_head(arguments.run).kind
-    with _working_together() as (ranks, watcher):
+    with _working_together(partial(_kind_of, arguments.run)) as (ranks, watcher, kind):
         from ppo_repro.runs.resume import rerun
 
         executed = _executed_by(kind, watcher, ranks)

@@ -34,11 +34,9 @@ def gather(config: Experiment) -> Inputs:
     for field, section, name in path_fields(tree):
         if field == INTERPRETER:
             continue
-        text, colon, function = section[name].rpartition(":")
-        is_function = colon and text.endswith(".py")
-        file, function = (Path(text), f":{function}") if is_function else (Path(section[name]), "")
+        file, function = file_of(section[name])
         if not file.is_file():
-            staying |= {f"{field}/{path.name}": digest_of(path) for path in _decisive(file)}
+            staying |= {f"{field}/{path.name}": digest_of(path) for path in decisive(file)}
         elif file.suffix == ".py":
             section[name] = copies.add_code(file) + function
         elif file.stat().st_size <= LARGEST_COPY:
@@ -46,6 +44,12 @@ def gather(config: Experiment) -> Inputs:
         else:
             staying[f"{field}/{file.name}"] = digest_of(file)
     return Inputs(type(config).model_validate(tree), copies.paths, {**copies.digests, **staying})
+
+
+def file_of(text: str) -> tuple[Path, str]:
+    """Split the text of a path into the path and `:NAME`, which is "" unless the text is `FILE.py:NAME`."""
+    file, colon, name = text.rpartition(":")
+    return (Path(file), f":{name}") if colon and file.endswith(".py") else (Path(text), "")
 
 
 class _Copies:
@@ -79,7 +83,7 @@ class _Copies:
         return copy
 
 
-def _decisive(folder: Path) -> list[Path]:
+def decisive(folder: Path) -> list[Path]:
     """Return the files that identify a folder: the manifest of a recorded run, or all files of a model."""
     recorded = folder / "manifest.json"
     if recorded.is_file() or not folder.is_dir():  # loading refuses what is no folder

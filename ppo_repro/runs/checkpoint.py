@@ -216,6 +216,15 @@ def load_start(run_dir: Path, recorded: Manifest, name: str | None) -> Start:
     return Start(saved, run_dir / REFERENCE if is_kept else None)
 
 
+def start_files(run_dir: Path, recorded: Manifest, name: str | None) -> list[Path]:
+    """Return the files that `load_start` reads."""
+    folders = [run_dir / REFERENCE] if f"{REFERENCE}/{SUMS_NAME}" in recorded.files else []
+    if name is None:
+        folders += [run_dir / FINAL, run_dir / VALUE_MODEL]
+    inside = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return [run_dir / (name or FINAL_STATE), *inside]
+
+
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a model and its tokenizer as a transformers folder, completely or not at all.
 

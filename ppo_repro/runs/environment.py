@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from ppo_repro import __version__
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ReasoningGymTask
-from ppo_repro.numerics import library
+from ppo_repro.numerics import build, library
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pandas", "pyarrow", "pydantic")
 
@@ -45,6 +47,17 @@ def code_digest() -> str:
         for path in sorted([*root.rglob("*.py"), *root.rglob("*.[ch]")])
     ]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
+
+
+def require_same_versions(ranks: Ranks) -> None:
+    """Raise UserError if a process has other code, kernels or packages than the first one.
+
+    The variant of the kernels and the build of torch (`2.8.0+cpu`) may differ.
+    """
+    code = {"ppo_repro": __version__, "code": code_digest(), "kernels": build.digest()}
+    found = code | {name: metadata.version(name).partition("+")[0] for name in PACKAGES}
+    for what, version in found.items() if ranks.size > 1 else ():
+        ranks.require_same(what, version, UserError)
 
 
 def describe_environment(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE, star
 from ppo_repro.records.inputs import Fork
 from ppo_repro.records.label import UNLABELLED, Label
 from ppo_repro.runs import checkpoint
-from ppo_repro.runs.checkpoint import Start, load_start
+from ppo_repro.runs.brought import brought, files_of, moved
+from ppo_repro.runs.checkpoint import Start, load_start, start_files
 from ppo_repro.runs.language import PROMPTS, LanguageKind
+from ppo_repro.runs.plan import require_memory
 from ppo_repro.runs.run import NOTHING, compute_new, writing
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.coefficients import first_coefficients
@@ -48,13 +50,25 @@ def fork(
     Raises:
         UserError: a file of the origin is damaged.
     """
-    with writing(kind.ranks, plan.folder), beside:
-        verify(plan.source, plan.recorded)
+    with (
+        writing(kind.ranks, plan.folder),
+        beside,
+        brought(kind.ranks, partial(_files, plan)) as there,
+    ):
+        if kind.ranks.is_first:
+            verify(plan.source, plan.recorded)
+        plan = replace(plan, config=moved(plan.config, there), source=there(plan.source))
+        require_memory(plan.config, kind.ranks.size)
         start, inputs = _start(plan), gather(plan.config)
         digest = run_digest(inputs, plan.origin.fingerprint)
         fill = partial(_take_over, plan, start)
         compute_new(kind, plan.config, plan.folder, inputs, digest, clock, label, start, fill)
     return clock.with_total()
+
+
+def _files(plan: Fork) -> list[Path]:
+    name = starts_of(plan.source, plan.recorded).get(plan.origin.iteration)
+    return [*files_of(plan.config.model_dump(mode="json")), *start_files(plan.source, plan.recorded, name)]
 
 
 def _start(plan: Fork) -> Start:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import Any
 
 from ppo_repro.base.clock import Clock, as_text
 from ppo_repro.base.errors import UserError
@@ -20,15 +21,15 @@ from ppo_repro.records.diff import Difference, first_final_difference, from_reco
 from ppo_repro.records.inputs import located_tree
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.checkpoint import load_newest, load_start
+from ppo_repro.runs.brought import brought, files_of, moved
+from ppo_repro.runs.checkpoint import load_newest, load_start, start_files
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.kind import Config, Item, RunKind
+from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.runs.run import (
     NOTHING,
     execute,
     mark_ended,
     raise_with_repair,
-    require_same_start,
     work_along,
     writing,
 )
@@ -67,24 +68,17 @@ def resume(
         PromiseBroken: an iteration computed again differs from its record.
     """
     clock, ranks = Clock(), kind.ranks
-    manifest.load(run_dir)  # before a lock is put beside a folder that is no run
-    with writing(ranks, run_dir):
-        recorded = manifest.load(run_dir)
-        if recorded.status == "complete":
-            raise UserError(
-                f"{run_dir}: the run is finished; look at it with `ppo-repro show {shlex.quote(str(run_dir))}`"
-            )
-        # a checkpoint has the model
-        model_too = not folder.starts_of(run_dir, recorded) or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files
-        config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
-        if isinstance(config, RunConfig):
-            require_same_sampler(folder.load_recorded_config(run_dir), config)
-        start = load_newest(run_dir, recorded)
+    ranks.first(manifest.load, run_dir)  # before a lock is put beside a folder that is no run
+    with ExitStack() as stack:
+        stack.enter_context(writing(ranks, run_dir))
+        recorded, config, files_to_bring = ranks.first(_to_resume, kind, run_dir, overrides, elsewhere)
+        there = stack.enter_context(brought(ranks, lambda: files_to_bring))
+        config = moved(config, there)
+        start = load_newest(there(run_dir), recorded)
         resumed = Resumed(0 if start is None else start.checkpoint.iteration, recorded.num_iterations)
         again = kind.over(run_dir, recorded.num_iterations)
         opened = again.open(config, run_dir if ranks.is_first else None, start)
         del start  # as large as weights and moments together
-        require_same_start(ranks, config, recorded.inputs)
         ranks.require_same("iterations to go on from", (resumed.start, resumed.recorded))
         if not ranks.is_first:
             work_along(opened)
@@ -108,6 +102,29 @@ def resume(
                 raise_with_repair(run_dir, error)
                 raise
     return resumed
+
+
+def _to_resume(
+    kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str], elsewhere: Path | None
+) -> tuple[Manifest, Config, list[Path]]:
+    """Return the manifest of a run to resume, its configuration, and the files that every machine needs for it."""
+    recorded = manifest.load(run_dir)
+    if recorded.status == "complete":
+        raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {shlex.quote(str(run_dir))}`")
+    starts = folder.starts_of(run_dir, recorded)
+    model_too = not starts or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files  # a checkpoint has the model
+    config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
+    if isinstance(config, RunConfig):
+        require_same_sampler(folder.load_recorded_config(run_dir), config)
+    return recorded, config, _files_of(config, run_dir, recorded, starts[max(starts)] if starts else None, model_too)
+
+
+def _files_of(config: Config, run_dir: Path, recorded: Manifest, start: str | None, model_too: bool) -> list[Path]:
+    """Return the files that every machine needs: inputs, the checkpoint `start` and, if `model_too`, the model."""
+    tree: dict[str, Any] = config.model_dump(mode="json")
+    if not model_too:
+        del tree["model"]
+    return [*files_of(tree), *(start_files(run_dir, recorded, start) if start else ())]
 
 
 def recorded_config(
@@ -223,18 +240,41 @@ def rerun(
         UserError: the run is incomplete or damaged, an input is missing, iterations of `only` are not recorded, or an
             override could change a result.
     """
+    recorded, config, begun, name, files = kind.ranks.first(_to_rerun, kind, run_dir, overrides, elsewhere, only)
+    with brought(kind.ranks, lambda: files) as there:
+        config = moved(config, there)
+        start = load_start(there(run_dir), recorded, name) if begun else None
+        opened = kind.over(run_dir, config.iterations).open(config, None, start)
+        del start  # as large as weights and moments together
+        return _compared(kind, config, run_dir, recorded, opened, begun, only)
+
+
+def _to_rerun(
+    kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str], elsewhere: Path | None, only: range | None
+) -> tuple[Manifest, Config, int, str, list[Path]]:
+    """Return manifest, configuration, iterations and name of the checkpoint, and the files that every machine needs."""
     recorded = reader.open_manifest(run_dir, allow_incomplete=only is not None)
     begun = 0 if recorded.origin is None else recorded.origin.iteration
+    names = folder.starts_of(run_dir, recorded)
     if only is not None:
         _require_own(only, begun, run_dir, recorded)
-        begun = max([number for number in folder.starts_of(run_dir, recorded) if number <= only.start], default=begun)
+        begun = max([number for number in names if number <= only.start], default=begun)
     model_too = begun == 0 or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files
     config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
-    names = folder.starts_of(run_dir, recorded)
-    start = load_start(run_dir, recorded, names.get(begun, folder.FORKED_FROM)) if begun else None
-    opened = kind.over(run_dir, config.iterations).open(config, None, start)
-    del start  # as large as weights and moments together
-    require_same_start(kind.ranks, config, recorded.inputs)
+    name = names.get(begun, folder.FORKED_FROM)
+    return recorded, config, begun, name, _files_of(config, run_dir, recorded, name if begun else None, model_too)
+
+
+def _compared(
+    kind: RunKind[Config, Item],
+    config: Config,
+    run_dir: Path,
+    recorded: Manifest,
+    opened: AbstractContextManager[Execution[Item]],
+    begun: int,
+    only: range | None,
+) -> Rerun:
+    """Execute a run after its first `begun` iterations, and compare it with its records; see `rerun`."""
     taken = ""
     if isinstance(config, RunConfig) and isinstance(config.rollout.engine, OwnEngine):
         taken = config.rollout.engine_without_promise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -12,15 +12,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ppo_repro.base import interrupts
 from ppo_repro.base.clock import OTHER, Clock, as_text
 from ppo_repro.base.errors import FunctionFailed, PromiseBroken, UserError
 from ppo_repro.base.files import SUMS_NAME, file_digest, remove_folder, whole_folder, write_sums
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.inputs import Inputs, gather, run_digest, run_folder
-from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.folder import STARTED, TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
@@ -104,7 +102,7 @@ def compute_new(
     ranks = kind.ranks
     opened = kind.open(config, run_dir if ranks.is_first else None, start)
     clock.lap("inputs")
-    require_same_start(ranks, config, inputs.digests)
+    ranks.require_same("input files", sorted(inputs.digests.values()))
     if not ranks.is_first:
         work_along(opened)
         return
@@ -113,12 +111,6 @@ def compute_new(
     with _new_run(temporary, run_dir, label, fill):
         clock.lap("records")
         execute(kind, config, run_dir, opened, clock)
-
-
-def require_same_start(ranks: Ranks, config: RunConfig | ControlConfig | DPOConfig, inputs: Mapping[str, str]) -> None:
-    """Raise PromiseBroken, naming the process, if configuration or input files differ between processes."""
-    ranks.require_same("configuration", config.digest())
-    ranks.require_same("input files", sorted(inputs.values()))
 
 
 def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
@@ -162,6 +154,7 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
 
     If writing fails, the manifest still says "running", and the caller reports `error`. Records never change.
     """
+    interrupts.ending()  # launchers send a signal again and again
     with suppress(UserError, OSError):
         # from the disk: the error may have come after the file was written and before our copy was updated
         ended = RunWriter(run_dir)
@@ -290,6 +283,7 @@ def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None
     try:
         yield
     except UnequalBits as error:
+        interrupts.ending()  # other processes may find the same, and end
         folder, found = run_dir / UNEQUAL, error.found
         columns = {
             "iteration": [found.iteration] * len(found.sequence),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
 from ppo_repro.models.state import TrainState
 from ppo_repro.records import reader
@@ -31,13 +32,14 @@ class RecordedSampler:
     recorded: Recorded
     state: TrainState  # knows the iteration
     engine: Engine
+    ranks: Ranks  # the first one reads
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
     ) -> list[Completion]:
         if sampling.greedy or self.state.iteration >= self.recorded.iterations:
             return self.engine.generate(requests, sampling, dialogue)
-        by_seed = _recorded_completions(self.recorded.run_dir, self.state.iteration)
+        by_seed = self.ranks.first(_recorded_completions, self.recorded.run_dir, self.state.iteration)
         try:
             return [by_seed[request.seed, request.prompt_ids] for request in requests]
         except KeyError as error:

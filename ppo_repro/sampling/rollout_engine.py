@@ -77,7 +77,7 @@ def rollout_engine(
                 sampler = OwnSampler(own, state.policy, tokenizer, built_in.stop_ids, context, folder)
             asked = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
             try:
-                yield asked if recorded is None else RecordedSampler(recorded, state, asked)
+                yield asked if recorded is None else RecordedSampler(recorded, state, asked, ranks)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)  # the weights that it loaded last
     else:

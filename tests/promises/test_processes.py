@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.base.errors import UserError
+from ppo_repro.base.errors import RankLost, UserError
+from ppo_repro.base.peers import KILLED
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.files import load_config
 from ppo_repro.numerics.sequences import slots_of, slots_of_rank
@@ -26,6 +28,7 @@ from tests.support.waiting import until
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(600)
+HOST = socket.gethostname()
 QUICK = ("model.warm_start_steps=4",)  # each process computes all of the warm start
 
 
@@ -140,7 +143,7 @@ def test_native_numerics_and_shares_that_are_not_exchanged_are_noticed(
     arguments = ("run", TINY, "--out", tmp_path / "kept", "--set", QUICK[0])
     done = torchrun(2, *arguments, module="tests.promises.without_spreading")
     assert done.returncode == 1
-    assert "promise broken: weights after an update: rank 1 has " in done.stderr
+    assert f"promise broken: weights after an update: rank 1 on {HOST} has " in done.stderr
     assert not list((tmp_path / "kept").rglob("iteration=000000.parquet"))
 
 
@@ -153,14 +156,14 @@ def test_a_mistake_is_said_once_with_the_number_of_its_rank(quick_run: Path, tmp
     assert len([line for line in done.stderr.splitlines() if f"error: {TINY}: ppo.epochs = 'two'" in line]) == 1
     good = ["-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path)]
     ended = end(start_ranks(good, [*good, "--set", "seed=8"]))
-    assert [e.code for e in ended] == [1, 1]
-    assert ended[0].errors[0].startswith("promise broken: configuration: rank 1 has ")
-    assert ended[1].errors[0].startswith("rank 1: configuration: rank 1 has ")
+    assert ended[0].code == 2
+    assert ended[0].errors[0].startswith(f"error: command line: rank 1 on {HOST} has ['run', ")
     assert not list(tmp_path.rglob("manifest.json"))
     before = (quick_run / "manifest.json").read_bytes()
     ended = cli_ranks(2, "run", TINY, "--out", quick_run.parents[1], "--set", QUICK[0])
-    assert [e.code for e in ended] == [2, 2]
+    assert [e.code for e in ended] == [2, RankLost.EXIT_CODE]
     assert "exists already" in ended[0].errors[0]
+    assert ended[1].err == ""
     assert (quick_run / "manifest.json").read_bytes() == before
 
 
@@ -177,8 +180,8 @@ def test_unequal_bits_of_one_rank_end_every_rank(tmp_path: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_process_that_ends_ends_the_run_and_complete_iterations_stay(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGINT, "interrupted"), (signal.SIGKILL, KILLED)])
+def test_a_process_that_ends_ends_the_run_and_complete_iterations_stay(number: int, how: str, tmp_path: Path) -> None:
     command = ["-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path), "--set", "ppo.iterations=2000"]
     processes = start_ranks(*[[*command, "--set", QUICK[0]]] * 2)
     until(lambda: recorded_iterations(tmp_path) > 1, "two iterations", 300.0)
@@ -186,7 +189,7 @@ def test_a_process_that_ends_ends_the_run_and_complete_iterations_stay(number: i
     ended: list[Ended] = end(processes)
     assert ended[0].code == 3, ended
     assert len(ended[0].errors) == 1, ended
-    assert ended[0].errors[0].startswith("stopped: another process of this run ended (")
+    assert ended[0].errors[0].startswith(f"stopped: rank 1 on {HOST}: {how}; ")
     run_dir = run_below(tmp_path)
     assert manifest.load(run_dir).status == "interrupted"
     with pytest.raises(UserError, match="the run is "):

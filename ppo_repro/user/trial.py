@@ -24,12 +24,13 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.ppo.log_ratios import LOG_RATIOS
 from ppo_repro.ppo.objectives import probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
-from ppo_repro.user.functions import Functions, Own, place_of
+from ppo_repro.user.functions import Functions, Own, OwnAdvantages, OwnObjective, place_of
 from ppo_repro.user.operations import Watch, instead_of
 
 MOST_TOKENS = 1 << 19  # of the drawn responses
 CALLS = 12  # of a layout: the first ones, and as many others
 FEW, SHORT = 2, 40  # full responses of a small batch, and their tokens
+OF_PROBE, SAMPLES_OF_PROBE = 8, 4  # tokens of a response, and prompts, whose dependence on each other is tried
 SIZES = torch.tensor([1.0, 1 / 16, 4.0])  # of the numbers of a response
 WEIGHTS = torch.tensor([1 / 64, 1 / 128, 1 / 256])  # of losses by response, as different as those of a run
 NATIVE_TOLERANCE = 1e-4  # relative to the largest; deterministic numerics have none
@@ -71,6 +72,7 @@ def try_functions(config: RunConfig, functions: Functions) -> None:
     estimator, placement = functions.estimator, functions.placement
     if objective is not None and "ppo.objective" in checked:
         _try_losses(config, objective, objective.losses, trains=True)
+        _require_own_tokens(config, objective)
     if estimator is not None and "kl.estimator" in checked:
 
         def estimates(batch: ObjectiveBatch) -> tuple[Tensor, Tensor]:
@@ -80,6 +82,7 @@ def try_functions(config: RunConfig, functions: Functions) -> None:
         _try_losses(config, estimator, estimates, trains=isinstance(config.kl, KLInLoss))
     if advantages is not None and "advantages" in checked:
         _try_iterations(config, advantages, advantages.advantages, _drawn_rewards(config))
+        _require_own_prompts(config, advantages)
     if placement is not None and "reward.placement" in checked:
         _try_iterations(config, placement, placement.place, _drawn_scores(config))
 
@@ -125,6 +128,66 @@ def _try_iterations(config: RunConfig, own: Own, call: Callable[[Batch], Tensor]
             raise _refused(own, f"gives two results for one batch, {both}; it must follow from its input alone")
         if number == 0:
             _require_same_everywhere(config, own, seen)
+
+
+def _require_own_tokens(config: RunConfig, own: OwnObjective) -> None:
+    """Refuse a loss of a token that depends on some other tokens of its response, such as on the next one alone.
+
+    The loss may depend on all tokens of the response, on all up to the token, or on all from the token on. The
+    log-ratios are near 0 and the advantages positive, so that nothing is clipped.
+    """
+    drawn = _drawn(config, FEW, min(OF_PROBE, config.rollout.max_response_tokens))
+    new = drawn.anchor_logprobs + (drawn.new_logprobs - drawn.anchor_logprobs) * 1e-2
+    drawn = replace(drawn, advantages=drawn.advantages.abs() + 1.0)
+
+    def losses(new: Tensor) -> Tensor:
+        ratios = probability_ratios(new, drawn.anchor_logprobs)
+        return own.losses(replace(drawn, new_logprobs=new, ratios=ratios))[0].detach()
+
+    first, length = len(drawn.responses) - int(drawn.response_lengths[-1]), int(drawn.response_lengths[-1])
+    before, changes = losses(new), []
+    for token in range(first, len(new)):
+        moved = new.clone()
+        moved[token] += 1e-2
+        changes.append((losses(moved) != before)[first:])
+    for position, on in enumerate(torch.stack(changes).T.tolist()):
+        allowed = ({position}, {*range(length)}, {*range(position + 1)}, {*range(position, length)}, set[int]())
+        found = {other for other, depends in enumerate(on) if depends}
+        if found not in allowed:
+            others = ", ".join(map(str, sorted(found)))
+            raise _refused(
+                own,
+                f"returned a loss{place_of(drawn, first + position)} that depends on new_logprobs at position "
+                f"{others}; let it depend on the token's own, on those of the whole response, or on all up to or from "
+                "the token",
+            )
+
+
+def _require_own_prompts(config: RunConfig, own: OwnAdvantages) -> None:
+    """Refuse advantages of a response that depend on responses to some other prompts, but not on those to all."""
+    few = _drawn(
+        config, SAMPLES_OF_PROBE * config.rollout.samples_per_prompt, min(4, config.rollout.max_response_tokens)
+    )
+    rewards = few.advantages
+
+    def advantages(rewards: Tensor) -> Tensor:
+        scores = few.response_sums(rewards).to(torch.float64)
+        values = None if isinstance(config.value, NoValue) else few.entropies
+        return own.advantages(AdvantageBatch(**_about(few), rewards=rewards, values=values, scores=scores))
+
+    before, prompts = advantages(rewards), set(few.groups.tolist())
+    for response in range(len(few.response_lengths)):
+        its_own = few.responses == response
+        changed = advantages(torch.where(its_own, rewards + 1.0, rewards)) != before
+        prompt = int(few.groups[its_own][0])
+        others = {*few.groups[changed].tolist()} - {prompt}
+        if others and others != prompts - {prompt}:
+            raise _refused(
+                own,
+                f"returned advantages of prompt {min(others)} that depend on the rewards of response {response}, to "
+                f"prompt {prompt}, and not on all prompts; compare a response with those to its prompt, by "
+                "`groups`, or with all",
+            )
 
 
 def _require_same_everywhere(config: RunConfig, own: Own, seen: Watch) -> None:

@@ -40,6 +40,7 @@ def tried(folder: Path, body: str, *overrides: str, head: str = HEAD, signature:
         "return -b.new_logprobs * b.advantages + 0.1 * b.entropies",
         "return -exp(b.response_means(b.new_logprobs - b.anchor_logprobs)) * b.response_means(b.advantages)",
         "return -b.of_tokens(b.response_sums(b.new_logprobs)) * b.advantages",
+        "return -(b.ratios + b.of_tokens(b.response_sums(b.ratios)).detach()) * b.advantages",
         "x = (b.ratios - 1).clamp(-5, 5); return x**2 - sigmoid(x) * b.advantages + softplus(x) + tanh(x)",
         "x = b.ratios.clamp(0.1, 9); return -log(x) * b.advantages + sqrt(x)",
         "cut = (b.ratios > 1.2) & (b.advantages > 0); return -torch.where(cut, 1.2, b.ratios) * b.advantages, cut",
@@ -60,6 +61,8 @@ def test_every_run_can_try_a_function(tmp_path: Path, setting: str) -> None:
         tried(tmp_path, "return -b.ratios * len(b.ratios)", setting)
 
 
+# the ratio of the next token; of a last one its own
+AFTER = "x = b.ratios; after = torch.where(b.positions + 1 == b.lengths, x, torch.cat([x[1:], x[:1]]))"
 REFUSED = [
     ("return -b.ratios * b.advantages / len(b.ratios)", r"depends on the layout\. micro batch 1: loss differs at \d+"),
     ("return -b.ratios * (b.advantages - b.advantages.mean())", r"depends on the layout\. micro batch 1: loss"),
@@ -93,6 +96,14 @@ REFUSED = [
     (
         "x = -b.ratios * b.advantages; x.sum().backward(retain_graph=True); return x",
         r"calls backward\(\) itself; let it return the loss alone, which the run differentiates",
+    ),
+    (
+        f"{AFTER}; return -torch.where(b.lengths == 1, b.ratios, after) * b.advantages",
+        r"returned a loss at response \d+, position 0 that depends on new_logprobs at position 1; let it depend on",
+    ),
+    (
+        f"{AFTER}; return -(b.ratios + after.detach()) * b.advantages",
+        r"returned a loss at response \d+, position 0 that depends on new_logprobs at position 0, 1; let it depend on",
     ),
     ("return b.ratios**2", r"returned inf at response \d, position \d+; must be finite \(log-ratio 100, adv"),
     (
@@ -331,6 +342,11 @@ def test_leave_one_out_advantages_pass_whatever_the_size_of_a_group(tmp_path: Pa
             "advantages",
             "return b.rewards - b.rewards.mean()",
             "calls torch's mean: its bits may differ between machines",
+        ),
+        (
+            "advantages",
+            "s = b.scores.float(); return s - torch.cat([s[1:], s[:1]])",
+            r"returned advantages of prompt \d that depend on the rewards of response \d+, to prompt \d, and not on all",
         ),
         ("advantages", "return b.rewards * torch.rand(())", "gives two results for one batch"),
         ("advantages", "calls.append(0); return b.rewards * len(calls)", "gives two results for one batch"),

@@ -70,5 +70,8 @@ class ConsoleProgress(Progress, Watcher):
     def preferences(self, what: str, step: int, total: int, loss: float) -> None:
         self._show(what, step, total, f"loss {loss:.3f} nats/pair")
 
+    def note(self, text: str) -> None:
+        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
     def warning(self, text: str) -> None:
         self.console.print(f"warning: {printable(text)}", markup=False, highlight=False, soft_wrap=True)

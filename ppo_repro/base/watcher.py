@@ -35,6 +35,9 @@ class Watcher:
             loss: before the step, nats per pair.
         """
 
+    def note(self, text: str) -> None:
+        """Report a fact about the run for a person, one sentence."""
+
     def warning(self, text: str) -> None:
         """Report a warning for a person, one sentence."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -104,6 +105,8 @@ class LanguageExecution(Execution[Iteration]):
                 draws += _draws(item)
                 if draws.is_wrong:
                     self.watcher.warning(f"iteration {item.index}: {draws.sentence()}")
+            if item.index == 0 and config.functions and (said := _moved(item)):
+                self.watcher.note(said)
             yield item
 
     def preparation_tables(self) -> Tables:
@@ -308,6 +311,25 @@ def _quick_collections() -> Iterator[None]:
 def _cut(rollout: Rollout) -> str | None:
     cut = rollout.finish_reasons.count("length") / len(rollout.finish_reasons)
     return cut_at_the_limit(cut) if cut > MANY_CUT else None
+
+
+def _moved(item: Iteration) -> str | None:
+    """Return a sentence on the change of log-probs since the first step; None if no token was seen again."""
+    steps = [step for step in item.updates if step.epoch and step.policy is not None]
+    if not steps:
+        return None
+    tokens = torch.cat([step.tokens for step in steps])
+    new = torch.cat([step.policy.new_logprobs for step in steps if step.policy is not None])
+    moved, advantages = (new - item.forward.old_logprobs[tokens]).tolist(), item.advantages.advantages[tokens].tolist()
+    up, down = ([x for x, a in zip(moved, advantages, strict=True) if a * sign > 0] for sign in (1, -1))
+    if not up or not down:
+        return None
+    higher, lower = math.fsum(up) / len(up), math.fsum(down) / len(down)
+    wrong = "" if higher > lower else "; does the loss, or the advantage, have the wrong sign?"
+    return (
+        f"iteration {item.index}: the steps moved log-probs by {higher:+.2g} nats where advantages are positive, by "
+        f"{lower:+.2g} where they are negative (mean over tokens){wrong}"
+    )
 
 
 def _draws(item: Iteration) -> Draws:

@@ -257,6 +257,20 @@ def test_what_it_prints_goes_to_stderr(cli: Cli, tmp_path: Path) -> None:
     assert "call" in err
 
 
+def test_a_run_says_once_which_way_the_steps_moved_log_probs(cli: Cli, tmp_path: Path) -> None:
+    for sign, ends in (
+        ("-", "(mean over tokens)\n"),
+        ("", "(mean over tokens); does the loss, or the advantage, have the"),
+    ):
+        (tmp_path / "own.py").write_text(f"def f(batch):\n    return {sign}batch.ratios * batch.advantages\n")
+        objective = f"ppo.objective={{kind: function, path: {tmp_path}/own.py:f}}", "ppo.learning_rate=0.01"
+        code, _, said = cli("run", TINY, "--out", tmp_path / f"runs{sign}", *sets(*SMALLEST, *objective))
+        assert code == 0
+        moved = "iteration 0: the steps moved log-probs by "
+        assert said.count(moved) == 1
+        assert ends in said[said.index(moved) :], said
+
+
 def test_a_wrong_path_or_parameter_is_one_line(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def loss(batch): return batch.ratios")
     for value, expected in (

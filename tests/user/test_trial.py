@@ -346,7 +346,7 @@ def test_leave_one_out_advantages_pass_whatever_the_size_of_a_group(tmp_path: Pa
         (
             "advantages",
             "s = b.scores.float(); return s - torch.cat([s[1:], s[:1]])",
-            r"returned advantages of prompt \d that depend on the rewards of response \d+, to prompt \d, and not on all",
+            r"returned advantages of prompt \d that depend on the rewards of response \d+, to prompt \d, and not on",
         ),
         ("advantages", "return b.rewards * torch.rand(())", "gives two results for one batch"),
         ("advantages", "calls.append(0); return b.rewards * len(calls)", "gives two results for one batch"),

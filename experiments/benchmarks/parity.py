@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, float]] = {
     "gemma": {**LLAMA, "head_dim": 16},
     "gemma2": {**LLAMA, "head_dim": 16, "sliding_window": 24},
     "gemma3_text": {**LLAMA, "head_dim": 16, "sliding_window": 24},
+    "phi3": LLAMA,
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "gpt_neox": {"intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4},
     "olmo2": LLAMA,

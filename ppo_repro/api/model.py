@@ -20,7 +20,7 @@ from ppo_repro.api.passes import Passes, Watched, modules_of, settings_of
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.section import MAX_FLOAT, MAX_THREADS
 from ppo_repro.numerics import library, network
-from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
+from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, positions_of, trunk_of
 from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of, numbers_of, shapes_of
 from ppo_repro.numerics.network import Network, network_of
@@ -192,7 +192,7 @@ def deterministic(
     copied: Any = copy.deepcopy(model)
     for parameter in copied.parameters():
         parameter.grad = None
-    longest = max_context or int(min(model.config.max_position_embeddings, MAX_CONTEXT))
+    longest = max_context or min(positions_of(model.config), MAX_CONTEXT)
     lower(copied, Lowered(longest, moves_weights=False))
     copied._passes = Passes(modules_of(copied), numbers_of(copied), shapes_of(copied), settings_of(copied.config))
     copied.forward = partial(_forward, copied)  # unlike a method, it can be saved

@@ -166,7 +166,7 @@ def describe(trunk: PreTrainedModel) -> Description:
         qk_norm=_qk_norm(layers[0], d),
         **_head_columns(family.joins_heads, heads, kv_heads, d),
         activation=ACTIVATIONS[activation_of(config)[1]],
-        gated=len(names.up) == 2,
+        gated=family.gated,
         parallel=family.may_be_parallel and bool(config.use_parallel_residual),
         experts=0 if mixture is None else len(mixture.gate.weight),
         chosen=0 if mixture is None else int(mixture.gate.top_k),

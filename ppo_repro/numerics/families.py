@@ -57,6 +57,7 @@ class Family:
         "every layer"  # which layers rotate, and how
     )
     rotates_part: bool = False  # partial_rotary_factor may be below 1
+    gated: bool = True  # the MLP is down(act(gate) up), not down(act(up))
     joins_heads: bool = False  # query, key and value of a head lie together in the matrix qkv
     may_be_parallel: bool = False  # use_parallel_residual: attention and MLP have the same input
     scales_embedding: bool = False  # by the root of hidden_size
@@ -81,6 +82,7 @@ _GPT2 = Names(
     up=("c_fc",),
     down="c_proj",
 )
+_PHI3 = Names(qkv=("qkv_proj",), up=("gate_up_proj",))
 _GPT_NEOX = Names(
     embedding="embed_in",
     last_norm="final_layer_norm",
@@ -109,6 +111,7 @@ FAMILIES = {  # by model_type
         residual_scale="residual_multiplier",
         logit_divisor="logits_scaling",
     ),
+    "phi3": Family("Phi-3", _PHI3, windows="every layer", rotates_part=True),
     "mistral": Family("Mistral", windows="every layer"),
     "gemma": Family("Gemma", norm=constants.NORM_RMS_OFFSET, scales_embedding=True),
     "gemma2": Family(
@@ -129,12 +132,13 @@ FAMILIES = {  # by model_type
         scales_embedding=True,
         logit_cap="final_logit_softcapping",
     ),
-    "gpt2": Family("GPT-2", _GPT2, norm=constants.NORM_LAYER, learned_positions="wpe"),
+    "gpt2": Family("GPT-2", _GPT2, norm=constants.NORM_LAYER, learned_positions="wpe", gated=False),
     "gpt_neox": Family(
         "GPT-NeoX",
         _GPT_NEOX,
         norm=constants.NORM_LAYER,
         rotates_part=True,
+        gated=False,
         joins_heads=True,
         may_be_parallel=True,
     ),
@@ -231,11 +235,12 @@ def check_visibility(config: PretrainedConfig, max_context: int) -> None:
         "add_cross_attention": bool(getattr(config, "add_cross_attention", False)),
     }
     refuse(config, refusals, "not supported; choose a model whose tokens see only their own past")
-    if max_context > config.max_position_embeddings:
-        raise UserError(
-            f"numerics.max_context = {max_context}: the model has {config.max_position_embeddings} positions; "
-            "choose a smaller context"
-        )
+    positions, beyond = positions_of(config), ""
+    if positions < config.max_position_embeddings:
+        beyond = ", and other rotary frequencies in longer sequences"
+    if max_context > positions:
+        has = f"the model has {positions} positions{beyond}"
+        raise UserError(f"numerics.max_context = {max_context}: {has}; choose a smaller context")
 
 
 def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
@@ -274,6 +279,12 @@ def ropes_of(config: PretrainedConfig) -> list[dict[str, Any] | None]:
         return [config.rope_parameters[kind] for kind in config.layer_types]
     rotates = config.no_rope_layers[:layers] if family.rotary == "by no_rope_layers" else [1] * layers
     return [config.rope_parameters if each else None for each in rotates]
+
+
+def positions_of(config: PretrainedConfig) -> int:
+    """Return the length up to which the frequencies of a model's positions do not depend on a sequence's length."""
+    ropes = [rope for rope in ropes_of(config) if rope and rope["rope_type"] == "longrope"]
+    return min([config.max_position_embeddings, *(rope["original_max_position_embeddings"] for rope in ropes)])
 
 
 def _windows(config: PretrainedConfig) -> str:

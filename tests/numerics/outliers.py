@@ -103,11 +103,12 @@ def unit(model: PreTrainedModel, size: float) -> None:
             up[:, up.shape[1] // 2 + UNIT] *= size  # gates come first
             down[:, :, UNIT] /= size
             continue
-        into = layer.matrices["up"][-1]  # where there is a gate, its linear factor
-        matrix(into)[UNIT] *= size
+        into, down = layer.matrices["up"][-1], matrix(layer.matrices["down"][0])
+        at = UNIT - down.shape[1]  # where there is a gate, it comes first, in a matrix of its own or in the same
+        matrix(into)[at] *= size
         if isinstance(into.bias, Tensor):
-            into.bias.data[UNIT] *= size
-        matrix(layer.matrices["down"][0])[:, UNIT] /= size
+            into.bias.data[at] *= size
+        down[:, UNIT] /= size
 
 
 def key_bias(model: PreTrainedModel, size: float) -> None:

@@ -32,8 +32,10 @@ from tests.support.models import (
     MIXTURES,
     VARIANTS,
     VOCAB,
+    YARN_ROPE,
     gpt_neox_config,
     llama_config,
+    phi3_config,
     small_model,
 )
 from tests.support.paths import ROOT
@@ -169,6 +171,8 @@ ROPES: dict[str, Any] = {
     "linear": llama_config(rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}),
     "llama3": llama_config(rope_parameters=LLAMA3_ROPE),
     "half of a head": gpt_neox_config(),
+    "yarn": llama_config(rope_parameters=YARN_ROPE),
+    "longrope": phi3_config(),
 }
 
 

@@ -27,8 +27,10 @@ from tests.support.models import (
     EVERY_FAMILY,
     LLAMA3_ROPE,
     VARIANTS,
+    YARN_ROPE,
     gemma_config,
     llama_config,
+    phi3_config,
     policy,
     qwen2_config,
     qwen3_config,
@@ -100,7 +102,7 @@ def test_a_lowered_model_keeps_modules_parameters_and_what_its_class_computes(
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 
 
-@pytest.mark.parametrize("rope", [LINEAR_ROPE, LLAMA3_ROPE], ids=["linear", "llama3"])
+@pytest.mark.parametrize("rope", [LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE], ids=["linear", "llama3", "yarn"])
 def test_scaled_rotary_positions_are_those_of_the_unmodified_model(rope: dict[str, object]) -> None:
     config = llama_config(rope_parameters=rope)
     stock = small_model(config, 0).model.rotary_emb(torch.zeros(1, 1, 48), torch.arange(CONTEXT)[None])
@@ -160,6 +162,10 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "partial": (made(llama_config, rope_parameters=PARTIAL), r"partial_rotary_factor = 0\.5"),
     "family": (of_another_family, r"CohereForCausalLM: .* choose a Llama, Qwen2, Qwen3"),
     "bfloat16": (in_bfloat16, r"'model\.layers\.1\.mlp\.up_proj\.weight' is torch\.bfloat16"),
+    "long sequences": (
+        made(phi3_config, original_max_position_embeddings=CONTEXT - 1),
+        r"numerics\.max_context = 64: the model has 63 positions, and other rotary frequencies in longer sequences",
+    ),
     "positions": (
         made(qwen3_config, max_position_embeddings=CONTEXT - 1),
         r"numerics\.max_context = 64: the model has 63 positions",

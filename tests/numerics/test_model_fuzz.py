@@ -64,6 +64,7 @@ NAMES = {
     "residual_multiplier": FACTORS,
     "attention_multiplier": FACTORS,
     "logits_scaling": FACTORS,
+    "original_max_position_embeddings": (1, 16, 64, 0),
     "no_rope_layers": ([0, 0, 0], [1, 0, 1], [0]),
     "use_sliding_window": (True, False),
 }

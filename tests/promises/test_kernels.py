@@ -151,6 +151,13 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
             more |= {"rotary_pct": draw(st.sampled_from(ROTATING[d]))}
         else:
             shape |= {"num_key_value_heads": kv_heads, "head_dim": d}
+        if family == "phi3":
+            rope = {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": draw(st.sampled_from(ROTATING[d])),
+            }
+            more |= {"rope_parameters": rope}
         if family == "smollm3":
             more |= {"no_rope_layers": draw(st.sampled_from(([0, 0], [0, 1], [1, 0])))}
         if family == "granite":
@@ -163,7 +170,7 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
             more |= {"sliding_window": draw(st.sampled_from((1, 131)))}
         if family == "gemma2":
             more |= {"attn_logit_softcapping": draw(st.sampled_from((None, 0.3, 5.0)))}
-        if family in ("mistral", "mixtral"):
+        if family in ("mistral", "mixtral", "phi3"):
             more |= {"sliding_window": draw(st.sampled_from((None, 1, 131)))}
         if family in ("qwen3_moe", "olmoe"):
             more |= {"norm_topk_prob": draw(st.booleans()), "num_experts_per_tok": draw(st.integers(1, 3))}

@@ -16,7 +16,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics.definition.elementary import Array, F
 from ppo_repro.numerics.definition.model import Layer, Matrix, Model, NormWeights, Rotary
-from ppo_repro.numerics.definition.rotary import frequencies, llama3_frequencies, rotary_tables
+from ppo_repro.numerics.definition.rotary import (
+    frequencies,
+    llama3_frequencies,
+    longrope_attention_factor,
+    rotary_tables,
+    yarn_attention_factor,
+    yarn_frequencies,
+)
 from ppo_repro.numerics.description import LayerParts, describe
 from ppo_repro.numerics.families import head_dim
 from ppo_repro.numerics.interface import names
@@ -73,7 +80,14 @@ def rotary_of(config: PretrainedConfig, rope: dict[str, Any], positions: int) ->
         found = found / rope["factor"]
     if rope["rope_type"] == "llama3":
         found = llama3_frequencies(found, *(rope[name] for name in LLAMA3))
-    return Rotary(*rotary_tables(found, positions))
+    factor, context = 1.0, rope.get("original_max_position_embeddings", 0)
+    if rope["rope_type"] == "yarn":
+        found = yarn_frequencies(found, rope["rope_theta"], rope["factor"], 32, 1, context)
+        factor = yarn_attention_factor(rope["factor"])
+    if rope["rope_type"] == "longrope":
+        found = found / np.array(rope["short_factor"])
+        factor = longrope_attention_factor(config.max_position_embeddings / context, context)
+    return Rotary(*rotary_tables(found, positions, factor))
 
 
 def model_from(trunk: PreTrainedModel, positions: int) -> Model:

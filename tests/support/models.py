@@ -35,6 +35,8 @@ from transformers import (
     Olmo3ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -77,6 +79,7 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 def qwen3_config(**changes: Any) -> Qwen3Config:
@@ -133,6 +136,22 @@ def gemma3_config(**changes: Any) -> Gemma3TextConfig:
     }
     numbers = {"query_pre_attn_scalar": 24, "rope_parameters": rope, "head_dim": 16, "num_key_value_heads": 1}
     return Gemma3TextConfig(**{**SHAPE, **WINDOWED, **numbers, **changes})
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.5, 2.0, 1.7, 1.3],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+}
+
+
+def phi3_config(**changes: Any) -> Phi3Config:
+    """Joined matrices, three quarters of each head rotate by the short factors of longrope, and a window of 6 keys."""
+    shape: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 4 * CONTEXT}
+    rope: dict[str, Any] = {"rope_parameters": dict(LONGROPE), "original_max_position_embeddings": CONTEXT}
+    return Phi3Config(**{**SHAPE, **shape, **rope, "sliding_window": 6, "resid_pdrop": 0.1, **changes})
 
 
 def gpt2_config(**changes: Any) -> GPT2Config:
@@ -203,6 +222,7 @@ CLASSES: dict[type[PretrainedConfig], type[PreTrainedModel]] = {
     GemmaConfig: GemmaForCausalLM,
     Gemma2Config: Gemma2ForCausalLM,
     Gemma3TextConfig: Gemma3ForCausalLM,
+    Phi3Config: Phi3ForCausalLM,
     GPT2Config: GPT2LMHeadModel,
     GPTNeoXConfig: GPTNeoXForCausalLM,
     Olmo2Config: Olmo2ForCausalLM,
@@ -221,6 +241,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma": gemma_config,
     "gemma2": gemma2_config,
     "gemma3_text": gemma3_config,
+    "phi3": phi3_config,
     "gpt2": gpt2_config,
     "gpt_neox": gpt_neox_config,
     "olmo2": olmo2_config,
@@ -315,6 +336,10 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3_text capped logits, untied": lambda: gemma3_config(final_logit_softcapping=4.0, tie_word_embeddings=False),
     "olmo3 llama3, tied, biases": lambda: olmo3_config(
         rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True, attention_bias=True
+    ),
+    "olmo3 yarn": lambda: olmo3_config(rope_parameters=YARN_ROPE),
+    "phi3 without window and longrope, tied": lambda: phi3_config(
+        sliding_window=None, rope_parameters=None, tie_word_embeddings=True, num_attention_heads=4
     ),
     "gpt2 untied, scaled by layer": lambda: gpt2_config(
         tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True

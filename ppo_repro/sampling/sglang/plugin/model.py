@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.families import CAUSAL_MODELS, mixture_layers
+from ppo_repro.numerics.families import CAUSAL_MODELS, mixture_layers, positions_of
 from ppo_repro.numerics.lowering import Lowered, lower
 from ppo_repro.numerics.network import Network, network_of
 from ppo_repro.numerics.sequences import index, ragged
@@ -116,7 +116,7 @@ def _lowered(config: PretrainedConfig) -> PreTrainedModel:
     context = get_server_args().context_length
     if context is None:
         raise UserError("--context-length: deterministic numerics in SGLang need it; each request has so much memory")
-    return lower(model, Lowered(min(context, stock.max_position_embeddings)))
+    return lower(model, Lowered(min(context, positions_of(stock))))
 
 
 def _spans(batch: ForwardBatch) -> tuple[Tensor, Tensor]:

@@ -7,17 +7,14 @@
 #include "operations.h"
 #include "shapes.h"
 
-// The cosines and sines of one position
-INLINE Rotary rotary_at(Rotary r, int position) {
-  long at = (long)position * (r.elements / 2);
-  return r.elements ? (Rotary){r.elements, r.cosine + at, r.sine + at} : r;
-}
-
 // y [head_dim] is head x, turned by the angles of a position times `way`; the elements that do not rotate
 // stay. y may be x.
-INLINE void rotate_head(const float *x, int head_dim, Rotary at, const float way, float *y) {
-  if (at.elements) rotate(x, at.cosine, at.sine, way, at.elements / 2, y);
-  EACH(d, head_dim - at.elements) y[at.elements + d] = x[at.elements + d];
+INLINE void rotate_head(const Rotary *r, int position, const float *x, int head_dim, const float way,
+                        float *y) {
+  const int half = r->elements / 2;
+  const long at = (long)position * half;
+  if (half) rotate(x, r->cosine + at, r->sine + at, way, half, y);
+  EACH(d, head_dim - r->elements) y[r->elements + d] = x[r->elements + d];
 }
 
 // Elements that one norm of queries or keys covers, and how many such norms a row has
@@ -60,7 +57,6 @@ ROW(heads_row, HeadRows) {
   const int d_all = m->head_dim;
   const int position = a->position[row];
   const int base = a->base[a->sequence[row]];
-  const Rotary angles = rotary_at(a->rotary, position);
   const float *qkv = a->qkv + (long)row * qkv_width(m);
   const float *queries = qkv + m->q_at;
   const float *keys = qkv + m->k_at;
@@ -77,7 +73,7 @@ ROW(heads_row, HeadRows) {
   }
   for (int h = 0; h < m->heads; h++) {
     float *q = a->q + (long)row * q_width(m) + h * d_all;
-    rotate_head(queries + (long)h * q_step, d_all, angles, 1.0f, q);
+    rotate_head(&a->rotary, position, queries + (long)h * q_step, d_all, 1.0f, q);
     MEET_LANES;
     round_row(m->round_activations, 0, q, d_all);
   }
@@ -86,7 +82,7 @@ ROW(heads_row, HeadRows) {
     float *cached_key = a->keys + head + key_at(position, d_all);
     float *cached_value = a->values + head + (long)position * d_all;
     const float *value = qkv + m->v_at + (long)h * m->v_step;
-    rotate_head(keys + (long)h * k_step, d_all, angles, 1.0f, key);
+    rotate_head(&a->rotary, position, keys + (long)h * k_step, d_all, 1.0f, key);
     MEET_LANES;
     round_row(m->round_activations, 0, key, d_all);
     round_row(m->round_cache, 0, key, d_all);
@@ -110,15 +106,15 @@ typedef struct {
 // Gradients of rotated queries and keys, turned back
 ROW(heads_backward_row, HeadsBackward) {
   const Model *m = &a->m;
-  const Rotary angles = rotary_at(a->rotary, a->position[row]);
+  const int position = a->position[row];
   float *d_qkv = a->d_qkv + (long)row * qkv_width(m);
   for (int h = 0; h < m->heads; h++) {
     const float *dq = a->dq + (long)row * q_width(m) + h * m->head_dim;
-    rotate_head(dq, m->head_dim, angles, -1.0f, d_qkv + m->q_at + h * m->q_step);
+    rotate_head(&a->rotary, position, dq, m->head_dim, -1.0f, d_qkv + m->q_at + h * m->q_step);
   }
   for (int h = 0; h < m->kv_heads; h++) {
     float *dk = d_qkv + m->k_at + h * m->k_step;
-    rotate_head(dk, m->head_dim, angles, -1.0f, dk);
+    rotate_head(&a->rotary, position, dk, m->head_dim, -1.0f, dk);
   }
 }
 

@@ -13,9 +13,9 @@
 // The first block of positions in which a query sees a key
 INLINE int first_block(int window, int position) { return first_seen(window, position) / BLOCK; }
 
-// 16 lanes: scores s[begin .. end), after the soft cap, become exp(s - top), 0 outside [from, to); `begin` is a
-// multiple of 16, so that lanes go by position. Writes the largest score and, by rule 3, the sum. definition:
-// attention.attend
+// 16 lanes: scores s[begin .. end), after the soft cap, become exp(s - top), 0 outside [from, to); `begin` is
+// a multiple of 16, so that lanes go by position. Writes the largest score and, by rule 3, the sum.
+// definition: attention.attend
 INLINE void exponentiate_scores(float *s, int begin, int from, int to, int end, float cap, float *top,
                                 float *total) {
   LANE_VALUES(float, tops, -INFINITE);
@@ -277,8 +277,9 @@ KERNEL(attend_backward_scores, SequenceArguments) {
   }
 }
 
-// 16 lanes have a query: p = exp(score - top) (1 / total), ds = p (d_mixed . value - delta), times the slope of
-// the soft cap, 0 where it sees no key; delta = row sum of mixed d_mixed. definition: attention.attend_backward
+// 16 lanes have a query: p = exp(score - top) (1 / total), ds = p (d_mixed . value - delta), times the slope
+// of the soft cap, 0 where it sees no key; delta = row sum of mixed d_mixed. definition:
+// attention.attend_backward
 KERNEL(attend_backward_rows, SequenceArguments) {
   const HeadOf h = head_of(a, thread_block_y(), thread_blocks_y());
   const int m = thread_block_x() * (GPU_THREADS / LANES) + thread_index() / LANES;

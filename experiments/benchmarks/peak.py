@@ -92,7 +92,7 @@ def planned(overrides: list[str]) -> int:
     return plan_run(load_config(CONFIG, overrides)).peak
 
 
-def _anonymous(process: int) -> int:
+def anonymous_bytes(process: int) -> int:
     """Return the resident memory of a process in bytes, without mapped files; 0 if the process has ended."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
@@ -108,7 +108,7 @@ def measure(case: str, folder: Path, overrides: list[str]) -> Peak:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         anonymous, ended = 0, 0
         while not ended:
-            anonymous = max(anonymous, _anonymous(process.pid))
+            anonymous = max(anonymous, anonymous_bytes(process.pid))
             time.sleep(INTERVAL)
             ended, status, used = os.wait4(process.pid, os.WNOHANG)
         process.returncode = os.waitstatus_to_exitcode(status)

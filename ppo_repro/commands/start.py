@@ -17,17 +17,25 @@ from ppo_repro.base.output import print_result, say
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
-    """Work out how much memory a configuration needs, without loading a weight."""
+    """Work out how much memory a configuration needs, and what its processes send, without loading a weight."""
     from ppo_repro.config.files import load_config
+
+    rates = arguments.tokens, arguments.bandwidth
+    if (rates[0] is None) != (rates[1] is None):
+        raise UserError("--tokens, --bandwidth: the time of a step needs both")
 
     config = load_config(arguments.config, arguments.set)
     say(f"{config.experiment}: memory of its models, without a weight")
-    from ppo_repro.runs.plan import as_json, lines, plan_run
+    from ppo_repro.runs.plan import as_json, lines, plan_run, step_seconds
 
-    plan = plan_run(config)
+    plan = plan_run(config, arguments.processes)
+    value, text = as_json(plan), lines(plan)
+    if None not in rates:
+        value["step_seconds"] = step_seconds(config, plan, *rates)
+        text.append(f"a step      up to about {value['step_seconds']:.2g} s at these rates")
     engine = config.rollout.engine.kind
     beside = [] if engine == "torch" else [f"not counted: the processes of rollout.engine.kind = {engine}"]
-    print_result(arguments.json, as_json(plan), [*lines(plan), *beside])
+    print_result(arguments.json, value, [*text, *beside])
     return 0
 
 

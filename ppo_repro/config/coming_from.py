@@ -95,7 +95,7 @@ ROWS = (
 )  # fmt: skip
 
 FLOAT32 = "float32 only; mismatch.sampler.precision and mismatch.sampler.stock let the sampler round"
-ONE_MACHINE = "one machine; torchrun starts 1, 2, 4 or 8 processes, and each has the whole model"
+PROCESSES = "torchrun starts 1, 2, 4 or 8 processes, on one machine or several, and each has the whole model"
 WHOLE = "a model is never cut into parts: each process has it whole"
 TRACK = "give --track URI, --track wandb or --track FILE.py:FUNCTION to the command"
 OUT = "give --out DIR to the command"
@@ -103,7 +103,7 @@ FULL = "samplers cut by top_k and top_p only, so that a token's log-prob has one
 NO_FIELD = {  # names that belong to nothing here by intention, and why
     **dict.fromkeys(("dtype", "torch_dtype", "bf16", "fp16", "tf32", "model_dtype", "precision"), FLOAT32),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), FLOAT32),
-    **dict.fromkeys(("nnodes", "n_gpus_per_node", "num_processes", "world_size", "num_gpus"), ONE_MACHINE),
+    **dict.fromkeys(("nnodes", "n_gpus_per_node", "num_processes", "world_size", "num_gpus"), PROCESSES),
     **dict.fromkeys(("actor_num_nodes", "actor_num_gpus_per_node", "zero_stage", "deepspeed", "fsdp"), WHOLE),
     **dict.fromkeys(("fsdp_config", "tensor_model_parallel_size", "vllm_tensor_parallel_size"), WHOLE),
     **dict.fromkeys(("report_to", "logger", "log_with", "use_wandb", "use_tensorboard", "wandb_project"), TRACK),

@@ -17,7 +17,7 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.numerics.interface import constants
 
 STRETCH = constants.STRETCH
-_MESSAGE = 1 << 24  # elements of the tensors whose parts are sent together
+MESSAGE = 1 << 24  # elements of the tensors whose parts are sent together
 
 
 def position_of(rank: int, size: int) -> int:
@@ -101,11 +101,11 @@ class Shards:
 
 
 def _messages(flat: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield the names in groups of at most _MESSAGE elements, or of one tensor."""
+    """Yield the names in groups of at most MESSAGE elements, or of one tensor."""
     names: list[str] = []
     elements = 0
     for name, tensor in flat.items():
-        if names and elements + len(tensor) > _MESSAGE:
+        if names and elements + len(tensor) > MESSAGE:
             yield names
             names, elements = [], 0
         names.append(name)

@@ -34,10 +34,12 @@ from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING
 from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.packed_model import PackedModel
+from ppo_repro.numerics.shards import MESSAGE
 from ppo_repro.runs.language import FLOAT, MOMENTS
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 
 PHASES = ("loading", "rollout", "scoring", "update")
+SAVING = "saving"  # a checkpoint, in the first of several processes: it joins the moments of all
 EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimates
 # the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
 # when memory is short
@@ -64,10 +66,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory of one process of a run, in bytes: rows[purpose][phase]."""
+    """Memory of one of the processes of a run, in bytes: rows[purpose][phase]."""
 
     models: tuple[Model, ...]
     rows: dict[str, dict[str, int]]
+    processes: int
+    sent: int  # bytes that a process sends in an optimizer step of every model, on average
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return PHASES if self.processes == 1 else (*PHASES, SAVING)
 
     def total(self, phase: str, rows: tuple[str, ...] | None = None) -> int:
         """Return the bytes of a phase, summed over some or all rows, without the process itself."""
@@ -76,11 +84,11 @@ class Plan:
     @property
     def certain(self) -> int:
         """Return the bytes that the run certainly needs at one time."""
-        return max(self.total(phase, EXACT_ROWS) for phase in PHASES)
+        return max(self.total(phase, EXACT_ROWS) for phase in self.phases)
 
     @property
     def largest_phase(self) -> str:
-        return max(PHASES, key=self.total)
+        return max(self.phases, key=self.total)
 
     @property
     def peak(self) -> int:
@@ -212,12 +220,16 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
         FLOAT * vocabulary * min(count * responses, max(1, LOGITS_AT_ONCE // vocabulary)) for count in (forward, update)
     ]
     several = 2 if deterministic else 5
+    updated, collected = (sum(getattr(m, name) for m in trained) for name in ("trained", "collected"))
+    exchanged = (collected + updated) * (processes - 1) if deterministic else 2 * collected * (processes - 1)
+    message = min(MESSAGE, max(model.collected for model in trained)) // 2 if processes > 1 else 0
     # top-k and top-p: which of the vocabulary each token was drawn from, a bit each, of all responses in each process
     cuts = config.rollout.top_k > 0 or config.rollout.top_p < 1.0
     kept_sets = config.sequences_per_iteration * responses * ceil(vocabulary / 8) * cuts
     rows = {
-        "weights": {"loading": read, **dict.fromkeys(PHASES[1:], stays)},
-        "moments": dict.fromkeys(PHASES, MOMENTS * ceil(sum(model.trained for model in trained) / held_by)),
+        "weights": {"loading": read, **dict.fromkeys((*PHASES[1:], SAVING), stays)},
+        "moments": dict.fromkeys((*PHASES, SAVING), MOMENTS * ceil(updated / held_by)),
+        "all moments": {SAVING: MOMENTS * updated if held_by > 1 and not on_card else 0},  # on the CPU
         "older policies": older,
         "copies": {phase: stock + (rounded if phase == "rollout" else 0) for phase in PHASES},
         # the kernels of a GPU read weights as they lie
@@ -225,7 +237,8 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
         if deterministic and not on_card
         else {},
         "kernels": dict.fromkeys(PHASES[1:], CARD_SCRATCH if on_card else 0),
-        "gradients": {"update": FLOAT * arrays * sum(model.collected for model in trained)},
+        "gradients": {"update": FLOAT * arrays * collected},
+        "messages": {"update": 2 * FLOAT * message},
         "activations": {
             "rollout": policy.forward(seats * (context - responses)),
             "scoring": policy.forward(forward * row) + policy.cache(forward * row),
@@ -239,7 +252,10 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
             "update": of_logits[1] * several,  # with gradients
         },
     }
-    return Plan(models, {name: row for name, row in rows.items() if any(row.values())})
+    rows = {name: row for name, row in rows.items() if any(row.values())}
+    if processes == 1:
+        rows = {name: {phase: row[phase] for phase in row if phase != SAVING} for name, row in rows.items()}
+    return Plan(models, rows, processes, FLOAT * exchanged // processes)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -250,13 +266,31 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def lines(plan: Plan) -> list[str]:
     """Return the plan as a table."""
     out = [f"{m.name:<16}{m.trained:>16,} parameters trained{m.frozen:>16,} frozen" for m in plan.models]
-    table = {"": PHASES} | {
-        name: tuple(size(row[phase]) if row.get(phase) else "" for phase in PHASES) for name, row in plan.rows.items()
+    table = {"": plan.phases} | {
+        name: tuple(size(row[phase]) if row.get(phase) else "" for phase in plan.phases)
+        for name, row in plan.rows.items()
     }
-    table["together"] = tuple(size(plan.total(phase)) for phase in PHASES)
+    table["together"] = tuple(size(plan.total(phase)) for phase in plan.phases)
     out += ["", *(f"{label:<16}" + "".join(f"{cell:>12}" for cell in cells) for label, cells in table.items())]
-    out.append(f"peak, up to about {size(plan.peak)}: the largest phase, and {size(PROCESS)} of the process itself")
+    each = f" in each of {plan.processes} processes" if plan.processes > 1 else ""
+    about = f"the largest phase, and {size(PROCESS)} of the process itself"
+    out.append(f"peak{each}, up to about {size(plan.peak)}: {about}")
+    if plan.processes > 1:
+        out.append(f"sent        {size(plan.sent)} by each process in an optimizer step of every model")
     return out
+
+
+def step_seconds(config: RunConfig, plan: Plan, tokens: float, bandwidth: float) -> float:
+    """Return the seconds of a step: a process's tokens of a minibatch / `tokens`, and its sent bytes / `bandwidth`.
+
+    Args:
+        config: the run; its sequences have the longest allowed length.
+        plan: of the run.
+        tokens: that one process trains a second, as a run prints after `update`.
+        bandwidth: bytes that one process sends a second.
+    """
+    trained = ceil(config.ppo.minibatch_size / plan.processes) * (config.numerics.max_context - 1)
+    return trained / tokens + plan.sent / bandwidth
 
 
 def memory_limit() -> int | None:
@@ -278,18 +312,19 @@ def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int
     if not isinstance(config, RunConfig):
         return
     limit, name = memory_limit(), config.layout.device
+    plan = plan_run(config, processes)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # torchrun's processes on this machine
     if name != "cpu":
         kernels = kernels_of(torch_device(name)) if config.numerics.mode == "deterministic" else None
-        limit, processes = kernels.free_bytes()[1] if isinstance(kernels, Card) else None, 1
+        limit, here = kernels.free_bytes()[1] if isinstance(kernels, Card) else None, 1
     if limit is None:
         return
-    plan = plan_run(config, processes)
     phase = plan.largest_phase
     name = max(plan.rows, key=lambda row: plan.rows[row].get(phase, 0))
     largest = f"most of it for {name} in {phase}: {size(plan.rows[name][phase])}"
-    each = f" in each of {processes} processes" if processes > 1 else ""
+    each = f" in each of {here} processes here" if here > 1 else ""
     words = f"{size(limit)} at most, and the plan needs up to about {size(plan.peak)}{each}, {largest}; {ADVICE}"
-    if processes * plan.certain > limit:
+    if here * plan.certain > limit:
         raise UserError(f"not enough memory: {words}")
-    if processes * plan.peak > limit:
+    if here * plan.peak > limit:
         say(f"memory may run out: {words}")

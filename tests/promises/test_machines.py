@@ -20,10 +20,11 @@ from ppo_repro.base.errors import RankLost
 from ppo_repro.base.peers import KILLED, SILENCE
 from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest
+from tests.support import ranks
 from tests.support.cli import PROMPTS, folder_config, sets, write_prompts
 from tests.support.language import run
 from tests.support.machines import NAMES, Machines, two_machines
-from tests.support.paths import TINY
+from tests.support.paths import SMALL, TINY
 from tests.support.resume import require_as_uninterrupted
 from tests.support.runs import DPO, recorded_iterations, run_below
 from tests.support.waiting import until
@@ -91,19 +92,13 @@ def test_machines_that_add_nothing_up_are_noticed(machines: Machines, tmp_path: 
 
 
 def test_forks_and_preferences_need_their_run_on_one_machine_alone(machines: Machines, tmp_path: Path) -> None:
-    options = QUICK, "checkpoints.every=1"
-    source, _ = run(load_config(TINY, options), tmp_path / "source")
+    options = "checkpoints.every=1", "ppo.iterations=2", "rollout.samples_per_prompt=4"
+    source, _ = run(load_config(SMALL, options), tmp_path / "source")
     command = ("fork", source, "--at", "1", "--out", tmp_path / "forks")
     assert fingerprint_of(machines, 1, tmp_path / "fork", *command) == manifest.load(source).fingerprint
     (tmp_path / "dpo.yaml").write_text(DPO.format(run=json.dumps(str(source))))
     found = fingerprint_of(machines, 1, tmp_path / "dpo", "run", tmp_path / "dpo.yaml", "--out", tmp_path / "two")
-    assert found == fingerprint_of_dpo_alone(tmp_path)
-
-
-def fingerprint_of_dpo_alone(folder: Path) -> str:
-    from tests.support.ranks import fingerprint_of
-
-    return fingerprint_of(1, folder / "dpo.yaml", folder / "one")
+    assert found == ranks.fingerprint_of(1, tmp_path / "dpo.yaml", tmp_path / "one")
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted", "cut"])

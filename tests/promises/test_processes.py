@@ -15,6 +15,7 @@ from ppo_repro.base.errors import RankLost, UserError
 from ppo_repro.base.peers import KILLED
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.files import load_config
+from ppo_repro.numerics import build, library
 from ppo_repro.numerics.sequences import slots_of, slots_of_rank
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli, sets
@@ -59,6 +60,25 @@ def test_two_processes_do_not_change_the_fingerprint(quick_run: Path, tmp_path: 
         process.join()
         assert process.exitcode == 0, (tmp_path / f"log{rank}").read_text()
     assert (tmp_path / "log1").read_text() == "", "the first process alone speaks"
+    assert manifest.load(run_below(tmp_path)).fingerprint == manifest.load(quick_run).fingerprint
+
+
+@slow
+def test_processes_with_other_instruction_sets_have_one_fingerprint(quick_run: Path, tmp_path: Path) -> None:
+    """As on machines with other processors. The control is a rank with other bits, below."""
+    here, flags = build.this_platform(), frozenset(library.cpu_words("flags"))
+    able = [variant.name for variant in (here.variants if here else ()) if variant.needs <= flags]
+    if len(able) < 2:
+        pytest.skip("this CPU runs one variant of the kernels")
+    shared = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = ("run", TINY, "--out", tmp_path / "runs", *sets(*QUICK))
+    ranks = [
+        forked(tmp_path / f"log{rank}", *command, RANK=str(rank), PPO_REPRO_KERNELS=able[rank % len(able)], **shared)
+        for rank in range(4)
+    ]
+    for rank, process in enumerate(ranks):
+        process.join()
+        assert process.exitcode == 0, (tmp_path / f"log{rank}").read_text()
     assert manifest.load(run_below(tmp_path)).fingerprint == manifest.load(quick_run).fingerprint
 
 
@@ -171,12 +191,54 @@ def test_a_mistake_is_said_once_with_the_number_of_its_rank(quick_run: Path, tmp
 def test_unequal_bits_of_one_rank_end_every_rank(tmp_path: Path) -> None:
     command = ["run", str(TINY), "--out", str(tmp_path), "--set", QUICK[0]]
     ended = end(start_ranks(["-m", "ppo_repro", *command], ["-m", "tests.support.unequal", *command]))
-    assert [e.code for e in ended] == [1, 1], ended
+    assert ended[0].code == 1, ended
+    assert ended[1].code in (1, RankLost.EXIT_CODE), "it finds the same, or hears of it first"
     # 15 responses: the first one of the second rank
     assert ended[0].errors[0].startswith("promise broken: iteration 1, response 7, token 0: rollout_logprobs ")
     recorded = manifest.load(run_below(tmp_path))
     assert recorded.status == "failed"
     assert len(recorded.iterations) == 1
+
+
+BREAKS = {
+    "other version": (3, 2, "error: ppo_repro: rank 3 on {host} has 0, ", "environment.__version__ = '0'"),
+    "a judge that fails": (
+        3, 3, "stopped: rank 3 on {host}: no judge; ", "loop.score_rollout = lambda *a: fail(UserError('no judge'))"
+    ),
+    "a fault": (3, 3, "stopped: rank 3 on {host}: a fault; ", "loop.score_rollout = lambda *a: fail(ValueError('a fault'))"),
+    "full disk": (
+        0, 2, "error: run.json: cannot be used (full)",
+        "writer.RunWriter.append = lambda *a: fail(OSError(28, 'full', 'run.json'))",
+    ),
+}  # fmt: skip
+BROKEN = """
+from ppo_repro import loop
+from ppo_repro.base.errors import UserError
+from ppo_repro.commands import cli
+from ppo_repro.records import writer
+from ppo_repro.runs import environment
+
+def fail(error):
+    raise error
+
+{change}
+cli.main()
+"""
+
+
+@slow
+@pytest.mark.parametrize("case", BREAKS)
+def test_a_rank_that_differs_or_fails_is_named_and_ends_the_others(case: str, tmp_path: Path) -> None:
+    broken, code, line, change = BREAKS[case]
+    words = ["run", str(TINY), "--out", str(tmp_path), *sets(*QUICK)]
+    ranks = [["-m", "ppo_repro", *words] for _ in range(4)]
+    ranks[broken] = ["-c", BROKEN.format(change=change), *words]
+    ended = end(start_ranks(*ranks))
+    assert ended[0].code == code, ended
+    assert ended[0].errors[0].startswith(line.format(host=HOST)), ended[0].errors
+    assert all(rank.code for rank in ended)
+    if case == "full disk":
+        assert [rank.code for rank in ended[1:]] == [RankLost.EXIT_CODE] * 3
 
 
 @slow

@@ -1,0 +1,69 @@
+"""The memory plan of several processes: what each of them needs, what it sends, and how long a step takes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.benchmarks import cards, peak
+from ppo_repro.config.files import load_config
+from ppo_repro.runs.plan import FLOAT, plan_run, step_seconds
+from tests.support.cli import Cli, sets
+from tests.support.paths import ROOT, SMALL
+from tests.support.ranks import end, start_ranks
+from tests.support.runs import small_config
+
+PAGE = ROOT / "ppo_repro" / "runs" / "machines.md"
+FILES = 200_000_000  # of PROCESS: mapped files
+TRAINS_ALL = ("value={kind: separate, learning_rate: 1e-5}", "advantages={kind: gae}", "kl={placement: loss}")
+
+
+def test_processes_divide_moments_and_send_a_share_of_the_weights_twice(cli: Cli) -> None:
+    alone, config = plan_run(small_config()), small_config()
+    trained = sum(model.trained for model in alone.models)
+    collected = sum(model.collected for model in alone.models)
+    assert alone.sent == 0
+    for processes in (2, 4, 8):
+        plan = plan_run(config, processes)
+        assert plan.rows["moments"]["update"] == 8 * -(-trained // processes)
+        assert plan.rows["all moments"] == {"saving": alone.rows["moments"]["update"]}
+        assert plan.sent == FLOAT * (collected + trained) * (processes - 1) // processes
+    found = cli.json("plan", SMALL, "--processes", "8", "--tokens", "1e3", "--bandwidth", "1e6")
+    assert found["step_seconds"] == step_seconds(config, plan, 1e3, 1e6)
+    assert found["sent"] == plan.sent
+    tokens = -(-config.ppo.minibatch_size // 8) * (config.numerics.max_context - 1)
+    assert found["step_seconds"] == tokens / 1e3 + plan.sent / 1e6
+
+
+def test_rates_that_say_no_time_are_refused(cli: Cli) -> None:
+    assert cli.refusal("plan", SMALL, "--tokens", "5") == "error: --tokens, --bandwidth: the time of a step needs both"
+    assert "must be a number above 0" in cli.refusal("plan", SMALL, "--tokens", "0", "--bandwidth", "1")
+
+
+@pytest.mark.slow
+def test_the_page_has_the_computed_table() -> None:
+    assert "\n".join(cards.table()) in PAGE.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_each_process_needs_what_was_planned(processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # glibc keeps no freed blocks
+    peak.make_folder(tmp_path / "model", layers=4, vocab_size=16384, hidden=896)
+    changed = (*TRAINS_ALL, *peak.SHORT, "ppo.minibatch_size=4", "rollout.prompts_per_iteration=8")
+    changed = (*changed, "layout.update_micro_batch=1", f"model.path={tmp_path}/model")
+    command = ["-m", "ppo_repro", "run", str(peak.CONFIG), "--out", str(tmp_path / "runs"), *sets(*changed)]
+    ranks = start_ranks(*[command] * processes)
+    most = [0] * processes
+    while any(rank.poll() is None for rank in ranks):
+        for number, rank in enumerate(ranks):
+            most[number] = max(most[number], peak.anonymous_bytes(rank.pid))
+        time.sleep(peak.INTERVAL)
+    assert [ended.code for ended in end(ranks)] == [0] * processes
+    planned = plan_run(load_config(peak.CONFIG, changed), processes).peak - FILES
+    print(json.dumps({"processes": processes, "planned": planned, "measured": most}))
+    assert most == [pytest.approx(planned, rel=0.1)] * processes

@@ -205,7 +205,9 @@ BREAKS = {
     "a judge that fails": (
         3, 3, "stopped: rank 3 on {host}: no judge; ", "loop.score_rollout = lambda *a: fail(UserError('no judge'))"
     ),
-    "a fault": (3, 3, "stopped: rank 3 on {host}: a fault; ", "loop.score_rollout = lambda *a: fail(ValueError('a fault'))"),
+    "a fault": (
+        3, 3, "stopped: rank 3 on {host}: a fault; ", "loop.score_rollout = lambda *a: fail(ValueError('a fault'))"
+    ),
     "full disk": (
         0, 2, "error: run.json: cannot be used (full)",
         "writer.RunWriter.append = lambda *a: fail(OSError(28, 'full', 'run.json'))",

@@ -40,11 +40,11 @@ DRAWS = 2000
 SPREAD = "mean ± half of the 95 % Student interval"
 
 
-def interval(values: pd.Series) -> str:
+def interval(values: pd.Series, form: str = "{:.3f}") -> str:
     """Return mean and half width of the 95 % Student interval as text; only the mean if the values do not vary."""
     estimate = one_sample(values.to_numpy(np.float64))
     half = t_interval(estimate, 0.95)[1] - estimate.mean
-    return f"{estimate.mean:.3f}" if math.isnan(half) else f"{estimate.mean:.3f} ± {half:.3f}"
+    return form.format(estimate.mean) + ("" if math.isnan(half) else f" ± {form.format(half)}")
 
 
 def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
@@ -53,7 +53,12 @@ def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
     table = []
     for point, group in cells.groupby("point", sort=False):
         means = {name: FORMATS[name].format(group[name].mean()) for name in MEASURES if name != measure}
-        row = {axes: point, "seeds": len(group), f"{measure}, {SPREAD}": interval(group[measure]), **means}
+        row = {
+            axes: point,
+            "seeds": len(group),
+            f"{measure}, {SPREAD}": interval(group[measure], FORMATS[measure]),
+            **means,
+        }
         table.append({**row, "fingerprints": group["fingerprint"].nunique()})
     return pd.DataFrame(table)
 
@@ -109,14 +114,15 @@ def markdown(table: pd.DataFrame) -> str:
 
 def report(cells: pd.DataFrame, measure: str, against: str) -> str:
     """Return the printed tables as Markdown."""
-    compared = comparisons(cells, measure, against)
+    compared, signed = comparisons(cells, measure, against), FORMATS[measure].replace(":", ":+")
     paragraphs = [markdown(rows(cells, measure))]
     if len(compared):
         differences = pd.DataFrame(
             {
                 "setting": compared["point"],
                 f"{measure} minus {measure} of {against}, 95 % interval": [
-                    f"{row.difference:+.3f} [{row.low:+.3f}, {row.high:+.3f}]" for row in compared.itertuples()
+                    f"{signed} [{signed}, {signed}]".format(row.difference, row.low, row.high)
+                    for row in compared.itertuples()
                 ],
                 "p, paired t-test": [f"{p:.4f}" for p in compared["p"]],
                 "p, Holm": [f"{p:.4f}" for p in compared["Holm"]],

@@ -132,10 +132,8 @@ def snippet(query: Query, runs: Sequence[Run]) -> str:
         }
         table = RESPONSES.format(**files)
         parts.append(f"select {literal(run.name)} as run, * from (\n{table}\n) where iteration < {run.read}")
-    values = list(query.values)
+    values = list(query.values if query.run is None else query.values[:-1])  # the run is the last condition
     where = query.where.replace("run = ?", "true")
-    if query.run is not None:
-        values.remove(query.run)
     table = "\nunion all\n".join(parts)
     sql = f"with responses as (\n{table}\n)\nselect * from responses\nwhere {where}\n"
     sql += f"order by {query.order}, run, iteration, sequence"

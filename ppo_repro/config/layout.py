@@ -40,7 +40,8 @@ class CheckpointConfig(Section):
     """The iterations after which an ended run can be resumed. No field here changes a result."""
 
     every: Index | Literal["auto"] = Field(
-        "auto", description="After every n-th iteration; 0: never; `auto`: 10 up to 10 million parameters, else 0."
+        "auto",
+        description="After every n-th iteration; 0: never; `auto`: 10, or 0 in short runs or above 10 million weights.",
     )
     keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
     final_state: bool = Field(True, description="Keep the optimizers' moments at the end, 8 bytes a trained weight.")

@@ -135,6 +135,11 @@ QUERIES: list[tuple[dict[str, str], str]] = [
         {"advantage_max": "0", "length_min": "2", "prompt": "1+"},
         "advantage <= 0 and length >= 2 and prompt.str.contains('1+', regex=False)",
     ),
+    # three values that are equal: 0.0, False and the run's number
+    (
+        {"score_min": "0", "length_min": "2", "correct": "no", "run": "0"},
+        "score >= 0 and length >= 2 and not is_correct",
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis.grids.outcomes import MEASURES, measures_of, outcomes
-from ppo_repro.analysis.grids.table import comparisons, rank_correlation
+from ppo_repro.analysis.grids.table import comparisons, rank_correlation, report
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli
@@ -40,6 +40,14 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
         comparisons(found, "accuracy", "q")
     with pytest.raises(UserError, match=r"^y and x have different seeds"):
         comparisons(found.drop(index=3), "accuracy", "x")
+
+
+def test_a_measure_has_the_digits_of_its_size() -> None:
+    """Measures of 1e-6 would all be 0.000."""
+    small = {"x": [1e-6, 1.2e-6, 1.1e-6], "y": [3e-6, 3.3e-6, 3.6e-6]}
+    said = report(grid_of({"x": [0.5] * 3, "y": [0.5] * 3}, k3=small), "k3", "x")
+    assert "| x | 3 | 1.1e-06 ± 2.5e-07 |" in said
+    assert "| y | +2.2e-06 [+1.5e-06, +2.9e-06] |" in said
 
 
 def test_the_rank_correlation_is_of_the_settings_and_its_interval_of_the_seeds() -> None:

@@ -193,7 +193,10 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ),
         ),
     ),
-    "a gradient that passes by the norms after": ("model.c", (("  return d_result;", "  return dy;"),)),
+    "a scaled gradient passes by the norms after": (
+        "model.c",
+        (("if (!l->norms_after) return dy;", "if (!l->norms_after || scale != 1.0f) return dy;"),),
+    ),
     "norms of queries and keys without their offset": (
         "heads.c",
         (("    norm(m->head_norm, m->eps, w", "    norm(NORM_RMS, m->eps, w"),),

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,20 +28,19 @@ from tests.support.resume import require_as_uninterrupted
 from tests.support.runs import DPO, recorded_iterations, run_below
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root, and ip"),
+]
 QUICK = "model.warm_start_steps=4"
 REWARD = "from words import length\n\ndef shorter(prompt, response, answer):\n    return -length(response)\n"
 
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
-    try:
-        context = two_machines()
-        found = context.__enter__()
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network namespaces: {error}")
-    yield found
-    context.__exit__(None, None, None)
+    with two_machines() as found:
+        yield found
 
 
 def logs(folder: Path) -> tuple[str, str]:

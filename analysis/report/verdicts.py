@@ -12,7 +12,7 @@ from ppo_repro.analysis.report.facts import Facts
 from ppo_repro.analysis.report.markup import number, share
 from ppo_repro.analysis.report.page import Verdict
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.rollout import SamplerFaults, TrainerFaults
+from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ppo.draws import Draws
 from ppo_repro.records.folder import load_recorded_config

@@ -20,7 +20,8 @@ from ppo_repro.config.algorithm import (
     ValueConfig,
 )
 from ppo_repro.config.layout import CheckpointConfig, LayoutConfig, RecordsConfig
-from ppo_repro.config.rollout import MismatchConfig, RolloutConfig
+from ppo_repro.config.mismatch import MismatchConfig
+from ppo_repro.config.rollout import RolloutConfig
 from ppo_repro.config.section import (
     CheckedFunction,
     Count,

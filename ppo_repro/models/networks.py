@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.mode import Mode, is_deterministic_mode
 from ppo_repro.base.seeding import bell
-from ppo_repro.config.rollout import SamplerPrecision
+from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.numerics.families import attention_of, check_visibility, decoder_layers, routers, trunk_of
 from ppo_repro.numerics.gradient_sums import GradientSums

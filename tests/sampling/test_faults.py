@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import words
 from ppo_repro.base.watcher import Watcher
-from ppo_repro.config.rollout import TrainerFaults
+from ppo_repro.config.mismatch import TrainerFaults
 from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.sampling.faults.logits import biased

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.config.rollout import MismatchConfig
+from ppo_repro.config.mismatch import MismatchConfig
 from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
 from ppo_repro.models.state import TrainState
 from ppo_repro.sampling.faults.retokenizing import RetokenizingEngine

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import words
 from ppo_repro.buffers import Rollout
-from ppo_repro.config.rollout import TrainerFaults
+from ppo_repro.config.mismatch import TrainerFaults
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import HiddenHook, Stream, unchanged
 

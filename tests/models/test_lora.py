@@ -143,7 +143,7 @@ def test_shared_or_copied_the_same_bits_are_trained(kind: str, architecture: str
 
 # ------------------------------------------------------------------------------------------------- beside the real peft
 
-OF_PEFT = ("qwen3", "gpt2", "gpt_neox")
+OF_PEFT = ("qwen3", "gpt2", "gpt_neox", pytest.param("phi3", marks=pytest.mark.slow))
 
 
 @modes

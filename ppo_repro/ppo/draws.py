@@ -11,7 +11,7 @@ Two statistics need nothing but the distribution p of each token:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ Floats = npt.NDArray[np.float64]
 # a sampler is suspected beyond so many standard errors, or if its levels have at most the probability of as many
 CLEAR = 4.5
 CHANCE = math.erfc(CLEAR / math.sqrt(2))
+ROUNDED = 1e-3  # share of the tokens
 # the tails (1 - 2^-k, 1) whose levels are counted
 TAILS = np.arange(1, 15)
 
@@ -38,6 +39,7 @@ class Draws:
     levels: int  # tokens whose level is known
     in_tails: tuple[int, ...]  # levels above 1 - 2^-k, for each k of TAILS
     highest: float  # largest probability of the tokens that are likelier than a drawn one
+    impossible: int  # drawn tokens of probability 0, as outside of a cut
 
     def __add__(self, other: Draws) -> Draws:
         return Draws(
@@ -49,6 +51,7 @@ class Draws:
             levels=self.levels + other.levels,
             in_tails=tuple(map(sum, zip(self.in_tails, other.in_tails, strict=True))),
             highest=max(self.highest, other.highest),
+            impossible=self.impossible + other.impossible,
         )
 
     @property
@@ -83,10 +86,18 @@ class Draws:
     @property
     def is_wrong(self) -> bool:
         """Return whether the tokens were clearly drawn from other distributions."""
-        return abs(self.z) >= CLEAR or min(self.tail_probabilities) <= CHANCE
+        return self.are_impossible or abs(self.z) >= CLEAR or min(self.tail_probabilities) <= CHANCE
+
+    @property
+    def are_impossible(self) -> bool:
+        """Return whether more tokens have probability 0 than rounding can move across the end of a cut."""
+        return self.impossible > max(1.0, ROUNDED * self.tokens)
 
     def sentence(self) -> str:
         """Return one sentence on the draws: what is wrong with them, or what would have been found."""
+        if self.are_impossible:
+            count = self.tokens + self.impossible
+            return f"{self.impossible:,} of {count:,} tokens have probability 0: does the sampler make the given cuts?"
         if not self.tokens:
             return "no sampled token has an entropy, so draws cannot be judged"
         numbers = f"mean log p + entropy {self.mean:+.2g} ± {self.error:.2g} nats"
@@ -113,7 +124,7 @@ class Draws:
         return f"; {' or '.join(said)} would have been found" if said else ""
 
 
-NONE = Draws(0, 0.0, 0.0, 0.0, 0.0, 0, (0,) * len(TAILS), 0.0)
+NONE = Draws(0, 0.0, 0.0, 0.0, 0.0, 0, (0,) * len(TAILS), 0.0, 0)
 
 
 def draws_of(
@@ -137,12 +148,12 @@ def draws_of(
         seed: of the uniform numbers v.
 
     Returns:
-        The sums. Tokens with numbers that are not finite do not count.
+        The sums. Tokens of probability 0 are counted apart; NaN does not count.
     """
     logp, entropy = np.asarray(logprobs, np.float64), np.asarray(entropies, np.float64)
-    usable = np.isfinite(logp) & np.isfinite(entropy)
+    usable, impossible = np.isfinite(logp) & np.isfinite(entropy), int(np.isneginf(logp).sum())
     if not usable.any():
-        return NONE
+        return replace(NONE, impossible=impossible)
     logp, entropy, owner = (
         logp[usable],
         entropy[usable],
@@ -168,4 +179,5 @@ def draws_of(
         levels=levels,
         in_tails=in_tails,
         highest=highest,
+        impossible=impossible,
     )

@@ -6,7 +6,7 @@ A sampler that draws with top-p 0.9 and reports log-probs of all tokens has righ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ppo_repro.ppo.draws import CHANCE, NONE, Draws, draws_of
 from ppo_repro.testing.audit.variants import DEFINITIONS, Row, Sampling, cut, own
+from ppo_repro.testing.audit.ways import Subject
+from ppo_repro.testing.dumps import Response
 
 # a cause explains wrong draws if it makes them e^10 times as likely; one within e^3 of the best is named beside it
 ENOUGH, ALIKE = 10.0, 3.0
@@ -24,6 +26,7 @@ TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)  #
 class Tally:
     """What the drawn tokens are in their distributions, response by response, of a dump."""
 
+    left_out: tuple[int, ...] = ()  # tokens that the dump does not have: it is judged among the others
     logprobs: list[Tensor] = field(default_factory=list)  # log p(token), float64 [k] each
     entropies: list[Tensor] = field(default_factory=list)
     cumulative: list[Tensor] = field(default_factory=list)  # probability of the tokens at least as likely
@@ -36,7 +39,7 @@ class Tally:
         """Add k tokens of response `owner`: logits [k, V] of their distributions, ids [k], and which ones count [k]."""
         if not bool(counts.any()):
             return
-        log_p = logits[counts].log_softmax(-1)
+        log_p = among_others(logits[counts], self.left_out).log_softmax(-1)
         p, at = log_p.exp(), targets[counts][:, None]
         mine = log_p.gather(-1, at)
         ids = torch.arange(log_p.shape[-1], device=log_p.device)
@@ -72,14 +75,32 @@ class Tally:
         """Return whether the tokens were clearly drawn from other distributions."""
         return self.draws().is_wrong or self.banned()[1] >= -math.log(CHANCE)
 
-    def likelihood(self) -> float:
-        """Return the sum of log p(token), nats."""
-        return float(torch.cat(self.logprobs).sum()) if self.logprobs else -math.inf
+    def likelihood(self) -> tuple[int, float]:
+        """Return minus the number of tokens of probability 0, and the sum of the other log-probs, nats."""
+        logprobs = torch.cat(self.logprobs) if self.logprobs else torch.empty(0)
+        possible = logprobs > -math.inf
+        return int(possible.sum()) - len(logprobs), float(logprobs[possible].sum())
 
 
 def drawn_from(tallies: Mapping[str, Tally]) -> str:
     """Return the distribution, by its name in DEFINITIONS, that makes the drawn tokens likeliest."""
     return max(tallies, key=lambda name: tallies[name].likelihood())
+
+
+def among_others(logits: Tensor, left_out: Sequence[int]) -> Tensor:
+    """Return logits [k, V] of the distribution that never has some tokens."""
+    return logits.index_fill(-1, torch.tensor(left_out, dtype=torch.long, device=logits.device), -math.inf)
+
+
+def left_out_of(subject: Subject, responses: Sequence[Response]) -> tuple[int, ...]:
+    """Return the end tokens if no response has one, as in a dump of texts."""
+    model = subject.model
+    others = (getattr(of, "eos_token_id", None) for of in (model.config, model.generation_config))
+    ends = {
+        i for ids in (subject.eos_token_id, *others) for i in (ids if isinstance(ids, list) else [ids]) if i is not None
+    }
+    there = {token for r in responses for token, counts in zip(r.response_ids, r.counts, strict=True) if counts}
+    return () if ends & there else tuple(sorted(ends))
 
 
 def sampled_definitions(sampling: Sampling) -> list[str]:
@@ -93,6 +114,7 @@ class Causes:
 
     def __init__(self, tally: Tally) -> None:
         """Begin with the smallest cuts that leave every drawn token."""
+        self.left_out = tally.left_out
         drawn = torch.cat(tally.logprobs).exp()
         top_p = float((torch.cat(tally.cumulative) - drawn).max()) + 1e-12
         top_k, min_p = int(torch.cat(tally.ranks).max()) + 1, float(torch.cat(tally.shares).min()) * (1 - 1e-9)
@@ -106,7 +128,8 @@ class Causes:
 
     def add(self, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
         """Add k tokens: logits [k, V] of their distributions, ids [k], and which ones count [k]."""
-        row_logits, ids = logits[counts], targets[counts]
+        at = torch.isfinite(logits.gather(-1, targets[:, None])[:, 0]) & counts  # none explains a token outside a cut
+        row_logits, ids = among_others(logits[at], self.left_out), targets[at]
         if not len(ids):
             return
         row = Row(row_logits, ids, (), (), None)  # type: ignore[arg-type]

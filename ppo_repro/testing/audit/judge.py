@@ -19,7 +19,7 @@ from ppo_repro.base.output import say
 from ppo_repro.models.stock import float64
 from ppo_repro.ppo.draws import Draws
 from ppo_repro.testing.audit.definitions import definitions_of, different_orders, order_of
-from ppo_repro.testing.audit.drawing import Causes, Tally, drawn_from, sampled_definitions
+from ppo_repro.testing.audit.drawing import Causes, Tally, drawn_from, left_out_of, sampled_definitions
 from ppo_repro.testing.audit.measure import RIGHT, rms
 from ppo_repro.testing.audit.reference import Recorded, numbers_of, references_of, rows_of
 from ppo_repro.testing.audit.side import Explained, Side, Unknown, judged
@@ -57,7 +57,7 @@ class Audit:
 def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -> Audit:
     """Judge both sides of a dump. Raises UserError if the dump cannot come from this model."""
     _check(subject, responses)
-    tallies = {name: Tally() for name in sampled_definitions(sampling)}
+    tallies = {name: Tally(left_out_of(subject, responses)) for name in sampled_definitions(sampling)}
     references = references_of(subject, responses, sampling, tallies)
     orders = different_orders(responses, references, sampling)
     definitions = orders or definitions_of(responses, references, sampling)

@@ -67,7 +67,19 @@ def _rows(run_dir: Path, iteration: int) -> pd.DataFrame:
     sides = ["rollout_logprobs", "old_logprobs"]
     columns = ["sequence", *sides]
     tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, allow_incomplete=True)
-    columns = ["prompt_ids", "response_ids"]
+    columns = ["prompt_ids", "response_ids", "episode_ids", "is_forced"]
     rows = reader.read_sequences(run_dir, iterations=[iteration], columns=columns, allow_incomplete=True)
     lists = tokens.groupby("sequence")[sides].agg(list)
-    return rows.assign(**{name: lists[name].to_list() for name in sides})
+    if rows["is_forced"].isna().all():
+        return rows.assign(**{name: lists[name].to_list() for name in sides})
+    # the environment's tokens are context, and have no log-probs
+    drawn = [[not forced for forced in of] for of in rows["is_forced"]]
+    wide = {name: [_spread(of, own) for of, own in zip(drawn, lists[name], strict=True)] for name in sides}
+    rows = rows.assign(response_ids=rows["episode_ids"], mask=pd.Series(drawn, rows.index))
+    return rows.assign(**{name: pd.Series(numbers, rows.index) for name, numbers in wide.items()})
+
+
+def _spread(drawn: list[bool], own: list[float]) -> list[float]:
+    """Return one number for each token of an episode: its own if it was drawn, else 0."""
+    numbers = iter(own)
+    return [next(numbers) if is_drawn else 0.0 for is_drawn in drawn]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.support import sglang_dumps
 from tests.support.cli import Cli, one_line
 from tests.support.language import run
 from tests.support.runs import small_config
+from tests.support.turns import turns_config
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,33 @@ def test_the_wrong_temperature_is_wrong(cli: Cli, dump: tuple[Path, Path]) -> No
     found = json.loads(out)
     assert code == 1
     assert found["trainer"]["cause"] == found["sampler"]["cause"] == "temperature 1 instead of 0.5"
+
+
+def test_a_run_of_several_turns_is_audited_in_its_contexts(cli: Cli, tmp_path: Path) -> None:
+    run_dir, _ = run(turns_config(tmp_path, "checkpoints.every=1", "ppo.iterations=1"), tmp_path / "runs", Silent())
+    forced = reader.read_sequences(run_dir)["is_forced"]
+    assert any(map(any, forced))
+    code, out, _ = cli("audit", run_dir)
+    assert (code, out.splitlines()[-1]) == (0, "verdict: both sides are right")
+    assert f"{sum(len(of) - sum(of) for of in forced):,} tokens of " in out.splitlines()[0]
+
+
+def test_a_sampler_without_the_given_cut_is_found(cli: Cli, dump: tuple[Path, Path]) -> None:
+    options = "audit", dump[0], "--model", dump[1], "--sampler-logprobs", "tempered", "--trainer-logprobs", "tempered"
+    assert cli(*options)[0] == 0
+    code, out, _ = cli(*options, "--top-k", "2")
+    assert code == 1
+    assert re.search(r"draws: \d+ of \d+ tokens have probability 0: does the sampler make the given cuts\?", out), out
+
+
+def test_a_dump_without_end_tokens_accuses_nobody_of_a_ban(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in dump[0].read_text().splitlines()]
+    cut = [{**row, **{name: row[name][:-1] for name in row if name != "prompt_ids"}} for row in rows]
+    path = tmp_path / "cut.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in cut if row["response_ids"]))
+    code, out, _ = cli("audit", path, "--model", dump[1], "--responses", "1000")
+    assert "a ban of token" not in out
+    assert code == 0, out
 
 
 def test_the_first_line_counts_the_responses_of_the_dump(cli: Cli, dump: tuple[Path, Path]) -> None:

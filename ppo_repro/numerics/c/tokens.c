@@ -28,11 +28,11 @@ ROW(scale_logits_row, LogitScale) {
 
 // definition: tokens.scale_logits_gradient
 ROW(scale_logits_gradient_row, LogitScale) {
-  const float *z = a->logits + (long)row * a->v;
-  const float *d = a->d_logits + (long)row * a->v;
-  float *gradient = a->gradient + (long)row * a->v;
+  const long at = (long)row * a->v;  // without a cap there may be no logits
+  const float *d = a->d_logits + at;
+  float *gradient = a->gradient + at;
   EACH(i, a->v) {
-    const float of_cap = a->cap ? d[i] * soft_cap_slope(z[i], a->cap) : d[i];
+    const float of_cap = a->cap ? d[i] * soft_cap_slope(a->logits[at + i], a->cap) : d[i];
     gradient[i] = of_cap / a->divisor;
   }
 }

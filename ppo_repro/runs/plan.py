@@ -214,6 +214,7 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
         "rollout": working,
         "scoring": models[0].packed + max(model.packed for model in models[1:]),
         "update": working + policy.packed(policy.struct.vocabulary) * config.kl.differentiates_exactly,
+        SAVING: working,
     }
     row, vocabulary = context - 1, policy.struct.vocabulary
     of_logits = [

@@ -111,7 +111,7 @@ def audit_command(options: argparse.Namespace) -> int:
     from ppo_repro.testing.audit.judge import audit
     from ppo_repro.testing.audit.lines import draw_fields, fields, lines, verdict
     from ppo_repro.testing.audit.load import last_matrices, load_model, load_tokenizer
-    from ppo_repro.testing.audit.variants import Sampling
+    from ppo_repro.testing.audit.stages import Sampling
     from ppo_repro.testing.audit.ways import Subject
 
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ppo_repro.testing.audit.distributions import DEFINITIONS, PROCESSED
 from ppo_repro.testing.audit.measure import RIGHT, rms
 from ppo_repro.testing.audit.reference import Reference, distances, numbers_of
-from ppo_repro.testing.audit.variants import DEFINITIONS, PROCESSED, Sampling
+from ppo_repro.testing.audit.stages import Sampling
 from ppo_repro.testing.dumps import Response
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.ppo.draws import CHANCE, NONE, Draws, draws_of
-from ppo_repro.testing.audit.variants import DEFINITIONS, Row, Sampling, cut, own
+from ppo_repro.testing.audit.distributions import DEFINITIONS, cut, own
+from ppo_repro.testing.audit.stages import Sampling
 from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.dumps import Response
 
@@ -132,13 +133,12 @@ class Causes:
         row_logits, ids = among_others(logits[at], self.left_out), targets[at]
         if not len(ids):
             return
-        row = Row(row_logits, ids, (), (), None)  # type: ignore[arg-type]
-        plain = own(row, row_logits)
+        plain = own(ids, row_logits)
         hypotheses = {name: cut(row_logits, k, p, m) for name, (k, p, m) in self.cuts.items()}
         for times in TEMPERATURES:
             hypotheses[f"temperature {times:g}"] = row_logits / times
         for name, changed in hypotheses.items():
-            self.gains[name] = self.gains.get(name, 0.0) + float((own(row, changed) - plain).sum())
+            self.gains[name] = self.gains.get(name, 0.0) + float((own(ids, changed) - plain).sum())
 
     def words(self) -> str:
         """Return the causes that make the draws much likelier, the best first; "" if none does."""

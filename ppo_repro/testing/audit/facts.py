@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.testing.audit.measure import Stored
-from ppo_repro.testing.audit.variants import Numbers
+from ppo_repro.testing.audit.stages import Numbers
 from ppo_repro.testing.dumps import Response
 
 MANY = 0.8  # of the tokens after a point that have to differ

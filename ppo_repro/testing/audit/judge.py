@@ -19,11 +19,12 @@ from ppo_repro.base.output import say
 from ppo_repro.models.stock import float64
 from ppo_repro.ppo.draws import Draws
 from ppo_repro.testing.audit.definitions import definitions_of, different_orders, order_of
+from ppo_repro.testing.audit.distributions import DEFINITIONS
 from ppo_repro.testing.audit.drawing import Causes, Tally, drawn_from, left_out_of, sampled_definitions
 from ppo_repro.testing.audit.measure import RIGHT, rms
-from ppo_repro.testing.audit.reference import Recorded, numbers_of, references_of, rows_of
+from ppo_repro.testing.audit.reference import Recorded, numbers_of, pieces_of, references_of
 from ppo_repro.testing.audit.side import Explained, Side, Unknown, judged
-from ppo_repro.testing.audit.variants import DEFINITIONS, Numbers, Sampling
+from ppo_repro.testing.audit.stages import Numbers, Sampling
 from ppo_repro.testing.audit.ways import Subject, positions, vocabulary
 from ppo_repro.testing.dumps import Response
 
@@ -104,8 +105,8 @@ def _causes(subject: Subject, responses: Sequence[Response], sampling: Sampling,
     name = drawn_from(tallies)
     causes = Causes(tallies[name])
     with float64(subject.model):
-        for _, row, counts in rows_of(subject.model, responses, is_wide=True):
-            causes.add(DEFINITIONS[name].change(row, sampling, row.logits, 0.0), row.targets, counts)
+        for _, piece, counts in pieces_of(subject.model, responses, is_wide=True):
+            causes.add(DEFINITIONS[name].change(piece, sampling, piece.logits, 0.0), piece.targets, counts)
     return causes.words()
 
 

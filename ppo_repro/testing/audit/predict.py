@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.distributions import own
 from ppo_repro.testing.audit.forward import States, pieces, states
-from ppo_repro.testing.audit.variants import Change, Numbers, Row, Sampling, Variant, own
+from ppo_repro.testing.audit.stages import Change, Numbers, RecordedPiece, Sampling, Variant
 from ppo_repro.testing.audit.ways import Fed, fed
 from ppo_repro.testing.dumps import Response
 
@@ -58,7 +59,7 @@ class Predictor:
         self.sampling, self.definition = sampling, definition
         self._made: tuple[str, PreTrainedModel] = ("", model)
         self._states: dict[Hashable, list[tuple[States, Tensor]]] = {}
-        self._rows: dict[tuple[str, str, Tokens], list[list[Row]]] = {}  # by window, in pieces
+        self._of_windows: dict[tuple[str, str, Tokens], list[list[RecordedPiece]]] = {}  # by window, in pieces
         self._own: dict[Hashable, list[Tensor]] = {}  # log-probs of the targets, by window
         self._logp: tuple[Hashable, list[list[Tensor]]] = (None, [])  # of all tokens, the last ones
 
@@ -74,7 +75,7 @@ class Predictor:
                 values = torch.full_like(values, math.nan)
                 values[at] = parts[k]
             if unit.change is not None:
-                values = unit.change(self.rows(NONE, NONE, tokens)[k][0], self.sampling, values, x)
+                values = unit.change(self.pieces(NONE, NONE, tokens)[k][0], self.sampling, values, x)
             found.append(values[at])
         return found
 
@@ -86,43 +87,44 @@ class Predictor:
         change, pick = changed.change or self.definition, wanted.change
         key = weights.words, way.words, tokens, changed.words, x
 
-        def scaled(row: Row) -> Tensor:
-            return change(row, self.sampling, row.logits, x)
+        def scaled(piece: RecordedPiece) -> Tensor:
+            return change(piece, self.sampling, piece.logits, x)
 
         if pick is None:
             if key not in self._own:
-                windows = self.rows(weights, way, tokens)
-                self._own[key] = [torch.cat([own(row, scaled(row)).double() for row in rows]) for rows in windows]
+                windows = self.pieces(weights, way, tokens)
+                self._own[key] = [
+                    torch.cat([own(piece.targets, scaled(piece)).double() for piece in parts]) for parts in windows
+                ]
             return self._own[key]
-        windows = self.rows(weights, way, tokens)
+        windows = self.pieces(weights, way, tokens)
         if self._logp[0] != key:
-            self._logp = key, [[scaled(row).log_softmax(-1) for row in rows] for rows in windows]
-        pairs = zip(windows, self._logp[1], strict=True)
+            self._logp = key, [[scaled(piece).log_softmax(-1) for piece in parts] for parts in windows]
         return [
-            torch.cat([pick(row, self.sampling, logp, y).double() for row, logp in zip(rows, parts, strict=True)])
-            for rows, parts in pairs
+            torch.cat([pick(piece, self.sampling, logp, y).double() for piece, logp in zip(parts, logps, strict=True)])
+            for parts, logps in zip(windows, self._logp[1], strict=True)
         ]
 
-    def rows(self, weights: Variant, way: Variant, tokens: Tokens) -> list[list[Row]]:
-        """Return the rows of logits of each window."""
+    def pieces(self, weights: Variant, way: Variant, tokens: Tokens) -> list[list[RecordedPiece]]:
+        """Return the pieces of logits of each window."""
         key = weights.words, way.words, tokens
-        if key not in self._rows:
-            for other in [k for k in self._rows if any(k[:2])]:
-                del self._rows[other]
+        if key not in self._of_windows:
+            for other in [k for k in self._of_windows if any(k[:2])]:
+                del self._of_windows[other]
             of_windows, windows = self._hidden(weights, way, tokens), tokens.windows
             joined = replace(of_windows[0][0], values=torch.cat([x.values for x, _ in of_windows]))
             with self._as_computed(weights, way, tokens):
                 logits = joined.logits(self._of(weights))
             by_window = logits.to(_precision(weights, way, tokens)).split([w.end - w.start for w in windows])
             triples = zip(windows, by_window, of_windows, strict=True)
-            self._rows[key] = [list(self._pieces(w, x, targets)) for w, x, (_, targets) in triples]
-        return self._rows[key]
+            self._of_windows[key] = [list(self._cut(w, x, targets)) for w, x, (_, targets) in triples]
+        return self._of_windows[key]
 
-    def _pieces(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[Row]:
+    def _cut(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[RecordedPiece]:
         r = self.responses[w.response]
         for at in pieces(*logits.shape):
             before = r.response_ids[: w.start + at.start]
-            yield Row(logits[at], targets[at], r.prompt_ids, before, self.numbers[w.response])
+            yield RecordedPiece(logits[at], targets[at], r.prompt_ids, before, self.numbers[w.response])
 
     def _hidden(self, weights: Variant, way: Variant, tokens: Tokens) -> list[tuple[States, Tensor]]:
         """Return the states that predict each window's tokens, and the targets, which a way may change."""

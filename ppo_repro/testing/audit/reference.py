@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.distributions import DEFINITIONS, distinct, own
 from ppo_repro.testing.audit.drawing import Tally
 from ppo_repro.testing.audit.forward import Progress, pieces, states
 from ppo_repro.testing.audit.measure import rms
-from ppo_repro.testing.audit.variants import DEFINITIONS, Numbers, Row, Sampling, distinct, own
+from ppo_repro.testing.audit.stages import Numbers, Piece, Sampling
 from ppo_repro.testing.audit.ways import Subject, fed
 from ppo_repro.testing.dumps import Response
 
@@ -80,14 +81,12 @@ def largest_error(model: PreTrainedModel, side: Recorded, some: Sequence[int]) -
     return max([reference.largest, *(float(x[x.isfinite()].abs().amax(0)) for x in apart if len(x[x.isfinite()]))])
 
 
-def rows_of(model: PreTrainedModel, responses: Sequence[Response], is_wide: bool) -> Iterator[tuple[int, Row, Tensor]]:
-    """Yield the tokens of each response in rows: its index, the row, and which tokens of the row count.
-
-    The recorded numbers of the rows are empty.
-    """
+def pieces_of(
+    model: PreTrainedModel, responses: Sequence[Response], is_wide: bool
+) -> Iterator[tuple[int, Piece, Tensor]]:
+    """Yield the tokens of each response in pieces: its index, the piece, and which of its tokens count."""
     progress = Progress(f"responses in float{64 if is_wide else 32}", len(responses))
     passes = [fed(r.prompt_ids, r.response_ids) for r in responses]
-    none = torch.empty(0)
     for i, of_tokens in states(model, passes, is_wide):
         r, length = responses[i], len(responses[i].response_ids)
         ids, counts = (torch.tensor(values, device=model.device) for values in (r.response_ids, r.counts))
@@ -96,8 +95,7 @@ def rows_of(model: PreTrainedModel, responses: Sequence[Response], is_wide: bool
             for at in pieces(*logits.shape):
                 here = slice(start + at.start, start + at.stop)
                 before = r.response_ids[: here.start]
-                row = Row(logits[at].double(), ids[here], r.prompt_ids, before, Numbers(none, none, none, none))
-                yield i, row, counts[here]
+                yield i, Piece(logits[at].double(), ids[here], r.prompt_ids, before), counts[here]
         progress.step()
 
 
@@ -110,12 +108,12 @@ def _logprobs(
 ) -> dict[str, list[Tensor]]:
     """Return the log-probs [n] float64 of each response by each definition; with `tallies` the model is in float64."""
     found: dict[str, list[list[Tensor]]] = {name: [[] for _ in responses] for name in names}
-    for i, row, counts in rows_of(model, responses, tallies is not None):
+    for i, piece, counts in pieces_of(model, responses, tallies is not None):
         for name in names:
-            logits = DEFINITIONS[name].change(row, sampling, row.logits, 0.0)
-            found[name][i].append(own(row, logits).cpu())
+            logits = DEFINITIONS[name].change(piece, sampling, piece.logits, 0.0)
+            found[name][i].append(own(piece.targets, logits).cpu())
             if tallies and name in tallies:
-                tallies[name].add(i, logits, row.targets, counts)
+                tallies[name].add(i, logits, piece.targets, counts)
     return {name: [torch.cat(parts) for parts in of] for name, of in found.items()}
 
 

@@ -18,6 +18,7 @@ import torch
 from scipy.optimize import least_squares
 from torch import Tensor
 
+from ppo_repro.testing.audit.distributions import DEFINITIONS, tempered
 from ppo_repro.testing.audit.forward import Progress
 from ppo_repro.testing.audit.measure import (
     ALIKE,
@@ -37,8 +38,8 @@ from ppo_repro.testing.audit.measure import (
 )
 from ppo_repro.testing.audit.predict import NONE, Predictor, Steps, Tokens, Window
 from ppo_repro.testing.audit.reference import Recorded
+from ppo_repro.testing.audit.stages import Numbers, Rounding, Variant
 from ppo_repro.testing.audit.table import table
-from ppo_repro.testing.audit.variants import DEFINITIONS, Numbers, Rounding, Variant, tempered
 from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.dumps import Response
@@ -249,9 +250,9 @@ def _with_parameters(case: Case, rows: tuple[Variant, ...]) -> Steps | None:
         return plain
     fitted, stage = rows[index], {row.stage: row for row in rows}
     assert fitted.candidates is not None
-    windows = case.predictor.rows(stage.get("weights", NONE), stage.get("input", NONE), case.few)
+    windows = case.predictor.pieces(stage.get("weights", NONE), stage.get("input", NONE), case.few)
     pairs = zip(windows, case.few.windows, strict=True)
-    logits = [replace(row, numbers=case.numbers[w.response]) for of_window, w in pairs for row in of_window]
+    logits = [replace(piece, numbers=case.numbers[w.response]) for of_window, w in pairs for piece in of_window]
     values = fitted.candidates(logits, case.predictor.sampling)[: fitted.in_pairs if len(rows) > 1 else None]
     options = [(*plain[:index], (fitted, x), *plain[index + 1 :]) for x in values]
     left = [(rms(r), k) for k, steps in enumerate(options) if (r := _left(case, steps, case.few)) is not None]

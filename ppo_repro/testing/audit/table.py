@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.options.option import computed
-from ppo_repro.testing.audit.variants import VARIANTS, Change, Sampling, Variant
+from ppo_repro.testing.audit.stages import Change, Sampling, Variant
+from ppo_repro.testing.audit.variants import VARIANTS
 from ppo_repro.testing.audit.ways import Subject, ways
 from ppo_repro.testing.dumps import Response
 

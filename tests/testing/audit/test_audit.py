@@ -29,12 +29,14 @@ from transformers import (
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.audit import forward, measure, reference, search, side
+from ppo_repro.testing.audit.distributions import DEFINITIONS
 from ppo_repro.testing.audit.judge import Audit, audit
 from ppo_repro.testing.audit.lines import lines
 from ppo_repro.testing.audit.reference import Recorded, Reference
 from ppo_repro.testing.audit.side import Explained
+from ppo_repro.testing.audit.stages import Numbers, Piece, Sampling, Variant
 from ppo_repro.testing.audit.table import table
-from ppo_repro.testing.audit.variants import DEFINITIONS, VARIANTS, Numbers, Row, Sampling, Variant
+from ppo_repro.testing.audit.variants import VARIANTS
 from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.diagnosis.diagnose import ROWS
@@ -138,7 +140,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
     generator = seeded(3)
 
     def draw(logits: Tensor) -> int:
-        row = Row(logits[None].double(), torch.zeros(1, dtype=torch.int64), (), (), None)  # type: ignore[arg-type]
+        row = Piece(logits[None].double(), torch.zeros(1, dtype=torch.int64), (), ())
         if isinstance(sampler, str):
             changed = row.logits.clone() / TEMPERATURE
             changed[0, 68] = -math.inf
@@ -209,7 +211,7 @@ def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float,
     recorded = Recorded("sampler", responses, Sampling(TEMPERATURE), "tempered", known, numbers)
     case = search.case_of(Subject(made.model, {}), recorded, range(len(numbers)))
 
-    def change(row: Row, sampling: Sampling, logits: Tensor, x: float) -> Tensor:
+    def change(piece: Piece, sampling: Sampling, logits: Tensor, x: float) -> Tensor:
         return logits / x if x >= least else torch.full_like(logits, math.nan)
 
     row = Variant("a temperature", "distribution", "temperature", change, candidates=lambda *_: (1.0,), refine=True)

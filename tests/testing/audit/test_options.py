@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.judge import Audit, audit
-from ppo_repro.testing.audit.variants import Sampling
+from ppo_repro.testing.audit.stages import Sampling
 from ppo_repro.testing.audit.ways import Subject
 from tests.testing.audit.families import FAMILIES, made
 from tests.testing.audit.material import Material

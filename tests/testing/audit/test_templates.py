@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.tasks.tokenizer import train_bpe
 from ppo_repro.testing.audit.judge import audit
+from ppo_repro.testing.audit.stages import Sampling
 from ppo_repro.testing.audit.templates import BARE, CUED_TWICE, DEFAULT, NO_DEFAULT, NO_SYSTEM, TWICE, UNCUED
-from ppo_repro.testing.audit.variants import Sampling
 from ppo_repro.testing.audit.ways import Subject
 from tests.support.models import qwen3_config, small_model
 from tests.testing.audit.material import TEMPERATURE, Material, material

@@ -20,7 +20,7 @@ from ppo_repro.testing.audit.ways import Fed, fed
 from ppo_repro.testing.dumps import Response
 
 Steps = tuple[tuple[Variant, float], ...]  # causes of different stages, each with its parameter
-NONE = Variant("", "weights", "none")  # the stage as it should be
+AS_IT_SHOULD_BE = Variant("", "weights", "none")  # in place of the variant of a stage
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class Predictor:
     ) -> None:
         self.model, self.responses, self.numbers = model, responses, numbers
         self.sampling, self.definition = sampling, definition
-        self._made: tuple[str, PreTrainedModel] = ("", model)
+        self._made: tuple[Variant, PreTrainedModel] = (AS_IT_SHOULD_BE, model)
         self._states: dict[Hashable, list[tuple[States, Tensor]]] = {}
-        self._of_windows: dict[tuple[str, str, Tokens], list[list[RecordedPiece]]] = {}  # by window, in pieces
+        self._pieces: dict[tuple[Variant, Variant, Tokens], list[list[RecordedPiece]]] = {}  # by window, in pieces
         self._own: dict[Hashable, list[Tensor]] = {}  # log-probs of the targets, by window
         self._logp: tuple[Hashable, list[list[Tensor]]] = (None, [])  # of all tokens, the last ones
 
     def __call__(self, steps: Steps, tokens: Tokens) -> list[Tensor]:
         """Return the predicted numbers of each window, float64; NaN for tokens without a prediction."""
         stage = {cause.stage: (cause, x) for cause, x in steps}
-        unit, x = stage.pop("unit", (NONE, 0.0))
+        unit, x = stage.pop("unit", (AS_IT_SHOULD_BE, 0.0))
         parts = self._quantities(stage, tokens) if stage else None
         found = []
         for k, w in enumerate(tokens.windows):
@@ -75,17 +75,19 @@ class Predictor:
                 values = torch.full_like(values, math.nan)
                 values[at] = parts[k]
             if unit.change is not None:
-                values = unit.change(self.pieces(NONE, NONE, tokens)[k][0], self.sampling, values, x)
+                values = unit.change(
+                    self.pieces(AS_IT_SHOULD_BE, AS_IT_SHOULD_BE, tokens)[k][0], self.sampling, values, x
+                )
             found.append(values[at])
         return found
 
     def _quantities(self, stage: dict[Any, tuple[Variant, float]], tokens: Tokens) -> list[Tensor]:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
         (weights, _), (way, _), (changed, x), (wanted, y) = (
-            stage.get(name, (NONE, 0.0)) for name in ("weights", "input", "distribution", "quantity")
+            stage.get(name, (AS_IT_SHOULD_BE, 0.0)) for name in ("weights", "input", "distribution", "quantity")
         )
         change, pick = changed.change or self.definition, wanted.change
-        key = weights.words, way.words, tokens, changed.words, x
+        key = weights, way, tokens, changed, x
 
         def scaled(piece: RecordedPiece) -> Tensor:
             return change(piece, self.sampling, piece.logits, x)
@@ -107,18 +109,18 @@ class Predictor:
 
     def pieces(self, weights: Variant, way: Variant, tokens: Tokens) -> list[list[RecordedPiece]]:
         """Return the pieces of logits of each window."""
-        key = weights.words, way.words, tokens
-        if key not in self._of_windows:
-            for other in [k for k in self._of_windows if any(k[:2])]:
-                del self._of_windows[other]
+        key = weights, way, tokens
+        if key not in self._pieces:
+            for other in [k for k in self._pieces if k[:2] != (AS_IT_SHOULD_BE, AS_IT_SHOULD_BE)]:
+                del self._pieces[other]
             of_windows, windows = self._hidden(weights, way, tokens), tokens.windows
             joined = replace(of_windows[0][0], values=torch.cat([x.values for x, _ in of_windows]))
             with self._as_computed(weights, way, tokens):
                 logits = joined.logits(self._of(weights))
             by_window = logits.to(_precision(weights, way, tokens)).split([w.end - w.start for w in windows])
             triples = zip(windows, by_window, of_windows, strict=True)
-            self._of_windows[key] = [list(self._cut(w, x, targets)) for w, x, (_, targets) in triples]
-        return self._of_windows[key]
+            self._pieces[key] = [list(self._cut(w, x, targets)) for w, x, (_, targets) in triples]
+        return self._pieces[key]
 
     def _cut(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[RecordedPiece]:
         r = self.responses[w.response]
@@ -128,7 +130,7 @@ class Predictor:
 
     def _hidden(self, weights: Variant, way: Variant, tokens: Tokens) -> list[tuple[States, Tensor]]:
         """Return the states that predict each window's tokens, and the targets, which a way may change."""
-        key = weights.words, way.words, tokens
+        key = weights, way, tokens
         if key in self._states:
             return self._states[key]
         model, windows, passes = self._of(weights), list[int](), list[Fed]()
@@ -161,12 +163,12 @@ class Predictor:
     def _of(self, weights: Variant) -> PreTrainedModel:
         if weights.make is None:
             return self.model
-        if weights.words != self._made[0]:
-            self._made = "", self.model
-            self._made = weights.words, weights.make()
+        if weights is not self._made[0]:
+            self._made = AS_IT_SHOULD_BE, self.model
+            self._made = weights, weights.make()
         return self._made[1]
 
 
 def _precision(weights: Variant, way: Variant, tokens: Tokens) -> torch.dtype:
-    is_changed = bool(weights.words or way.words)
+    is_changed = (weights, way) != (AS_IT_SHOULD_BE, AS_IT_SHOULD_BE)
     return torch.float32 if tokens.is_screening and is_changed else torch.float64

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -36,7 +37,7 @@ from ppo_repro.testing.audit.measure import (
     sizes_apart,
     stored_as,
 )
-from ppo_repro.testing.audit.predict import NONE, Predictor, Steps, Tokens, Window
+from ppo_repro.testing.audit.predict import AS_IT_SHOULD_BE, Predictor, Steps, Tokens, Window
 from ppo_repro.testing.audit.reference import Recorded
 from ppo_repro.testing.audit.stages import Numbers, Rounding, Variant
 from ppo_repro.testing.audit.table import table
@@ -49,6 +50,7 @@ WINDOW = FEW  # tokens of a window for screening, and at most so many right ones
 SCREENED = 3 * WINDOW  # response tokens that causes are screened on, unless WINDOW wrong ones come first
 NEAR = 3.0  # times the largest rounding may be left by a cause on a few tokens: their rms is not that of all tokens
 ON_ALL, WORST = 12, 3  # explanations of each level that are computed on all tokens, and if none is near
+EXACT_LOGITS = Variant("logits", "distribution", "none", tempered)  # beside which logits are rounded
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,13 @@ class Case:
     scale: float  # of the numbers: sums of many log-probs round more
     tolerance: float  # rms of rounding, nats
     has_experts: bool
+
+    @cached_property
+    def plain(self) -> Tensor:
+        """Return the errors of the tokens that causes are tried on, without a cause."""
+        left = _left(self, (), self.some)
+        assert left is not None
+        return left
 
 
 def case_of(subject: Subject, side: Recorded, wrong: Sequence[int]) -> Case:
@@ -172,22 +181,20 @@ def _count(case: Case) -> int:
 
 
 def _levels(case: Case) -> list[Tried]:
-    plain = _left(case, (), case.some)
-    assert plain is not None
     singles, near = _level(case, "causes", [(row,) for row in case.rows])
-    tried = [_judged(case, (), plain), *_reordered(case), *singles]
+    tried = [_judged(case, (), case.plain), *_reordered(case), *singles]
     if not any(t.explains for t in tried):
-        tried += _as_half(case, (), plain)
+        tried += _as_half(case, (), case.plain)
     if not any(t.explains for t in tried):
         pairs = [pair for pair in combinations(case.rows, 2) if _is_pair(*pair, near)]
         tried += _level(case, "pairs of causes", pairs)[0]
     return tried
 
 
-def _is_pair(a: Variant, b: Variant, near: Set[str]) -> bool:
+def _is_pair(a: Variant, b: Variant, near: Set[Variant]) -> bool:
     """Return whether to try both causes together; a 16-bit error is small, so its partner must come near alone."""
     fitted = [row for row in (a, b) if row.candidates is not None]
-    is_far = _is_half(a) and b.words not in near
+    is_far = _is_half(a) and b not in near
     if a.option_advice and (b.stage != "distribution" or (fitted and b.in_pairs == 0)):
         return False
     return a.stage != b.stage and not is_far and (not fitted or (len(fitted) == 1 and fitted[0].in_pairs > 0))
@@ -214,10 +221,10 @@ def _ordered(tried: Sequence[Tried]) -> list[Tried]:
     return sorted(found, key=lambda t: (not t.explains, t.left))
 
 
-def _level(case: Case, what: str, level: Sequence[tuple[Variant, ...]]) -> tuple[list[Tried], set[str]]:
+def _level(case: Case, what: str, level: Sequence[tuple[Variant, ...]]) -> tuple[list[Tried], set[Variant]]:
     """Fit each combination of causes on a few tokens, and compute the best ones on all tried tokens.
 
-    Returns the explanations, and the words of the single causes that came near on the few tokens.
+    Returns the explanations, and the single causes that came near on the few tokens.
     """
     screened: list[tuple[float, Steps]] = []
     progress = Progress(f"{case.name}, {what}", len(level))
@@ -239,7 +246,7 @@ def _level(case: Case, what: str, level: Sequence[tuple[Variant, ...]]) -> tuple
         left = _left(case, steps, case.some)
         if left is not None:
             tried += [_judged(case, steps, left), *_as_half(case, steps, left)]
-    return tried, {steps[0][0].words for steps in passing if len(steps) == 1}
+    return tried, {steps[0][0] for steps in passing if len(steps) == 1}
 
 
 def _with_parameters(case: Case, rows: tuple[Variant, ...]) -> Steps | None:
@@ -250,7 +257,9 @@ def _with_parameters(case: Case, rows: tuple[Variant, ...]) -> Steps | None:
         return plain
     fitted, stage = rows[index], {row.stage: row for row in rows}
     assert fitted.candidates is not None
-    windows = case.predictor.pieces(stage.get("weights", NONE), stage.get("input", NONE), case.few)
+    windows = case.predictor.pieces(
+        stage.get("weights", AS_IT_SHOULD_BE), stage.get("input", AS_IT_SHOULD_BE), case.few
+    )
     pairs = zip(windows, case.few.windows, strict=True)
     logits = [replace(piece, numbers=case.numbers[w.response]) for of_window, w in pairs for piece in of_window]
     values = fitted.candidates(logits, case.predictor.sampling)[: fitted.in_pairs if len(rows) > 1 else None]
@@ -293,17 +302,15 @@ def _left(case: Case, steps: Steps, tokens: Tokens) -> Tensor | None:
 
 def _own(case: Case, row: Variant, tokens: Tokens) -> Tensor:
     """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
-    exact: Steps = ((replace(row, words="logits", change=tempered), 0.0),) if row.rounding == "logits" else ()
+    exact: Steps = ((EXACT_LOGITS, 0.0),) if row.rounding == "logits" else ()
     both = zip(case.predictor(((row, 0.0),), tokens), case.predictor(exact, tokens), tokens.windows, strict=True)
     return torch.cat([(a - b)[case.numbers[w.response].usable[w.start : w.end]].cpu() for a, b, w in both])
 
 
 def _judged(case: Case, steps: Steps, left: Tensor) -> Tried:
-    sampling, plain = case.predictor.sampling, _left(case, (), case.some)
-    assert plain is not None
-    given = f"{sampling.temperature:.4g}"
+    given = f"{case.predictor.sampling.temperature:.4g}"
     words = [row.words.format(x=x, given=given) if row.change else row.words for row, x in steps]
-    before = rms(plain) if steps else math.inf
+    before = rms(case.plain) if steps else math.inf
     does = explains(left, before, case.tolerance)
     if case.stored.name and (does or not steps):
         words.append(f"rounded to {case.stored.name}")
@@ -332,9 +339,9 @@ def _as_half(case: Case, steps: Steps, left: Tensor) -> list[Tried]:
 
     With experts there is none: a small error of any cause may choose other experts, which gives the same pattern.
     """
-    judged, plain = _judged(case, steps, left), _left(case, (), case.some)
+    judged = _judged(case, steps, left)
     is_excluded = case.has_experts or any(_is_half(row) for row, _ in steps)
-    if judged.explains or is_excluded or plain is None or (steps and rms(left) > HALF * rms(plain)):
+    if judged.explains or is_excluded or (steps and rms(left) > HALF * rms(case.plain)):
         return []
     for row in [row for row in case.rows if row.rounding == "computed"]:
         own, weights = _own(case, row, case.some), _of_same_format(case.rows, row, "weights")[0]

@@ -112,7 +112,7 @@ Change = Callable[[RecordedPiece, Sampling, Tensor, float], Tensor]
 Candidates = Callable[[Sequence[RecordedPiece], Sampling], Sequence[float]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # two variants are never the same: what one predicts is kept under the variant
 class Variant:
     """One cause: in one stage, what is computed instead, what that presumes, and how it is said.
 

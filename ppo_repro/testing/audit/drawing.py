@@ -19,7 +19,7 @@ from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.dumps import Response
 
 # a cause explains wrong draws if it makes them e^10 times as likely; one within e^3 of the best is named beside it
-ENOUGH, ALIKE = 10.0, 3.0
+ENOUGH, AS_GOOD = 10.0, 3.0
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)  # in units of the given temperature
 
 
@@ -110,7 +110,7 @@ def sampled_definitions(sampling: Sampling) -> list[str]:
     return orders or ["tempered"]
 
 
-class Causes:
+class DrawCauses:
     """The likelihood of the drawn tokens under each cause of wrong draws, as far as the drawn tokens allow it."""
 
     def __init__(self, tally: Tally) -> None:
@@ -145,4 +145,4 @@ class Causes:
         top = max(self.gains.values(), default=0.0)
         if top < ENOUGH:
             return ""
-        return " or ".join(n for n, g in sorted(self.gains.items(), key=lambda item: -item[1]) if g >= top - ALIKE)
+        return " or ".join(n for n, g in sorted(self.gains.items(), key=lambda item: -item[1]) if g >= top - AS_GOOD)

@@ -20,7 +20,7 @@ from ppo_repro.models.stock import float64
 from ppo_repro.ppo.draws import Draws
 from ppo_repro.testing.audit.definitions import definitions_of, different_orders, order_of
 from ppo_repro.testing.audit.distributions import DEFINITIONS
-from ppo_repro.testing.audit.drawing import Causes, Tally, drawn_from, left_out_of, sampled_definitions
+from ppo_repro.testing.audit.drawing import DrawCauses, Tally, drawn_from, left_out_of, sampled_definitions
 from ppo_repro.testing.audit.measure import RIGHT, rms
 from ppo_repro.testing.audit.reference import Recorded, numbers_of, pieces_of, references_of
 from ppo_repro.testing.audit.side import Explained, Side, Unknown, judged
@@ -103,7 +103,7 @@ def _causes(subject: Subject, responses: Sequence[Response], sampling: Sampling,
     """Return the causes that explain tokens that were not drawn from the likeliest of the distributions."""
     say("audit: tokens were not drawn from the log-probs; looks for the cause")
     name = drawn_from(tallies)
-    causes = Causes(tallies[name])
+    causes = DrawCauses(tallies[name])
     with float64(subject.model):
         for _, piece, counts in pieces_of(subject.model, responses, is_wide=True):
             causes.add(DEFINITIONS[name].change(piece, sampling, piece.logits, 0.0), piece.targets, counts)

@@ -1,5 +1,6 @@
-"""Decide whether what a cause leaves of the errors is rounding: the audit's one measure, and all of its limits.
+"""Decide whether what a cause leaves of the errors is rounding: the audit's one measure, and its limits.
 
+`side` and `search` say how many explanations are tried and named, `drawing` what explains wrong draws.
 Errors are recorded minus predicted log-probs, in nats.
 """
 
@@ -24,7 +25,7 @@ OWN = 0.4
 # bfloat16 has 3 bits less than float16, so their errors are 8 times apart
 FORMATS_APART = 8.0
 # standard errors of a correlation that are no chance
-CLEAR = 3.0
+NO_CHANCE = 3.0
 # another part in bfloat16 is named too if its errors correlate nearly as well; parts of one layer are that alike
 ALIKE = 0.8
 # numbers from which a pattern shows: fewer have a format, or a cause of their own, by chance
@@ -107,7 +108,7 @@ def likeness(left: Tensor, own: Tensor, rounded: Tensor) -> float:
     if len(left) != len(own) or sizes_apart(left, own) > FORMATS_APART**0.5:
         return 0.0
     like = max(correlation(left, own), correlation(left, rounded))
-    return like if like >= CLEAR / len(left) ** 0.5 else 0.0
+    return like if like >= NO_CHANCE / len(left) ** 0.5 else 0.0
 
 
 def correlation(a: Tensor, b: Tensor) -> float:

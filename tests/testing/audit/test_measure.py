@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.testing.audit.measure import CLEAR, FAR, FORMATS_APART, OWN, Stored, errors, explains, likeness, rms
+from ppo_repro.testing.audit.measure import FAR, FORMATS_APART, NO_CHANCE, OWN, Stored, errors, explains, likeness, rms
 from tests.support.models import seeded
 
 SIZES = st.floats(1e-9, 1e3)
@@ -82,7 +82,7 @@ def test_errors_are_like_16_bit_rounding_only_with_its_sign_and_its_size(seed: i
     assert likeness(-times * own, own, own) == 0.0
     unlike = other - own * (other @ own) / (own @ own)
     assert likeness(unlike, own, own) == 0.0
-    # CLEAR standard errors of a correlation of 40 numbers are 0.47
+    # NO_CHANCE standard errors of a correlation of 40 numbers are 0.47
     for share, is_clear in ((0.8, True), (0.3, False)):
         mixed = share * own + (1 - share**2) ** 0.5 * unlike * (size / rms(unlike))
-        assert (likeness(mixed, own, own) > 0.0) == is_clear == (share > CLEAR / len(own) ** 0.5)
+        assert (likeness(mixed, own, own) > 0.0) == is_clear == (share > NO_CHANCE / len(own) ** 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,42 @@ if TYPE_CHECKING:
     from ppo_repro.testing.audit.of_run import RunDump
 
 FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # of a dump
 MEANS = ("auto", "raw", "tempered", "processed")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A sampling setting of a dump: its default, the values that it may have, and its help."""
+
+    default: float  # an int or a float, which is the type of the option
+    is_allowed: Callable[[float], bool]
+    allowed: str
+    help: str
+
+    @property
+    def type(self) -> Callable[[str], float]:
+        """Return what reads a value."""
+        return type(self.default)
+
+
+SETTINGS = {  # by their names in Sampling
+    "temperature": Setting(
+        1.0,
+        lambda x: 1e-6 <= x < float("inf"),
+        "at least 1e-06 and finite",
+        "what both sides divide logits by (default 1, if that explains them)",
+    ),
+    "top_p": Setting(
+        1.0, lambda x: 0 < x <= 1, "greater than 0 and at most 1", "of the sampler (default 1, all tokens)"
+    ),
+    "top_k": Setting(0, lambda x: x >= 0, "at least 0", "of the sampler (default 0, all tokens)"),
+    "min_p": Setting(0.0, lambda x: 0 <= x < 1, "at least 0 and below 1", "of the sampler (default 0, all tokens)"),
+    "repetition_penalty": Setting(1.0, lambda x: x > 0, "greater than 0", "of the sampler (default 1, none)"),
+}
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def add_options(
@@ -27,11 +62,8 @@ def add_options(
     add("dump", metavar="DUMP", type=run_folder, help=about)
     add("--model", metavar="FOLDER", type=path, help="the weights it was made with")
     add("--format", help=FORMATS)
-    add("--temperature", type=float, help="what both sides divide logits by (default 1, if that explains them)")
-    add("--top-p", type=float, help="of the sampler (default 1, all tokens)")
-    add("--top-k", type=int, help="of the sampler (default 0, all tokens)")
-    add("--min-p", type=float, help="of the sampler (default 0, all tokens)")
-    add("--repetition-penalty", type=float, help="of the sampler (default 1, none)")
+    for name, setting in SETTINGS.items():
+        add(_option(name), type=setting.type, help=setting.help)
     for side in ("sampler", "trainer"):
         what = "raw (at temperature 1), tempered (over all tokens), processed (after penalty and cuts)"
         add(f"--{side}-logprobs", choices=MEANS, default="auto", help=f"what they are of: {what}, or auto (default)")
@@ -51,28 +83,25 @@ def _complete(options: argparse.Namespace) -> RunDump | None:
     if options.dump.is_dir():
         from ppo_repro.testing.audit.of_run import dump_of_run
 
-        for name in ("model", "format", *DEFAULTS):
+        for name in ("model", "format", *SETTINGS):
             if getattr(options, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')}: {options.dump} is a run, which has it; leave it out")
+                raise UserError(f"{_option(name)}: {options.dump} is a run, which has it; leave it out")
         found = dump_of_run(options.dump)
         rollout, options.model, options.format = found.config.rollout, found.model, "ppo_repro"
         options.temperature, options.top_p, options.top_k = rollout.temperature, rollout.top_p, rollout.top_k
     if options.model is None:
         raise UserError("--model FOLDER: missing; give the weights that the dump was made with")
     options.is_temperature_given = options.temperature is not None
-    for name, value in DEFAULTS.items():
+    for name, setting in SETTINGS.items():
         if getattr(options, name) is None:
-            setattr(options, name, value)
+            setattr(options, name, setting.default)
     return found
 
 
 def _check(options: argparse.Namespace) -> None:
+    settings = ((_option(name), getattr(options, name), setting) for name, setting in SETTINGS.items())
     ranges = (
-        ("--temperature", options.temperature, 1e-6 <= options.temperature < float("inf"), "at least 1e-06 and finite"),
-        ("--top-p", options.top_p, 0 < options.top_p <= 1, "greater than 0 and at most 1"),
-        ("--top-k", options.top_k, options.top_k >= 0, "at least 0"),
-        ("--min-p", options.min_p, 0 <= options.min_p < 1, "at least 0 and below 1"),
-        ("--repetition-penalty", options.repetition_penalty, options.repetition_penalty > 0, "greater than 0"),
+        *((name, value, setting.is_allowed(value), setting.allowed) for name, value, setting in settings),
         ("--responses", options.responses, options.responses >= 1, "at least 1"),
         ("--threads", options.threads, options.threads is None or options.threads >= 1, "at least 1"),
     )
@@ -129,9 +158,12 @@ def audit_command(options: argparse.Namespace) -> int:
     # a sampler may take over new weights but for the last matrix, of which it has a copy in another layout
     others |= {f"the last matrix of the {name}": of for name, of in last_matrices(model, others).items()}
     subject = Subject(model, others, begin, end, padding, tokenizer)
-    cuts = options.top_p, options.top_k, options.min_p, options.repetition_penalty
-    means = options.sampler_logprobs, options.trainer_logprobs
-    sampling = Sampling(options.temperature, *cuts, *means, options.is_temperature_given)
+    sampling = Sampling(
+        **{name: getattr(options, name) for name in SETTINGS},
+        sampler_logprobs=options.sampler_logprobs,
+        trainer_logprobs=options.trainer_logprobs,
+        is_temperature_given=options.is_temperature_given,
+    )
     found = audit(subject, responses, sampling)
     said = lines(found, skipped, unread)
     if options.out is not None:

@@ -170,7 +170,8 @@ def resume_command(arguments: argparse.Namespace) -> int:
     if not ranks.is_first:
         return 0
     where = f"resumed after iteration {resumed.start}" if resumed.start else "computed again from the beginning"
-    say(f"{where}; {resumed.recorded - resumed.start} recorded iterations came out identical")
+    again = resumed.recorded - resumed.start
+    say(where + (f"; {again} recorded iterations came out identical" if again else ""))
     _report_run(arguments.run, None, arguments.json, copies)
     return 0
 

@@ -43,5 +43,7 @@ class CheckpointConfig(Section):
         "auto",
         description="After every n-th iteration; 0: never; `auto`: 10, or 0 in short runs or above 10 million weights.",
     )
-    keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
+    keep: Count | Literal["all"] = Field(
+        2, description="Newest checkpoints kept; older ones are removed. `all`: none is."
+    )
     final_state: bool = Field(True, description="Keep the optimizers' moments at the end, 8 bytes a trained weight.")

@@ -292,7 +292,7 @@ def _value(config: RunConfig) -> Iterator[str]:
     if group and config.reward.whiten != "none":
         yield f"reward.whiten {unused}"
     if group and isinstance(config.kl, KLInReward):
-        yield f"kl.placement = reward {unused}"
+        yield f"kl.placement = reward {unused}; take kl.placement = loss or none"
     if group and any(isinstance(term, StepsReward) and term.placement == "step_ends" for term in config.reward.terms):
         yield f"reward.terms of kind steps: placement = step_ends {unused}"
 

@@ -198,7 +198,10 @@ def _start(source: Path, recorded: Manifest, at: int | None, iterations: int) ->
     if not starts:
         raise UserError(f"{source}: has no checkpoint to fork from; checkpoints.every = 10 in a run keeps some")
     if at is not None and at not in starts:
-        raise UserError(f"--at {at}: {source} has no checkpoint of this iteration; choose one of {listed}")
+        raise UserError(
+            f"--at {at}: {source} has no checkpoint of this iteration; choose one of {listed}, or give a run "
+            "checkpoints.every = 1 and checkpoints.keep = all, which keep every iteration"
+        )
     left = [start for start in starts if start < iterations]
     if not left or (at is not None and at >= iterations):
         raise UserError(

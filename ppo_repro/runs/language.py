@@ -169,7 +169,9 @@ class LanguageExecution(Execution[Iteration]):
         if self.prepared.reward_training is not None and self.prepared.task.reward_model is not None:
             models.append(self.prepared.task.reward_model)
         trained = sum(of.trained_count for of in (state.policy_optimizer, state.value_optimizer) if of is not None)
-        count = min(checkpoints.keep, self.config.iterations // self._every) if self._every else 0
+        count = self.config.iterations // self._every if self._every else 0
+        if checkpoints.keep != "all":  # a new one is written before an old one is removed
+            count = min(checkpoints.keep + 1, count)
         return sum(map(parameter_bytes, models)) + trained * (
             count * (FLOAT + MOMENTS) + self.keeps_final_state * MOMENTS
         )
@@ -200,8 +202,9 @@ class LanguageExecution(Execution[Iteration]):
         digest = checkpoint.save(checkpoint.take(state, link, self.task), run_dir / name)
         gc.collect()  # see `_quick_collections`
         files = {**head.files, name: digest}
+        keep = self.config.checkpoints.keep
         numbered = checkpoints_of(head.model_copy(update={"files": files}))
-        old = sorted(numbered)[: -self.config.checkpoints.keep]
+        old = [] if keep == "all" else sorted(numbered)[:-keep]
         return {path: of for path, of in files.items() if path not in {numbered[n] for n in old}}
 
     def put_policy(self, folder: Path) -> None:

@@ -27,10 +27,11 @@ Usage = namedtuple("Usage", "free")
     [
         ("checkpoints.every=1",),
         ("checkpoints.every=2", "checkpoints.keep=1", "ppo.iterations=3"),
+        ("checkpoints.every=1", "checkpoints.keep=all", "ppo.iterations=4"),
         (LORA, "checkpoints.every=1"),
         (MADE,),
     ],
-    ids=["two checkpoints", "one, and moments at the end", "adapters", "a reward model"],
+    ids=["two checkpoints", "one, and moments at the end", "all", "adapters", "a reward model"],
 )
 def test_the_bytes_that_a_run_keeps_are_known_before_its_first_iteration(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

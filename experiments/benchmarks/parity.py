@@ -38,6 +38,7 @@ FAMILIES: dict[str, dict[str, float]] = {
     "qwen2": LLAMA,
     "smollm3": {**LLAMA, "no_rope_layer_interval": 2},
     "granite": {**LLAMA, "residual_multiplier": 0.22, "logits_scaling": 2},
+    "seed_oss": {**LLAMA, "head_dim": 16},
     "qwen3": {**LLAMA, "head_dim": 16},
     "mistral": {**LLAMA, "sliding_window": 24},
     "gemma": {**LLAMA, "head_dim": 16},

@@ -111,6 +111,7 @@ FAMILIES = {  # by model_type
         residual_scale="residual_multiplier",
         logit_divisor="logits_scaling",
     ),
+    "seed_oss": Family("Seed-OSS"),
     "phi3": Family("Phi-3", _PHI3, windows="every layer", rotates_part=True),
     "mistral": Family("Mistral", windows="every layer"),
     "gemma": Family("Gemma", norm=constants.NORM_RMS_OFFSET, scales_embedding=True),

@@ -45,6 +45,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -107,6 +109,12 @@ def granite_config(**changes: Any) -> GraniteConfig:
     numbers: dict[str, Any] = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
     numbers |= {"residual_multiplier": 0.4, "logits_scaling": 0.7}
     return GraniteConfig(**{**SHAPE, "tie_word_embeddings": True, **numbers, **changes})
+
+
+def seed_oss_config(**changes: Any) -> SeedOssConfig:
+    """Heads wider than hidden_size / heads, biases in every linear layer, dropout that must not act."""
+    biases = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
+    return SeedOssConfig(**{**SHAPE, "head_dim": 16, "residual_dropout": 0.2, **biases, **changes})
 
 
 def mistral_config(**changes: Any) -> MistralConfig:
@@ -218,6 +226,7 @@ CLASSES: dict[type[PretrainedConfig], type[PreTrainedModel]] = {
     LlamaConfig: LlamaForCausalLM,
     SmolLM3Config: SmolLM3ForCausalLM,
     GraniteConfig: GraniteForCausalLM,
+    SeedOssConfig: SeedOssForCausalLM,
     MistralConfig: MistralForCausalLM,
     GemmaConfig: GemmaForCausalLM,
     Gemma2Config: Gemma2ForCausalLM,
@@ -237,6 +246,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": llama_config,
     "smollm3": smollm3_config,
     "granite": granite_config,
+    "seed_oss": seed_oss_config,
     "mistral": mistral_config,
     "gemma": gemma_config,
     "gemma2": gemma2_config,
@@ -323,6 +333,9 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "granite untied, biases": lambda: granite_config(
         tie_word_embeddings=False, attention_bias=True, mlp_bias=True, residual_multiplier=1.0, logits_scaling=8.0
+    ),
+    "seed_oss tied, no biases, gelu": lambda: seed_oss_config(
+        tie_word_embeddings=True, attention_bias=False, attention_out_bias=False, mlp_bias=False, hidden_act="gelu"
     ),
     "mistral without window, tied": lambda: mistral_config(sliding_window=None, tie_word_embeddings=True),
     "gemma untied, biases": lambda: gemma_config(tie_word_embeddings=False, attention_bias=True),

@@ -109,7 +109,7 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
         f"Mean |difference| by {words}: {number(values['mean'][0])} nats in the first bucket, "
         f"{number(values['mean'][-1])} in the last."
     )
-    names = [f"{words} {lo} to {hi}" for lo, hi in pairwise(ends)]
+    names = [f"{words} {_short(lo)} to {_short(hi)}" for lo, hi in zip(filled["lo"], filled["hi"], strict=True)]
     chart = bar_chart(np.arange(len(filled) + 1, dtype=np.float64), list(values.items()), x, y, about, names)
     return Figure(title, chart, caption, filled[["lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"]])
 

@@ -22,6 +22,7 @@ from ppo_repro.records import manifest
 
 RESULT = "result.json"
 LOG = "log.txt"
+BEGIN = "a new attempt begins"  # in the log
 LOST = 3  # exit code of a cell whose end no process saw
 POLL_SECONDS = 0.02
 END_SECONDS = 60.0  # for an interrupted cell to record that it was interrupted
@@ -83,6 +84,8 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
     begin = ["run", str(folder / "config.yaml"), "--out", str(folder), "--json"]
     command = begin if run_dir is None else ["resume", str(run_dir), "--json"]
     with (folder / LOG).open("ab") as log, held():
+        log.write(f"{BEGIN}\n".encode())
+        log.flush()
         return subprocess.Popen(
             [sys.executable, "-m", "ppo_repro.grids.cell_process", *command],
             stdin=subprocess.PIPE,
@@ -94,12 +97,13 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
 
 
 def finish_cell(order: Order, process: subprocess.Popen[bytes], started: float) -> Result:
-    """Wait for the cell's process, and record its exit code and the last error line of its log."""
+    """Wait for the cell's process, and record its exit code and the last error line of this attempt."""
     with process:  # closes its stdin
         exit_code = process.wait()
     message = ""
     if exit_code:
-        lines = (Path(order.folder) / LOG).read_text(errors="replace").splitlines()
+        text = (Path(order.folder) / LOG).read_text(errors="replace")
+        lines = text.rpartition(f"{BEGIN}\n")[2].splitlines()
         starts = ("error: ", "promise broken: ", "terminated", "interrupted")
         message = ([line for line in lines if line.startswith(starts)] or lines or [""])[-1]
     return record_result(order, exit_code, round(time.perf_counter() - started, 3), message)

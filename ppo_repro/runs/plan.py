@@ -299,10 +299,23 @@ def memory_limit() -> int | None:
     limits = []
     with suppress(OSError, ValueError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for name in ("memory/memory.limit_in_bytes", "memory.max"):
+    for file in _limit_files():
         with suppress(OSError, ValueError):
-            limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
+            limits.append(int(file.read_text()))
     return min(limits, default=None)
+
+
+def _limit_files() -> list[Path]:
+    """Return where Linux has the memory limits of this process's control group and of those above it."""
+    root, files = Path("/sys/fs/cgroup"), list[Path]()
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            top, name = (root, "memory.max") if not kinds else (root / "memory", "memory.limit_in_bytes")
+            if not kinds or "memory" in kinds.split(","):
+                group = top / path.lstrip("/")
+                files += [above / name for above in (group, *group.parents) if above.is_relative_to(top)]
+    return [*files, root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
 
 
 def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> None:

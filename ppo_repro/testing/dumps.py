@@ -194,7 +194,9 @@ def _response(where: str, number: int, row: DumpRow, names: Names) -> Response |
             raise UserError(f"{where}: {name} has {len(values)} entries for {len(tokens)} response tokens")
     for name, spelled in EXTRA.items():
         values = next((row[n] for n in spelled if isinstance(row.get(n), list | tuple | np.ndarray)), ())
-        if len(values) == len(tokens) > 0:
+        if 0 < len(values) != len(tokens):
+            raise UserError(f"{where}: {name} has {len(values)} entries for {len(tokens)} response tokens")
+        if len(values):
             lists[name] = _array(where, name, values, "log-probs in nats")
     if is_whole:  # the response begins with the first token that counts; nothing predicts the very first
         ahead = lists.keys() if has(names.all_ahead_with) else names.ahead

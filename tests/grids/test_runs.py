@@ -13,7 +13,7 @@ import pytest
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.lock import has_writer, only_writer
 from ppo_repro.grids import grid as grid_module
-from ppo_repro.grids.cell import Executor, Order, Processes, record_result, run_of, start_cell, state_of
+from ppo_repro.grids.cell import Executor, Order, Processes, finish_cell, record_result, run_of, start_cell, state_of
 from ppo_repro.grids.clusters import Ray
 from ppo_repro.grids.grid import Outcome, lines, run_grid
 from ppo_repro.grids.spec import load_grid
@@ -175,6 +175,16 @@ def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     assert state_of(Path(order.folder)) == "running"  # as after a kill
     assert record_result(order, 1, 0.0, "").exit_code == 1
     assert state_of(Path(order.folder)) == "interrupted"
+
+
+def test_the_message_of_a_cell_is_of_its_last_attempt(tmp_path: Path) -> None:
+    order = laid_out(tmp_path)
+    (tmp_path / "cell" / "log.txt").write_text("error: a mistake that was mended\n")
+    process = start_cell(order)
+    process.kill()
+    result = finish_cell(order, process, 0.0)
+    assert result.exit_code < 0
+    assert "mended" not in result.message
 
 
 def test_of_two_grids_on_one_folder_the_second_says_which_one_has_it(

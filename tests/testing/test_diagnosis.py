@@ -206,6 +206,16 @@ def test_what_no_cause_predicts_is_unknown_whatever_columns_say(change: Callable
         assert diagnose(frame).verdict == "unknown"
 
 
+def test_an_iteration_without_a_second_pass_leaves_that_of_the_others() -> None:
+    a, b, again = ([-1.0 - 0.01 * k + d for k in range(40)] for d in (0.0, 0.02, -0.02))
+    pairs = made(a, b, [10] * 4).assign(logprobs_b_again=np.array(again, np.float32))
+    noisy = pairs.assign(logprobs_b=pairs["logprobs_b"] + np.float32(0.03) * (np.arange(40) % 3 - 1).astype(np.float32))
+    assert diagnose(noisy).evidence["repeat_over_delta"] > 0
+    later = noisy.assign(iteration=1, logprobs_b_again=np.float32("nan"))
+    both = pd.concat([noisy, later], ignore_index=True)
+    assert diagnose(both).evidence["repeat_over_delta"] == diagnose(noisy).evidence["repeat_over_delta"]
+
+
 def test_log_probs_above_0_are_said_to_be_none() -> None:
     found = diagnose(made([-1.0, 2.0, -2.0, 1.0], [-1.0, -2.0, -2.0, -1.0], [2, 2]))
     assert (found.verdict, found.advice) == ("unknown", "2 log-probs are above 0; give log-probs in nats.")

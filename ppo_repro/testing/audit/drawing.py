@@ -113,12 +113,14 @@ def sampled_definitions(sampling: Sampling) -> list[str]:
 class DrawCauses:
     """The likelihood of the drawn tokens under each cause of wrong draws, as far as the drawn tokens allow it."""
 
-    def __init__(self, tally: Tally) -> None:
-        """Begin with the smallest cuts that leave every drawn token."""
-        self.left_out = tally.left_out
+    def __init__(self, tally: Tally, temperature: float) -> None:
+        """Begin with the smallest cuts that leave every drawn token that is possible at all."""
+        self.left_out, self.temperature = tally.left_out, temperature
         drawn = torch.cat(tally.logprobs).exp()
-        top_p = float((torch.cat(tally.cumulative) - drawn).max()) + 1e-12
-        top_k, min_p = int(torch.cat(tally.ranks).max()) + 1, float(torch.cat(tally.shares).min()) * (1 - 1e-9)
+        here = drawn > 0
+        top_p = float((torch.cat(tally.cumulative) - drawn)[here].max()) + 1e-12
+        top_k = int(torch.cat(tally.ranks)[here].max()) + 1
+        min_p = float(torch.cat(tally.shares)[here].min()) * (1 - 1e-9)
         self.cuts = {
             f"top-p {math.ceil(top_p * 1000) / 1000:g}": (0, top_p, 0.0),
             f"top-k {top_k}": (top_k, 1.0, 0.0),
@@ -136,7 +138,7 @@ class DrawCauses:
         plain = own(ids, row_logits)
         hypotheses = {name: cut(row_logits, k, p, m) for name, (k, p, m) in self.cuts.items()}
         for times in TEMPERATURES:
-            hypotheses[f"temperature {times:g}"] = row_logits / times
+            hypotheses[f"temperature {times * self.temperature:.3g}"] = row_logits / times
         for name, changed in hypotheses.items():
             self.gains[name] = self.gains.get(name, 0.0) + float((own(ids, changed) - plain).sum())
 

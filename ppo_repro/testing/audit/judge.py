@@ -103,7 +103,7 @@ def _causes(subject: Subject, responses: Sequence[Response], sampling: Sampling,
     """Return the causes that explain tokens that were not drawn from the likeliest of the distributions."""
     say("audit: tokens were not drawn from the log-probs; looks for the cause")
     name = drawn_from(tallies)
-    causes = DrawCauses(tallies[name])
+    causes = DrawCauses(tallies[name], sampling.temperature)
     with float64(subject.model):
         for _, piece, counts in pieces_of(subject.model, responses, is_wide=True):
             causes.add(DEFINITIONS[name].change(piece, sampling, piece.logits, 0.0), piece.targets, counts)

@@ -128,8 +128,9 @@ def _all(responses: Sequence[Response], subject: Subject) -> dict[str, Way]:
         "prompt of the response after it": lambda i: other(i + 1),
         "prompt of the response before it": lambda i: other(i - 1),
     }
-    sizes = sorted({1, 2, 3, 4, 6, 8, 12, 16, *(n - 1 for n in lengths), *lengths, *(2**k for k in range(5, 15))})
-    for n in [n for n in sizes if 0 < n < lengths[-1]][:12]:
+    # stacks cut at powers of two, the largest ones first; an off-by-one cuts at other prompts' lengths
+    likely = dict.fromkeys([*(2**k for k in range(14, -1, -1)), 3, 6, 12, *(n - 1 for n in lengths), *lengths])
+    for n in sorted([n for n in likely if 0 < n < lengths[-1]][:12]):
         changes[f"prompt cut to its last {n} tokens"] = lambda i, n=n: prompts[i][-n:]  # type: ignore[misc]
         changes[f"prompt cut to its first {n} tokens"] = lambda i, n=n: prompts[i][:n]  # type: ignore[misc]
     found: dict[str, Way] = {

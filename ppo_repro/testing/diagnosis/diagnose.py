@@ -136,7 +136,7 @@ def _evidence(sums: MismatchSums) -> dict[str, float]:
         "left_by_shift": _ratio(shift, sums["delta_sq"] / n),
         "left_by_sorting": _ratio(sums["sorted_sq"], sums["delta_sq"]),
         "left_by_token": _ratio(sums["by_token_sq"], sums["by_one_slope_sq"]),
-        "repeat_over_delta": math.sqrt(repeated) if sums["has_again"] else math.nan,
+        "repeat_over_delta": math.sqrt(repeated) if sums["any_again"] else math.nan,
         "frac_bfloat16": sums["as_bfloat16"] / n,
         "frac_float16": sums["as_float16"] / n,
     }
@@ -254,7 +254,7 @@ ROWS = (
         # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias of sqrt(7) sigma at most
         lambda sums, evidence: 0.5 <= evidence["repeat_over_delta"] <= 2.0,
         "logprobs_b_again, a second pass of the trainer",
-        lambda sums: sums["has_again"] > 0,
+        lambda sums: sums["any_again"] > 0,
     ),
     _group("stale_weights", "fresh", "behind", "steps_since_sync, some of them 0", "has_steps"),
     Row("reduced_precision", _fits_format),

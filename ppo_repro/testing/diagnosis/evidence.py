@@ -1,7 +1,8 @@
 """Compute the evidence of a diagnosis: sums over the tokens of one iteration, by name.
 
 `delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
-`added` adds the sums of iterations. `has_*` is 1 if the frame has an optional column; `largest_*` are maxima.
+`added` adds the sums of iterations. `has_*` is 1 if the frame has an optional column, `any_*` if a token has it;
+`largest_*` are maxima.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def measure(pairs: pd.DataFrame) -> MismatchSums:
 
 def added(measured: Sequence[MismatchSums]) -> MismatchSums:
     """Add the sums of several iterations; an optional column that one iteration lacks counts as missing."""
-    combine = {"largest": max, "has": min}
+    combine = {"largest": max, "any": max, "has": min}
     names = {name: combine.get(name.partition("_")[0], sum) for one in measured for name in one}
     return defaultdict(float, {name: float(how(one[name] for one in measured)) for name, how in names.items()})
 
@@ -157,7 +158,7 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float
         again = column("logprobs_b_again")
         twice = np.isfinite(again)
         sums = {"again_sq": _total((again - b)[twice] ** 2), "again_delta_sq": _total(delta[twice] ** 2)}
-        evidence |= {"has_again": float(twice.any()), **sums}
+        evidence |= {"any_again": float(twice.any()), **sums}
     return evidence
 
 

@@ -129,7 +129,7 @@ def prompts() -> Material:
         (Sampling(TEMPERATURE, 1.0, 8), "top-k 8"),
         (Sampling(TEMPERATURE, 0.8), "top-p 0.79"),
         (Sampling(TEMPERATURE, min_p=0.25), "min-p 0.2"),
-        (Sampling(0.7 * TEMPERATURE), "temperature 0.7"),
+        (Sampling(0.7 * TEMPERATURE), "temperature 0.56"),
         ("ban", "a ban of token 68"),
     ],
 )

@@ -85,6 +85,7 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 
 BAD = [
+    (changed(entropies=[0.5]), "row 2: entropies has 1 entries for 3 response tokens"),
     (changed(responses=[7, 8]), "row 2: rollout_log_probs has 3 entries for 2 response tokens"),
     (changed(responses=[7, 8, -1]), "row 2: responses = [7, 8, -1]: must be a list of token ids"),
     (changed(old_log_probs="-1"), "row 2: old_log_probs = '-1': must be a list of log-probs in nats"),

@@ -73,3 +73,11 @@ def test_a_token_that_the_model_does_not_have_is_in_no_way() -> None:
         special = [size if k == missing else size - 1 for k in range(3)]
         found = ways.ways([one, two], Subject(model, {}, *special))
         assert set(words) - found.keys() == {outside}
+
+
+def test_of_many_lengths_those_that_stacks_cut_at_are_tried() -> None:
+    one, model = response(tuple(k % 80 for k in range(600)), (3,)), qwen3_config(max_position_embeddings=1024)
+    found = ways.ways([one], Subject(small_model(model, 4), {}))
+    tried = {words for words in found if words.startswith("prompt cut to its last ")}
+    assert {f"prompt cut to its last {n} tokens" for n in (1, 128, 256, 512)} <= tried
+    assert len(tried) == 12

@@ -27,7 +27,7 @@ from ppo_repro.base.program import program
 from ppo_repro.grids.study import BESIDE, RESULTS
 from ppo_repro.records import reader
 from ppo_repro.records.grid import axes_of
-from ppo_repro.testing.kl import k3
+from ppo_repro.statistics.kl import k3
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -206,11 +206,10 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.base.lock",
         "ppo_repro.base.program",
         "ppo_repro.config",
-        "ppo_repro.ppo.draws",
         "ppo_repro.runs.summary",
         "ppo_repro.testing.dumps",  # the audit's reader of dumps
         "ppo_repro.testing.diagnosis",
-        "ppo_repro.testing.kl",
+        "ppo_repro.statistics",
     )
     allowed += ("ppo_repro.base.output",)  # their commands speak as the program does
     for path in files("analysis/**/*.py"):

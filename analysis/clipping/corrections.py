@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ppo_repro.analysis.clipping.flags import ratios_of
 from ppo_repro.analysis.clipping.update_rows import Bool, Float64
 from ppo_repro.config.algorithm import ImportanceWeights, Rejection
-from ppo_repro.testing.kl import k2, k3
+from ppo_repro.statistics.kl import k2, k3
 
 WEIGHTLESS = ("masked_high", "masked_low", "rejected")  # the weight is 0
 

@@ -7,7 +7,7 @@ import pandas as pd
 
 from ppo_repro.analysis.clipping.flags import FLAGS, flags_of_ratios, ratios_of, token_flags, value_flags
 from ppo_repro.analysis.clipping.update_rows import ClipRule, Float64, IterationRows, column, policy_rows, steps_of
-from ppo_repro.testing.kl import k1, k3
+from ppo_repro.statistics.kl import k1, k3
 
 VALUE_FLAGS = ("vf_band_out", "vf_grad_zero")
 SUBSETS = ("all", "adv_pos", "adv_neg")

@@ -17,7 +17,6 @@ import pandas as pd
 from scipy import stats
 
 from ppo_repro.analysis.compare.rows import Row
-from ppo_repro.analysis.mismatch.token import unequal_bits
 from ppo_repro.analysis.pairs.runs import chosen_iterations
 from ppo_repro.analysis.stats import significance
 from ppo_repro.analysis.stats.clusters import ratio_of_sums, segment_sums
@@ -25,6 +24,7 @@ from ppo_repro.analysis.stats.significance import Floats
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import Manifest, has_responses
+from ppo_repro.statistics.bits import unequal_bits
 
 COLUMNS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
 _KEY = ["sequence", "position"]

@@ -16,7 +16,7 @@ from ppo_repro.config.algorithm import ClipObjective
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
-from ppo_repro.testing.kl import k3
+from ppo_repro.statistics.kl import k3
 
 LAST = FIRST = 5  # iterations
 MEASURES = {

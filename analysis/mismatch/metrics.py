@@ -12,7 +12,7 @@ import pandas as pd
 from ppo_repro.analysis.mismatch.token import sequence_starts
 from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.clusters import Floats, Ratio
-from ppo_repro.testing.kl import k1, k3
+from ppo_repro.statistics.kl import k1, k3
 
 UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
 # token means with a standard error clustered by response

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.mismatch.token import unequal_bits
 from ppo_repro.analysis.pairs.runs import KEY
 from ppo_repro.records import reader
+from ppo_repro.statistics.bits import unequal_bits
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ppo_repro.analysis.clipping.corrections import WEIGHTLESS, applied
 from ppo_repro.analysis.stats.clusters import Floats, exact_sum, mean
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Rejection, VetoRejection
-from ppo_repro.testing.kl import k3
+from ppo_repro.statistics.kl import k3
 
 
 @dataclass(frozen=True)

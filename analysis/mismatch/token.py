@@ -9,28 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.testing.kl import k2, k3
-
-
-def ulp_distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Return the number of float32 steps between finite numbers a and b, int64 [N]; +0 and -0 are one number."""
-    bits = [np.ascontiguousarray(x).view(np.int32).astype(np.int64) for x in (a, b)]
-    # float32 bits are ordered like positive values, and in reverse for negative values
-    ordered = [np.where(x < 0, -(x & 0x7FFFFFFF), x) for x in bits]
-    return np.abs(ordered[0] - ordered[1])
-
-
-def unequal_bits(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Return a bool per element: whether two float32 arrays differ there in any bit."""
-    different = np.ascontiguousarray(a).view(np.int32) != np.ascontiguousarray(b).view(np.int32)
-    return np.asarray(different, dtype=bool)
+from ppo_repro.statistics.bits import ulp_distance, unequal_bits
+from ppo_repro.statistics.kl import k2, k3
 
 
 def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
     """Return the chunk, one row per token, with one more column for each measure of mismatch.
 
     float64: delta and abs_delta (nats), rho, prob_diff = exp(logprobs_b) - exp(logprobs_a), k2 and k3 of
-    `testing.kl` (nats). int64: ulp. bool: bitwise_equal, finite.
+    `statistics.kl` (nats). int64: ulp. bool: bitwise_equal, finite.
 
     If a log-prob is not finite, `finite` is false, ulp is -1, and the other columns follow IEEE arithmetic. rho is
     infinite for delta > 709.

@@ -16,7 +16,7 @@ from ppo_repro.analysis.report.page import Figure
 from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
-from ppo_repro.ppo.draws import Draws, draws_of
+from ppo_repro.statistics.draws import Draws, draws_of
 
 
 @dataclass(frozen=True)

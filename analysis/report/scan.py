@@ -18,8 +18,8 @@ from ppo_repro.analysis.report.facts import Facts
 from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.config.files import LANGUAGE
-from ppo_repro.ppo.draws import NONE, Draws
 from ppo_repro.records import reader
+from ppo_repro.statistics.draws import NONE, Draws
 
 Counts = npt.NDArray[np.int64]
 

@@ -14,9 +14,9 @@ from ppo_repro.analysis.report.page import Verdict
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
-from ppo_repro.ppo.draws import Draws
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.summary import MANY_CUT, change, cut_at_the_limit, cut_fraction, not_promised
+from ppo_repro.statistics.draws import Draws
 
 
 def origin(facts: Facts) -> list[Verdict]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.base.program import program
 from ppo_repro.models.load import load_folder
-from ppo_repro.ppo.draws import draws_of
+from ppo_repro.statistics.draws import draws_of
 
 Floats = npt.NDArray[np.float32]
 

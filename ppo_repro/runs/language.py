@@ -29,7 +29,6 @@ from ppo_repro.models.folders import named_weights, save_adapter, save_reward_mo
 from ppo_repro.numerics.devices import Card, kernels_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.weights import weights_digest
-from ppo_repro.ppo.draws import NONE, Draws, draws_of
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
 from ppo_repro.records.folder import (
     ACCURACY_NAME,
@@ -56,6 +55,7 @@ from ppo_repro.sampling.recorded import Recorded
 from ppo_repro.sampling.rollout_engine import own_engine, rollout_engine
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.rewards import evaluate
+from ppo_repro.statistics.draws import NONE, Draws, draws_of
 
 SMALL = 10_000_000  # parameters that a model trains; a checkpoint of two is 24 bytes for each, 1 s and 240 MB at most
 AUTO = 10  # iterations from one of its checkpoints to the next

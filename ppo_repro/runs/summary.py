@@ -15,7 +15,6 @@ from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ExactMatch, Verifier
-from ppo_repro.ppo.draws import NONE, Draws, draws_of
 from ppo_repro.records import reader
 from ppo_repro.records.folder import (
     by_phase,
@@ -26,6 +25,7 @@ from ppo_repro.records.folder import (
     read_card,
 )
 from ppo_repro.records.manifest import Head, Manifest
+from ppo_repro.statistics.draws import NONE, Draws, draws_of
 
 PHASES = ("rollout", "forward", "update")  # phases that handle tokens
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
-from ppo_repro.ppo.draws import NONE, Draws, draws_of
 from ppo_repro.records import reader
 from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
+from ppo_repro.statistics.bits import unequal_bits
+from ppo_repro.statistics.draws import NONE, Draws, draws_of
+from ppo_repro.statistics.kl import k3
 from ppo_repro.testing.dumps import Names, impossible, read_dump
-from ppo_repro.testing.kl import k3
 
 ZEROS = 0.5  # largest share of tokens whose log-probs may be exactly 0 on both sides
 COLUMNS = ["iteration", "sequence", "position", "sampler", "trainer"]
@@ -31,12 +31,6 @@ ENVIRONMENT = ("ppo_repro", "python", "machine", "cpu_capability", "numerics_mod
 
 def _bits(value: float) -> str:
     return f"{int(np.float32(value).view(np.uint32)):08x}"
-
-
-def _unequal(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Return whether the elements of two float32 arrays differ in any bit."""
-    left, right = (np.ascontiguousarray(x, np.float32).view(np.uint32) for x in (a, b))
-    return np.asarray(left != right)
 
 
 def _token(pairs: pd.DataFrame, index: int) -> str:
@@ -71,7 +65,7 @@ def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
     """Return each measure of `assert_mismatch_below`, with the row of its worst token; a mean of no token is NaN."""
     finite = np.isfinite(pairs["sampler"]) & np.isfinite(pairs["trainer"])
     delta = (pairs["trainer"].astype(np.float64) - pairs["sampler"])[finite]
-    unequal = _unequal(pairs["sampler"], pairs["trainer"]) & finite
+    unequal = unequal_bits(pairs["sampler"], pairs["trainer"]) & finite
     worst = int(delta.abs().idxmax()) if len(delta) else -1
     return {
         "mean_abs": (float(delta.abs().mean()), worst),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ppo_repro.ppo.draws import CHANCE, NONE, Draws, draws_of
+from ppo_repro.statistics.draws import CHANCE, NONE, Draws, draws_of
 from ppo_repro.testing.audit.distributions import DEFINITIONS, cut, own
 from ppo_repro.testing.audit.stages import Sampling
 from ppo_repro.testing.audit.ways import Subject

@@ -17,7 +17,7 @@ import torch
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.models.stock import float64
-from ppo_repro.ppo.draws import Draws
+from ppo_repro.statistics.draws import Draws
 from ppo_repro.testing.audit.definitions import definitions_of, different_orders, order_of
 from ppo_repro.testing.audit.distributions import DEFINITIONS
 from ppo_repro.testing.audit.drawing import DrawCauses, Tally, drawn_from, left_out_of, sampled_definitions

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.statistics.bits import ulp_distance, unequal_bits
+from ppo_repro.statistics.kl import Floats, k3
 from ppo_repro.testing.dumps import ROUNDING
-from ppo_repro.testing.kl import Floats, k3
 
 KEY = ("iteration", "sequence", "position")
 NEEDED = (*KEY, "token_id", "logprobs_a", "logprobs_b")
@@ -80,13 +81,12 @@ def _total(values: npt.ArrayLike) -> float:
 
 def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Floats) -> dict[str, float]:
     a, b = a32.astype(np.float64), b32.astype(np.float64)
-    # float32 bit patterns of one sign are ordered like their values; near 0, units in the last place mean nothing
-    steps = np.abs(a32.view(np.int32).astype(np.int64) - b32.view(np.int32).astype(np.int64))
-    steps = steps[np.maximum(np.abs(a), np.abs(b)) > 1e-2]
+    # near 0, units in the last place mean nothing
+    steps = ulp_distance(a32, b32)[np.maximum(np.abs(a), np.abs(b)) > 1e-2]
     return {
         "tokens": float(len(delta)),
         "above_0": _total((a > ROUNDING) | (b > ROUNDING)),
-        "unequal": _total(a32.view(np.int32) != b32.view(np.int32)),
+        "unequal": _total(unequal_bits(a32, b32)),
         "largest_ulp": float(steps.max(initial=0)),
         "largest_delta": float(np.abs(delta).max(initial=0.0)),
         "delta_abs": _total(np.abs(delta)),

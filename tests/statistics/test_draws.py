@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 import pytest
 
-from ppo_repro.ppo.draws import TAILS, Draws, draws_of
+from ppo_repro.statistics.draws import TAILS, Draws, draws_of
 from ppo_repro.testing import assert_mismatch_below
 from tests.support.cli import Cli
 from tests.support.paths import ROOT, TINY

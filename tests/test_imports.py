@@ -218,11 +218,18 @@ def test_analyses_read_records_only() -> None:
         assert all(name.startswith(allowed) for name in names if name.startswith("ppo_repro.")), path
 
 
+def test_statistics_need_numpy_alone() -> None:
+    for path in files("ppo_repro/statistics/*.py"):
+        assert top(imports(path)) <= STANDARD | {"numpy", "scipy", "ppo_repro"}, path
+        assert all(n.startswith("ppo_repro.statistics") for n in imports(path) if n.startswith("ppo_repro.")), path
+
+
 def test_the_diagnosis_needs_no_torch_and_no_run() -> None:
     for path in files("ppo_repro/testing/diagnosis/*.py", "ppo_repro/testing/causes.py"):
         ours = {name for name in imports(path) if name.startswith("ppo_repro.")}
         assert not {"torch", "transformers"} & top(imports(path)), path
-        assert all(name.startswith(("ppo_repro.testing", "ppo_repro.base.errors")) for name in ours), path
+        below = ("ppo_repro.testing", "ppo_repro.statistics", "ppo_repro.base.errors")
+        assert all(name.startswith(below) for name in ours), path
         assert not [name for name in ours if name.startswith("ppo_repro.testing.audit")], path
 
 

@@ -1,7 +1,7 @@
 """Judge each side against the unmodified model in float64, and search the cause of wrong log-probs.
 
 A side is right if its rms distance is at most 10 times the distance of stock float32 on the same tokens, and no token
-is far off. Otherwise every cause (`variants`) predicts numbers. A cause is named only if the remaining error is
+is far off. Otherwise every cause (`table`) predicts numbers. A cause is named only if the remaining error is
 rounding: of float32, or of the 16-bit format of the computation or of the file. Else the verdict is `unknown`, with
 facts about the numbers.
 """

@@ -122,20 +122,15 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (
             (".scale = m->residual_scale, .x = y, .y = y});", ".scale = 1.0f, .x = y, .y = y});"),
             (
-                "for_rows(rows, add_row, &(Addition){.n = w->n, .x = residual, .y = y});",
-                "for_rows(rows, add_row, &(Addition){.n = w->n, .x = residual, .y = y});\n"
-                "  for_rows(rows, scale_row, &(Scaling){.n = w->n, .scale = m->residual_scale, .x = y, .y = y});",
+                "for_rows(rows, add_row, &(Addition){.n = n, .x = x, .change = y, .y = y});",
+                "for_rows(rows, add_row, &(Addition){.n = n, .x = x, .change = y, .y = y});\n"
+                "  for_rows(rows, scale_row, &(Scaling){.n = n, .scale = m->residual_scale, .x = y, .y = y});",
             ),
         ),
     ),
     "a gradient without the residual scale": (
         "model.c",
-        (
-            (
-                "if (m->residual_scale == 1.0f) return d;",
-                "(void)memory, (void)tokens;\n  if (m->residual_scale) return d;",
-            ),
-        ),
+        (("if (scale != 1.0f) {\n    for_rows(blocks->rows", "if (0) {\n    for_rows(blocks->rows"),),
     ),
     "experts without the residual scale": ("experts.c", (("if (a->scale != 1.0f) {", "if (0) {"),)),
     "rule 5: logits without their divisor": ("tokens.c", (("z[i] = z[i] / a->divisor;", "(void)z;"),)),

@@ -92,7 +92,8 @@ def on_policy(facts: Facts, counted: Parity, draws: Draws) -> list[Verdict]:
         right = f"Values computed again in the first minibatches agree on every bit ({rows:,} {unit})."
         wrong = f"{share(other, rows)} of values differ when computed again ({other:,} of {rows:,})."
         found.append(_counted(other, right, wrong))
-    if draws.tokens:
+    # tokens that were encoded again were not drawn
+    if draws.tokens and not (isinstance(config, RunConfig) and config.mismatch.trainer.retokenize):
         said = draws.sentence()
         found.append(_counted(int(draws.is_wrong), f"{said[0].upper()}{said[1:]}.", said))
     if isinstance(config, RunConfig):

@@ -135,7 +135,9 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
         "is_judged": judged,  # whether responses are right or wrong, so that the accuracies mean something
         "numerical_accuracy": None if measured is None else asdict(measured),  # of the log-probs at the start
         "card": None if card is None else asdict(card),
-        "draws": {"mean": draws.mean, "error": draws.error, "tail_probability": min(draws.tail_probabilities)},
+        "draws": None
+        if not draws.tokens
+        else {"mean": draws.mean, "error": draws.error, "tail_probability": min(draws.tail_probabilities)},
     }
     # what was trained is the score, if it is not only whether the response equals the answer
     own = not judged or any(not isinstance(term, ExactMatch) for term in config.reward.terms)

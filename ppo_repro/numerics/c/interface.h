@@ -192,8 +192,8 @@ typedef struct {
   float *logprobs;           // results [n]
   float *entropies;
   float *squares;            // sum of p^2
-  float *cumulative;         // probability of the tokens at least as likely as the target, itself included, ties
-                             // by id; NaN if the target is not eligible; NULL: not wanted
+  float *cumulative;         // probability of the tokens at least as likely as the target, itself included,
+                             // ties by id; NaN if the target is not eligible; NULL: not wanted
   const float *d_logprobs;   // of the backward pass [n]
   const float *d_entropies;
   float *gradient;           // [n][v]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,6 +20,9 @@ from ppo_repro.base.output import say
 from ppo_repro.sampling.sglang.client import Call
 
 LAST_LINES = 20  # of the log of a server that died
+# A system hands higher ports to every program that connects, so another one could take a higher port before the server
+# does. SGLang takes further ports up to 1,000 above its own.
+PORTS = range(20_000, 31_000)
 POLL_SECONDS = 0.25
 DYING_SECONDS = 5.0  # for a process to end after its connection broke
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
@@ -36,10 +40,12 @@ class Server:
 
 
 def free_port() -> int:
-    """Return a free loopback port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a free loopback port of PORTS."""
+    while True:
+        port = PORTS[secrets.randbelow(len(PORTS))]
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path, port: int) -> Server:

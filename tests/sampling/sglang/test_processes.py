@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Request, Sampling
 from ppo_repro.sampling.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.sampling.sglang.server import free_port
 from tests.sampling.sglang.fake_sglang import fake_python
 from tests.support.cli import sets
 from tests.support.interrupts import hearing_ctrl_c
@@ -62,6 +63,14 @@ def started(
 def written(path: Path) -> str:
     """The content of a file, once it has some."""
     return str(until(lambda: path.exists() and path.read_text(), str(path)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the system's range of client ports")
+def test_no_program_that_connects_takes_the_port_of_a_server_that_starts() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {free_port() for _ in range(8)}
+    assert len(ports) > 1
+    assert max(ports) + 1000 < first, "SGLang takes further ports up to 1,000 above its own"
 
 
 def test_servers_end_with_the_block_and_with_all_their_processes(policy: PreTrainedModel, tmp_path: Path) -> None:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import reduce
+from operator import add
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.pairs.runs import KEY
+from ppo_repro.analysis.pairs.runs import KEY, chosen_iterations
 from ppo_repro.records import reader
 from ppo_repro.statistics.bits import unequal_bits
+
+TOKENS = [*KEY, "rollout_logprobs", "old_logprobs", "values"]
+UPDATES = [*KEY, "epoch", "minibatch", "ratios", "new_values"]
 
 
 @dataclass(frozen=True)
 class Parity:
-    """Counts over a whole run. Log-probs are in nats; `unequal` means different in any bit."""
+    """Counts over some iterations; `+` adds others. Log-probs are in nats; `unequal` means different in any bit."""
 
     tokens: int
     unequal_old_rollout_logprobs: int
@@ -29,25 +35,31 @@ class Parity:
     unequal_ratios: int  # over all epochs and minibatches; 0 only if the weights never moved
     unequal_update_values: int
 
+    def __add__(self, other: Parity) -> Parity:
+        sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        largest = float(np.maximum(self.max_abs_old_rollout, other.max_abs_old_rollout))  # NaN stays NaN
+        return Parity(**sums | {"max_abs_old_rollout": largest})
+
 
 def _float32(frame: pd.DataFrame, column: str) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(frame[column].to_numpy(), dtype=np.float32)
 
 
-def parity(run_dir: Path | str, *, iterations: Sequence[int] | None = None, allow_incomplete: bool = False) -> Parity:
-    """Count the unequal bits in a run's records. Raises UserError on missing or damaged records."""
-    tokens = reader.read_tokens(
-        run_dir,
-        columns=[*KEY, "rollout_logprobs", "old_logprobs", "values"],
-        iterations=iterations,
-        allow_incomplete=allow_incomplete,
-    )
-    updates = reader.read_updates(
-        run_dir,
-        columns=[*KEY, "epoch", "minibatch", "ratios", "new_values"],
-        iterations=iterations,
-        allow_incomplete=allow_incomplete,
-    )
+def parity(run_dir: Path | str, iterations: Sequence[int] | None = None) -> Parity:
+    """Count the unequal bits in a complete run, one iteration in memory at a time; `iterations` None: in all.
+
+    Raises UserError on missing or damaged records.
+    """
+    return reduce(add, (_of_iteration(run_dir, iteration) for iteration in chosen_iterations(run_dir, iterations)))
+
+
+def _of_iteration(run_dir: Path | str, iteration: int) -> Parity:
+    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS)
+    return parity_of(tokens, reader.read_updates(run_dir, iterations=[iteration], columns=UPDATES))
+
+
+def parity_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Parity:
+    """Count the unequal bits of one iteration, from the columns TOKENS and UPDATES of its tables."""
     joined = updates.merge(tokens, on=KEY, how="left", validate="many_to_one")
     first = joined[(joined["epoch"] == 0) & (joined["minibatch"] == 0)]
     rollout, old = _float32(tokens, "rollout_logprobs"), _float32(tokens, "old_logprobs")

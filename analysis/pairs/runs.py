@@ -5,8 +5,10 @@ A source is an iterator of chunks, one per iteration. A chunk is a DataFrame wit
     iteration, sequence, position, token_id   int32 or int64
     logprobs_a, logprobs_b                    float32, nats, the recorded bits
 
-and, if the source has them, `entropies` and `log_kept_mass` (float32, nats), `advantages` (float32), `policy_lag`,
-`turn` and `route` (int32, `pairs.places`). Side `a` sampled the token or came first; delta = logprobs_b - logprobs_a.
+and, if the source has them, `entropies` and `log_kept_mass` (float32, nats), `prob_sq_sums` (sums of the squared
+probabilities), `advantages` (float32), `policy_lag`, `turn` and `route` (int32, `pairs.places`). Side `a` sampled the
+token or came first; delta = logprobs_b - logprobs_a.
+
 Rows are in the order of (iteration, sequence, position). `chunk.attrs["masked"]` counts the tokens that a mask removed
 from the chunk, possibly all; runs have no mask.
 """
@@ -24,7 +26,7 @@ from ppo_repro.records import reader
 
 KEY = ["iteration", "sequence", "position"]
 REQUIRED = [*KEY, "token_id", "logprobs_a", "logprobs_b"]
-OPTIONAL = ["entropies", "log_kept_mass", "advantages"]
+OPTIONAL = ["entropies", "prob_sq_sums", "log_kept_mass", "advantages"]
 PAIRS = ("rollout_vs_old", "old_vs_first_new")
 
 
@@ -61,12 +63,13 @@ def run_pairs(
     """
     if pair not in PAIRS:
         raise UserError(f"pair = {pair!r}: must be {' or '.join(PAIRS)}")
-    read = _rollout_and_old if pair == "rollout_vs_old" else _old_and_first_new
+    read = rollout_and_old if pair == "rollout_vs_old" else _old_and_first_new
     chosen = chosen_iterations(run_dir, iterations, allow_incomplete)
     return (read(run_dir, iteration, allow_incomplete) for iteration in chosen)
 
 
-def _rollout_and_old(run_dir: Path | str, iteration: int, allow_incomplete: bool) -> pd.DataFrame:
+def rollout_and_old(run_dir: Path | str, iteration: int, allow_incomplete: bool) -> pd.DataFrame:
+    """Return the pairs `rollout_vs_old` of one iteration."""
     columns = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", *OPTIONAL, *ROUTE_COLUMNS]
     tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, allow_incomplete=allow_incomplete)
     sequences = reader.read_sequences(

@@ -16,7 +16,7 @@ from ppo_repro.analysis.report.page import Figure
 from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
-from ppo_repro.statistics.draws import Draws, draws_of
+from ppo_repro.statistics.draws import Draws
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,19 @@ class Curve:
 MANY_SEEDS = 5  # charts show fewer seeds one by one
 
 
-def draws_of_tokens(iteration: int, tokens: pd.DataFrame) -> Draws:
-    """Measure the draws of the recorded tokens of one iteration."""
-    names = "old_logprobs", "entropies", "sequence", "cumulative_probs"
-    logprobs, entropies, sequences, known = (tokens[name].to_numpy() for name in names)
-    return draws_of(logprobs, entropies, sequences, known, seed=iteration)
+def sampled_rows(
+    iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws
+) -> list[dict[str, float | str]]:
+    """Return the metrics of the sampled responses of one iteration, as rows iteration, metric, value, low, high.
 
-
-def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> list[dict[str, float | str]]:
-    """Return the metrics of the sampled responses of one iteration, as rows iteration, metric, value, low, high."""
+    `drawn` has the draws of its tokens.
+    """
     owner = tokens["sequence"].to_numpy(np.int64)
     lengths = sequences["response_length"].to_numpy(np.float64)
 
     def per_sequence(name: str) -> Floats:
         return np.asarray(np.bincount(owner, tokens[name].to_numpy(np.float64), len(sequences)), dtype=np.float64)
 
-    drawn = draws_of_tokens(iteration, tokens)
     estimates = {
         "score": clusters.mean(sequences["scores"].to_numpy(np.float64)),
         "accuracy": clusters.mean(sequences["is_correct"].to_numpy(np.float64)),

@@ -8,10 +8,9 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.analysis.mismatch.bucket import bucket_table
-from ppo_repro.analysis.mismatch.parity import Parity, parity
-from ppo_repro.analysis.mismatch.tables import measure, tables, whole
+from ppo_repro.analysis.mismatch.parity import Parity
+from ppo_repro.analysis.mismatch.tables import Measured, measure, tables, whole
 from ppo_repro.analysis.pairs.run_evidence import run_evidence
-from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.analysis.report import curves, figures, verdicts
 from ppo_repro.analysis.report.curves import Curve
 from ppo_repro.analysis.report.facts import Facts, clip_bounds, repeating
@@ -38,14 +37,16 @@ from ppo_repro.analysis.words import terms
 from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.folder import by_phase, phases_of
-from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
+from ppo_repro.testing.diagnosis import evidence
+from ppo_repro.testing.diagnosis.diagnose import diagnose_sums
+from ppo_repro.testing.diagnosis.evidence import MismatchSums
 
 
 def run_page(facts: Facts, responses: int) -> str:
     """Return the page of one run of PPO, which shows `responses` responses token by token."""
     iterations, steps = summary_tables(facts)
     scan = scan_run(facts, iterations, steps)
-    counted = parity(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)
+    counted = scan.parity
     cause, found = _cause(facts) if counted.unequal_old_rollout_logprobs and not facts.is_control else ([], [])
     cards = (
         Card(
@@ -90,10 +91,13 @@ def main_chart(facts: Facts, found: pd.DataFrame) -> str:
 
 def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     """Diagnose why sampler and trainer differ, and draw the mismatch by probability, position, lag, turn and route."""
-    measured = list(measure(run_pairs(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)))
+    measured, sums = list[Measured](), list[MismatchSums]()
+    for pairs in run_evidence(facts.run_dir, facts.iterations, allow_incomplete=True):
+        measured += measure([pairs])
+        sums.append(evidence.measure(pairs))
     update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
     divergences = update[update["metric"].isin(["k1", "k3"]) & (update["reduction"] == "token_mean")]
-    cause = diagnose_chunks(run_evidence(facts.run_dir, facts.iterations, allow_incomplete=True))
+    cause = diagnose_sums(sums)
     untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""
     text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
     text = f"{text} {cause.advice}"

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ppo_repro.analysis.mismatch import parity
+from ppo_repro.analysis.mismatch.parity import Parity, parity_of
 from ppo_repro.analysis.report import curves
 from ppo_repro.analysis.report.facts import Facts
 from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.config.files import LANGUAGE
 from ppo_repro.records import reader
+from ppo_repro.runs.summary import draws_of_records
 from ppo_repro.statistics.draws import NONE, Draws
 
 Counts = npt.NDArray[np.int64]
@@ -27,18 +32,8 @@ DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, 
 QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 FLAGS = ("clip_high", "clip_low", "clip_dual", "wrong_high", "wrong_low", "bound_high", "bound_low")
 SEQUENCES = ["iteration", "sequence", "response", "response_length", "scores", "is_correct"]
-TOKENS = [
-    "iteration",
-    "sequence",
-    "position",
-    "rollout_logprobs",
-    "old_logprobs",
-    "entropies",
-    "ref_kl",
-    "cumulative_probs",
-]
-UPDATES = ["iteration", "epoch", "minibatch", "ratios", "clip_flag"]
-LOGPROBS = ["iteration", "rollout_logprobs", "old_logprobs"]
+TOKENS = [*parity.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
+UPDATES = [*parity.UPDATES, "clip_flag"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,7 @@ class Scan:
     values: dict[int, Floats]  # scores, or returns of the episodes that ended, by iteration
     responses: pd.DataFrame  # of `_response_summary`
     draws: Draws
+    parity: Parity
 
 
 @dataclass(frozen=True)
@@ -77,14 +73,13 @@ def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
 def iterations_of(facts: Facts) -> Iterator[IterationRecords]:
     """Yield the iterations of a run. Raises UserError if a record is missing or damaged."""
     language = not facts.is_control
-    names = [*UPDATES, "sequence"] if language else UPDATES
     for iteration in facts.iterations:
         which: dict[str, Any] = {"iterations": [iteration], "allow_incomplete": True}
         yield IterationRecords(
             iteration,
             reader.read_sequences(facts.run_dir, columns=SEQUENCES, **which) if language else None,
-            reader.read_tokens(facts.run_dir, columns=TOKENS if language else LOGPROBS, **which),
-            reader.read_updates(facts.run_dir, columns=names, **which),
+            reader.read_tokens(facts.run_dir, columns=TOKENS if language else parity.TOKENS, **which),
+            reader.read_updates(facts.run_dir, columns=UPDATES, **which),
         )
 
 
@@ -113,7 +108,7 @@ def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
 def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Scan:
     """Read all iterations of a run of PPO once, and return the numbers for its page."""
     sampled, flags = list[dict[str, float | str]](), list[dict[str, int]]()
-    ratios, responses = list[pd.DataFrame](), list[pd.DataFrame]()
+    ratios, responses, parities = list[pd.DataFrame](), list[pd.DataFrame](), list[Parity]()
     values: dict[int, Floats] = returns_of(facts) if facts.is_control else {}
     draws = NONE
     counted, nonfinite_deltas, nonfinite_ratios = np.zeros((2, len(DELTA_EDGES) - 1), np.int64), 0, 0
@@ -124,13 +119,15 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
         broken = ~np.isfinite(one.updates["ratios"].to_numpy(np.float64)) & flag.notna().to_numpy()
         nonfinite_ratios += int(broken.sum())
         counted += delta_counts(delta)
+        parities.append(parity_of(one.tokens, one.updates))
         ratios.append(ratio_quantiles(one.iteration, one.updates))
         counts = flag.value_counts()
         counts_of = {name: int(counts.get(name, 0)) for name in FLAGS}
         flags.append({"iteration": one.iteration, "token_updates": int(counts.sum()), **counts_of})
         if one.sequences is not None:
-            sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens)
-            draws += curves.draws_of_tokens(one.iteration, one.tokens)
+            drawn = draws_of_records(one.iteration, one.tokens)
+            sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens, drawn)
+            draws += drawn
             responses.append(_response_summary(one.iteration, one.sequences, one.tokens, one.updates))
             values[one.iteration] = one.sequences["scores"].to_numpy(np.float64)
     if facts.is_control:
@@ -147,6 +144,7 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
         values=values,
         responses=of_responses,
         draws=draws,
+        parity=reduce(add, parities),
     )
 
 
@@ -158,7 +156,8 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> p
     elif facts.manifest.kind == LANGUAGE:
         for one in iterations_of(facts):
             assert one.sequences is not None
-            sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens)
+            drawn = draws_of_records(one.iteration, one.tokens)
+            sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens, drawn)
     return _with_recorded(facts, sampled, iterations, steps)
 
 

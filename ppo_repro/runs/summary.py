@@ -37,6 +37,7 @@ COLUMNS: Mapping[Kind, tuple[str, ...]] = {
     CONTROL: ("iteration", "episode_return_mean", "eval_return", "entropy", "explained_variance"),
     DPO: ("iteration", "loss", "margin", "eval_margin", "eval_pair_accuracy", "eval_accuracy"),
 }
+DRAWN = ("old_logprobs", "entropies", "sequence", "cumulative_probs")  # columns that say how a token was drawn
 
 Figures = dict[str, Any]
 
@@ -158,12 +159,17 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
 
 def _draws(run_dir: Path, iterations: int) -> Draws:
     """Measure the draws of all recorded tokens, one iteration in memory at a time."""
-    found, names = NONE, ["old_logprobs", "entropies", "sequence", "cumulative_probs"]
+    found = NONE
     for index in range(iterations):
-        tokens = reader.read_tokens(run_dir, iterations=[index], columns=names, allow_incomplete=True)
-        logprobs, entropies, sequences, known = (tokens[name].to_numpy() for name in names)
-        found += draws_of(logprobs, entropies, sequences, known, seed=index)
+        tokens = reader.read_tokens(run_dir, iterations=[index], columns=DRAWN, allow_incomplete=True)
+        found += draws_of_records(index, tokens)
     return found
+
+
+def draws_of_records(iteration: int, tokens: pd.DataFrame) -> Draws:
+    """Measure the draws of one iteration, from the columns DRAWN of its tokens."""
+    logprobs, entropies, sequences, known = (tokens[name].to_numpy() for name in DRAWN)
+    return draws_of(logprobs, entropies, sequences, known, seed=iteration)
 
 
 def _change(what: str, figures: Figures) -> str:

@@ -47,7 +47,7 @@ def test_one_flipped_bit_is_counted(deterministic_run: Path, monkeypatch: pytest
     def flipped(*arguments: object, **options: object) -> pd.DataFrame:
         tokens = read(*arguments, **options)
         old = tokens["old_logprobs"].to_numpy(copy=True)
-        old.view(np.int32)[5] ^= 1
+        old.view(np.int32)[5] ^= int(options["iterations"] == [0])
         return tokens.assign(old_logprobs=old)
 
     monkeypatch.setattr(reader, "read_tokens", flipped)

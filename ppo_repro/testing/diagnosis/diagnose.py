@@ -9,7 +9,7 @@ causes that the columns cannot tell. The diagnosis needs no model; `ppo-repro au
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,7 +83,11 @@ def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
 
     Columns and errors are the same as in `diagnose`.
     """
-    sums = [measure(frame) for chunk in chunks for _, frame in chunk.groupby("iteration", sort=True)]
+    return diagnose_sums([measure(frame) for chunk in chunks for _, frame in chunk.groupby("iteration", sort=True)])
+
+
+def diagnose_sums(sums: Sequence[MismatchSums]) -> Diagnosis:
+    """Diagnose the sums of `evidence.measure` of all iterations. Raises UserError if they have no token."""
     if not sum(frame["tokens"] for frame in sums):
         raise UserError("pairs have no token with two finite log-probs; there is nothing to compare")
     m = added(sums)

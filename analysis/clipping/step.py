@@ -7,13 +7,11 @@ import pandas as pd
 
 from ppo_repro.analysis.clipping.flags import FLAGS, flags_of_ratios, ratios_of, token_flags, value_flags
 from ppo_repro.analysis.clipping.update_rows import ClipRule, Float64, IterationRows, column, policy_rows, steps_of
+from ppo_repro.analysis.stats.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
 from ppo_repro.statistics.kl import k1, k3
 
 VALUE_FLAGS = ("vf_band_out", "vf_grad_zero")
 SUBSETS = ("all", "adv_pos", "adv_neg")
-P_EDGES = np.array([0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.9, 0.99, 1.0])
-ENTROPY_EDGES = np.array([0.0, 0.01, 0.1, 0.3, 1.0, 2.0, 4.0, np.inf])
-POSITION_EDGES = np.array([0.0, *2.0 ** np.arange(31)])
 NAN = float("nan")
 
 
@@ -101,24 +99,25 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
     """Return the rates of FLAGS by probability under the anchor, by entropy and by position, over all policy steps.
 
     Columns: iteration, kind (p_anchor, entropy, position), adv_sign (all, pos, neg), lo, hi (bins [lo, hi); the last
-    bin includes hi), n, FLAGS. Bins without tokens have no row.
+    bin includes hi), n, FLAGS. Bins without tokens have no row; a value of NaN has no bin.
     """
     rows = policy_rows(item)
     flags, advantages = token_flags(rows, item.rule)[list(FLAGS)], column(rows, "advantages")
     scopes = {"all": np.ones(len(rows), dtype=bool), "pos": advantages > 0, "neg": advantages < 0}
     kinds = {
-        "p_anchor": (np.exp(column(rows, "anchor_logprobs")), P_EDGES),
-        "entropy": (column(rows, "entropies"), ENTROPY_EDGES),
-        "position": (column(rows, "position"), POSITION_EDGES),
+        "p_anchor": (np.exp(column(rows, "anchor_logprobs")), PROBABILITIES),
+        "entropy": (column(rows, "entropies"), ENTROPIES),
+        "position": (column(rows, "position"), DOUBLING),
     }
     tables = []
     for kind, (values, edges) in kinds.items():
-        codes = np.searchsorted(edges[1:-1], values, side="right")
-        for sign, where in scopes.items():
+        codes, lows = bucket_of(values, edges), np.array(edges)
+        for sign, scope in scopes.items():
+            where = scope & (codes >= 0)
             groups = flags[where].groupby(codes[where])
             table = groups.mean()
             places = table.index.to_numpy(np.int64)
             table = table.assign(iteration=item.iteration, kind=kind, adv_sign=sign, n=groups.size())
-            tables.append(table.assign(lo=edges[places], hi=edges[places + 1]))
+            tables.append(table.assign(lo=lows[places], hi=lows[places + 1]))
     names = ["iteration", "kind", "adv_sign", "lo", "hi", "n", *FLAGS]
     return pd.concat(tables, ignore_index=True)[names]

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.mismatch.token import sequence_starts
 from ppo_repro.analysis.pairs.places import LAG, ROUTE, ROUTES, TURN
+from ppo_repro.analysis.stats.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
 from ppo_repro.analysis.stats.clusters import log_bins, quantile
 
-# positions, lengths, lags and turns: 0, 1, 2-3, 4-7, ...
-DOUBLING = (0.0, *(float(1 << power) for power in range(31)))
 EDGES = {
-    "prob": (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.9, 0.99, 1.0),
-    "entropy": (0.0, 0.01, 0.1, 0.3, 1.0, 2.0, 4.0, np.inf),
+    "prob": PROBABILITIES,
+    "entropy": ENTROPIES,
     "position": DOUBLING,
     "seq_len": DOUBLING,
     LAG: DOUBLING,
@@ -32,12 +30,6 @@ BUCKET_COLUMNS = [
 ]
 _SUMS = ["n", "abs_mean", "prob_abs_mean", "k1", "k2", "k3", "frac_eq"]
 _KEYS = ["kind", "bucket", "bin"]
-
-
-def bucket_of(values: npt.NDArray[np.float64], edges: tuple[float, ...]) -> npt.NDArray[np.int64]:
-    """Return the index of each value's bucket [edge, next edge), int64; outer buckets are open, NaN gets -1."""
-    buckets = np.clip(np.searchsorted(np.array(edges), values, side="right") - 1, 0, len(edges) - 2)
-    return np.where(np.isnan(values), -1, buckets)
 
 
 def bucket_sums(tokens: pd.DataFrame) -> pd.DataFrame:

@@ -71,6 +71,8 @@ def test_buckets_by_hand() -> None:
     }  # fmt: skip
     assert found["grad_zero"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     assert clip_bucket(item).query("kind == 'position' and adv_sign == 'all'")["hi"].tolist() == [1.0, 2.0, 4.0]
+    item.rows.loc[0, "entropies"] = np.nan  # in no bucket, so that no bucket counts it
+    assert clip_bucket(item).query("kind == 'entropy' and adv_sign == 'all'")["n"].sum() == 3
 
 
 def test_tables_of_a_run_agree_with_what_training_recorded(native_run: Path) -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.mismatch.bucket import bucket_of, bucket_sums, bucket_table
+from ppo_repro.analysis.mismatch.bucket import bucket_sums, bucket_table
 from ppo_repro.analysis.mismatch.metrics import merged, sums_of, update_table
 from ppo_repro.analysis.mismatch.token import mismatch_token
+from ppo_repro.analysis.stats.buckets import bucket_of
 from tests.analysis.mismatch.chunks import chunk
 
 LOG2 = math.log(2.0)

@@ -17,7 +17,7 @@ import pandas as pd
 
 from ppo_repro.analysis.csv_text import csv_text
 from ppo_repro.analysis.figures import svg
-from ppo_repro.analysis.grids.outcomes import LAST, complete_cells, end_measures
+from ppo_repro.analysis.grids.outcomes import LAST, complete_cells, end_measures, mismatch
 from ppo_repro.analysis.grids.table import comparisons, markdown
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
@@ -27,7 +27,6 @@ from ppo_repro.base.program import program
 from ppo_repro.grids.study import BESIDE, RESULTS
 from ppo_repro.records import reader
 from ppo_repro.records.grid import axes_of
-from ppo_repro.statistics.kl import k3
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,16 +47,14 @@ def outcome(run_dir: Path) -> dict[str, float]:
     rows = reader.read_iterations(run_dir)
     held_out = reader.read_evaluations(run_dir, columns=["iteration", "is_correct"])
     accuracy = held_out.groupby("iteration")["is_correct"].mean()
-    tokens = reader.read_tokens(run_dir, columns=["old_logprobs", "rollout_logprobs"]).astype(np.float64)
-    delta = tokens["old_logprobs"] - tokens["rollout_logprobs"]
     return {
         "accuracy": float(accuracy.iloc[-1]),
         "start": float(accuracy.iloc[0]),
         "mean_accuracy": float(accuracy.iloc[1:].mean()),
         **end_measures(rows),
         "length": float(rows["response_length_mean"].tail(LAST).mean()),
-        "tokens": float(len(tokens)),
-        "k3": float(k3(delta.to_numpy()).mean()),
+        "tokens": float(rows["tokens"].sum()),
+        "k3": mismatch(run_dir, len(rows))[0],
     }
 
 

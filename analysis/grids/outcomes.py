@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.clipping.flags import flags_of_ratios, ratios_of
-from ppo_repro.analysis.clipping.update_rows import ClipRule
+from ppo_repro.analysis.clipping.update_rows import ClipRule, column
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ClipObjective
 from ppo_repro.records import reader
@@ -19,6 +19,7 @@ from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
 from ppo_repro.statistics.kl import k3
 
 LAST = FIRST = 5  # iterations
+TOKENS = ("old_logprobs", "rollout_logprobs", "advantages")
 MEASURES = {
     "accuracy": "greedy accuracy on held-out prompts after training",
     "score": f"mean score of the sampled responses, last {LAST} iterations",
@@ -49,23 +50,24 @@ def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
     return float(removed.sum() / counts.sum()), float(outside.sum() / counts.sum())
 
 
-def mismatch(run_dir: Path) -> tuple[float, float]:
-    """Return the mean of k3 and the clip floor over the run's response tokens.
+def mismatch(run_dir: Path, iterations: int) -> tuple[float, float]:
+    """Return the mean of k3 and the clip floor over the run's response tokens, one iteration in memory at a time.
 
-    The floor is the share of tokens whose gradient the clip
-    would remove before any step. It is 0 with the anchor `old`, whose first ratio is 1, and NaN if the objective has no
-    fixed clip range.
+    The floor is the share of tokens whose gradient the clip would remove before any step. It is 0 with the anchor
+    `old`, whose first ratio is 1, and NaN if the objective has no fixed clip range.
     """
-    columns = ["old_logprobs", "rollout_logprobs", "advantages"]
-    tokens = reader.read_tokens(run_dir, columns=columns).astype(np.float64)
-    delta = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).to_numpy()
-    ppo, floor = load_recorded_config(run_dir).ppo, math.nan
-    if isinstance(ppo.objective, ClipObjective):
-        clip = ppo.objective
-        start = delta if ppo.ratio_anchor == "rollout" else np.zeros_like(delta)
+    ppo, rule = load_recorded_config(run_dir).ppo, None
+    if isinstance(clip := ppo.objective, ClipObjective):
         rule = ClipRule(ppo.ratio_anchor, clip.clip_range, clip.high, clip.dual_clip, None)
-        floor = float(flags_of_ratios(ratios_of(start), tokens["advantages"].to_numpy(), rule)["grad_zero"].mean())
-    return float(k3(delta).mean()), floor
+    count, divergence, removed = 0, 0.0, 0.0
+    for iteration in range(iterations):
+        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS)
+        old, rollout, advantages = (column(tokens, name) for name in TOKENS)
+        count, divergence = count + len(tokens), divergence + float(k3(old - rollout).sum())
+        if rule is not None:
+            start = old - rollout if rule.anchor == "rollout" else np.zeros_like(old)
+            removed += float(flags_of_ratios(ratios_of(start), advantages, rule)["grad_zero"].sum())
+    return divergence / count, math.nan if rule is None else removed / count
 
 
 def end_measures(rows: pd.DataFrame) -> dict[str, float]:
@@ -78,7 +80,7 @@ def measures_of(run_dir: Path) -> dict[str, float]:
     """Return MEASURES of a run except accuracy, which is in the grid's table; `explained` may be NaN."""
     rows = reader.read_iterations(run_dir)
     removed, outside = clip_shares(run_dir, len(rows))
-    k3, floor = mismatch(run_dir)
+    k3, floor = mismatch(run_dir, len(rows))
     return {
         **end_measures(rows),
         "explained": float(rows["explained_variance"].head(FIRST).mean()),

@@ -25,7 +25,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.records.grid import axes_of
 
-FORMATS = {
+DIGITS = {
     "accuracy": "{:.3f}",
     "score": "{:.3f}",
     "KL": "{:.2f}",
@@ -52,11 +52,11 @@ def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
     axes = ", ".join(name.rpartition(".")[2] for name in axes_of(cells))
     table = []
     for point, group in cells.groupby("point", sort=False):
-        means = {name: FORMATS[name].format(group[name].mean()) for name in MEASURES if name != measure}
+        means = {name: DIGITS[name].format(group[name].mean()) for name in MEASURES if name != measure}
         row = {
             axes: point,
             "seeds": len(group),
-            f"{measure}, {SPREAD}": interval(group[measure], FORMATS[measure]),
+            f"{measure}, {SPREAD}": interval(group[measure], DIGITS[measure]),
             **means,
         }
         table.append({**row, "fingerprints": group["fingerprint"].nunique()})
@@ -114,7 +114,7 @@ def markdown(table: pd.DataFrame) -> str:
 
 def report(cells: pd.DataFrame, measure: str, against: str) -> str:
     """Return the printed tables as Markdown."""
-    compared, signed = comparisons(cells, measure, against), FORMATS[measure].replace(":", ":+")
+    compared, signed = comparisons(cells, measure, against), DIGITS[measure].replace(":", ":+")
     paragraphs = [markdown(rows(cells, measure))]
     if len(compared):
         differences = pd.DataFrame(

@@ -12,6 +12,7 @@ import pandas as pd
 from ppo_repro.analysis.mismatch.token import sequence_starts
 from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.clusters import Floats, Ratio
+from ppo_repro.statistics.bits import has_steps
 from ppo_repro.statistics.kl import k1, k3
 
 UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
@@ -22,8 +23,6 @@ TOKEN_MEANS = (
 )
 BY_SEQUENCE = ("abs_mean", "k1", "k2", "k3")
 QUANTILES = {"p50": 0.5, "p99": 0.99}
-# near log-prob 0, neighbouring float32 are so close that a ULP says nothing; below this |log-prob| it is not reported
-ULP_FLOOR = 1e-2
 # a variance below this share of the mean square is rounding error
 _RESOLVED = 1e-12
 
@@ -55,7 +54,7 @@ def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
     with np.errstate(over="ignore", invalid="ignore"):
         for name, values in _summed(tokens, a).items():
             rows[name] = clusters.segment_sums(np.where(finite, values, 0.0), starts)
-    large = finite & (np.minimum(np.abs(a), np.abs(b)) > ULP_FLOOR)
+    large = finite & has_steps(a, b)
     ulp = tokens["ulp"].to_numpy().astype(np.float64)
     for name, values, where in (
         ("rho", tokens["rho"].to_numpy(), finite),

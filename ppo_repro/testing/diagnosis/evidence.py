@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.statistics.bits import ulp_distance, unequal_bits
+from ppo_repro.statistics.bits import has_steps, ulp_distance, unequal_bits
 from ppo_repro.statistics.kl import Floats, k3
 from ppo_repro.testing.dumps import ROUNDING
 
@@ -81,8 +81,7 @@ def _total(values: npt.ArrayLike) -> float:
 
 def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Floats) -> dict[str, float]:
     a, b = a32.astype(np.float64), b32.astype(np.float64)
-    # near 0, units in the last place mean nothing
-    steps = ulp_distance(a32, b32)[np.maximum(np.abs(a), np.abs(b)) > 1e-2]
+    steps = ulp_distance(a32, b32)[has_steps(a, b)]
     return {
         "tokens": float(len(delta)),
         "above_0": _total((a > ROUNDING) | (b > ROUNDING)),

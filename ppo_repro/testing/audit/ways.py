@@ -41,7 +41,7 @@ class Subject:
 
 def positions(model: PreTrainedModel) -> float:
     """Return the number of positions of a model, infinity for no limit."""
-    most = getattr(model.config, "max_position_embeddings", None)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return math.inf if most is None else most
 
 

@@ -132,6 +132,6 @@ def distinct(sampling: Sampling) -> list[str]:
     return [name for name, definition in DEFINITIONS.items() if definition.differs(sampling)]
 
 
-def own(targets: Tensor, logits: Tensor) -> Tensor:
+def target_logprobs(targets: Tensor, logits: Tensor) -> Tensor:
     """Return the log-prob of each target [n] in the softmax of logits [n, V]."""
     return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)

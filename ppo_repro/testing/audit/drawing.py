@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.statistics.draws import CHANCE, NONE, Draws, draws_of
-from ppo_repro.testing.audit.distributions import DEFINITIONS, cut, own
+from ppo_repro.testing.audit.distributions import DEFINITIONS, cut, target_logprobs
 from ppo_repro.testing.audit.stages import Sampling
 from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.dumps import Response
@@ -135,12 +135,12 @@ class DrawCauses:
         row_logits, ids = among_others(logits[at], self.left_out), targets[at]
         if not len(ids):
             return
-        plain = own(ids, row_logits)
+        plain = target_logprobs(ids, row_logits)
         hypotheses = {name: cut(row_logits, k, p, m) for name, (k, p, m) in self.cuts.items()}
         for times in TEMPERATURES:
             hypotheses[f"temperature {times * self.temperature:.3g}"] = row_logits / times
         for name, changed in hypotheses.items():
-            self.gains[name] = self.gains.get(name, 0.0) + float((own(ids, changed) - plain).sum())
+            self.gains[name] = self.gains.get(name, 0.0) + float((target_logprobs(ids, changed) - plain).sum())
 
     def words(self) -> str:
         """Return the causes that make the draws much likelier, the best first; "" if none does."""

@@ -66,10 +66,10 @@ def _check_computed(model: PreTrainedModel, where: str) -> None:
             f"{where}: config.json has {field} = {value}, which {type(model).__name__} of transformers does not "
             "compute, so there is no verdict; take the class that the weights were trained with"
         )
-    own: Any = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
-    is_tied = model.config.get_text_config().tie_word_embeddings and own is not None
-    if is_tied and not torch.equal(own.weight, embedding.weight):
+    is_tied = model.config.get_text_config().tie_word_embeddings and head is not None
+    if is_tied and not torch.equal(head.weight, embedding.weight):
         raise UserError(
             f"{where}: config.json has tie_word_embeddings = true, and an output matrix that is not the embedding, so "
             "there is no verdict; set it to false, or remove the output matrix"
@@ -85,10 +85,10 @@ def _take_fused_attention(model: PreTrainedModel) -> None:
         return [stock(torch.arange(length)[None] % vocabulary, use_cache=False).logits for length in PROBE]
 
     with float64(model):
-        own = probed()
+        eager = probed()
         try:
             model.set_attn_implementation("sdpa")
-            pairs = zip(probed(), own, strict=True)
+            pairs = zip(probed(), eager, strict=True)
             is_same = all(torch.allclose(x, y, rtol=0.0, atol=SAME * float(y.abs().max())) for x, y in pairs)
         except (ValueError, RuntimeError, TypeError):  # a class may have no other than its own
             is_same = False
@@ -98,10 +98,10 @@ def _take_fused_attention(model: PreTrainedModel) -> None:
 
 def last_matrices(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> dict[str, PreTrainedModel]:
     """Return models with the output matrix of each of `others` that has the same shape; other weights are shared."""
-    found, own = {}, model.get_output_embeddings()
+    found, last = {}, model.get_output_embeddings()
     for name, other in others.items():
         head = other.get_output_embeddings()
-        if own is not None and head is not None and head.weight.shape == own.weight.shape:
+        if last is not None and head is not None and head.weight.shape == last.weight.shape:
             found[name] = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
             found[name].set_output_embeddings(head)
     return found

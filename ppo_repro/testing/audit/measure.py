@@ -19,9 +19,9 @@ RIGHT = 10.0
 FAR = 10.0
 # a cause leaves less than half of what was there: near rounding another cause could leave less by chance
 HALF = 0.5
-# a cause that rounds to 16 bits leaves at most this part of its own rounding: another order of sums rounds otherwise.
+# a cause that rounds to 16 bits leaves at most this part of its rounding: another order of sums rounds otherwise.
 # Dumps of the cause leave up to 0.26, dumps of another cause 0.64 and more
-OWN = 0.4
+OF_ROUNDING = 0.4
 # bfloat16 has 3 bits less than float16, so their errors are 8 times apart
 FORMATS_APART = 8.0
 # standard errors of a correlation that are no chance
@@ -78,36 +78,36 @@ def errors(recorded: Tensor, predicted: Tensor, stored: Stored) -> Tensor:
     return apart.sign() * (apart.abs() - stored.half_spacing(recorded)).clamp_min(0.0)
 
 
-def explains(left: Tensor, before: float, tolerance: float, own: float = 0.0) -> bool:
+def explains(left: Tensor, before: float, tolerance: float, rounding: float = 0.0) -> bool:
     """Return whether a cause explains the numbers: what it leaves is rounding.
 
     Args:
         left: the errors [n] that the cause leaves, in nats.
         before: rms of the errors without the cause; infinity if there is nothing to compare with.
         tolerance: rms of the rounding of float32, times RIGHT.
-        own: rms of the 16-bit rounding that is the cause, or a part of the cause.
+        rounding: rms of the 16-bit rounding that is the cause, or a part of the cause; 0 without such a cause.
     """
     is_float32 = rms(left) <= tolerance and float(left.abs().amax()) <= FAR * tolerance and rms(left) < HALF * before
-    return is_float32 or (own > 0.0 and rms(left) <= OWN * own)
+    return is_float32 or (rounding > 0.0 and rms(left) <= OF_ROUNDING * rounding)
 
 
-def sizes_apart(left: Tensor, own: Tensor) -> float:
+def sizes_apart(a: Tensor, b: Tensor) -> float:
     """Return how many times as large the larger of two errors is; infinity if one is 0."""
-    a, b = rms(left), rms(own)
-    return max(a, b) / min(a, b) if min(a, b) > 0 else math.inf
+    small, large = sorted((rms(a), rms(b)))
+    return large / small if small > 0 else math.inf
 
 
-def likeness(left: Tensor, own: Tensor, rounded: Tensor) -> float:
+def likeness(left: Tensor, computed: Tensor, rounded: Tensor) -> float:
     """Return the correlation of errors with 16-bit rounding; 0 if they have another size, or if it may be chance.
 
     Args:
         left: errors [n] in nats.
-        own: errors of the model that computes in 16 bits.
+        computed: errors of the model that computes in 16 bits.
         rounded: errors of the model whose weights alone are rounded.
     """
-    if len(left) != len(own) or sizes_apart(left, own) > FORMATS_APART**0.5:
+    if len(left) != len(computed) or sizes_apart(left, computed) > FORMATS_APART**0.5:
         return 0.0
-    like = max(correlation(left, own), correlation(left, rounded))
+    like = max(correlation(left, computed), correlation(left, rounded))
     return like if like >= NO_CHANCE / len(left) ** 0.5 else 0.0
 
 

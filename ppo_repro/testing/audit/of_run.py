@@ -74,12 +74,12 @@ def _rows(run_dir: Path, iteration: int) -> pd.DataFrame:
         return rows.assign(**{name: lists[name].to_list() for name in sides})
     # the environment's tokens are context, and have no log-probs
     drawn = [[not forced for forced in of] for of in rows["is_forced"]]
-    wide = {name: [_spread(of, own) for of, own in zip(drawn, lists[name], strict=True)] for name in sides}
+    wide = {name: [_spread(of, logprobs) for of, logprobs in zip(drawn, lists[name], strict=True)] for name in sides}
     rows = rows.assign(response_ids=rows["episode_ids"], mask=pd.Series(drawn, rows.index))
     return rows.assign(**{name: pd.Series(numbers, rows.index) for name, numbers in wide.items()})
 
 
-def _spread(drawn: list[bool], own: list[float]) -> list[float]:
-    """Return one number for each token of an episode: its own if it was drawn, else 0."""
-    numbers = iter(own)
+def _spread(drawn: list[bool], logprobs: list[float]) -> list[float]:
+    """Return one number for each token of an episode: its log-prob if it was drawn, else 0."""
+    numbers = iter(logprobs)
     return [next(numbers) if is_drawn else 0.0 for is_drawn in drawn]

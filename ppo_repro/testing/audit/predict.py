@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.distributions import own
+from ppo_repro.testing.audit.distributions import Processing, target_logprobs
 from ppo_repro.testing.audit.forward import States, pieces, states
-from ppo_repro.testing.audit.stages import Change, Numbers, RecordedPiece, Sampling, Variant
+from ppo_repro.testing.audit.stages import Numbers, RecordedPiece, Sampling, Variant
 from ppo_repro.testing.audit.ways import Fed, fed
 from ppo_repro.testing.dumps import Response
 
@@ -53,14 +53,14 @@ class Predictor:
         responses: Sequence[Response],
         numbers: Sequence[Numbers],
         sampling: Sampling,
-        definition: Change,
+        definition: Processing,
     ) -> None:
         self.model, self.responses, self.numbers = model, responses, numbers
         self.sampling, self.definition = sampling, definition
         self._made: tuple[Variant, PreTrainedModel] = (AS_IT_SHOULD_BE, model)
         self._states: dict[Hashable, list[tuple[States, Tensor]]] = {}
         self._pieces: dict[tuple[Variant, Variant, Tokens], list[list[RecordedPiece]]] = {}  # by window, in pieces
-        self._own: dict[Hashable, list[Tensor]] = {}  # log-probs of the targets, by window
+        self._logprobs: dict[Hashable, list[Tensor]] = {}  # log-probs of the targets, by window
         self._logp: tuple[Hashable, list[list[Tensor]]] = (None, [])  # of all tokens, the last ones
 
     def __call__(self, steps: Steps, tokens: Tokens) -> list[Tensor]:
@@ -93,12 +93,13 @@ class Predictor:
             return change(piece, self.sampling, piece.logits, x)
 
         if pick is None:
-            if key not in self._own:
+            if key not in self._logprobs:
                 windows = self.pieces(weights, way, tokens)
-                self._own[key] = [
-                    torch.cat([own(piece.targets, scaled(piece)).double() for piece in parts]) for parts in windows
+                self._logprobs[key] = [
+                    torch.cat([target_logprobs(piece.targets, scaled(piece)).double() for piece in parts])
+                    for parts in windows
                 ]
-            return self._own[key]
+            return self._logprobs[key]
         windows = self.pieces(weights, way, tokens)
         if self._logp[0] != key:
             self._logp = key, [[scaled(piece).log_softmax(-1) for piece in parts] for parts in windows]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.distributions import DEFINITIONS, distinct, own
+from ppo_repro.testing.audit.distributions import DEFINITIONS, distinct, target_logprobs
 from ppo_repro.testing.audit.drawing import Tally
 from ppo_repro.testing.audit.forward import Progress, pieces, states
 from ppo_repro.testing.audit.measure import rms
@@ -111,7 +111,7 @@ def _logprobs(
     for i, piece, counts in pieces_of(model, responses, tallies is not None):
         for name in names:
             logits = DEFINITIONS[name].change(piece, sampling, piece.logits, 0.0)
-            found[name][i].append(own(piece.targets, logits).cpu())
+            found[name][i].append(target_logprobs(piece.targets, logits).cpu())
             if tallies and name in tallies:
                 tallies[name].add(i, logits, piece.targets, counts)
     return {name: [torch.cat(parts) for parts in of] for name, of in found.items()}

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from ppo_repro.base.output import say
+from ppo_repro.testing.audit.case import Case, case_of
 from ppo_repro.testing.audit.facts import facts, of_format
 from ppo_repro.testing.audit.measure import FAR, HALF, RIGHT, rms
 from ppo_repro.testing.audit.reference import Recorded, distances, largest_error
-from ppo_repro.testing.audit.search import Case, Tried, case_of, search
+from ppo_repro.testing.audit.search import Tried, search
 from ppo_repro.testing.audit.stages import Numbers
 from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.dumps import impossible

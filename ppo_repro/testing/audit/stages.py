@@ -108,7 +108,7 @@ class RecordedPiece(Piece):
 
 # of the piece's logits [k, V]: logits whose softmax is the distribution; of its log-probs [k, V]: the quantity [k]; of
 # the quantity of the whole response [n], NaN where it is not known: what is recorded [n]. The number is the parameter
-Change = Callable[[RecordedPiece, Sampling, Tensor, float], Tensor]
+Replacement = Callable[[RecordedPiece, Sampling, Tensor, float], Tensor]
 Candidates = Callable[[Sequence[RecordedPiece], Sampling], Sequence[float]]
 
 
@@ -122,7 +122,7 @@ class Variant:
     words: str
     stage: Stage
     cause: Cause
-    change: Change | None = None  # of a distribution, a quantity or a unit
+    change: Replacement | None = None  # of a distribution, a quantity or a unit
     make: Callable[[], PreTrainedModel] | None = None  # weights: the model that computes the logits
     passes: Sequence[Sequence[Fed]] = ()  # input: the forward passes of each response
     candidates: Candidates | None = None

@@ -11,16 +11,17 @@ import torch
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from ppo_repro.testing.audit.distributions import Processing
 from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.options.option import computed
-from ppo_repro.testing.audit.stages import Change, Sampling, Variant
+from ppo_repro.testing.audit.stages import Sampling, Variant
 from ppo_repro.testing.audit.variants import VARIANTS
 from ppo_repro.testing.audit.ways import Subject, ways
 from ppo_repro.testing.dumps import Response
 
 
 def table(
-    subject: Subject, responses: Sequence[Response], sampling: Sampling, definition: Change
+    subject: Subject, responses: Sequence[Response], sampling: Sampling, definition: Processing
 ) -> tuple[Variant, ...]:
     """Return the rows whose presumptions hold; `definition` maps logits to the distribution that is right."""
     makes = {name: partial(_in_half, subject.model, dtype, dtype) for name, dtype in FORMATS.items()}

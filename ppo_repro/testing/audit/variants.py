@@ -14,13 +14,13 @@ from ppo_repro.testing.audit.distributions import (
     cut,
     has_both,
     is_tempered,
-    own,
     penalised,
     raw,
+    target_logprobs,
     tempered,
 )
 from ppo_repro.testing.audit.measure import FORMATS
-from ppo_repro.testing.audit.stages import Change, RecordedPiece, Sampling, Variant
+from ppo_repro.testing.audit.stages import RecordedPiece, Replacement, Sampling, Variant
 from ppo_repro.testing.causes import Cause
 
 VARIED = 6  # numbers above a floor, without which it would explain any constant
@@ -32,7 +32,7 @@ def _without_token(pieces: Sequence[RecordedPiece], sampling: Sampling) -> Seque
     for piece in pieces:
         logp = (piece.logits / sampling.temperature).log_softmax(-1)
         left.append((-logp[piece.usable].exp()).log1p())
-        off.append((own(piece.targets, logp) - piece.wanted)[piece.usable])
+        off.append((target_logprobs(piece.targets, logp) - piece.wanted)[piece.usable])
     return [float((torch.cat(left) - torch.cat(off)[:, None]).abs().nan_to_num(math.inf).sum(0).argmin())]
 
 
@@ -41,13 +41,14 @@ def _added_zeros(pieces: Sequence[RecordedPiece], sampling: Sampling) -> Sequenc
     counts = []
     for piece in pieces:
         scaled = piece.logits / sampling.temperature
-        counts.append(((own(piece.targets, scaled) - piece.wanted).expm1() * scaled.logsumexp(-1).exp())[piece.usable])
+        off = target_logprobs(piece.targets, scaled) - piece.wanted
+        counts.append((off.expm1() * scaled.logsumexp(-1).exp())[piece.usable])
     count = float(torch.cat(counts).median().round())
     return [count] if 1.0 <= count < 1e6 else []
 
 
 def _added_probability(pieces: Sequence[RecordedPiece], sampling: Sampling) -> Sequence[float]:
-    scaled = ((piece, own(piece.targets, piece.logits / sampling.temperature)) for piece in pieces)
+    scaled = ((piece, target_logprobs(piece.targets, piece.logits / sampling.temperature)) for piece in pieces)
     added = float(torch.cat([(piece.wanted.exp() - logp.exp())[piece.usable] for piece, logp in scaled]).median())
     return [added] if added > 0.0 else []
 
@@ -104,7 +105,7 @@ STEPS = (1, -1, 2, -2, 3, -3)
 
 
 def _distribution(
-    name: str, cause: Cause, change: Change, presumes: Callable[[Sampling], bool] = lambda s: True
+    name: str, cause: Cause, change: Replacement, presumes: Callable[[Sampling], bool] = lambda s: True
 ) -> Variant:
     return Variant(name, "distribution", cause, change, presumes=presumes)
 

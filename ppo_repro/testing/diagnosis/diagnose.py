@@ -45,9 +45,9 @@ LEFT = 0.01
 # temperature is a two-term series in 1 - 1/tau, exact at 1 and 1/2, so it leaves more
 LEFT_BY_TEMPERATURE = 0.05
 # a difference counts from this many standard errors (clustered by sequence); its probability is 6e-5 if it is normal
-CLEAR = 4.0
+DIFFERS = 4.0
 # a pattern of a smaller probability counts as no accident
-CHANCE = 1e-3
+ACCIDENT = 1e-3
 # squares left by a slope for each token id, over squares left by one slope, if ENOUGH_TOKENS tokens occur twice: an
 # error of each token leaves 0.13 on average and 0.38 at most; of other causes only old weights leave less than 0.9
 LEFT_BY_TOKEN = 0.5
@@ -176,7 +176,7 @@ def _only_one_group(sums: MismatchSums, clean: str, dirty: str) -> bool:
     u, others, equal, equal_others = (int(sums[name]) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal"))
     if equal < u or equal_others == others:
         return False
-    return math.comb(equal + equal_others, u) <= CHANCE * math.comb(u + others, u)
+    return math.comb(equal + equal_others, u) <= ACCIDENT * math.comb(u + others, u)
 
 
 def _ten_times(sums: MismatchSums, clean: str, dirty: str) -> bool:
@@ -185,7 +185,7 @@ def _ten_times(sums: MismatchSums, clean: str, dirty: str) -> bool:
         return False
     groups = [(sums[name], sums[f"{name}_abs"], sums[f"{name}_abs_sq"]) for name in (clean, dirty)]
     (m0, v0), (m1, v1) = ((s / n, max(sq - s**2 / n, 0.0) / (n - 1) / n) for n, s, sq in groups)
-    return m1 >= 10 * m0 and m1 - m0 > CLEAR * math.sqrt(v0 + v1)
+    return m1 >= 10 * m0 and m1 - m0 > DIFFERS * math.sqrt(v0 + v1)
 
 
 @dataclass(frozen=True)

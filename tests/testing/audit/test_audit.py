@@ -29,6 +29,7 @@ from transformers import (
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.audit import forward, measure, reference, search, side
+from ppo_repro.testing.audit.case import case_of
 from ppo_repro.testing.audit.distributions import DEFINITIONS
 from ppo_repro.testing.audit.judge import Audit, audit
 from ppo_repro.testing.audit.lines import lines
@@ -209,7 +210,7 @@ def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float,
     numbers = [Numbers(torch.tensor(r.sampler).double(), x < 1, x < 1, x) for r, x in pairs]
     known = Reference(right, 1e-7, 0.0, 0)
     recorded = Recorded("sampler", responses, Sampling(TEMPERATURE), "tempered", known, numbers)
-    case = search.case_of(Subject(made.model, {}), recorded, range(len(numbers)))
+    case = case_of(Subject(made.model, {}), recorded, range(len(numbers)))
 
     def change(piece: Piece, sampling: Sampling, logits: Tensor, x: float) -> Tensor:
         return logits / x if x >= least else torch.full_like(logits, math.nan)

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.testing.audit.measure import FAR, FORMATS_APART, NO_CHANCE, OWN, Stored, errors, explains, likeness, rms
+from ppo_repro.testing.audit.measure import (
+    FAR,
+    FORMATS_APART,
+    NO_CHANCE,
+    OF_ROUNDING,
+    Stored,
+    errors,
+    explains,
+    likeness,
+    rms,
+)
 from tests.support.models import seeded
 
 SIZES = st.floats(1e-9, 1e3)
@@ -23,29 +33,29 @@ def drawn(seed: int, size: float, count: int = 40) -> Tensor:
     return size * x / x.square().mean().sqrt()
 
 
-@given(seed=SEEDS, left=SIZES, before=SIZES, tolerance=SIZES, own=st.just(0.0) | SIZES)
+@given(seed=SEEDS, left=SIZES, before=SIZES, tolerance=SIZES, rounding=st.just(0.0) | SIZES)
 def test_neither_order_nor_sign_nor_unit_of_errors_matters_and_smaller_errors_are_explained_too(
-    seed: int, left: float, before: float, tolerance: float, own: float
+    seed: int, left: float, before: float, tolerance: float, rounding: float
 ) -> None:
     x = drawn(seed, left)
-    found = explains(x, before, tolerance, own)
-    assert explains(-x.flip(0), before, tolerance, own) == found
-    assert explains(x * 2.0**-9, before * 2.0**-9, tolerance * 2.0**-9, own * 2.0**-9) == found
+    found = explains(x, before, tolerance, rounding)
+    assert explains(-x.flip(0), before, tolerance, rounding) == found
+    assert explains(x * 2.0**-9, before * 2.0**-9, tolerance * 2.0**-9, rounding * 2.0**-9) == found
     if found:
-        assert explains(0.5 * x, before, tolerance, own)
-        assert explains(x, 2 * before, 2 * tolerance, 2 * own)
-        assert left <= max(tolerance, OWN * own) * (1 + 1e-9)
+        assert explains(0.5 * x, before, tolerance, rounding)
+        assert explains(x, 2 * before, 2 * tolerance, 2 * rounding)
+        assert left <= max(tolerance, OF_ROUNDING * rounding) * (1 + 1e-9)
 
 
-@given(seed=SEEDS, size=SIZES, tolerance=SIZES, own=SIZES)
+@given(seed=SEEDS, size=SIZES, tolerance=SIZES, rounding=SIZES)
 def test_a_cause_that_leaves_half_of_what_was_there_explains_nothing_but_its_own_rounding(
-    seed: int, size: float, tolerance: float, own: float
+    seed: int, size: float, tolerance: float, rounding: float
 ) -> None:
     x = drawn(seed, size)
     assert not explains(x, size, tolerance)
     assert not explains(x, 1.99 * size, tolerance)
     assert explains(x, math.inf, 1.01 * size)
-    assert explains(x, size, 0.0, own) == (rms(x) <= OWN * own)
+    assert explains(x, size, 0.0, rounding) == (rms(x) <= OF_ROUNDING * rounding)
 
 
 @given(seed=SEEDS, size=SIZES)
@@ -76,13 +86,13 @@ def test_rounding_to_the_stored_format_leaves_no_error_and_three_times_as_much_d
 
 @given(seed=SEEDS, size=st.floats(1e-6, 1.0), times=st.floats(0.1, 10.0))
 def test_errors_are_like_16_bit_rounding_only_with_its_sign_and_its_size(seed: int, size: float, times: float) -> None:
-    own, other = drawn(seed, size), drawn(seed + 1, size)
-    found = likeness(times * own, own, own)
+    rounding, other = drawn(seed, size), drawn(seed + 1, size)
+    found = likeness(times * rounding, rounding, rounding)
     assert found == (pytest.approx(1.0) if max(times, 1 / times) <= FORMATS_APART**0.5 else 0.0)
-    assert likeness(-times * own, own, own) == 0.0
-    unlike = other - own * (other @ own) / (own @ own)
-    assert likeness(unlike, own, own) == 0.0
+    assert likeness(-times * rounding, rounding, rounding) == 0.0
+    unlike = other - rounding * (other @ rounding) / (rounding @ rounding)
+    assert likeness(unlike, rounding, rounding) == 0.0
     # NO_CHANCE standard errors of a correlation of 40 numbers are 0.47
     for share, is_clear in ((0.8, True), (0.3, False)):
-        mixed = share * own + (1 - share**2) ** 0.5 * unlike * (size / rms(unlike))
-        assert (likeness(mixed, own, own) > 0.0) == is_clear == (share > NO_CHANCE / len(own) ** 0.5)
+        mixed = share * rounding + (1 - share**2) ** 0.5 * unlike * (size / rms(unlike))
+        assert (likeness(mixed, rounding, rounding) > 0.0) == is_clear == (share > NO_CHANCE / len(rounding) ** 0.5)

@@ -5,7 +5,6 @@ All numbers are float64 from the recorded columns. Separate counts have the valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -31,7 +30,7 @@ Counts = npt.NDArray[np.int64]
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
 QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 FLAGS = ("clip_high", "clip_low", "clip_dual", "wrong_high", "wrong_low", "bound_high", "bound_low")
-SEQUENCES = ["iteration", "sequence", "response", "response_length", "scores", "is_correct"]
+SEQUENCES = ["iteration", "sequence", "response_length", "scores", "is_correct"]
 TOKENS = [*parity.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
 UPDATES = [*parity.UPDATES, "clip_flag"]
 
@@ -52,16 +51,6 @@ class Scan:
     parity: Parity
 
 
-@dataclass(frozen=True)
-class IterationRecords:
-    """Recorded tables of one iteration; `sequences` is None for a control run."""
-
-    iteration: int
-    sequences: pd.DataFrame | None
-    tokens: pd.DataFrame
-    updates: pd.DataFrame
-
-
 def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read the tables `iterations` and `steps`. Raises UserError if they are missing or damaged."""
     return (
@@ -70,17 +59,13 @@ def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
     )
 
 
-def iterations_of(facts: Facts) -> Iterator[IterationRecords]:
-    """Yield the iterations of a run. Raises UserError if a record is missing or damaged."""
-    language = not facts.is_control
-    for iteration in facts.iterations:
-        which: dict[str, Any] = {"iterations": [iteration], "allow_incomplete": True}
-        yield IterationRecords(
-            iteration,
-            reader.read_sequences(facts.run_dir, columns=SEQUENCES, **which) if language else None,
-            reader.read_tokens(facts.run_dir, columns=TOKENS if language else parity.TOKENS, **which),
-            reader.read_updates(facts.run_dir, columns=UPDATES, **which),
-        )
+def read_sampled(facts: Facts, iteration: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Read `sequences` and `tokens` of one iteration of a language run, with the columns that its curves need."""
+    which: dict[str, Any] = {"iterations": [iteration], "allow_incomplete": True}
+    return (
+        reader.read_sequences(facts.run_dir, columns=SEQUENCES, **which),
+        reader.read_tokens(facts.run_dir, columns=TOKENS, **which),
+    )
 
 
 def deltas(tokens: pd.DataFrame) -> Floats:
@@ -112,24 +97,29 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
     values: dict[int, Floats] = returns_of(facts) if facts.is_control else {}
     draws = NONE
     counted, nonfinite_deltas, nonfinite_ratios = np.zeros((2, len(DELTA_EDGES) - 1), np.int64), 0, 0
-    for one in iterations_of(facts):
-        delta, flag = deltas(one.tokens), one.updates["clip_flag"]
+    for iteration in facts.iterations:
+        which: dict[str, Any] = {"iterations": [iteration], "allow_incomplete": True}
+        updates = reader.read_updates(facts.run_dir, columns=UPDATES, **which)
+        if facts.is_control:
+            tokens = reader.read_tokens(facts.run_dir, columns=parity.TOKENS, **which)
+        else:
+            sequences, tokens = read_sampled(facts, iteration)
+            drawn = draws_of_records(iteration, tokens)
+            sampled += curves.sampled_rows(iteration, sequences, tokens, drawn)
+            draws += drawn
+            responses.append(_response_summary(iteration, sequences, tokens, updates))
+            values[iteration] = sequences["scores"].to_numpy(np.float64)
+        delta, flag = deltas(tokens), updates["clip_flag"]
         nonfinite_deltas += int(np.count_nonzero(~np.isfinite(delta)))
         # null reads as NaN; only the flag says whether there was a step
-        broken = ~np.isfinite(one.updates["ratios"].to_numpy(np.float64)) & flag.notna().to_numpy()
+        broken = ~np.isfinite(updates["ratios"].to_numpy(np.float64)) & flag.notna().to_numpy()
         nonfinite_ratios += int(broken.sum())
         counted += delta_counts(delta)
-        parities.append(parity_of(one.tokens, one.updates))
-        ratios.append(ratio_quantiles(one.iteration, one.updates))
+        parities.append(parity_of(tokens, updates))
+        ratios.append(ratio_quantiles(iteration, updates))
         counts = flag.value_counts()
         counts_of = {name: int(counts.get(name, 0)) for name in FLAGS}
-        flags.append({"iteration": one.iteration, "token_updates": int(counts.sum()), **counts_of})
-        if one.sequences is not None:
-            drawn = draws_of_records(one.iteration, one.tokens)
-            sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens, drawn)
-            draws += drawn
-            responses.append(_response_summary(one.iteration, one.sequences, one.tokens, one.updates))
-            values[one.iteration] = one.sequences["scores"].to_numpy(np.float64)
+        flags.append({"iteration": iteration, "token_updates": int(counts.sum()), **counts_of})
     if facts.is_control:
         sampled = curves.return_rows(values)
     found = _with_recorded(facts, sampled, iterations, steps)
@@ -154,10 +144,9 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> p
     if facts.is_control:
         sampled = curves.return_rows(returns_of(facts))
     elif facts.manifest.kind == LANGUAGE:
-        for one in iterations_of(facts):
-            assert one.sequences is not None
-            drawn = draws_of_records(one.iteration, one.tokens)
-            sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens, drawn)
+        for iteration in facts.iterations:
+            sequences, tokens = read_sampled(facts, iteration)
+            sampled += curves.sampled_rows(iteration, sequences, tokens, draws_of_records(iteration, tokens))
     return _with_recorded(facts, sampled, iterations, steps)
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective, NoValue
+from ppo_repro.config.algorithm import ClipObjective, NoValue, clip_band
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
@@ -69,21 +69,18 @@ def clip_rule(config: RunConfig, iteration: pd.Series, band: tuple[float, float]
 
     Raises UserError if the objective does not clip token ratios and `band` is None, or for a wrong band.
     """
-    objective, value, dual = config.ppo.objective, config.value, None
-    if band is not None:
-        low, high = band
-        if not (0.0 < low < 1.0 and 0.0 < high < np.inf):
-            raise UserError(f"clip range = {low:g}, {high:g}: the lower must be between 0 and 1, the upper above 0")
-    elif isinstance(objective, ClipObjective):
-        low, high, dual = objective.clip_range, objective.high, objective.dual_clip
-    elif isinstance(objective, AdaptiveClipObjective):
-        low = high = float(iteration["clip_range"])
-    else:
+    objective, value = config.ppo.objective, config.value
+    dual = objective.dual_clip if band is None and isinstance(objective, ClipObjective) else None
+    found = band or clip_band(objective, float(iteration["clip_range"]))
+    if found is None:
         what = NOT_BY_TOKEN.get(objective.kind, "clips nothing")
         raise UserError(
             f"ppo.objective.kind = {objective.kind} {what}, only clip and adaptive_clip clip by the token's ratio; "
             "give a clip range to see what it would have clipped"
         )
+    low, high = found
+    if not (0.0 < low < 1.0 and 0.0 < high < np.inf):
+        raise UserError(f"clip range = {low:g}, {high:g}: the lower must be between 0 and 1, the upper above 0")
     value_range = None if isinstance(value, NoValue) else value.clip_range
     if value_range is not None and value.normalize_returns:
         value_range *= float(iteration["return_scale"])

@@ -12,7 +12,7 @@ import pandas as pd
 
 from ppo_repro.analysis.report.figures import ClipBounds
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
+from ppo_repro.config.algorithm import clip_band
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
@@ -97,16 +97,10 @@ def read_facts(run_dir: Path) -> Facts:
 
 def clip_bounds(config: RunConfig | ControlConfig, iterations: pd.DataFrame, steps: pd.DataFrame) -> ClipBounds | None:
     """Return the bounds of the ratio in the last iteration; None for an objective that does not clip the ratio."""
-    if isinstance(config, ControlConfig):
-        ranges = steps["clip_range"]
-    elif isinstance(config.ppo.objective, ClipObjective):
-        return ClipBounds(1.0 - config.ppo.objective.clip_range, 1.0 + config.ppo.objective.high)
-    elif isinstance(config.ppo.objective, AdaptiveClipObjective):
-        ranges = iterations["clip_range"]
-    else:
-        return None
+    ranges = (steps if isinstance(config, ControlConfig) else iterations)["clip_range"]
     last = float(ranges.iloc[-1])
-    return ClipBounds(1.0 - last, 1.0 + last, bool(ranges.nunique() > 1))
+    band = (last, last) if isinstance(config, ControlConfig) else clip_band(config.ppo.objective, last)
+    return None if band is None else ClipBounds(1.0 - band[0], 1.0 + band[1], bool(ranges.nunique() > 1))
 
 
 def repeating(facts: Facts) -> list[tuple[str, str]]:

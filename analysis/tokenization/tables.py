@@ -22,7 +22,7 @@ from ppo_repro.analysis.tokenization.words import BOUNDARIES, Boundary
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
-from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
+from ppo_repro.config.algorithm import clip_band
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
@@ -61,17 +61,13 @@ def iteration_tables(run_dir: Path | str, iteration: int, *, boundary: Boundary)
 def _clip(
     run_dir: Path | str, iteration: int, config: RunConfig, table: pd.DataFrame, tokens: pd.DataFrame
 ) -> pd.DataFrame | None:
-    objective = config.ppo.objective
-    if isinstance(objective, ClipObjective):
-        low, high = objective.clip_range, objective.high
-    elif isinstance(objective, AdaptiveClipObjective):
-        (low,) = reader.read_iterations(run_dir, iterations=[iteration], columns=["clip_range"])["clip_range"]
-        high = low
-    else:
+    (recorded,) = reader.read_iterations(run_dir, iterations=[iteration], columns=["clip_range"])["clip_range"]
+    band = clip_band(config.ppo.objective, recorded)
+    if band is None:
         return None
     updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATE_COLUMNS)
     anchor = tokens[f"{config.ppo.ratio_anchor}_logprobs"]
-    return clip_table(word_ratios(table, anchor, updates, clip_low=low, clip_high=high))
+    return clip_table(word_ratios(table, anchor, updates, clip_low=band[0], clip_high=band[1]))
 
 
 def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:

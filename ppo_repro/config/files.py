@@ -99,11 +99,13 @@ def read_tree(path: Path, overrides: Sequence[str] = (), kinds: Sequence[str] = 
 
 def found(path: Path) -> Path:
     """Return the path; `quickstart` is the package's configuration, unless a file here has that name."""
-    if str(path) != "quickstart" or path.exists():
-        return path
-    # the wheel has it below the package, a checkout in experiments
-    installed = _PACKAGE / "configurations" / f"{path}.yaml"
-    return installed if installed.is_file() else _PACKAGE.parent / "experiments" / f"{path}.yaml"
+    return path if str(path) != "quickstart" or path.exists() else installed("quickstart.yaml")
+
+
+def installed(name: str) -> Path:
+    """Return a configuration, or a folder of them, of the package: a wheel has it inside, a checkout in experiments."""
+    inside = _PACKAGE / "configurations" / name
+    return inside if inside.exists() else _PACKAGE.parent / "experiments" / name
 
 
 def path_fields(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -111,7 +113,7 @@ def path_fields(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for name, value in children:
         # an interpreter without a slash is looked up on PATH
-        is_path = name in ("path", "pairs", "run") or (name == "python" and "/" in str(value))
+        is_path = name in ("path", "eval_path", "pairs", "run") or (name == "python" and "/" in str(value))
         if is_path and isinstance(value, str) and value and "://" not in value:
             yield f"{prefix}{name}", tree, name
         elif name not in ("settings", "parameters", "template_arguments"):  # of a library, a function, a template

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -26,6 +27,7 @@ from ppo_repro.config.section import (
 LabelNoise = Annotated[float, Field(ge=0, lt=0.5)]
 AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
 Moment = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d)?)?$")]
+PLACE = re.compile(r"\{(\w+)\}")  # of a field in a prompt template
 # what a template gets of the conversation, and what this package puts in place of the machine's
 NOT_ARGUMENTS = (
     "messages", "add_generation_prompt", "continue_final_message", "conversations", "chat_template",
@@ -285,6 +287,18 @@ class JsonlTask(TextTask):
 
     kind: Literal["jsonl"] = Field(description="Read the prompts from a file.")
     path: PathText = Field(description="The JSON Lines file, or FILE.parquet.")
+    eval_path: PathText | None = Field(
+        None, description="File that the held-out prompts are drawn from; null: they are held out of path."
+    )
+    prompt_template: str | None = Field(
+        None, description="The prompt, with {NAME} for the field NAME of a line; null: the field `prompt`."
+    )
+
+    @model_validator(mode="after")
+    def _template_reads_a_field(self) -> Self:
+        if self.prompt_template is not None and not PLACE.search(self.prompt_template):
+            raise ValueError("prompt_template must have {NAME} for a field NAME of a line, such as {question}")
+        return self
 
 
 class ReasoningGymTask(TextTask):

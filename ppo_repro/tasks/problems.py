@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,7 +18,7 @@ from ppo_repro.base.json_lines import Line, text_field
 from ppo_repro.base.output import shown
 from ppo_repro.base.parquet_rows import read_records
 from ppo_repro.base.seeding import permutation, words
-from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask, PythonTask, TaskConfig
+from ppo_repro.config.tasks import PLACE, ArithmeticTask, ColumnAdditionTask, JsonlTask, PythonTask, TaskConfig
 from ppo_repro.user.process import UserFunction, UserProcess, load
 
 FIELD = "task.path"
@@ -183,12 +184,22 @@ def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
     return problems
 
 
-def read_file(path: Path, chat_template: bool = False) -> list[Problem]:
+def read_file(
+    path: Path, chat_template: bool = False, template: str | None = None, field: str = FIELD
+) -> list[Problem]:
     """Read one problem per line, or per row of a Parquet file; all problems have answers, or none has one.
 
     Raises UserError, with file and line, for the first mistake.
+
+    Args:
+        path: the file.
+        chat_template: whether a prompt may be a list of messages.
+        template: makes the prompt from the fields of a line; None: the field `prompt` is the prompt.
+        field: the configuration's field that names the file, for errors.
     """
-    lines = [replace(line, fields=_with_answer(line)) for line in read_records("task.path", path)]
+    lines = [replace(line, fields=_with_answer(line)) for line in read_records(field, path)]
+    if template is not None:
+        lines = [replace(line, fields={**line.fields, "prompt": _filled(template, line)}) for line in lines]
     answered = any("answer" in line.fields for line in lines)
     for line in lines:
         if answered and "answer" not in line.fields:
@@ -208,18 +219,51 @@ def _with_answer(line: Line) -> dict[str, Any]:
     return {**fields, "answer": text_field(line.where, "reward_model.ground_truth", model["ground_truth"])}
 
 
+def _filled(template: str, line: Line) -> str:
+    """Return the template with the fields of a line in it, a field that is no text as JSON."""
+
+    def value(place: re.Match[str]) -> str:
+        if place[1] not in line.fields:
+            names = shown(", ".join(line.fields))
+            raise UserError(f"{line.where}: task.prompt_template asks for {{{place[1]}}}; the line has {names}")
+        found = line.fields[place[1]]
+        return found if isinstance(found, str) else json.dumps(found)
+
+    return PLACE.sub(value, template)
+
+
 def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Split:
     """Hold out `num_eval_prompts` problems, chosen by keys and seed alone.
 
     Raises UserError if none is left to train on.
     """
-    ordered = sorted(problems, key=lambda p: p.key)
-    if num_eval_prompts >= len(ordered):
+    shuffled = _shuffled(problems, seed)
+    if num_eval_prompts >= len(shuffled):
         raise UserError(
-            f"task.num_eval_prompts = {num_eval_prompts}: there are {len(ordered)} prompts; leave some to train on"
+            f"task.num_eval_prompts = {num_eval_prompts}: there are {len(shuffled)} prompts; leave some to train on"
         )
-    shuffled = [ordered[i] for i in permutation(len(ordered), "held out", seed)]
-    return Split(tuple(shuffled[num_eval_prompts:]), tuple(shuffled[:num_eval_prompts]))
+    return Split(shuffled[num_eval_prompts:], shuffled[:num_eval_prompts])
+
+
+def _shuffled(problems: Iterable[Problem], seed: int) -> tuple[Problem, ...]:
+    ordered = sorted(problems, key=lambda p: p.key)
+    return tuple(ordered[i] for i in permutation(len(ordered), "held out", seed))
+
+
+def _of_files(task: JsonlTask, seed: int) -> Split:
+    """Return the split of one file, or of a file for training and one for evaluation.
+
+    Raises UserError if a prompt is in both files, or if the second has too few.
+    """
+    train = _read_once(FIELD, Path(task.path), task)
+    if task.eval_path is None:
+        return split(train, task.num_eval_prompts, seed)
+    held_out = _read_once("task.eval_path", Path(task.eval_path), task)
+    files = (task.path, train), (task.eval_path, held_out)
+    all_different((file, file, problem) for file, problems in files for problem in problems)
+    if task.num_eval_prompts > len(held_out):
+        raise UserError(f"task.num_eval_prompts = {task.num_eval_prompts}: {task.eval_path} has {len(held_out)}")
+    return Split(_shuffled(train, seed), _shuffled(held_out, seed)[: task.num_eval_prompts])
 
 
 def choose(problems: tuple[Problem, ...], count: int, seed: int, iteration: int) -> list[Problem]:
@@ -261,7 +305,7 @@ def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None)
     elif isinstance(task, ColumnAdditionTask):
         problems = column_addition(task.digits, task.base, task.size)
     elif isinstance(task, JsonlTask):
-        problems = _read_once(Path(task.path), task.chat_template)
+        return Source(_of_files(task, seed))
     elif isinstance(task, PythonTask):
         functions = _load_file(task, process)
         problems = _read_prompts(functions["prompts"], task.chat_template)
@@ -273,18 +317,19 @@ def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None)
     return Source(split(problems, task.num_eval_prompts, seed), functions.get("score"), functions.get("step"))
 
 
-def _read_once(path: Path, chat_template: bool) -> list[Problem]:
+def _read_once(field: str, path: Path, task: JsonlTask) -> list[Problem]:
     """Return the problems of a file; a second call, after the checks of a run, reads only a changed file."""
+    how = task.chat_template, task.prompt_template, field
     try:
         about = path.stat()
     except OSError:
-        return read_file(path, chat_template)  # says why it cannot be read
-    return _read(path, about.st_mtime_ns, about.st_size, chat_template)
+        return read_file(path, *how)  # says why it cannot be read
+    return _read(path, about.st_mtime_ns, about.st_size, how)
 
 
-@lru_cache(maxsize=1)
-def _read(path: Path, modified: int, size: int, chat_template: bool) -> list[Problem]:
-    return read_file(path, chat_template)
+@lru_cache(maxsize=2)  # prompts to train on, and to evaluate on
+def _read(path: Path, modified: int, size: int, how: tuple[bool, str | None, str]) -> list[Problem]:
+    return read_file(path, *how)
 
 
 def _load_file(task: PythonTask, process: UserProcess) -> dict[str, UserFunction]:

@@ -184,3 +184,32 @@ def python_task(folder: Path, text: str) -> PythonTask:
 def test_prompts_of_a_python_task_that_are_wrong_are_named(prompts: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"^task\\.path: .*{message}"):
         load_source(python_task(tmp_path, prompts), 0)
+
+
+def test_a_template_makes_prompts_of_any_fields_and_a_second_file_has_the_held_out_ones(tmp_path: Path) -> None:
+    lines = [{"q": f"{n}+1?", "nums": [n, 1], "answer": str(n)} for n in range(5)]
+    jsonl(tmp_path, *lines).rename(tmp_path / "train.jsonl")
+    jsonl(tmp_path, {"q": "8+1?", "nums": [], "answer": ""}, {"q": "9+1?", "nums": [9], "answer": ""})
+    files = {"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "p.jsonl")}
+    task = JsonlTask(kind="jsonl", prompt_template="{q} {nums} {}", num_eval_prompts=2, **files)
+    problems = load_source(task, 0).problems
+    assert {p.prompt for p in problems.train} == {f"{n}+1? [{n}, 1] {{}}" for n in range(5)}
+    assert {p.prompt for p in problems.held_out} == {"8+1? [] {}", "9+1? [9] {}"}
+    assert json.loads(problems.train[0].fields).keys() == {"q", "nums"}
+    one = load_source(task.model_copy(update={"num_eval_prompts": 1}), 0).problems
+    assert one.held_out == problems.held_out[:1]
+    assert one.train == problems.train
+    with pytest.raises(UserError, match=r"task.num_eval_prompts = 3: .*p.jsonl has 2"):
+        load_source(task.model_copy(update={"num_eval_prompts": 3}), 0)
+    with pytest.raises(
+        UserError, match=r"p.jsonl:1: task.prompt_template asks for \{a\}; the line has q, nums, answer"
+    ):
+        read_file(tmp_path / "p.jsonl", template="{a}")
+    jsonl(tmp_path, lines[3])
+    with pytest.raises(UserError, match=r"p.jsonl: key '3\+1\? \[3, 1\] \{\}' is also that of .*train.jsonl"):
+        load_source(task, 0)
+
+
+def test_a_template_without_a_field_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"prompt_template must have \{NAME\} for a field NAME of a line"):
+        of_file(prompt_template="How much?")

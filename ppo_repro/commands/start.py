@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
-from ppo_repro.base.output import print_result, say
+from ppo_repro.base.output import print_result, say, size
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
@@ -27,11 +27,23 @@ def plan_command(arguments: argparse.Namespace) -> int:
         raise UserError("--tokens, --bandwidth: the time of a step needs both")
 
     config = load_config(arguments.config, arguments.set)
-    say(f"{config.experiment}: memory of its models, without a weight")
-    from ppo_repro.runs.plan import as_json, lines, plan_run, step_seconds
+    say(f"{config.experiment}: memory that a run needs, computed from sizes; no weights are loaded")
+    from ppo_repro.runs.plan import as_json, lines, memory_of, plan_run, savings, step_seconds
 
-    plan = plan_run(config, arguments.processes)
+    plan, smaller = plan_run(config, arguments.processes), savings(config, arguments.processes)
     value, text = as_json(plan), lines(plan)
+    where = "this machine" if config.layout.device == "cpu" else "this GPU"
+    try:
+        value["memory"] = memory_of(config)
+    except UserError as error:
+        value["memory"] = None
+        text.append(f"no GPU to compare with: {error}")
+    if value["memory"] is not None:
+        text.append(f"{where} has {size(value['memory'])}")
+    value["savings"] = [{"field": field, "peak": peak} for field, peak in smaller]
+    if smaller:
+        text += ["", "these lower the peak, each line after those above it; layout changes no result, an adapter does"]
+        text += [f"  --set '{field}'".ljust(44) + f"{size(peak):>12}" for field, peak in smaller]
     if None not in rates:
         value["step_seconds"] = step_seconds(config, plan, *rates)
         text.append(f"a step      up to about {value['step_seconds']:.2g} s at these rates")

@@ -6,7 +6,9 @@ allowed length. The plan assumes that native numerics need as much memory as the
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import ceil
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say, size
-from ppo_repro.config.algorithm import LoraConfig, SeparateValue
+from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import ModelFolder, RunConfig
@@ -40,6 +42,15 @@ from ppo_repro.stages.forward import LOGITS_AT_ONCE
 
 PHASES = ("loading", "rollout", "scoring", "update")
 SAVING = "saving"  # a checkpoint, in the first of several processes: it joins the moments of all
+SMALLER: tuple[tuple[str, int], ...] = (  # fields of `layout` and values that may lower the peak
+    ("update_micro_batch", 1),
+    ("update_micro_batch", 0),  # its gradients need no partial sums
+    ("gradient_checkpointing", True),
+    ("forward_micro_batch", 1),
+    ("rollout_slots", 8),
+)
+ADAPTER = "{rank: 16, alpha: 32}"
+LEAST_SAVED = 0.9  # of the peak, which a change of a field must come below to be named
 EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimates
 # the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
 # when memory is short
@@ -155,7 +166,10 @@ class Shape:
         return FLOAT * (kept + backward) + self.cache(tokens)
 
 
-def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
+Shapes = tuple[Shape, Shape | None, tuple[Model, ...]]
+
+
+def _shapes(config: RunConfig) -> Shapes:
     """Return the policy, the separate value model if there is one, and all models.
 
     Raises UserError for an unknown model.
@@ -187,7 +201,11 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
 
     Raises UserError for an unknown model.
     """
-    policy, value, models = _shapes(config)
+    return _planned(config, _shapes(config), processes)
+
+
+def _planned(config: RunConfig, shapes: Shapes, processes: int) -> Plan:
+    policy, value, models = shapes
     layout, sampler, context = config.layout, config.mismatch.sampler, config.numerics.max_context
     deterministic, on_card = config.numerics.mode == "deterministic", layout.device != "cpu"
     if on_card and not deterministic:
@@ -259,6 +277,45 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
     return Plan(models, rows, processes, FLOAT * exchanged // processes)
 
 
+def savings(config: RunConfig, processes: int = 1) -> list[tuple[str, int]]:
+    """Return changes of fields, `FIELD=VALUE`, that lower the peak most, each with the peak after it and those before.
+
+    Fields of `layout` come first, because they change no result; adapters follow. A change that lowers the peak by less
+    than a tenth is left out.
+    """
+    shapes, found = _shapes(config), list[tuple[str, int]]()
+    peak, untried = _planned(config, shapes, processes).peak, list(SMALLER)
+    while untried:
+        changed = [_changed(config, "layout", name, value) for name, value in untried]
+        peaks = [_planned(one, shapes, processes).peak for one in changed]
+        best = peaks.index(min(peaks))
+        if peaks[best] > LEAST_SAVED * peak:
+            break
+        config, peak, (name, value) = changed[best], peaks[best], untried[best]
+        found.append((f"layout.{name}={json.dumps(value)}", peak))
+        untried = [pair for pair in untried if pair[0] != name]
+    for field, adapted in _with_adapters(config):
+        lower = plan_run(adapted, processes).peak
+        if lower <= LEAST_SAVED * peak:
+            peak = lower
+            found.append((f"{field}={ADAPTER}", peak))
+    return found
+
+
+def _changed(config: RunConfig, section: str, name: str, value: object) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+
+
+def _with_adapters(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield fields of adapters and the configuration with them: the policy's, then the value model's too."""
+    adapter = LoraConfig(rank=16, alpha=32)
+    if config.lora is None and not isinstance(config.value, ValueHead):
+        config = config.model_copy(update={"lora": adapter})
+        yield "lora", config
+    if isinstance(config.value, SeparateValue) and config.value.lora is None:
+        yield "value.lora", _changed(config, "value", "lora", adapter)
+
+
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan in bytes, with totals."""
     return {**asdict(plan), "process": PROCESS, "peak": plan.peak, "certain": plan.certain}
@@ -305,6 +362,19 @@ def memory_limit() -> int | None:
     return min(limits, default=None)
 
 
+def memory_of(config: RunConfig) -> int | None:
+    """Return the bytes of the machine, or of the GPU, that a run computes on; None if unknown.
+
+    Raises UserError if the GPU cannot be used.
+    """
+    if config.layout.device == "cpu":
+        return memory_limit()
+    if config.numerics.mode != "deterministic":
+        return None
+    kernels = kernels_of(torch_device(config.layout.device))
+    return kernels.free_bytes()[1] if isinstance(kernels, Card) else None
+
+
 def _limit_files() -> list[Path]:
     """Return where Linux has the memory limits of this process's control group and of those above it."""
     root, files = Path("/sys/fs/cgroup"), list[Path]()
@@ -325,12 +395,10 @@ def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int
     """
     if not isinstance(config, RunConfig):
         return
-    limit, name = memory_limit(), config.layout.device
-    plan = plan_run(config, processes)
+    limit, plan = memory_of(config), plan_run(config, processes)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # torchrun's processes on this machine
-    if name != "cpu":
-        kernels = kernels_of(torch_device(name)) if config.numerics.mode == "deterministic" else None
-        limit, here = kernels.free_bytes()[1] if isinstance(kernels, Card) else None, 1
+    if config.layout.device != "cpu":
+        here = 1
     if limit is None:
         return
     phase = plan.largest_phase

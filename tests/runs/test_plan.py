@@ -18,15 +18,16 @@ from torch import Tensor
 
 from experiments.benchmarks import peak
 from ppo_repro.base.errors import OUT_OF_MEMORY, UserError
+from ppo_repro.base.output import size
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import TinyModel
 from ppo_repro.runs import run as runner
-from ppo_repro.runs.plan import FLOAT, PHASES, PROCESS, as_json, plan_run, require_memory
+from ppo_repro.runs.plan import FLOAT, PHASES, PROCESS, as_json, memory_limit, plan_run, require_memory
 from ppo_repro.runs.prepare import prepare
-from tests.support.cli import Cli
+from tests.support.cli import Cli, sets
 from tests.support.models import CLASSES, CONFIGS
-from tests.support.paths import SMALL
+from tests.support.paths import ROOT, SMALL
 from tests.support.runs import small_config
 
 LORA = "{rank: 2, alpha: 4.0}"
@@ -91,9 +92,71 @@ def test_a_folder_with_nothing_but_its_config_can_be_planned(tmp_path: Path, cli
     found = plan_run(small_config(model))
     assert [m.name for m in found.models] == ["policy", "value model", "reference"]
     assert found.peak == PROCESS + max(found.total(phase) for phase in PHASES)
-    assert cli.json("plan", SMALL, "--set", model) == json.loads(json.dumps(as_json(found)))
+    printed = cli.json("plan", SMALL, "--set", model)
+    assert printed.items() >= json.loads(json.dumps(as_json(found))).items()
+    assert printed["memory"] == memory_limit()
     table = cli.done("plan", SMALL, "--set", model)
     assert all(word in table for word in ("policy", "value model", "reference", "peak", *found.rows))
+
+
+LONG = ("numerics.max_context=8192", "ppo.minibatch_size=48", "layout.rollout_slots=1")
+
+
+def test_fields_that_lower_a_peak_are_named_with_the_peak_that_they_leave(cli: Cli) -> None:
+    out = cli.done("plan", SMALL, *sets(*LONG))
+    named = [line.split("'")[1::2] + line.split()[-2:] for line in out.splitlines() if "--set" in line]
+    fields = [field for field, *_ in named]
+    assert fields[:2] == ["layout.update_micro_batch=1", "layout.forward_micro_batch=1"]
+    peaks = [plan_run(small_config(*LONG)).peak]
+    for count, (_, *printed) in enumerate(named, 1):
+        peaks.append(plan_run(small_config(*LONG, *fields[:count])).peak)
+        assert " ".join(printed) == size(peaks[-1])
+        assert peaks[-1] <= 0.9 * peaks[-2]
+    assert f"this machine has {size(memory_limit() or 0)}" in out
+    assert "--set" not in cli.done("plan", SMALL), "the process itself is most of it"
+
+
+RECIPE = ROOT / "experiments" / "recipes" / "gsm8k_ppo.yaml"
+ONE_CARD = (
+    "layout={device: cuda, rollout_slots: 16, forward_micro_batch: 1, update_micro_batch: 1, "
+    "gradient_checkpointing: true}"
+)
+GRPO = ("advantages={kind: group}", "kl={placement: none}", "value={kind: none}", "rollout.samples_per_prompt=4")
+ADAPTERS = ("lora={rank: 16, alpha: 32}",)
+METHODS = ((), (*ADAPTERS, "value.lora={rank: 16, alpha: 32}"), GRPO, (*GRPO, *ADAPTERS))  # columns of the page's table
+SHAPES = {
+    "Qwen2.5-0.5B": ("qwen2", 896, 24, 14, 2, 64, 4864),
+    "Qwen3-0.6B": ("qwen3", 1024, 28, 16, 8, 128, 3072),
+    "Qwen2.5-1.5B": ("qwen2", 1536, 28, 12, 2, 128, 8960),
+    "Qwen3-1.7B": ("qwen3", 2048, 28, 16, 8, 128, 6144),
+    "Qwen2.5-3B": ("qwen2", 2048, 36, 16, 2, 128, 11008),
+    "Qwen3-4B": ("qwen3", 2560, 36, 32, 8, 128, 9728),
+}
+
+
+@pytest.mark.slow
+def test_the_page_has_the_memory_of_each_size_on_one_card(tmp_path: Path) -> None:
+    rows = []
+    for name, (family, hidden, layers, heads, kv_heads, head_dim, intermediate) in SHAPES.items():
+        shape = dict(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, head_dim=head_dim)
+        shape |= dict(num_key_value_heads=kv_heads, intermediate_size=intermediate, vocab_size=151936)
+        found = CONFIGS[family](**shape, tie_word_embeddings=True, max_position_embeddings=32768, layer_types=None)
+        found.architectures = [CLASSES[type(found)].__name__]
+        found.save_pretrained(tmp_path / name)
+        model = f"model={{kind: folder, path: {tmp_path / name}}}"
+        peaks = [plan_run(load_config(RECIPE, [model, ONE_CARD, *method])).peak for method in METHODS]
+        rows.append(f"| {name} | {' | '.join(str(math.ceil(peak / 1e9)) for peak in peaks)} |")
+    page = (ROOT / "ppo_repro" / "models" / "README.md").read_text()
+    assert "\n".join(rows) in page, "put this there:\n" + "\n".join(rows)
+
+
+def test_the_memory_of_a_card_stands_beside_the_plan(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_card = sets("layout.device=cuda")
+    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config: 24 * 10**9)
+    assert "this GPU has 24.0 GB" in cli.done("plan", SMALL, *on_card)
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        assert "no GPU to compare with: layout.device = cuda: " in cli.done("plan", SMALL, *on_card)
 
 
 def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from ppo_repro.config.tasks import (
 )
 from ppo_repro.tasks.numbers import is_number, last_number
 from ppo_repro.tasks.problems import Problem, Source, row_of
-from ppo_repro.user.process import UserFunction, UserProcess, check_repeats, load_function
+from ppo_repro.user.process import UserFunction, UserProcess, check_alone, check_repeats, load_function
 
 _TAGS = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -160,6 +160,10 @@ def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
     for function in (*judge.functions, source.verifier, source.step):
         if function is not None and function.call != "keywords":
             check_repeats(function, rows)
+        if function is not None and function.call == "trl":
+            problem = source.problems.train[0]
+            own = dict.fromkeys((problem.answer, "", problem.prompt))
+            check_alone(function, [row_of(problem, [text], text, text, [*text.encode(), 0]) for text in own])
     return replace(judge, extraction=task.answer_extraction, verifier=source.verifier)
 
 

@@ -183,27 +183,39 @@ _said: set[tuple[str, str]] = set()
 
 
 def _trl(function: Function, row: CallRow, options: CallRow) -> float:
-    """Call TRL's `reward_func(prompts=[...], completions=[...], **columns) -> [float]`, each list of one entry.
+    """Call TRL's `reward_func` with lists of one entry.
 
     Each call has one response, because the layout of a run decides which responses are judged together.
     """
-    prompt, completion = row["prompt"], row["response"]
+    return _trl_together(function, {"rows": [row]}, options)[0]
+
+
+def _trl_together(function: Function, row: CallRow, options: CallRow) -> list[float]:
+    """Call TRL's `reward_func(prompts=[...], completions=[...], **columns) -> [float]` with all rows in each list."""
+    rows = row["rows"]
+    prompts, completions = [one["prompt"] for one in rows], [one["response"] for one in rows]
     if options["conversational"]:
-        prompt = [{"role": "user", "content": prompt}] if row["messages"] is None else json.loads(row["messages"])
-        completion = [{"role": "assistant", "content": completion}]
-    columns = {name: [value] for name, value in {"answer": row["answer"], **json.loads(row["fields"])}.items()}
+        prompts = [
+            [{"role": "user", "content": one["prompt"]}] if one["messages"] is None else json.loads(one["messages"])
+            for one in rows
+        ]
+        completions = [[{"role": "assistant", "content": completion}] for completion in completions]
+    fields = [{"answer": one["answer"], **json.loads(one["fields"])} for one in rows]
     values = {
-        **columns,
-        "prompts": [prompt],
-        "completions": [completion],
-        "completion_ids": [row["response_ids"]],
+        **{name: [of[name] for of in fields] for name in fields[0]},
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": [one["response_ids"] for one in rows],
         **{name: _left_out(name) for name in ("log_extra", "log_metric")},
         "trainer_state": _Withheld("trainer_state"),
     }
     scores = _list(_named(function, values), "one number for each completion")
-    if len(scores) != 1:
-        raise RefusedError(f"returned {len(scores)} numbers; must return a list of 1, for 1 completion")
-    return number(scores[0])
+    if len(scores) != len(rows):
+        raise RefusedError(
+            f"returned {len(scores)} numbers; must return a list of {len(rows)}, for {len(rows)} completion"
+            + "s" * (len(rows) > 1)
+        )
+    return list(map(number, scores))
 
 
 def _verl(function: Function, row: CallRow, options: CallRow) -> float:
@@ -248,6 +260,7 @@ def _scores(function: Function, row: CallRow, options: CallRow) -> list[float]:
 _CALLS: dict[str, Callable[[Function, CallRow, CallRow], object]] = {
     "function": _plain,
     "trl": _trl,
+    "trl_together": _trl_together,
     "verl": _verl,
     "prompts": _prompts,
     "entries": _prompts,  # the row names a data set

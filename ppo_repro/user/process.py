@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -216,4 +216,27 @@ def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> 
                 f"{function.where}: {function.name} returned {shown(repr(one))} and then {shown(repr(other))} for the "
                 f"same input (prompt key '{shown(row['key'])}', text '{shown(row['turns'][-1])}'); it must follow from "
                 "its input alone"
+            )
+
+
+def check_alone(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError if a function of TRL scores responses to one prompt otherwise together than alone.
+
+    Such a function ranks or normalises the responses of a call, and a run gives it one response at a time. A function
+    that fails for several responses is let be.
+    """
+    alone = function(rows)
+    try:
+        (together,) = replace(function, call="trl_together")([{"rows": list(rows)}])
+    except FunctionFailed:
+        if not function.process.is_alive:
+            raise
+        return
+    for row, one, other in zip(rows, alone, together, strict=True):
+        if one != other:
+            raise UserError(
+                f"{function.where}: {function.name} compares completions: '{shown(row['response'])}' gets "
+                f"{one:g} alone and {other:g} beside {len(rows) - 1} others, and a run gives it one completion at a "
+                "time; let a score follow from its own completion, or score all responses at once in the score() of a "
+                "task of kind python"
             )

@@ -184,3 +184,23 @@ def test_very_many_prompts_are_encoded_together_and_with_progress(monkeypatch: p
     assert asked.count("all_token_ids") == chunks
     assert len(seen.lines) == chunks
     assert seen.lines[-1] == (9_001, 9_001)
+
+
+RANKS = """
+def rank(prompts, completions, **columns):
+    order = sorted(completions, key=len)
+    return [float(order.index(text)) for text in completions]
+"""
+
+
+def test_a_reward_of_trl_that_ranks_the_completions_of_a_prompt_is_refused(
+    cli: Cli, tmp_path: Path, model: Path
+) -> None:
+    (tmp_path / "r.py").write_text(RANKS)
+    write_lines(tmp_path / "p.jsonl", [{"prompt": "ab " * n, "answer": "a"} for n in range(1, 9)])
+    reward = {"kind": "trl", "path": "r.py:rank"}
+    config = write_tree(tmp_path, chat_tree(model, {"kind": "jsonl", "path": "p.jsonl", **PLAIN}, reward))
+    said = cli.refusal("run", config, "--out", tmp_path / "runs")
+    assert "r.py:2: rank compares completions: " in said
+    assert " alone and 1 beside 2 others, and a run gives it one completion at a time; let a score follow" in said
+    assert "score() of a task of kind python" in said

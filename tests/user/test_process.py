@@ -20,7 +20,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.tasks import CalledReward, TrlReward, VerlReward
 from ppo_repro.tasks.problems import Problem, row_of
 from ppo_repro.user import process
-from ppo_repro.user.process import UserFunction, UserProcess, check_repeats, load_function
+from ppo_repro.user.process import UserFunction, UserProcess, check_alone, check_repeats, load_function
 from tests.support.paths import ROOT
 from tests.support.waiting import require_ended
 
@@ -402,3 +402,17 @@ def test_what_trl_passes_besides_is_there_and_what_is_not_recorded_is_said_once(
     assert said == [
         f"{name}: is not recorded; a run records scores only" for name in ("log_extra('kind')", "log_metric('mean')")
     ]
+
+
+ALONE = """
+def alone(completions, **columns):
+    (text,) = completions
+    return [float(len(text))]
+
+def length(completions, answer, **columns): return [len(text) + len(known) for text, known in zip(completions, answer)]
+"""
+
+
+@pytest.mark.parametrize("name", ["alone", "length"])
+def test_a_reward_that_judges_each_completion_by_itself_is_taken(tmp_path: Path, name: str) -> None:
+    check_alone(loaded(tmp_path, ALONE, OF_TRL, name), [FOUR, {**FOUR, "response": "5"}])

@@ -11,6 +11,7 @@ from ppo_repro.analysis.mismatch.parity import Parity
 from ppo_repro.analysis.report.facts import Facts
 from ppo_repro.analysis.report.markup import number, share
 from ppo_repro.analysis.report.page import Verdict
+from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
@@ -48,9 +49,12 @@ def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
     first, last = (float(iterations["score_mean"].iloc[i]) for i in (0, -1))
     kl = number(float(iterations["ref_kl_per_sequence"].iloc[-1]), 3)
     how = f"greedy, {number(config.task.num_eval_prompts)} prompts"
+    rewards = [float(iterations["reward_mean"].iloc[i]) for i in (0, -1)]
+    has_penalty = isinstance(config.kl, KLInReward) and config.kl.kl_coef > 0
+    rewarded = f"; their mean reward, the score minus the KL penalty, {change(*rewards)}" if has_penalty else ""
     return [
         *(_evaluated(facts, iterations, column, name, how) for column, name in measured),
-        Verdict("fact", f"Mean score of the sampled responses {change(first, last)}."),
+        Verdict("fact", f"Mean score of the sampled responses {change(first, last)}{rewarded}."),
         Verdict("fact", f"KL(policy || reference) at last: {kl} nats per response (exact, mean over the responses)."),
     ]
 

@@ -126,6 +126,8 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
     # tokens that were encoded again were not drawn
     draws = NONE if config.mismatch.trainer.retokenize else _draws(run_dir, len(rows))
     figures |= {
+        "sampled_score_first": float(rows["score_mean"].iloc[0]),
+        "sampled_score_last": float(rows["score_mean"].iloc[-1]),
         "reward_first": float(rows["reward_mean"].iloc[0]),
         "reward_last": float(rows["reward_mean"].iloc[-1]),
         "accuracy_before": float(rows["eval_accuracy"].iloc[0]),  # greedy, of held-out prompts
@@ -142,11 +144,11 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
     }
     # what was trained is the score, if it is not only whether the response equals the answer
     own = not judged or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
-    penalty = ", KL penalty included," if isinstance(config.kl, KLInReward) and config.kl.kl_coef else ""
+    penalty = isinstance(config.kl, KLInReward) and config.kl.kl_coef > 0
     return [
         *([_change("score", figures)] if own else []),
         *([_change("accuracy", figures)] if judged else []),
-        f"mean reward per response{penalty} {figures['reward_first']:.3f} -> {figures['reward_last']:.3f}",
+        f"sampled responses: {_sampled(figures, penalty)}",
         *([cut_at_the_limit(cut)] if cut > MANY_CUT else []),
         f"{figures['iterations']} iterations, {figures['tokens']:,} response tokens",
         *agreement,
@@ -170,6 +172,15 @@ def draws_of_records(iteration: int, tokens: pd.DataFrame) -> Draws:
     """Measure the draws of one iteration, from the columns DRAWN of its tokens."""
     logprobs, entropies, sequences, known = (tokens[name].to_numpy() for name in DRAWN)
     return draws_of(logprobs, entropies, sequences, known, seed=iteration)
+
+
+def _sampled(figures: Figures, penalty: bool) -> str:
+    """Return how the mean score of the sampled responses changed, and the mean reward if it has a KL penalty."""
+    names = {"score": "sampled_score", "reward, the score minus the KL penalty,": "reward"}
+    changes = [
+        f"mean {words} {figures[f'{name}_first']:.3f} -> {figures[f'{name}_last']:.3f}" for words, name in names.items()
+    ]
+    return "; ".join(changes if penalty else changes[:1])
 
 
 def _change(what: str, figures: Figures) -> str:

@@ -38,7 +38,13 @@ def test_many_cut_responses_and_too_few_prompts_are_named_and_steps_are_counted(
         last = [line for line in err.splitlines() if line.startswith("warm start ")][-1]
         steps = len(reader.read_table("warm_start_steps", run_dir))
         assert last.startswith(f"warm start {steps}/{steps}: "), "optimizer steps, as in the table"
-        assert "mean reward per response, KL penalty included, " in out
+        iterations = reader.read_iterations(run_dir)
+        score, reward = (
+            f"{iterations[name].iloc[0]:.3f} -> {iterations[name].iloc[-1]:.3f}"
+            for name in ("score_mean", "reward_mean")
+        )
+        said = f"sampled responses: mean score {score}; mean reward, the score minus the KL penalty, {reward}"
+        assert said in out.splitlines()
 
 
 def test_a_long_prompt_is_named_by_its_key_and_length(cli: Cli, tmp_path: Path, policy_folder: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from ppo_repro.records.grid import CELLS, RESULTS, read_grid_table
 # nats of mean |delta|; a smaller difference of two float32 forwards is rounding
 MARGIN = 1e-3
 USUAL_METRICS = ("final.eval_accuracy", "final.eval_score")
-SHOWN = ["level", "metric", "stat", "ci_lo", "ci_hi", "p_value", "p_holm", "margin", "verdict", "n_units", "method"]
+SHOWN = ["metric", "stat", "ci_lo", "ci_hi", "p_value", "p_holm", "n_units"]
+WIDTH = 100  # columns
 
 
 def compare_runs(
@@ -181,7 +183,28 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the table of a comparison."""
-    table = _comparison(_arguments(argv))
-    shown = table[SHOWN].to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
-    tell(f"a  {table['run_a'].iloc[0]}\nb  {table['run_b'].iloc[0]}\n{shown}")
+    """Print a comparison: for each level a table of numbers, and its verdicts and methods in words."""
+    tell("\n".join(_lines(_comparison(_arguments(argv)))))
+
+
+def _lines(table: pd.DataFrame) -> list[str]:
+    out = [f"a  {table['run_a'].iloc[0]}", f"b  {table['run_b'].iloc[0]}"]
+    for level, rows in table.groupby("level", sort=False):
+        margins = [f", margin {margin:g}" if margin == margin else "" for margin in rows["margin"]]
+        methods = [f"{method}{margin}" for method, margin in zip(rows["method"], margins, strict=True)]
+        known = list(dict.fromkeys(methods))
+        short = [verdict.partition(":")[0] for verdict in rows["verdict"]]
+        numbers = (
+            rows[SHOWN]
+            .rename(columns={"n_units": "n"})
+            .assign(verdict=short, method=[f"({known.index(name) + 1})" for name in methods])
+        )
+        shown = numbers.dropna(axis=1, how="all").to_string(index=False, na_rep="", float_format="{:.4g}".format)
+        out += ["", str(level), *shown.splitlines()]
+        out += [line for verdict in rows["verdict"] if ":" in verdict for line in _wrapped(verdict)]
+        out += [line for number, name in enumerate(known, 1) for line in _wrapped(f"({number}) {name}")]
+    return out
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False)

@@ -13,6 +13,7 @@ from ppo_repro.analysis.compare import paired, verdicts
 from ppo_repro.analysis.compare.rows import run_compare
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import diff, reader
+from tests.support.cli import Cli
 from tests.support.statistics import rng
 
 
@@ -59,6 +60,18 @@ def test_exact_against_native(both: pd.DataFrame, deterministic_run: Path, nativ
     first = row(both, "outcome", "final.eval_accuracy")
     finals = [reader.open_manifest(run).final["eval_accuracy"] for run in (deterministic_run, native_run)]
     assert (first["stat"], first["verdict"]) == (float(finals[1]) - float(finals[0]), "one seed")
+
+
+def test_the_printed_comparison_fits_a_terminal_and_keeps_every_word(
+    both: pd.DataFrame, deterministic_run: Path, native_run: Path, cli: Cli
+) -> None:
+    out = cli.done("analyse", "compare", deterministic_run, native_run, "--seed", "0")
+    lines = out.splitlines()[2:]  # without the names of the runs
+    assert max(map(len, lines)) <= 110
+    words = " ".join(out.split())
+    assert [text for text in [*both["verdict"], *both["method"]] if text not in words] == []
+    (scores,) = (line.split() for line in lines if line.strip().startswith("scores "))
+    assert f"{row(both, 'distribution', 'scores')['stat']:.4g}" in scores
 
 
 def test_paired_responses_by_definition(deterministic_run: Path, parted_run: Path) -> None:

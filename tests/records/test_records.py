@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pyarrow as pa
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.records import arrow, manifest, reader
+from ppo_repro.ppo.objectives import REMOVING, ClipFlag
+from ppo_repro.records import arrow, manifest, reader, schema
 from ppo_repro.records.columns import offsets_of
 from tests.support import synthetic_run
+from tests.support.paths import ROOT
 from tests.support.synthetic_run import one_column
 
 
@@ -96,3 +99,16 @@ def test_full_memory_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(reader.pq, "ParquetFile", full)
     with pytest.raises(MemoryError):
         reader.read_table("tokens", run)
+
+
+def test_the_page_explains_every_word_of_a_clip_flag_and_names_follow_its_rule() -> None:
+    page = (ROOT / "ppo_repro" / "records" / "README.md").read_text()
+    table = page[page.index("| `clip_flag` | ratio | gradient |") :].partition("\n\n")[0]
+    words = {word: line.split("|")[3].strip() for line in table.splitlines() for word in re.findall(r"`(\w+)`", line)}
+    assert {flag.name.lower() for flag in ClipFlag} <= words.keys()
+    removing = {flag.name.lower() for flag in REMOVING}
+    assert {word for word, gradient in words.items() if gradient == "removed"} - {"dual_clip"} == removing
+    assert {flag.name.lower() for flag in ClipFlag if flag.name.lower().startswith("clip_")} == removing
+    columns = (*schema.TOKENS.columns, *schema.UPDATES.columns)
+    tensors = [column.name for column in columns if column.kind == "float32"]
+    assert [name for name in tensors if not name.endswith("s")] == ["ref_kl", "reverse_ref_kl"]

@@ -231,12 +231,15 @@ def _frame(plot: Plot) -> str:
         y = float(plot.down(value))
         elements.append(f'<path class="grid" d="M{LEFT:.1f} {y:.1f}H{right:.1f}"></path>')
         elements.append(f'<text class="end" x="{LEFT - 6:.1f}" y="{y + 4:.1f}">{escape(label)}</text>')
+    free = -math.inf  # where the last label ends
     for value, label in ticks(plot.x):
-        x = float(plot.across(value))
+        x, width = float(plot.across(value)), len(label) * CHARACTER
         elements.append(f'<path class="grid" d="M{x:.1f} {plot.top:.1f}V{bottom:.1f}"></path>')
         # at the edge of the picture a centred label would be cut
-        anchor, at = ("end", WIDTH) if x + len(label) * CHARACTER / 2 > WIDTH else ("middle", x)
-        elements.append(f'<text class="{anchor}" x="{at:.1f}" y="{bottom + 17:.1f}">{escape(label)}</text>')
+        anchor, at, start = ("end", WIDTH, WIDTH - width) if x + width / 2 > WIDTH else ("middle", x, x - width / 2)
+        if start >= free:  # the pointer shows the value of a label without room
+            free = start + width
+            elements.append(f'<text class="{anchor}" x="{at:.1f}" y="{bottom + 17:.1f}">{escape(label)}</text>')
     x_label, y_label = (f"{a.label} × 1e{a.power}".strip() if a.power else a.label for a in (plot.x, plot.y))
     middle = (LEFT + right) / 2
     elements.append(f'<text class="middle label" x="{middle:.1f}" y="{bottom + 38:.1f}">{escape(x_label)}</text>')

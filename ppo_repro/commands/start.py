@@ -113,6 +113,7 @@ def _recipe(folder: Path, arguments: argparse.Namespace) -> int:
     from ppo_repro.config.files import installed
 
     recipes, name = installed("recipes"), f"{arguments.recipe}.yaml"
+    go = _into(folder)
     text = (recipes / name).read_text(encoding="utf-8")
     code = sorted(set(re.findall(r"\w+\.py\b", text)))
     contents = {name: text} | {file: (recipes / file).read_text(encoding="utf-8") for file in code}
@@ -120,8 +121,8 @@ def _recipe(folder: Path, arguments: argparse.Namespace) -> int:
     lines = [
         f"wrote       {' '.join(contents)} in {folder}",
         f"download    what {recipes / 'README.md'} names",
-        f"memory      {_into(folder)}ppo-repro plan {name}",
-        f"train       {_into(folder)}ppo-repro run {name}",
+        f"memory      {go}ppo-repro plan {shlex.quote(name)}",
+        f"train       {go}ppo-repro run {shlex.quote(name)}",
     ]
     print_result(arguments.json, {"folder": str(folder), "files": list(contents)}, lines)
     return 0

@@ -185,6 +185,7 @@ def build_parser() -> argparse.ArgumentParser:
     option = add(grid_command, out, track, events)
     option("grid", metavar="GRID", type=_path, help="YAML file: question, base, axes, seeds")
     option("--workers", default=1, **workers)
+    option("--processes", metavar="N", type=int, choices=SIZES, default=1, help="of each cell, 1, 2, 4 or 8; default 1")
     option("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
     about = "run them as a Slurm array; may be repeated"
     option("--slurm", metavar="NAME=VALUE", action="append", help=about)

@@ -17,17 +17,21 @@ def grid_command(arguments: argparse.Namespace) -> int:
     """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
     say(f"{arguments.grid}: running what is missing of it in {arguments.out}")
     from ppo_repro.base.lock import require_no_writer
+    from ppo_repro.config.control import ControlConfig
     from ppo_repro.grids.spec import load_grid
     from ppo_repro.tracking.follower import Copies, followed, targets_of
 
     grid = load_grid(arguments.grid)
+    if arguments.processes > 1 and any(isinstance(cell.config, ControlConfig) for cell in grid.cells):
+        raise UserError(f"--processes {arguments.processes}: a control run works in one process; leave the option out")
     folder = arguments.out / grid.name
     targets = targets_of(arguments.track, arguments.tensorboard)
     require_no_writer(folder)
     from ppo_repro.grids.grid import lines, run_grid  # torch takes seconds: mistakes come before
 
     executor, copies = _executor(arguments, folder), Copies()
-    outcome = run_grid(grid, arguments.out, executor, arguments.keep_changed, followed(folder, copies, targets))
+    copying = followed(folder, copies, targets)
+    outcome = run_grid(grid, arguments.out, executor, arguments.keep_changed, copying, arguments.processes)
     is_complete = outcome.table["state"] == "complete"
     fields = {
         "grid": grid.name,

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -37,7 +38,13 @@ class Order:
 
     name: str
     folder: str
-    threads: int
+    threads: int  # of each process
+    processes: int = 1
+
+    @property
+    def cpus(self) -> int:
+        """Return the number of CPUs that the cell keeps busy."""
+        return self.threads * self.processes
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,10 @@ def state_of(folder: Path) -> State:
 
 
 def start_cell(order: Order) -> subprocess.Popen[bytes]:
-    """Start or resume the cell's run in a process of its own session. The process ends when its stdin closes."""
+    """Start or resume the cell's run in a new session: one process, or torchrun with the cell's processes.
+
+    All processes end when the stdin closes, which torchrun's processes inherit.
+    """
     forget_result(order)
     launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # a cell is no process of torchrun
     numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(order.threads))
@@ -83,11 +93,16 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
     # `run` removes the files of a process that was killed before it wrote a manifest
     begin = ["run", str(folder / "config.yaml"), "--out", str(folder), "--json"]
     command = begin if run_dir is None else ["resume", str(run_dir), "--json"]
-    with (folder / LOG).open("ab") as log, held():
+    program = ["-m", "ppo_repro.grids.cell_process", *command]
+    listens: AbstractContextManager[None] = held()
+    if order.processes > 1:
+        program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={order.processes}", *program]
+        listens = nullcontext()  # torchrun would never hear a signal that is held
+    with (folder / LOG).open("ab") as log, listens:
         log.write(f"{BEGIN}\n".encode())
         log.flush()
         return subprocess.Popen(
-            [sys.executable, "-m", "ppo_repro.grids.cell_process", *command],
+            [sys.executable, *program],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -104,7 +119,7 @@ def finish_cell(order: Order, process: subprocess.Popen[bytes], started: float) 
     if exit_code:
         text = (Path(order.folder) / LOG).read_text(errors="replace")
         lines = text.rpartition(f"{BEGIN}\n")[2].splitlines()
-        starts = ("error: ", "promise broken: ", "terminated", "interrupted")
+        starts = ("error: ", "promise broken: ", "stopped: ", "terminated", "interrupted")
         message = ([line for line in lines if line.startswith(starts)] or lines or [""])[-1]
     return record_result(order, exit_code, round(time.perf_counter() - started, 3), message)
 

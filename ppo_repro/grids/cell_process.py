@@ -1,6 +1,6 @@
-"""Main program of one cell: `python -m ppo_repro.grids.cell_process ARGUMENTS` runs `ppo-repro ARGUMENTS`.
+"""Main program of a cell's processes: `python -m ppo_repro.grids.cell_process ARGUMENTS` runs `ppo-repro ARGUMENTS`.
 
-The stdin of this process is a pipe to its parent; the process ends when the parent ends.
+The stdin is a pipe to the process that runs the grid; this process ends when that process ends.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 import threading
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent ends, because the system then closes the other end of the pipe."""
+def _end_with_grid() -> None:
+    """End this process when the process that runs the grid ends: the system then closes the other end of the pipe."""
     closing = select.poll()
     closing.register(0, 0)
     closing.poll()
@@ -21,6 +21,6 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_grid, daemon=True).start()
     sys.argv[0] = "ppo-repro"
     runpy.run_module("ppo_repro", run_name="__main__")

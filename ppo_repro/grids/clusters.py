@@ -29,7 +29,10 @@ MORE_NODES = 3  # times that a cell starts again because its node died; any othe
 
 @dataclass(frozen=True)
 class Ray:
-    """Executor that runs cells as Ray tasks with one CPU per thread; `local` starts Ray with `workers` CPUs here."""
+    """Executor that runs cells as Ray tasks with one CPU per thread of each process.
+
+    `local` starts Ray here, with CPUs for `workers` cells.
+    """
 
     address: str
     workers: int
@@ -51,7 +54,10 @@ class Ray:
         for order in orders:
             forget_result(order)
         pending: dict[ray.ObjectRef[Result], Order] = {}
-        here: dict[str, Any] = {"num_cpus": self.workers, "include_dashboard": False} if self.address == "local" else {}
+        most = max(order.cpus for order in orders)
+        here: dict[str, Any] = {}
+        if self.address == "local":
+            here = {"num_cpus": self.workers * most, "include_dashboard": False}
         try:
             ray.init(self.address, log_to_driver=False, configure_logging=False, **here)
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
@@ -60,7 +66,7 @@ class Ray:
         try:
             task = ray.remote(run_cell)
             for order in orders:
-                options = task.options(num_cpus=order.threads, max_retries=MORE_NODES)
+                options = task.options(num_cpus=order.cpus, max_retries=MORE_NODES)
                 pending[options.remote(order)] = order
             while pending:
                 done, _ = ray.wait(list(pending), timeout=LOOK_SECONDS)
@@ -131,7 +137,7 @@ class Slurm:
 
         # submitit's own limit is five minutes, after which a cell would be killed
         timed = {} if {"timeout_min", "slurm_time"} & set(self.parameters) else {"timeout_min": TIMEOUT_MINUTES}
-        cpus = max((order.threads for order in orders), default=1)
+        cpus = max((order.cpus for order in orders), default=1)
         usual = {"cpus_per_task": cpus, "slurm_array_parallelism": self.workers, **timed}
         try:
             executor = submitit.AutoExecutor(self.log_folder, cluster="slurm")

@@ -51,6 +51,7 @@ def run_grid(
     executor: Executor,
     keep_changed: bool = False,
     beside: AbstractContextManager[object] = NOTHING,
+    processes: int = 1,
 ) -> Outcome:
     """Run every cell that is not complete, and write the tables in OUT/<name of the grid file>.
 
@@ -62,6 +63,7 @@ def run_grid(
         executor: runs cells, here or on a cluster.
         keep_changed: keep complete cells that other code, packages or input files computed.
         beside: a context that is open while this call has the grid's lock.
+        processes: number of processes of each cell, on one machine.
 
     Raises:
         UserError: the executor cannot run cells, another call works on the same folder, a cell's configuration has
@@ -82,7 +84,7 @@ def run_grid(
             if not keep_changed:
                 _check_unchanged(cell, folder)
             if state_of(folder) != "complete":
-                orders.append(Order(cell.name, str(folder.absolute()), cell.config.layout.threads))
+                orders.append(Order(cell.name, str(folder.absolute()), cell.config.layout.threads, processes))
         write_tables(grid_dir, grid.cells)  # a tracker that copies the grid meanwhile reads the labels there
         complete = len(grid.cells) - len(orders)
         say_anyway(f"{complete} of {len(grid.cells)} cells are complete already")

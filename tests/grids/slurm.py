@@ -171,7 +171,7 @@ def _until(is_true: Sequence[str], expected: str, folder: Path) -> None:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
-    """A cluster of two nodes with one CPU each; the test is skipped where Slurm is not installed.
+    """A cluster of two nodes with two CPUs each; the test is skipped where Slurm is not installed.
 
     Its configuration is in `SLURM_CONF` inside of the block.
     """
@@ -186,7 +186,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     (folder / "munge.key").chmod(0o600)
     ports = free_ports(1 + len(NODES))
     lines = [
-        f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN"
+        f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN"
         for node, port in zip(NODES, ports[1:], strict=True)
     ]
     user = pwd.getpwuid(os.getuid()).pw_name

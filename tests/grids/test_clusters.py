@@ -37,7 +37,9 @@ def act(*actions: Callable[[], object]) -> None:
 
 
 @slow
-def test_slurm_cells_that_are_preempted_or_lose_their_node_go_on(two_nodes: Cluster, tmp_path: Path) -> None:
+def test_slurm_cells_of_two_processes_that_are_preempted_or_lose_their_node_go_on(
+    two_nodes: Cluster, tmp_path: Path
+) -> None:
     path, hold = held_grid_file(tmp_path, {}, [1, 2])
     running: dict[str, str] = {}  # job by node
 
@@ -60,7 +62,7 @@ def test_slurm_cells_that_are_preempted_or_lose_their_node_go_on(two_nodes: Clus
     engine = Slurm(tmp_path / "jobs", 2, {"slurm_partition": "cells"})
     with ThreadPoolExecutor(1) as thread:
         acting = thread.submit(act, *actions)
-        outcome = run_grid(load_grid(path), tmp_path / "out", engine)
+        outcome = run_grid(load_grid(path), tmp_path / "out", engine, processes=2)
         acting.result()
     assert set(running) == {"n1", "n2"}
     assert [resumed(tmp_path / "out", cell) for cell in outcome.table["cell"]] == [1, 1]  # each went on once

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from ray.cluster_utils import Cluster
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.lock import has_writer, only_writer
@@ -21,7 +22,7 @@ from ppo_repro.records import manifest, reader
 from tests.grids.small_grids import fingerprints, grid_file
 from tests.support.cli import Cli
 from tests.support.interrupts import started
-from tests.support.paths import TINY
+from tests.support.paths import SMALL_CONTROL, TINY
 from tests.support.runs import recorded_iterations
 from tests.support.waiting import until
 
@@ -46,12 +47,21 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Grid:
 
 
 @slow
-@pytest.mark.parametrize("executor", [Processes(2), Ray("local", 2)], ids=["processes", "ray"])
-def test_a_cell_has_one_fingerprint_whatever_runs_it(
-    four: Grid, tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
+def test_cells_of_two_processes_on_two_nodes_of_ray_have_the_fingerprints_of_one(
+    four: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    assert fingerprints(finished(four[0], tmp_path, executor)) == four[1]
+    path = grid_file(tmp_path, {"ppo.learning_rate": [1e-3]}, [1, 2])
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    try:
+        nodes.add_node(num_cpus=2)
+        outcome = run_grid(load_grid(path), tmp_path, Ray(nodes.address, 2), processes=2)
+    finally:
+        nodes.shutdown()
+    found = fingerprints(outcome)
+    assert found == {cell: four[1][cell] for cell in found}
+    environments = [tmp_path / "g" / run_dir / "environment.json" for run_dir in outcome.table["run_dir"]]
+    assert [json.loads(path.read_text())["processes"] for path in environments] == [2, 2]
 
 
 @slow
@@ -224,3 +234,11 @@ def test_the_table_has_no_accuracy_where_a_function_rewards(kind: str, shown: bo
     said = "\n".join(lines(grid, tmp_path, Outcome(table, ())))
     assert ("eval_accuracy" in said) is shown
     assert "eval_score" in said
+
+
+def test_a_cell_in_gymnasium_has_one_process(tmp_path: Path, cli: Cli) -> None:
+    path = tmp_path / "g.yaml"
+    path.write_text(json.dumps({"question": "?", "expectation": "?", "base": str(SMALL_CONTROL), "seeds": [1]}))
+    expected = "error: --processes 2: a control run works in one process; leave the option out"
+    assert expected in cli.refusal("grid", path, "--out", tmp_path / "out", "--processes", "2")
+    assert not (tmp_path / "out").exists()

@@ -2,13 +2,14 @@
 
 `python -m experiments.benchmarks.numerics` interleaves transformers and torch with deterministic numerics, on the same
 weights and tokens, in one process. Stock sampling is `generate` with a dynamic cache; the stock optimizer step is
-clip_grad_norm_ and fused AdamW. `--model FOLDER` takes a Llama from a folder instead of random weights.
+clip_grad_norm_ and fused AdamW. `--model FOLDER` takes a Llama from a folder instead of random weights. `--families`
+interleaves models of other families, in the same shape, with the Llama.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import library
 from ppo_repro.numerics.adamw import AdamWSettings
+from ppo_repro.numerics.families import FAMILIES
 from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sequences import slots_of
@@ -37,6 +39,8 @@ PEER = "stock float32"
 MINIBATCH, SLOTS = 8, 8  # sequences of a backward pass, and the slots of their gradients
 SETTINGS = AdamWSettings(learning_rate=1e-6, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
 Run = Callable[[], Cost]
+Make = Callable[[], PreTrainedModel]
+LIKE_LLAMA = [name for name, family in FAMILIES.items() if family.gated and not family.mixture and name != "llama"]
 PHASES = ("sampling", "scoring", "forward and backward", "optimizer step")
 
 
@@ -138,15 +142,19 @@ def candidates(model: Callable[[], PreTrainedModel], size: Size, phase: str, thr
 
 
 def measure(
-    model: Callable[[], PreTrainedModel], size: Size, phases: Sequence[str], threads: Sequence[int], rounds: int
+    models: Mapping[str, Make], size: Size, phases: Sequence[str], threads: Sequence[int], rounds: int
 ) -> list[Measured]:
-    """Measure every phase with every number of threads."""
+    """Measure every phase with every number of threads, all models of one size interleaved."""
     rows: list[Measured] = []
     for phase in phases:
         sequences = {"forward and backward": MINIBATCH, "optimizer step": 0}.get(phase, SEQUENCES)
         for count in threads:
-            costs = timing.interleaved(candidates(model, size, phase, count), rounds)
-            rows += timing.compared(phase, size.name, count, sequences * RESPONSE, costs, PEER)
+            sides = {name: candidates(model, size, phase, count) for name, model in models.items()}
+            runs = {(name, side): run for name, both in sides.items() for side, run in both.items()}
+            costs = timing.interleaved(runs, rounds)
+            for name, both in sides.items():
+                own = {side: costs[name, side] for side in both}
+                rows += timing.compared(phase, name, count, sequences * RESPONSE, own, PEER)
     return rows
 
 
@@ -156,20 +164,24 @@ def main(given: Sequence[str] | None) -> None:
     parser = Parser(description="Phases of PPO in deterministic numerics and in stock float32.")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a Llama, in place of --sizes")
+    about = "of the same shape, beside the Llama"
+    parser.add_argument("--families", nargs="+", choices=LIKE_LLAMA, default=[], help=about)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     timing.add_options(parser, rounds=7)
     arguments = parser.parse_args(given)
-    subjects: list[tuple[Callable[[], PreTrainedModel], Size]]
-    subjects = [(partial(workload.make_model, SIZES[name]), SIZES[name]) for name in arguments.sizes]
+    subjects: list[tuple[dict[str, Make], Size]] = []
+    for size in (SIZES[name] for name in arguments.sizes):
+        others = {f"{family} {size.name}": partial(workload.make_model, size, family) for family in arguments.families}
+        subjects.append(({size.name: partial(workload.make_model, size), **others}, size))
     if arguments.model:
         vocabulary = load_folder(arguments.model)[0].config.vocab_size
         size = replace(SIZES["small"], name=arguments.model.name, vocabulary=vocabulary)
-        subjects = [(lambda: load_folder(arguments.model)[0], size)]
+        subjects = [({size.name: lambda: load_folder(arguments.model)[0]}, size)]
     rows = [
         row
-        for model, size in subjects
-        for row in measure(model, size, arguments.phases, arguments.threads, arguments.rounds)
+        for models, size in subjects
+        for row in measure(models, size, arguments.phases, arguments.threads, arguments.rounds)
     ]
     timing.report(rows, arguments.json)
 

@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 
 from ppo_repro.base.output import tell
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,11 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median(values), min(values), max(values))
 
 
-def interleaved(candidates: Mapping[str, Callable[[], Cost]], rounds: int, warm_ups: int = 1) -> dict[str, list[Cost]]:
+def interleaved(
+    candidates: Mapping[Name, Callable[[], Cost]], rounds: int, warm_ups: int = 1
+) -> dict[Name, list[Cost]]:
     """Return costs by candidate; each round runs all candidates once, so a slow moment of the machine affects all."""
-    costs: dict[str, list[Cost]] = {name: [] for name in candidates}
+    costs: dict[Name, list[Cost]] = {name: [] for name in candidates}
     for index in range(warm_ups + rounds):
         for name, run in candidates.items():
             time.sleep(REST)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_repro.base.seeding import bell, permutation
+from ppo_repro.numerics.families import attention_of
 
 PROMPT, RESPONSE, SEQUENCES, EPOCHS, MINIBATCHES = 16, 64, 32, 4, 4
 CONTEXT = PROMPT + RESPONSE
@@ -47,6 +48,9 @@ MEDIUM = Size("4x256, vocabulary 512", 4, 256, 1024, 2, 512)
 LARGE = Size("4x896, vocabulary 8192", 4, 896, 4864, 2, 8192)
 SIZES = {"small": SMALL, "medium": MEDIUM, "large": LARGE}
 
+# what the published models set, and transformers leaves out
+NUMBERS = {"granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}}
+
 
 def set_random_weights(model: PreTrainedModel) -> None:
     """Set random weights from named random streams."""
@@ -56,9 +60,10 @@ def set_random_weights(model: PreTrainedModel) -> None:
             p.copy_(1.0 + 0.1 * noise if "norm" in name else noise * (p.shape[-1] ** -0.5))
 
 
-def make_model(size: Size) -> LlamaForCausalLM:
-    """Return a Llama with random weights; embedding and head share one matrix."""
-    config = LlamaConfig(
+def make_model(size: Size, family: str = "llama") -> PreTrainedModel:
+    """Return a model with random weights and a Llama's shape; embedding and head share one matrix."""
+    config = AutoConfig.for_model(
+        family,
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.intermediate,
@@ -69,8 +74,11 @@ def make_model(size: Size) -> LlamaForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
+        pad_token_id=None,
+        head_dim=64,
+        **NUMBERS.get(family, {}),
     )
-    model = LlamaForCausalLM(config).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config)).eval()
     set_random_weights(model)
     return model
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -16,9 +14,8 @@ from torch import Tensor
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.numerics.adamw import AdamW, AdamWSettings, OptimizerState
 from ppo_repro.numerics.shards import STRETCH, Shards, divided, owned_whole, position_of, whole_cuts
-from tests.support.thread_ranks import Thread, threads
+from tests.support.thread_ranks import Thread, on_each
 
-T = TypeVar("T")
 SIZES = {"a": 3 * STRETCH + 7, "b": 5, "c": STRETCH, "d": 40 * STRETCH + 1, "e": 9}
 SETTINGS = AdamWSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
 STEPS = 3
@@ -31,11 +28,6 @@ def random(seed: int, sizes: dict[str, int] = SIZES) -> dict[str, Tensor]:
         name: torch.from_numpy((rng.standard_normal(n) * np.exp2(rng.integers(-8, 9, n))).astype("float32"))
         for name, n in sizes.items()
     }
-
-
-def on_each(count: int, work: Callable[[Thread], T]) -> list[T]:
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(work, threads(count)))
 
 
 @given(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Barrier
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,5 +46,11 @@ class Thread(Ranks):
 
 def threads(count: int) -> list[Thread]:
     """The ranks 0 to `count` - 1; each must work in a thread of its own."""
-    board, barrier, counts = [None] * count, Barrier(count, timeout=10), [0] * count
+    board, barrier, counts = [None] * count, Barrier(count, timeout=60), [0] * count
     return [Thread(rank, count, board, barrier, counts) for rank in range(count)]
+
+
+def on_each(count: int, work: Callable[[Thread], T]) -> list[T]:
+    """Let each of `count` ranks work in a thread, and return their results in rank order."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, threads(count)))

@@ -25,6 +25,7 @@ from ppo_repro.commands.recorded import (
 from ppo_repro.commands.runs import (
     SIZES,
     fork_command,
+    processes,
     rerun_command,
     resume_command,
     run_command,
@@ -39,7 +40,8 @@ def _path(text: str) -> Path:
 
 
 def _run_folder(text: str) -> Path:
-    return _read(run_named, text)
+    """Return the path of a run; of several processes the first alone, which has the folder, finds the newest run."""
+    return _read(run_named if processes()[0] == 0 else Path, text)
 
 
 def _read(as_path: Callable[[str], Path], text: str) -> Path:

@@ -172,6 +172,17 @@ def test_every_command_that_takes_a_run_takes_the_latest(command: str, runs: Pat
     assert Path("runs/a/one") in [path for value in found for path in (value if isinstance(value, list) else [value])]
 
 
+def test_the_first_of_several_processes_alone_looks_for_the_latest(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(runs / "a" / "b")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, found in (("0", Path("runs/a/one")), ("1", Path("latest"))):
+        monkeypatch.setenv("RANK", rank)
+        assert build_parser().parse_args(["resume", "latest"]).run == found
+        monkeypatch.chdir(tmp_path)  # a folder without runs, as on another machine
+
+
 def test_the_library_and_a_file_for_dpo_take_the_latest_run(runs: Path, tmp_path: Path) -> None:
     shutil.rmtree(runs / "a" / "b")
     assert ppo_repro.open_run("latest").path == Path("runs/a/one")

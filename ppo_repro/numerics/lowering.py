@@ -16,7 +16,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import shown
 from ppo_repro.numerics.description import check_config
 from ppo_repro.numerics.families import NAMES, TRUNKS, trunk_of
-from ppo_repro.numerics.precision import EXACT, Precision
+from ppo_repro.numerics.rounding import EXACT, Rounding
 
 # of training; and copies of numbers that transformers does not read again
 _SWITCHES = ("training", "gradient_checkpointing", "max_seq_len_cached", "vocab_size")
@@ -27,7 +27,7 @@ class Lowered:
     """Settings of a trunk in deterministic numerics."""
 
     max_context: int  # positions of a sequence
-    precision: Precision = EXACT
+    rounding: Rounding = EXACT
     recompute: bool = False  # keep only inputs of layers; the backward pass computes the rest again
     moves_weights: bool = True  # put the weights of one matrix together in memory; False: copy weights that lie apart
 

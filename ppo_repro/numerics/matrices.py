@@ -13,7 +13,7 @@ from ppo_repro.numerics.attached import attached_to
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import Struct, ffi, pointer
-from ppo_repro.numerics.precision import round_rows
+from ppo_repro.numerics.rounding import round_rows
 
 
 def are_together(tensors: Sequence[Tensor]) -> bool:
@@ -66,7 +66,7 @@ class PackedMatrix:
             weights: parameters [N_i, K], float32; N is the sum of the N_i.
             biases: parameters [N_i], float32, or none.
             transposed: whether `weights` is one parameter [K, N].
-            form, bias_form: formats of `precision.py` to which weights and biases are rounded before they are packed;
+            form, bias_form: formats of `rounding.py` to which weights and biases are rounded before they are packed;
                 the parameters stay as they are.
             struct: the C struct `Matrix` to fill, whose memory the caller keeps alive; None for a new struct.
             moves: whether `prepare` moves parameters that lie apart into one storage; otherwise it copies them.

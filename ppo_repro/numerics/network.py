@@ -30,7 +30,7 @@ from ppo_repro.numerics.lowering import Lowered, lowered_of, shapes_of
 from ppo_repro.numerics.matrices import packed
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.packed_model import PackedModel
-from ppo_repro.numerics.precision import round_rows
+from ppo_repro.numerics.rounding import round_rows
 from ppo_repro.numerics.sequences import Ragged, Rows, edge_of, index, sums_of
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = constants.KEEP_NOTHING, constants.KEEP_INPUTS, constants.KEEP_ALL
@@ -226,10 +226,10 @@ def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> 
     head, lowered, scale = head_of(model), lowered_of(model), logit_scale_of(model.config)
     if lowered is None:
         return scale(cast(Tensor, head(hidden)).cpu(), deterministic=False)
-    precision = lowered.precision
-    if precision.other_weights == "float32":
+    rounding = lowered.rounding
+    if rounding.other_weights == "float32":
         out = linear(hidden, head, rows)
     else:
-        out = product(hidden, packed(head, precision.other_weights))
+        out = product(hidden, packed(head, rounding.other_weights))
     out = scale(out, deterministic=True)
-    return out if precision.logits == "float32" else round_rows(out, precision.logits)
+    return out if rounding.logits == "float32" else round_rows(out, rounding.logits)

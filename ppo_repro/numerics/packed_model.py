@@ -18,8 +18,8 @@ from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import CPU, Struct, ffi, pointer
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.matrices import PackedMatrix, matrix_of, versions_of
-from ppo_repro.numerics.precision import FORMATS, round_rows
 from ppo_repro.numerics.rotary import rotating, tables
+from ppo_repro.numerics.rounding import FORMATS, round_rows
 
 
 class PackedModel:
@@ -43,7 +43,7 @@ class PackedModel:
         self._norms: list[tuple[nn.Module, Struct]] = []
         self._arrays: list[Struct] = []  # memory of the matrices of experts
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # cosines and sines, by id of the parameters
-        self._precision, self._moves = lowered.precision, lowered.moves_weights
+        self._rounding, self._moves = lowered.rounding, lowered.moves_weights
         self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
 
         layers = self.description.layers
@@ -56,9 +56,9 @@ class PackedModel:
 
         members = dict(
             **self.description.numbers,
-            round_activations=FORMATS.index(self._precision.activations),
-            round_inputs=FORMATS.index(self._precision.linear_inputs),
-            round_cache=FORMATS.index(self._precision.kv_cache),
+            round_activations=FORMATS.index(self._rounding.activations),
+            round_inputs=FORMATS.index(self._rounding.linear_inputs),
+            round_cache=FORMATS.index(self._rounding.kv_cache),
             embedding_grad=-1,
             positions_grad=-1,
             layer=self._layers,
@@ -72,7 +72,7 @@ class PackedModel:
         struct.mixture = mixture
         for name, number in parts.numbers.items():
             setattr(struct, name, number)
-        weights, other_weights = self._precision.weights, self._precision.other_weights
+        weights, other_weights = self._rounding.weights, self._rounding.other_weights
         for name, norm in parts.norms.items():
             self._add_norm(norm, ffi.addressof(struct, name))
         for name, layers in parts.matrices.items():
@@ -114,7 +114,7 @@ class PackedModel:
 
     def _weight(self, tensor: Any) -> Any:
         """Return a pointer to a parameter outside of matrices, or to its rounded copy; NULL for None."""
-        form = self._precision.other_weights
+        form = self._rounding.other_weights
         if tensor is None or form == "float32":
             return pointer(tensor, self.device)
         state = versions_of((tensor,))

@@ -40,7 +40,7 @@ def train_state(
     policy = networks.make_policy(source, mode, max_context)
     reference = networks.make_policy(source, mode, max_context).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
-    sampler = networks.rounded_view(policy, networks.precision_of(config.mismatch.sampler.precision))
+    sampler = networks.rounded_view(policy, networks.rounding_of(config.mismatch.sampler.precision))
     if config.layout.gradient_checkpointing:
         networks.checkpoint_gradients(trunk_of(policy))
     trained: nn.Module = policy

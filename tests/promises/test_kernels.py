@@ -37,7 +37,7 @@ from ppo_repro.numerics.interface import ffi, ints, pointer
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
-from ppo_repro.numerics.precision import EXACT, Precision
+from ppo_repro.numerics.rounding import EXACT, Rounding
 from ppo_repro.numerics.sequences import Rows, ragged, slots_of
 from tests.support.broken import broken_library
 from tests.support.definition import array, assert_same, model_from
@@ -83,9 +83,9 @@ class Case:
             parameter.data = gradients[name]
         return hidden, parameters(model_from(named, 1))
 
-    def over_cache(self, chunks: Sequence[int], precision: Precision = EXACT) -> list[Array]:
+    def over_cache(self, chunks: Sequence[int], rounding: Rounding = EXACT) -> list[Array]:
         """Hidden states in chunks of these sizes in turn, the sequences in seats of a cache in another order."""
-        network = Network(self.trunk, Lowered(CONTEXT, precision))
+        network = Network(self.trunk, Lowered(CONTEXT, rounding))
         network.prepare()
         cache, count = network.make_cache(len(self.ids) + 1, CONTEXT), len(self.ids)
         cache.keys.fill_(torch.nan)
@@ -237,8 +237,8 @@ def test_micro_batches_threads_recomputation_and_the_cache_compute_the_definitio
 def test_kernels_round_as_the_definition(trunk: PreTrainedModel, wide: str, inputs: str, cached: str) -> None:
     case = Case(trunk, (130, 3))
     model = replace(case.model, rounding=Rounding(wide, inputs, cached))
-    precision = Precision(activations=wide, linear_inputs=inputs, kv_cache=cached)
-    for x, ids in zip(case.over_cache((130,), precision), case.ids, strict=True):
+    rounding = Rounding(activations=wide, linear_inputs=inputs, kv_cache=cached)
+    for x, ids in zip(case.over_cache((130,), rounding), case.ids, strict=True):
         assert_same(x, forward(model, ids).hidden, "hidden states")
 
 

@@ -7,7 +7,7 @@ from pytest import mark
 
 from experiments.benchmarks.float64 import compare
 from ppo_repro.models.networks import make_policy, rounded_view
-from ppo_repro.numerics.precision import Precision
+from ppo_repro.numerics.rounding import Rounding
 from ppo_repro.records.folder import LARGEST_RATIO
 from ppo_repro.runs.accuracy import LENGTH, Text, measure, text_of
 from tests.support.models import CONTEXT, FAMILIES, VOCAB, source_model
@@ -50,7 +50,7 @@ def test_a_policy_is_accurate_and_stays_what_it_was(architecture: str) -> None:
 def test_a_model_that_rounds_is_low_accuracy() -> None:
     """The negative control: weights as bfloat16 has them."""
     policy = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
-    found = measure(rounded_view(policy, Precision(weights="bfloat16")), TEXT)
+    found = measure(rounded_view(policy, Rounding(weights="bfloat16")), TEXT)
     assert found.is_low
     assert found.ratio > 10 * LARGEST_RATIO
     assert found.sentence().endswith("above 4")

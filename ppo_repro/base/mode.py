@@ -1,4 +1,4 @@
-"""The two numerics: one written order for every sum, or stock torch."""
+"""The two numerics, one written order for every sum or stock torch; and the two precisions of the first."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Literal
 
 Mode = Literal["deterministic", "native"]
 MODES: tuple[Mode, ...] = ("deterministic", "native")
+Precision = Literal["highest", "high"]  # of linear layers: chains of float32, or exact sums of integers
 
 
 def is_deterministic_mode(mode: Mode) -> bool:

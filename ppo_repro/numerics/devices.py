@@ -13,7 +13,7 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import build, library
-from ppo_repro.numerics.interface import CPU, Struct, ffi
+from ppo_repro.numerics.interface import CPU, Struct, constants, ffi
 from ppo_repro.numerics.library import KNOWN_ANSWER, Kernels
 
 DRIVER = "libcuda.so.1"
@@ -70,7 +70,7 @@ def open_card(index: int, driver: str) -> Card:
     if fault != ffi.NULL:
         raise UserError(f"layout.device = cuda:{index}: {ffi.string(fault).decode()}; {_INSTEAD}")
     card = Card(functions, facts, index)
-    answer = card.known_answer()
+    answer = card.known_answer(constants.PRECISION_HIGHEST)
     if answer != KNOWN_ANSWER:
         raise UserError(
             f"layout.device = cuda:{index}: the kernels compute {answer:#x} on {card.name} ({card.driver}) where "

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ppo_repro.base.mode import Precision
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import Struct, ffi, pointer
@@ -74,13 +75,13 @@ def _backward(
         backward(*layer, *order, sums, pointer(dx, device))
 
 
-def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
+def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None, precision: Precision = "highest") -> Tensor:
     """Return x W^T + b of an nn.Linear, [n, N] float32, differentiable in x [n, K].
 
     Gradients of W and b go to `rows.sums`; `rows` has the sequence of each row of x, and may be None if W and b are not
     trained. Raises ValueError if nothing receives their gradients.
     """
-    matrix = packed(layer)
+    matrix = packed(layer, precision=precision)
     trained = [p for p in (*matrix.weights, *matrix.biases) if p.requires_grad]
     if torch.is_grad_enabled() and (x.requires_grad or trained):
         if trained:

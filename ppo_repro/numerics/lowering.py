@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.mode import Precision
 from ppo_repro.base.output import shown
 from ppo_repro.numerics.description import check_config
 from ppo_repro.numerics.families import NAMES, TRUNKS, trunk_of
@@ -28,6 +29,7 @@ class Lowered:
 
     max_context: int  # positions of a sequence
     rounding: Rounding = EXACT
+    precision: Precision = "highest"
     recompute: bool = False  # keep only inputs of layers; the backward pass computes the rest again
     moves_weights: bool = True  # put the weights of one matrix together in memory; False: copy weights that lie apart
 

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.mode import Precision
 from ppo_repro.numerics.attached import attached_to
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.gradient_sums import SlotSums
-from ppo_repro.numerics.interface import Struct, ffi, pointer
+from ppo_repro.numerics.interface import Struct, ffi, names, pointer
 from ppo_repro.numerics.rounding import round_rows
+
+PRECISIONS = names("Precision", "PRECISION_")  # by their number in C
 
 
 def are_together(tensors: Sequence[Tensor]) -> bool:
@@ -59,6 +63,7 @@ class PackedMatrix:
         bias_form: str = "float32",
         struct: Struct | None = None,
         moves: bool = True,
+        precision: Precision = "highest",
     ) -> None:
         """Describe the matrix; `prepare` packs it.
 
@@ -70,6 +75,7 @@ class PackedMatrix:
                 the parameters stay as they are.
             struct: the C struct `Matrix` to fill, whose memory the caller keeps alive; None for a new struct.
             moves: whether `prepare` moves parameters that lie apart into one storage; otherwise it copies them.
+            precision: of the products.
         """
         self.weights, self.biases = tuple(weights), tuple(biases)
         rows = sum(w.shape[0] for w in weights)
@@ -78,7 +84,8 @@ class PackedMatrix:
         self.struct = ffi.new("Matrix *") if struct is None else struct
         self.struct.n, self.struct.k, self.struct.transposed = n, k, transposed
         self.struct.grad, self.struct.bias_grad = -1, -1
-        self.form = form
+        self.form, self.precision = form, precision
+        self.struct.precision = PRECISIONS.index(precision)
         self._bias_form, self._moves = bias_form, moves
         self._state: tuple[int, ...] = ()
         self._panels: Tensor | None = None
@@ -103,8 +110,12 @@ class PackedMatrix:
         if self._moves:
             self.fuse()
         kernels = kernels_of(device)
+        if device.type == "cuda" and self.precision == "high":
+            raise UserError(
+                "precision = high: the kernels of a GPU compute highest only; take precision = highest, or the CPU"
+            )
         if self._panels is None:
-            self._panels = torch.empty(kernels.panel_floats(matrix.n, matrix.k), device=device)
+            self._panels = torch.empty(kernels.panel_floats(matrix.n, matrix.k, matrix.precision), device=device)
         self._read = _joined(self.weights, self.form, True), _joined(self.biases, self._bias_form, False)
         matrix.w, matrix.bias = (pointer(tensor, device) for tensor in self._read)
         matrix.panels = pointer(self._panels, device)
@@ -131,25 +142,31 @@ def _joined(tensors: Sequence[Tensor], form: str, scaled: bool) -> Tensor | None
 
 
 def matrix_of(
-    layers: Sequence[Any], form: str, bias_form: str, struct: Struct | None = None, moves: bool = True
+    layers: Sequence[Any],
+    form: str,
+    bias_form: str,
+    struct: Struct | None = None,
+    moves: bool = True,
+    precision: Precision = "highest",
 ) -> PackedMatrix:
     """Return the matrix of linear layers with consecutive outputs; `PackedMatrix` describes the other arguments."""
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     weights = [layer.weight for layer in layers]
-    return PackedMatrix(weights, biases, isinstance(layers[0], Conv1D), form, bias_form, struct, moves)
+    return PackedMatrix(weights, biases, isinstance(layers[0], Conv1D), form, bias_form, struct, moves, precision)
 
 
-def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
+def packed(module: nn.Module, form: str = "float32", precision: Precision = "highest") -> PackedMatrix:
     """Return the packed weights of an nn.Linear outside of a trunk: a head, or a layer of a control network.
 
-    The next call returns the same object, unless the module has another weight or bias, or `form` differs.
+    The next call returns the same object, unless the module has another weight or bias, or `form` or
+    `precision` differs.
     """
     attached = attached_to(module)
     matrix: PackedMatrix | None = attached.matrix
     if matrix is not None:
         same_weight = matrix.weights[0] is module.weight and matrix.shape == module.weight.shape
         same_bias = next(iter(matrix.biases), None) is getattr(module, "bias", None)
-        if same_weight and same_bias and matrix.form == form:
+        if same_weight and same_bias and (matrix.form, matrix.precision) == (form, precision):
             return matrix
-    matrix = attached.matrix = matrix_of((module,), form, form)
+    matrix = attached.matrix = matrix_of((module,), form, form, precision=precision)
     return matrix

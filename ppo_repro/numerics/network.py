@@ -228,8 +228,8 @@ def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> 
         return scale(cast(Tensor, head(hidden)).cpu(), deterministic=False)
     rounding = lowered.rounding
     if rounding.other_weights == "float32":
-        out = linear(hidden, head, rows)
+        out = linear(hidden, head, rows, lowered.precision)
     else:
-        out = product(hidden, packed(head, rounding.other_weights))
+        out = product(hidden, packed(head, rounding.other_weights, lowered.precision))
     out = scale(out, deterministic=True)
     return out if rounding.logits == "float32" else round_rows(out, rounding.logits)

@@ -17,7 +17,7 @@ from ppo_repro.numerics.families import head_dim
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import CPU, Struct, ffi, pointer
 from ppo_repro.numerics.lowering import Lowered
-from ppo_repro.numerics.matrices import PackedMatrix, matrix_of, versions_of
+from ppo_repro.numerics.matrices import PRECISIONS, PackedMatrix, matrix_of, versions_of
 from ppo_repro.numerics.rotary import rotating, tables
 from ppo_repro.numerics.rounding import FORMATS, round_rows
 
@@ -43,7 +43,7 @@ class PackedModel:
         self._norms: list[tuple[nn.Module, Struct]] = []
         self._arrays: list[Struct] = []  # memory of the matrices of experts
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # cosines and sines, by id of the parameters
-        self._rounding, self._moves = lowered.rounding, lowered.moves_weights
+        self._rounding, self._precision, self._moves = lowered.rounding, lowered.precision, lowered.moves_weights
         self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
 
         layers = self.description.layers
@@ -78,10 +78,13 @@ class PackedModel:
         for name, layers in parts.matrices.items():
             form = other_weights if name == "router" else weights
             place = ffi.addressof(struct, name)
-            self.matrices.append(matrix_of(layers, form, other_weights, place, self._moves))
+            self.matrices.append(matrix_of(layers, form, other_weights, place, self._moves, self._precision))
         for name, stacked in parts.experts.items():
             array = ffi.new("Matrix[]", len(stacked))
-            experts = [PackedMatrix([w], form=weights, struct=array + e) for e, w in enumerate(stacked.detach())]
+            experts = [
+                PackedMatrix([w], form=weights, struct=array + e, precision=self._precision)
+                for e, w in enumerate(stacked.detach())
+            ]
             setattr(struct, name, array)
             self._arrays.append(array)
             self._experts.append((stacked, experts))
@@ -167,10 +170,11 @@ class PackedModel:
         """Return the number of floats that a pass over `tokens` tokens keeps for its backward pass."""
         return int(kernels_of(self.device).kept_floats(self.struct, tokens, keep))
 
-    def packed_floats(self) -> int:
-        """Return the number of floats in the packed copies of the weights."""
-        floats = kernels_of(self.device).panel_floats
-        return sum(floats(matrix.struct.n, matrix.struct.k) for matrix in self.matrices)
+    def packed_floats(self, outputs: int) -> int:
+        """Return the number of floats in the packed copies of the weights, with a head of `outputs` outputs."""
+        shapes = [(matrix.struct.n, matrix.struct.k) for matrix in self.matrices] + [(outputs, self.struct.hidden)]
+        floats, precision = kernels_of(self.device).panel_floats, PRECISIONS.index(self._precision)
+        return sum(floats(n, k, precision) for n, k in shapes)
 
 
 def _refuse_fault(model: Struct, config: PretrainedConfig) -> None:

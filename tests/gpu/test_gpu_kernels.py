@@ -79,14 +79,14 @@ def test_a_gpu_computes_the_bits_of_the_cpu(name: str, cpu: Side, source: GpuSid
 
 def test_a_gpu_gives_the_known_answer(source: GpuSide) -> None:
     take_turns(source, SHUFFLED)
-    assert source.call("known_answer") == library.KNOWN_ANSWER
+    assert source.call("known_answer", 0) == library.KNOWN_ANSWER
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_source_and_ptx_give_the_known_answer_in_any_order_of_threads(order: int, either: GpuSide) -> None:
     take_turns(either, order)
-    assert either.call("known_answer") == library.KNOWN_ANSWER
+    assert either.call("known_answer", 0) == library.KNOWN_ANSWER
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ def matrix(
 ) -> dict[str, Any]:
     """Return the members of a Matrix with weight w [n, k] and bias [n], which is packed later."""
     n, k = w.shape
-    panels = side.put(np.zeros(max(side.functions.panel_floats(n, k), 1), F))
+    panels = side.put(np.zeros(max(side.functions.panel_floats(n, k, 0), 1), F))
     weight = side.put(np.ascontiguousarray(w.T if transposed else w))
     members = dict(n=n, k=k, w=weight, bias=None if bias is None else side.put(bias), panels=panels)
     return members | dict(transposed=transposed, grad=grad, bias_grad=bias_grad)

@@ -1,6 +1,6 @@
 """Compute the known answer by the definition: the digest of `c/checks.c`, with the same made-up numbers.
 
-`python -m tests.numerics.known_answer` prints it for `KNOWN_ANSWER` of `library.py`.
+`python -m tests.numerics.known_answer` prints it for `KNOWN_ANSWER` and `KNOWN_ANSWER_HIGH` of `library.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ppo_repro.numerics.definition.linear import linear, linear_backward
 from ppo_repro.numerics.definition.model import Layer, Matrix, Model, NormWeights, Rotary
 from ppo_repro.numerics.definition.network import Activations, backward, forward
 from ppo_repro.numerics.definition.optimizer import Moments, Settings, adamw, sum_of_squares
+from ppo_repro.numerics.definition.product import Precision
 from ppo_repro.numerics.definition.rounding import Rounding, rounded
 
 HIDDEN, HEADS, HEAD_DIM, ROTARY, INNER = 24, 2, 12, 8, 136
@@ -100,7 +101,8 @@ class Digest:
 class Weights:
     """The parameters of a model one after the other, and for each path in the definition where the parameter lies."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, precision: Precision) -> None:
+        self.precision: Precision = precision
         self.kind, self.flat, self.places = kind, np.zeros(0, F), dict[str, tuple[int, tuple[int, ...], bool]]()
 
     def some(self, path: str, *shape: int, center: float = 0.0, size: float = 0.3, transposed: bool = False) -> Array:
@@ -116,7 +118,8 @@ class Weights:
         return NormWeights(w, self.some(f"{path}.b", n) if biased else None)
 
     def matrix(self, path: str, n: int, k: int) -> Matrix:
-        return Matrix(self.some(f"{path}.w", n, k, transposed=self.kind.transposed), self.some(f"{path}.bias", n))
+        w = self.some(f"{path}.w", n, k, transposed=self.kind.transposed)
+        return Matrix(w, self.some(f"{path}.bias", n), self.precision)
 
     def layer(self, index: int, rotary: Rotary | None) -> Layer:
         kind, path, is_last = self.kind, f"layers.{index}", index == LAYERS - 1
@@ -272,12 +275,12 @@ def add_cut_rows(digest: Digest, kind: Kind, z: Array, targets: Array) -> None:
     digest.add(tokens.divergence_gradient(p, q, kind.temperature, eligible, some[:ROWS]))
 
 
-def known_answer() -> int:
-    """Return the digest of all models."""
+def known_answer(precision: Precision) -> int:
+    """Return the digest of all models in one precision."""
     digest = Digest()
     targets = 11 * np.arange(START[-1]) % VOCABULARY
     for kind in KINDS:
-        weights = Weights(kind)
+        weights = Weights(kind, precision)
         model, head = weights.model()
         z = add_training(digest, weights, model, head, targets)
         add_decoding(digest, kind, model)
@@ -293,4 +296,4 @@ def known_answer() -> int:
 
 
 if __name__ == "__main__":
-    print(f"{known_answer():#x}")
+    print(f"{known_answer('highest'):#x}, {known_answer('high'):#x}")

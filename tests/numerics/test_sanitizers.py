@@ -46,7 +46,7 @@ def test_failed_allocations_pass_under_the_sanitizers(tmp_path: Path, monkeypatc
 
 CONTROLS = {
     "heap-buffer-overflow": lambda kernels: kernels.exp_float32(*[ffi.new("float[]", 5) for _ in range(2)], 6),
-    "signed integer overflow": lambda kernels: kernels.panel_floats(2**31 - 1, 1),
+    "signed integer overflow": lambda kernels: kernels.panel_floats(2**31 - 1, 1, 0),
 }
 
 

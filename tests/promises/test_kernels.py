@@ -37,7 +37,8 @@ from ppo_repro.numerics.interface import ffi, ints, pointer
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
-from ppo_repro.numerics.rounding import EXACT, Rounding
+from ppo_repro.numerics.rounding import EXACT
+from ppo_repro.numerics.rounding import Rounding as Formats
 from ppo_repro.numerics.sequences import Rows, ragged, slots_of
 from tests.support.broken import broken_library
 from tests.support.definition import array, assert_same, model_from
@@ -83,7 +84,7 @@ class Case:
             parameter.data = gradients[name]
         return hidden, parameters(model_from(named, 1))
 
-    def over_cache(self, chunks: Sequence[int], rounding: Rounding = EXACT) -> list[Array]:
+    def over_cache(self, chunks: Sequence[int], rounding: Formats = EXACT) -> list[Array]:
         """Hidden states in chunks of these sizes in turn, the sequences in seats of a cache in another order."""
         network = Network(self.trunk, Lowered(CONTEXT, rounding))
         network.prepare()
@@ -237,7 +238,7 @@ def test_micro_batches_threads_recomputation_and_the_cache_compute_the_definitio
 def test_kernels_round_as_the_definition(trunk: PreTrainedModel, wide: str, inputs: str, cached: str) -> None:
     case = Case(trunk, (130, 3))
     model = replace(case.model, rounding=Rounding(wide, inputs, cached))
-    rounding = Rounding(activations=wide, linear_inputs=inputs, kv_cache=cached)
+    rounding = Formats(activations=wide, linear_inputs=inputs, kv_cache=cached)
     for x, ids in zip(case.over_cache((130,), rounding), case.ids, strict=True):
         assert_same(x, forward(model, ids).hidden, "hidden states")
 
@@ -327,8 +328,10 @@ def test_every_instruction_set_computes_the_definition(variant: build.Variant, f
 
 def kernels_of_another_order(folder: Path, file: str, *changes: tuple[str, str]) -> library.Kernels:
     path = broken_library(folder, file, *changes)
+    kernels = ffi.dlopen(str(path))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "KNOWN_ANSWER", ffi.dlopen(str(path)).known_answer())
+        patch.setattr(library, "KNOWN_ANSWER", kernels.known_answer(0))
+        patch.setattr(library, "KNOWN_ANSWER_HIGH", kernels.known_answer(1))
         return library.open_library(path)
 
 
@@ -336,7 +339,7 @@ SHORT = ("interface.h", ("BLOCK = 128", "BLOCK = 64"))
 FALLING = (
     "tiles.c",
     ("w_panel + k * w_step);", "w_panel + (terms - 1 - k) * w_step);"),
-    ("k * x_step]", "(terms - 1 - k) * x_step]"),
+    ("k * x_step,", "(terms - 1 - k) * x_step,"),
 )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.mode import Precision
 from ppo_repro.numerics import build, library
 from ppo_repro.numerics.interface import ffi
 from tests.numerics.known_answer import known_answer
@@ -22,13 +23,18 @@ from tests.support.variants import ABLE
 ARM_LIBC = Path("/usr/aarch64-linux-gnu")
 
 
-def test_the_known_answer_is_the_definitions() -> None:
-    assert known_answer() == library.KNOWN_ANSWER
+ANSWERS = {"highest": library.KNOWN_ANSWER, "high": library.KNOWN_ANSWER_HIGH}
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_the_known_answer_is_the_definitions(precision: Precision) -> None:
+    assert known_answer(precision) == ANSWERS[precision]
 
 
 @pytest.mark.parametrize("variant", ABLE, ids=[variant.name for variant in ABLE])
 def test_every_variant_that_this_cpu_runs_gives_the_known_answer(variant: build.Variant) -> None:
-    assert ffi.dlopen(str(library.locate(variant, build.SOURCES))).known_answer() == library.KNOWN_ANSWER
+    kernels = ffi.dlopen(str(library.locate(variant, build.SOURCES)))
+    assert [kernels.known_answer(i) for i in range(2)] == list(ANSWERS.values())
 
 
 LAST_EXPERT_FIRST = "    const int choice = a->chosen - 1 - j;\n"
@@ -39,7 +45,7 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         "tiles.c",
         (
             ("w_panel + k * w_step);", "w_panel + (terms - 1 - k) * w_step);"),
-            ("k * x_step]", "(terms - 1 - k) * x_step]"),
+            ("k * x_step,", "(terms - 1 - k) * x_step,"),
         ),
     ),
     "rule 1: a term is rounded twice": (
@@ -196,6 +202,30 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         "heads.c",
         (("    norm(m->head_norm, m->eps, w", "    norm(NORM_RMS, m->eps, w"),),
     ),
+    "high: ties away from zero": (
+        "integers.c",
+        (("(Ints)(x * up + whole) - (Ints)whole", "__builtin_convertvector(x * up + (x > 0 ? 0.5f : -0.5f), Ints)"),),
+    ),
+    "high: a clip at 4,096": ("integers.c", (("LARGEST_INTEGER = 4095", "LARGEST_INTEGER = 4096"),)),
+    "high: integers of 12 bits": (
+        "integers.c",
+        (("(exponent - 11)", "(exponent - 10)"), ("127 + 127 + 11 - exp", "127 + 127 + 10 - exp")),
+    ),
+    "high: an integer without its sign": ("integers.c", (("(low & 0xffff)", "(low & 0x7fff)"),)),
+    "high: sums of a block in float32": (
+        "integers.c",
+        (
+            ("? (Wide)add_pairs((Ints)sum,", "? sum + __builtin_convertvector(add_pairs((Ints)0,"),
+            ("(Ints)w) : fma_wide", "(Ints)w), Wide) : fma_wide"),
+            ("__builtin_convertvector((Ints)sum, Wide) * (", "sum * ("),
+        ),
+    ),
+    "high: one scale for both factors": ("integers.c", (("(x_scale * w_scale)", "(w_scale * w_scale)"),)),
+    "high: an odd term is lost": ("integers.c", (("t + 1 < terms ? integers_of", "t + 2 < terms ? integers_of"),)),
+    "high: gradients of weights as in highest": (
+        "steps.c",
+        (("weight_gradient(w->precision, dy", "weight_gradient(PRECISION_HIGHEST, dy"),),
+    ),
     "a prefix without its values": ("rows.c", (("values[a->to + i] = values[a->from + i]", "(void)values"),)),
 }
 
@@ -209,7 +239,8 @@ def test_control_a_library_with_a_mistake_is_refused(mistake: str, tmp_path: Pat
     path = broken_library(tmp_path, file, *changes)
     with pytest.raises(UserError) as error:
         library.open_library(path)
-    assert f"where {library.KNOWN_ANSWER:#x} is right, so results would differ; PPO_REPRO_KERNELS" in str(error.value)
+    right = ANSWERS["high" if mistake.startswith("high") else "highest"]
+    assert f"where {right:#x} is right, so results would differ; PPO_REPRO_KERNELS" in str(error.value)
     assert path.name in str(error.value)
 
 
@@ -221,11 +252,11 @@ def test_an_emulated_arm_processor_gives_the_known_answer(tmp_path: Path) -> Non
     where = build.PLATFORMS["Linux", "aarch64"]
     kernels = build.compile_variants(where, tmp_path)[0]
     (tmp_path / "main.c").write_text(
-        "#include <stdio.h>\nunsigned long long known_answer(void);\n"
-        'int main(void) { printf("%llx\\n", known_answer()); return 0; }\n'
+        "#include <stdio.h>\nunsigned long long known_answer(int);\n"
+        'int main(void) { printf("%llx %llx\\n", known_answer(0), known_answer(1)); return 0; }\n'
     )
     command = [*build.compiler(where.target), "main.c", kernels.name, "-o", "main"]
     subprocess.run(command, cwd=tmp_path, env=build.compiler_environment(tmp_path / "zig"), check=True)
     environment = {**os.environ, "QEMU_LD_PREFIX": str(ARM_LIBC), "QEMU_SET_ENV": f"LD_LIBRARY_PATH={tmp_path}"}
     said = subprocess.run(["qemu-aarch64", tmp_path / "main"], env=environment, capture_output=True, text=True)
-    assert (said.stderr, int(said.stdout or "0", 16)) == ("", library.KNOWN_ANSWER)
+    assert (said.stderr, [int(answer, 16) for answer in said.stdout.split()]) == ("", list(ANSWERS.values()))

@@ -97,15 +97,17 @@ typedef struct {
   float *panels;
   int strip_group;  // strips of a task
   int panel_group;  // panels of a task
+  Precision precision;
+  Blocks packed;  // the blocks in the floats of strips and panels; in precision highest a float is a row
 } WeightGradient;
 
-// Columns [col, col + count) of from [rows][ld] as [count / width][rows][width], with zeros beyond column
-// `end`
-INLINE void pack_columns(const float *from, long ld, int rows, int col, int count, int end, const int width,
-                         float *to) {
+// Columns [col, col + count) of from [rows][ld] as [count / width][rows of all][width], with zeros beyond
+// column `end`
+INLINE void pack_columns(const float *from, long ld, int rows, long rows_of_all, int col, int count, int end,
+                         const int width, float *to) {
   for (int t = 0; t < rows; t++)
     for (int c = col; c < col + count; c += width) {
-      float *out = to + ((long)(c - col) * rows + (long)t * width);
+      float *out = to + ((c - col) * rows_of_all + (long)t * width);
       if (c + width <= end) {
         copy_floats(out, from + t * ld + c, width);
       } else {
@@ -116,20 +118,48 @@ INLINE void pack_columns(const float *from, long ld, int rows, int col, int coun
 
 INLINE int packing_tasks(int columns) { return (columns + PACK_COLUMNS - 1) / PACK_COLUMNS; }
 
+// The same, where each block of rows becomes integers
+INLINE void pack_integers(const WeightGradient *a, const float *from, int ld, int col, int count, const int width,
+                          float *to) {
+  const Blocks *b = a->blocks;
+  float block[BLOCK_STEPS * PACK_COLUMNS];  // panels [count / 16][steps][16]
+  float rows[BLOCK_STEPS * PACK_COLUMNS];
+  for (int i = 0; i < b->count; i++) {
+    const int steps = a->packed.length[i];
+    const float *first = from + (long)b->start[i] * ld;
+    float *out = to + (long)a->packed.start[i] * width;
+    for (int c = 0; c < count; c += COLS) {
+      const int cols = least(COLS, ld - col - c);
+      if (cols == COLS) integer_columns(first + col + c, ld, b->length[i], COLS, block);
+      else if (cols > 0) integer_columns(first + col + c, ld, b->length[i], cols, block);
+      else zero_floats(block, (long)steps * COLS);
+      if (width == COLS) copy_floats(out + (long)c * a->packed.rows, block, (long)steps * COLS);
+      else
+        for (int t = 0; t < steps; t++) copy_floats(rows + t * count + c, block + t * COLS, least(COLS, count - c));
+    }
+    if (width != COLS) pack_columns(rows, count, steps, a->packed.rows, 0, count, count, width, out);
+  }
+}
+
 static void pack_gradient_task(void *argument, int index) {
   const WeightGradient *a = argument;
-  int rows = a->blocks->rows;
+  const int is_high = a->precision == PRECISION_HIGH;
+  int rows = a->packed.rows;
   int strip_columns = strips_of(a->n) * ROWS;
   int panel_columns = panels_of(a->k) * COLS;
   int tasks = packing_tasks(strip_columns);
   if (index < tasks) {
     int c = index * PACK_COLUMNS;
     int count = least(PACK_COLUMNS, strip_columns - c);
-    pack_columns(a->dy, a->n, rows, c, count, a->n, ROWS, a->strips + (long)c * rows);
+    float *to = a->strips + (long)c * rows;
+    if (is_high) pack_integers(a, a->dy, a->n, c, count, ROWS, to);
+    else pack_columns(a->dy, a->n, rows, rows, c, count, a->n, ROWS, to);
   } else {
     int c = (index - tasks) * PACK_COLUMNS;
     int count = least(PACK_COLUMNS, panel_columns - c);
-    pack_columns(a->x, a->k, rows, c, count, a->k, COLS, a->panels + (long)c * rows);
+    float *to = a->panels + (long)c * rows;
+    if (is_high) pack_integers(a, a->x, a->k, c, count, COLS, to);
+    else pack_columns(a->x, a->k, rows, rows, c, count, a->k, COLS, to);
   }
 }
 
@@ -137,14 +167,14 @@ static void pack_gradient_task(void *argument, int index) {
 // sum in part 0. If the slot `ends` with this block, it is closed as by close_slots(parts, slot, slot + 1,
 // ROWS * COLS), but its sum does not leave the registers. definition: gradients.weight_addends
 INLINE void chain_block(const float *restrict dy, const float *restrict x, int terms, float *restrict parts,
-                        int ends, int slot) {
+                        int ends, int slot, const int is_high) {
   Wide acc[ROWS] = {0};
   Wide *sum = (Wide *)parts;
-  for (int t = 0; t < terms; t++) {
+  for (int t = is_high; t < terms; t++) {
     Wide row = wide_at(x + t * COLS);
-    for (int i = 0; i < ROWS; i++) acc[i] = fma_wide((Wide)dy[t * ROWS + i], row, acc[i]);
+    for (int i = 0; i < ROWS; i++) acc[i] = chain_step(dy + t * ROWS + i, row, acc[i], is_high);
   }
-  for (int i = 0; i < ROWS; i++) acc[i] = sum[i] + acc[i];
+  for (int i = 0; i < ROWS; i++) acc[i] = sum[i] + sum_of_block(acc[i], dy[i], wide_at(x), is_high);
   if (ends) {
     for (int i = 0; i < ROWS; i++) sum[i] = (Wide)0.0f;
     sum += ROWS;
@@ -178,7 +208,7 @@ INLINE Elements tile_of_gradient(const WeightGradient *a, int strip, int panel) 
 
 // The tiles of strips [s0, s1) and one panel; memory [s1 - s0][parts][ROWS][16]
 static void weight_gradient_panel(const WeightGradient *a, int panel, int s0, int s1, float *memory) {
-  const Blocks *b = a->blocks;
+  const Blocks *b = &a->packed;
   const Sums *sums = b->sums;
   const float *x = a->panels + (long)panel * COLS * b->rows;
   long each = (long)parts_of(sums) * ROWS * COLS;
@@ -195,7 +225,9 @@ static void weight_gradient_panel(const WeightGradient *a, int panel, int s0, in
         float *parts = memory + (s - s0) * each;
         const float *dy = a->strips + ((long)s * b->rows + b->start[i]) * ROWS;
         const float *x_block = x + (long)b->start[i] * COLS;
-        chain_block(dy, x_block, b->length[i], parts, ends_slot(b, i), b->slot[i]);
+        const int ends = ends_slot(b, i);
+        if (a->precision == PRECISION_HIGH) chain_block(dy, x_block, b->length[i], parts, ends, b->slot[i], 1);
+        else chain_block(dy, x_block, b->length[i], parts, ends, b->slot[i], 0);
         close_slots(parts, b->slot[i] + 1, b->slot[i + 1], ROWS * COLS);  // empty slots that follow
       }
   }
@@ -216,11 +248,30 @@ static void weight_gradient_task(void *argument, int index) {
   for (int p = p0; p < least(panels, p0 + a->panel_group); p++) weight_gradient_panel(a, p, s0, s1, memory);
 }
 
-static void weight_gradient(const float *dy, int n, const float *x, int k, const Blocks *blocks, long grad) {
+// The blocks with the floats of their integers in place of rows; start is to be freed. Returns 0 if memory is
+// full.
+static int integer_blocks(const Blocks *b, Blocks *packed) {
+  int *memory = allocate_zeros(2 * (size_t)b->count, sizeof(int));
+  if (!memory) return 0;
+  packed->start = memory;
+  packed->length = memory + b->count;
+  packed->rows = 0;
+  for (int i = 0; i < b->count; i++) {
+    packed->start[i] = packed->rows;
+    packed->length[i] = steps_of(PRECISION_HIGH, b->length[i]);
+    packed->rows += packed->length[i];
+  }
+  return 1;
+}
+
+static void weight_gradient(Precision precision, const float *dy, int n, const float *x, int k,
+                            const Blocks *blocks, long grad) {
   if (grad < 0) return;
+  Blocks packed = *blocks;
+  if (precision == PRECISION_HIGH && !integer_blocks(blocks, &packed)) return;
   int strips = strips_of(n);
   int panels = panels_of(k);
-  int rows = blocks->rows;
+  int rows = packed.rows;
   WeightGradient a = {
       .dy = dy,
       .x = x,
@@ -228,6 +279,8 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
       .k = k,
       .blocks = blocks,
       .grad = grad,
+      .precision = precision,
+      .packed = packed,
       .strips = shared_scratch(SCRATCH_GRADIENT_STRIPS, (size_t)strips * ROWS * (size_t)rows),
       .panels = shared_scratch(SCRATCH_GRADIENT_PANELS, (size_t)panels * COLS * (size_t)rows),
   };
@@ -237,6 +290,7 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
   int strip_groups = (strips + a.strip_group - 1) / a.strip_group;
   int panel_groups = (panels + a.panel_group - 1) / a.panel_group;
   parallel_for(strip_groups * panel_groups, weight_gradient_task, &a);
+  if (packed.start != blocks->start) free(packed.start);
 }
 
 // ------------------------------------------------------------------- gradients of biases and of norm weights

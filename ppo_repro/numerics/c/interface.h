@@ -33,7 +33,10 @@ typedef enum {
   FORMAT_INT8
 } NumberFormat;
 
-enum { BLOCK = 128 };  // rules 1, 2 and 4: terms of a chain
+// Sums of products in linear layers: chains of float32; exact sums of integers
+typedef enum { PRECISION_HIGHEST, PRECISION_HIGH } Precision;
+
+enum { BLOCK = 128 };  // rules 1, 2 and 4: terms of a chain, or of an exact sum
 
 enum { STRETCH = 4096 };  // rule 3: elements whose squares are summed as one row
 
@@ -52,12 +55,14 @@ enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: a minibatch ha
 typedef struct {
   const float *w;     // [n][k], or [k][n] if `transposed`
   const float *bias;  // [n], or NULL
-  float *panels;      // panel_floats(n, k) floats, which `pack` fills: [ceil(n / 16)][k][16]; on a GPU none
+  float *panels;      // panel_floats(n, k, precision) floats, which `pack` fills: [ceil(n / 16)][k][16], or as
+                      // integers; on a GPU none
   long grad;          // offset of the gradient of w; -1: not trained
   long bias_grad;     // offset of the gradient of the bias; -1: not trained
   int n;              // outputs
   int k;              // inputs: the terms of a product
   int transposed;
+  Precision precision;  // on a GPU PRECISION_HIGHEST
 } Matrix;
 
 // Partial sums of the gradients of a minibatch (rule 2), to which a backward pass adds. A minibatch has
@@ -312,7 +317,7 @@ void free_scratch(void);
 void trim_heap(void);
 
 // linear.c
-long panel_floats(int n, int k);
+long panel_floats(int n, int k, Precision precision);
 void pack(Matrix *m);
 void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y);
 
@@ -364,7 +369,7 @@ void softplus_float64(const double *x, double *y, long n);
 void sin_cos_float64(const double *x, double *sine, double *cosine, long n);
 
 // checks.c
-uint64_t known_answer(void);
+uint64_t known_answer(Precision precision);
 uint32_t denormal_product(void);
 
 // rows.c: sum of a b before it is rounded to float32, for the tests

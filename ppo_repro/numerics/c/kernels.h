@@ -65,6 +65,7 @@ INLINE void zero_floats(float *x, long n) { memset(x, 0, sizeof(float) * (size_t
 typedef enum {
   SCRATCH_GRADIENT_STRIPS,  // weight_gradient: dy, packed
   SCRATCH_GRADIENT_PANELS,  // weight_gradient: x, packed
+  SCRATCH_INTEGERS,         // linear, linear_backward_input: rows of x in precision high
   SCRATCH_PASS,             // model_forward: what a pass computes, where nothing is kept
   SCRATCH_DELTAS,           // model_backward: gradients of one layer
   SCRATCH_EXPERTS,          // gradients of the rows of experts
@@ -98,7 +99,8 @@ typedef struct {
 
 // Sums over the rows of all blocks (rule 2), for the gradient at offset `grad`; -1: nothing is done.
 // dw [n][k] from dy [rows][n] and x [rows][k]
-static void weight_gradient(const float *dy, int n, const float *x, int k, const Blocks *blocks, long grad);
+static void weight_gradient(Precision precision, const float *dy, int n, const float *x, int k,
+                            const Blocks *blocks, long grad);
 static void column_sums(Columns of, const Blocks *blocks, long grad);
 static void sum_table_rows(const TableGradient *of);
 

@@ -4,6 +4,7 @@
 
 // Sizes that change no bit
 enum {
+  CONVERTED_ROWS = 16,  // rows of a task that makes integers
   CHUNK_ROWS = 192,     // rows of a task: a chunk of x and 128 terms of the panels fit the second-level cache
   GROUP_PANELS = 16,    // panels of a task, at most
   FAR_WEIGHTS = 1 << 20  // elements of a matrix that does not stay in the caches
@@ -12,9 +13,23 @@ enum {
 // --------------------------------------------------------------------------------------------------- packing
 
 // Panels [ceil(n / 16)][k][16] of w: panel p holds outputs 16 p .. 16 p + 15, so that a tile reads one vector
-// for each term. Beyond n there are zeros.
+// for each term. Beyond n there are zeros. In precision high the k terms are blocks of integers.
+static void pack_integer_panel(const Matrix *m, int p) {
+  const int cols = least(COLS, m->n - p * COLS);
+  float *panel = m->panels + (long)p * steps_of(PRECISION_HIGH, m->k) * COLS;
+  for (int k0 = 0; k0 < m->k; k0 += BLOCK, panel += BLOCK_STEPS * COLS) {
+    const int terms = least(BLOCK, m->k - k0);
+    if (m->transposed) integer_columns(m->w + (long)k0 * m->n + p * COLS, m->n, terms, cols, panel);
+    else integer_rows(m->w + (long)p * COLS * m->k + k0, m->k, terms, cols, panel);
+  }
+}
+
 static void pack_panel(void *argument, int p) {
   const Matrix *m = argument;
+  if (m->precision == PRECISION_HIGH) {
+    pack_integer_panel(m, p);
+    return;
+  }
   float *panel = m->panels + (long)p * m->k * COLS;
   int cols = least(COLS, m->n - p * COLS);
   if (cols < COLS) zero_floats(panel, (long)m->k * COLS);
@@ -32,7 +47,9 @@ static void pack_panel(void *argument, int p) {
 
 void pack(Matrix *m) { parallel_for(panels_of(m->n), pack_panel, m); }
 
-long panel_floats(int n, int k) { return (long)panels_of(n) * COLS * k; }
+long panel_floats(int n, int k, Precision precision) {
+  return (long)panels_of(n) * COLS * steps_of(precision, k);
+}
 
 // -------------------------------------------------------------------------------------------------- products
 
@@ -40,11 +57,13 @@ long panel_floats(int n, int k) { return (long)panels_of(n) * COLS * k; }
 typedef struct Product Product;
 struct Product {
   const Matrix *w;
-  const float *x;         // [rows][terms]
+  const float *x;         // [rows][steps]: [rows][terms], in precision high as blocks of integers
   const float *residual;  // [rows][columns], added after the bias; or NULL
   float *y;               // [rows][columns]
+  float *integers;        // of precision high
   int rows;
   int terms;
+  int steps;              // floats from one row of x to the next
   int columns;
   void (*rectangle)(const Product *a, int row0, int row1, int panel0, int panel1);
   int chunks;  // tasks along the rows
@@ -66,8 +85,20 @@ static void product_task(void *argument, int index) {
   a->rectangle(a, row0, row1, group * a->group, least(panels, (group + 1) * a->group));
 }
 
+static void integer_rows_task(void *argument, int index) {
+  const Product *a = argument;
+  for (int t = index * CONVERTED_ROWS; t < least(a->rows, (index + 1) * CONVERTED_ROWS); t++)
+    integer_row(a->x + (long)t * a->terms, a->terms, a->integers + (long)t * a->steps);
+}
+
 static void run_product(Product a) {
   if (a.rows < 1) return;
+  a.steps = steps_of(a.w->precision, a.terms);
+  if (a.w->precision == PRECISION_HIGH) {
+    a.integers = shared_scratch(SCRATCH_INTEGERS, (size_t)a.rows * (size_t)a.steps);
+    parallel_for((a.rows + CONVERTED_ROWS - 1) / CONVERTED_ROWS, integer_rows_task, &a);
+    a.x = a.integers;
+  }
   int panels = panels_of(a.columns);
   a.chunks = (a.rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
   a.group = task_size(panels, a.chunks, GROUP_PANELS);
@@ -78,18 +109,21 @@ static void run_product(Product a) {
 
 // One block of terms, from k0, of rows [row0, row1), at most ROWS, and panels [panel0, panel1) of y = x w^T
 INLINE void forward_tiles(const Product *a, int k0, int row0, int row1, int panel0, int panel1) {
-  long k = a->terms;
+  const Precision precision = a->w->precision;
+  const long steps = a->steps;
+  const int at = steps_of(precision, k0);
   BlockOfProduct block = {
-      .x = a->x + row0 * k + k0,
-      .x_row = k,
+      .precision = precision,
+      .x = a->x + row0 * steps + at,
+      .x_row = steps,
       .x_step = 1,
-      .w = a->w->panels + (panel0 * k + k0) * COLS,
-      .w_panel = k * COLS,
+      .w = a->w->panels + (panel0 * steps + at) * COLS,
+      .w_panel = steps * COLS,
       .w_step = COLS,
       .y = a->y + (long)row0 * a->columns + panel0 * COLS,
       .y_row = a->columns,
       .rows = row1 - row0,
-      .terms = least(BLOCK, a->terms - k0),
+      .terms = steps_of(precision, least(BLOCK, a->terms - k0)),
       .first = k0 == 0,
   };
   multiply_panels(&block, least(a->columns, panel1 * COLS) - panel0 * COLS);
@@ -146,10 +180,16 @@ void linear(const Matrix *w, const float *x, int rows, const float *residual, fl
 
 // --------------------------------------------------------------------------------- the gradient of the input
 
-// Terms n0 .. n0 + terms - 1 of panel p of the transposed matrix: panel[i][j] = w[n0 + i][16 p + j]
+// Terms n0 .. n0 + terms - 1 of panel p of the transposed matrix: panel[i][j] = w[n0 + i][16 p + j]; in
+// precision high as a block of integers
 static void input_panel(const Matrix *w, int n0, int terms, int p, float *panel) {
   int k0 = p * COLS;
   int cols = least(COLS, w->k - k0);
+  if (w->precision == PRECISION_HIGH) {
+    if (w->transposed) integer_rows(w->w + (long)k0 * w->n + n0, w->n, terms, cols, panel);
+    else integer_columns(w->w + (long)n0 * w->k + k0, w->k, terms, cols, panel);
+    return;
+  }
   if (cols < COLS) zero_floats(panel, terms * COLS);
   if (w->transposed) {
     for (int j = 0; j < cols; j++)
@@ -174,8 +214,9 @@ static void input_gradient_rectangle(const Product *a, int row0, int row1, int p
       int strip0 = row0 + strip_row(rows, s, strips);
       int strip1 = row0 + strip_row(rows, s + 1, strips);
       BlockOfProduct block = {
-          .x = a->x + (long)strip0 * a->terms + n0,
-          .x_row = a->terms,
+          .precision = a->w->precision,
+          .x = a->x + (long)strip0 * a->steps + steps_of(a->w->precision, n0),
+          .x_row = a->steps,
           .x_step = 1,
           .w = panels,
           .w_panel = BLOCK * COLS,
@@ -183,7 +224,7 @@ static void input_gradient_rectangle(const Product *a, int row0, int row1, int p
           .y = a->y + (long)strip0 * a->columns + panel0 * COLS,
           .y_row = a->columns,
           .rows = strip1 - strip0,
-          .terms = terms,
+          .terms = steps_of(a->w->precision, terms),
           .first = n0 == 0,
       };
       multiply_panels(&block, least(a->columns, panel1 * COLS) - panel0 * COLS);

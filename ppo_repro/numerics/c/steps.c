@@ -32,8 +32,8 @@ static void linear_step(const Model *m, const Matrix *w, float *x, int rows, con
 
 // The gradients of w and bias: dy [rows][n], x [rows][k]
 static void linear_backward_weight(const Matrix *w, const float *dy, const float *x, const Blocks *blocks) {
-  if (w->transposed) weight_gradient(x, w->k, dy, w->n, blocks, w->grad);
-  else weight_gradient(dy, w->n, x, w->k, blocks, w->grad);
+  if (w->transposed) weight_gradient(w->precision, x, w->k, dy, w->n, blocks, w->grad);
+  else weight_gradient(w->precision, dy, w->n, x, w->k, blocks, w->grad);
   if (w->bias) column_sums((Columns){.dy = dy, .ldd = w->n, .each = 1, .cols = w->n}, blocks, w->bias_grad);
 }
 

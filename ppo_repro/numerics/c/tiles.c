@@ -11,8 +11,10 @@
 // register, so no width of a vector changes a bit.
 #include "kernels.h"
 
-// One block of a product: x [rows][terms] times w [terms][columns], added to y [rows][columns].
+// One block of a product: x [rows][terms] times w [terms][columns], added to y [rows][columns]. In precision high
+// x and w are blocks of integers (integers.c), and k counts floats: the scale is at k = 0, pairs are from 1 on.
 typedef struct {
+  Precision precision;
   const float *x;  // x[i][k] is at x + i * x_row + k * x_step
   long x_row;
   long x_step;
@@ -22,14 +24,14 @@ typedef struct {
   float *y;        // y[i][16 p + j] is at y + i * y_row + 16 p + j
   long y_row;
   int rows;        // at most ROWS
-  int terms;       // at most BLOCK
+  int terms;       // at most BLOCK, in high BLOCK_STEPS
   int first;       // this block is the first of its sum, which begins at +0; earlier contents of y are lost
 } BlockOfProduct;
 
 // Adds one tile of the block, from w and y on, to y. `rows` and `panels` are constants where this is inlined,
 // as the steps may be: then all sums are registers.
 INLINE void add_tile(const BlockOfProduct *a, const float *restrict w, float *restrict y, long x_step,
-                     long w_step, const int rows, const int panels) {
+                     long w_step, const int rows, const int panels, const int is_high) {
   const float *restrict x = a->x;
   const long x_row = a->x_row;
   const long w_panel = a->w_panel;
@@ -38,51 +40,54 @@ INLINE void add_tile(const BlockOfProduct *a, const float *restrict w, float *re
   const int first = a->first;
   Wide acc[ROWS][PANELS] = {0};
   Wide column[PANELS];
-  for (int k = 0; k < terms; k++) {
+  for (int k = is_high; k < terms; k++) {
     for (int p = 0; p < panels; p++) column[p] = wide_at(w + p * w_panel + k * w_step);
 #pragma clang loop unroll(full)  // or the sums do not stay in registers
     for (int i = 0; i < rows; i++)
       for (int p = 0; p < panels; p++)
-        acc[i][p] = fma_wide((Wide)x[i * x_row + k * x_step], column[p], acc[i][p]);
+        acc[i][p] = chain_step(x + i * x_row + k * x_step, column[p], acc[i][p], is_high);
   }
   for (int i = 0; i < rows; i++)
     for (int p = 0; p < panels; p++) {
       Wide *out = (Wide *)(y + i * y_row + p * COLS);
-      *out = (first ? (Wide)0.0f : *out) + acc[i][p];
+      Wide sum = sum_of_block(acc[i][p], x[i * x_row], wide_at(w + p * w_panel), is_high);
+      *out = (first ? (Wide)0.0f : *out) + sum;
     }
 }
 
 // One copy of `add_tile` for each number of rows
-#define CASE(r, x_step, w_step, panels)           \
-  case r:                                         \
-    add_tile(a, w, y, x_step, w_step, r, panels); \
+#define CASE(r, x_step, w_step, panels, is_high)           \
+  case r:                                                  \
+    add_tile(a, w, y, x_step, w_step, r, panels, is_high); \
     break;
-#define CASES_TO_6(x_step, w_step, panels) \
-  CASE(1, x_step, w_step, panels)          \
-  CASE(2, x_step, w_step, panels)          \
-  CASE(3, x_step, w_step, panels)          \
-  CASE(4, x_step, w_step, panels)          \
-  CASE(5, x_step, w_step, panels)          \
-  CASE(6, x_step, w_step, panels)
+#define CASES_TO_6(...)  \
+  CASE(1, __VA_ARGS__)   \
+  CASE(2, __VA_ARGS__)   \
+  CASE(3, __VA_ARGS__)   \
+  CASE(4, __VA_ARGS__)   \
+  CASE(5, __VA_ARGS__)   \
+  CASE(6, __VA_ARGS__)
 #if defined(__AVX512F__)
 _Static_assert(ROWS <= 12, "a number of rows without a case computes nothing");
-#define CASES_TO_12(x_step, w_step, panels) \
-  CASE(7, x_step, w_step, panels)           \
-  CASE(8, x_step, w_step, panels)           \
-  CASE(9, x_step, w_step, panels)           \
-  CASE(10, x_step, w_step, panels)          \
-  CASE(11, x_step, w_step, panels)          \
-  CASE(12, x_step, w_step, panels)
+#define CASES_TO_12(...) \
+  CASE(7, __VA_ARGS__)   \
+  CASE(8, __VA_ARGS__)   \
+  CASE(9, __VA_ARGS__)   \
+  CASE(10, __VA_ARGS__)  \
+  CASE(11, __VA_ARGS__)  \
+  CASE(12, __VA_ARGS__)
 #else
 _Static_assert(ROWS <= 6, "a number of rows without a case computes nothing");
-#define CASES_TO_12(x_step, w_step, panels)
+#define CASES_TO_12(...)
 #endif
+#define CASES(...) CASES_TO_6(__VA_ARGS__) CASES_TO_12(__VA_ARGS__)
 
 // 16 PANELS columns of packed w: x_step is 1, w_step is 16
 static void add_wide_tile(const BlockOfProduct *a, const float *w, float *y) {
-  switch (a->rows) {
-    CASES_TO_6(1, COLS, PANELS)
-    CASES_TO_12(1, COLS, PANELS)
+  if (a->precision == PRECISION_HIGH) {
+    switch (a->rows) { CASES(1, COLS, PANELS, 1) }
+  } else {
+    switch (a->rows) { CASES(1, COLS, PANELS, 0) }
   }
 }
 
@@ -90,9 +95,10 @@ static void add_wide_tile(const BlockOfProduct *a, const float *w, float *y) {
 static void add_narrow_tile(const BlockOfProduct *a, const float *w, float *y) {
   const long x_step = a->x_step;
   const long w_step = a->w_step;
-  switch (a->rows) {
-    CASES_TO_6(x_step, w_step, 1)
-    CASES_TO_12(x_step, w_step, 1)
+  if (a->precision == PRECISION_HIGH) {
+    switch (a->rows) { CASES(1, COLS, 1, 1) }
+  } else {
+    switch (a->rows) { CASES(x_step, w_step, 1, 0) }
   }
 }
 

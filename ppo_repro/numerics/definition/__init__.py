@@ -10,7 +10,7 @@ Read `product.py` first, then `gradients.py`, then follow a token through `netwo
 ====  =========================================================================  ======================================
 rule  functions                                                                  where
 ====  =========================================================================  ======================================
-1     `chain`, `product`; for a layer `linear`, `linear_backward`                `product.py`, `linear.py`
+1     `chain`, `exact`, `product`; for a layer `linear`, `linear_backward`       `product.py`, `linear.py`
 2     `weight_addends`, `column_addends`, `row_addends`, `slot_of`,              `gradients.py`; for a whole model
       `slot_sums`, `join_slots`                                                  `network.gradients`
 3     `row_sum`; for the norm of all gradients `sum_of_squares`, `global_norm`   `row_sums.py`, `optimizer.py`

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ppo_repro.numerics.definition.elementary import Array, D, F
-from ppo_repro.numerics.definition.product import BLOCK, chain
+from ppo_repro.numerics.definition.product import BLOCK, Precision, block_sum
 
 EVERYWHERE = ...
 
@@ -43,13 +43,13 @@ def blocks_of(position: Array) -> list[Array]:
     return [np.flatnonzero(block == b) for b in np.unique(block)]
 
 
-def weight_addends(dy: Array, x: Array, position: Array) -> Addends:
-    """Compute rule 2 for a matrix: dW[n, k] = sum_t dy[t, n] x[t, k], one chain by rising position for each block.
+def weight_addends(dy: Array, x: Array, position: Array, precision: Precision = "highest") -> Addends:
+    """Compute rule 2 for a matrix: dW[n, k] = sum_t dy[t, n] x[t, k], one sum by rising position for each block.
 
     dy [rows, N], x [rows, K]; each addend [N, K]. An expert's rows are the tokens that chose it; a sequence without
     tokens of the expert adds nothing. Kernel: `weight_gradient`.
     """
-    return [(EVERYWHERE, chain(dy[rows].T, x[rows].T)) for rows in blocks_of(position)]
+    return [(EVERYWHERE, block_sum(dy[rows].T, x[rows].T, precision)) for rows in blocks_of(position)]
 
 
 def column_addends(dy: Array, x: Array | None, position: Array) -> Addends:

@@ -11,7 +11,7 @@ from ppo_repro.numerics.definition.rounding import rounded
 
 def linear(x: Array, matrix: Matrix) -> Array:
     """Compute x w^T, then + bias; x [T, K] -> [T, N]. Kernel: `linear`."""
-    y = product(x, matrix.w)
+    y = product(x, matrix.w, matrix.precision)
     return y if matrix.bias is None else y + matrix.bias
 
 
@@ -23,15 +23,15 @@ def linear_backward(grads: Contributions, name: str, matrix: Matrix, dy: Array, 
     Args:
         grads: receives the addends.
         name: name of the matrix, a prefix in `grads`.
-        matrix: w [N, K], bias [N].
+        matrix: w [N, K], bias [N], precision.
         dy: [T, N].
         x: [T, K].
         position: [T], position of each row.
     """
-    grads[f"{name}.w"] = weight_addends(dy, x, position)
+    grads[f"{name}.w"] = weight_addends(dy, x, position, matrix.precision)
     if matrix.bias is not None:
         grads[f"{name}.bias"] = column_addends(dy, None, position)
-    return product(dy, matrix.w.T)
+    return product(dy, matrix.w.T, matrix.precision)
 
 
 def layer_linear(model: Model, x: Array, matrix: Matrix) -> Array:

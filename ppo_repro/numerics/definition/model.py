@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from ppo_repro.numerics.definition.elementary import Array
+from ppo_repro.numerics.definition.product import Precision
 from ppo_repro.numerics.definition.rounding import Rounding
 
 
@@ -21,10 +22,11 @@ class NormWeights:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weights w [N, K] and bias [N] of a linear layer y = x w^T + bias."""
+    """Weights w [N, K] and bias [N] of a linear layer y = x w^T + bias, and the precision of its products."""
 
     w: Array
     bias: Array | None = None
+    precision: Precision = "highest"
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,10 @@ static void linear_backward_input(const Matrix *w, const float *dy, int rows, fl
 }
 
 // The kernels of a GPU read weights as they lie: nothing is packed.
-long panel_floats(int n, int k) {
+long panel_floats(int n, int k, Precision precision) {
   (void)n;
   (void)k;
+  (void)precision;
   return 0;
 }
 
@@ -107,7 +108,9 @@ LAUNCHES(column_blocks);
 LAUNCHES(column_slots);
 LAUNCHES(table_rows);
 
-static void weight_gradient(const float *dy, int n, const float *x, int k, const Blocks *blocks, long grad) {
+static void weight_gradient(Precision precision, const float *dy, int n, const float *x, int k,
+                            const Blocks *blocks, long grad) {
+  (void)precision;
   if (grad < 0) return;
   const long tiles = divided_up(n, TILE) * divided_up(k, TILE);
   const long grid = tiles < gpu.multiprocessors ? tiles : gpu.multiprocessors;

@@ -1,0 +1,142 @@
+// Precision high: a block's numbers become integers, whose products have an exact sum, in any order.
+//
+//   X = clip(rint(x 2^s), -4095, 4095), ties to even: 2^s brings the block's largest |x| into [2048, 4096), but
+//       s is at most 63
+//   block = (float)(sum of X W) (2^-sx 2^-sw)
+//
+// |sum of X W| <= 128 4095^2 < 2^31, and the scales are 2^-63 .. 2^48, so the last product is exact. A block
+// with a NaN, or with a number of 2^60 or above, has the scale NaN. definition: product.exact
+//
+// In memory a block is the float 2^-s, then pairs of integers of 16 bits in the place of a float each. So tiles
+// step through floats in both precisions: x and w of one term, or two terms of each.
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+typedef int Ints __attribute__((ext_vector_type(COLS), aligned(4)));
+typedef short Shorts __attribute__((ext_vector_type(COLS), aligned(2)));
+
+enum { LARGEST_INTEGER = 4095, BLOCK_STEPS = 1 + BLOCK / 2 };
+
+// Floats that `terms` terms take, from the beginning of a block on
+INLINE int steps_of(Precision precision, int terms) {
+  if (precision == PRECISION_HIGHEST) return terms;
+  int rest = terms % BLOCK;
+  return terms / BLOCK * BLOCK_STEPS + (rest ? 1 + (rest + 1) / 2 : 0);
+}
+
+// ------------------------------------------------------------------------------------------------- a chain
+
+// sum + low x low w + high x high w, the low and high 16 bits of each element
+INLINE Ints add_pairs(Ints sum, int x, Ints w) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)w);
+#elif defined(__AVX512BW__)
+  return sum + (Ints)_mm512_madd_epi16(_mm512_set1_epi32(x), (__m512i)w);
+#elif defined(__AVX2__)
+  const __m256i pair = _mm256_set1_epi32(x);
+  sum.lo += (__typeof__(sum.lo))_mm256_madd_epi16(pair, (__m256i)w.lo);
+  sum.hi += (__typeof__(sum.hi))_mm256_madd_epi16(pair, (__m256i)w.hi);
+  return sum;
+#elif defined(__SSE2__)
+  const __m128i pair = _mm_set1_epi32(x);
+  sum.lo.lo += (__typeof__(sum.lo.lo))_mm_madd_epi16(pair, (__m128i)w.lo.lo);
+  sum.lo.hi += (__typeof__(sum.lo.lo))_mm_madd_epi16(pair, (__m128i)w.lo.hi);
+  sum.hi.lo += (__typeof__(sum.lo.lo))_mm_madd_epi16(pair, (__m128i)w.hi.lo);
+  sum.hi.hi += (__typeof__(sum.lo.lo))_mm_madd_epi16(pair, (__m128i)w.hi.hi);
+  return sum;
+#else
+  return sum + (Ints)((int16_t)x) * ((w << 16) >> 16) + (Ints)(x >> 16) * (w >> 16);
+#endif
+}
+
+// One step of a sum: x is a float, or a pair for 16 pairs
+INLINE Wide chain_step(const float *x, Wide w, Wide sum, const int is_high) {
+  return is_high ? (Wide)add_pairs((Ints)sum, (int)as_bits(*x), (Ints)w) : fma_wide((Wide)*x, w, sum);
+}
+
+// The sum of a block, from the sum of its steps and the scales before them
+INLINE Wide sum_of_block(Wide sum, float x_scale, Wide w_scale, const int is_high) {
+  return is_high ? __builtin_convertvector((Ints)sum, Wide) * (x_scale * w_scale) : sum;
+}
+
+// ----------------------------------------------------------------------------------- from numbers to integers
+
+typedef struct {
+  Wide up;    // 2^s
+  Wide down;  // 2^-s, or NaN
+} Scales;
+
+INLINE Ints size_bits(Wide x) { return (Ints)x & 0x7fffffff; }
+
+// From the bits of the largest |x| of blocks
+INLINE Scales scales_of(Ints largest) {
+  const Ints limit = 127 + 60;
+  const Ints exponent = __builtin_elementwise_max(largest >> 23, (Ints)(127 + 11 - 63));
+  Ints down = (exponent - 11) << 23;
+  down = exponent >= limit ? (Ints)0x7fc00000 : down;
+  return (Scales){.up = (Wide)((127 + 127 + 11 - exponent) << 23), .down = (Wide)down};
+}
+
+INLINE Ints integers_of(Wide x, Wide up) {
+  const Wide whole = 0x1.8p23f;  // between 2^23 and 2^24 a float is an integer, so the sum rounds
+  const Ints n = (Ints)(x * up + whole) - (Ints)whole;
+  const Ints most = LARGEST_INTEGER;
+  return __builtin_elementwise_max(__builtin_elementwise_min(n, most), -most);
+}
+
+// A row x [terms] to its blocks
+static void integer_row(const float *x, int terms, float *to) {
+  for (int k0 = 0; k0 < terms; k0 += BLOCK, to += BLOCK_STEPS) {
+    const int n = least(BLOCK, terms - k0);
+    float padded[BLOCK];
+    const float *block = x + k0;
+    if (n < BLOCK) {
+      zero_floats(padded, BLOCK);
+      copy_floats(padded, block, n);
+      block = padded;
+    }
+    Ints largest = 0;
+    for (int k = 0; k < BLOCK; k += COLS) largest = __builtin_elementwise_max(largest, size_bits(wide_at(block + k)));
+    const Scales scales = scales_of((Ints)__builtin_reduce_max(largest));
+    float pairs[BLOCK / 2];
+    float *out = n < BLOCK ? pairs : to + 1;
+    for (int k = 0; k < BLOCK; k += COLS)
+      *(Shorts *)(out + k / 2) = __builtin_convertvector(integers_of(wide_at(block + k), scales.up), Shorts);
+    if (n < BLOCK) copy_floats(to + 1, pairs, (n + 1) / 2);
+    to[0] = scales.down[0];
+  }
+}
+
+INLINE Wide some_of(const float *from, int cols) {
+  if (cols == COLS) return wide_at(from);
+  float columns[COLS] = {0};
+  copy_floats(columns, from, cols);
+  return wide_at(columns);
+}
+
+// One block of each of `cols` <= 16 columns, from [terms][ld], to [steps][16]; zeros beyond `cols`
+INLINE void integer_columns(const float *from, long ld, int terms, const int cols, float *to) {
+  Ints largest = 0;
+  for (int t = 0; t < terms; t++)
+    largest = __builtin_elementwise_max(largest, size_bits(some_of(from + t * ld, cols)));
+  const Scales scales = scales_of(largest);
+  *(Wide *)to = scales.down;
+  for (int t = 0; t < terms; t += 2) {
+    Ints low = integers_of(some_of(from + t * ld, cols), scales.up);
+    Ints high = t + 1 < terms ? integers_of(some_of(from + (t + 1) * ld, cols), scales.up) : (Ints)0;
+    to += COLS;
+    *(Wide *)to = (Wide)((low & 0xffff) | (high << 16));
+  }
+}
+
+// The same from `cols` rows [cols][ld]
+static void integer_rows(const float *from, long ld, int terms, int cols, float *to) {
+  for (int j = 0; j < COLS; j++) {
+    float row[BLOCK_STEPS] = {0};
+    if (j < cols) integer_row(from + j * ld, terms, row);
+    for (int i = 0; i < steps_of(PRECISION_HIGH, terms); i++) to[i * COLS + j] = row[i];
+  }
+}

@@ -128,7 +128,8 @@ def read(run_dir: Path, beta: float | None = None) -> list[Distance]:
     config = load_recorded_config(run_dir)
     prepared = prepare(config, Silent())
     source, _ = load_folder(run_dir / FINAL)
-    policy = make_policy(source, config.numerics.mode, config.numerics.max_context)
+    numerics = config.numerics
+    policy = make_policy(source, numerics.mode, numerics.max_context, numerics.precision)
     assert not isinstance(config.kl, NoKL)
     return distances(config, prepared, policy, config.kl.kl_coef if beta is None else beta)
 

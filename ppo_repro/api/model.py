@@ -18,11 +18,13 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from ppo_repro.api.passes import Passes, Watched, modules_of, settings_of
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.mode import Precision
 from ppo_repro.config.section import MAX_FLOAT, MAX_THREADS
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, positions_of, trunk_of
 from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of, numbers_of, shapes_of
+from ppo_repro.numerics.matrices import PRECISIONS
 from ppo_repro.numerics.network import Network, network_of
 from ppo_repro.numerics.sequences import Ragged, ragged
 from ppo_repro.numerics.token_statistics import token_statistics
@@ -146,7 +148,11 @@ def _positions(given: Tensor, real: Tensor) -> Tensor:
 
 
 def deterministic(
-    model: PreTrainedModel, *, threads: int | None = None, max_context: int | None = None
+    model: PreTrainedModel,
+    *,
+    threads: int | None = None,
+    max_context: int | None = None,
+    precision: Precision = "highest",
 ) -> PreTrainedModel:
     """Copy an unmodified float32 causal model of transformers; no batch layout changes a bit of the copy's results.
 
@@ -155,7 +161,8 @@ def deterministic(
     in each sequence. `.logits` are float32 [R, L, V], 0 at padding; `.loss` is the mean of -log p(label) in nats over
     the labels that count, or the sum over `num_items_in_batch`. `backward()` adds to `.grad`, sequence after
     sequence. After `.to("cuda")` the copy computes the same bits on a GPU. `threads` (of the whole process) is by
-    default torch's number, `max_context` the model's, at most 32768.
+    default torch's number, `max_context` the model's, at most 32768. `precision="high"` computes the products of linear
+    layers with exact sums of integers, on a CPU only: faster, with larger errors.
 
     Raises UserError for models, shapes, ids and options that are not supported.
 
@@ -176,6 +183,8 @@ def deterministic(
         check_number("deterministic: threads", threads, 1, MAX_THREADS, whole=True)
     if max_context is not None:
         check_number("deterministic: max_context", max_context, 1, MAX_CONTEXT, whole=True)
+    if precision not in PRECISIONS:
+        raise UserError(f"deterministic: precision = {precision!r}: must be one of {', '.join(PRECISIONS)}")
     for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
         if getattr(model.config, name, False):
             raise UserError(f"deterministic: config.{name} = True is not supported; set it to False")
@@ -193,7 +202,7 @@ def deterministic(
     for parameter in copied.parameters():
         parameter.grad = None
     longest = max_context or min(positions_of(model.config), MAX_CONTEXT)
-    lower(copied, Lowered(longest, moves_weights=False))
+    lower(copied, Lowered(longest, moves_weights=False, precision=precision))
     copied._passes = Passes(modules_of(copied), numbers_of(copied), shapes_of(copied), settings_of(copied.config))
     copied.forward = partial(_forward, copied)  # unlike a method, it can be saved
     copied.generate = partial(_no_generate, copied)

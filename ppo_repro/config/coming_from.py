@@ -102,7 +102,7 @@ TRACK = "give --track URI, --track wandb or --track FILE.py:FUNCTION to the comm
 OUT = "give --out DIR to the command"
 FULL = "samplers cut by top_k and top_p only, so that a token's log-prob has one meaning"
 NO_FIELD = {  # names that belong to nothing here by intention, and why
-    **dict.fromkeys(("dtype", "torch_dtype", "bf16", "fp16", "tf32", "model_dtype", "precision"), FLOAT32),
+    **dict.fromkeys(("dtype", "torch_dtype", "bf16", "fp16", "tf32", "model_dtype"), FLOAT32),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), FLOAT32),
     **dict.fromkeys(("nnodes", "n_gpus_per_node", "num_processes", "world_size", "num_gpus"), PROCESSES),
     **dict.fromkeys(("actor_num_nodes", "actor_num_gpus_per_node", "zero_stage", "deepspeed", "fsdp"), WHOLE),

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ppo_repro.base.mode import Precision
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     AdvantagesConfig,
@@ -109,6 +110,21 @@ class NumericsConfig(NumericsMode):
     """The way in which numbers are computed."""
 
     max_context: Context = Field(description="Longest prompt plus response, tokens; it changes no number.")
+    precision: Precision = Field(
+        "highest", description="Products of linear layers in deterministic numerics: float32, or integers of 13 bits."
+    )
+
+    @model_validator(mode="after")
+    def _precision_of_our_own(self) -> Self:
+        if self.mode == "native" and self.precision != "highest":
+            raise ValueError("precision = high needs mode = deterministic; native numerics have torch's precision")
+        return self
+
+
+def precision_faults(numerics: NumericsConfig, layout: LayoutConfig) -> Iterator[str]:
+    """Yield why the device does not compute the precision, if it does not."""
+    if numerics.precision == "high" and layout.device != "cpu":
+        yield "numerics.precision = high needs layout.device = cpu: the kernels of a GPU compute highest only"
 
 
 class RunNumericsConfig(NumericsConfig):
@@ -201,6 +217,9 @@ def _sampler(config: RunConfig) -> Iterator[str]:
     sampler, native, engine = config.mismatch.sampler, config.is_native, config.rollout.engine
     if engine.kind == "sglang" and engine.numerics == "deterministic" and native:
         yield "rollout.engine.numerics = deterministic needs numerics.mode = deterministic; stock goes with both"
+    if engine.kind == "sglang" and engine.numerics == "deterministic" and config.numerics.precision == "high":
+        yield "numerics.precision = high needs rollout.engine.kind = torch: our kernels in SGLang compute highest only"
+    yield from precision_faults(config.numerics, config.layout)
     if native and sampler.precision.rounds:
         yield "mismatch.sampler.precision needs numerics.mode = deterministic, whose products it rounds"
     if native and sampler.stock == "float32":

@@ -24,7 +24,7 @@ from transformers import (
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import check_sums, whole_folder, write_sums
-from ppo_repro.base.mode import Mode
+from ppo_repro.base.mode import Mode, Precision
 from ppo_repro.models.folder_files import ADAPTER
 from ppo_repro.models.load import load_as
 from ppo_repro.models.lora import Lora
@@ -163,7 +163,9 @@ def load_value_parameters(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"{folder / VALUE_TENSORS}: cannot be read ({reason}); restore it") from error
 
 
-def load_reward_model(folder: Path, mode: Mode, max_context: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_reward_model(
+    folder: Path, mode: Mode, max_context: int, precision: Precision = "highest"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load reward model and tokenizer of a transformers folder, without code from it and without the network.
 
     Raises UserError if the class is not in `CLASSIFIERS`, has more than one label, or cannot be read.
@@ -172,7 +174,7 @@ def load_reward_model(folder: Path, mode: Mode, max_context: int) -> tuple[PreTr
     model, tokenizer = load_as(folder, AutoModelForSequenceClassification, CLASSIFIERS, where)
     if model.config.num_labels != 1:
         raise UserError(f"{where}: num_labels = {model.config.num_labels}; a reward model has exactly 1")
-    return make_policy(model, mode, max_context), tokenizer
+    return make_policy(model, mode, max_context, precision), tokenizer
 
 
 def require_same_tokens(policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase) -> None:

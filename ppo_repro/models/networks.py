@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ppo_repro.base.mode import Mode, is_deterministic_mode
+from ppo_repro.base.mode import Mode, Precision, is_deterministic_mode
 from ppo_repro.base.seeding import bell
 from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
@@ -22,7 +22,7 @@ from ppo_repro.numerics.families import attention_of, check_visibility, decoder_
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.linear import linear
-from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of
+from ppo_repro.numerics.lowering import Lowered, lower, lowered_of
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import logits, network_of
 from ppo_repro.numerics.rounding import NARROW, Rounding
@@ -37,7 +37,9 @@ class ValueModel(nn.Module):
         self.trunk, self.head = trunk, head
 
 
-def make_policy(source: PreTrainedModel, mode: Mode, max_context: int) -> PreTrainedModel:
+def make_policy(
+    source: PreTrainedModel, mode: Mode, max_context: int, precision: Precision = "highest"
+) -> PreTrainedModel:
     """Copy `source` for training in the given numerics, without dropout, whatever the model's config says.
 
     Raises UserError if the kernels do not support the model.
@@ -45,7 +47,7 @@ def make_policy(source: PreTrainedModel, mode: Mode, max_context: int) -> PreTra
     check_visibility(source.config, max_context)
     model = copy.deepcopy(source).eval()
     if is_deterministic_mode(mode):
-        return lower(model, Lowered(max_context))
+        return lower(model, Lowered(max_context, precision=precision))
     model.set_attn_implementation(attention_of(model.config))
     if routers(model):
         model.set_experts_implementation("eager")  # grouped products refuse rows of no multiple of 16 bytes
@@ -62,7 +64,9 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def make_value_model(source: PreTrainedModel, mode: Mode, max_context: int, seed: int) -> ValueModel:
+def make_value_model(
+    source: PreTrainedModel, mode: Mode, max_context: int, seed: int, precision: Precision = "highest"
+) -> ValueModel:
     """Make a value model whose trunk starts as the policy's; the head's weights are bell-shaped, std 0.1 / sqrt(H).
 
     Args:
@@ -70,8 +74,9 @@ def make_value_model(source: PreTrainedModel, mode: Mode, max_context: int, seed
         mode: numerics, `deterministic` or `native`.
         max_context: tokens of the longest sequence.
         seed: of the head.
+        precision: of the products in deterministic numerics.
     """
-    trunk = make_policy(trunk_of(source), mode, max_context)
+    trunk = make_policy(trunk_of(source), mode, max_context, precision)
     return ValueModel(trunk, make_value_head(source.config.hidden_size, seed).to(source.device))
 
 
@@ -137,16 +142,16 @@ def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:
     return logits(policy, hidden_states(trunk_of(policy), batch), batch.rows)
 
 
-def scalar(head: nn.Linear, hidden: Tensor, rows: Rows, deterministic: bool) -> Tensor:
+def scalar(head: nn.Linear, hidden: Tensor, rows: Rows, lowered: Lowered | None) -> Tensor:
     """Compute the output [n] float32 of a head with one output, on the CPU.
 
     Args:
         head: [1, H] with or without bias.
         hidden: [n, H] float32.
         rows: sequence and position of each row, and the sums that receive gradients.
-        deterministic: whether the kernels compute it.
+        lowered: of the trunk, whose numerics compute the head too; None for stock torch.
     """
-    return (linear(hidden, head, rows) if deterministic else head(hidden))[:, 0].cpu()
+    return (head(hidden) if lowered is None else linear(hidden, head, rows, lowered.precision))[:, 0].cpu()
 
 
 def sequence_scores(
@@ -170,7 +175,7 @@ def sequence_scores(
     # the token after the last one is no input
     batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots).with_sums(sums)
     hidden = hidden_states(trunk_of(classifier), batch)
-    return scalar(cast(nn.Linear, classifier.score), hidden, batch.rows, is_deterministic(classifier))
+    return scalar(cast(nn.Linear, classifier.score), hidden, batch.rows, lowered_of(classifier))
 
 
 def value_predictions(value_model: ValueModel, batch: TokenBatch) -> Tensor:
@@ -180,7 +185,7 @@ def value_predictions(value_model: ValueModel, batch: TokenBatch) -> Tensor:
 
 def values_of(value_model: ValueModel, hidden: Tensor, batch: TokenBatch) -> Tensor:
     """Return the values [n] float32 from the trunk's hidden states [n, H] of a batch."""
-    return scalar(value_model.head, hidden, batch.rows, is_deterministic(value_model.trunk))
+    return scalar(value_model.head, hidden, batch.rows, lowered_of(value_model.trunk))
 
 
 def rounding_of(config: SamplerPrecision) -> Rounding:

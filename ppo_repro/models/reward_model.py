@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.mode import Mode
+from ppo_repro.base.mode import Mode, Precision
 from ppo_repro.models.networks import ValueModel, draw_head, make_policy, sequence_scores
 from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 
 
-def make_reward_model(source: PreTrainedModel, mode: Mode, max_context: int, seed: int) -> PreTrainedModel:
+def make_reward_model(
+    source: PreTrainedModel, mode: Mode, max_context: int, seed: int, precision: Precision = "highest"
+) -> PreTrainedModel:
     """Make a reward model from the trunk of a causal model; its head is bell-shaped, std 0.1 / sqrt(H).
 
     Args:
@@ -26,6 +28,7 @@ def make_reward_model(source: PreTrainedModel, mode: Mode, max_context: int, see
         mode: numerics, `deterministic` or `native`.
         max_context: tokens of the longest sequence.
         seed: of the head.
+        precision: of the products in deterministic numerics.
 
     Raises:
         UserError: the family has no classifier, or the kernels do not support it.
@@ -38,7 +41,7 @@ def make_reward_model(source: PreTrainedModel, mode: Mode, max_context: int, see
     model = CLASSIFIER_OF[type(source)](config)
     trunk_of(model).load_state_dict(trunk_of(source).state_dict())
     draw_head(model.get_parameter("score.weight"), "reward head", seed)
-    return make_policy(nn.Module.to(model, source.device), mode, max_context)
+    return make_policy(nn.Module.to(model, source.device), mode, max_context, precision)
 
 
 @torch.no_grad()
@@ -66,7 +69,9 @@ def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pa
     return torch.cat([torch.empty(0), *(sequence_scores(model, chunk, padding) for chunk in chunks)])
 
 
-def value_model_from(reward_model: PreTrainedModel, mode: Mode, max_context: int) -> ValueModel:
+def value_model_from(
+    reward_model: PreTrainedModel, mode: Mode, max_context: int, precision: Precision = "highest"
+) -> ValueModel:
     """Make a value model from a copy of the reward model, so that V after the last token is the score.
 
     Its head also has a bias, which starts at 0. Ouyang et al., 2022, section 3.5.
@@ -79,5 +84,5 @@ def value_model_from(reward_model: PreTrainedModel, mode: Mode, max_context: int
         head.weight.copy_(weight)
         head.bias.zero_()
     device = reward_model.device
-    trunk = make_policy(nn.Module.to(trunk_of(stock), device), mode, max_context)
+    trunk = make_policy(nn.Module.to(trunk_of(stock), device), mode, max_context, precision)
     return ValueModel(trunk, head.to(device))

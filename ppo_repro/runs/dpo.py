@@ -202,7 +202,8 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
             source, tokenizer = load_folder(Path(config.model.path))
             try_to_save(source, tokenizer, f"model.path = {config.model.path}")
             nn.Module.to(source, device)
-            policy, frozen = (make_policy(source, mode, max_context) for _ in range(2))
+            precision = config.numerics.precision
+            policy, frozen = (make_policy(source, mode, max_context, precision) for _ in range(2))
             frozen, temperature = frozen.requires_grad_(False), 1.0
         if config.pairs is None:
             found = pairs_of_run(Path(str(config.run)))
@@ -290,7 +291,7 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher, ranks: Ran
     of_run = build_config(located_tree(run_dir, recorded), str(run_dir / CONFIG_NAME)).model_dump(mode="json")
     if of_run["task"].get("max_turns", 1) > 1:
         raise UserError(f"run = {run_dir}: its episodes have several turns; DPO here compares responses of one turn")
-    recorded_in = of_run["numerics"]["mode"], of_run["numerics"]["max_context"]
+    recorded_in = of_run["numerics"]
     of_run |= {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
     of_run["rollout"]["engine"] = {"kind": "torch"}  # the recorded one may not allow these numerics
     of_run.pop("mismatch", None)  # how its sampler differed from its trainer: here nothing is sampled to be trained on
@@ -300,7 +301,7 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher, ranks: Ran
     digest = weights_digest(prepared.state.reference.named_parameters())
     expected = recorded.final["initial_policy_digest"]
     if digest != expected:
-        if recorded_in != (config.numerics.mode, config.numerics.max_context):
+        if any(recorded_in[name] != value for name, value in config.numerics.model_dump(mode="json").items()):
             raise UserError(
                 f"run = {run_dir}: keeps no reference, and its warm start was in other numerics; "
                 "choose the numerics of the run, or record it with checkpoints.every > 0"

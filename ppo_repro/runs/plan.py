@@ -23,12 +23,11 @@ from ppo_repro.base.output import say, size
 from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.config.run import ModelFolder, NumericsConfig, RunConfig
 from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
-from ppo_repro.numerics import library
 from ppo_repro.numerics.description import check_config, plain
 from ppo_repro.numerics.devices import Card, kernels_of, torch_device
 from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of, trunk_of
@@ -109,10 +108,10 @@ class Plan:
 class Shape:
     """Causal model without allocated weights, and the kernels' description of its shape."""
 
-    def __init__(self, config: PretrainedConfig, max_context: int) -> None:
+    def __init__(self, config: PretrainedConfig, numerics: NumericsConfig) -> None:
         with torch.device("meta"):  # every shape, no memory
             self.model = AutoModelForCausalLM.from_config(plain(config), dtype=torch.float32, trust_remote_code=False)
-        self.kernels = PackedModel(trunk_of(self.model), Lowered(max_context))
+        self.kernels = PackedModel(trunk_of(self.model), Lowered(numerics.max_context, precision=numerics.precision))
         self.struct = self.kernels.struct
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.head = head_of(self.model).get_parameter("weight").numel()
@@ -120,7 +119,7 @@ class Shape:
 
     def packed(self, outputs: int) -> int:
         """Return the floats of the packed weights with a head of `outputs` outputs."""
-        return self.kernels.packed_floats() + library.load().panel_floats(outputs, self.struct.hidden)
+        return self.kernels.packed_floats(outputs)
 
     def trained(self, name: str, lora: LoraConfig | None, section: str, is_value: bool = False) -> Model:
         """Return the sizes of a policy, or of a value model, whose head is a score with a bias.
@@ -181,18 +180,18 @@ def _shapes(config: RunConfig) -> Shapes:
     else:  # its tokenizer may have as many tokens as the configuration allows
         source = tiny_config(config.model, config.model.vocab_size, max_context, None)
     (check_config if config.numerics.mode == "deterministic" else check_visibility)(source, max_context)
-    policy = Shape(source, max_context)
+    policy = Shape(source, config.numerics)
     models = [policy.trained("policy", config.lora, "lora")]
     classifier, term, value = source, config.reward.model, None
     if isinstance(term, RewardModelFolder):
         classifier = read_model_config(Path(term.path), CLASSIFIERS, f"reward model {term.path}")
     if isinstance(config.value, SeparateValue):
-        value = Shape(classifier if config.value.init == "reward_model" else source, max_context)
+        value = Shape(classifier if config.value.init == "reward_model" else source, config.numerics)
         models.append(value.trained("value model", config.value.lora, "value.lora", is_value=True))
     models.append(policy.frozen("reference"))
     if term is not None:
         labels = classifier.num_labels if isinstance(term, RewardModelFolder) else 1
-        models.append(Shape(classifier, max_context).frozen("reward model", labels))
+        models.append(Shape(classifier, config.numerics).frozen("reward model", labels))
     return policy, value, tuple(models)
 
 

@@ -93,11 +93,12 @@ def _reward_model(
     if term is None:
         return None, None
     if isinstance(term, RewardModelFolder):
-        loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
+        folder, max_context = Path(term.path), numerics.max_context
+        loaded, its_tokenizer = load_reward_model(folder, numerics.mode, max_context, numerics.precision)
         require_same_tokens(tokenizer, its_tokenizer)
         nn.Module.to(loaded, source.device)
         return loaded.requires_grad_(False), None
-    model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
+    model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed, numerics.precision)
     if term.pairs is not None:
         encode = encoder(tokenizer, config.task)
         field = "reward.terms: pairs"

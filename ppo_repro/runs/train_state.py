@@ -36,9 +36,10 @@ def train_state(
         share: let adapted models use the weights of frozen models for all weights that they do not train.
         ranks: the processes of the run, which take each step together.
     """
-    mode, max_context = config.numerics.mode, config.numerics.max_context
-    policy = networks.make_policy(source, mode, max_context)
-    reference = networks.make_policy(source, mode, max_context).requires_grad_(False)
+    numerics = config.numerics
+    mode, max_context, precision = numerics.mode, numerics.max_context, numerics.precision
+    policy = networks.make_policy(source, mode, max_context, precision)
+    reference = networks.make_policy(source, mode, max_context, precision).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
     sampler = networks.rounded_view(policy, networks.rounding_of(config.mismatch.sampler.precision))
     if config.layout.gradient_checkpointing:
@@ -84,12 +85,14 @@ def _value_model(
     share: bool,
 ) -> tuple[networks.ValueModel, Lora | None]:
     """Make a value model with a trunk of its own, and its adapters; `share` is the argument of `train_state`."""
-    mode, max_context = config.numerics.mode, config.numerics.max_context
+    numerics = config.numerics
+    mode, max_context, precision = numerics.mode, numerics.max_context, numerics.precision
     if settings.init == "reward_model":
         assert reward_model is not None
-        starts_as, value_model = reward_model, value_model_from(reward_model, mode, max_context)
+        starts_as, value_model = reward_model, value_model_from(reward_model, mode, max_context, precision)
     else:
-        starts_as, value_model = reference, networks.make_value_model(source, mode, max_context, config.seed)
+        starts_as = reference
+        value_model = networks.make_value_model(source, mode, max_context, config.seed, precision)
     lora = _adapted(value_model, settings.lora, config.seed, trunk_of(starts_as) if share else None)
     if config.layout.gradient_checkpointing:
         networks.checkpoint_gradients(value_model.trunk)

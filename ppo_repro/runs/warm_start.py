@@ -83,7 +83,7 @@ def warm_start(
         seed: of the order.
         progress: called with step, last step and loss in nats per token after each step.
     """
-    policy = make_policy(source, numerics.mode, numerics.max_context)
+    policy = make_policy(source, numerics.mode, numerics.max_context, numerics.precision)
     settings = AdamWSettings(learning_rate=config.warm_start_learning_rate, beta2=0.98, weight_decay=0.01)
     optimizer = Optimizer(policy, settings, numerics.mode)
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]

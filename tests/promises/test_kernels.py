@@ -28,7 +28,7 @@ from ppo_repro.numerics.definition.gradients import Contributions, join_slots, s
 from ppo_repro.numerics.definition.model import Matrix, parameters
 from ppo_repro.numerics.definition.network import forward
 from ppo_repro.numerics.definition.network import gradients as gradients_by_definition
-from ppo_repro.numerics.definition.product import product
+from ppo_repro.numerics.definition.product import Precision, product
 from ppo_repro.numerics.definition.rounding import Rounding
 from ppo_repro.numerics.definition.row_sums import row_sum
 from ppo_repro.numerics.description import ACTIVATIONS
@@ -53,9 +53,11 @@ CONTEXT, SLOTS = 150, 8
 class Case:
     """A trunk, sequences of tokens, and gradients of their hidden states, random but for the lengths."""
 
-    def __init__(self, trunk: PreTrainedModel, lengths: Sequence[int], seed: int = 0) -> None:
+    def __init__(
+        self, trunk: PreTrainedModel, lengths: Sequence[int], seed: int = 0, precision: Precision = "highest"
+    ) -> None:
         rng = np.random.default_rng(seed)
-        self.trunk, self.model = trunk, model_from(trunk, CONTEXT)
+        self.trunk, self.model, self.precision = trunk, model_from(trunk, CONTEXT, precision), precision
         vocabulary, width = self.model.embedding.shape
         self.ids = [rng.integers(0, vocabulary, n) for n in lengths]
         self.d_hidden = [rng.standard_normal((n, width)).astype(F) for n in lengths]
@@ -71,7 +73,7 @@ class Case:
     ) -> tuple[list[Array], dict[str, Array]]:
         """The same as training computes it, in micro-batches of `each` sequences; 0: one batch."""
         count = len(self.ids)
-        network = Network(self.trunk, Lowered(CONTEXT, recompute=recompute))
+        network = Network(self.trunk, Lowered(CONTEXT, recompute=recompute, precision=self.precision))
         sums, hidden = GradientSums(self.trunk.named_parameters(), slots), []
         for start in range(0, count, each or count):
             part = range(start, min(start + (each or count), count))
@@ -86,7 +88,7 @@ class Case:
 
     def over_cache(self, chunks: Sequence[int], rounding: Formats = EXACT) -> list[Array]:
         """Hidden states in chunks of these sizes in turn, the sequences in seats of a cache in another order."""
-        network = Network(self.trunk, Lowered(CONTEXT, rounding))
+        network = Network(self.trunk, Lowered(CONTEXT, rounding, self.precision))
         network.prepare()
         cache, count = network.make_cache(len(self.ids) + 1, CONTEXT), len(self.ids)
         cache.keys.fill_(torch.nan)
@@ -121,8 +123,8 @@ def trunk_of(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 @cache
-def case_of(family: str) -> Case:
-    return Case(trunk_of(family), LENGTHS)
+def case_of(family: str, precision: Precision = "highest") -> Case:
+    return Case(trunk_of(family), LENGTHS, precision=precision)
 
 
 HEAD_WIDTHS = (4, 8, 18, 64, 136)
@@ -218,9 +220,12 @@ def test_kernels_compute_the_definition_whatever_part_of_a_head_rotates(d: int, 
     Case(trunk, (17, 2)).assert_kernels_are_the_definition()
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("family", EVERY_FAMILY)
-def test_micro_batches_threads_recomputation_and_the_cache_compute_the_definition(family: str) -> None:
-    case = case_of(family)
+def test_micro_batches_threads_recomputation_and_the_cache_compute_the_definition(
+    family: str, precision: Precision
+) -> None:
+    case = case_of(family, precision)
     for each, threads, recompute in ((4, 1, False), (1, 2, False), (3, 3, True)):
         library.set_threads(threads)
         case.assert_kernels_are_the_definition(each, recompute)
@@ -320,10 +325,13 @@ def using(kernels: library.Kernels) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("variant", ABLE[1:], ids=[variant.name for variant in ABLE[1:]])
+@pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma", "gpt2", "olmoe"])
-def test_every_instruction_set_computes_the_definition(variant: build.Variant, family: str) -> None:
+def test_every_instruction_set_computes_the_definition(
+    variant: build.Variant, family: str, precision: Precision
+) -> None:
     with using(opened(variant)):
-        case_of(family).assert_kernels_are_the_definition()
+        case_of(family, precision).assert_kernels_are_the_definition()
 
 
 def kernels_of_another_order(folder: Path, file: str, *changes: tuple[str, str]) -> library.Kernels:

@@ -204,7 +204,10 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     ),
     "high: ties away from zero": (
         "integers.c",
-        (("(Ints)(x * up + whole) - (Ints)whole", "__builtin_convertvector(x * up + (x > 0 ? 0.5f : -0.5f), Ints)"),),
+        (
+            ("(Ints)(x * up + whole)", "__builtin_convertvector(x * up + (x > 0 ? (Wide)0.5f : (Wide)-0.5f), Ints)"),
+            (" - (Ints)whole;", " + 0 * (Ints)whole;"),
+        ),
     ),
     "high: a clip at 4,096": ("integers.c", (("LARGEST_INTEGER = 4095", "LARGEST_INTEGER = 4096"),)),
     "high: integers of 12 bits": (
@@ -220,7 +223,7 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ("__builtin_convertvector((Ints)sum, Wide) * (", "sum * ("),
         ),
     ),
-    "high: one scale for both factors": ("integers.c", (("(x_scale * w_scale)", "(w_scale * w_scale)"),)),
+    "high: one scale for both factors": ("integers.c", (("(x_scale * w_scale)", "(w_scale * w_scale + 0 * x_scale)"),)),
     "high: an odd term is lost": ("integers.c", (("t + 1 < terms ? integers_of", "t + 2 < terms ? integers_of"),)),
     "high: gradients of weights as in highest": (
         "steps.c",

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics.definition.elementary import Array, F
 from ppo_repro.numerics.definition.model import Layer, Matrix, Model, NormWeights, Rotary
+from ppo_repro.numerics.definition.product import Precision
 from ppo_repro.numerics.definition.rotary import (
     frequencies,
     llama3_frequencies,
@@ -59,17 +60,18 @@ def _norm(module: Any) -> NormWeights:
     return NormWeights(array(module.weight), _bias(module))
 
 
-def _matrix(layers: tuple[Any, ...]) -> Matrix:
+def _matrix(layers: tuple[Any, ...], precision: Precision) -> Matrix:
     """The weights of linear layers whose outputs are consecutive."""
     weights = [array(layer.weight).T if isinstance(layer, Conv1D) else array(layer.weight) for layer in layers]
     biases = [bias for layer in layers if (bias := _bias(layer)) is not None]
-    return Matrix(np.concatenate(weights), np.concatenate(biases) if biases else None)
+    return Matrix(np.concatenate(weights), np.concatenate(biases) if biases else None, precision)
 
 
-def _layer(parts: LayerParts, rotary: Rotary | None) -> Layer:
+def _layer(parts: LayerParts, rotary: Rotary | None, precision: Precision) -> Layer:
     weights: dict[str, Any] = {name: _norm(module) for name, module in parts.norms.items()}
-    weights |= {name: _matrix(layers) for name, layers in parts.matrices.items()}
-    weights |= {name: tuple(Matrix(array(w)) for w in stacked) for name, stacked in parts.experts.items()}
+    weights |= {name: _matrix(layers, precision) for name, layers in parts.matrices.items()}
+    for name, stacked in parts.experts.items():
+        weights[name] = tuple(Matrix(array(w), None, precision) for w in stacked)
     return Layer(**weights, **_known(Layer, parts.numbers), rotary=rotary)
 
 
@@ -90,7 +92,7 @@ def rotary_of(config: PretrainedConfig, rope: dict[str, Any], positions: int) ->
     return Rotary(*rotary_tables(found, positions, factor))
 
 
-def model_from(trunk: PreTrainedModel, positions: int) -> Model:
+def model_from(trunk: PreTrainedModel, positions: int, precision: Precision = "highest") -> Model:
     """The weights and numbers of a transformers trunk; rotary tables have `positions` rows."""
     d = describe(trunk)
     rotary = [None if parts.rope is None else rotary_of(trunk.config, parts.rope, positions) for parts in d.layers]
@@ -101,7 +103,8 @@ def model_from(trunk: PreTrainedModel, positions: int) -> Model:
         "activation": ACTIVATIONS[int(d.numbers["activation"])],
     }
     return Model(
-        **(_known(Model, d.numbers) | kinds | {"layers": tuple(map(_layer, d.layers, rotary))}),
+        **(_known(Model, d.numbers) | kinds),
+        layers=tuple(_layer(*of, precision) for of in zip(d.layers, rotary, strict=True)),
         embedding=array(d.embedding),
         positions=None if d.positions is None else array(d.positions),
         last_norm=_norm(d.last_norm),

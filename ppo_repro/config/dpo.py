@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from ppo_repro.config.layout import LayoutConfig
-from ppo_repro.config.run import ModelFolder, NumericsConfig, precision_faults
+from ppo_repro.config.run import ModelFolder, NumericsConfig
 from ppo_repro.config.section import Count, Experiment, NonNegative, PathText, Positive, Section
 from ppo_repro.config.tasks import Templated
 
@@ -43,8 +43,6 @@ class DPOConfig(Experiment, Templated):
             raise ValueError("run, or model with pairs, must be given, and not both")
         if self.model is not None and self.pairs is None:
             raise ValueError("model needs pairs, a JSON Lines or Parquet file with prompt, chosen and rejected")
-        for fault in precision_faults(self.numerics, self.layout):
-            raise ValueError(fault)
         return self
 
     @property

@@ -121,12 +121,6 @@ class NumericsConfig(NumericsMode):
         return self
 
 
-def precision_faults(numerics: NumericsConfig, layout: LayoutConfig) -> Iterator[str]:
-    """Yield why the device does not compute the precision, if it does not."""
-    if numerics.precision == "high" and layout.device != "cpu":
-        yield "numerics.precision = high needs layout.device = cpu: the kernels of a GPU compute highest only"
-
-
 class RunNumericsConfig(NumericsConfig):
     """The way in which numbers are computed, and whether a run measures their accuracy."""
 
@@ -219,7 +213,6 @@ def _sampler(config: RunConfig) -> Iterator[str]:
         yield "rollout.engine.numerics = deterministic needs numerics.mode = deterministic; stock goes with both"
     if engine.kind == "sglang" and engine.numerics == "deterministic" and config.numerics.precision == "high":
         yield "numerics.precision = high needs rollout.engine.kind = torch: our kernels in SGLang compute highest only"
-    yield from precision_faults(config.numerics, config.layout)
     if native and sampler.precision.rounds:
         yield "mismatch.sampler.precision needs numerics.mode = deterministic, whose products it rounds"
     if native and sampler.stock == "float32":

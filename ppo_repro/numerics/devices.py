@@ -13,8 +13,8 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import build, library
-from ppo_repro.numerics.interface import CPU, Struct, constants, ffi
-from ppo_repro.numerics.library import KNOWN_ANSWER, Kernels
+from ppo_repro.numerics.interface import CPU, Struct, ffi
+from ppo_repro.numerics.library import KNOWN_ANSWERS, Kernels
 
 DRIVER = "libcuda.so.1"
 _INSTEAD = "take layout.device = cpu"
@@ -70,12 +70,13 @@ def open_card(index: int, driver: str) -> Card:
     if fault != ffi.NULL:
         raise UserError(f"layout.device = cuda:{index}: {ffi.string(fault).decode()}; {_INSTEAD}")
     card = Card(functions, facts, index)
-    answer = card.known_answer(constants.PRECISION_HIGHEST)
-    if answer != KNOWN_ANSWER:
-        raise UserError(
-            f"layout.device = cuda:{index}: the kernels compute {answer:#x} on {card.name} ({card.driver}) where "
-            f"{KNOWN_ANSWER:#x} is right, so results would differ; {_INSTEAD}"
-        )
+    for precision, right in KNOWN_ANSWERS.items():
+        answer = card.known_answer(precision)
+        if answer != right:
+            raise UserError(
+                f"layout.device = cuda:{index}: the kernels compute {answer:#x} on {card.name} ({card.driver}) where "
+                f"{right:#x} is right, so results would differ; {_INSTEAD}"
+            )
     return card
 
 

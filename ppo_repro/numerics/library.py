@@ -25,6 +25,7 @@ CHOICE = "PPO_REPRO_KERNELS"
 # change of results in its precision, unless known_answer() computes something else
 KNOWN_ANSWER = 0x9D228E3BE09FEDBB
 KNOWN_ANSWER_HIGH = 0x5F766EC355B97D4D
+KNOWN_ANSWERS = {constants.PRECISION_HIGHEST: KNOWN_ANSWER, constants.PRECISION_HIGH: KNOWN_ANSWER_HIGH}
 
 _DENORMAL = 71362  # the bits of 1e-40
 MEND = "run `make setup` or `pip install -e .` in a checkout, or install the wheel again"
@@ -116,8 +117,7 @@ def open_library(path: Path) -> Kernels:
     except OSError as error:
         raise UserError(f"the kernels do not load: {error}; {MEND}") from None
     check_denormals(library)
-    answers = {constants.PRECISION_HIGHEST: KNOWN_ANSWER, constants.PRECISION_HIGH: KNOWN_ANSWER_HIGH}
-    for precision, right in answers.items():
+    for precision, right in KNOWN_ANSWERS.items():
         answer = library.known_answer(precision)
         if answer != right:
             cpu = " ".join(cpu_words("model name")) or platform.machine()

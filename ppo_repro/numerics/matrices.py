@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Precision
 from ppo_repro.numerics.attached import attached_to
 from ppo_repro.numerics.devices import kernels_of
@@ -110,10 +109,6 @@ class PackedMatrix:
         if self._moves:
             self.fuse()
         kernels = kernels_of(device)
-        if device.type == "cuda" and self.precision == "high":
-            raise UserError(
-                "precision = high: the kernels of a GPU compute highest only; take precision = highest, or the CPU"
-            )
         if self._panels is None:
             self._panels = torch.empty(kernels.panel_floats(matrix.n, matrix.k, matrix.precision), device=device)
         self._read = _joined(self.weights, self.form, True), _joined(self.biases, self._bias_form, False)

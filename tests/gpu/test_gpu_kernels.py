@@ -77,16 +77,18 @@ def test_a_gpu_computes_the_bits_of_the_cpu(name: str, cpu: Side, source: GpuSid
     assert_same(QUICK[name], cpu, source)
 
 
-def test_a_gpu_gives_the_known_answer(source: GpuSide) -> None:
+@pytest.mark.parametrize("precision", library.KNOWN_ANSWERS)
+def test_a_gpu_gives_the_known_answer(precision: int, source: GpuSide) -> None:
     take_turns(source, SHUFFLED)
-    assert source.call("known_answer", 0) == library.KNOWN_ANSWER
+    assert source.call("known_answer", precision) == library.KNOWN_ANSWERS[precision]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_source_and_ptx_give_the_known_answer_in_any_order_of_threads(order: int, either: GpuSide) -> None:
     take_turns(either, order)
-    assert either.call("known_answer", 0) == library.KNOWN_ANSWER
+    found = {precision: either.call("known_answer", precision) for precision in library.KNOWN_ANSWERS}
+    assert found == library.KNOWN_ANSWERS
 
 
 @pytest.mark.slow
@@ -111,7 +113,7 @@ class Break(NamedTuple):
     order: int = FALLING
 
 
-TREE = (*((f"y[i][j + {i}] = y[i][j + {i}] + subtree.{axis};", "") for i, axis in ((1, "y"), (2, "z"), (3, "w"))),)
+TREE = (*((f"y[q][{i}] = y[q][{i}] + subtree.{axis};", "") for i, axis in ((1, "y"), (2, "z"), (3, "w"))),)
 BREAKS = {
     "terms of a stage fall": Break(
         ("product (33, 70, 131)",), "gpu/tiles.c", (("int k = 0; k < TERMS; k++", "int k = TERMS - 1; k >= 0; k--"),)
@@ -144,13 +146,54 @@ BREAKS = {
         ("gradients",),
         "gpu/gradients.c",
         (
-            ("y[i][j] = y[i][j] + subtree.x;", "(void)subtree;"),
+            ("y[q][0] = y[q][0] + subtree.x;", "(void)subtree;"),
             *TREE,
-            ("      y[i][j] = y[i][j + 1] = y[i][j + 2] = y[i][j + 3] = 0.0f;\n", ""),
+            ("      y[q][0] = y[q][1] = y[q][2] = y[q][3] = 0.0f;\n", ""),
         ),
     ),
     "columns are summed in float32": Break(
         ("model",), "gpu/gradients.c", (("  double sum = 0.0;\n  for (int t", "  float sum = 0.0f;\n  for (int t"),)
+    ),
+    "bytes are signed": Break(
+        ("product in high (33, 70, 131)", "gradients in high"),
+        "gpu/integers.c",
+        (("(uint32_t)(x + 4096) % 64 << 8 * i", "(uint32_t)(x + 4096) % 32 << 8 * i"),),
+    ),
+    "ties away from zero": Break(
+        ("product in high of ties",),
+        "gpu/integers.c",
+        (
+            (
+                "int x = (int)(as_bits(v[half][i] * up + whole) - as_bits(whole));",
+                "int x = (int)__builtin_roundf(v[half][i] * up);",
+            ),
+        ),
+    ),
+    "a clip at 4,096": Break(
+        ("product in high of ties",), "gpu/integers.c", (("x = x > 4095 ? 4095 : x < -4095 ? -4095 : x;", ""),)
+    ),
+    "no offset": Break(
+        ("product in high (33, 70, 131)", "gradients in high"),
+        "gpu/integers.c",
+        (("- as_bits(of_x[1]) - as_bits(of_w[1])", "- as_bits(of_x[1])"),),
+    ),
+    "the middle bytes once": Break(
+        ("product in high (33, 70, 131)", "gradients in high"),
+        "gpu/integers.c",
+        (("parts < 4; parts++", "parts < 3; parts++"),),
+    ),
+    "a chunk in another place": Break(
+        ("product in high (33, 70, 131)", "gradients in high"),
+        "gpu/integers.c",
+        (("4 * (chunk ^ row % 8)", "4 * (chunk ^ row % 4)"),),
+    ),
+    "halves are not waited for": Break(
+        ("product in high (33, 70, 131)", "gradients in high"),
+        "gpu/integers.c",
+        (("wait_copies(INTEGER_STAGES - 2)", "wait_copies(INTEGER_STAGES)"),),
+    ),
+    "a barrier between halves is missing": Break(
+        ("product in high (33, 70, 131)", "gradients in high"), "gpu/integers.c", (("takes\n    barrier();", "takes"),)
     ),
     "positions are divided one by one": Break(
         ("model over a cache",),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ppo_repro.numerics.interface import constants, ffi
+from ppo_repro.numerics.matrices import PRECISIONS
 from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.sequences import slots_of
 
@@ -49,11 +50,15 @@ def pointers(value: Any) -> Any:
     return value.pointer if isinstance(value, Array) else value
 
 
+HIGHEST, HIGH = map(PRECISIONS.index, ("highest", "high"))
+
+
 class Side:
     """The functions of a library of kernels on the CPU, and memory for its arrays."""
 
     def __init__(self, functions: Any) -> None:
         self.functions, self._alive = functions, list[Any]()
+        self.precision = HIGHEST  # of the matrices that are made
 
     def put(self, x: np.ndarray) -> Array:
         """Return a copy of an array in the side's memory, until `free`."""
@@ -174,10 +179,10 @@ def matrix(
 ) -> dict[str, Any]:
     """Return the members of a Matrix with weight w [n, k] and bias [n], which is packed later."""
     n, k = w.shape
-    panels = side.put(np.zeros(max(side.functions.panel_floats(n, k, 0), 1), F))
+    panels = side.put(np.zeros(max(side.functions.panel_floats(n, k, side.precision), 1), F))
     weight = side.put(np.ascontiguousarray(w.T if transposed else w))
     members = dict(n=n, k=k, w=weight, bias=None if bias is None else side.put(bias), panels=panels)
-    return members | dict(transposed=transposed, grad=grad, bias_grad=bias_grad)
+    return members | dict(transposed=transposed, precision=side.precision, grad=grad, bias_grad=bias_grad)
 
 
 def packed(side: Side, members: dict[str, Any]) -> Any:
@@ -185,6 +190,19 @@ def packed(side: Side, members: dict[str, Any]) -> Any:
     struct = side.struct("Matrix", members)
     side.call("pack", struct)
     return struct
+
+
+def in_high(case: Case) -> Case:
+    """The same, with products of integers."""
+
+    def high(side: Side) -> Results:
+        side.precision = HIGH
+        try:
+            return case(side)
+        finally:
+            side.precision = HIGHEST
+
+    return high
 
 
 # ---------------------------------------------------------------------------------------------------------- products
@@ -200,6 +218,23 @@ def product(rows: int, cols: int, terms: int, transposed: bool = False, wild: bo
         layer = packed(side, matrix(side, w, bias if more else None, transposed))
         y = side.nan(rows, cols)
         side.call("linear", layer, side.put(x), rows, side.put(residual) if more else None, y)
+        return {"y": side.get(y)}
+
+    return case
+
+
+def sized_product(rows: int, cols: int, terms: int) -> Case:
+    """y = x w^T of blocks of every size, with ties, numbers without a scale, infinity and NaN."""
+
+    def case(side: Side) -> Results:
+        rng = np.random.default_rng((rows, cols, terms))
+        x, w = (numbers(rng, n, terms) * np.exp2(rng.integers(-149, 100, (n, 1))).astype(F) for n in (rows, cols))
+        x[0], w[0] = rng.integers(-8190, 8190, terms) / 2, rng.integers(-8190, 8190, terms) / 2  # halves are ties
+        x[0, 0], w[0, 0] = 4095.75, -4095.75  # rounded to 4,096, and cut
+        x[1], w[1] = 2.0**60 - 2.0**36, 4095.0  # the largest sums
+        x[2, ::3], w[2, 7], x[3, 5] = 2.0**60, np.inf, np.nan
+        y = side.nan(rows, cols)
+        side.call("linear", packed(side, matrix(side, w, None)), side.put(x), rows, None, y)
         return {"y": side.get(y)}
 
     return case
@@ -633,6 +668,13 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
     yield "product transposed", product(19, 37, 140, transposed=True)
     yield "gradients", gradients(132, 68, (200, 2, 130, 1, 45), (0, 1, 3, 5), wild=True)
     yield "gradients transposed", gradients(37, 131, (30, 41, 128), (0, 3), transposed=True)
+    for shape in ((1, 1, 1), (5, 7, 3), (33, 70, 131), (130, 200, 300)):
+        yield f"product in high {shape}", in_high(product(*shape, wild=shape[2] % 2 == 1))
+    yield "product in high of ties", in_high(sized_product(5, 7, 130))
+    yield "product in high, transposed", in_high(product(19, 37, 140, transposed=True))
+    yield "gradients in high", in_high(gradients(132, 68, (200, 2, 130, 1, 45), (0, 1, 3, 5), wild=True))
+    yield "gradients in high, transposed", in_high(gradients(37, 131, (30, 41, 128), (0, 3), transposed=True))
+    yield "model with experts in high", in_high(model((135, 4, 17), Shape(windows=(0, 0), experts=3), recompute=True))
     yield "model", model(LENGTHS, Shape(windows=(0, 40), qk_norm="QK_NORM_HEAD"), passes=(0, 2, 5))
     yield "model with experts", model((135, 4, 17), Shape(windows=(0, 0), experts=3), recompute=True)
     other = Shape(norm="NORM_LAYER", activation="ACT_GELU_TANH", rotary=False, parallel=True)
@@ -685,10 +727,16 @@ def all_cases() -> Iterator[tuple[str, Case]]:
         yield f"product of {rows} rows, transposed", product(rows, 67, 257, transposed=True, more=rows % 3 > 0)
     for terms in (1, 2, 3, 4, 5, 15, 16, 17, 127, 128, 129, 1024):
         yield f"product of {terms} terms", product(70, 136, terms, wild=terms % 2 == 1)
+    for rows, terms in ((1, 300), (15, 129), (16, 128), (17, 257), (64, 2), (127, 1), (129, 384), (257, 131)):
+        for transposed in (False, True):
+            case = product(rows, 130, terms, transposed, wild=rows % 2 == 1, more=rows % 3 > 0)
+            yield f"product in high of {rows} rows, {terms} terms, {transposed}", in_high(case)
+    yield "product in high of large and small numbers", in_high(sized_product(17, 70, 500))
     many = [30 + 9 * i for i in range(11)]
     for n, k in ((1, 1), (3, 130), (129, 5), (128, 128)):
         for cuts in ((0, 11), (0, 4, 5, 11), (0, 1, 2, 3, 11)):
             yield f"gradients {n}x{k} {cuts}", gradients(n, k, many, cuts, wild=k % 2 == 1)
+            yield f"gradients in high {n}x{k} {cuts}", in_high(gradients(n, k, many, cuts, wild=k % 2 == 1))
     yield "gradients, empty slots", gradients(20, 30, (300, 129), (0, 1, 2))
     for heads, kv_heads, head_dim in ((1, 1, 2), (6, 1, 136), (9, 1, 6), (16, 8, 64), (3, 3, 12), (20, 2, 16)):
         shape = Shape(16, heads, kv_heads, head_dim, inner=16)

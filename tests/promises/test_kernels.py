@@ -338,8 +338,7 @@ def kernels_of_another_order(folder: Path, file: str, *changes: tuple[str, str])
     path = broken_library(folder, file, *changes)
     kernels = ffi.dlopen(str(path))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "KNOWN_ANSWER", kernels.known_answer(0))
-        patch.setattr(library, "KNOWN_ANSWER_HIGH", kernels.known_answer(1))
+        patch.setattr(library, "KNOWN_ANSWERS", {precision: kernels.known_answer(precision) for precision in (0, 1)})
         return library.open_library(path)
 
 

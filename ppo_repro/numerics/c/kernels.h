@@ -66,6 +66,7 @@ typedef enum {
   SCRATCH_GRADIENT_STRIPS,  // weight_gradient: dy, packed
   SCRATCH_GRADIENT_PANELS,  // weight_gradient: x, packed
   SCRATCH_INTEGERS,         // linear, linear_backward_input: rows of x in precision high
+  SCRATCH_INTEGER_WEIGHTS,  // linear_backward_input: w in precision high; on a GPU
   SCRATCH_PASS,             // model_forward: what a pass computes, where nothing is kept
   SCRATCH_DELTAS,           // model_backward: gradients of one layer
   SCRATCH_EXPERTS,          // gradients of the rows of experts

@@ -16,11 +16,11 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
-enum { MOST_THREADS = 256, LANES = 16, COPIES = 512, PAGE = 4096 };
+enum { MOST_THREADS = 256, WARP = 32, LANES = 16, COPIES = 512, PAGE = 4096 };
 enum { STACK = 1 << 18 };  // of PTX as C, where each register is a variable
 
 // Where a thread waits
-typedef enum { RUNS, AT_LANES, AT_BARRIER, DONE } State;
+typedef enum { RUNS, AT_LANES, AT_WARP, AT_BARRIER, DONE } State;
 
 // A copy that has begun
 typedef struct {
@@ -77,6 +77,42 @@ uint32_t other_lane(uint32_t x, int mask) {
   uint32_t y = exchanged[emulated_thread ^ mask];
   meet_lanes();
   return y;
+}
+
+// Fails where two of the 8 lines of a matrix lie in the same banks.
+void load_matrices(const float *line, uint32_t m[4]) {
+  static const float *lines[MOST_THREADS];
+  const int lane = emulated_thread % WARP;
+  const int warp = emulated_thread - lane;
+  lines[emulated_thread] = line;
+  pause_at(AT_WARP);
+  for (int i = 0; i < 4; i++) {
+    unsigned banks = 0;
+    for (int r = 0; r < 8; r++) banks |= 1u << ((uintptr_t)lines[warp + 8 * i + r] / 16 % 8);
+    if (banks != 0xff) fail("two lines of a matrix in the same banks");
+    memcpy(&m[i], lines[warp + 8 * i + lane / 4] + lane % 4, 4);
+  }
+  pause_at(AT_WARP);
+}
+
+void multiply_bytes(uint32_t c[4], const uint32_t a[4], const uint32_t b[2]) {
+  static uint32_t as[MOST_THREADS][4];
+  static uint32_t bs[MOST_THREADS][2];
+  const int lane = emulated_thread % WARP;
+  const int warp = emulated_thread - lane;
+  memcpy(as[emulated_thread], a, sizeof *as);
+  memcpy(bs[emulated_thread], b, sizeof *bs);
+  pause_at(AT_WARP);
+  for (int i = 0; i < 4; i++) {
+    const int row = 4 * (lane / 4);  // the first thread of those that have the row, and of the column
+    const int column = 4 * (lane % 4 * 2 + i % 2);
+    for (int k = 0; k < 32; k++) {
+      const uint32_t x = as[warp + row + k % 16 / 4][2 * (k / 16) + i / 2];
+      const uint32_t w = bs[warp + column + k % 16 / 4][k / 16];
+      c[i] += (x >> 8 * (k % 4) & 255) * (w >> 8 * (k % 4) & 255);
+    }
+  }
+  pause_at(AT_WARP);
 }
 
 void copy_later(float *to, const float *from, int size, int bytes) {
@@ -142,8 +178,8 @@ static uint32_t next_seed(void) {
   return seed >> 8;
 }
 
-// The 16 lanes from `first` on run until all are at a barrier, or done.
-static void run_lanes(int first, Order order) {
+// The 16 lanes from `first` on run until all wait for other lanes, or are done.
+static State run_lanes(int first, Order order) {
   State state;
   do {
     const uint32_t seed = next_seed();
@@ -152,15 +188,25 @@ static void run_lanes(int first, Order order) {
     for (int i = 0; i < LANES; i++)
       if (fibers[first + i].state != state) fail("16 lanes part at a shuffle or a barrier");
   } while (state == AT_LANES);
+  return state;
+}
+
+// The 32 lanes of a warp run until all are at a barrier, or done.
+static void run_warp(int first, Order order) {
+  State state;
+  do {
+    state = run_lanes(first, order);
+    if (run_lanes(first + LANES, order) != state) fail("the halves of a warp part");
+  } while (state == AT_WARP);
 }
 
 static void run_block(Order order) {
-  const int groups = emulated_threads / LANES;
+  const int warps = emulated_threads / WARP;
   State state;
   for (int i = 0; i < emulated_threads; i++) fibers[i].copies = fibers[i].group = 0;
   do {
     const uint32_t seed = next_seed();
-    for (int i = 0; i < groups; i++) run_lanes(LANES * place(i, groups, order, seed), order);
+    for (int i = 0; i < warps; i++) run_warp(WARP * place(i, warps, order, seed), order);
     state = fibers[0].state;
     for (int i = 0; i < emulated_threads; i++)
       if (fibers[i].state != state) fail("a barrier that not all threads reach");

@@ -22,6 +22,8 @@ u32 other_lane(u32 x, int mask);
 void copy_later(float *to, const float *from, int size, int bytes);
 void commit_copies(void);
 void wait_copies(int groups);
+void load_matrices(const float *line, u32 m[4]);
+void multiply_bytes(u32 c[4], const u32 a[4], const u32 b[2]);
 static inline float f32_of(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline double f64_of(u64 bits) { double x; memcpy(&x, &bits, 8); return x; }
 static inline u32 of_f32(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
@@ -220,6 +222,13 @@ def _line(op: str, a: list[str]) -> str:
     if op in ("cp.async.ca.shared.global", "cp.async.cg.shared.global"):
         to, from_ = _place(a[0], "shared"), _place(a[1], "global")
         return f"copy_later((float *){to}, (const float *){from_}, {a[2]}, (int){_operand(a[3])});"
+    if name == "ldmatrix":
+        loaded = " ".join(f"{register.removeprefix('%')} = m[{i}];" for i, register in enumerate(_braced(a[0])))
+        return f"{{ u32 m[4]; load_matrices((const float *){_place(a[1], 'shared')}, m); {loaded} }}"
+    if op == "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32":
+        sums, x, w = (", ".join(map(_operand, _braced(part))) for part in (a[3], a[1], a[2]))
+        written = " ".join(f"{register.removeprefix('%')} = c[{i}];" for i, register in enumerate(_braced(a[0])))
+        return f"{{ u32 c[4] = {{{sums}}}; multiply_bytes(c, (u32[4]){{{x}}}, (u32[2]){{{w}}}); {written} }}"
     if name == "bra":
         return f"goto {a[0].strip('$')};"
     if op == "ret":

@@ -44,6 +44,66 @@ typedef struct {
   int each;  // with `partial`: blocks of terms of a thread block
 } ProductArguments;
 
+// Blocks of integers X + 4096 = 64 H + L, see integers.c
+typedef struct {
+  float scale;      // 2^-s, or NaN
+  uint32_t offset;  // 4096 sum X + terms 2^23
+} BlockScale;
+
+typedef struct {
+  unsigned char *lines;  // [rows][blocks][2][LINE_BYTES]: 64 H, then 64 L, of each half of a block
+  BlockScale *scales;    // [blocks][stride]
+  int rows;
+  int blocks;
+  int stride;            // rows, rounded up to an even number
+} SplitMatrix;
+
+enum { LINE_BYTES = 128, INTEGER_STAGES = 3 };
+
+// Floats of memory of integers. `terms` is in one piece; pieces may also be given by start and length
+INLINE long integer_floats(int rows, int blocks) {
+  return (long)blocks * (2L * LINE_BYTES / 4 * rows + 2 * (rows + rows % 2));
+}
+
+INLINE SplitMatrix integers_in(float *memory, int rows, int blocks) {
+  BlockScale *scales = (BlockScale *)(memory + (long)blocks * rows * (2 * LINE_BYTES / 4));
+  return (SplitMatrix){(unsigned char *)memory, scales, rows, blocks, rows + rows % 2};
+}
+
+// A warp computes 16 high x 8 wide elements; a thread block has down x across warps
+typedef struct {
+  int high;
+  int wide;
+  int down;
+  int across;
+} IntegerForm;
+
+#define TALL ((const IntegerForm){2, 4, 4, 2})  // 128 x 64
+#define FLAT ((const IntegerForm){1, 2, 1, 8})  // 16 x 128, for few rows
+
+INLINE int form_rows(const IntegerForm f) { return 16 * f.high * f.down; }
+INLINE int form_columns(const IntegerForm f) { return 8 * f.wide * f.across; }
+// of a half of a block: lines, then scales
+INLINE int integer_stage_floats(const IntegerForm f) {
+  return (form_rows(f) + form_columns(f)) * (LINE_BYTES / 4 + 2);
+}
+
+// From numbers to integers. split_rows: x [rows][ld], of `terms` terms; split_columns: x [terms][ld]
+typedef struct {
+  const float *x;
+  long ld;
+  int terms;
+  const int *start;   // [blocks], the first term of a block; NULL: blocks have 128 terms each
+  const int *length;  // [blocks]
+  SplitMatrix to;
+} SplitArguments;
+
+typedef struct {
+  ProductArguments product;  // without x and w
+  SplitMatrix x;
+  SplitMatrix w;
+} IntegerProduct;
+
 // dw [n][k] = sum over rows t of dy[t][n] x[t][k], by rule 2
 typedef struct {
   const float *dy;
@@ -60,6 +120,18 @@ typedef struct {
   float *parts;       // [thread blocks][levels + 1][128 x 128]
   Sums sums;
 } GradientArguments;
+
+typedef struct {
+  GradientArguments gradient;  // without dy and x
+  SplitMatrix dy;                 // of n rows
+  SplitMatrix x;                  // of k rows
+} IntegerGradient;
+
+// Row and column of a thread's first element
+typedef struct {
+  int row;
+  int column;
+} Corner;
 
 // Gradients of columns
 typedef struct {

@@ -6,64 +6,90 @@
 
 // -------------------------------------------------------------------------------------- gradient of a matrix
 
-// A thread's elements of a tile: part 0 in registers, y [8][8], and the other parts in memory of the thread
-// block, parts [levels + 1][16][256][4]: the fours of the 256 threads stand side by side. `parts` is where
-// the thread's first four are.
-#define EACH_FOUR         \
-  UNROLL                  \
-  for (int i = 0; i < 8; i++) \
-    UNROLL                \
-    for (int j = 0; j < 8; j += 4)
-INLINE float *four_at(float *parts, int part, int i, int j) {
-  return parts + (long)part * TILE * TILE + (2 * i + j / 4) * 4 * GPU_THREADS;
+// A thread's elements of a tile are fours: 16, or 8 where dy and x are integers. Part 0 is in registers, and the
+// other parts in memory of the thread block, parts [levels + 1][fours][256][4]: the fours of the 256 threads stand
+// side by side. `parts` is where the thread's first four are.
+INLINE int fours_of(const int is_high) { return is_high ? 8 : 16; }
+
+INLINE long part_floats(const int is_high) { return 4L * GPU_THREADS * fours_of(is_high); }
+
+INLINE float *parts_of_thread(const GradientArguments *a, const int is_high) {
+  return a->parts + (long)thread_block_x() * (a->sums.levels + 1) * part_floats(is_high) + 4 * thread_index();
 }
 
-INLINE float *own_part(float *parts, int part, int i, int j) { return four_at(parts, part, i, j) + j % 4; }
-
-INLINE Float4 four_of(float y[MOST_HIGH][8], int i, int j) {
-  return (Float4){y[i][j], y[i][j + 1], y[i][j + 2], y[i][j + 3]};
+INLINE float *four_at(float *parts, const int is_high, int part, int q) {
+  return parts + part * part_floats(is_high) + (long)q * 4 * GPU_THREADS;
 }
 
 // The slots [from, to) are over. Each one joins the subtrees before it, and part 0 begins again at +0.
 // definition: gradients.join_slots
-INLINE void close_tile_slots(float y[MOST_HIGH][8], float *parts, int from, int to) {
+INLINE void close_tile_slots(float y[][4], const int is_high, float *parts, int from, int to) {
   for (int slot = from; slot < to; slot++) {
     int level = 0;
     for (; (slot >> level) & 1; level++)
-      EACH_FOUR {
-        const Float4 subtree = load4(four_at(parts, level, i, j));
-        y[i][j] = y[i][j] + subtree.x;
-        y[i][j + 1] = y[i][j + 1] + subtree.y;
-        y[i][j + 2] = y[i][j + 2] + subtree.z;
-        y[i][j + 3] = y[i][j + 3] + subtree.w;
+      UNROLL
+      for (int q = 0; q < fours_of(is_high); q++) {
+        const Float4 subtree = load4(four_at(parts, is_high, level, q));
+        y[q][0] = y[q][0] + subtree.x;
+        y[q][1] = y[q][1] + subtree.y;
+        y[q][2] = y[q][2] + subtree.z;
+        y[q][3] = y[q][3] + subtree.w;
       }
-    EACH_FOUR {
-      store4(four_at(parts, level, i, j), four_of(y, i, j));
-      y[i][j] = y[i][j + 1] = y[i][j + 2] = y[i][j + 3] = 0.0f;
+    UNROLL
+    for (int q = 0; q < fours_of(is_high); q++) {
+      store4(four_at(parts, is_high, level, q), (Float4){y[q][0], y[q][1], y[q][2], y[q][3]});
+      y[q][0] = y[q][1] = y[q][2] = y[q][3] = 0.0f;
     }
   }
 }
 
-// The thread's elements of dw that exist: element (i, j) is at `at` in the arrays of partial sums, and at
-// own_part(parts, part, i, j) in a part
-#define EACH_ELEMENT(a, t, f, ...)                    \
-  EACH_OWN(f) {                                       \
-    const int n = own_m(&(t), i, f);                  \
-    const int k = own_n(&(t), j);                     \
-    const long at = (a)->grad + (long)n * (a)->k + k; \
-    if (n < (a)->n && k < (a)->k) {                   \
-      __VA_ARGS__                                     \
-    }                                                 \
-  }
+// The thread's elements of dw that exist: element c of four q is at `at` in the arrays of partial sums. See own_row,
+// and machine.h for integers
+#define EACH_ELEMENT(a, corner, is_high, ...)                                               \
+  UNROLL                                                                                    \
+  for (int q = 0; q < fours_of(is_high); q++)                                               \
+    UNROLL                                                                                  \
+    for (int c = 0; c < 4; c++) {                                                           \
+      const int n = (corner).row + ((is_high) ? q / 4 * 16 + c / 2 * 8 : q / 2 % 4 + q / 8 * 64); \
+      const int k = (corner).column + ((is_high) ? q % 4 * 8 + c % 2 : q % 2 * 64 + c);     \
+      const long at = (a)->grad + (long)n * (a)->k + k;                                     \
+      if (n < (a)->n && k < (a)->k) {                                                       \
+        __VA_ARGS__                                                                         \
+      }                                                                                     \
+    }
 
-// A thread block takes tile after tile of dw. For each one it loads the parts that an earlier backward pass
-// left, adds its blocks, and stores what is open. Rows of dy and x are terms here.
+// The sums that earlier passes left, up to the first slot of this one
+INLINE void open_sums(const GradientArguments *a, Corner corner, const int is_high, float *parts, float y[][4]) {
+  const Sums *s = &a->sums;
+  UNROLL
+  for (int q = 0; q < fours_of(is_high); q++) y[q][0] = y[q][1] = y[q][2] = y[q][3] = 0.0f;
+  if (s->open) EACH_ELEMENT(a, corner, is_high, y[q][c] = s->level[0][at];)
+  for (int level = 0; level < s->levels; level++)
+    if ((s->first >> level) & 1)
+      EACH_ELEMENT(a, corner, is_high, four_at(parts, is_high, level, q)[c] = s->level[level + 1][at];)
+  close_tile_slots(y, is_high, parts, s->first, a->slot[0]);
+}
+
+// The sums for the next pass, or the gradient
+INLINE void store_sums(const GradientArguments *a, Corner corner, const int is_high, float *parts, float y[][4]) {
+  const Sums *s = &a->sums;
+  if (is_whole(s)) {
+    EACH_ELEMENT(a, corner, is_high, s->level[0][at] = four_at(parts, is_high, s->levels, q)[c];)
+    return;
+  }
+  if (s->stays_open) EACH_ELEMENT(a, corner, is_high, s->level[0][at] = y[q][c];)
+  for (int level = 0; level < s->levels; level++)
+    if ((s->last >> level) & 1)
+      EACH_ELEMENT(a, corner, is_high, s->level[level + 1][at] = four_at(parts, is_high, level, q)[c];)
+}
+
+// A thread block takes tile after tile of dw. For each one it loads the parts that an earlier backward pass left,
+// adds its blocks, and stores what is open. Rows of dy and x are terms here.
 KERNEL(weight_gradient_tiles, GradientArguments) {
   const TileForm f = {.high = 8};
-  const Sums *s = &a->sums;
   const int tiles_down = tiles_of(a->n, TILE);
   const int tiles = tiles_down * tiles_of(a->k, TILE);
-  float *parts = a->parts + (long)thread_block_x() * (s->levels + 1) * TILE * TILE + 4 * thread_index();
+  float *parts = parts_of_thread(a, 0);
   for (int index = thread_block_x(); index < tiles; index += thread_blocks_x()) {
     Operand dy = matrix_by_rows(a->dy, a->ldd, a->n);
     Operand x = matrix_by_rows(a->x, a->ldx, a->k);
@@ -71,35 +97,19 @@ KERNEL(weight_gradient_tiles, GradientArguments) {
     t.start = a->start;
     t.length = a->length;
     t.blocks = a->blocks;
+    const Corner corner = {own_m(&t, 0, f), own_n(&t, 0)};
     float y[MOST_HIGH][8];
-
-    // 1. the sums that earlier passes left
-    EACH_OWN(f) y[i][j] = 0.0f;
-    if (s->open) EACH_ELEMENT(a, t, f, y[i][j] = s->level[0][at];)
-    for (int level = 0; level < s->levels; level++)
-      if ((s->first >> level) & 1)
-        EACH_ELEMENT(a, t, f, *own_part(parts, level, i, j) = s->level[level + 1][at];)
-    close_tile_slots(y, parts, s->first, a->slot[0]);
-
-    // 2. the blocks
+    float(*fours)[4] = (float(*)[4])y;
+    open_sums(a, corner, 0, parts, fours);
     Pipeline p = begin_tile(&t, 0, t.blocks, f);
     for (int block = 0; block < t.blocks; block++) {
       float acc[MOST_HIGH][8];
       chain(&t, &p, block, f, acc);
       EACH_OWN(f) y[i][j] = y[i][j] + acc[i][j];
-      close_tile_slots(y, parts, a->slot[block], a->slot[block + 1]);
+      close_tile_slots(fours, 0, parts, a->slot[block], a->slot[block + 1]);
     }
     end_tile();
-
-    // 3. the sum for the next pass, or the gradient
-    if (is_whole(s)) {
-      EACH_ELEMENT(a, t, f, s->level[0][at] = *own_part(parts, s->levels, i, j);)
-      continue;
-    }
-    if (s->stays_open) EACH_ELEMENT(a, t, f, s->level[0][at] = y[i][j];)
-    for (int level = 0; level < s->levels; level++)
-      if ((s->last >> level) & 1)
-        EACH_ELEMENT(a, t, f, s->level[level + 1][at] = *own_part(parts, level, i, j);)
+    store_sums(a, corner, 0, parts, fours);
   }
 }
 

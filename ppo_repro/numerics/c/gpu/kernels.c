@@ -3,7 +3,8 @@
 //
 // "definition: rows.norm" in the files of row functions holds here too: they are one text for CPU and GPU.
 // Other sums than in the table of ../all.c:
-//   rule 1  chain in tiles.c, add_blocks in products.c, attend_queries in attention.c (scores and values)
+//   rule 1  chain in tiles.c, add_blocks in products.c, attend_queries in attention.c (scores and values); in high
+//           add_integer_block in integers.c
 //   rule 2  close_tile_slots, column_block, close_element_slots and table_rows in gradients.c
 //   rule 3  exponentiate_scores in attention.c
 //   rule 4  attend_backward_keys in attention.c
@@ -25,4 +26,5 @@
 #include "tiles.c"      // a small product in registers
 #include "products.c"   // linear layers, and the gradient of their input
 #include "gradients.c"  // gradients of weights, biases, embeddings: sums over tokens
+#include "integers.c"   // products and gradients of weights in precision high
 #include "attention.c"  // attention over a cache, and its gradients

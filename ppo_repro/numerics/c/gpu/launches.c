@@ -26,38 +26,84 @@ LAUNCHES(product_1);
 LAUNCHES(product_8_rows);
 LAUNCHES(add_blocks);
 
-// A kernel of products, and the height of its tiles / 16
+// A kernel of products, its tiles, and its bytes of shared memory
 typedef struct {
   Kernel *kernel;
-  int high;
+  int rows;
+  int columns;
+  long shared;
 } ProductKernel;
 
 static ProductKernel product_kernel(int rows, int w_by_rows) {
-  if (w_by_rows) return (ProductKernel){product_8_rows, 8};
-  if (rows <= 16) return (ProductKernel){product_1, 1};
-  if (rows <= 32) return (ProductKernel){product_2, 2};
-  if (rows <= 64) return (ProductKernel){product_4, 4};
-  return (ProductKernel){product_8, 8};
+  if (w_by_rows) return (ProductKernel){product_8_rows, 128, TILE, tile_bytes(8)};
+  if (rows <= 16) return (ProductKernel){product_1, 16, TILE, tile_bytes(1)};
+  if (rows <= 32) return (ProductKernel){product_2, 32, TILE, tile_bytes(2)};
+  if (rows <= 64) return (ProductKernel){product_4, 64, TILE, tile_bytes(4)};
+  return (ProductKernel){product_8, 128, TILE, tile_bytes(8)};
 }
 
-// Where a grid of tiles is small, each block of terms gets thread blocks of its own, and add_blocks adds the
-// blocks up.
-static void run_product(ProductArguments a, int w_by_rows) {
-  if (a.rows < 1) return;
-  ProductKernel with = product_kernel(a.rows, w_by_rows);
-  long tiles = divided_up(a.rows, 16 * with.high) * divided_up(a.cols, TILE);
-  long shared = tile_bytes(with.high);
-  int blocks = (int)divided_up(a.terms, BLOCK);
-  if (tiles >= 2L * gpu.multiprocessors || blocks == 1 || a.rows > FEW_ROWS) {
-    launch(with.kernel, (Grid){.x = tiles}, shared, &a);
+// `a` is all that the kernel gets, or its beginning. Where a grid of tiles is small, each block of terms gets
+// thread blocks of its own, and add_blocks adds the blocks up.
+static void run_product(ProductKernel with, ProductArguments *a) {
+  if (a->rows < 1) return;
+  long tiles = divided_up(a->rows, with.rows) * divided_up(a->cols, with.columns);
+  int blocks = (int)divided_up(a->terms, BLOCK);
+  if (tiles >= 2L * gpu.multiprocessors || blocks == 1 || a->rows > FEW_ROWS) {
+    launch(with.kernel, (Grid){.x = tiles}, with.shared, a);
     return;
   }
-  size_t floats = (size_t)blocks * (size_t)a.rows * (size_t)a.cols;
-  a.each = 1;
-  a.partial = shared_scratch(SCRATCH_PARTIAL_PRODUCTS, floats);
-  launch(with.kernel, (Grid){.x = tiles, .y = blocks}, shared, &a);
-  launch(add_blocks, (Grid){.x = divided_up((long)a.rows * a.cols, GPU_THREADS)}, 0, &a);
+  size_t floats = (size_t)blocks * (size_t)a->rows * (size_t)a->cols;
+  a->each = 1;
+  a->partial = shared_scratch(SCRATCH_PARTIAL_PRODUCTS, floats);
+  launch(with.kernel, (Grid){.x = tiles, .y = blocks}, with.shared, a);
+  launch(add_blocks, (Grid){.x = divided_up((long)a->rows * a->cols, GPU_THREADS)}, 0, a);
 }
+
+// ------------------------------------------------------------------------------------------------- integers
+
+LAUNCHES(split_rows);
+LAUNCHES(split_columns);
+LAUNCHES(integer_product_tall);
+LAUNCHES(integer_product_flat);
+
+static int blocks_of_terms(int terms) { return (int)divided_up(terms, BLOCK); }
+
+// Rows of `terms` terms as integers: x [rows][ld], or x [terms][ld] `by_columns`
+static SplitMatrix split(float *memory, const float *x, long ld, int rows, int terms, int by_columns) {
+  const int blocks = blocks_of_terms(terms);
+  SplitArguments a = {.x = x, .ld = ld, .terms = terms, .to = integers_in(memory, rows, blocks)};
+  if (by_columns) launch(split_columns, (Grid){.x = blocks * divided_up(rows, 32)}, 4L * 32 * BLOCK, &a);
+  else launch(split_rows, (Grid){.x = blocks * divided_up(rows, GPU_THREADS / LANES)}, 0, &a);
+  return a.to;
+}
+
+// Columns of x [..][columns], in the blocks of a batch
+static SplitMatrix split_batch(ScratchArea area, const float *x, int columns, const Blocks *blocks) {
+  float *memory = shared_scratch(area, (size_t)integer_floats(columns, blocks->count));
+  SplitArguments a = {
+      .x = x,
+      .ld = columns,
+      .start = blocks->start_in_kernels,
+      .length = blocks->length_in_kernels,
+      .to = integers_in(memory, columns, blocks->count),
+  };
+  if (blocks->count)
+    launch(split_columns, (Grid){.x = blocks->count * divided_up(columns, 32)}, 4L * 32 * BLOCK, &a);
+  return a.to;
+}
+
+static void run_integer_product(ProductArguments a, SplitMatrix w) {
+  if (a.rows < 1) return;
+  const int blocks = blocks_of_terms(a.terms);
+  float *memory = shared_scratch(SCRATCH_INTEGERS, (size_t)integer_floats(a.rows, blocks));
+  IntegerProduct p = {.product = a, .x = split(memory, a.x, a.ldx, a.rows, a.terms, 0), .w = w};
+  const IntegerForm f = a.rows <= 16 ? FLAT : TALL;
+  Kernel *kernel = a.rows <= 16 ? integer_product_flat : integer_product_tall;
+  const ProductKernel with = {kernel, form_rows(f), form_columns(f), 4L * INTEGER_STAGES * integer_stage_floats(f)};
+  run_product(with, &p.product);
+}
+
+// --------------------------------------------------------------------------------------------- linear layers
 
 void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y) {
   ProductArguments a = {
@@ -73,48 +119,59 @@ void linear(const Matrix *w, const float *x, int rows, const float *residual, fl
       .cols = w->n,
       .terms = w->k,
   };
-  run_product(a, w->transposed);
+  if (w->precision == PRECISION_HIGH) run_integer_product(a, integers_in(w->panels, w->n, blocks_of_terms(w->k)));
+  else run_product(product_kernel(rows, w->transposed), &a);
 }
 
 static void linear_backward_input(const Matrix *w, const float *dy, int rows, float *dx) {
+  const long ldw = w->transposed ? w->n : w->k;
   ProductArguments a = {
       .x = dy,
       .ldx = w->n,
       .w = w->w,
-      .ldw = w->transposed ? w->n : w->k,
+      .ldw = ldw,
       .y = dx,
       .ldy = w->k,
       .rows = rows,
       .cols = w->k,
       .terms = w->n,
   };
-  run_product(a, !w->transposed);
+  if (w->precision == PRECISION_HIGH) {
+    const long floats = integer_floats(w->k, blocks_of_terms(w->n));
+    float *memory = shared_scratch(SCRATCH_INTEGER_WEIGHTS, (size_t)floats);
+    run_integer_product(a, split(memory, w->w, ldw, w->k, w->n, !w->transposed));
+    return;
+  }
+  run_product(product_kernel(rows, !w->transposed), &a);
 }
 
-// The kernels of a GPU read weights as they lie: nothing is packed.
+// In precision highest the kernels of a GPU read weights as they lie: nothing is packed.
 long panel_floats(int n, int k, Precision precision) {
-  (void)n;
-  (void)k;
-  (void)precision;
-  return 0;
+  return precision == PRECISION_HIGH ? integer_floats(n, blocks_of_terms(k)) : 0;
 }
 
-void pack(Matrix *m) { (void)m; }
+void pack(Matrix *m) {
+  if (m->precision == PRECISION_HIGH)
+    split(m->panels, m->w, m->transposed ? m->n : m->k, m->n, m->k, m->transposed);
+}
 
 // -------------------------------------------------------------------------------------- sums over tokens
 
 LAUNCHES(weight_gradient_tiles);
+LAUNCHES(integer_gradient_tiles);
 LAUNCHES(column_blocks);
 LAUNCHES(column_slots);
 LAUNCHES(table_rows);
 
 static void weight_gradient(Precision precision, const float *dy, int n, const float *x, int k,
                             const Blocks *blocks, long grad) {
-  (void)precision;
   if (grad < 0) return;
-  const long tiles = divided_up(n, TILE) * divided_up(k, TILE);
+  const int is_high = precision == PRECISION_HIGH;
+  const int rows = is_high ? form_rows(TALL) : TILE;
+  const int columns = is_high ? form_columns(TALL) : TILE;
+  const long tiles = divided_up(n, rows) * divided_up(k, columns);
   const long grid = tiles < gpu.multiprocessors ? tiles : gpu.multiprocessors;
-  const size_t parts = (size_t)(blocks->sums->levels + 1) * TILE * TILE;
+  const size_t parts = (size_t)((blocks->sums->levels + 1) * rows * columns);
   GradientArguments a = {
       .dy = dy,
       .ldd = n,
@@ -130,7 +187,16 @@ static void weight_gradient(Precision precision, const float *dy, int n, const f
       .parts = shared_scratch(SCRATCH_GRADIENT_PARTS, (size_t)grid * parts),
       .sums = *blocks->sums,
   };
-  launch(weight_gradient_tiles, (Grid){.x = grid}, tile_bytes(8), &a);
+  if (!is_high) {
+    launch(weight_gradient_tiles, (Grid){.x = grid}, tile_bytes(8), &a);
+    return;
+  }
+  const IntegerGradient with = {
+      .gradient = a,
+      .dy = split_batch(SCRATCH_GRADIENT_STRIPS, dy, n, blocks),
+      .x = split_batch(SCRATCH_GRADIENT_PANELS, x, k, blocks),
+  };
+  launch(integer_gradient_tiles, (Grid){.x = grid}, 4L * INTEGER_STAGES * integer_stage_floats(TALL), &with);
 }
 
 static void column_sums(Columns of, const Blocks *blocks, long grad) {

@@ -15,6 +15,16 @@
 //   copy16, copy4                start a copy from global to shared memory of 16 or 4 bytes, zeros after the
 //                                first `bytes`; commit_copies ends a group of copies, and wait_copies(n)
 //                                waits until only the last n groups of this thread are on their way
+//   load_matrices, multiply_bytes  what tensor cores read and compute, by the 32 threads of a warp together. A
+//                                warp multiplies 16 rows x 32 terms by 8 columns x 32 terms. Thread 4 g + t of
+//                                a warp, g of 0 to 7 and t of 0 to 3, has
+//                                  a[0], a[1]  terms 4 t to 4 t + 3 of the rows g and g + 8, a byte each
+//                                  a[2], a[3]  the same rows, terms 16 + 4 t to 16 + 4 t + 3
+//                                  b[0], b[1]  the same terms of column g
+//                                  c[0], c[1]  row g, columns 2 t and 2 t + 1; c[2], c[3]: row g + 8
+//                                load_matrices reads 4 matrices of 8 lines of 16 bytes: thread 8 i + r says
+//                                where line r of matrix i is, and thread 4 g + t gets in m[i] the bytes 4 t to
+//                                4 t + 3 of line g. (PTX ISA, ldmatrix and mma.m16n8k32)
 #ifndef MACHINE_H
 #define MACHINE_H
 #include "../arithmetic.h"
@@ -76,6 +86,19 @@ INLINE void copy4(SHARED float *to, const float *from, int bytes) {
 INLINE void commit_copies(void) { __asm__ volatile("cp.async.commit_group;" : : : "memory"); }
 #define wait_copies(groups) __asm__ volatile("cp.async.wait_group %0;" : : "n"(groups) : "memory")
 
+INLINE void load_matrices(SHARED const float *line, uint32_t m[4]) {
+  __asm__ volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                   : "r"(shared_address(line))
+                   : "memory");
+}
+// c += a b; sums wrap
+INLINE void multiply_bytes(uint32_t c[4], const uint32_t a[4], const uint32_t b[2]) {
+  __asm__("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+          : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 INLINE float load_fixed(const float *p) { return __nvvm_ldg_f(p); }
 INLINE Float4 shared4(SHARED const float *p) { return *(SHARED const Float4 *)p; }
 INLINE void put_shared4(SHARED float *p, Float4 x) { *(SHARED Float4 *)p = x; }
@@ -111,6 +134,8 @@ uint32_t other_lane(uint32_t x, int mask);
 void copy_later(float *to, const float *from, int size, int bytes);
 void commit_copies(void);
 void wait_copies(int groups);
+void load_matrices(const float *line, uint32_t m[4]);
+void multiply_bytes(uint32_t c[4], const uint32_t a[4], const uint32_t b[2]);
 
 INLINE int thread_index(void) { return emulated_thread; }
 INLINE int threads(void) { return emulated_threads; }

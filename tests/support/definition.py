@@ -96,6 +96,7 @@ def model_from(trunk: PreTrainedModel, positions: int, precision: Precision = "h
     """The weights and numbers of a transformers trunk; rotary tables have `positions` rows."""
     d = describe(trunk)
     rotary = [None if parts.rope is None else rotary_of(trunk.config, parts.rope, positions) for parts in d.layers]
+    layers = tuple(_layer(parts, tables, precision) for parts, tables in zip(d.layers, rotary, strict=True))
     kinds = {
         "norm": NORMS[int(d.numbers["norm"])],
         "qk_norm": QK_NORMS[int(d.numbers["qk_norm"])],
@@ -103,8 +104,7 @@ def model_from(trunk: PreTrainedModel, positions: int, precision: Precision = "h
         "activation": ACTIVATIONS[int(d.numbers["activation"])],
     }
     return Model(
-        **(_known(Model, d.numbers) | kinds),
-        layers=tuple(_layer(*of, precision) for of in zip(d.layers, rotary, strict=True)),
+        **(_known(Model, d.numbers) | kinds | {"layers": layers}),
         embedding=array(d.embedding),
         positions=None if d.positions is None else array(d.positions),
         last_norm=_norm(d.last_norm),

@@ -45,17 +45,18 @@ def _float32(frame: pd.DataFrame, column: str) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(frame[column].to_numpy(), dtype=np.float32)
 
 
-def parity(run_dir: Path | str, iterations: Sequence[int] | None = None) -> Parity:
-    """Count the unequal bits in a complete run, one iteration in memory at a time; `iterations` None: in all.
+def parity(run_dir: Path | str, *, iterations: Sequence[int] | None = None, allow_incomplete: bool = False) -> Parity:
+    """Count the unequal bits in a run's records, one iteration in memory at a time; `iterations` None: in all.
 
     Raises UserError on missing or damaged records.
     """
-    return reduce(add, (_of_iteration(run_dir, iteration) for iteration in chosen_iterations(run_dir, iterations)))
 
+    def of_one(iteration: int) -> Parity:
+        which: dict[str, Any] = {"iterations": [iteration], "allow_incomplete": allow_incomplete}
+        tokens = reader.read_tokens(run_dir, columns=TOKENS, **which)
+        return parity_of(tokens, reader.read_updates(run_dir, columns=UPDATES, **which))
 
-def _of_iteration(run_dir: Path | str, iteration: int) -> Parity:
-    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS)
-    return parity_of(tokens, reader.read_updates(run_dir, iterations=[iteration], columns=UPDATES))
+    return reduce(add, map(of_one, chosen_iterations(run_dir, iterations, allow_incomplete)))
 
 
 def parity_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Parity:

@@ -49,6 +49,7 @@ class ControlExecution(Execution[ControlIteration]):
     state: ControlState
     initial_digest: str
     returns: list[float] = field(default_factory=list)
+    checkpoints = None
 
     def iterations(self) -> Iterator[ControlIteration]:
         for item in control_iterations(self.config, self.state):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +76,7 @@ class DPOExecution(Execution[Epoch]):
     initial_digest: str
     watcher: Watcher
     ranks: Ranks
+    checkpoints = None
 
     def iterations(self) -> Iterator[Epoch]:
         """Train the policy in place, and yield after each epoch.
@@ -169,9 +170,9 @@ class DPOExecution(Execution[Epoch]):
     def bytes_to_keep(self) -> int:
         return parameter_bytes(self.policy)
 
-    def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
+    def keep_models(self, run_dir: Path, link: str) -> Files:
         save_model(self.policy, self.tokenizer, run_dir / FINAL)
-        return {**files, **listed(run_dir, run_dir / FINAL)}
+        return listed(run_dir, run_dir / FINAL)
 
     def _accuracy(self) -> float | None:
         if self.run is None:

@@ -18,8 +18,7 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import Kind
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records.manifest import Head
-from ppo_repro.runs.checkpoint import Start
+from ppo_repro.runs.checkpoint import Checkpoints, Start
 
 Config = TypeVar("Config", RunConfig, ControlConfig, DPOConfig)
 Final = dict[str, float | int | str]
@@ -43,8 +42,10 @@ Item = TypeVar("Item", bound=Computed)
 class Execution(ABC, Generic[Item]):
     """A prepared run: it computes its iterations one by one, and then its final results.
 
-    By default it saves no models and no checkpoints in its run folder.
+    By default it saves no models in its run folder.
     """
+
+    checkpoints: Checkpoints | None  # None: a resumed run is computed again from its beginning
 
     @abstractmethod
     def iterations(self) -> Iterator[Item]:
@@ -77,39 +78,16 @@ class Execution(ABC, Generic[Item]):
         """Return JSON files by name that are complete only at the end of the run, outside the fingerprint."""
         return {}
 
-    def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
-        """Save the models that no iteration changes, and return `files` with their digests."""
-        return dict(files)
-
     def bytes_to_keep(self) -> int:
         """Return a lower bound for the bytes of the models and checkpoints in a complete run folder."""
         return 0
 
-    def is_checkpoint_due(self, iteration: int) -> bool:
-        """Return whether a checkpoint is saved after `iteration` iterations."""
-        return False
-
-    def save_checkpoint(self, run_dir: Path, head: Head, link: str) -> Files:
-        """Save the present state, and return the run's files with their digests.
-
-        `link`: last link of the records' chain.
-        """
-        return dict(head.files)
-
-    @property
-    def keeps_final_state(self) -> bool:
-        """Return whether `keep_models` needs the moments of all processes."""
-        return False
-
-    def give_moments(self) -> None:
-        """Send the first process what it lacks for a checkpoint; every other process calls this when it saves one."""
-
     def put_policy(self, folder: Path) -> None:
         """Write the present policy into a folder, if a program could load it from there."""
 
-    def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
-        """Save the trained models, and return `files` with their digests. `link`: last link of the records' chain."""
-        return dict(files)
+    def keep_models(self, run_dir: Path, link: str) -> Files:
+        """Save the trained models, and return their digests. `link`: last link of the records' chain."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,19 +32,14 @@ from ppo_repro.records.columns import evaluation_table, iteration_tables, prepar
 from ppo_repro.records.folder import (
     ACCURACY_NAME,
     CARD_NAME,
-    CHECKPOINTS_NAME,
     FINAL,
-    FINAL_STATE,
-    REFERENCE,
     VALUE_MODEL,
     Accuracy,
     OnCard,
-    checkpoints_of,
 )
-from ppo_repro.records.manifest import Head
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.accuracy import policy_accuracy
-from ppo_repro.runs.checkpoint import Start, listed, parameter_bytes, save_model
+from ppo_repro.runs.checkpoint import Checkpoints, Start, listed, parameter_bytes, save_model
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
@@ -57,9 +51,6 @@ from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.rewards import evaluate
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 
-SMALL = 10_000_000  # parameters that a model trains; a checkpoint of two is 24 bytes for each, 1 s and 240 MB at most
-AUTO = 10  # iterations from one of its checkpoints to the next
-FLOAT, MOMENTS = 4, 8  # bytes of a number of float32, and of AdamW's two moments of a weight
 PROMPTS = "prompts and answers"  # what a fork may change
 
 
@@ -71,7 +62,7 @@ class LanguageExecution(Execution[Iteration]):
     prepared: Prepared
     engine: Engine
     ranks: Ranks
-    task: Mapping[str, str]  # its digests
+    checkpoints: Checkpoints
     watcher: Watcher
     accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
 
@@ -142,80 +133,21 @@ class LanguageExecution(Execution[Iteration]):
             return results, {}
         return results, evaluation_table(evaluation, state.iteration)
 
-    @cached_property
-    def _every(self) -> int:
-        """Return the number of iterations between checkpoints; 0 if there are none."""
-        every = self.config.checkpoints.every
-        if every != "auto":
-            return every
-        state = self.prepared.state
-        trained = [of.trained_count for of in (state.policy_optimizer, state.value_optimizer) if of is not None]
-        return AUTO if max(trained) <= SMALL and self.config.iterations > AUTO else 0
-
-    @property
-    def _keeps_reference(self) -> bool:
-        """Return whether checkpoints need a copy of the reference.
-
-        The reference of an adapted model folder is loaded again.
-        """
-        is_adapted = self.prepared.lora is not None
-        return self._every > 0 and not (is_adapted and isinstance(self.config.model, ModelFolder))
-
     def bytes_to_keep(self) -> int:
-        state, lora, checkpoints = self.prepared.state, self.prepared.lora, self.config.checkpoints
-        models = [state.policy, state.own_value_module, *[state.reference] * self._keeps_reference]
+        state, lora = self.prepared.state, self.prepared.lora
+        models = [state.policy, state.own_value_module]
         if lora is not None and not isinstance(self.config.model, ModelFolder):
             models.append(state.reference)  # the adapter's base
         if self.prepared.reward_training is not None and self.prepared.task.reward_model is not None:
             models.append(self.prepared.task.reward_model)
-        trained = sum(of.trained_count for of in (state.policy_optimizer, state.value_optimizer) if of is not None)
-        count = self.config.iterations // self._every if self._every else 0
-        if checkpoints.keep != "all":  # a new one is written before an old one is removed
-            count = min(checkpoints.keep + 1, count)
-        return sum(map(parameter_bytes, models)) + trained * (
-            count * (FLOAT + MOMENTS) + self.keeps_final_state * MOMENTS
-        )
-
-    def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
-        """Save the reference, which no step changes, once for all checkpoints."""
-        folder = run_dir / REFERENCE
-        if not self._keeps_reference:
-            return dict(files)
-        if not folder.exists():
-            save_model(self.prepared.state.reference, self.prepared.task.tokenizer, folder)
-        return {**files, **listed(run_dir, folder)}
-
-    def is_checkpoint_due(self, iteration: int) -> bool:
-        return self._every > 0 and iteration % self._every == 0
-
-    @property
-    def keeps_final_state(self) -> bool:
-        return self.config.checkpoints.final_state and not self.is_checkpoint_due(self.config.iterations)
-
-    def give_moments(self) -> None:
-        checkpoint.take(self.prepared.state, "", self.task)
-
-    def save_checkpoint(self, run_dir: Path, head: Head, link: str) -> Files:
-        """Write a checkpoint, and list only the newest ones. `link` is the last link of the records' chain."""
-        state = self.prepared.state
-        name = f"{CHECKPOINTS_NAME}/iteration-{state.iteration:06d}.safetensors"
-        digest = checkpoint.save(checkpoint.take(state, link, self.task), run_dir / name)
-        gc.collect()  # see `_quick_collections`
-        files = {**head.files, name: digest}
-        keep = self.config.checkpoints.keep
-        numbered = checkpoints_of(head.model_copy(update={"files": files}))
-        old = [] if keep == "all" else sorted(numbered)[:-keep]
-        return {path: of for path, of in files.items() if path not in {numbered[n] for n in old}}
+        return sum(map(parameter_bytes, models)) + self.checkpoints.bytes_to_keep()
 
     def put_policy(self, folder: Path) -> None:
         write_model(self.prepared.state.policy, folder)
         self.prepared.task.tokenizer.save_pretrained(folder)
 
-    def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
-        """Save the trained policy and value model, the adapter in peft's format, and a trained reward model.
-
-        If no checkpoint of the last iteration has the optimizers' state, save that too.
-        """
+    def keep_models(self, run_dir: Path, link: str) -> Files:
+        """Save the trained policy and value model, the adapter in peft's format, a reward model, the state."""
         prepared, state, folder = self.prepared, self.prepared.state, run_dir / FINAL
         made = [folder]
         save_model(state.policy, prepared.task.tokenizer, folder)
@@ -237,11 +169,7 @@ class LanguageExecution(Execution[Iteration]):
             made.append(run_dir / VALUE_MODEL)
             config = state.value_model.trunk.config if state.value_head is None else None
             save_value_model(named_weights(state.own_value_module), config, made[-1])
-        found = {**files, **listed(run_dir, *made)}
-        if self.keeps_final_state:
-            saved = replace(checkpoint.take(state, link, self.task), policy={}, value_model={})
-            found[FINAL_STATE] = checkpoint.save(saved, run_dir / FINAL_STATE)
-        return found
+        return {**listed(run_dir, *made), **self.checkpoints.save_final(run_dir, link)}
 
 
 @dataclass(frozen=True)
@@ -294,7 +222,9 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
                     ranks=self.ranks,
                 )
             )
-            yield LanguageExecution(config, prepared, engine, self.ranks, task, self.watcher, accuracy)
+            is_adapted = prepared.lora is not None
+            checkpoints = Checkpoints(config, prepared.state, prepared.task.tokenizer, task, is_adapted)
+            yield LanguageExecution(config, prepared, engine, self.ranks, checkpoints, self.watcher, accuracy)
 
 
 @contextmanager

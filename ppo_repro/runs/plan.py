@@ -36,7 +36,7 @@ from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING
 from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.packed_model import PackedModel
 from ppo_repro.numerics.shards import MESSAGE
-from ppo_repro.runs.language import FLOAT, MOMENTS
+from ppo_repro.runs.checkpoint import FLOAT, MOMENTS
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 
 PHASES = ("loading", "rollout", "scoring", "update")

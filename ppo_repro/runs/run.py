@@ -116,12 +116,13 @@ def compute_new(
 def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
     """Compute a run without recording it; every process except the first one does this."""
     with opened as execution:
+        kept = execution.checkpoints
         for item in execution.iterations():
-            if execution.is_checkpoint_due(item.index + 1):
-                execution.give_moments()
+            if kept is not None and kept.is_due(item.index + 1):
+                kept.give_moments()
         execution.ending(Clock())
-        if execution.keeps_final_state:
-            execution.give_moments()
+        if kept is not None and kept.keeps_final_state:
+            kept.give_moments()
 
 
 @contextmanager
@@ -197,6 +198,7 @@ def execute(
     with opened as execution, ThreadPoolExecutor(1, "records") as thread, _keeping_unequal(run_dir, execution):
         require_room(run_dir, execution.bytes_to_keep())
         _begin(recorded, written, execution)
+        kept = execution.checkpoints
         clock.lap("preparation")
         beside = _RecordingBeside(recorded, written, thread)
         for item in execution.iterations():
@@ -204,11 +206,11 @@ def execute(
             computed, done, seconds = computed + 1, item.index + 1, sum(item.seconds.values())
             tell = partial(kind.watcher.iteration, done, config.iterations, execution.progress(item), seconds)
             beside.record(item.index, execution.tables(item), tell)
-            is_due = execution.is_checkpoint_due(done)
-            if is_due:
+            is_due = kept is not None and kept.is_due(done)
+            if kept is not None and is_due:
                 link = beside.link(item.index)
                 clock.lap("records")
-                written.keep_only(execution.save_checkpoint(run_dir, written.head, link))
+                written.keep_only(kept.save(run_dir, written.head, link))
                 clock.lap("checkpoints")
             if computed == 1 or is_due:  # the first iteration says how long the others may take
                 beside.settle()
@@ -218,7 +220,8 @@ def execute(
         clock.lap("records")
         results, side_tables = execution.ending(clock)
         clock.lap(OTHER)
-        written.list_files(execution.keep_models(run_dir, written.head.files, written.head.fingerprint))
+        models = execution.keep_models(run_dir, written.head.fingerprint)
+        written.list_files({**written.head.files, **models})
         clock.lap("models")
     clock.lap("closing")
     for name, tree in execution.closing_notes().items():
@@ -264,7 +267,8 @@ def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -
     """Record the preparation tables; if they are recorded already, compare them."""
     for name, tree in execution.notes().items():
         written.note(name, tree)
-    written.list_files(execution.keep_start(written.run_dir, written.head.files))
+    if execution.checkpoints is not None:
+        written.list_files({**written.head.files, **execution.checkpoints.keep_start(written.run_dir)})
     tables = execution.preparation_tables()
     require_as_recorded(from_recorded(written.run_dir, recorded, None, tables))
     if new := {name: table for name, table in tables.items() if name not in recorded.preparation}:

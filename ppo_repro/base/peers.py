@@ -2,7 +2,7 @@
 
 Each process holds a TCP connection to the first one, over which it says why it ends. A connection that closes without a
 word belonged to a process that was killed. The kernel closes the connection of a machine that answers no keepalive. A
-process that computes, scores or waits for hours answers them.
+process that computes, scores or waits for hours answers them. A process also ends when its torchrun ends.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ SILENCE = 15  # seconds without an answer after which a machine is lost
 HELLO = 10.0  # seconds in which a process that has connected says its name
 GRACE = 10.0  # seconds that the main thread has to write what it must and to end
 KILLED = "was killed, or its machine is gone"
+NO_LAUNCHER = "its torchrun was killed"
+LOOK = 1.0  # seconds between two looks at the parent process
 _DONE = "done"
 if sys.platform == "darwin":
     IDLE = socket.TCP_KEEPALIVE
@@ -49,6 +51,8 @@ class Peers:
         self._first_word = threading.Lock()  # of one rank: what comes later follows from it
         for other in connections:
             threading.Thread(target=self._listen, args=(other,), daemon=True).start()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            threading.Thread(target=self._end_with_launcher, args=(os.getppid(),), daemon=True).start()
 
     def name(self, rank: int) -> str:
         """Return a rank with its host as text."""
@@ -74,7 +78,17 @@ class Peers:
     def _listen(self, other: int) -> None:
         line = _receive(self.connections[other])
         rank, text = line if isinstance(line, list) else (other, KILLED)
-        if text == _DONE or not self._pass_on(rank, text):
+        if text != _DONE:
+            self._stop(rank, text)
+
+    def _end_with_launcher(self, launcher: int) -> None:
+        while os.getppid() == launcher:
+            time.sleep(LOOK)
+        self._stop(self.rank, NO_LAUNCHER)
+
+    def _stop(self, rank: int, text: str) -> None:
+        """End this process because a rank ended, unless an end has been heard of before."""
+        if not self._pass_on(rank, text):
             return
         error = RankLost(f"{self.name(rank)}: {text}")
         interrupts.stop_main(error)

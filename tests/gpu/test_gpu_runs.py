@@ -180,17 +180,29 @@ def test_every_step_for_a_card_finds_the_bits_of_the_cpu(driver_of_emulated_card
     assert results.keys() == STEPS.keys() - set(NOT_EMULATED)
 
 
+ON_CPU = """
+import torch
+from ppo_repro.commands import cli
+from ppo_repro.runs import prepare
+
+prepare.usable_device = lambda *arguments: torch.device("cpu")
+cli.main()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_processes_with_a_card_each_have_the_fingerprint_of_the_cpu(
+def test_processes_with_a_card_each_beside_processes_on_the_cpu_have_the_fingerprint_of_the_cpu(
     driver_of_emulated_card: Path, tmp_path: Path
 ) -> None:
+    """Ranks 0 and 1 have a card: sums pass between two cards, and between a card and a CPU."""
     overrides = ("model.warm_start_steps=4", "ppo.iterations=1")
     alone = tiny_run(tmp_path / "cpu", *overrides)
-    program = ["-m", "tests.gpu.emulator.device", str(driver_of_emulated_card), "run", str(TINY)]
-    command = [*program, "--out", str(tmp_path / "card"), "--json", *sets(*overrides, "layout.device=cuda")]
-    ended = end(start_ranks(command, command))
-    assert [process.code for process in ended] == [0, 0], ended
+    words = ["run", str(TINY), "--out", str(tmp_path / "card"), "--json", *sets(*overrides, "layout.device=cuda")]
+    on_card = ["-m", "tests.gpu.emulator.device", str(driver_of_emulated_card), *words]
+    on_cpu = ["-c", ON_CPU, *words]
+    ended = end(start_ranks(on_card, on_card, on_cpu, on_cpu))
+    assert [process.code for process in ended] == [0] * 4, ended
     assert json.loads(ended[0].out)["fingerprint"] == manifest.load(alone).fingerprint
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.base.errors import RankLost, UserError
-from ppo_repro.base.peers import KILLED
+from ppo_repro.base.peers import KILLED, NO_LAUNCHER
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.files import load_config
 from ppo_repro.numerics import build, library
@@ -21,11 +23,11 @@ from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli, sets
 from tests.support.forked import forked
 from tests.support.language import fork, run, tiny_run
-from tests.support.paths import SMALL, TINY
+from tests.support.paths import ROOT, SMALL, TINY
 from tests.support.ranks import Ended, cli_ranks, end, fingerprint_of, free_port, start_ranks, torchrun
 from tests.support.resume import require_as_uninterrupted
 from tests.support.runs import recorded_iterations, run_below
-from tests.support.waiting import until
+from tests.support.waiting import require_ended, until
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(600)
@@ -241,6 +243,22 @@ def test_a_rank_that_differs_or_fails_is_named_and_ends_the_others(case: str, tm
     assert all(rank.code for rank in ended)
     if case == "full disk":
         assert [rank.code for rank in ended[1:]] == [RankLost.EXIT_CODE] * 3
+
+
+@slow
+def test_processes_end_when_their_torchrun_is_killed(tmp_path: Path) -> None:
+    words = ["run", str(TINY), "--out", str(tmp_path), *sets(*QUICK, "ppo.iterations=2000")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ppo_repro"]
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen([*command, *words], cwd=ROOT, stdout=log, stderr=log)
+    until(lambda: recorded_iterations(tmp_path) > 1, "two iterations", 300.0)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    launcher.kill()
+    launcher.wait()
+    require_ended(*map(int, children))
+    said = (tmp_path / "log").read_text()
+    assert f"{HOST}: {NO_LAUNCHER}; " in said
+    assert manifest.load(run_below(tmp_path)).status == "interrupted"
 
 
 @slow

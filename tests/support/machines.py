@@ -36,7 +36,7 @@ class Machines:
             return subprocess.Popen(inside, cwd="/", env={**os.environ, **variables}, stdout=out, stderr=out)
 
     def torchrun(
-        self, folder: Path, each: int, *arguments: str | Path, module: str = "ppo_repro"
+        self, folder: Path, each: int, *arguments: str | Path, module: str = "ppo_repro", **environment: str
     ) -> list[subprocess.Popen[bytes]]:
         """Start the program on both machines by hand, `each` processes on each, with logs in `folder`."""
         shared = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={each}", f"--master-addr={LINES[0]}"]
@@ -46,6 +46,7 @@ class Machines:
                 number,
                 [sys.executable, *shared, f"--master-port={PORT}", f"--node-rank={number}", *words],
                 folder / f"{NAMES[number]}.log",
+                **environment,
             )
             for number in range(2)
         ]

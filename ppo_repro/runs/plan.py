@@ -233,6 +233,8 @@ def _planned(config: RunConfig, shapes: Shapes, processes: int) -> Plan:
         "update": working + policy.packed(policy.struct.vocabulary) * config.kl.differentiates_exactly,
         SAVING: working,
     }
+    # in precision highest the kernels of a GPU read weights as they lie
+    is_packed = deterministic and not (on_card and config.numerics.precision == "highest")
     row, vocabulary = context - 1, policy.struct.vocabulary
     of_logits = [
         FLOAT * vocabulary * min(count * responses, max(1, LOGITS_AT_ONCE // vocabulary)) for count in (forward, update)
@@ -250,10 +252,7 @@ def _planned(config: RunConfig, shapes: Shapes, processes: int) -> Plan:
         "all moments": {SAVING: MOMENTS * updated if held_by > 1 and not on_card else 0},  # on the CPU
         "older policies": older,
         "copies": {phase: stock + (rounded if phase == "rollout" else 0) for phase in PHASES},
-        # the kernels of a GPU read weights as they lie
-        "packed weights": {phase: FLOAT * count for phase, count in packed.items()}
-        if deterministic and not on_card
-        else {},
+        "packed weights": {phase: FLOAT * count for phase, count in packed.items()} if is_packed else {},
         "kernels": dict.fromkeys(PHASES[1:], CARD_SCRATCH if on_card else 0),
         "gradients": {"update": FLOAT * arrays * collected},
         "messages": {"update": 2 * FLOAT * message},

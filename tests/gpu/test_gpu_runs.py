@@ -149,11 +149,12 @@ def test_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         devices.card()
 
 
-def test_the_plan_of_a_card_has_no_packed_weights() -> None:
+def test_the_plan_of_a_card_has_packed_weights_in_precision_high_alone() -> None:
     on_cpu, on_card = plan_run(small_config()), plan_run(small_config("layout.device=cuda"))
     assert on_cpu.rows["packed weights"]
-    assert "packed weights" not in on_card.rows
+    assert not on_card.rows.get("packed weights")
     assert on_card.rows["weights"] == on_cpu.rows["weights"]
+    assert plan_run(small_config("layout.device=cuda", "numerics.precision=high")).rows["packed weights"]
 
 
 # ---------------------------------------------------------------------------------------------- an emulated GPU

@@ -25,6 +25,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
         *("ppo.importance_weights={kind: masked, level: sequence}", "reward.missing_eos_penalty=0.5"),
         "lora={rank: 2, alpha: 4.0}",
     ),
+    "high": ("numerics.precision=high", "value={learning_rate: 1e-3}", "kl={placement: loss, estimator: exact}"),
     "head": (
         *("value={kind: head, value_coef: 0.5}", "kl={placement: loss, estimator: exact}"),
         *("ppo.objective={kind: kl_penalty}", "ppo.aggregation=sequence_sum", "ppo.warmup_iterations=1"),

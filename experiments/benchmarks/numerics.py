@@ -1,9 +1,9 @@
 """Compare the phases of PPO with stock float32: sampling, scoring, forward and backward pass, optimizer step.
 
-`python -m experiments.benchmarks.numerics` interleaves transformers and torch with deterministic numerics, on the same
-weights and tokens, in one process. Stock sampling is `generate` with a dynamic cache; the stock optimizer step is
-clip_grad_norm_ and fused AdamW. `--model FOLDER` takes a Llama from a folder instead of random weights. `--families`
-interleaves models of other families, in the same shape, with the Llama.
+`python -m experiments.benchmarks.numerics` interleaves transformers and torch with both precisions of deterministic
+numerics, on the same weights and tokens, in one process. Stock sampling is `generate` with a dynamic cache; the stock
+optimizer step is clip_grad_norm_ and fused AdamW. `--model FOLDER` takes a Llama from a folder instead of random
+weights. `--families` interleaves models of other families, in the same shape, with the Llama.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from experiments.benchmarks import sampling, timing, workload
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import CONTEXT, PROMPT, RESPONSE, SEQUENCES, SIZES, Size, prompt_ids
+from ppo_repro.base.mode import Precision
 from ppo_repro.base.output import Parser
 from ppo_repro.base.program import program
 from ppo_repro.base.seeding import bell
@@ -41,6 +42,7 @@ SETTINGS = AdamWSettings(learning_rate=1e-6, beta1=0.9, beta2=0.999, eps=1e-8, w
 Run = Callable[[], Cost]
 Make = Callable[[], PreTrainedModel]
 LIKE_LLAMA = [name for name, family in FAMILIES.items() if family.gated and not family.mixture and name != "llama"]
+PRECISIONS: tuple[Precision, ...] = ("highest", "high")
 PHASES = ("sampling", "scoring", "forward and backward", "optimizer step")
 
 
@@ -80,8 +82,8 @@ class Stock:
 class Deterministic:
     """Phases of PPO by the kernels."""
 
-    def __init__(self, model: PreTrainedModel, size: Size) -> None:
-        self.policy = make_policy(model, "deterministic", CONTEXT)
+    def __init__(self, model: PreTrainedModel, size: Size, precision: Precision) -> None:
+        self.policy = make_policy(model, "deterministic", CONTEXT, precision)
         self.optimizer = Optimizer(self.policy, SETTINGS, "deterministic")
         rows = texts(size)
         self.all = self._batch(rows)
@@ -118,16 +120,16 @@ def texts(size: Size) -> list[tuple[int, ...]]:
 
 
 def candidates(model: Callable[[], PreTrainedModel], size: Size, phase: str, threads: int) -> dict[str, Run]:
-    """Return both sides of a phase; threads are set before the clock starts."""
+    """Return the peer and both precisions in a phase; threads are set before the clock starts."""
     if phase == "sampling":
-        return {
-            PEER: sampling.stock(model(), size, threads),
-            "deterministic": sampling.engine(model(), size, threads),
-        }
-    peer, mine = Stock(model(), size), Deterministic(model(), size)
+        runs: dict[str, Run] = {PEER: sampling.stock(model(), size, threads)}
+        return runs | {precision: sampling.engine(model(), size, threads, precision) for precision in PRECISIONS}
+    peer = Stock(model(), size)
+    sides: dict[str, Stock | Deterministic] = {PEER: peer}
+    sides |= {precision: Deterministic(model(), size, precision) for precision in PRECISIONS}
     if phase == "optimizer step":
-        peer.forward_backward()
-        mine.forward_backward()
+        for side in sides.values():
+            side.forward_backward()
 
     def of(side: Stock | Deterministic) -> Run:
         work = {"scoring": side.score, "forward and backward": side.forward_backward, "optimizer step": side.step}
@@ -138,7 +140,7 @@ def candidates(model: Callable[[], PreTrainedModel], size: Size, phase: str, thr
 
         return run
 
-    return {PEER: of(peer), "deterministic": of(mine)}
+    return {name: of(side) for name, side in sides.items()}
 
 
 def measure(

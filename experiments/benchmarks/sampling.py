@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from experiments.benchmarks import timing
 from experiments.benchmarks.timing import Cost
 from experiments.benchmarks.workload import CONTEXT, RESPONSE, SEQUENCES, Size, prompt_ids
+from ppo_repro.base.mode import Precision
 from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics import library
@@ -21,9 +22,9 @@ from ppo_repro.sampling.built_in import BuiltInSampler
 SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RESPONSE)
 
 
-def engine(model: PreTrainedModel, size: Size, threads: int) -> Callable[[], Cost]:
+def engine(model: PreTrainedModel, size: Size, threads: int, precision: Precision = "highest") -> Callable[[], Cost]:
     """Return a function that samples once with the built-in engine; threads are set before the clock starts."""
-    policy = make_policy(model, "deterministic", CONTEXT)
+    policy = make_policy(model, "deterministic", CONTEXT, precision)
     sampler = BuiltInSampler(policy, frozenset(), "deterministic", CONTEXT, SEQUENCES, 0)
     requests = [Request(ids, seed) for seed, ids in enumerate(prompt_ids(size, SEQUENCES))]
 

@@ -162,7 +162,7 @@ def deterministic(
     the labels that count, or the sum over `num_items_in_batch`. `backward()` adds to `.grad`, sequence after
     sequence. After `.to("cuda")` the copy computes the same bits on a GPU. `threads` (of the whole process) is by
     default torch's number, `max_context` the model's, at most 32768. `precision="high"` computes the products of linear
-    layers with exact sums of integers, on a CPU only: faster, with larger errors.
+    layers with exact sums of integers: faster, with larger errors.
 
     Raises UserError for models, shapes, ids and options that are not supported.
 

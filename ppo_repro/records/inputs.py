@@ -19,7 +19,7 @@ from ppo_repro.config.inputs import INPUTS_FOLDER, Inputs, digest_of, gather, ru
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import Experiment
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import CONFIG_NAME, FINAL_STATE, check_config, starts_of
+from ppo_repro.records.folder import CONFIG_NAME, FINAL_STATE, REFERENCE, check_config, starts_of
 from ppo_repro.records.manifest import Head, Manifest, Origin
 from ppo_repro.records.reader import check_file
 
@@ -172,6 +172,11 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
                 f"--set {field}: a fork goes on with the weights of its origin, so it cannot change this field; start "
                 "a run of its own"
             )
+    if "numerics.precision" in changed and config.model.kind == "tiny" and not (source / REFERENCE).is_dir():
+        raise UserError(
+            f"--set numerics.precision: {source} keeps no reference, and its warm start was in the other precision; "
+            "record it with checkpoints.every > 0"
+        )
     start = _start(source, recorded, at, config.iterations)
     # of a run that is not complete the fingerprint is the last link of its chain
     origin = Origin(

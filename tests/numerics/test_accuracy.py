@@ -12,7 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from experiments.benchmarks.float64 import GradientComparison, compare, compare_gradients, typical
-from ppo_repro.runs.accuracy import Text
+from ppo_repro.models.networks import make_policy, rounded_view
+from ppo_repro.numerics.rounding import Rounding
+from ppo_repro.runs.accuracy import Text, measure
 from tests.numerics.outliers import cases_of, linear_layers, outlier_model
 from tests.support.models import CONFIGS, CONTEXT, MIXTURES, random_sequences
 
@@ -91,3 +93,28 @@ def test_a_model_in_bfloat16_fails_every_bound(architecture: str) -> None:
         assert gradients.ratio() > 100 * WORST
         assert typical(parameter_ratios(gradients)) > 100 * OUTLIERS
     assert wrong > 0
+
+
+def bfloat16(policy: PreTrainedModel) -> PreTrainedModel:
+    """The policy with weights and results of bfloat16, and exact products: what mixed precision has at best."""
+    every = dict.fromkeys(("weights", "other_weights", "activations", "kv_cache"), "bfloat16")
+    return rounded_view(policy, Rounding(**every))
+
+
+@pytest.mark.parametrize("architecture", DISTINCT)
+def test_precision_high_lies_between_float32_and_bfloat16(architecture: str) -> None:
+    """Without outliers: 13 bits and a scale of 128 numbers against 8 bits and a scale of each."""
+    source, text = outlier_model(architecture, "plain", 0), text_of(0)
+    highest, high = (measure(make_policy(source, "deterministic", CONTEXT, p), text) for p in ("highest", "high"))
+    narrow = measure(bfloat16(make_policy(source, "deterministic", CONTEXT)), text)
+    assert 100 * highest.deterministic_rms < high.deterministic_rms < narrow.deterministic_rms / 4
+
+
+@pytest.mark.parametrize("case", [case for case in cases_of("qwen3") if case != "plain"])
+def test_silent_outliers_are_why_high_is_not_the_default(case: str) -> None:
+    """A number of 1e4 whose product stays small takes the bits of its block, where bfloat16 keeps them."""
+    source, text = outlier_model("qwen3", case, 0), text_of(0)
+    highest, high = (measure(make_policy(source, "deterministic", CONTEXT, p), text) for p in ("highest", "high"))
+    narrow = measure(bfloat16(make_policy(source, "deterministic", CONTEXT)), text)
+    assert highest.deterministic_rms < 1e-4
+    assert high.deterministic_rms > 10 * narrow.deterministic_rms

@@ -28,9 +28,8 @@ from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.linear import product as kernels_product
 from ppo_repro.numerics.matrices import packed
 from ppo_repro.numerics.sequences import Rows, slots_of
-from tests.promises.test_kernels import using
 from tests.support.definition import array, assert_same
-from tests.support.variants import ABLE, opened
+from tests.support.variants import ABLE, opened, using
 
 SLOTS = 8
 KINDS = ("normal", "far apart", "outliers", "denormal", "zeros", "largest", "ties", "huge")

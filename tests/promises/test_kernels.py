@@ -6,8 +6,7 @@ The definition is `ppo_repro/numerics/definition`. Controls: libraries of anothe
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -43,7 +42,7 @@ from ppo_repro.numerics.sequences import Rows, ragged, slots_of
 from tests.support.broken import broken_library
 from tests.support.definition import array, assert_same, model_from
 from tests.support.models import CONFIGS, EVERY_FAMILY, MIXTURES, small_model
-from tests.support.variants import ABLE, opened
+from tests.support.variants import ABLE, opened, using
 
 FAMILIES = {**CONFIGS, **MIXTURES}
 LENGTHS = (17, 133, 1, 40)
@@ -315,13 +314,6 @@ def test_row_sums_are_the_definition_before_they_are_rounded(seed: int, n: int) 
 
 
 # ---------------------------------------------------------------------------------------------- other libraries
-
-
-@contextmanager
-def using(kernels: library.Kernels) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "load", lambda: kernels)
-        yield
 
 
 @pytest.mark.parametrize("variant", ABLE[1:], ids=[variant.name for variant in ABLE[1:]])

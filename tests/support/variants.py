@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+
+import pytest
 
 from ppo_repro.numerics import build, library
 
@@ -16,3 +20,11 @@ FASTEST = HERE._replace(variants=ABLE[:1])
 def opened(variant: build.Variant) -> library.Kernels:
     """The library of a variant; its known answer takes a second."""
     return library.open_library(library.locate(variant, build.SOURCES))
+
+
+@contextmanager
+def using(kernels: library.Kernels) -> Iterator[None]:
+    """Let the process compute with these kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "load", lambda: kernels)
+        yield

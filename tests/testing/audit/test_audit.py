@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.audit import forward, measure, reference, search, side
+from ppo_repro.testing.audit import case, forward, measure, reference, search, side
 from ppo_repro.testing.audit.case import case_of
 from ppo_repro.testing.audit.distributions import DEFINITIONS
 from ppo_repro.testing.audit.judge import Audit, audit
@@ -388,7 +388,7 @@ def test_causes_of_long_responses_are_found_in_windows(
 ) -> None:
     long = material(made.model, ((5, 55), (6, 50), (4, 58)))
     for name, size in {"WINDOW": 6, "SCREENED": 12, "TRIED": 27}.items():
-        monkeypatch.setattr(search, name, size)
+        monkeypatch.setattr(case, name, size)
     bad = [
         torch.cat([good[:start], b[start:]]) for good, b in zip(long.logprobs(), FAULTS[fault][0](long), strict=True)
     ]

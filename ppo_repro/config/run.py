@@ -67,8 +67,13 @@ class ExpertsConfig(Section):
         return self
 
 
+DenseFamily = Literal[
+    "qwen3", "llama", "smollm3", "granite", "seed_oss", "phi3", "gemma2", "gemma3_text", "olmo2", "olmo3"
+]
+
+
 class TinyModel(Section):
-    """A small Qwen3 made from scratch, with its own tokenizer and a supervised warm start on the task."""
+    """A small model made from scratch, with its own tokenizer and a supervised warm start on the task."""
 
     kind: Literal["tiny"] = Field(description="Make the policy here instead of loading one.")
     hidden_size: Width = Field(description="Width of the residual stream.")
@@ -76,7 +81,8 @@ class TinyModel(Section):
     num_attention_heads: Width = Field(description="Number of query heads; divides hidden_size.")
     num_key_value_heads: Width = Field(description="Number of key/value heads; divides num_attention_heads.")
     intermediate_size: Width = Field(description="Width of the MLP, or of each expert.")
-    experts: ExpertsConfig | None = Field(None, description="Make a mixture of experts; null: a dense Qwen3.")
+    family: DenseFamily = Field("qwen3", description="Family of a dense model, as model_type of transformers.")
+    experts: ExpertsConfig | None = Field(None, description="Make a mixture of experts; null: a dense model.")
     tokenizer: Literal["bpe", "characters", "words"] = Field("bpe", description="Byte-level BPE, or one kind of token.")
     vocab_size: Width = Field(description="Largest number of tokens the tokenizer may have.")
     warm_start_steps: Index = Field(description="At most this many supervised steps before PPO; 0 for none.")
@@ -90,6 +96,8 @@ class TinyModel(Section):
             raise ValueError("hidden_size must be an even multiple of num_attention_heads")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        if self.experts is not None and self.family != "qwen3":
+            raise ValueError("family is of a dense model; experts.family is of a mixture")
         return self
 
 

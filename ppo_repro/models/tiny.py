@@ -1,4 +1,4 @@
-"""A small Qwen3 or mixture of experts, made from scratch: configuration, tokenizer and initial weights."""
+"""A small dense model or mixture of experts, made from scratch: configuration, tokenizer and initial weights."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     MixtralConfig,
     OlmoeConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3Config,
     Qwen3MoeConfig,
 )
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import bell
 from ppo_repro.config.run import TinyModel
+from ppo_repro.numerics.families import FAMILIES, attention_of
+from ppo_repro.numerics.interface import constants
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.tokenizer import decode, train_tokenizer
 
@@ -76,7 +78,7 @@ def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_i
     }
     experts = model.experts
     if experts is None:
-        return Qwen3Config(**shape, **heads)
+        return AutoConfig.for_model(model.family, **shape, **heads)
     shape["num_experts_per_tok"] = experts.per_token
     if experts.family == "qwen3_moe":
         own: dict[str, Any] = {
@@ -101,7 +103,9 @@ def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_i
         seed: of the run.
     """
     source = tiny_config(config, vocab_size, max_context, eos_token_id)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(source, trust_remote_code=False)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        source, trust_remote_code=False, attn_implementation=attention_of(source)
+    )
     draw_weights(model, seed)
     return model
 
@@ -110,11 +114,13 @@ def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_i
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
     """Fill a model with weights that are a pure function of `seed`, the same bits on every machine.
 
-    Matrices are bell-shaped with standard deviation 1/sqrt(fan-in), embeddings with 0.1; norms are 1.
+    Matrices are bell-shaped with standard deviation 1/sqrt(fan-in), embeddings with 0.1. Factors of norms are 1,
+    biases 0.
     """
+    has_offset = FAMILIES[model.config.model_type].norm == constants.NORM_RMS_OFFSET  # factors are 1 + weight
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if has_offset or name.endswith("bias") else 1.0)
             continue
         std = 0.1 if "embed_tokens" in name else 1.0 / math.sqrt(parameter.shape[-1])  # experts are [E, N, K]
         draws = bell(parameter.numel(), "weights", seed, name) * std

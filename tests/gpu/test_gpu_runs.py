@@ -182,17 +182,17 @@ def test_every_step_for_a_card_finds_the_bits_of_the_cpu(driver_of_emulated_card
 
 
 ON_CPU = """
-import torch
 from ppo_repro.commands import cli
-from ppo_repro.runs import prepare
+from ppo_repro.numerics.devices import CPU
+from ppo_repro.runs import plan, prepare
 
-prepare.usable_device = lambda *arguments: torch.device("cpu")
+plan.torch_device = prepare.torch_device = lambda *arguments: CPU
 cli.main()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_processes_with_a_card_each_beside_processes_on_the_cpu_have_the_fingerprint_of_the_cpu(
     driver_of_emulated_card: Path, tmp_path: Path
 ) -> None:

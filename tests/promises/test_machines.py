@@ -32,6 +32,7 @@ from tests.support.runs import DPO, recorded_iterations, run_below
 from tests.support.waiting import require_ended, until
 
 slow = pytest.mark.slow
+LONG = (pytest.mark.long, pytest.mark.timeout(3600))
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root, and ip"),
@@ -147,7 +148,7 @@ def require_goes_on(machines: Machines, runs: Path, whole: Path, folder: Path) -
     require_as_uninterrupted(run_below(runs), whole)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(2, marks=slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [pytest.param(2, marks=slow), pytest.param(20, marks=LONG)])
 def test_whichever_process_is_killed_both_machines_end_and_the_run_goes_on(
     machines: Machines, kills: int, tmp_path: Path
 ) -> None:

@@ -154,7 +154,22 @@ def ticks(axis: Axis) -> list[tuple[float, str]]:
     return [(k * step, f"{k * step / 10.0**axis.power:.6g}") for k in range(first, last + 1)]
 
 
-def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = ()) -> str:
+def legend(names: Sequence[str]) -> str:
+    """Return one legend for several charts of the same lines, as HTML; "" for a single line."""
+    if len(names) < 2:
+        return ""
+    entries = []
+    for i, name in enumerate(names):
+        path = f'<path class="line stroke{i % COLOURS}" d="M0 4h28"></path>'
+        entries.append(
+            element("li", element("svg", path, viewBox="0 0 28 8", role="img", aria_label="line") + escape(name))
+        )
+    return element("ul", "".join(entries), class_="swatches")
+
+
+def line_chart(
+    lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = (), has_legend: bool = True
+) -> str:
     """Return a chart of lines with their bands, distinguished by colour and dashes.
 
     Args:
@@ -163,8 +178,9 @@ def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Seque
         y: the axis of values.
         about: the text for readers who do not see the picture.
         rules: dotted lines.
+        has_legend: whether the chart names its lines.
     """
-    plot = _plot(x, y, [(line.name, line.colour, line.about) for line in lines], rules)
+    plot = _plot(x, y, [(line.name, line.colour, line.about) for line in lines if has_legend], rules)
     content = [_band(plot, line) for line in lines]
     content += [_thin_line(plot, *part, line.colour) for line in lines for part in line.parts]
     content += [_line(plot, line) for line in lines]

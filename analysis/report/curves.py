@@ -138,7 +138,7 @@ def _says_something(metric: Metric, curves: Sequence[Curve]) -> bool:
 def metric_figures(
     wanted: Sequence[Metric], curves: Sequence[Curve], band: str = "", forked_at: int | None = None
 ) -> list[Figure]:
-    """Return one figure per metric, with a line for each curve that has the metric.
+    """Return one figure per metric, with a line for each curve that has the metric, and no names of the lines.
 
     Args:
         wanted: the metrics.
@@ -150,10 +150,12 @@ def metric_figures(
     for metric in telling(wanted, curves):
         found = [(curve.name, rows) for curve in curves if len(rows := _rows(curve.frame, metric.key))]
         if found:
-            caption = "; ".join(filter(None, [metric.caption, band or metric.band])) + "."
+            drawn = [(curve, metric.key) for curve in curves]
+            hidden = equal_curves(drawn)
+            caption = "; ".join(filter(None, [metric.caption, band or metric.band, hidden])) + "."
             numbers = pd.concat([frame.drop(columns="metric").assign(line=name) for name, frame in found])
             numbers = numbers.reset_index(drop=True) if len(found) > 1 else numbers.drop(columns="line")
-            chart = curve_chart(metric.title, metric.unit, [(curve, metric.key) for curve in curves], forked_at)
+            chart = curve_chart(metric.title, metric.unit, drawn, forked_at, has_legend=False)
             figures.append(Figure(metric.title, chart, caption, numbers))
     return figures
 
@@ -167,7 +169,23 @@ def step_figure(metric: Metric, steps: pd.DataFrame) -> Figure:
     return Figure(metric.title, chart, f"{metric.caption}.", numbers)
 
 
-def curve_chart(title: str, unit: str, drawn: Sequence[tuple[Curve, str]], forked_at: int | None = None) -> str:
+def equal_curves(drawn: Sequence[tuple[Curve, str]]) -> str:
+    """Return which curves have the same values, so that one hides the other; "" if none do."""
+    groups: dict[tuple[bytes, bytes], list[str]] = {}
+    for curve, metric in drawn:
+        at, values, _, _ = _columns(curve.frame, metric)
+        if len(at):
+            groups.setdefault((at.tobytes(), values.tobytes()), []).append(curve.name)
+    return "; ".join(f"the same line: {' and '.join(names)}" for names in groups.values() if len(names) > 1)
+
+
+def curve_chart(
+    title: str,
+    unit: str,
+    drawn: Sequence[tuple[Curve, str]],
+    forked_at: int | None = None,
+    has_legend: bool = True,
+) -> str:
     """Return a chart with one metric of each curve, "" if no curve has its metric.
 
     Args:
@@ -175,6 +193,7 @@ def curve_chart(title: str, unit: str, drawn: Sequence[tuple[Curve, str]], forke
         unit: the unit of the y axis.
         drawn: each curve, and its metric; the colour is the index.
         forked_at: the iteration that a dotted line marks.
+        has_legend: whether the chart names its lines.
     """
     lines = []
     for colour, (curve, metric) in enumerate(drawn):
@@ -188,7 +207,7 @@ def curve_chart(title: str, unit: str, drawn: Sequence[tuple[Curve, str]], forke
     ranges = [values for line in lines for values in (line.y, line.low, line.high)]
     x = axis_for("iteration", [line.x for line in lines])
     rules = () if forked_at is None else (Rule(forked_at, "forked here", along="x"),)
-    return line_chart(lines, x, axis_for(unit, ranges), f"{title} by iteration. {ends}.", rules)
+    return line_chart(lines, x, axis_for(unit, ranges), f"{title} by iteration. {ends}.", rules, has_legend)
 
 
 def _columns(frame: pd.DataFrame, metric: str) -> tuple[Floats, Floats, Floats, Floats]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,13 +12,15 @@ from ppo_repro.analysis.grids.table import comparisons, interval
 from ppo_repro.analysis.report.curves import MANY_SEEDS
 from ppo_repro.analysis.report.markup import number, table
 from ppo_repro.analysis.report.page import Card, Verdict, scrolled
-from ppo_repro.analysis.stats.significance import detectable
+from ppo_repro.analysis.stats.significance import detectable, holm
 from ppo_repro.config.files import read_tree
-from ppo_repro.records.grid import GRID
+from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 
 
-def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str, widest: float) -> list[Card]:
-    """Return the cards of a grid: question and expectation, answer, and the table of differences if there are any.
+def answer_cards(
+    folder: Path, finals: pd.DataFrame, measure: str, chart: str, widest: float, seen: float = math.inf
+) -> list[Card]:
+    """Return the cards of a grid: question and expectation, answer, and the tables of differences if there are any.
 
     Args:
         folder: folder of the grid.
@@ -25,12 +28,13 @@ def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str, w
         measure: the column of `finals` that answers the question.
         chart: SVG of the measure by iteration.
         widest: the largest possible difference of the measure.
+        seen: the largest difference of two recorded values that the measure averages.
     """
     tree = read_tree(folder / GRID)
     said = [str(tree["question"]), f"Expected: {tree['expectation']}"]
     if axes := [axis for axis in tree.get("axes") or () if axis != "setting"]:
         said.append(f"Settings are named by {', '.join(axes)}.")
-    answer, compared = _answer(finals, measure, widest)
+    answer, compared = _answer(finals, measure, widest, min(widest, seen))
     cards = [
         Card("What was the question?", [Verdict("fact", text) for text in said]),
         Card("What is the answer?", answer, chart=chart),
@@ -38,10 +42,51 @@ def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str, w
     if len(compared):
         caption = "p with Holm's correction; seen from: found with probability 0.8"
         cards.append(Card("Differences, paired by seed", (), [scrolled(table(compared, caption))]))
+        effects = main_effects(folder, finals, measure)
+        if len(effects):
+            said = [Verdict("fact", "Each row averages a seed over the settings of the other axes.")]
+            cards.append(Card("Main effects of the axes", said, [scrolled(table(effects, "p with Holm's correction"))]))
     return cards
 
 
-def _answer(finals: pd.DataFrame, measure: str, widest: float) -> tuple[list[Verdict], pd.DataFrame]:
+def main_effects(folder: Path, finals: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """Return the differences of an axis's labels from its first label, averaged over the other axes, paired by seed.
+
+    Empty for a grid with one axis. An axis whose labels do not have the same settings of the other axes is left out.
+    """
+    if not (folder / CELLS).exists():
+        return pd.DataFrame()
+    cells = read_grid_table(folder / CELLS)
+    axes = axes_of(cells)
+    labels = cells[axes].astype(str).drop_duplicates()
+    joined = finals.merge(labels.assign(point=labels.agg(", ".join, axis=1)), on="point")
+    if len(axes) < 2 or len(joined) < len(finals):  # a setting may have a name of its own
+        return pd.DataFrame()
+    found = []
+    for axis in axes:
+        others = joined[[name for name in axes if name != axis]].agg(", ".join, axis=1)
+        if others.groupby(joined[axis]).apply(lambda names: tuple(sorted(names))).nunique() > 1:
+            continue
+        means = joined.groupby([axis, "seed"], as_index=False, sort=False)[measure].mean()
+        first = str(means[axis].iloc[0])
+        compared = comparisons(means.rename(columns={axis: "point"}), measure, first)
+        found.append(compared.assign(axis=axis.removeprefix("axis."), first=first))
+    rows = pd.concat(found) if found else pd.DataFrame(columns=["p"])
+    if rows.empty:
+        return pd.DataFrame()
+    rows["Holm"] = holm(rows["p"].tolist())
+    return pd.DataFrame(
+        {
+            "axis": rows["axis"],
+            "difference of": [f"{row.point} minus {row.first}" for row in rows.itertuples()],
+            measure: [f"{row.difference:+.3f}" for row in rows.itertuples()],
+            "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in rows.itertuples()],
+            "p": [number(p, 3) for p in rows["Holm"]],
+        }
+    ).reset_index(drop=True)
+
+
+def _answer(finals: pd.DataFrame, measure: str, widest: float, reach: float) -> tuple[list[Verdict], pd.DataFrame]:
     """Return sentences about the differences from the first setting, and the table of all differences."""
     points = [str(point) for point in finals["point"].unique()]
     seeds = finals.groupby("point")["seed"].apply(frozenset)
@@ -64,8 +109,11 @@ def _answer(finals: pd.DataFrame, measure: str, widest: float) -> tuple[list[Ver
     found = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {measure} ({test})."
     seen = _seen(finals, measure, points)
     could = float(pd.Series(seen)[~is_clear].max())
-    if could > widest:
-        found += f" {count} seeds are too few to find any possible difference with probability 0.8."
+    if could > reach:
+        found += (
+            f" {count} seeds can show nothing here: with probability 0.8 they find a difference of {number(could, 2)} "
+            f"or more, and two values differ by {number(reach, 2)} at most."
+        )
     elif could > 0:
         found += f" A difference of {number(could, 2)} or more would have been found with probability 0.8."
     shown = pd.DataFrame(
@@ -75,7 +123,7 @@ def _answer(finals: pd.DataFrame, measure: str, widest: float) -> tuple[list[Ver
             # NaN if all seeds have the same difference
             "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
             "p": [number(p, 3) for p in compared["Holm"]],
-            "seen from": ["too few seeds" if effect > widest else number(effect, 2) for effect in seen],
+            "seen from": ["too few seeds" if effect > reach else number(effect, 2) for effect in seen],
         }
     )
     return [Verdict("fact", found), *said], shown

@@ -53,13 +53,17 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """Section of a page: `key` is its anchor, `notes` are sentences above the figures, `blocks` are HTML below them."""
+    """Section of a page: `key` is its anchor, `notes` are sentences above the figures, `blocks` are HTML below them.
+
+    `legend` is HTML between notes and figures.
+    """
 
     key: str
     title: str
     notes: Sequence[str] = ()
     figures: Sequence[Figure] = ()
     blocks: Sequence[str] = ()
+    legend: str = ""
 
 
 def figure_html(figure: Figure) -> str:
@@ -120,7 +124,7 @@ def _section(section: Section) -> str:
     charts = "".join(figure_html(figure) for figure in section.figures)
     title = element("h2", escape(section.title), id=f"{section.key}-title")
     figures = element("div", charts, class_="figures") if charts else ""
-    inside = title + notes + figures + "".join(section.blocks)
+    inside = title + notes + section.legend + figures + "".join(section.blocks)
     return element("section", inside, id=section.key, aria_labelledby=f"{section.key}-title")
 
 

@@ -5,6 +5,7 @@ A setting is the configuration and inputs of a run without its seed. In a grid i
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,12 +26,13 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import folders_with
 from ppo_repro.config.files import DPO
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records import manifest
+from ppo_repro.records import manifest, reader
 from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import Setting, settings_of, setup_of
 
 MAX_LINES = 8
+FORKS = "The line of a fork begins at the iteration at which it left its origin."
 
 
 def runs_below(folder: Path) -> list[Path]:
@@ -70,15 +72,20 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
         runs[0].facts, lines
     )
     some = f"The {MAX_LINES} of {len(settings)} settings with the highest {measure}; the table has all."
-    notes = (some,) if len(settings) > MAX_LINES else ()
+    has_fork = any(run.facts.forked_at is not None for run in runs)
+    notes = [some] * (len(settings) > MAX_LINES) + [FORKS] * has_fork
+    equal = curves.equal_curves([(line, key) for line in lines])
+    about_lines = [Verdict("fact", f"{equal[0].upper()}{equal[1:]}.")] if equal else []
+    about_lines += [Verdict("fact", FORKS)] * has_fork
     about = _means(finals, measures, {setting.short: setting.whole for setting in settings})
     sizes = finals.groupby("point").size()
     said = SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
     table_of = scrolled(table(about, said if sizes.max() > 1 else "one run of each setting"))
-    compared = answer_cards(folder, finals, measure, chart, _widest(runs, measure)) if is_grid else []
+    reach = _widest(runs, measure), _seen(runs, measure)
+    compared = answer_cards(folder, finals, measure, chart, *reach) if is_grid else []
     cards = [
         *compared[:2],
-        Card(f"{measure.capitalize()} of each setting", (), [table_of], "" if is_grid else chart),
+        Card(f"{measure.capitalize()} of each setting", about_lines, [table_of], "" if is_grid else chart),
         *compared[2:],
         Card("Are the runs on-policy?", _verdicts(runs)),
         *_left_out(folder, states, doubles),
@@ -153,9 +160,15 @@ def _called(setting: Setting, group: Sequence[OneRun]) -> Setting:
 def _line(setting: Setting, group: Sequence[OneRun]) -> Curve:
     config, kind = group[0].facts.config, KINDS[group[0].facts.manifest.kind]
     score = score_range(config) if isinstance(config, RunConfig) else ANY
-    runs = tuple(run.curves for run in group)
+    runs = tuple(_own_curves(run) for run in group)
     seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()
     return Curve(setting.short, curves.over_seeds(runs, kind.metrics, score), seeds, setting.whole)
+
+
+def _own_curves(run: OneRun) -> pd.DataFrame:
+    """Return the curves of a run; a fork's begin where it left its origin, whose setting it had before."""
+    forked = run.facts.forked_at
+    return run.curves if forked is None else run.curves[run.curves["iteration"] >= forked]
 
 
 def _band(finals: pd.DataFrame) -> str:
@@ -194,6 +207,15 @@ def _widest(runs: Sequence[OneRun], measure: str) -> float:
         return high - low
     ends = [score_range(run.facts.config) for run in runs if isinstance(run.facts.config, RunConfig)]
     return max(high for _, high in ends) - min(low for low, _ in ends)
+
+
+def _seen(runs: Sequence[OneRun], measure: str) -> float:
+    """Return the largest difference of two scores of sampled responses; infinite for a measure that is no score."""
+    kind = KINDS[runs[0].facts.manifest.kind]
+    if "score" not in (kind.measures.get(measure) or kind.last[1]):
+        return math.inf
+    scores = [reader.read_sequences(run.facts.run_dir, columns=["scores"])["scores"] for run in runs]
+    return float(max(found.max() for found in scores) - min(found.min() for found in scores))
 
 
 def _means(finals: pd.DataFrame, measures: Sequence[str], wholes: Mapping[str, str]) -> pd.DataFrame:

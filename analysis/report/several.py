@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.analysis.report import curves
+from ppo_repro.analysis.report.charts import legend
 from ppo_repro.analysis.report.curves import Curve
 from ppo_repro.analysis.report.facts import Facts, read_facts
 from ppo_repro.analysis.report.kinds import KINDS
@@ -53,8 +54,10 @@ def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:
 
 def curve_sections(facts: Facts, lines: Sequence[Curve], notes: Sequence[str], band: str) -> list[Section]:
     """Return the sections Learning and Optimisation: figures of `lines` below `notes`; `band` explains the bands."""
-    kind = KINDS[facts.manifest.kind]
+    kind, names = KINDS[facts.manifest.kind], legend([line.name for line in lines])
     return [
-        Section("learning", "Learning", notes, curves.metric_figures(kind.learning, lines, band)),
-        Section("optimisation", "Optimisation", notes, curves.metric_figures(kind.optimisation, lines, band)),
+        Section("learning", "Learning", notes, curves.metric_figures(kind.learning, lines, band), (), names),
+        Section(
+            "optimisation", "Optimisation", notes, curves.metric_figures(kind.optimisation, lines, band), (), names
+        ),
     ]

@@ -38,7 +38,7 @@ def setup_of(run_dir: Path, head: Head) -> dict[str, Any]:
     config = as_written(MODELS[head.kind], read_yaml(path), str(path))
     setup = {**flat(config.model_dump(mode="json")), **head.inputs}
     if head.origin is not None:
-        setup["origin"] = f"{Path(head.origin.run).name} after iteration {head.origin.iteration}"
+        setup["origin"] = f"iteration {head.origin.iteration} ({Path(head.origin.run).name})"
     return setup
 
 
@@ -128,7 +128,10 @@ def _short(value: Any) -> str:
     text = PurePath(value).name if isinstance(value, str) and "/" in value else _value(value)
     if isinstance(value, float):
         text = f"{value:g}"
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    if len(text) <= LONGEST:
+        return text
+    cut = text[: LONGEST - 1]
+    return f"{cut.rpartition(' ')[0] or cut}…"  # between words, so that no digest is cut
 
 
 def _distinct(shorts: Sequence[str], wholes: Sequence[str]) -> list[str]:

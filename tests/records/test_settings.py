@@ -46,6 +46,13 @@ def test_labels_by_hand() -> None:
     assert "ppo.epochs=4" in whole.whole
 
 
+def test_the_origin_of_a_fork_is_not_cut_within_a_digest() -> None:
+    setups = [{"ppo.epochs": 1}, {"ppo.epochs": 1, "origin": "iteration 40 (seed0-3e298ac2d448)"}]
+    found = settings_of(setups)[1]
+    assert found.short == "origin=iteration 40…"
+    assert "seed0-3e298ac2d448" in found.whole
+
+
 def test_another_file_of_the_same_name_is_another_setting() -> None:
     setup = {"reward.terms.0.path": "inputs/r.py:score"}
     found = settings_of([{**setup, "inputs/r.py": "a" * 64}, {**setup, "inputs/r.py": "b" * 64}])

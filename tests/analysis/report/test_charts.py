@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from urllib.parse import unquote
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.analysis.report.charts import (
+    CHARACTER,
     LEFT,
     PLOT_HEIGHT,
     RIGHT,
@@ -21,6 +23,7 @@ from ppo_repro.analysis.report.charts import (
     Axis,
     Line,
     axis_for,
+    bar_chart,
     line_chart,
     ticks,
 )
@@ -121,3 +124,13 @@ def test_a_saved_table_has_every_bit_of_the_numbers(rows: list[tuple[int, float,
     assert [row[0] for row in found[1:]] == [str(r[0]) for r in rows]
     again = np.array([float(row[1] or "nan") for row in found[1:]], dtype=np.float64)
     assert np.array_equal(again, frame["x"].to_numpy(np.float64), equal_nan=True)
+
+
+def test_labels_below_the_plot_never_overlap_and_every_value_keeps_its_line() -> None:
+    marks = tuple((k + 0.5, f"-0.{k}23") for k in range(12))
+    svg = bar_chart(np.arange(13.0), [("a", np.ones(12))], Axis("score", 0.0, 12.0, ticks=marks), Axis("%", 0, 1), "")
+    labels = [n for n in parsed(svg).iter("text") if (n.text or "").startswith("-0.")]
+    ends = [(float(n.get("x", "")), len(n.text or "") * CHARACTER / 2) for n in labels if n.get("class") == "middle"]
+    assert 4 <= len(ends) < 12
+    assert all(a + half <= b - other for (a, half), (b, other) in pairwise(ends))
+    assert len(paths(svg, "grid")) >= 12

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.report import curves, figures, metrics
+from ppo_repro.analysis.report import charts, curves, figures, metrics
 from ppo_repro.analysis.report.facts import read_facts
 from ppo_repro.analysis.report.figures import ClipBounds
 from ppo_repro.analysis.report.page import Figure, figure_html
@@ -75,6 +75,23 @@ def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve
     assert 'class="line stroke1"' in entropy
     assert "stroke0" not in entropy
     assert score.count('class="part stroke1"') == 2, "each seed is a thin line"
+    assert "first" not in score.partition("data-hover")[2].partition(">")[2], "the section has the names"
+    entries = charts.legend(["first", "<b>"])
+    assert entries.count("<li>") == 2
+    assert 'stroke1"' in entries
+    assert "&lt;b&gt;" in entries
+    assert charts.legend(["alone"]) == ""
+
+
+def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
+    both = pd.DataFrame({"iteration": [0, 1], "metric": ["score"] * 2, "value": [0.5, 0.6], "low": 0.0, "high": 1.0})
+    other = both.assign(value=[0.5, 0.7])
+    drawn = [curves.Curve("a", both), curves.Curve("b", other), curves.Curve("c", both.copy())]
+    wanted = [metric for metric in metrics.LEARNING if metric.key == "score"]
+    (figure,) = curves.metric_figures(wanted, drawn)
+    assert figure.caption.endswith("the same line: a and c.")
+    (figure,) = curves.metric_figures(wanted, drawn[:2])
+    assert "the same line" not in figure.caption
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import re
 import shutil
 import xml.etree.ElementTree as ET
@@ -17,7 +18,7 @@ from scipy import stats
 
 from ppo_repro.analysis.report import build
 from ppo_repro.analysis.report.facts import read_facts
-from ppo_repro.analysis.report.grid_answer import answer_cards
+from ppo_repro.analysis.report.grid_answer import answer_cards, main_effects
 from ppo_repro.analysis.report.page import page
 from ppo_repro.analysis.report.pair_page import pair_page
 from ppo_repro.analysis.report.verdicts import learning, troubles
@@ -32,7 +33,7 @@ from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
 from tests.support.control import run as record_control
 from tests.support.control import small_control
-from tests.support.html_page import check, embedded
+from tests.support.html_page import check, embedded, tree
 from tests.support.language import fork
 from tests.support.language import run as record
 from tests.support.paths import TINY
@@ -272,10 +273,34 @@ def test_a_grid_says_which_difference_it_could_have_seen(tmp_path: Path) -> None
     assert "Does mode matter?" in said
     two = finals[finals["seed"] < 2].replace(0.58, 0.85)
     few, anything = (text_of(page("", answer_cards(tmp_path, two, "held-out accuracy", "", n), ())) for n in (1.0, 9.0))
-    assert "2 seeds are too few to find any possible difference with probability 0.8." in few
+    nothing = r"2 seeds can show nothing here: with probability 0\.8 they find a difference of [\d.]+ or more, and two "
+    assert re.search(nothing + r"values differ by 1 at most\.", few)
     assert "-1 to 1" in few, "no accuracies differ by more"
     assert "A difference of " not in few
     assert "A difference of " in anything, "the control"
+    scored = text_of(page("", answer_cards(tmp_path, two, "held-out accuracy", "", math.inf, 1.2), ()))
+    assert "values differ by 1.2 at most." in scored, "of an own reward, whose range is seen, not known"
+
+
+def test_a_grid_of_two_axes_has_the_main_effect_of_each(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text("question: Which?\nexpectation: None.\naxes: {lr: {}, kl: {}}\n")
+    rows = [
+        {"cell": f"{lr}-{kl}-{seed}", "axis.lr": lr, "axis.kl": kl, "seed": seed}
+        for lr in ("low", "high") for kl in ("off", "on") for seed in range(3)
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_parquet(tmp_path / "cells.parquet")
+    values = [0.1 * (r["axis.lr"] == "high") - 0.2 * (r["axis.kl"] == "on") + 0.01 * r["seed"] ** 2 for r in rows]
+    points = [f"{row['axis.lr']}, {row['axis.kl']}" for row in rows]
+    finals = pd.DataFrame({"point": points, "seed": [row["seed"] for row in rows], "held-out accuracy": values})
+    found = main_effects(tmp_path, finals, "held-out accuracy")
+    assert found["axis"].tolist() == ["lr", "kl"]
+    assert found["difference of"].tolist() == ["high minus low", "on minus off"]
+    assert found["held-out accuracy"].tolist() == ["+0.100", "-0.200"]
+    said = text_of(page("", answer_cards(tmp_path, finals, "held-out accuracy", "", 1.0), ()))
+    assert "Main effects of the axes" in said
+    assert main_effects(tmp_path, finals[finals["point"] != "high, on"], "held-out accuracy").empty, "not balanced"
+    pd.DataFrame(rows).drop(columns="axis.kl").to_parquet(tmp_path / "cells.parquet")
+    assert main_effects(tmp_path, finals, "held-out accuracy").empty, "one axis"
 
 
 def test_a_folder_of_runs_has_short_labels_and_no_run_twice(
@@ -353,5 +378,11 @@ def test_the_page_of_a_fork_marks_where_it_began_and_shows_the_reward(tmp_path: 
     term = f"{{kind: function, path: '{tmp_path}/reward.py:score'}}"
     forked = fork(origin, tmp_path, 1, f"reward.terms=[{term}]", "ppo.iterations=3")
     pages = [build.page_of(folder, 0) for folder in (forked, origin)]
+    of_folder = tree(build.write_report([tmp_path], tmp_path / "page.html")[0].read_text())
+    score = next(n for n in of_folder.iter("figure") if next(n.iter("h3")).text == "Score")
+    rows = [["".join(cell.itertext()) for cell in row.iter("td")] for row in score.iter("tr")]
+    first = {row[-1]: row[0] for row in reversed(rows) if row}
+    assert sorted(first.values()) == ["0", "1"], "the fork's line begins where it left its origin"
+    assert "The line of a fork begins at the iteration at which it left its origin." in "".join(of_folder.itertext())
     for text in ("forked here", f"A fork of {origin.name}", "return 0.25  # mended", "inputs/reward.py: none -&gt; "):
         assert [text in page for page in pages] == [True, False], text

@@ -176,7 +176,8 @@ def equal_curves(drawn: Sequence[tuple[Curve, str]]) -> str:
         at, values, _, _ = _columns(curve.frame, metric)
         if len(at):
             groups.setdefault((at.tobytes(), values.tobytes()), []).append(curve.name)
-    return "; ".join(f"the same line: {' and '.join(names)}" for names in groups.values() if len(names) > 1)
+    same = [" and ".join(f"`{name}`" for name in names) for names in groups.values() if len(names) > 1]
+    return "; ".join(f"the same line: {names}" for names in same)
 
 
 def curve_chart(

@@ -44,8 +44,8 @@ def answer_cards(
         cards.append(Card("Differences, paired by seed", (), [scrolled(table(compared, caption))]))
         effects = main_effects(folder, finals, measure)
         if len(effects):
-            said = [Verdict("fact", "Each row averages a seed over the settings of the other axes.")]
-            cards.append(Card("Main effects of the axes", said, [scrolled(table(effects, "p with Holm's correction"))]))
+            how = [Verdict("fact", "Each row averages a seed over the settings of the other axes.")]
+            cards.append(Card("Main effects of the axes", how, [scrolled(table(effects, "p with Holm's correction"))]))
     return cards
 
 
@@ -67,7 +67,7 @@ def main_effects(folder: Path, finals: pd.DataFrame, measure: str) -> pd.DataFra
         others = joined[[name for name in axes if name != axis]].agg(", ".join, axis=1)
         if others.groupby(joined[axis]).apply(lambda names: tuple(sorted(names))).nunique() > 1:
             continue
-        means = joined.groupby([axis, "seed"], as_index=False, sort=False)[measure].mean()
+        means = pd.DataFrame(joined.groupby([axis, "seed"], as_index=False, sort=False)[measure].mean())
         first = str(means[axis].iloc[0])
         compared = comparisons(means.rename(columns={axis: "point"}), measure, first)
         found.append(compared.assign(axis=axis.removeprefix("axis."), first=first))

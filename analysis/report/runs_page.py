@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -83,9 +84,16 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     table_of = scrolled(table(about, said if sizes.max() > 1 else "one run of each setting"))
     reach = _widest(runs, measure), _seen(runs, measure)
     compared = answer_cards(folder, finals, measure, chart, *reach) if is_grid else []
+    if compared:  # the card that has the chart
+        compared[1] = replace(compared[1], verdicts=[*compared[1].verdicts, *about_lines])
     cards = [
         *compared[:2],
-        Card(f"{measure.capitalize()} of each setting", about_lines, [table_of], "" if is_grid else chart),
+        Card(
+            f"{measure.capitalize()} of each setting",
+            () if is_grid else about_lines,
+            [table_of],
+            "" if is_grid else chart,
+        ),
         *compared[2:],
         Card("Are the runs on-policy?", _verdicts(runs)),
         *_left_out(folder, states, doubles),

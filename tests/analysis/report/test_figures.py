@@ -89,7 +89,7 @@ def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
     drawn = [curves.Curve("a", both), curves.Curve("b", other), curves.Curve("c", both.copy())]
     wanted = [metric for metric in metrics.LEARNING if metric.key == "score"]
     (figure,) = curves.metric_figures(wanted, drawn)
-    assert figure.caption.endswith("the same line: a and c.")
+    assert figure.caption.endswith("the same line: `a` and `c`.")
     (figure,) = curves.metric_figures(wanted, drawn[:2])
     assert "the same line" not in figure.caption
 

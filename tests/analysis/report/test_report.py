@@ -134,6 +134,9 @@ def test_the_same_run_gives_the_same_bytes_wherever_it_lies(native_run: Path, tm
     wanted = {"Score", "KL to the reference", "Entropy", "Clip fraction", "Extreme ratios"}
     wanted |= {"Log-prob difference", "Ratios within an iteration", "Clip flags by iteration"}
     wanted |= {"Distribution of the score", "Loss of the policy"}
+    rewards = reader.read_iterations(native_run)["reward_mean"]
+    said = f"their mean reward, the score minus the KL penalty, {change(rewards.iloc[0], rewards.iloc[-1])}."
+    assert said in text_of(first)
     assert wanted <= set(titles)
     assert len(titles) == len(set(titles))
 

@@ -119,23 +119,27 @@ INLINE void pack_columns(const float *from, long ld, int rows, long rows_of_all,
 INLINE int packing_tasks(int columns) { return (columns + PACK_COLUMNS - 1) / PACK_COLUMNS; }
 
 // The same, where each block of rows becomes integers
-INLINE void pack_integers(const WeightGradient *a, const float *from, int ld, int col, int count, const int width,
-                          float *to) {
+INLINE void pack_integers(const WeightGradient *a, const float *from, int ld, int col, int count,
+                          const int width, float *to) {
   const Blocks *b = a->blocks;
-  float block[BLOCK_STEPS * PACK_COLUMNS];  // panels [count / 16][steps][16]
-  float rows[BLOCK_STEPS * PACK_COLUMNS];
+  float panel[BLOCK_STEPS * COLS];         // [steps][16]
+  float rows[BLOCK_STEPS * PACK_COLUMNS];  // [steps][count]
   for (int i = 0; i < b->count; i++) {
     const int steps = a->packed.length[i];
     const float *first = from + (long)b->start[i] * ld;
     float *out = to + (long)a->packed.start[i] * width;
     for (int c = 0; c < count; c += COLS) {
       const int cols = least(COLS, ld - col - c);
-      if (cols == COLS) integer_columns(first + col + c, ld, b->length[i], COLS, block);
-      else if (cols > 0) integer_columns(first + col + c, ld, b->length[i], cols, block);
-      else zero_floats(block, (long)steps * COLS);
-      if (width == COLS) copy_floats(out + (long)c * a->packed.rows, block, (long)steps * COLS);
-      else
-        for (int t = 0; t < steps; t++) copy_floats(rows + t * count + c, block + t * COLS, least(COLS, count - c));
+      // a constant number of columns makes vectors
+      if (cols == COLS) integer_columns(first + col + c, ld, b->length[i], COLS, panel);
+      else if (cols > 0) integer_columns(first + col + c, ld, b->length[i], cols, panel);
+      else zero_floats(panel, (long)steps * COLS);
+      if (width == COLS) {
+        copy_floats(out + (long)c * a->packed.rows, panel, (long)steps * COLS);
+        continue;
+      }
+      for (int t = 0; t < steps; t++)
+        copy_floats(rows + t * count + c, panel + t * COLS, least(COLS, count - c));
     }
     if (width != COLS) pack_columns(rows, count, steps, a->packed.rows, 0, count, count, width, out);
   }
@@ -226,8 +230,9 @@ static void weight_gradient_panel(const WeightGradient *a, int panel, int s0, in
         const float *dy = a->strips + ((long)s * b->rows + b->start[i]) * ROWS;
         const float *x_block = x + (long)b->start[i] * COLS;
         const int ends = ends_slot(b, i);
-        if (a->precision == PRECISION_HIGH) chain_block(dy, x_block, b->length[i], parts, ends, b->slot[i], 1);
-        else chain_block(dy, x_block, b->length[i], parts, ends, b->slot[i], 0);
+        const int terms = b->length[i];
+        if (a->precision == PRECISION_HIGH) chain_block(dy, x_block, terms, parts, ends, b->slot[i], 1);
+        else chain_block(dy, x_block, terms, parts, ends, b->slot[i], 0);
         close_slots(parts, b->slot[i] + 1, b->slot[i + 1], ROWS * COLS);  // empty slots that follow
       }
   }

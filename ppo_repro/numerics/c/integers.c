@@ -1,14 +1,14 @@
 // Precision high: a block's numbers become integers, whose products have an exact sum, in any order.
 //
-//   X = clip(rint(x 2^s), -4095, 4095), ties to even: 2^s brings the block's largest |x| into [2048, 4096), but
-//       s is at most 63
+//   X = clip(rint(x 2^s), -4095, 4095), ties to even: 2^s brings the block's largest |x| into [2048, 4096),
+//       but s is at most 63
 //   block = (float)(sum of X W) (2^-sx 2^-sw)
 //
 // |sum of X W| <= 128 4095^2 < 2^31, and the scales are 2^-63 .. 2^48, so the last product is exact. A block
 // with a NaN, or with a number of 2^60 or above, has the scale NaN. definition: product.exact
 //
-// In memory a block is the float 2^-s, then pairs of integers of 16 bits in the place of a float each. So tiles
-// step through floats in both precisions: x and w of one term, or two terms of each.
+// In memory a block is the float 2^-s, then pairs of integers of 16 bits in the place of a float each. So
+// tiles step through floats in both precisions: x and w of one term, or two terms of each.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -62,7 +62,7 @@ INLINE Wide sum_of_block(Wide sum, float x_scale, Wide w_scale, const int is_hig
   return is_high ? __builtin_convertvector((Ints)sum, Wide) * (x_scale * w_scale) : sum;
 }
 
-// ----------------------------------------------------------------------------------- from numbers to integers
+// ---------------------------------------------------------------------------------- from numbers to integers
 
 typedef struct {
   Wide up;    // 2^s
@@ -99,7 +99,8 @@ static void integer_row(const float *x, int terms, float *to) {
       block = padded;
     }
     Ints largest = 0;
-    for (int k = 0; k < BLOCK; k += COLS) largest = __builtin_elementwise_max(largest, size_bits(wide_at(block + k)));
+    for (int k = 0; k < BLOCK; k += COLS)
+      largest = __builtin_elementwise_max(largest, size_bits(wide_at(block + k)));
     const Scales scales = scales_of((Ints)__builtin_reduce_max(largest));
     float pairs[BLOCK / 2];
     float *out = n < BLOCK ? pairs : to + 1;

@@ -55,14 +55,14 @@ enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: a minibatch ha
 typedef struct {
   const float *w;     // [n][k], or [k][n] if `transposed`
   const float *bias;  // [n], or NULL
-  float *panels;      // panel_floats(n, k, precision) floats, which `pack` fills: [ceil(n / 16)][k][16], or as
-                      // integers; on a GPU none
+  float *panels;      // panel_floats(n, k, precision) floats, which `pack` fills: [ceil(n / 16)][k][16], or
+                      // integers; on a GPU integers alone
   long grad;          // offset of the gradient of w; -1: not trained
   long bias_grad;     // offset of the gradient of the bias; -1: not trained
   int n;              // outputs
   int k;              // inputs: the terms of a product
   int transposed;
-  Precision precision;  // on a GPU PRECISION_HIGHEST
+  Precision precision;
 } Matrix;
 
 // Partial sums of the gradients of a minibatch (rule 2), to which a backward pass adds. A minibatch has

@@ -11,8 +11,8 @@
 // register, so no width of a vector changes a bit.
 #include "kernels.h"
 
-// One block of a product: x [rows][terms] times w [terms][columns], added to y [rows][columns]. In precision high
-// x and w are blocks of integers (integers.c), and k counts floats: the scale is at k = 0, pairs are from 1 on.
+// One block of a product: x [rows][terms] times w [terms][columns], added to y [rows][columns]. In precision
+// high x and w are blocks of integers (integers.c), and k counts floats: the scale is at k = 0, pairs follow.
 typedef struct {
   Precision precision;
   const float *x;  // x[i][k] is at x + i * x_row + k * x_step

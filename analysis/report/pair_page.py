@@ -40,16 +40,13 @@ def pair_page(a: Path, b: Path) -> str:
         raise UserError(f"{a} is a {kinds[0]} run, {b} a {kinds[1]} run; put runs of one kind side by side")
     facts = [run.facts for run in runs]
     lines = [Curve(name, run.curves) for name, run in zip(_called(facts), runs, strict=True)]
-    again = map(repeating, facts)
-    rows = [(name, x, "the same" if x == y else y) for (name, x), (_, y) in zip(*again, strict=True)][1:]
-    about = pd.DataFrame(rows, columns=["fact", *NAMES])
     changed = scrolled(table(_different(facts), "Configuration and inputs"))
     cards = (
         Card("Which learned more?", _learning(runs), chart=main_chart(facts[0], lines)),
         Card("What differs?", (), [changed]),
         Card("Where do they first differ?", [_first(facts)]),
         Card("Are they on-policy?", [v for name, run in zip(NAMES, runs, strict=True) for v in _agreement(name, run)]),
-        Card("How to repeat them", (), [scrolled(table(about, "The runs"), "words")]),
+        Card("How to repeat them", (), [scrolled(table(_about(facts), "The runs"), "words")]),
     )
     kind = KINDS[kinds[0]]
     metrics = telling(kind.metrics, lines)
@@ -112,6 +109,13 @@ def _different(facts: Sequence[Facts]) -> pd.DataFrame:
     changed = setup_changes(facts[0].run_dir, facts[1].run_dir)
     rows = [(name, *map(shown, values)) for name, values in sorted(changed.items())]
     return pd.DataFrame(rows or [("no field", "the same", "the same")], columns=["field", *NAMES])
+
+
+def _about(facts: Sequence[Facts]) -> pd.DataFrame:
+    """Return the columns fact, A, B; a fact of one run alone, such as the origin of a fork, is blank in the other."""
+    a, b = (dict(repeating(one)) for one in facts)
+    rows = [(name, a.get(name, ""), "the same" if a.get(name) == b.get(name) else b.get(name, "")) for name in a | b]
+    return pd.DataFrame(rows[1:], columns=["fact", *NAMES])  # without the fact how to run one run again
 
 
 def _responses(facts: Sequence[Facts]) -> list[Section]:

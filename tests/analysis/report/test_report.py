@@ -374,6 +374,20 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     assert "first differ:" not in same
 
 
+def test_a_fork_beside_its_origin_has_facts_that_the_origin_lacks(tmp_path: Path, cli: Cli) -> None:
+    config = load_config(TINY, ["model.warm_start_steps=3", "ppo.iterations=2", "checkpoints.every=1"])
+    origin, _ = record(config, tmp_path)
+    forked = fork(origin, tmp_path, 1, "ppo.learning_rate=1e-4")
+    for runs in ((origin, forked), (forked, origin)):
+        cli.done("report", *runs, "--out", tmp_path / "page.html")
+        rows = [["".join(n.itertext()) for n in row] for row in tree((tmp_path / "page.html").read_text()).iter("tr")]
+        (changed,) = (row[1:] for row in rows if row[0] == "changed")
+        assert changed[runs.index(origin)] == ""
+        assert "ppo.learning_rate" in changed[runs.index(forked)]
+        (began,) = (row[1:] for row in rows if row[0] == "began")
+        assert all(began), "facts of both runs stand beside each other"
+
+
 def test_the_page_of_a_fork_marks_where_it_began_and_shows_the_reward(tmp_path: Path) -> None:
     config = load_config(TINY, ["model.warm_start_steps=3", "ppo.iterations=2", "checkpoints.every=1"])
     origin, _ = record(config, tmp_path)

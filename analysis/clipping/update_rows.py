@@ -109,9 +109,15 @@ def load_iterations(
 ) -> Iterator[IterationRows]:
     """Yield the iterations of a run; `band` (low, high) replaces the run's clip range.
 
-    Raises UserError for missing or damaged records, or if the run clips nothing and `band` is None.
+    A fork begins with its first own iteration, because its configuration is not the origin's. Raises UserError for
+    missing or damaged records, for an iteration of the origin, or if the run clips nothing and `band` is None.
     """
-    config = recorded_config(run_dir)
+    config, recorded = recorded_config(run_dir), reader.open_manifest(run_dir)
+    if iterations is None:
+        iterations = range(recorded.first_own_iteration, recorded.num_iterations)
+    if copied := [i for i in iterations if i in range(recorded.first_own_iteration)]:
+        whose = "is of the run that was forked, which has a clip range of its own; give the folder of that run"
+        raise UserError(f"{run_dir}: iteration {copied[0]} {whose}")
     overview = reader.read_iterations(run_dir, iterations=iterations)
     for _, row in overview.iterrows():
         index = int(row["iteration"])

@@ -31,7 +31,10 @@ from ppo_repro.records.manifest import has_responses
 
 @dataclass(frozen=True)
 class TokenizationTables:
-    """Tables of one iteration; `tok_clip` is None for objectives without a clip band."""
+    """Tables of one iteration.
+
+    `tok_clip` is None for objectives without a clip band, and for iterations that a fork copied from its origin.
+    """
 
     tok_token: pd.DataFrame
     tok_word: pd.DataFrame
@@ -42,7 +45,8 @@ class TokenizationTables:
 
 def iteration_tables(run_dir: Path | str, iteration: int, *, boundary: Boundary) -> TokenizationTables:
     """Return all tables of one iteration of a language run. Raises UserError on missing or damaged records."""
-    if not has_responses(reader.open_manifest(run_dir)):
+    recorded = reader.open_manifest(run_dir)
+    if not has_responses(recorded):
         raise UserError(f"{run_dir}: a run on an environment has no tokens of text; give a run of a language model")
     config = load_recorded_config(run_dir)
     tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKEN_COLUMNS)
@@ -54,7 +58,7 @@ def iteration_tables(run_dir: Path | str, iteration: int, *, boundary: Boundary)
         tok_word=words,
         tok_seq=by_sequence,
         tok_summary=summary_table(by_sequence, words),
-        tok_clip=_clip(run_dir, iteration, config, table, tokens),
+        tok_clip=None if iteration < recorded.first_own_iteration else _clip(run_dir, iteration, config, table, tokens),
     )
 
 
@@ -96,13 +100,16 @@ def run_drift(
 
 def report(run_dir: Path, iteration: int | None, boundary: Boundary) -> list[str]:
     """Return the printed lines of one iteration (None: the last). Raises UserError on missing or damaged records."""
-    number = len(reader.open_manifest(run_dir).iterations) - 1 if iteration is None else iteration
+    recorded = reader.open_manifest(run_dir)
+    number = recorded.num_iterations - 1 if iteration is None else iteration
     tables = iteration_tables(run_dir, number, boundary=boundary)
     drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[number])
     lines = [f"{run_dir}: iteration {number}, boundary {boundary}, nats, standard errors by response"]
     lines.append(tables.tok_summary.drop(columns="iteration").to_string(index=False, float_format="%.6g"))
     if tables.tok_clip is not None:
         lines += ["", "clip band", tables.tok_clip.to_string(index=False, float_format="%.4g")]
+    elif number < recorded.first_own_iteration:
+        lines += ["", f"clip band: not counted, iteration {number} is of the run that was forked"]
     return [*lines, "", "encode(decode(ids))", drift.to_string(index=False, float_format="%.4g")]
 
 

@@ -94,6 +94,11 @@ class Head(BaseModel, extra="forbid", strict=True, frozen=True):
     final: dict[str, float | int | str]
     fingerprint: str
 
+    @property
+    def first_own_iteration(self) -> int:
+        """Return the first iteration that the run computed; a fork copied those before, of another configuration."""
+        return 0 if self.origin is None else self.origin.iteration
+
 
 class Manifest(Head):
     """The whole manifest: its head and all recorded iterations."""

@@ -234,7 +234,7 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     Raises:
         UserError: a table cannot be read, or a function of the user's fails.
     """
-    start = 0 if recorded.origin is None else recorded.origin.iteration
+    start = recorded.first_own_iteration
     if not manifest.has_responses(recorded) or recorded.num_iterations == start:
         return None
     config = load_recorded_config(run_dir)

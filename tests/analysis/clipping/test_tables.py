@@ -12,7 +12,8 @@ from ppo_repro.analysis.clipping.tables import clip_tables, early_stop, overview
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from tests.analysis.clipping.rows import RULE, make_item, single
-from tests.support.language import tiny_run
+from tests.support.cli import Cli
+from tests.support.language import fork, tiny_run
 
 UP = np.log(1.5)
 
@@ -109,3 +110,19 @@ def test_an_early_stop_by_hand() -> None:
     assert found["stopped"].tolist() == [True, False, False, False, True, True]
     with pytest.raises(UserError, match="target_kl = 0: must be a positive number"):
         early_stop(pd.DataFrame(), 0.0)
+
+
+def test_a_fork_is_counted_from_its_first_own_iteration_on(tmp_path: Path, cli: Cli) -> None:
+    """The iterations before have another clip range and another anchor."""
+    origin = tiny_run(tmp_path, "model.warm_start_steps=3", "ppo.iterations=2", "checkpoints.every=1")
+    forked = fork(origin, tmp_path, 1, "ppo.objective.clip_range=0.01", "ppo.ratio_anchor=old")
+    visits = len(reader.read_updates(forked, iterations=[1]))
+    assert f"token visits {visits:,} in " in cli.done("analyse", "clipping", forked)
+    assert f"token visits {len(reader.read_updates(origin)):,} in " in cli.done("analyse", "clipping", origin)
+    with pytest.raises(UserError, match="iteration 0 is of the run that was forked"):
+        clip_tables(forked, iterations=[1, 0])
+    words = ("analyse", "tokenization", forked, "--boundary", "leading", "--iteration")
+    assert "\nclip band\n" in cli.done(*words, "1")
+    copied = cli.done(*words, "0")
+    assert "\nclip band: not counted, iteration 0 is of the run that was forked\n" in copied
+    assert "\nclip band\n" not in copied

@@ -15,7 +15,7 @@ from ppo_repro.config.algorithm import ClipObjective, NoValue, clip_band
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
-from ppo_repro.records.manifest import has_responses
+from ppo_repro.records.manifest import require_responses
 
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
@@ -59,8 +59,7 @@ class IterationRows:
 
 def recorded_config(run_dir: Path | str) -> RunConfig:
     """Return the configuration of a recorded language run. Raises UserError if there is none."""
-    if not has_responses(reader.open_manifest(run_dir, allow_incomplete=True)):
-        raise UserError(f"{run_dir}: is a control run; the clip analyses read runs on language models")
+    require_responses(run_dir, reader.open_manifest(run_dir, allow_incomplete=True))
     return load_recorded_config(run_dir)
 
 

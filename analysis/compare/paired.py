@@ -23,7 +23,7 @@ from ppo_repro.analysis.stats.clusters import ratio_of_sums, segment_sums
 from ppo_repro.analysis.stats.significance import Floats
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.records.manifest import Manifest, has_responses
+from ppo_repro.records.manifest import Manifest, require_responses
 from ppo_repro.statistics.bits import unequal_bits
 
 COLUMNS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
@@ -58,13 +58,12 @@ def paired_responses(
         pair that diverged; unequal: tokens whose log-probs differ in any bit, 0 for a pair that diverged.
 
     Raises:
-        UserError: another column, control runs, damaged records, or, without `iterations`, different numbers of
-            iterations.
+        UserError: another column, runs without responses, damaged records, or, without `iterations`, different
+            numbers of iterations.
     """
     if column not in COLUMNS:
         raise UserError(f"column = {column!r}: must be {', '.join(COLUMNS)}")
-    if not has_responses(manifests(run_a, run_b)[0]):
-        raise UserError(f"{run_a}: a run on an environment has no tokens; use `ppo-repro diff`")
+    require_responses(run_a, manifests(run_a, run_b)[0])
     selected, others = (chosen_iterations(run, iterations) for run in (run_a, run_b))
     if len(selected) != len(others):
         raise UserError(

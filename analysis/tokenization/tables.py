@@ -19,14 +19,13 @@ from ppo_repro.analysis.tokenization.retokenize import AUDIT_COLUMNS, drift_summ
 from ppo_repro.analysis.tokenization.summary import summary_table
 from ppo_repro.analysis.tokenization.tokenizer import RecordedTokenizer, recorded_tokenizer
 from ppo_repro.analysis.tokenization.words import BOUNDARIES, Boundary
-from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.config.algorithm import clip_band
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
-from ppo_repro.records.manifest import has_responses
+from ppo_repro.records.manifest import require_responses
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class TokenizationTables:
 def iteration_tables(run_dir: Path | str, iteration: int, *, boundary: Boundary) -> TokenizationTables:
     """Return all tables of one iteration of a language run. Raises UserError on missing or damaged records."""
     recorded = reader.open_manifest(run_dir)
-    if not has_responses(recorded):
-        raise UserError(f"{run_dir}: a run on an environment has no tokens of text; give a run of a language model")
+    require_responses(run_dir, recorded)
     config = load_recorded_config(run_dir)
     tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKEN_COLUMNS)
     sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=SEQUENCE_COLUMNS)

@@ -79,7 +79,7 @@ class Head(BaseModel, extra="forbid", strict=True, frozen=True):
 
     schema_version: int
     manifest_version: int = VERSION
-    kind: Kind = LANGUAGE  # which tables there are: of responses and tokens, or of episodes and their steps
+    kind: Kind = LANGUAGE  # which tables there are
     status: Status
     config_digest: str
     inputs: dict[str, str]  # SHA-256 of copies by name below the run folder, of other inputs by FIELD/FILE
@@ -127,8 +127,17 @@ def side_tables_of(head: Head) -> tuple[schema.Table, ...]:
 
 
 def has_responses(head: Head) -> bool:
-    """Return whether the sequences are responses of a language model; otherwise they are steps in an environment."""
+    """Return whether the run recorded responses; control runs record episodes, DPO runs preference pairs."""
     return head.kind == LANGUAGE
+
+
+def require_responses(run_dir: Path | str, head: Head) -> None:
+    """Raise UserError unless the run recorded responses."""
+    if not has_responses(head):
+        kind = "DPO" if head.kind == DPO else head.kind
+        raise UserError(
+            f"{run_dir}: is a {kind} run, which records no responses; give a run of PPO on a language model"
+        )
 
 
 def table_path(run_dir: Path, table_name: str, iteration: int | None) -> Path:

@@ -24,7 +24,7 @@ from ppo_repro.records import manifest, reader
 from ppo_repro.tasks.problems import arithmetic
 from ppo_repro.tasks.templates import encoder
 from ppo_repro.tasks.tokenizer import character_tokenizer
-from tests.support.cli import Cli, sets
+from tests.support.cli import Cli, one_line, sets
 from tests.support.json_lines import write_lines
 from tests.support.paths import TINY
 from tests.support.runs import run_below
@@ -73,6 +73,18 @@ def test_a_dpo_run_is_shown_verified_rerun_and_reported(finished: Path, cli: Cli
     assert "own" in page
     drawn = {metric.title for metric in KINDS["dpo"].by_step} | {"Margin of training pairs"}
     assert drawn <= set(re.findall("<h3>(.*?)</h3>", page))
+
+
+@pytest.mark.parametrize("words", ["clipping", "compare --seed 0", "tokenization --boundary leading"])
+def test_an_analysis_of_responses_says_which_kind_of_run_has_none(
+    words: str, finished: Path, control_run: Path, cli: Cli
+) -> None:
+    for run, kind in ((finished, "DPO"), (control_run, "control")):
+        code, _, err = cli("analyse", *words.split(), *[run] * (1 + words.startswith("compare")))
+        assert (code, one_line(err)) == (
+            2,
+            f"error: {run}: is a {kind} run, which records no responses; give a run of PPO on a language model",
+        )
 
 
 def test_an_interrupted_dpo_run_goes_on_to_the_same_fingerprint(

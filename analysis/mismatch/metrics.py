@@ -126,7 +126,7 @@ def update_table(sums: Sums) -> pd.DataFrame:
     seq = sums.sequences
     some = seq[seq["finite"] > 0]
     n = some["finite"].to_numpy()
-    whole = seq[(seq["finite"] == seq["length"])]
+    whole = seq[seq["finite"] == seq["length"]]
     log_rho = -whole["k1"].to_numpy()
     with np.errstate(over="ignore"):
         x_seq = np.expm1(log_rho)
@@ -158,7 +158,7 @@ def update_table(sums: Sums) -> pd.DataFrame:
     by_response = {
         "chi2_seq": chi2_seq,
         "ess_seq": ess_seq,
-        "frac_diverged": clusters.mean(seq["diverged"].to_numpy(float))[0],
+        "frac_diverged": clusters.mean(whole["diverged"].to_numpy(float))[0],
     }
     rows += [(metric, "seq", value, math.nan) for metric, value in by_response.items()]
     counts = {

@@ -77,6 +77,7 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
     assert (found["n_nonfinite", "count"], found["n_incomplete_sequences", "count"]) == (2, 2)
     assert found["abs_mean", "token_mean"] == 0.25
     assert found["log_ppl_abs_diff", "seq_mean"] == 0.0, "of responses only the one without a gap"
+    assert found["frac_diverged", "seq"] == 0.0, "the same"
     far = measured(chunk([-1e4, -1.0], [-1.0, -1.0]))
     assert far["rho_max", "token"] == far["rho_mean", "token_mean"] == math.inf
     assert math.isnan(far["ess_frac", "token"])

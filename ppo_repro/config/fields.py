@@ -38,7 +38,8 @@ class Field:
 class Group:
     """The fields of one section, or of one kind of a section with several kinds."""
 
-    path: str  # as after --set; empty for the top level of a file for `run`
+    file: str  # the kind of file that has it: run, control or dpo
+    path: str  # as after --set; empty for the top level of the file
     kind: str  # `kind: clip`; empty for a section with one kind
     meaning: str
     fields: tuple[Field, ...]
@@ -47,24 +48,24 @@ class Group:
 def groups(sections: Sequence[str] = ()) -> list[Group]:
     """Return the groups of these sections and of all sections below them; without `sections` all groups.
 
-    Raises UserError for an unknown section.
+    `run`, `control` and `dpo` name all groups of one kind of file. Raises UserError for an unknown section.
     """
     every = [
-        *_groups(RunConfig, "", "A file for PPO on a language model."),
-        *_groups(ControlConfig, "control", "A file for PPO on a Gymnasium environment."),
-        *_groups(DPOConfig, "dpo", "A file for DPO on the responses of a recorded run."),
+        *_groups(RunConfig, "run", "", "A file for PPO on a language model."),
+        *_groups(ControlConfig, "control", "", "A file for PPO on a Gymnasium environment."),
+        *_groups(DPOConfig, "dpo", "", "A file for DPO on the responses of a recorded run."),
     ]
     found = []
     for section in sections:
-        below = [group for group in every if group.path == section or group.path.startswith(f"{section}.")]
+        below = [g for g in every if section in (g.file, g.path) or g.path.startswith(f"{section}.")]
         if not below:
-            paths = list(dict.fromkeys(group.path for group in every if group.path))
-            raise UserError(f"fields {section}: must be one of {', '.join(paths)}{did_you_mean(section, paths)}")
+            names = list(dict.fromkeys(group.path or group.file for group in every))
+            raise UserError(f"fields {section}: must be one of {', '.join(names)}{did_you_mean(section, names)}")
         found += [group for group in below if group not in found]
     return found if sections else every
 
 
-def _groups(model: type[BaseModel], path: str, meaning: str) -> Iterator[Group]:
+def _groups(model: type[BaseModel], file: str, path: str, meaning: str) -> Iterator[Group]:
     """Yield the group of a section if it has a value, then the groups of the sections in it."""
     kind, fields = "", []
     for name, info in model.model_fields.items():
@@ -75,11 +76,11 @@ def _groups(model: type[BaseModel], path: str, meaning: str) -> Iterator[Group]:
             default = "" if value is PydanticUndefined else describe_value(value)
             fields.append(Field(name, _allowed(info.annotation, info.metadata), default, str(info.description)))
     if fields or kind:
-        yield Group(path, kind, meaning, tuple(fields))
+        yield Group(file, path, kind, meaning, tuple(fields))
     for name, info in model.model_fields.items():
         for section in sections_of(info.annotation):
             first_paragraph = (section.__doc__ or "").split("\n\n")[0].strip()
-            yield from _groups(section, f"{path}.{name}".lstrip("."), first_paragraph)
+            yield from _groups(section, file, f"{path}.{name}".lstrip("."), first_paragraph)
 
 
 def _holds_value(field: FieldInfo) -> bool:
@@ -116,7 +117,8 @@ def text(sections: Sequence[str] = ()) -> list[str]:
     """Return the lines that `ppo-repro fields` prints."""
     lines: list[str] = []
     for group in groups(sections):
-        lines += ["", ", ".join(filter(None, (group.path or "run", group.kind))), f"  {group.meaning}"]
+        file = f"in a {group.file} file" if group.path and group.file != "run" else ""
+        lines += ["", ", ".join(filter(None, (group.path or group.file, group.kind, file))), f"  {group.meaning}"]
         for field in group.fields:
             default = f"default {field.default}" if field.default else "must be given"
             lines += [f"  {field.name}: {field.allowed}; {default}", f"      {field.meaning}"]

@@ -20,11 +20,11 @@ from ppo_repro.testing.audit.case import Case
 from ppo_repro.testing.audit.forward import Progress
 from ppo_repro.testing.audit.measure import (
     ALIKE,
+    FAR,
     FEW,
     FORMATS_APART,
     HALF,
     MOST,
-    RIGHT,
     correlation,
     explains,
     likeness,
@@ -106,7 +106,7 @@ def _level(case: Case, what: str, level: Sequence[tuple[Variant, ...]]) -> tuple
     """
     screened = _screened(case, what, level)
     rounding = (case.scale * rms(case.rounding(row, case.few)) for row in case.rows if _is_half(row))
-    limit = NEAR * max(RIGHT * case.tolerance, *rounding)
+    limit = NEAR * max(FAR * case.tolerance, *rounding)
     passing = [steps for left, steps in screened if left <= limit]
     tried = []
     for some in passing[:ON_ALL] or [steps for _, steps in screened[:WORST]]:

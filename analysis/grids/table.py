@@ -48,7 +48,7 @@ def interval(values: pd.Series, form: str = "{:.3f}") -> str:
 
 
 def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
-    """Return one row per setting, with every cell as text."""
+    """Return one row per setting: its numbers of seeds and fingerprints, and its measures as text."""
     axes = ", ".join(name.rpartition(".")[2] for name in axes_of(cells))
     table = []
     for point, group in cells.groupby("point", sort=False):

@@ -1,9 +1,9 @@
 """Judge each side against the unmodified model in float64, and search the cause of wrong log-probs.
 
-A side is right if its rms distance is at most 10 times the distance of stock float32 on the same tokens, and no token
-is far off. Otherwise every cause (`table`) predicts numbers. A cause is named only if the remaining error is
-rounding: of float32, or of the 16-bit format of the computation or of the file. Else the verdict is `unknown`, with
-facts about the numbers.
+A side is right if its rms distance is at most 10 times the distance of stock float32, and no token is far off. Stock
+float32 is measured on the first responses, up to 2,048 tokens. If a side is wrong, every cause (`table`) predicts
+numbers. A cause is named only if the remaining error is rounding: of float32, or of the 16-bit format of the
+computation or of the file. Else the verdict is `unknown`, with facts about the numbers.
 """
 
 from __future__ import annotations

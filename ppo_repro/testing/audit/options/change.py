@@ -45,7 +45,7 @@ class Change:
 
     @property
     def field(self) -> str:
-        """Return the path with dots, as in `rope_scaling.factor`."""
+        """Return the path with dots, as in `rope_parameters.factor`."""
         return ".".join(self.path)
 
     @property

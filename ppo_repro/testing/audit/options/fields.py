@@ -18,7 +18,7 @@ from ppo_repro.testing.audit.options.option import Option
 # fields of training, of tokens and of what is returned: no log-prob depends on them
 _OTHER_FIELDS = re.compile(
     r"dropout|pdrop|initializ|init_|token_id|^output_|^return_|^use_cache$|^_|aux_loss|jitter|^dtype$|vocab_size|"
-    r"is_encoder_decoder|max_position_embeddings|problem_type|label|^n?um_hidden_layers$|^n_layer$"
+    r"is_encoder_decoder|max_position_embeddings|problem_type|label|^num_hidden_layers$|^n_layer$"
 )
 _USUAL: Mapping[str, Sequence[float]] = {  # of fields that end so; 0 and 1 say nothing there
     "eps": (1e-5, 1e-6, 1e-8, 1e-12),

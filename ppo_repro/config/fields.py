@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -137,6 +137,15 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         if _holds_value(field):
             paths[f"{prefix}{name}"] = None
     yield from paths
+
+
+def types_of_fields(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and each type of every field in a section and in all sections below it, as they are declared."""
+    for name, hint in get_type_hints(model, include_extras=True).items():
+        if name in model.model_fields:
+            yield from ((name, declared) for declared in (hint, *get_args(hint)))
+        for section in sections_of(hint):
+            yield from types_of_fields(section)
 
 
 def sections_of(annotation: Any) -> tuple[type[BaseModel], ...]:

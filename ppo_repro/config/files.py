@@ -13,9 +13,10 @@ from ppo_repro.base.errors import Mistakes, UserError
 from ppo_repro.base.latest import LATEST, run_named
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.fields import types_of_fields
 from ppo_repro.config.mistakes import mistakes
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import Section
+from ppo_repro.config.section import Foreign, PathText, ProgramText, Section
 from ppo_repro.config.yaml_text import parse_yaml, read_yaml, write_yaml
 
 Kind = Literal["language", "control", "dpo"]
@@ -26,6 +27,11 @@ DPO: Final = "dpo"  # DPO on preference pairs
 Model = TypeVar("Model", bound=BaseModel)
 MODELS: dict[Kind, type[RunConfig | ControlConfig | DPOConfig]]
 MODELS = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
+# the names of fields, because a tree is searched before anything in it is checked: a name has one type in all sections
+_TYPES = [pair for model in MODELS.values() for pair in types_of_fields(model)]
+PATHS, PROGRAMS, FOREIGN = (
+    frozenset(name for name, declared in _TYPES if declared == wanted) for wanted in (PathText, ProgramText, Foreign)
+)
 # of each kind of file a field that no other kind has
 GRID: Final = "grid"
 KIND_OF_FIELD = {"rollout": LANGUAGE, "environment": CONTROL, "dpo": DPO, "axes": GRID, "base": GRID}
@@ -108,21 +114,26 @@ def installed(name: str) -> Path:
     return inside if inside.exists() else _PACKAGE.parent / "experiments" / name
 
 
-def path_fields(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield for every path in a parsed configuration its dotted field, its section, and its name in the section."""
+def path_fields(tree: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield for every path of an input in a parsed configuration its dotted field, its section, and its name there."""
+    return _texts(tree, PATHS)
+
+
+def _texts(tree: Any, names: frozenset[str], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield dotted field, section and name of every path in a field with one of these names."""
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for name, value in children:
-        # an interpreter without a slash is looked up on PATH
-        is_path = name in ("path", "eval_path", "pairs", "run") or (name == "python" and "/" in str(value))
-        if is_path and isinstance(value, str) and value and "://" not in value:
+        if name in names and isinstance(value, str) and value and "://" not in value:
             yield f"{prefix}{name}", tree, name
-        elif name not in ("settings", "parameters", "template_arguments"):  # of a library, a function, a template
-            yield from path_fields(value, f"{prefix}{name}.")
+        elif name not in FOREIGN:
+            yield from _texts(value, names, f"{prefix}{name}.")
 
 
 def from_folder(tree: Any, folder: Path) -> None:
     """Make the relative paths in a parsed configuration start at `folder`; `run: latest` is the newest run here."""
-    for _, section, name in path_fields(tree):
+    for _, section, name in _texts(tree, PATHS | PROGRAMS):
+        if name in PROGRAMS and "/" not in section[name]:
+            continue
         is_latest = name == "run" and section[name] == LATEST
         section[name] = os.path.abspath(folder / (Path.cwd() / run_named(LATEST) if is_latest else section[name]))
 

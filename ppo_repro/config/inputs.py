@@ -13,7 +13,6 @@ from ppo_repro.base.files import file_digest
 from ppo_repro.config.files import path_fields
 from ppo_repro.config.section import Experiment, short_digest, sorted_json
 
-INTERPRETER = "rollout.engine.python"  # a program, and no input
 INPUTS_FOLDER = "inputs"  # of a run folder
 LARGEST_COPY = 64_000_000  # bytes
 
@@ -32,8 +31,6 @@ def gather(config: Experiment) -> Inputs:
     tree, copies = config.model_dump(mode="json"), _Copies()
     staying: dict[str, str] = {}
     for field, section, name in path_fields(tree):
-        if field == INTERPRETER:
-            continue
         file, function = file_of(section[name])
         if not file.is_file():
             staying |= {f"{field}/{path.name}": digest_of(path) for path in decisive(file)}

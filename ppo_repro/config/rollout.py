@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.section import Called, Count, Index, Many, PathText, Positive, Section
+from ppo_repro.config.section import Called, Count, Index, Many, Positive, ProgramText, Section
 
 # logits divided by it stay numbers of float32
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
@@ -43,7 +43,7 @@ class SGLangServers(Section):
         "deterministic", description="This package's plugin computes inside SGLang, or SGLang as it comes."
     )
     urls: Many[ServerUrl] = Field((), description="Running servers, http://HOST:PORT; [] to start them here.")
-    python: PathText | None = Field(None, description="Interpreter of SGLang's environment; null: this one.")
+    python: ProgramText | None = Field(None, description="Interpreter of SGLang's environment; null: this one.")
     servers: Count = Field(1, description="Servers to start; in deterministic numerics it changes no bit.")
     arguments: Many[str] = Field((), description="More arguments of sglang.launch_server for started servers.")
     timeout_s: Count = Field(600, description="Longest wait for a server to start, or to answer one request, seconds.")

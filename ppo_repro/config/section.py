@@ -49,7 +49,10 @@ def _known_device(name: str) -> str:
 
 
 Device = Annotated[str, AfterValidator(_known_device)]
+# a file or folder that a run reads: where it is copied, digested or brought to another machine is decided by this type
 PathText = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
+ProgramText = Annotated[PathText, "a program, looked up on PATH if it has no slash, and no input"]
+Foreign = dict[str, JsonValue]  # for a library, a function or a template: a path in it is not the package's
 
 
 class Section(BaseModel):
@@ -62,7 +65,7 @@ class Called(Section):
     """A function or class of your own, and its parameters."""
 
     path: PathText = Field(description="`FILE.py:NAME`.")
-    parameters: dict[str, JsonValue] = Field({}, description="Its further parameters, by name.")
+    parameters: Foreign = Field({}, description="Its further parameters, by name.")
 
 
 class CheckedFunction(Called):

@@ -16,6 +16,7 @@ from ppo_repro.config.section import (
     CheckedFunction,
     Count,
     Finite,
+    Foreign,
     Many,
     NonNegative,
     PathText,
@@ -238,7 +239,7 @@ class Templated(Section):
     """Fields for rendering prompts."""
 
     chat_template: bool = Field(False, description="Render prompts with the tokenizer's chat template.")
-    template_arguments: dict[str, JsonValue] = Field(
+    template_arguments: Foreign = Field(
         {}, description="What the template is given besides, such as enable_thinking or tools."
     )
     template_time: Moment | None = Field(
@@ -306,7 +307,7 @@ class ReasoningGymTask(TextTask):
 
     kind: Literal["reasoning_gym"] = Field(description="Generate the prompts with reasoning-gym, the extra [tasks].")
     dataset: Annotated[str, Field(min_length=1)] = Field(description="Name of the data set, such as chain_sum.")
-    settings: dict[str, JsonValue] = Field({}, description="Settings of the data set, `seed` too; {} for its own.")
+    settings: Foreign = Field({}, description="Settings of the data set, `seed` too; {} for its own.")
     size: Count = Field(description="Entries to generate; a question that repeats counts once.")
 
     @model_validator(mode="after")

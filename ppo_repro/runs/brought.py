@@ -25,7 +25,7 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import path_fields
-from ppo_repro.config.inputs import INTERPRETER, decisive, file_of
+from ppo_repro.config.inputs import decisive, file_of
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CHECKPOINTS_NAME, REFERENCE
@@ -40,10 +40,8 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 def files_of(tree: object) -> list[Path]:
     """Return every file that a run of a parsed configuration reads. Raises UserError if a recorded run lacks inputs."""
     found: list[Path] = []
-    for field, section, name in path_fields(tree):
+    for _, section, name in path_fields(tree):
         path, _ = file_of(section[name])
-        if field == INTERPRETER:
-            continue
         if path.is_file():
             found += [path, *(modules_beside(path) if path.suffix == ".py" else ())]
         elif (path / MANIFEST).is_file():
@@ -64,10 +62,9 @@ def _files_of_run(run_dir: Path) -> list[Path]:
 def moved(config: Config, there: There) -> Config:
     """Return the configuration with the paths of its files on this machine."""
     tree = config.model_dump(mode="json")
-    for field, section, name in path_fields(tree):
-        if field != INTERPRETER:
-            path, function = file_of(section[name])
-            section[name] = f"{there(path)}{function}"
+    for _, section, name in path_fields(tree):
+        path, function = file_of(section[name])
+        section[name] = f"{there(path)}{function}"
     changed: Config = type(config).model_validate(tree)  # type: ignore[assignment]
     return changed
 

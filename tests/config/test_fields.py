@@ -15,10 +15,19 @@ from pydantic import BaseModel, ValidationError
 from ppo_repro.base.errors import Mistakes, UserError
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.fields import field_paths, groups, sections_of
-from ppo_repro.config.files import MODELS, build_config, dump_yaml, path_fields, read_tree, set_field, validated
+from ppo_repro.config.fields import field_paths, groups, sections_of, types_of_fields
+from ppo_repro.config.files import (
+    MODELS,
+    build_config,
+    dump_yaml,
+    from_folder,
+    path_fields,
+    read_tree,
+    set_field,
+    validated,
+)
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import MAX_FLOAT, PathText
+from ppo_repro.config.section import MAX_FLOAT, PathText, ProgramText, Section
 from ppo_repro.config.yaml_text import parse_yaml
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 from tests.support.runs import small_config
@@ -39,19 +48,55 @@ def numbers(node: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def fields_and_paths(model: type[BaseModel]) -> Iterator[tuple[str, bool]]:
-    """The name of every field of a configuration, and whether its type is a path."""
+def fields_by_type(model: type[BaseModel]) -> Iterator[tuple[str, bool, bool]]:
+    """The name of every field of a configuration; whether its type is a path of an input, and whether a program."""
     for name, hint in get_type_hints(model, include_extras=True).items():
         if name in model.model_fields:
-            yield name, PathText in (hint, *get_args(hint))
+            yield name, *(wanted in (hint, *get_args(hint)) for wanted in (PathText, ProgramText))
             for section in sections_of(hint):
-                yield from fields_and_paths(section)
+                yield from fields_by_type(section)
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_exactly_the_fields_of_type_path_have_the_name_of_a_path(model: type[BaseModel]) -> None:
-    by_type = set(fields_and_paths(model))
-    assert by_type == {(name, bool(list(path_fields({name: "folder/file"})))) for name, _ in by_type}
+def test_a_name_has_the_type_of_a_path_in_every_section_or_in_none(model: type[BaseModel]) -> None:
+    by_type = set(fields_by_type(model))
+    assert len({name for name, *_ in by_type}) == len(by_type)
+    for name, is_input, is_program in by_type:
+        tree = {name: "folder/file"}
+        assert bool(list(path_fields(tree))) == is_input, name
+        from_folder(tree, Path("/above"))
+        assert (tree[name] == "/above/folder/file") == (is_input or is_program), name
+
+
+class Below(Section):
+    folder: PathText
+    words: str
+
+
+class Above(Section):
+    below: Below | None
+    many: tuple[Below, ...]
+    other: PathText | None
+    program: ProgramText
+
+
+def test_a_new_path_is_found_by_its_type_alone() -> None:
+    types = list(types_of_fields(Above))
+    assert [name for name, declared in types if declared == PathText] == ["folder", "folder", "other"]
+    assert [name for name, declared in types if declared == ProgramText] == ["program"]
+
+
+def test_a_path_in_the_arguments_of_a_library_stays_as_it_is() -> None:
+    written = {"task": {"path": "a", "template_arguments": {"path": "b"}}, "reward": [{"parameters": {"run": "c"}}]}
+    assert [field for field, *_ in path_fields(written)] == ["task.path"]
+
+
+def test_only_an_interpreter_with_a_slash_starts_at_the_folder() -> None:
+    for python, there in (("python3.12", "python3.12"), ("env/bin/python", "/above/env/bin/python")):
+        tree = {"rollout": {"engine": {"python": python}}}
+        from_folder(tree, Path("/above"))
+        assert tree["rollout"]["engine"]["python"] == there
+        assert list(path_fields(tree)) == []
 
 
 @given(

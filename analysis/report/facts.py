@@ -17,6 +17,7 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
+from ppo_repro.records.changes import change_lines, forked_from
 from ppo_repro.records.folder import (
     CONFIG_NAME,
     ENVIRONMENT_NAME,
@@ -27,7 +28,6 @@ from ppo_repro.records.folder import (
     read_card,
     read_note,
 )
-from ppo_repro.records.inputs import change_lines, forked_from
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.summary import is_judged

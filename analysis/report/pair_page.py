@@ -19,8 +19,8 @@ from ppo_repro.analysis.report.samples import card, evaluations, shortened
 from ppo_repro.analysis.report.several import OneRun, curve_sections, main_chart, read_run
 from ppo_repro.analysis.words import terms
 from ppo_repro.base.errors import UserError
+from ppo_repro.records.changes import shown
 from ppo_repro.records.diff import RUN, first_difference, setup_changes
-from ppo_repro.records.inputs import shown
 from ppo_repro.records.label import read_label
 from ppo_repro.records.settings import settings_of, setup_of
 from ppo_repro.runs.summary import change

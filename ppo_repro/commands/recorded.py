@@ -150,7 +150,7 @@ def _show(arguments: argparse.Namespace) -> int:
         status = state_of(run_dir, recorded.status)
         tell(f"{run_dir}: {status}, {len(recorded.iterations)} iterations\nfingerprint {recorded.fingerprint}")
         if recorded.origin is not None:
-            from ppo_repro.records.inputs import origin_lines
+            from ppo_repro.records.changes import origin_lines
 
             tell("\n".join(origin_lines(recorded.origin)))
         if label := read_label(run_dir).lines():
@@ -173,8 +173,8 @@ def _show(arguments: argparse.Namespace) -> int:
 def diff_command(arguments: argparse.Namespace) -> int:
     """Compare configurations and inputs of two recorded runs, then every bit; exit 1 at a different bit."""
     say(f"{arguments.a} beside {arguments.b}, bit by bit")
+    from ppo_repro.records.changes import change_lines
     from ppo_repro.records.diff import first_difference, setup_changes
-    from ppo_repro.records.inputs import change_lines
 
     changed = setup_changes(arguments.a, arguments.b)
     difference = first_difference(arguments.a, arguments.b)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ppo_repro.config.dpo import DPOConfig
     from ppo_repro.config.files import Kind
     from ppo_repro.config.run import RunConfig
-    from ppo_repro.records.inputs import Fork
+    from ppo_repro.runs.fork_plan import Fork
     from ppo_repro.runs.kind import RunKind
 
 Planned = TypeVar("Planned")
@@ -208,8 +208,8 @@ def _plan_fork(arguments: argparse.Namespace) -> Fork:
     """Plan a fork, and check what it would read and write."""
     from ppo_repro.base.files import require_new
     from ppo_repro.base.lock import require_no_writer
-    from ppo_repro.records.inputs import plan_fork
     from ppo_repro.runs.early import require_inputs
+    from ppo_repro.runs.fork_plan import plan_fork
 
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)
     config, first = plan.config, plan.origin.iteration

@@ -25,9 +25,9 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.cell import Executor, Order, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest, reader
+from ppo_repro.records.changes import change_lines, config_changes
 from ppo_repro.records.folder import read_environments
 from ppo_repro.records.grid import CELLS, GRID, RESULTS, axes_of
-from ppo_repro.records.inputs import change_lines, config_changes
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.run import NOTHING
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema
-from ppo_repro.records.inputs import changes
+from ppo_repro.records.changes import changes
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.settings import setup_of
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ppo_repro.config.files import MODELS, as_written
 from ppo_repro.config.yaml_text import read_yaml
+from ppo_repro.records.changes import flat
 from ppo_repro.records.folder import check_config
-from ppo_repro.records.inputs import flat
 from ppo_repro.records.manifest import Head
 
 WORDS = 3  # of a short label

@@ -29,7 +29,7 @@ from ppo_repro.config.inputs import decisive, file_of
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CHECKPOINTS_NAME, REFERENCE
-from ppo_repro.records.inputs import located_tree
+from ppo_repro.records.located import located_tree
 
 Config = TypeVar("Config", bound=RunConfig | ControlConfig | DPOConfig)
 There = Callable[[Path], Path]  # from a path on the first machine to the path on this one

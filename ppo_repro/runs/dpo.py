@@ -38,7 +38,7 @@ from ppo_repro.records import reader, schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.columns import Columns, pair_columns, rows_of, tables_at
 from ppo_repro.records.folder import CONFIG_NAME, FINAL, REFERENCE
-from ppo_repro.records.inputs import located_tree
+from ppo_repro.records.located import located_tree
 from ppo_repro.runs.checkpoint import Start, listed, parameter_bytes, save_model
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare, usable_device

@@ -15,11 +15,11 @@ from ppo_repro.base.files import SUMS_NAME, atomic_write
 from ppo_repro.config.inputs import gather, run_digest
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE, starts_of
-from ppo_repro.records.inputs import Fork
 from ppo_repro.records.label import UNLABELLED, Label
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.brought import brought, files_of, moved
 from ppo_repro.runs.checkpoint import Start, load_start, start_files
+from ppo_repro.runs.fork_plan import Fork
 from ppo_repro.runs.language import PROMPTS, LanguageKind
 from ppo_repro.runs.plan import require_memory
 from ppo_repro.runs.run import NOTHING, compute_new, writing

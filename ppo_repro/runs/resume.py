@@ -18,7 +18,7 @@ from ppo_repro.config.rollout import OwnEngine, SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import digests, folder, manifest, reader
 from ppo_repro.records.diff import Difference, first_final_difference, from_recorded
-from ppo_repro.records.inputs import located_tree
+from ppo_repro.records.located import located_tree
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.brought import brought, files_of, moved

@@ -21,7 +21,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.fields import sections_of, tag_of
 from ppo_repro.config.files import MODELS, build_config, read_tree, set_field
 from ppo_repro.config.section import DEFAULTS, Experiment, Section, beyond_defaults
-from ppo_repro.records.inputs import flat
+from ppo_repro.records.changes import flat
 from tests.support.paths import TINY
 
 BASE = read_tree(TINY)

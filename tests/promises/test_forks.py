@@ -13,7 +13,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference, setup_changes
 from ppo_repro.records.folder import load_recorded_config
-from ppo_repro.records.inputs import plan_fork
+from ppo_repro.runs.fork_plan import plan_fork
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from tests.support.cli import Cli

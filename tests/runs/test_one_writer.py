@@ -19,7 +19,7 @@ from ppo_repro.base.lock import only_writer
 from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest
-from ppo_repro.records.inputs import plan_fork
+from ppo_repro.runs.fork_plan import plan_fork
 from ppo_repro.runs.verify import verify
 from tests.support.cli import Cli, one_line, sets
 from tests.support.control import resume, run, small_control

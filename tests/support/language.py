@@ -9,10 +9,10 @@ from ppo_repro.base.clock import Clock
 from ppo_repro.base.watcher import Silent, Watcher
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records.inputs import plan_fork
 from ppo_repro.runs import fork as forks
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
+from ppo_repro.runs.fork_plan import plan_fork
 from ppo_repro.runs.language import LanguageKind
 from tests.support.paths import SMALL, TINY
 

@@ -16,7 +16,7 @@ from ppo_repro.models.folders import named_weights
 from ppo_repro.numerics.weights import copy_named
 from ppo_repro.records import reader
 from ppo_repro.records.folder import REFERENCE, checkpoints_of, load_recorded_config
-from ppo_repro.records.inputs import located_tree
+from ppo_repro.records.located import located_tree
 from ppo_repro.runs.checkpoint import load
 
 

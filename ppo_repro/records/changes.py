@@ -1,0 +1,50 @@
+"""Compare the configurations and inputs of two runs, field by field, and describe the differences as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ppo_repro.config.section import Experiment
+from ppo_repro.records.manifest import Origin
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the values of a parsed configuration by dotted field."""
+    children: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = {n: v for name, child in children for n, v in flat(child, f"{path}.{name}" if path else str(name)).items()}
+    return found or {path: value}
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return [before, after] of every entry in which two flat mappings differ; None stands for a missing entry."""
+    names = dict.fromkeys([*before, *after])
+    # by their text: 1, 1.0 and true are equal values
+    return {n: [before.get(n), after.get(n)] for n in names if repr(before.get(n)) != repr(after.get(n))}
+
+
+def config_changes(before: Experiment, after: Experiment) -> dict[str, list[Any]]:
+    """Return [before, after] of every field in which two configurations differ, by dotted path."""
+    return changes(*(flat(config.model_dump(mode="json")) for config in (before, after)))
+
+
+def change_lines(changed: Mapping[str, list[Any]]) -> list[str]:
+    """Return each change as text, with shortened digests."""
+    return [f"{name}: {shown(before)} -> {shown(after)}" for name, (before, after) in changed.items()]
+
+
+def shown(value: Any) -> str:
+    """Return a value as text; a digest is shortened."""
+    if value is None:
+        return "none"
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else str(value)
+
+
+def forked_from(origin: Origin, name: str) -> str:
+    """Return the origin of a fork as text; `name` is the origin's folder name."""
+    return f"{name} after iteration {origin.iteration}, fingerprint {origin.fingerprint[:12]}..."
+
+
+def origin_lines(origin: Origin) -> list[str]:
+    """Return the origin of a fork and its changed fields as lines of text."""
+    return [f"forked from {forked_from(origin, origin.run)}", *(f"  {line}" for line in change_lines(origin.changed))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -33,7 +34,7 @@ from ppo_repro.runs.run import (
     work_along,
     writing,
 )
-from ppo_repro.runs.verify import remove_unfinished, verify
+from ppo_repro.runs.verify import MODEL_FOLDER, Verified, verify
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,23 @@ def resume(
                 raise_with_repair(run_dir, error)
                 raise
     return resumed
+
+
+def remove_unfinished(run_dir: Path, recorded: Manifest, contents: Verified) -> None:
+    """Remove unfinished files of ended processes from a complete run, which lists all its files.
+
+    Raises UserError if that fails.
+    """
+    if contents.unfinished_line:
+        manifest.cut_log(run_dir, recorded.log_bytes)
+    try:
+        for name in contents.unfinished:
+            (run_dir / name).unlink(missing_ok=True)  # a manifest.json.tmp has become manifest.json
+        for models in (run_dir / folder.CHECKPOINTS_NAME).glob("*/"):
+            if re.fullmatch(MODEL_FOLDER, models.relative_to(run_dir).as_posix()) and not any(models.iterdir()):
+                models.rmdir()
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot be cleared ({error.strerror}); make the run folder writable") from error
 
 
 def _to_resume(

@@ -14,7 +14,6 @@ from ppo_repro.records.folder import (
     ACCURACY_NAME,
     CARD_NAME,
     CHECKPOINT,
-    CHECKPOINTS_NAME,
     ENGINE_NAME,
     REPORT_NAME,
     SERVERS_NAME,
@@ -25,14 +24,14 @@ from ppo_repro.records.label import LABEL_NAME
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.summary import not_promised
 
-_MODELS = r"checkpoints/(reference|final|value_model|base|adapter|reward_model|unequal)(\.tmp|\.removed)?"
+MODEL_FOLDER = r"checkpoints/(reference|final|value_model|base|adapter|reward_model|unequal)(\.tmp|\.removed)?"
 # what a process writes before the manifest lists it; a file with another name belongs to the user
 _UNFINISHED = re.compile(
     r"(manifest\.json|iterations\.jsonl|label\.json|report\.html)\.tmp"
     rf"|({'|'.join(map(re.escape, (ACCURACY_NAME, CARD_NAME, TIMES_NAME)))}|resumed-\d{{3,}}\.json)(\.tmp)?"
     r"|records/\w+/(preparation|iteration=\d{6,})\.parquet(\.tmp)?"
     r"|checkpoints/(iteration-\d{6,}|final_state)\.safetensors(\.tmp)?"
-    rf"|{_MODELS}/.+"
+    rf"|{MODEL_FOLDER}/.+"
 )
 
 
@@ -109,20 +108,3 @@ def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
         uncovered=tuple(uncovered),
         not_promised=tuple(not_promised(load_recorded_config(run_dir))) if recorded.kind == LANGUAGE else (),
     )
-
-
-def remove_unfinished(run_dir: Path, recorded: Manifest, contents: Verified) -> None:
-    """Remove what ended processes had begun to write; `recorded` lists all files that stay.
-
-    Raises UserError if that fails.
-    """
-    if contents.unfinished_line:
-        manifest.cut_log(run_dir, recorded.log_bytes)
-    try:
-        for name in contents.unfinished:
-            (run_dir / name).unlink(missing_ok=True)  # a manifest.json.tmp has become manifest.json
-        for folder in (run_dir / CHECKPOINTS_NAME).glob("*/"):
-            if re.fullmatch(_MODELS, folder.relative_to(run_dir).as_posix()) and not any(folder.iterdir()):
-                folder.rmdir()
-    except OSError as error:
-        raise UserError(f"{run_dir}: cannot be cleared ({error.strerror}); make the run folder writable") from error

@@ -16,7 +16,8 @@ from ppo_repro.records import manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import NOTHING, Checkpoint
-from ppo_repro.runs.verify import remove_unfinished, verify
+from ppo_repro.runs.resume import remove_unfinished
+from ppo_repro.runs.verify import verify
 from tests.support import synthetic_run
 from tests.support.disk import Disk, State, recorded
 

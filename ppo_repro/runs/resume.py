@@ -106,7 +106,7 @@ def resume(
 
 
 def remove_unfinished(run_dir: Path, recorded: Manifest, contents: Verified) -> None:
-    """Remove unfinished files of ended processes from a complete run, which lists all its files.
+    """Remove what ended processes had begun to write; `recorded` lists all files that stay.
 
     Raises UserError if that fails.
     """

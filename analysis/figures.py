@@ -177,14 +177,18 @@ def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axe
 def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
     """Draw the difference of each setting from the first one, paired by seed, with 95 % Student intervals.
 
-    `cells` is the frame of `outcomes`. Raises UserError if settings have different seeds.
+    `cells` is the frame of `outcomes`. The label of a row says if the difference is not finite. Raises UserError if
+    settings have different seeds.
     """
     against = str(cells["point"].iloc[0])
     compared = comparisons(cells, measure, against)
     (axes,) = [axes] if axes is not None else new_axes(8.0, 1.0 + 0.3 * len(compared))
     reach = np.abs(compared[["low", "high"]].to_numpy().T - compared["difference"].to_numpy())
-    axes.errorbar(compared["difference"], compared["point"], xerr=reach, fmt="o", capsize=3)
+    rows = range(len(compared))
+    axes.errorbar(compared["difference"], rows, xerr=reach, fmt="o", capsize=3)
     axes.axvline(0, color="0.4", linewidth=1)
+    names = compared["point"].where(compared["difference"].notna(), compared["point"] + " (not finite)")
+    axes.set_yticks(rows, names)
     axes.invert_yaxis()
     axes.set(title=f"{measure} minus that of {against}, 95 % intervals", xlabel="difference")
     return axes

@@ -20,7 +20,7 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from ppo_repro.analysis.grids.outcomes import MEASURES, outcomes
-from ppo_repro.analysis.stats.significance import holm, one_sample, t_interval, t_test
+from ppo_repro.analysis.stats.significance import Estimate, holm, one_sample, t_interval, t_test
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.records.grid import axes_of
@@ -41,10 +41,17 @@ SPREAD = "mean ± half of the 95 % Student interval"
 
 
 def interval(values: pd.Series, form: str = "{:.3f}") -> str:
-    """Return mean and half width of the 95 % Student interval as text; only the mean if the values do not vary."""
-    estimate = one_sample(values.to_numpy(np.float64))
+    """Return mean and half width of the 95 % Student interval as text; only the mean if the values do not vary.
+
+    Values that are not finite are counted and left out.
+    """
+    finite = values[np.isfinite(values)]
+    if finite.empty:
+        return "not finite"
+    estimate = one_sample(finite.to_numpy(np.float64))
     half = t_interval(estimate, 0.95)[1] - estimate.mean
-    return form.format(estimate.mean) + ("" if math.isnan(half) else f" ± {form.format(half)}")
+    text = form.format(estimate.mean) + ("" if math.isnan(half) else f" ± {form.format(half)}")
+    return text if len(finite) == len(values) else f"{text} ({len(values) - len(finite)} not finite)"
 
 
 def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
@@ -67,7 +74,8 @@ def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
     """Compare each setting with `against`, paired by seed.
 
     Columns: point, difference (mean), low and high (95 % Student interval), p (paired t-test), Holm (p corrected over
-    all settings). Raises UserError for an unknown setting, or if the settings have different seeds.
+    all settings). All are NaN for a setting with a difference that is not finite. Raises UserError for an unknown
+    setting, or if the settings have different seeds.
     """
     by_point = {str(point): group.set_index("seed")[measure] for point, group in cells.groupby("point", sort=False)}
     if against not in by_point:
@@ -78,7 +86,8 @@ def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
             continue
         if set(values.index) != set(by_point[against].index):
             raise UserError(f"{point} and {against} have different seeds; finish the grid with `ppo-repro grid`")
-        estimate = one_sample((values - by_point[against]).to_numpy(np.float64))
+        apart = (values - by_point[against]).to_numpy(np.float64)
+        estimate = one_sample(apart) if np.isfinite(apart).all() else Estimate(math.nan, math.nan, math.nan)
         low, high = t_interval(estimate, 0.95)
         compared.append({"point": point, "difference": estimate.mean, "low": low, "high": high, "p": t_test(estimate)})
     table = pd.DataFrame(compared)
@@ -121,8 +130,8 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
             {
                 "setting": compared["point"],
                 f"{measure} minus {measure} of {against}, 95 % interval": [
-                    f"{signed} [{signed}, {signed}]".format(row.difference, row.low, row.high)
-                    for row in compared.itertuples()
+                    "not finite" if math.isnan(mean) else f"{signed} [{signed}, {signed}]".format(mean, low, high)
+                    for mean, low, high in compared[["difference", "low", "high"]].to_numpy(np.float64)
                 ],
                 "p, paired t-test": [f"{p:.4f}" for p in compared["p"]],
                 "p, Holm": [f"{p:.4f}" for p in compared["Holm"]],

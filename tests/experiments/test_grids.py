@@ -14,6 +14,7 @@ from ppo_repro.analysis.grids.table import comparisons, rank_correlation, report
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli
+from tests.support.language import tiny_run
 
 
 def grid_of(values: dict[str, list[float]], **others: dict[str, list[float]]) -> pd.DataFrame:
@@ -103,3 +104,36 @@ def test_the_commands(grid: Path, tmp_path: Path, cli: Cli) -> None:
         assert "native" in said
     pd.read_parquet(grid / "cells.parquet").query("state == 'failed'").to_parquet(grid / "cells.parquet")
     assert "has no complete cell" in cli.refusal("analyse", "table", grid)
+
+
+def test_a_measure_that_a_setting_lacks_is_not_finite(deterministic_run: Path, tmp_path: Path, cli: Cli) -> None:
+    """A run without a value model has no explained variance, and one that clips sequences no clip floor of tokens."""
+    lacks = tiny_run(
+        tmp_path, "value={kind: none}", "advantages={kind: group}", "kl={placement: none}", "ppo.minibatch_size=5",
+        "rollout.samples_per_prompt=2", "ppo.objective={kind: sequence_clip, clip_range: 0.01}",
+    )  # fmt: skip
+    rows = [("has", deterministic_run), ("lacks", lacks), ("lacks too", lacks)]
+    table = pd.DataFrame(
+        {
+            "axis.value": [label for label, _ in rows], "seed": 7, "state": "complete", "fingerprint": "1",
+            "run_dir": [str(run) for _, run in rows], "final.eval_accuracy": 0.5,
+        }
+    )  # fmt: skip
+    for cells in (table, table[1:]):  # one setting has the measure, and none
+        cells.to_parquet(tmp_path / "cells.parquet")
+        for measure in ("explained", "floor"):
+            said = cli.done("analyse", "table", tmp_path, "--measure", measure)
+            assert "\n| lacks | 1 | not finite |" in said
+            assert "\n| lacks too | not finite | nan | nan |" in said
+            for kind in ("settings", "differences", "across"):
+                cli.done("analyse", "figure", kind, tmp_path / "f.svg", tmp_path, "--measure", measure)
+                drawn = " ".join(ElementTree.fromstring((tmp_path / "f.svg").read_text()).itertext())
+                assert kind == "across" or "lacks too (" in drawn
+
+
+def test_seeds_that_are_not_finite_are_counted_and_no_difference_is_made_up() -> None:
+    found = grid_of({"x": [0.0, 1.0, 2.0], "y": [1.0, math.nan, 3.0], "z": [1.0, 3.0, 3.0]})
+    said = report(found, "accuracy", "x")
+    assert "| y | 3 | 2.000 ± 12.706 (1 not finite) |" in said
+    assert "| y | not finite | nan | nan |" in said
+    assert "| z | +1.333 [" in said

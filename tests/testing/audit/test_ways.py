@@ -55,6 +55,13 @@ def test_a_default_system_turn_is_left_out_and_put_in() -> None:
     assert not {templates.NO_DEFAULT, templates.NO_SYSTEM} & none.keys()
 
 
+def test_a_template_is_parsed_into_the_texts_around_those_of_a_prompt() -> None:
+    of = tokenizer("{% if messages[0]['role'] != 'system' %}<s|Be kind.>{% endif %}" + TEMPLATE)
+    expected = templates.Template("<s|Be kind.><u|", "><a|", "<a|", "", "<u|", "<s|Be kind.>", "<s|", "><u|")
+    assert templates.parsed(of) == expected
+    assert templates.parsed(tokenizer("{{ messages | length }}")) is None
+
+
 def test_a_second_bos_token_has_its_own_words() -> None:
     model = small_model(qwen3_config(), 4)
     found = [ways.ways([response(ids, (3,))], Subject(model, {}, 7)) for ids in ((4, 5), (7, 4, 5))]

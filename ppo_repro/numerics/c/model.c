@@ -31,8 +31,8 @@ static void input_step(const Pass *pass, const Layer *l, const NormWeights *w, c
   }
 }
 
-// y = x + residual_scale (the result of attention or of the MLP, normed by `w`). Without norms after them, y is
-// the result, to which the last product has added x.
+// y = x + residual_scale (the result of attention or of the MLP, normed by `w`). Without norms after them, y
+// is the result, to which the last product has added x.
 static void result_step(const Pass *pass, const Layer *l, const NormWeights *w, const float *x,
                         const float *result, NormFactors factors, float *y, int number, int *not_finite) {
   const Model *m = pass->m;

@@ -16,7 +16,7 @@ INLINE const uint8_t *eligible_row(const uint8_t *eligible, int row, int v) {
   return eligible ? eligible + (long)row * v : NULL;
 }
 
-// -------------------------------------------------------------------------------------- what follows the head
+// ------------------------------------------------------------------------------------- what follows the head
 
 // definition: tokens.scale_logits
 ROW(scale_logits_row, LogitScale) {

@@ -6,9 +6,9 @@
 
 // -------------------------------------------------------------------------------------- gradient of a matrix
 
-// A thread's elements of a tile are fours: 16, or 8 where dy and x are integers. Part 0 is in registers, and the
-// other parts in memory of the thread block, parts [levels + 1][fours][256][4]: the fours of the 256 threads stand
-// side by side. `parts` is where the thread's first four are.
+// A thread's elements of a tile are fours: 16, or 8 where dy and x are integers. Part 0 is in registers, and
+// the other parts in memory of the thread block, parts [levels + 1][fours][256][4]: the fours of the 256
+// threads stand side by side. `parts` is where the thread's first four are.
 INLINE int fours_of(const int is_high) { return is_high ? 8 : 16; }
 
 INLINE long part_floats(const int is_high) { return 4L * GPU_THREADS * fours_of(is_high); }
@@ -43,8 +43,8 @@ INLINE void close_tile_slots(float y[][4], const int is_high, float *parts, int 
   }
 }
 
-// The thread's elements of dw that exist: element c of four q is at `at` in the arrays of partial sums. See own_row,
-// and machine.h for integers
+// The thread's elements of dw that exist: element c of four q is at `at` in the arrays of partial sums. See
+// own_row, and machine.h for integers
 #define EACH_ELEMENT(a, corner, is_high, ...)                                               \
   UNROLL                                                                                    \
   for (int q = 0; q < fours_of(is_high); q++)                                               \
@@ -59,7 +59,8 @@ INLINE void close_tile_slots(float y[][4], const int is_high, float *parts, int 
     }
 
 // The sums that earlier passes left, up to the first slot of this one
-INLINE void open_sums(const GradientArguments *a, Corner corner, const int is_high, float *parts, float y[][4]) {
+INLINE void open_sums(const GradientArguments *a, Corner corner, const int is_high, float *parts,
+                      float y[][4]) {
   const Sums *s = &a->sums;
   UNROLL
   for (int q = 0; q < fours_of(is_high); q++) y[q][0] = y[q][1] = y[q][2] = y[q][3] = 0.0f;
@@ -71,7 +72,8 @@ INLINE void open_sums(const GradientArguments *a, Corner corner, const int is_hi
 }
 
 // The sums for the next pass, or the gradient
-INLINE void store_sums(const GradientArguments *a, Corner corner, const int is_high, float *parts, float y[][4]) {
+INLINE void store_sums(const GradientArguments *a, Corner corner, const int is_high, float *parts,
+                       float y[][4]) {
   const Sums *s = &a->sums;
   if (is_whole(s)) {
     EACH_ELEMENT(a, corner, is_high, s->level[0][at] = four_at(parts, is_high, s->levels, q)[c];)
@@ -83,8 +85,8 @@ INLINE void store_sums(const GradientArguments *a, Corner corner, const int is_h
       EACH_ELEMENT(a, corner, is_high, s->level[level + 1][at] = four_at(parts, is_high, level, q)[c];)
 }
 
-// A thread block takes tile after tile of dw. For each one it loads the parts that an earlier backward pass left,
-// adds its blocks, and stores what is open. Rows of dy and x are terms here.
+// A thread block takes tile after tile of dw. For each one it loads the parts that an earlier backward pass
+// left, adds its blocks, and stores what is open. Rows of dy and x are terms here.
 KERNEL(weight_gradient_tiles, GradientArguments) {
   const TileForm f = {.high = 8};
   const int tiles_down = tiles_of(a->n, TILE);

@@ -1,14 +1,15 @@
 // Precision high on tensor cores: blocks of integers as ../integers.c says, their exact sums from products of
 // bytes. Tensor cores multiply bytes, so X + 4096 = 64 H + L, with H in 0..127 and L in 0..63:
 //
-//   sum of X W = 4096 HH' + 64 (HL' + LH') + LL' - offset(x) - offset(w),  offset(x) = 4096 sum X + terms 2^23
+//   sum of X W = 4096 HH' + 64 (HL' + LH') + LL' - offset(x) - offset(w)
+//   offset(x) = 4096 sum X + terms 2^23
 //
 // modulo 2^32: sums may wrap on the way, the result is below 2^31. Where a block has no term, H = L = 0. The
 // order of these sums is free, and the instruction's own.
 //
-// A thread block of 8 warps computes a tile of y, and a warp 16 high x 8 wide elements of it. Halves of blocks,
-// 64 terms, come by asynchronous copies: of each row one line of 128 bytes, 64 H and then 64 L. Chunk c of line
-// r, 16 bytes, is stored as chunk c ^ r % 8, so that load_matrices meets no bank twice.
+// A thread block of 8 warps computes a tile of y, and a warp 16 high x 8 wide elements of it. Halves of
+// blocks, 64 terms, come by asynchronous copies: of each row one line of 128 bytes, 64 H and then 64 L. Chunk
+// c of line r, 16 bytes, is stored as chunk c ^ r % 8, so that load_matrices meets no bank twice.
 #include "arguments.h"
 #include "machine.h"
 
@@ -19,7 +20,7 @@ enum {
   REFUSED_EXPONENT = 127 + 60        // 2^60, and infinity and NaN
 };
 
-// ------------------------------------------------------------------------------------ from numbers to integers
+// ---------------------------------------------------------------------------------- from numbers to integers
 
 // 16 threads turn one block of a row into integers. Thread l has the terms 64 half + 4 l + i in v[half][i].
 // definition: product.integers
@@ -87,8 +88,8 @@ KERNEL(split_rows, SplitArguments) {
   split_block(v, terms, &a->to, row, block);
 }
 
-// The columns of x [terms][ld]: a thread block has one block of 32 of them. In shared memory they are rotated, so
-// that neither rows nor columns meet a bank twice.
+// The columns of x [terms][ld]: a thread block has one block of 32 of them. In shared memory they are
+// rotated, so that neither rows nor columns meet a bank twice.
 KERNEL(split_columns, SplitArguments) {
   const int block = thread_block_x() % a->to.blocks;
   const int column = thread_block_x() / a->to.blocks * 32;
@@ -120,7 +121,7 @@ KERNEL(split_columns, SplitArguments) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------------ tiles
+// ----------------------------------------------------------------------------------------------------- tiles
 
 // The tile of y from row m0 and column n0 on, as one thread sees it
 typedef struct {
@@ -139,7 +140,8 @@ typedef struct {
   int stage;
 } Halves;
 
-INLINE IntegerTile integer_tile_at(const SplitMatrix *x, const SplitMatrix *w, int m0, int n0, const IntegerForm f) {
+INLINE IntegerTile integer_tile_at(const SplitMatrix *x, const SplitMatrix *w, int m0, int n0,
+                                   const IntegerForm f) {
   const int warp = thread_index() / 32;
   return (IntegerTile){x, w, m0, n0, warp / f.across * 16 * f.high, warp % f.across * 8 * f.wide};
 }
@@ -148,7 +150,8 @@ INLINE IntegerTile integer_tile_at(const SplitMatrix *x, const SplitMatrix *w, i
 INLINE void fetch_lines(const SplitMatrix *o, int first, const int count, int half, SHARED float *to) {
   const int row = thread_index() / 8;
   const int chunk = thread_index() % 8;
-  const unsigned char *from = o->lines + ((long)(first + row) * 2 * o->blocks + half) * LINE_BYTES + 16 * chunk;
+  const long line = (long)(first + row) * 2 * o->blocks + half;
+  const unsigned char *from = o->lines + line * LINE_BYTES + 16 * chunk;
   to += row * LINE_FLOATS + 4 * (chunk ^ row % 8);
   UNROLL
   for (int i = 0; i < count; i += GPU_THREADS / 8) {
@@ -189,7 +192,8 @@ INLINE Halves begin_integer_tile(const IntegerTile *t, int first, int after, con
   return h;
 }
 
-// The products of 32 terms, from chunk 2 k of the stage's lines on: sums[0] of HH', [1] of HL' and LH', [2] of LL'
+// The products of 32 terms, from chunk 2 k of the stage's lines on: sums[0] of HH', [1] of HL' and LH', [2]
+// of LL'
 INLINE void multiply_terms(const IntegerTile *t, SHARED const float *at, int k, const IntegerForm f,
                            uint32_t sums[3][MOST_FOURS][4]) {
   const int lane = thread_index() % 32;
@@ -240,8 +244,9 @@ INLINE void add_integer_block(const IntegerTile *t, Halves *h, const IntegerForm
     for (int k = 0; k < 2; k++) multiply_terms(t, at, k, f, sums);
   }
   const int lane = thread_index() % 32;
-  SHARED const float *x_scales = at + (rows + form_columns(f)) * LINE_FLOATS + 2 * (t->m + lane / 4);
-  SHARED const float *w_scales = at + (rows + form_columns(f)) * LINE_FLOATS + 2 * (rows + t->n + lane % 4 * 2);
+  SHARED const float *scales = at + (rows + form_columns(f)) * LINE_FLOATS;
+  SHARED const float *x_scales = scales + 2 * (t->m + lane / 4);
+  SHARED const float *w_scales = scales + 2 * (rows + t->n + lane % 4 * 2);
   UNROLL
   for (int q = 0; q < f.high * f.wide; q++)
     UNROLL
@@ -254,7 +259,7 @@ INLINE void add_integer_block(const IntegerTile *t, Halves *h, const IntegerForm
     }
 }
 
-// --------------------------------------------------------------------------------------------------- products
+// -------------------------------------------------------------------------------------------------- products
 
 // The thread's elements: n rows from the corner on, k columns
 INLINE Corner integer_corner(const IntegerTile *t) {
@@ -297,7 +302,8 @@ INLINE void integer_product(const IntegerProduct *a, const IntegerForm f) {
   for (int block = first; block < after; block++) {
     add_integer_block(&t, &h, f, y);
     if (!p->partial) continue;
-    EACH_INTEGER_ELEMENT(corner, f, p->rows, p->cols, p->partial[((long)block * p->rows + m) * p->cols + n] = y[q][c];)
+    float *partial = p->partial + (long)block * p->rows * p->cols;
+    EACH_INTEGER_ELEMENT(corner, f, p->rows, p->cols, partial[(long)m * p->cols + n] = y[q][c];)
     zero_fours(y, f.high * f.wide);
   }
   end_tile();
@@ -307,7 +313,7 @@ INLINE void integer_product(const IntegerProduct *a, const IntegerForm f) {
 KERNEL(integer_product_tall, IntegerProduct) { integer_product(a, TALL); }
 KERNEL(integer_product_flat, IntegerProduct) { integer_product(a, FLAT); }
 
-// ----------------------------------------------------------------------------------------- gradients of weights
+// -------------------------------------------------------------------------------------- gradients of weights
 
 // As `weight_gradient_tiles` in gradients.c
 KERNEL(integer_gradient_tiles, IntegerGradient) {

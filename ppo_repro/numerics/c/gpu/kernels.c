@@ -3,8 +3,8 @@
 //
 // "definition: rows.norm" in the files of row functions holds here too: they are one text for CPU and GPU.
 // Other sums than in the table of ../all.c:
-//   rule 1  chain in tiles.c, add_blocks in products.c, attend_queries in attention.c (scores and values); in high
-//           add_integer_block in integers.c
+//   rule 1  chain in tiles.c, add_blocks in products.c, attend_queries in attention.c (scores and values);
+//           in high add_integer_block in integers.c
 //   rule 2  close_tile_slots, column_block, close_element_slots and table_rows in gradients.c
 //   rule 3  exponentiate_scores in attention.c
 //   rule 4  attend_backward_keys in attention.c

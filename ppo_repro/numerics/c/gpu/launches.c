@@ -99,7 +99,8 @@ static void run_integer_product(ProductArguments a, SplitMatrix w) {
   IntegerProduct p = {.product = a, .x = split(memory, a.x, a.ldx, a.rows, a.terms, 0), .w = w};
   const IntegerForm f = a.rows <= 16 ? FLAT : TALL;
   Kernel *kernel = a.rows <= 16 ? integer_product_flat : integer_product_tall;
-  const ProductKernel with = {kernel, form_rows(f), form_columns(f), 4L * INTEGER_STAGES * integer_stage_floats(f)};
+  const long shared = 4L * INTEGER_STAGES * integer_stage_floats(f);
+  const ProductKernel with = {kernel, form_rows(f), form_columns(f), shared};
   run_product(with, &p.product);
 }
 
@@ -119,8 +120,10 @@ void linear(const Matrix *w, const float *x, int rows, const float *residual, fl
       .cols = w->n,
       .terms = w->k,
   };
-  if (w->precision == PRECISION_HIGH) run_integer_product(a, integers_in(w->panels, w->n, blocks_of_terms(w->k)));
-  else run_product(product_kernel(rows, w->transposed), &a);
+  if (w->precision == PRECISION_HIGH)
+    run_integer_product(a, integers_in(w->panels, w->n, blocks_of_terms(w->k)));
+  else
+    run_product(product_kernel(rows, w->transposed), &a);
 }
 
 static void linear_backward_input(const Matrix *w, const float *dy, int rows, float *dx) {

@@ -15,16 +15,17 @@
 //   copy16, copy4                start a copy from global to shared memory of 16 or 4 bytes, zeros after the
 //                                first `bytes`; commit_copies ends a group of copies, and wait_copies(n)
 //                                waits until only the last n groups of this thread are on their way
-//   load_matrices, multiply_bytes  what tensor cores read and compute, by the 32 threads of a warp together. A
-//                                warp multiplies 16 rows x 32 terms by 8 columns x 32 terms. Thread 4 g + t of
-//                                a warp, g of 0 to 7 and t of 0 to 3, has
+//   load_matrices, multiply_bytes
+//                                what tensor cores read and compute, by the 32 threads of a warp together. A
+//                                warp multiplies 16 rows x 32 terms by 8 columns x 32 terms. Thread 4 g + t
+//                                of a warp, g of 0 to 7 and t of 0 to 3, has
 //                                  a[0], a[1]  terms 4 t to 4 t + 3 of the rows g and g + 8, a byte each
 //                                  a[2], a[3]  the same rows, terms 16 + 4 t to 16 + 4 t + 3
 //                                  b[0], b[1]  the same terms of column g
 //                                  c[0], c[1]  row g, columns 2 t and 2 t + 1; c[2], c[3]: row g + 8
 //                                load_matrices reads 4 matrices of 8 lines of 16 bytes: thread 8 i + r says
-//                                where line r of matrix i is, and thread 4 g + t gets in m[i] the bytes 4 t to
-//                                4 t + 3 of line g. (PTX ISA, ldmatrix and mma.m16n8k32)
+//                                where line r of matrix i is, and thread 4 g + t gets in m[i] the bytes 4 t
+//                                to 4 t + 3 of line g. (PTX ISA, ldmatrix and mma.m16n8k32)
 #ifndef MACHINE_H
 #define MACHINE_H
 #include "../arithmetic.h"
@@ -94,7 +95,8 @@ INLINE void load_matrices(SHARED const float *line, uint32_t m[4]) {
 }
 // c += a b; sums wrap
 INLINE void multiply_bytes(uint32_t c[4], const uint32_t a[4], const uint32_t b[2]) {
-  __asm__("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  __asm__("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
           : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }

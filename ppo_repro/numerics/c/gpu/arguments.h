@@ -60,7 +60,7 @@ typedef struct {
 
 enum { LINE_BYTES = 128, INTEGER_STAGES = 3 };
 
-// Floats of memory of integers. `terms` is in one piece; pieces may also be given by start and length
+// Floats of memory for the integers of `rows` rows of `blocks` blocks
 INLINE long integer_floats(int rows, int blocks) {
   return (long)blocks * (2L * LINE_BYTES / 4 * rows + 2 * (rows + rows % 2));
 }

@@ -261,7 +261,7 @@ INLINE void add_integer_block(const IntegerTile *t, Halves *h, const IntegerForm
 
 // -------------------------------------------------------------------------------------------------- products
 
-// The thread's elements: n rows from the corner on, k columns
+// Where a thread's elements begin
 INLINE Corner integer_corner(const IntegerTile *t) {
   const int lane = thread_index() % 32;
   return (Corner){t->m0 + t->m + lane / 4, t->n0 + t->n + lane % 4 * 2};

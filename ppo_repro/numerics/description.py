@@ -81,16 +81,13 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
     """Raise UserError for the first setting of a model that the kernels do not support."""
     check_visibility(config, max_context)
     activation, function = activation_of(config)
+    known, otherwise = ", ".join(ACTIVATIONS), "choose another model or numerics.mode = native"
+    refuse(config, {activation: function not in ACTIVATIONS}, f"deterministic numerics know {known}; {otherwise}")
     refusals = {
-        activation: function not in ACTIVATIONS,
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
         "pretraining_tp": getattr(config, "pretraining_tp", 1) not in (None, 1),
     }
-    refuse(
-        config,
-        refusals,
-        "deterministic numerics do not support it; choose another model or numerics.mode = native",
-    )
+    refuse(config, refusals, f"deterministic numerics do not support it; {otherwise}")
 
 
 def _layer(names: Names, layer: Any, window: int, rope: dict[str, Any] | None, score_cap: float) -> LayerParts:

@@ -227,10 +227,11 @@ def check_visibility(config: PretrainedConfig, max_context: int) -> None:
     """
     check_ranges(vars(config), "model config")
     types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    known = {"full_attention"} | ({"sliding_attention"} if _windows(config) == "by layer_types" else set())
+    known = ["full_attention", *(["sliding_attention"] if _windows(config) == "by layer_types" else [])]
+    refuse(config, {"layer_types": not types <= set(known)}, f"each must be {' or '.join(known)}; choose another model")
+    is_missing = "sliding_attention" in types and config.sliding_window is None
+    refuse(config, {"sliding_window": is_missing}, "sliding_attention in layer_types needs a number; restore it")
     refusals = {
-        "layer_types": not types <= known,
-        "sliding_window": "sliding_attention" in types and config.sliding_window is None,
         "is_causal": not getattr(config, "is_causal", True),
         "use_bidirectional_attention": bool(getattr(config, "use_bidirectional_attention", False)),
         "add_cross_attention": bool(getattr(config, "add_cross_attention", False)),

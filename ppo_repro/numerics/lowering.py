@@ -41,10 +41,7 @@ def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:
     """
     trunk = trunk_of(model)
     if type(trunk) not in TRUNKS:
-        raise UserError(
-            f"model {type(model).__name__}: deterministic numerics do not know it; choose a {NAMES} model, or "
-            "numerics.mode = native"
-        )
+        raise UserError(f"model {type(model).__name__}: deterministic numerics do not know it; choose a {NAMES} model")
     check_config(model.config, lowered.max_context)
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,19 +17,20 @@ from torch import Tensor, nn
 from transformers import CohereConfig, CohereForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import lay_out
-from ppo_repro.models.networks import policy_logits
-from ppo_repro.numerics.families import FAMILIES, attention_of
+from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.numerics.families import FAMILIES, Family, Names, attention_of
 from ppo_repro.numerics.lowering import Lowered, lower
 from ppo_repro.numerics.network import network_of
 from ppo_repro.numerics.rotary import tables
 from ppo_repro.numerics.weights import weights_digest
 from tests.support.models import (
+    ARCHITECTURES,
     CLASSES,
     CONTEXT,
     EVERY_FAMILY,
     LLAMA3_ROPE,
+    MIXTURES,
     VARIANTS,
     WINDOWED,
     YARN_ROPE,
@@ -58,23 +63,55 @@ def stock_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
-def logits_error(architecture: str, mode: Mode, padding: str) -> float:
+def logits_error(source: PreTrainedModel, made: PreTrainedModel, padding: str) -> float:
     """Relative distance from the unmodified model in float64, each sequence alone under the masks it makes itself."""
     prompts, responses = ragged(6, 1, prompt=30)
-    source = copy.deepcopy(source_model(architecture)).double()
+    wide = copy.deepcopy(source).double()
     with torch.no_grad():
-        got = policy_logits(policy(architecture, mode), lay_out(prompts, responses, padding))
+        got = policy_logits(made, lay_out(prompts, responses, padding))
     expected = torch.cat(
-        [stock_logits(source, [*p, *r[:-1]])[len(p) - 1 :] for p, r in zip(prompts, responses, strict=True)]
+        [stock_logits(wide, [*p, *r[:-1]])[len(p) - 1 :] for p, r in zip(prompts, responses, strict=True)]
     )
     return float((got.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("architecture", [*EVERY_FAMILY, *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS)])
 def test_logits_are_those_of_the_unmodified_model(architecture: str) -> None:
-    errors = {p: logits_error(architecture, "native", p) for p in ("right", "left", "none")}
-    errors["deterministic"] = logits_error(architecture, "deterministic", "right")
+    source = source_model(architecture)
+    errors = {p: logits_error(source, policy(architecture, "native"), p) for p in ("right", "left", "none")}
+    errors["deterministic"] = logits_error(source, policy(architecture, "deterministic"), "right")
     assert not {where: e for where, e in errors.items() if not 0 < e < TOLERANCE}
+
+
+def wrong_rows() -> Iterator[Any]:
+    """Every row of `FAMILIES` with one field as Llama has it, and rows with norms at other places."""
+    others = ("name", "names", "mixture", "learned_positions", "gated")  # which weights there are
+    computing = {field.name: field.default for field in dataclasses.fields(Family) if field.name not in others}
+    for kind, row in FAMILIES.items():
+        for name, default in computing.items():
+            if getattr(row, name) != default:
+                yield pytest.param(kind, replace(row, **{name: default}), id=f"{kind}: {name}")
+    before = Names(norm1="post_attention_layernorm", norm2="post_feedforward_layernorm")
+    yield pytest.param("olmo2", replace(FAMILIES["olmo2"], names=before), id="olmo2: norms before")
+    for kind in ("gemma2", "gemma3_text"):
+        names = FAMILIES[kind].names
+        turned = names._replace(norm1_after=names.norm2, norm2=names.norm1_after)
+        yield pytest.param(kind, replace(FAMILIES[kind], names=turned), id=f"{kind}: norms exchanged")
+
+
+@pytest.mark.parametrize(("kind", "row"), [*wrong_rows()])
+def test_a_wrong_row_of_the_table_is_seen(kind: str, row: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: a small model of the family has other logits, or is refused."""
+    sources = [source_model(a) for a in (*ARCHITECTURES, *MIXTURES, *VARIANTS) if re.split("[ ,]", a)[0] == kind]
+    monkeypatch.setitem(FAMILIES, kind, row)
+
+    def error(source: PreTrainedModel) -> float:
+        try:
+            return logits_error(source, make_policy(copy.deepcopy(source), "deterministic", CONTEXT), "right")
+        except (UserError, AttributeError, KeyError):
+            return math.inf
+
+    assert max(map(error, sources)) > 1000 * TOLERANCE
 
 
 @pytest.mark.parametrize("architecture", EVERY_FAMILY)

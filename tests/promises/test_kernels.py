@@ -135,6 +135,7 @@ ROTATING = {d: [part for part in (0.25, 0.5, 1.0) if d * part % 2 == 0] for d in
 def trunks(draw: st.DrawFn) -> PreTrainedModel:
     """A trunk of any family with odd widths, one or two layers, and settings that change what is computed."""
     family = draw(st.sampled_from([name for name in FAMILIES if " " not in name]))
+    known, fields = families.FAMILIES[family], vars(FAMILIES[family]())
     kv_heads, each = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     heads, d, layers = kv_heads * each, draw(st.sampled_from(HEAD_WIDTHS)), draw(st.integers(1, 2))
     width, vocabulary = draw(st.sampled_from((1, 7, 16, 33, 130))), draw(st.sampled_from((3, 16, 97)))
@@ -147,9 +148,9 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
         hidden = heads * (d if family in ("gpt_neox", "olmoe") else draw(st.sampled_from((1, 3, 16, 17, 65))))
         shape = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers}
         shape |= {"moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size": width}
-        more = {families.FAMILIES[family].names.activation: activation}
+        more = {known.names.activation: activation}
         if family == "gpt_neox":
-            more |= {"use_parallel_residual": draw(st.booleans()), "attention_bias": draw(st.booleans())}
+            more |= {"use_parallel_residual": draw(st.booleans())}
             more |= {"rotary_pct": draw(st.sampled_from(ROTATING[d]))}
         else:
             shape |= {"num_key_value_heads": kv_heads, "head_dim": d}
@@ -160,20 +161,20 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
                 "partial_rotary_factor": draw(st.sampled_from(ROTATING[d])),
             }
             more |= {"rope_parameters": rope}
-        if family == "smollm3":
+        if known.rotary == "by no_rope_layers":
             more |= {"no_rope_layers": draw(st.sampled_from(([0, 0], [0, 1], [1, 0])))}
-        if family == "granite":
-            more |= {"residual_multiplier": draw(st.sampled_from((0.22, 1.0, 3.0)))}
-        if family in ("llama", "qwen3", "granite", "olmo2", "gemma2"):
+        if known.residual_scale:
+            more |= {known.residual_scale: draw(st.sampled_from((0.22, 1.0, 3.0)))}
+        if "attention_bias" in fields:
             more |= {"attention_bias": draw(st.booleans())}
-        if family in ("gemma2", "gemma3_text", "olmo3"):
+        if known.windows == "by layer_types":
             kinds = st.sampled_from(("full_attention", "sliding_attention"))
             more |= {"layer_types": draw(st.lists(kinds, min_size=layers, max_size=layers))}
-            more |= {"sliding_window": draw(st.sampled_from((1, 131)))}
-        if family == "gemma2":
-            more |= {"attn_logit_softcapping": draw(st.sampled_from((None, 0.3, 5.0)))}
-        if family in ("mistral", "mixtral", "phi3"):
-            more |= {"sliding_window": draw(st.sampled_from((None, 1, 131)))}
+            more |= {"sliding_window": draw(st.sampled_from((1, 131))), "use_sliding_window": True}
+        if known.windows == "every layer":
+            more |= {"sliding_window": draw(st.sampled_from((None, 1, 131))), "use_sliding_window": True}
+        if known.score_cap:
+            more |= {known.score_cap: draw(st.sampled_from((None, 0.3, 5.0)))}
         if family in ("qwen3_moe", "olmoe"):
             more |= {"norm_topk_prob": draw(st.booleans()), "num_experts_per_tok": draw(st.integers(1, 3))}
     return trunk_of(family, draw(st.integers(0, 1000)), **common, **shape, **more)

@@ -24,6 +24,7 @@ import pandas as pd
 
 from ppo_repro.analysis.grids.outcomes import MEASURES, outcomes
 from ppo_repro.analysis.grids.table import comparisons, rank_correlation
+from ppo_repro.analysis.pairs.runs import own_iterations
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
@@ -126,7 +127,8 @@ def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw per run the share of tokens whose log-probs differ by more than x nats between sampler and trainer."""
     (axes,) = [axes] if axes is not None else new_axes(7.0, 3.3 + 0.2 * len(runs))
     for folder in runs:
-        tokens = reader.read_tokens(folder, columns=["rollout_logprobs", "old_logprobs"])
+        own = own_iterations(folder, None)
+        tokens = reader.read_tokens(folder, iterations=own, columns=["rollout_logprobs", "old_logprobs"])
         rollout, old = (tokens[name].to_numpy(np.float64) for name in ("rollout_logprobs", "old_logprobs"))
         apart = np.sort(np.abs(old - rollout))[::-1]
         differ, name = int((apart > 0).sum()), sampler_of(load_recorded_config(folder))

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ppo_repro.analysis.pairs.runs import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ClipObjective, NoValue, clip_band
 from ppo_repro.config.run import RunConfig
@@ -111,13 +112,8 @@ def load_iterations(
     A fork begins with its first own iteration, because its configuration is not the origin's. Raises UserError for
     missing or damaged records, for an iteration of the origin, or if the run clips nothing and `band` is None.
     """
-    config, recorded = recorded_config(run_dir), reader.open_manifest(run_dir)
-    if iterations is None:
-        iterations = range(recorded.first_own_iteration, recorded.num_iterations)
-    if copied := [i for i in iterations if i in range(recorded.first_own_iteration)]:
-        whose = "is of the run that was forked, which has a clip range of its own; give the folder of that run"
-        raise UserError(f"{run_dir}: iteration {copied[0]} {whose}")
-    overview = reader.read_iterations(run_dir, iterations=iterations)
+    config = recorded_config(run_dir)
+    overview = reader.read_iterations(run_dir, iterations=own_iterations(run_dir, iterations))
     for _, row in overview.iterrows():
         index = int(row["iteration"])
         rule = clip_rule(config, row, band)

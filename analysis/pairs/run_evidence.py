@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.pairs.places import LAG
-from ppo_repro.analysis.pairs.runs import chosen_iterations, rollout_and_old
+from ppo_repro.analysis.pairs.runs import own_iterations, rollout_and_old
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 
@@ -21,14 +21,14 @@ _UPDATES = [*_TOKEN, "epoch", "minibatch", "new_logprobs"]
 def run_evidence(
     run_dir: Path | str, iterations: Sequence[int] | None = None, allow_incomplete: bool = False
 ) -> Iterator[pd.DataFrame]:
-    """Yield the pairs `rollout_vs_old` of each iteration of a language run, with every column of `diagnose`.
+    """Yield the pairs `rollout_vs_old` of each own iteration of a language run, with every column of `diagnose`.
 
     logprobs_b_again is new_logprobs of the first minibatch, before any step, and NaN for other tokens. The lag, the
     re-encoded ids, and the trainer's padding and prompts are the recorded values. Raises UserError on missing or
     damaged records, and on a run that is not complete unless `allow_incomplete`.
     """
     faults = load_recorded_config(run_dir).mismatch.trainer
-    for iteration in chosen_iterations(run_dir, iterations, allow_incomplete):
+    for iteration in own_iterations(run_dir, iterations, allow_incomplete):
         one, allow = [iteration], allow_incomplete
         pairs = rollout_and_old(run_dir, iteration, allow)
         sequences = reader.read_sequences(run_dir, iterations=one, columns=_SEQUENCES, allow_incomplete=allow)

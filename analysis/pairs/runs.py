@@ -41,6 +41,20 @@ def chosen_iterations(
     return recorded if iterations is None else iterations
 
 
+def own_iterations(
+    run_dir: Path | str, iterations: Sequence[int] | None, allow_incomplete: bool = False
+) -> Sequence[int]:
+    """Return `iterations`, or all that the run itself computed if None, for an analysis that applies its settings.
+
+    Raises UserError like `chosen_iterations`, and for an iteration that a fork copied from its origin.
+    """
+    own = reader.open_manifest(run_dir, allow_incomplete).own_iterations
+    if copied := [i for i in iterations or () if 0 <= i < own.start]:
+        whose = "is of the run that was forked, which has settings of its own; give the folder of that run"
+        raise UserError(f"{run_dir}: iteration {copied[0]} {whose}")
+    return own if iterations is None else iterations
+
+
 def run_pairs(
     run_dir: Path | str,
     pair: str = "rollout_vs_old",

@@ -51,6 +51,10 @@ class Facts:
         """Return the iterations that were complete at the time of reading; a run in progress may have more now."""
         return range(self.manifest.num_iterations)
 
+    def own(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Return the rows of the iterations that the run itself computed, to which its configuration applies."""
+        return rows[rows["iteration"].isin(self.manifest.own_iterations)]
+
     @property
     def forked_at(self) -> int | None:
         """Return the first iteration that a fork computed; None for other runs."""
@@ -81,9 +85,9 @@ class Facts:
 
 
 def read_facts(run_dir: Path) -> Facts:
-    """Read the facts of a run, complete or not. Raises UserError if it has no complete iteration."""
+    """Read the facts of a run, complete or not. Raises UserError if it completed no iteration itself."""
     manifest = reader.open_manifest(run_dir, allow_incomplete=True)
-    if not manifest.iterations:
+    if not manifest.own_iterations:
         advice = f"go on with `ppo-repro resume {run_dir}`"
         raise UserError(f"{run_dir}: the run is {manifest.status} and has no complete iteration to report; {advice}")
     environment, config = read_note(run_dir, manifest, ENVIRONMENT_NAME), load_config_of(run_dir, manifest)

@@ -46,7 +46,7 @@ def run_page(facts: Facts, responses: int) -> str:
     """Return the page of one run of PPO, which shows `responses` responses token by token."""
     iterations, steps = summary_tables(facts)
     scan = scan_run(facts, iterations, steps)
-    counted = scan.parity
+    counted, own = scan.parity, facts.own(iterations)
     cause, found = _cause(facts) if counted.unequal_old_rollout_logprobs and not facts.is_control else ([], [])
     cards = (
         Card(
@@ -55,7 +55,7 @@ def run_page(facts: Facts, responses: int) -> str:
             chart=main_chart(facts, scan.curves),
         ),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counted, scan.draws), *cause]),
-        Card("What went wrong?", verdicts.troubles(facts, iterations, scan.nonfinite_ratios, scan.nonfinite_deltas)),
+        Card("What went wrong?", verdicts.troubles(facts, own, scan.nonfinite_ratios, scan.nonfinite_deltas)),
         Card("How to repeat it", (), [facts_html(repeating(facts))]),
     )
     named, forked = [Curve("this run", scan.curves)], facts.forked_at
@@ -69,12 +69,12 @@ def run_page(facts: Facts, responses: int) -> str:
         Section("learning", "Learning", (), [*learning, *distributions]),
         Section("optimisation", "Optimisation", (), optimisation),
         _mismatch(scan, counted, found, agreement),
-        _clipping(facts, iterations, steps, scan),
+        _clipping(facts, own, facts.own(steps), scan),
     ]
     data = None
     if not facts.is_control:
         sections += samples_section(facts)
-    sections.append(_numbers(facts, iterations, steps, counted, scan.curves))
+    sections.append(_numbers(facts, iterations, steps, scan.curves))
     if responses and not facts.is_control:
         selected = select(scan.responses, responses)
         data = token_data(facts.run_dir, selected)
@@ -92,7 +92,7 @@ def main_chart(facts: Facts, found: pd.DataFrame) -> str:
 def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     """Diagnose why sampler and trainer differ, and draw the mismatch by probability, position, lag, turn and route."""
     measured, sums = list[Measured](), list[MismatchSums]()
-    for pairs in run_evidence(facts.run_dir, facts.iterations, allow_incomplete=True):
+    for pairs in run_evidence(facts.run_dir, allow_incomplete=True):
         measured += measure([pairs])
         sums.append(evidence.measure(pairs))
     update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
@@ -143,9 +143,7 @@ def first_and_last(metrics: Sequence[Metric], found: pd.DataFrame) -> pd.DataFra
     return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
 
 
-def _numbers(
-    facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, counted: Parity, found_curves: pd.DataFrame
-) -> Section:
+def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, found_curves: pd.DataFrame) -> Section:
     """Return the section of key numbers, with folded times, configuration and terms."""
     parts = {"environment steps": "tokens", "episodes that ended": "episodes"}
     if not facts.is_control:
@@ -154,8 +152,8 @@ def _numbers(
         ("iterations", f"{len(iterations):,} of {facts.config.iterations:,}"),
         *((name, int(iterations[column].sum())) for name, column in parts.items()),
         ("optimizer steps", len(steps)),
-        (f"unequal old and rollout log-probs, {facts.unit}", counted.unequal_old_rollout_logprobs),
-        ("largest |old - rollout|, nats", counted.max_abs_old_rollout),
+        (f"unequal old and rollout log-probs, {facts.unit}", int(iterations["unequal_old_rollout_logprobs"].sum())),
+        ("largest |old - rollout|, nats", float(iterations["max_abs_old_rollout"].max(skipna=False))),
     ]
     found = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]
     kind = KINDS[facts.manifest.kind]

@@ -37,7 +37,10 @@ UPDATES = [*parity.UPDATES, "clip_flag"]
 
 @dataclass(frozen=True)
 class Scan:
-    """Numbers for a run's page; `responses` is empty for a control run."""
+    """Numbers for a run's page; `responses` is empty for a control run.
+
+    Curves, values and responses are of all iterations; the other numbers are of those that the run itself computed.
+    """
 
     curves: pd.DataFrame
     deltas: Counts  # of `delta_counts`
@@ -101,14 +104,16 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
         which: dict[str, Any] = {"iterations": [iteration], "allow_incomplete": True}
         updates = reader.read_updates(facts.run_dir, columns=UPDATES, **which)
         if facts.is_control:
-            tokens = reader.read_tokens(facts.run_dir, columns=parity.TOKENS, **which)
+            tokens, drawn = reader.read_tokens(facts.run_dir, columns=parity.TOKENS, **which), NONE
         else:
             sequences, tokens = read_sampled(facts, iteration)
             drawn = draws_of_records(iteration, tokens)
             sampled += curves.sampled_rows(iteration, sequences, tokens, drawn)
-            draws += drawn
             responses.append(_response_summary(iteration, sequences, tokens, updates))
             values[iteration] = sequences["scores"].to_numpy(np.float64)
+        if iteration not in facts.manifest.own_iterations:
+            continue
+        draws += drawn
         delta, flag = deltas(tokens), updates["clip_flag"]
         nonfinite_deltas += int(np.count_nonzero(~np.isfinite(delta)))
         # null reads as NaN; only the flag says whether there was a step

@@ -56,7 +56,7 @@ def iteration_tables(run_dir: Path | str, iteration: int, *, boundary: Boundary)
         tok_word=words,
         tok_seq=by_sequence,
         tok_summary=summary_table(by_sequence, words),
-        tok_clip=None if iteration < recorded.first_own_iteration else _clip(run_dir, iteration, config, table, tokens),
+        tok_clip=_clip(run_dir, iteration, config, table, tokens) if iteration in recorded.own_iterations else None,
     )
 
 
@@ -106,7 +106,7 @@ def report(run_dir: Path, iteration: int | None, boundary: Boundary) -> list[str
     lines.append(tables.tok_summary.drop(columns="iteration").to_string(index=False, float_format="%.6g"))
     if tables.tok_clip is not None:
         lines += ["", "clip band", tables.tok_clip.to_string(index=False, float_format="%.4g")]
-    elif number < recorded.first_own_iteration:
+    elif number not in recorded.own_iterations:
         lines += ["", f"clip band: not counted, iteration {number} is of the run that was forked"]
     return [*lines, "", "encode(decode(ids))", drift.to_string(index=False, float_format="%.4g")]
 

@@ -95,9 +95,9 @@ class Head(BaseModel, extra="forbid", strict=True, frozen=True):
     fingerprint: str
 
     @property
-    def first_own_iteration(self) -> int:
-        """Return the first iteration that the run computed; a fork copied those before, of another configuration."""
-        return 0 if self.origin is None else self.origin.iteration
+    def own_iterations(self) -> range:
+        """Return the recorded iterations that the run computed; a fork copied earlier ones, of other settings."""
+        return range(0 if self.origin is None else self.origin.iteration, self.num_iterations)
 
 
 class Manifest(Head):

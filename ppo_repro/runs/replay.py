@@ -234,8 +234,8 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     Raises:
         UserError: a table cannot be read, or a function of the user's fails.
     """
-    start = recorded.first_own_iteration
-    if not manifest.has_responses(recorded) or recorded.num_iterations == start:
+    own = recorded.own_iterations
+    if not manifest.has_responses(recorded) or not own:
         return None
     config = load_recorded_config(run_dir)
     # compute all columns that follow from records, at whatever level the run recorded
@@ -245,7 +245,7 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
         coefficients = checkpoint.load(run_dir / FORKED_FROM, recorded.files[FORKED_FROM]).coefficients
     left_out = _left_out(config)
     compared: dict[Stage, int] = {stage: 0 for stage in STAGES if stage not in left_out}
-    for iteration in range(start, recorded.num_iterations):
+    for iteration in own:
         records = _read(run_dir, recorded, iteration)
         item = _recorded_iteration(config, records, coefficients, functions)
         tables = iteration_tables(_again(config, item, compared, functions), at_full)
@@ -253,11 +253,11 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
             count, difference = _compare(config, recorded, records, tables, stage)
             compared[stage] += count
             if difference is not None:
-                return Recomputed(iteration + 1 - start, compared, left_out, stage, difference)
+                return Recomputed(iteration + 1 - own.start, compared, left_out, stage, difference)
         coefficients = next_coefficients(
             config, coefficients, item.forward, item.advantages, item.updates, len(item.rollout.lengths)
         )
-    return Recomputed(recorded.num_iterations - start, compared, left_out, None, None)
+    return Recomputed(len(own), compared, left_out, None, None)
 
 
 def _left_out(config: RunConfig) -> dict[Stage, str]:

@@ -272,7 +272,7 @@ def _to_rerun(
 ) -> tuple[Manifest, Config, int, str, list[Path]]:
     """Return manifest, configuration, iterations and name of the checkpoint, and the files that every machine needs."""
     recorded = reader.open_manifest(run_dir, allow_incomplete=only is not None)
-    begun = recorded.first_own_iteration
+    begun = recorded.own_iterations.start
     names = folder.starts_of(run_dir, recorded)
     if only is not None:
         _require_own(only, begun, run_dir, recorded)

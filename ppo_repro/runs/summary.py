@@ -24,7 +24,7 @@ from ppo_repro.records.folder import (
     read_accuracy,
     read_card,
 )
-from ppo_repro.records.manifest import Head, Manifest
+from ppo_repro.records.manifest import Head, Manifest, load_head
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 
 PHASES = ("rollout", "forward", "update")  # phases that handle tokens
@@ -101,14 +101,14 @@ def _speeds(figures: Figures, unit: str) -> list[str]:
     return lines
 
 
-def _agreement(rows: pd.DataFrame, figures: Figures, anchor: str, has_value_model: bool) -> list[str]:
-    """Return lines on how far sampler and trainer agree, with values only if there is a value model."""
+def _agreement(own: pd.DataFrame, figures: Figures, anchor: str, has_value_model: bool) -> list[str]:
+    """Return lines on how far sampler and trainer agree in a run's own iterations, with values if it has a model."""
     for name in ("unequal_old_rollout_logprobs", "first_minibatch_tokens", "unequal_values", "unequal_first_ratios"):
-        figures[name] = int(rows[name].sum())
-    figures["max_abs_old_rollout"] = float(rows["max_abs_old_rollout"].max())
+        figures[name] = int(own[name].sum())
+    figures["max_abs_old_rollout"] = float(own["max_abs_old_rollout"].max())
     first = f"of {figures['first_minibatch_tokens']:,}"
     exact = figures["first_minibatch_tokens"] - figures["unequal_first_ratios"]
-    differ = f"{figures['unequal_old_rollout_logprobs']:,} of {figures['tokens']:,} training log-probs differ"
+    differ = f"{figures['unequal_old_rollout_logprobs']:,} of {own['tokens'].sum():,} training log-probs differ"
     values = f"{figures['unequal_values']:,} {first} recomputed values differ from the recorded ones"
     return [
         f"{differ} from the sampler's",
@@ -121,15 +121,16 @@ def _agreement(rows: pd.DataFrame, figures: Figures, anchor: str, has_value_mode
 def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
     config, judged, measured = load_recorded_config(run_dir), is_judged(run_dir), read_accuracy(run_dir, recorded)
     card = read_card(run_dir, recorded)
-    agreement = _agreement(rows, figures, config.ppo.ratio_anchor, config.value.kind != "none")
-    cut = cut_fraction(rows)
+    own = rows[rows["iteration"].isin(recorded.own_iterations)]  # a fork's origin has another configuration
+    agreement = _agreement(own, figures, config.ppo.ratio_anchor, config.value.kind != "none")
+    cut = cut_fraction(own)
     # tokens that were encoded again were not drawn
-    draws = NONE if config.mismatch.trainer.retokenize else _draws(run_dir, len(rows))
+    draws = NONE if config.mismatch.trainer.retokenize else _draws(run_dir, recorded.own_iterations)
     figures |= {
         "sampled_score_first": float(rows["score_mean"].iloc[0]),
         "sampled_score_last": float(rows["score_mean"].iloc[-1]),
-        "reward_first": float(rows["reward_mean"].iloc[0]),
-        "reward_last": float(rows["reward_mean"].iloc[-1]),
+        "reward_first": float(own["reward_mean"].iloc[0]),
+        "reward_last": float(own["reward_mean"].iloc[-1]),
         "accuracy_before": float(rows["eval_accuracy"].iloc[0]),  # greedy, of held-out prompts
         "accuracy_after": float(recorded.final["eval_accuracy"]),
         "score_before": float(rows["eval_score"].iloc[0]),  # mean score of the same responses
@@ -143,10 +144,10 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
         else {"mean": draws.mean, "error": draws.error, "tail_probability": min(draws.tail_probabilities)},
     }
     # what was trained is the score, if it is not only whether the response equals the answer
-    own = not judged or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
+    has_score = not judged or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
     penalty = isinstance(config.kl, KLInReward) and config.kl.kl_coef > 0
     return [
-        *([_change("score", figures)] if own else []),
+        *([_change("score", figures)] if has_score else []),
         *([_change("accuracy", figures)] if judged else []),
         f"sampled responses: {_sampled(figures, penalty)}",
         *([cut_at_the_limit(cut)] if cut > MANY_CUT else []),
@@ -159,10 +160,10 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
     ]
 
 
-def _draws(run_dir: Path, iterations: int) -> Draws:
-    """Measure the draws of all recorded tokens, one iteration in memory at a time."""
+def _draws(run_dir: Path, iterations: range) -> Draws:
+    """Measure the draws of the recorded tokens of some iterations, one iteration in memory at a time."""
     found = NONE
-    for index in range(iterations):
+    for index in iterations:
         tokens = reader.read_tokens(run_dir, iterations=[index], columns=DRAWN, allow_incomplete=True)
         found += draws_of_records(index, tokens)
     return found
@@ -212,7 +213,8 @@ def is_judged(run_dir: Path) -> bool:
     They are if the prompts have answers or the task has a verifier, unless a user's function is the only reward.
     """
     reward = load_recorded_config(run_dir).reward
-    answers = reader.read_sequences(run_dir, columns=["answer"], iterations=[0], allow_incomplete=True)["answer"]
+    first = load_head(run_dir).own_iterations[:1]
+    answers = reader.read_sequences(run_dir, columns=["answer"], iterations=first, allow_incomplete=True)["answer"]
     is_known = any(isinstance(term, Verifier) for term in reward.terms) or bool((answers != "").any())
     return reward.judges and is_known
 

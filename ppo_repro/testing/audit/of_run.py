@@ -15,7 +15,7 @@ from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.models.folders import named_weights
 from ppo_repro.numerics.weights import copy_named
 from ppo_repro.records import reader
-from ppo_repro.records.folder import REFERENCE, checkpoints_of, load_recorded_config
+from ppo_repro.records.folder import REFERENCE, load_recorded_config, starts_of
 from ppo_repro.records.located import located_tree
 from ppo_repro.runs.checkpoint import load
 
@@ -40,23 +40,23 @@ class RunDump:
 
 
 def dump_of_run(run_dir: Path) -> RunDump:
-    """Return the newest iteration whose weights are in a checkpoint; else the first iteration.
+    """Return the newest iteration of the run itself whose weights are in a checkpoint; else the first iteration.
 
     Raises UserError for a run without responses or without saved weights.
     """
     recorded = reader.open_manifest(run_dir, allow_incomplete=True)
-    if recorded.kind != LANGUAGE or not recorded.iterations:
+    own = recorded.own_iterations
+    if recorded.kind != LANGUAGE or not own:
         raise UserError(f"{run_dir}: has no responses of a language run to audit; give another run, or a dump")
     config = load_recorded_config(run_dir)
-    kept = checkpoints_of(recorded) if config.lora is None else {}  # a checkpoint of an adapter is no whole model
-    with_weights = [
-        number for number in kept if number < len(recorded.iterations) and (run_dir / kept[number]).exists()
-    ]
-    iteration = max(with_weights, default=0)
-    model = run_dir / REFERENCE
+    # a checkpoint of an adapter is no whole model
+    kept = starts_of(run_dir, recorded) if config.lora is None else {}
+    with_weights = [number for number in kept if number in own]
+    iteration, model = max(with_weights, default=0), run_dir / REFERENCE
+    without = not model.is_dir() and (not isinstance(config.model, ModelFolder) or with_weights)
+    if without or iteration not in own:
+        raise UserError(f"{run_dir}: kept no weights that it sampled with; run it with checkpoints.every = 1")
     if not model.is_dir():
-        if not isinstance(config.model, ModelFolder) or with_weights:
-            raise UserError(f"{run_dir}: kept no weights that it sampled with; run it with checkpoints.every = 1")
         model = Path(located_tree(run_dir, recorded)["model"]["path"])
     name = kept.get(iteration, "")
     checkpoint = (run_dir / name, recorded.files[name]) if iteration in with_weights else None

@@ -1,0 +1,51 @@
+"""The settings of a fork count for the iterations that it computed, not for those that it copied from its origin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.analysis.figures import mismatch, new_axes
+from ppo_repro.analysis.pairs.run_evidence import run_evidence
+from ppo_repro.analysis.report import build
+from ppo_repro.base.errors import UserError
+from ppo_repro.records import reader
+from ppo_repro.runs.summary import summarise
+from ppo_repro.testing.audit.of_run import dump_of_run
+from tests.support.language import fork, tiny_run
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fork whose sampler is exact, of a run whose sampler was disturbed."""
+    out = tmp_path_factory.mktemp("forks")
+    origin = tiny_run(out, "ppo.iterations=2", "checkpoints.every=1", "rollout.mismatch_sigma=0.1")
+    assert summarise(origin).figures["unequal_old_rollout_logprobs"] > 0
+    return fork(origin, out, 1, "rollout.mismatch_sigma=null", "ppo.ratio_anchor=old", "checkpoints.every=0")
+
+
+def test_the_evidence_of_a_fork_is_of_its_own_iterations(forked: Path) -> None:
+    assert [int(chunk["iteration"].iloc[0]) for chunk in run_evidence(forked)] == [1]
+    with pytest.raises(UserError, match="iteration 0 is of the run that was forked"):
+        list(run_evidence(forked, [0]))
+
+
+def test_the_summary_and_the_page_of_a_fork_count_its_own_iterations(forked: Path) -> None:
+    found, tokens = summarise(forked), len(reader.read_tokens(forked, iterations=[1]))
+    assert found.figures["unequal_old_rollout_logprobs"] == found.figures["unequal_first_ratios"] == 0
+    assert found.figures["tokens"] == len(reader.read_tokens(forked))
+    assert f"0 of {tokens:,} training log-probs differ from the sampler's" in found.sentences
+    page = build.page_of(forked, 0)
+    assert f"Sampler and trainer agree on every bit of {tokens:,} tokens." in page
+
+
+def test_the_figure_of_a_fork_draws_its_own_tokens(forked: Path) -> None:
+    (axes,) = new_axes()
+    mismatch([forked], axes)
+    assert axes.get_legend_handles_labels()[1][0].split(": ")[1].startswith("0 of ")
+
+
+def test_the_audit_of_a_fork_reads_the_iteration_that_its_checkpoint_sampled(forked: Path) -> None:
+    found = dump_of_run(forked)
+    assert (found.iteration, found.checkpoint is None) == (1, False)

@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, float]] = {
     "seed_oss": {**LLAMA, "head_dim": 16},
     "qwen3": {**LLAMA, "head_dim": 16},
     "mistral": {**LLAMA, "sliding_window": 24},
+    "ministral": {**LLAMA, "head_dim": 16, "sliding_window": 24},
     "gemma": {**LLAMA, "head_dim": 16},
     "gemma2": {**LLAMA, "head_dim": 16, "sliding_window": 24},
     "gemma3_text": {**LLAMA, "head_dim": 16, "sliding_window": 24},

@@ -68,7 +68,7 @@ class ExpertsConfig(Section):
 
 
 DenseFamily = Literal[
-    "qwen3", "llama", "smollm3", "granite", "seed_oss", "phi3", "gemma2", "gemma3_text", "olmo2", "olmo3"
+    "qwen3", "llama", "smollm3", "granite", "seed_oss", "phi3", "ministral", "gemma2", "gemma3_text", "olmo2", "olmo3"
 ]
 
 

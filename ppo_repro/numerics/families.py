@@ -114,6 +114,7 @@ FAMILIES = {  # by model_type
     "seed_oss": Family("Seed-OSS"),
     "phi3": Family("Phi-3", _PHI3, windows="every layer", rotates_part=True),
     "mistral": Family("Mistral", windows="every layer"),
+    "ministral": Family("Ministral", windows="by layer_types"),
     "gemma": Family("Gemma", norm=constants.NORM_RMS_OFFSET, scales_embedding=True),
     "gemma2": Family(
         "Gemma 2",

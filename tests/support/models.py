@@ -25,6 +25,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -120,6 +122,11 @@ def seed_oss_config(**changes: Any) -> SeedOssConfig:
 def mistral_config(**changes: Any) -> MistralConfig:
     """A window of 6 keys in every layer."""
     return MistralConfig(**{**SHAPE, "tie_word_embeddings": False, "sliding_window": 6, **changes})
+
+
+def ministral_config(**changes: Any) -> MinistralConfig:
+    """Mistral with windows by layer, and heads wider than hidden_size / heads."""
+    return MinistralConfig(**{**SHAPE, **WINDOWED, "head_dim": 16, **changes})
 
 
 def gemma_config(**changes: Any) -> GemmaConfig:
@@ -228,6 +235,7 @@ CLASSES: dict[type[PretrainedConfig], type[PreTrainedModel]] = {
     GraniteConfig: GraniteForCausalLM,
     SeedOssConfig: SeedOssForCausalLM,
     MistralConfig: MistralForCausalLM,
+    MinistralConfig: MinistralForCausalLM,
     GemmaConfig: GemmaForCausalLM,
     Gemma2Config: Gemma2ForCausalLM,
     Gemma3TextConfig: Gemma3ForCausalLM,
@@ -248,6 +256,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "granite": granite_config,
     "seed_oss": seed_oss_config,
     "mistral": mistral_config,
+    "ministral": ministral_config,
     "gemma": gemma_config,
     "gemma2": gemma2_config,
     "gemma3_text": gemma3_config,

@@ -124,7 +124,9 @@ SMOLLM3 = (
     "{% set said = messages[0].content if messages[0].role == 'system' else '' %}"
     "{% if '/no_think' in said %}{% set mode = '/no_think' %}{% endif %}"
     "system: {{ strftime_now('%d %B %Y') }} {{ mode }} {{ said.replace('/no_think', '').rstrip() }}\n"
-    "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'assistant' %}"
+    "{% generation %}assistant: {{ m.content }}\n{% endgeneration %}"
+    "{% else %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% if mode == '/no_think' %}<think>\n\n</think>\n{% endif %}{% endif %}"
 )
 TURNS = (

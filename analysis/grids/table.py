@@ -37,6 +37,7 @@ DIGITS = {
     "outside": "{:.1%}",
 }
 DRAWS = 2000
+P = {"p, paired t-test": "p", "p, Holm": "Holm"}  # columns of `comparisons` by title
 SPREAD = "mean ± half of the 95 % Student interval"
 
 
@@ -70,6 +71,12 @@ def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
+def _require_same_seeds(cells: pd.DataFrame) -> None:
+    seeds = cells.groupby("point", sort=False)["seed"].agg(frozenset)
+    for point in seeds.index[seeds != seeds.iloc[0]]:
+        raise UserError(f"{point} and {seeds.index[0]} have different seeds; finish the grid with `ppo-repro grid`")
+
+
 def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
     """Compare each setting with `against`, paired by seed.
 
@@ -80,12 +87,11 @@ def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
     by_point = {str(point): group.set_index("seed")[measure] for point, group in cells.groupby("point", sort=False)}
     if against not in by_point:
         raise UserError(f"--against {against}: is not a setting of this grid; there are {'; '.join(by_point)}")
+    _require_same_seeds(cells)
     compared = []
     for point, values in by_point.items():
         if point == against:
             continue
-        if set(values.index) != set(by_point[against].index):
-            raise UserError(f"{point} and {against} have different seeds; finish the grid with `ppo-repro grid`")
         apart = (values - by_point[against]).to_numpy(np.float64)
         estimate = one_sample(apart) if np.isfinite(apart).all() else Estimate(math.nan, math.nan, math.nan)
         low, high = t_interval(estimate, 0.95)
@@ -99,8 +105,9 @@ def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> tuple[flo
     """Return Spearman's correlation of two columns of `outcomes`, averaged over seeds, and its 95 % bootstrap interval.
 
     The bootstrap draws all settings of a seed together, because they start from the same policy. NaN if all shares or
-    all measures are equal.
+    all measures are equal. Raises UserError if the settings have different seeds.
     """
+    _require_same_seeds(cells)
     rng = np.random.default_rng(0)
     by_seed = [cells[cells["seed"] == seed].set_index("point")[[share, measure]] for seed in cells["seed"].unique()]
 
@@ -121,6 +128,13 @@ def markdown(table: pd.DataFrame) -> str:
     return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in table.itertuples(index=False))])
 
 
+def _difference(form: str, mean: float, low: float, high: float) -> str:
+    """Return a difference with its interval as text; a difference of one seed has no interval."""
+    if math.isnan(mean):
+        return "not finite"
+    return form.format(mean) if math.isnan(low) else f"{form} [{form}, {form}]".format(mean, low, high)
+
+
 def report(cells: pd.DataFrame, measure: str, against: str) -> str:
     """Return the printed tables as Markdown."""
     compared, signed = comparisons(cells, measure, against), DIGITS[measure].replace(":", ":+")
@@ -130,11 +144,9 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
             {
                 "setting": compared["point"],
                 f"{measure} minus {measure} of {against}, 95 % interval": [
-                    "not finite" if math.isnan(mean) else f"{signed} [{signed}, {signed}]".format(mean, low, high)
-                    for mean, low, high in compared[["difference", "low", "high"]].to_numpy(np.float64)
+                    _difference(signed, *numbers) for numbers in compared[["difference", "low", "high"]].to_numpy()
                 ],
-                "p, paired t-test": [f"{p:.4f}" for p in compared["p"]],
-                "p, Holm": [f"{p:.4f}" for p in compared["Holm"]],
+                **{title: ["" if math.isnan(p) else f"{p:.4f}" for p in compared[name]] for title, name in P.items()},
             }
         )
         paragraphs.append(markdown(differences))

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 
+from ppo_repro.analysis.figures import across, differences
 from ppo_repro.analysis.grids.outcomes import MEASURES, measures_of, outcomes
 from ppo_repro.analysis.grids.table import comparisons, rank_correlation, report
 from ppo_repro.base.errors import UserError
@@ -39,8 +40,15 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
     assert (table.loc["z", "p"], table.loc["y", "Holm"]) == (pytest.approx(1.0), pytest.approx(0.1483, abs=1e-4))
     with pytest.raises(UserError, match=r"^--against q: .* x; y; z$"):
         comparisons(found, "accuracy", "q")
-    with pytest.raises(UserError, match=r"^y and x have different seeds"):
-        comparisons(found.drop(index=3), "accuracy", "x")
+    for ask in (lambda cells: comparisons(cells, "accuracy", "x"), lambda cells: across(cells, "removed", "accuracy")):
+        with pytest.raises(UserError, match=r"^y and x have different seeds"):
+            ask(found.drop(index=3))
+
+
+def test_one_seed_has_a_difference_without_interval_and_one_setting_has_none() -> None:
+    assert "| y | +0.500 |  |  |" in report(grid_of({"x": [0.5], "y": [1.0]}), "accuracy", "x")
+    with pytest.raises(UserError, match="one setting"):
+        differences(grid_of({"x": [0.5, 1.0]}), "accuracy")
 
 
 def test_a_measure_has_the_digits_of_its_size() -> None:
@@ -124,7 +132,7 @@ def test_a_measure_that_a_setting_lacks_is_not_finite(deterministic_run: Path, t
         for measure in ("explained", "floor"):
             said = cli.done("analyse", "table", tmp_path, "--measure", measure)
             assert "\n| lacks | 1 | not finite |" in said
-            assert "\n| lacks too | not finite | nan | nan |" in said
+            assert "\n| lacks too | not finite |  |  |" in said
             for kind in ("settings", "differences", "across"):
                 cli.done("analyse", "figure", kind, tmp_path / "f.svg", tmp_path, "--measure", measure)
                 drawn = " ".join(ElementTree.fromstring((tmp_path / "f.svg").read_text()).itertext())
@@ -135,5 +143,5 @@ def test_seeds_that_are_not_finite_are_counted_and_no_difference_is_made_up() ->
     found = grid_of({"x": [0.0, 1.0, 2.0], "y": [1.0, math.nan, 3.0], "z": [1.0, 3.0, 3.0]})
     said = report(found, "accuracy", "x")
     assert "| y | 3 | 2.000 ± 12.706 (1 not finite) |" in said
-    assert "| y | not finite | nan | nan |" in said
+    assert "| y | not finite |  |  |" in said
     assert "| z | +1.333 [" in said

@@ -33,6 +33,7 @@ from ppo_repro.base.output import Parser
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.records.manifest import require_responses
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,8 +77,10 @@ def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
     columns = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]
     parts = []
     for folder in runs:
+        recorded = reader.open_manifest(folder)
+        require_responses(folder, recorded)
         rows = reader.read_iterations(folder, columns=columns)
-        last = {"iteration": len(rows), "eval_accuracy": float(reader.open_manifest(folder).final["eval_accuracy"])}
+        last = {"iteration": len(rows), "eval_accuracy": float(recorded.final["eval_accuracy"])}
         found = pd.concat([rows, pd.DataFrame([last])], ignore_index=True)
         parts.append(found.assign(mode=load_recorded_config(folder).numerics.mode, run=str(folder)))
     renamed = {"unequal_old_rollout_logprobs": "unequal", "eval_accuracy": "accuracy"}
@@ -180,10 +183,12 @@ def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> 
     """Draw the difference of each setting from the first one, paired by seed, with 95 % Student intervals.
 
     `cells` is the frame of `outcomes`. The label of a row says if the difference is not finite. Raises UserError if
-    settings have different seeds.
+    there is one setting, or if settings have different seeds.
     """
     against = str(cells["point"].iloc[0])
     compared = comparisons(cells, measure, against)
+    if compared.empty:
+        raise UserError("the complete cells have one setting, so nothing differs; draw `settings`")
     (axes,) = [axes] if axes is not None else new_axes(8.0, 1.0 + 0.3 * len(compared))
     reach = np.abs(compared[["low", "high"]].to_numpy().T - compared["difference"].to_numpy())
     rows = range(len(compared))

@@ -67,9 +67,6 @@ def _groups(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, paired:
     if f"axis.{axis}" not in axes:
         names = ", ".join(name.removeprefix("axis.") for name in axes)
         raise UserError(f"axis = {axis!r}: the grid has {names or 'no axis'}")
-    if metric not in frame.columns or not pd.api.types.is_numeric_dtype(frame[metric]):
-        numbers = [str(c) for c in frame.columns if pd.api.types.is_numeric_dtype(frame[c])]
-        raise UserError(f"metric = {metric!r}: is not a column of numbers; there are {', '.join(numbers)}")
     labels = frame[f"axis.{axis}"].astype(str)
     for name in (a, b):
         if not (labels == name).any():
@@ -80,6 +77,9 @@ def _groups(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, paired:
     if "state" in frame.columns and (cells["state"] != "complete").any():
         missing = cells[cells["state"] != "complete"]["cell"].tolist()
         raise UserError(f"cells not complete: {', '.join(map(str, missing))}; finish them with `ppo-repro grid`")
+    if metric not in cells.columns or not pd.api.types.is_numeric_dtype(cells[metric]):
+        numbers = [str(c) for c in cells.columns if pd.api.types.is_numeric_dtype(cells[c])]
+        raise UserError(f"metric = {metric!r}: is not a column of numbers; there are {', '.join(numbers)}")
     keys = [*axes, "seed"]
     if "iteration" in cells.columns:
         # a column that is null in some iterations, such as an evaluation, is averaged over the others

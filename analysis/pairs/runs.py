@@ -23,6 +23,7 @@ import pandas as pd
 from ppo_repro.analysis.pairs.places import PLACES_OF_SEQUENCES, ROUTE_COLUMNS, with_places
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
+from ppo_repro.records.manifest import require_responses
 
 KEY = ["iteration", "sequence", "position"]
 REQUIRED = [*KEY, "token_id", "logprobs_a", "logprobs_b"]
@@ -44,11 +45,13 @@ def chosen_iterations(
 def own_iterations(
     run_dir: Path | str, iterations: Sequence[int] | None, allow_incomplete: bool = False
 ) -> Sequence[int]:
-    """Return `iterations`, or all that the run itself computed if None, for an analysis that applies its settings.
+    """Return `iterations`, or all that a language run itself computed if None, where its settings are applied.
 
-    Raises UserError like `chosen_iterations`, and for an iteration that a fork copied from its origin.
+    Raises UserError like `chosen_iterations`, for a run without responses, and for an iteration of a fork's origin.
     """
-    own = reader.open_manifest(run_dir, allow_incomplete).own_iterations
+    recorded = reader.open_manifest(run_dir, allow_incomplete)
+    require_responses(run_dir, recorded)
+    own = recorded.own_iterations
     if copied := [i for i in iterations or () if 0 <= i < own.start]:
         whose = "is of the run that was forked, which has settings of its own; give the folder of that run"
         raise UserError(f"{run_dir}: iteration {copied[0]} {whose}")
@@ -73,11 +76,12 @@ def run_pairs(
         allow_incomplete: also read a run that is not complete.
 
     Raises:
-        UserError: another pair, or records that are missing, unknown or damaged.
+        UserError: another pair, a run without responses, or records that are missing, unknown or damaged.
     """
     if pair not in PAIRS:
         raise UserError(f"pair = {pair!r}: must be {' or '.join(PAIRS)}")
     read = rollout_and_old if pair == "rollout_vs_old" else _old_and_first_new
+    require_responses(run_dir, reader.open_manifest(run_dir, allow_incomplete))
     chosen = chosen_iterations(run_dir, iterations, allow_incomplete)
     return (read(run_dir, iteration, allow_incomplete) for iteration in chosen)
 

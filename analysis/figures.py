@@ -1,15 +1,16 @@
 """Draw figures for papers, in one style. Each function draws runs or a grid into matplotlib axes, by default new ones.
 
     from ppo_repro.analysis import figures
-    figures.use_style()
-    axes = figures.learning([RUN_1, RUN_2])
-    axes.figure.savefig("learning.pdf")
+    left, right = figures.new_axes(9.5, 3.6, 2)
+    figures.learning([RUN_1, RUN_2], left)
+    figures.agreement([RUN_1, RUN_2], right)
+    right.figure.savefig("learning.pdf")
 
 `ppo-repro analyse figure KIND FILE.svg RUN_OR_GRID...` writes one figure that no page of `ppo-repro report` draws. The
-kinds for runs are `agreement`, `mismatch`, and `readme`, which puts `learning` and `agreement` side by side. The kinds
-for a grid are `settings`, `differences` and `across`.
+kinds for runs are `agreement` and `mismatch`. The kinds for a grid are `settings`, `differences` and `across`.
 
-README.md shows `readme` of runs of `experiments/quickstart.yaml` with `seed` 0 to 4 and each `numerics.mode`.
+README.md shows the figure above: `learning` of runs of `experiments/quickstart.yaml` with `seed` 0 to 4, and
+`agreement` of these runs and of the same runs with `numerics.mode=native`.
 """
 
 from __future__ import annotations
@@ -242,7 +243,7 @@ def svg(axes: Axes) -> str:
 def main(argv: Sequence[str]) -> None:
     """Write one figure."""
     parser = Parser(prog="ppo-repro analyse figure", description="a figure of runs or of a grid")
-    kinds = ("agreement", "mismatch", "readme", "settings", "differences", "across")
+    kinds = ("agreement", "mismatch", "settings", "differences", "across")
     parser.add_argument("kind", choices=kinds, help="what is drawn")
     parser.add_argument(
         "out", metavar="FILE.svg", type=Path, help="the SVG file to write; replaces only a file that ppo-repro wrote"
@@ -255,11 +256,6 @@ def main(argv: Sequence[str]) -> None:
     require_ours(arguments.out)
     if kind in ("agreement", "mismatch"):
         axes = agreement(folders) if kind == "agreement" else mismatch(folders)
-    elif kind == "readme":
-        left, axes = new_axes(9.5, 3.6, 2)
-        deterministic = [run for run in folders if load_recorded_config(run).numerics.mode == "deterministic"]
-        learning(deterministic or folders, left)
-        agreement(folders, axes)
     else:
         if len(folders) > 1:
             raise UserError(f"{kind}: {len(folders)} folders; give one grid")

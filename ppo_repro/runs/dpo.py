@@ -22,7 +22,6 @@ from ppo_repro.buffers import Prompts
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import DPO, build_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.tasks import JsonlTask, Templated
 from ppo_repro.models.folders import try_to_save
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
@@ -209,9 +208,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         if config.pairs is None:
             found = pairs_of_run(Path(str(config.run)))
         else:
-            templated = {name: getattr(config, name) for name in Templated.model_fields}
-            task = JsonlTask(kind="jsonl", path=config.pairs, num_eval_prompts=1, **templated)
-            encode = encoder(tokenizer, task, section="")
+            encode = encoder(tokenizer, config, section="")
             found = pairs_of_file(Path(config.pairs), "pairs", tokenizer, encode, config.chat_template)
             ends, prompts = frozenset({tokenizer.eos_token_id}), [pair.prompt_ids for pair in found]
             if ended := end_token_warning(tokenizer, prompts, ends, config.chat_template):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import shown
 from ppo_repro.base.watcher import Watcher
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import TaskConfig, TextTask
 from ppo_repro.tasks.problems import Problem, Split
@@ -28,6 +29,7 @@ AT_ONCE = 2000  # prompts to render and encode together
 Ids = tuple[int, ...]
 Chat = list[dict[str, str]]
 Encode = Callable[[Sequence[Problem]], list[Ids]]
+Prompted = TaskConfig | DPOConfig  # sections that say how a prompt becomes text
 
 
 @cache
@@ -78,7 +80,7 @@ def rendered(
 
 
 def rendered_for(
-    task: TaskConfig, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], section: str = SECTION
+    task: Prompted, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], section: str = SECTION
 ) -> list[str]:
     """Return the text of each chat, with the arguments and the time of a task.
 
@@ -94,7 +96,7 @@ def rendered_for(
     return rendered(tokenizer, chats, True, task.template_arguments, task.template_time, section)
 
 
-def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, section: str = SECTION) -> Encode:
+def encoder(tokenizer: PreTrainedTokenizerBase, task: Prompted, section: str = SECTION) -> Encode:
     """Return the function that maps a problem to the token ids of its prompt.
 
     Raises UserError if a chat template is missing or leaves something out, and for control tokens in a prompt.
@@ -120,7 +122,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, section: str =
     return encode
 
 
-def _require_whole(task: TaskConfig, problem: Problem, chat: Chat, text: str, section: str) -> None:
+def _require_whole(task: Prompted, problem: Problem, chat: Chat, text: str, section: str) -> None:
     """Raise UserError if a template left out a message of the system or of a user."""
     for turn in chat:
         if turn["role"] in ("system", "user") and turn["content"].strip() not in text:
@@ -133,7 +135,7 @@ def _require_whole(task: TaskConfig, problem: Problem, chat: Chat, text: str, se
             )
 
 
-def chat_of(task: TaskConfig, problem: Problem) -> Chat:
+def chat_of(task: Prompted, problem: Problem) -> Chat:
     """Return the prompt as chat messages, after the configuration's system prompt.
 
     Raises UserError for two system prompts.
@@ -150,7 +152,7 @@ def chat_of(task: TaskConfig, problem: Problem) -> Chat:
     return [{"role": "system", "content": task.system_prompt}, *messages]
 
 
-def control_tokens_of(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Callable[[str, str], None]:
+def control_tokens_of(tokenizer: PreTrainedTokenizerBase, task: Prompted) -> Callable[[str, str], None]:
     """Return the function that refuses a text, named by its first argument, with control tokens of the tokenizer.
 
     The function does nothing if the task allows control tokens.
@@ -164,9 +166,9 @@ def control_tokens_of(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> C
     def refuse(what: str, text: str) -> None:
         found = None if task.control_tokens == "allow" else pattern.search(text)
         if found is not None:
+            advice = ", or set task.control_tokens = allow" if isinstance(task, TextTask) else ""
             raise UserError(
-                f"{what} contains {shown(found[0])!r}, which the tokenizer reads as a control token; remove it, or set "
-                "task.control_tokens = allow"
+                f"{what} contains {shown(found[0])!r}, which the tokenizer reads as a control token; remove it{advice}"
             )
 
     return refuse

@@ -18,10 +18,11 @@ from tokenizers.normalizers import NFC
 from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.cli import exit_code_of
-from ppo_repro.config.tasks import JsonlTask
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.files import validated
 from ppo_repro.preferences.pairs import Preference, pairs_of_file
 from ppo_repro.records import manifest, reader
-from ppo_repro.tasks.problems import arithmetic
+from ppo_repro.tasks.problems import Problem, arithmetic
 from ppo_repro.tasks.templates import encoder
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.support.cli import Cli, one_line, sets
@@ -75,7 +76,13 @@ def test_a_dpo_run_is_shown_verified_rerun_and_reported(finished: Path, cli: Cli
     assert drawn <= set(re.findall("<h3>(.*?)</h3>", page))
 
 
-@pytest.mark.parametrize("words", ["clipping", "compare --seed 0", "tokenization --boundary leading"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("clipping", "compare --seed 0", "tokenization --boundary leading", "mismatch", "mismatch --remedies"),
+        *("figure agreement x.svg", "figure mismatch x.svg"),
+    ],
+)
 def test_an_analysis_of_responses_says_which_kind_of_run_has_none(
     words: str, finished: Path, control_run: Path, cli: Cli
 ) -> None:
@@ -130,14 +137,21 @@ def test_pairs_in_parquet_train_as_the_same_lines_do(
     assert manifest.load(run_below(tmp_path)).fingerprint == manifest.load(finished).fingerprint
 
 
+def test_a_control_token_in_a_prompt_is_refused_without_the_advice_of_a_field_that_dpo_lacks(tmp_path: Path) -> None:
+    encode = encoder(character_tokenizer(["ab"]), validated(DPOConfig, tree(tmp_path), "dpo.yaml"), "")
+    assert encode([Problem("a", "ab", "")])
+    with pytest.raises(UserError, match=r"reads as a control token; remove it$"):
+        encode([Problem("e", "<eos>", "")])
+
+
 def test_letter_and_accent_are_what_the_tokenizer_writes_as_one_character(tmp_path: Path) -> None:
     """As Qwen's tokenizers do; the control's tokenizer does not compose, and lacks the accent."""
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "ab", "chosen": "e\u0301", "rejected": "b"}))
     tokenizer = character_tokenizer(["ab\u00e9"])
-    task = JsonlTask(kind="jsonl", path="p.jsonl", num_eval_prompts=1)
+    config = validated(DPOConfig, tree(tmp_path), "dpo.yaml")
 
     def read() -> list[Preference]:
-        return pairs_of_file(tmp_path / "p.jsonl", "pairs", tokenizer, encoder(tokenizer, task), False)
+        return pairs_of_file(tmp_path / "p.jsonl", "pairs", tokenizer, encoder(tokenizer, config, ""), False)
 
     with pytest.raises(UserError, match=r"p\.jsonl:1: field 'chosen': the tokenizer cannot spell the response"):
         read()

@@ -20,7 +20,7 @@ from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 
 # name -> (column of clip_step, sign); the third is what lecture code calls kl = mean(new - old)
-ESTIMATES = {"k1": ("kl_k1", 1.0), "k3": ("kl_k3", 1.0), "mean_new_minus_old": ("kl_k1", -1.0)}
+ESTIMATES = {"k1": "kl_k1", "k3": "kl_k3"}
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     """Return the steps of each iteration up to an early stop, at the first step whose estimate exceeds `target_kl`.
 
     The frame has one row per iteration and estimate, from the rows `all` of `clip_step`. The estimates (nats) are k1 =
-    mean(old - new), k3, and mean_new_minus_old, which hardly ever stops, because its expectation is -KL. steps_taken
-    includes the step that measured the estimate; without a stop it counts all recorded steps. The records cannot say
-    what would have followed a stop. Raises UserError for a target that is not positive.
+    mean(old - new) and k3. steps_taken includes the step that measured the estimate; without a stop it counts all
+    recorded steps. The records cannot say what would have followed a stop. Raises UserError for a target that is not
+    positive.
     """
     if not 0.0 < target_kl < np.inf:
         raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
     whole = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tok"] > 0)]
     table = []
     for iteration, group in whole.sort_values("step").groupby("iteration", sort=True):
-        for estimate, (name, sign) in ESTIMATES.items():
-            above = np.flatnonzero(sign * group[name].to_numpy() > target_kl)
+        for estimate, name in ESTIMATES.items():
+            above = np.flatnonzero(group[name].to_numpy() > target_kl)
             taken = int(above[0]) + 1 if len(above) else len(group)
             row = {"stopped": bool(len(above)), "steps_taken": taken, "steps": len(group)}
             table.append({"iteration": iteration, "estimate": estimate, **row})

@@ -25,10 +25,9 @@ EDGES = {
     TURN: DOUBLING,
     ROUTE: tuple(float(index) for index in range(len(ROUTES) + 1)),
 }
-BUCKET_COLUMNS = [
-    *("kind", "lo", "hi", "n", "abs_mean", "abs_p99", "abs_max", "prob_abs_mean", "k1", "k2", "k3", "frac_eq"),
-]
-_SUMS = ["n", "abs_mean", "prob_abs_mean", "k1", "k2", "k3", "frac_eq"]
+_MEANS = ["abs_mean", "prob_abs_mean", "k1", "k3", "frac_eq"]
+_SUMS = ["n", *_MEANS]
+BUCKET_COLUMNS = ["kind", "lo", "hi", "n", "abs_p99", "abs_max", *_MEANS]
 _KEYS = ["kind", "bucket", "bin"]
 
 
@@ -57,7 +56,6 @@ def bucket_sums(tokens: pd.DataFrame) -> pd.DataFrame:
             "abs_mean": tokens["abs_delta"],
             "prob_abs_mean": tokens["prob_diff"].abs(),
             "k1": -tokens["delta"],
-            "k2": tokens["k2"],
             "k3": tokens["k3"],
             "frac_eq": tokens["bitwise_equal"].astype(np.float64),
         }
@@ -78,8 +76,8 @@ def bucket_table(parts: pd.DataFrame | Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Return one row per kind and bucket that has tokens, from frames of `bucket_sums`.
 
     Columns: kind, lo, hi (the bucket [lo, hi) in the unit of the kind), n (tokens, int64), and over these tokens the
-    mean, 99th percentile (relative error 2**-8) and largest |delta| in nats, the mean |difference of probabilities|,
-    k1, k2, k3 (estimates of KL(a || b)) and the share of equal bits. The table has no rows of a kind if the source
+    99th percentile (relative error 2**-8), largest and mean |delta| in nats, the mean |difference of probabilities|, k1
+    and k3 (estimates of KL(a || b)) and the share of equal bits. The table has no rows of a kind if the source
     lacks its column.
     """
     sums = _added([parts] if isinstance(parts, pd.DataFrame) else parts)
@@ -88,7 +86,7 @@ def bucket_table(parts: pd.DataFrame | Sequence[pd.DataFrame]) -> pd.DataFrame:
         for place, group in sums[sums["kind"] == kind].groupby("bucket"):
             bucket = int(str(place))
             n, largest = int(group["n"].sum()), float(group["abs_max"].max())
-            means = {name: float(group[name].sum()) / n for name in _SUMS[1:]}
+            means = {name: float(group[name].sum()) / n for name in _MEANS}
             # the middle of the last bin may lie above the largest value
             p99 = min(quantile(group.set_index("bin")["n"], 0.99), largest)
             numbers = {"lo": edges[bucket], "hi": edges[bucket + 1], "abs_p99": p99, "abs_max": largest, **means}

@@ -17,12 +17,7 @@ from ppo_repro.statistics.kl import k1, k3
 
 UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
 # token means with a standard error clustered by response
-TOKEN_MEANS = (
-    *("frac_bitwise_equal", "abs_mean", "prob_abs_mean", "mult_err", "k1", "k2", "k3"),
-    *("kl_pg_nonneg", "tv", "rho_mean"),
-)
-BY_SEQUENCE = ("abs_mean", "k1", "k2", "k3")
-QUANTILES = {"p50": 0.5, "p99": 0.99}
+TOKEN_MEANS = ("frac_bitwise_equal", "abs_mean", "prob_abs_mean", "k1", "k3", "kl_pg_nonneg", "tv", "rho_mean")
 # a variance below this share of the mean square is rounding error
 _RESOLVED = 1e-12
 
@@ -76,9 +71,7 @@ def _summed(tokens: pd.DataFrame, a: Floats) -> dict[str, Floats]:
         "frac_bitwise_equal": tokens["bitwise_equal"].to_numpy().astype(np.float64),
         "abs_mean": tokens["abs_delta"].to_numpy(),
         "prob_abs_mean": np.abs(prob_diff),
-        "mult_err": np.exp(np.abs(delta)),
         "k1": k1(delta),
-        "k2": tokens["k2"].to_numpy(),
         "k3": tokens["k3"].to_numpy(),
         # rho delta - (rho - 1) in a form that is never negative
         "kl_pg_nonneg": rho * k3(-delta),
@@ -115,13 +108,13 @@ def update_table(sums: Sums) -> pd.DataFrame:
         KL(a || b): k1 = E[-delta] and k3 = E[rho - 1 - delta]
         KL(b || a): kl_pg_nonneg = E[rho delta - rho + 1]
         total variation: tv = E|rho - 1| / 2
-        chi^2(b || a): chi2_token = E[rho^2] - 1, which may be negative in a sample
+        chi^2(b || a): chi2_seq = E[product of rho over a response, squared] - 1, which may be negative in a sample
 
     ess_frac = 1 / (1 + Var(rho) / E[rho]^2). pearson_prob_gap = 1 - correlation of the probabilities, NaN if they do
-    not vary. The reductions token_mean, seq_mean_token_mean and seq_mean_token_sum do what their names say; seq_mean
-    is the mean over responses of a quantity of the response; token and seq are functions of moments, quantiles
-    (relative error 2**-8) and extremes, without se; count is a number. n_nonfinite counts tokens that are not finite;
-    no metric includes them, and seq_mean and seq leave out their responses.
+    not vary. The reductions token_mean and seq_mean_token_sum do what their names say; seq_mean is the mean over
+    responses of a quantity of the response; token and seq are functions of moments, quantiles (relative error 2**-8)
+    and extremes, without se; count is a number. n_nonfinite counts tokens that are not finite; no metric includes them,
+    and seq_mean and seq leave out their responses.
     """
     seq = sums.sequences
     some = seq[seq["finite"] > 0]
@@ -135,24 +128,20 @@ def update_table(sums: Sums) -> pd.DataFrame:
         values = some["x" if metric == "rho_mean" else metric].to_numpy()
         value, se = clusters.ratio_of_sums(values, n)
         rows.append((metric, "token_mean", 1.0 + value if metric == "rho_mean" else value, se))
-        if metric in BY_SEQUENCE:
-            rows.append((metric, "seq_mean_token_mean", *clusters.mean(values / n)))
-            rows.append((metric, "seq_mean_token_sum", *clusters.mean(values)))
-    chi2, ess = weight_moments(
-        clusters.ratio_of_sums(some["x"].to_numpy(), n), clusters.ratio_of_sums(some["x_sq"].to_numpy(), n)
-    )
+    rows.append(("k3", "seq_mean_token_sum", *clusters.mean(some["k3"].to_numpy())))
+    moments = (clusters.ratio_of_sums(some[name].to_numpy(), n) for name in ("x", "x_sq"))
+    _, ess = weight_moments(*moments)
     with np.errstate(over="ignore"):
         chi2_seq, ess_seq = weight_moments(clusters.mean(x_seq), clusters.mean(x_seq**2))
     largest = {name: _largest(seq[f"{name}_max"]) for name in ("abs", "prob", "ulp", "rho")}
     plain = {
-        "chi2_token": chi2, "ess_frac": ess, "pearson_prob_gap": correlation_gap(some), "rho_max": largest["rho"],
+        "ess_frac": ess, "pearson_prob_gap": correlation_gap(some), "rho_max": largest["rho"],
         "rho_min": -_largest(-seq["rho_min"]), "abs_max": largest["abs"], "prob_abs_max": largest["prob"],
         "ulp_max": largest["ulp"],
-    }  # fmt: skip
-    for label, q in QUANTILES.items():
         # the middle of the last bin may lie above the largest value; below 256 every integer has a bin of its own
-        plain[f"abs_{label}"] = min(clusters.quantile(sums.abs_counts, q), largest["abs"])
-        plain[f"ulp_{label}"] = float(np.floor(clusters.quantile(sums.ulp_counts, q)))
+        "abs_p99": min(clusters.quantile(sums.abs_counts, 0.99), largest["abs"]),
+        "ulp_p99": float(np.floor(clusters.quantile(sums.ulp_counts, 0.99))),
+    }  # fmt: skip
     rows += [(metric, "token", value, math.nan) for metric, value in plain.items()]
     rows.append(("log_ppl_abs_diff", "seq_mean", *clusters.mean(np.abs(log_rho) / whole["length"])))
     by_response = {
@@ -163,10 +152,8 @@ def update_table(sums: Sums) -> pd.DataFrame:
     rows += [(metric, "seq", value, math.nan) for metric, value in by_response.items()]
     counts = {
         "n_tokens": seq["length"].sum(),
-        "n_sequences": len(seq),
         "n_masked": sums.masked,
         "n_nonfinite": (seq["length"] - seq["finite"]).sum(),
-        "n_incomplete_sequences": len(seq) - len(whole),
     }
     rows += [(metric, "count", float(count), math.nan) for metric, count in counts.items()]
     table = pd.DataFrame(rows, columns=UPDATE_COLUMNS[:4])

@@ -44,7 +44,6 @@ IMPORTANT = (
     ("k3", "seq_mean_token_sum", 0.0, "KL(a || b), nats per response"),
     ("kl_pg_nonneg", "token_mean", 0.0, "KL(b || a), nats per token"),
     ("tv", "token_mean", 0.0, "total variation"),
-    ("mult_err", "token_mean", 1.0, "mean of exp |delta|"),
     ("rho_mean", "token_mean", 1.0, "mean of rho = exp(delta)"),
     ("rho_min", "token", 1.0, ""),
     ("rho_max", "token", 1.0, ""),

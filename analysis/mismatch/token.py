@@ -10,13 +10,13 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.statistics.bits import ulp_distance, unequal_bits
-from ppo_repro.statistics.kl import k2, k3
+from ppo_repro.statistics.kl import k3
 
 
 def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
     """Return the chunk, one row per token, with one more column for each measure of mismatch.
 
-    float64: delta and abs_delta (nats), rho, prob_diff = exp(logprobs_b) - exp(logprobs_a), k2 and k3 of
+    float64: delta and abs_delta (nats), rho, prob_diff = exp(logprobs_b) - exp(logprobs_a), k3 of
     `statistics.kl` (nats). int64: ulp. bool: bitwise_equal, finite.
 
     If a log-prob is not finite, `finite` is false, ulp is -1, and the other columns follow IEEE arithmetic. rho is
@@ -33,7 +33,6 @@ def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
             abs_delta=np.abs(delta),
             rho=np.exp(delta),
             prob_diff=np.exp(b) - np.exp(a),
-            k2=k2(delta),
             k3=k3(delta),
             ulp=np.where(finite, ulp_distance(a32, b32), -1),
             bitwise_equal=~unequal_bits(a32, b32),

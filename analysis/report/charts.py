@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ppo_repro.analysis.report.markup import element, escape, number, spread
+from ppo_repro.analysis.report.markup import element, escape, evenly_spread, number
 from ppo_repro.analysis.stats.clusters import Floats
 
 WIDTH, PLOT_HEIGHT = 400.0, 200.0
@@ -317,7 +317,7 @@ def _values(plot: Plot, lines: Sequence[Line]) -> dict[str, object]:
     every = np.unique(np.concatenate([line.x for line in lines])) if lines else np.zeros(0)
     rows = [{float(x): k for k, x in enumerate(line.x)} for line in lines]
     places = []
-    for x in every[spread(len(every), PLACES)].tolist():
+    for x in every[evenly_spread(len(every), PLACES)].tolist():
         words = [f"{plot.x.label} {number(x, DIGITS)}"]
         for line, row in zip(lines, rows, strict=True):
             if x in row:

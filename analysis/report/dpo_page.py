@@ -20,7 +20,7 @@ from ppo_repro.analysis.report.page import (
     page,
     scrolled,
 )
-from ppo_repro.analysis.report.run_page import main_chart
+from ppo_repro.analysis.report.run_page import run_chart
 from ppo_repro.analysis.report.scan import run_curves, summary_tables
 from ppo_repro.analysis.words import terms
 from ppo_repro.records import reader
@@ -38,7 +38,7 @@ def dpo_page(facts: Facts) -> str:
     pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
     learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in summarise(folder).sentences]
     cards = (
-        Card("Did it learn?", learnt, chart=main_chart(facts, found)),
+        Card("Did it learn?", learnt, chart=run_chart(facts, found)),
         Card("How to repeat it", (), [facts_html(repeating(facts))]),
     )
     both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}

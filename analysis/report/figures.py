@@ -171,7 +171,7 @@ def ratio_figures(ratios: pd.DataFrame, bounds: ClipBounds | None) -> list[Figur
 def flag_figure(flags: pd.DataFrame) -> Figure:
     """Draw the disjoint clip flags as shares of the token updates of each iteration.
 
-    `flags` has columns iteration, the flags of `scan.FLAGS` and token_updates, all counts.
+    `flags` has columns iteration, the flags of FLAG_WORDS and token_updates, all counts.
     """
     rows = flags[flags["token_updates"] > 0]
     at, total = (rows[name].to_numpy(np.float64) for name in ("iteration", "token_updates"))

@@ -76,7 +76,7 @@ def differences(a: str, b: str) -> list[tuple[Literal["=", "-", "+"], str]]:
     return [part for part in parts if part[1]]
 
 
-def spread(count: int, limit: int) -> npt.NDArray[np.int64]:
+def evenly_spread(count: int, limit: int) -> npt.NDArray[np.int64]:
     """Return up to `limit` of the indices 0 to count - 1, evenly spread, with the first and the last."""
     if count <= limit:
         return np.arange(count, dtype=np.int64)
@@ -92,7 +92,7 @@ class Html(str):
 
 def table(frame: pd.DataFrame, caption: str, limit: int = MAX_ROWS) -> str:
     """Return a frame as an HTML table of at most `limit` evenly spread rows; the caption counts the rows left out."""
-    rows = spread(len(frame), limit)
+    rows = evenly_spread(len(frame), limit)
     if len(rows) < len(frame):
         caption = f"{caption} ({len(rows)} of {len(frame):,} rows, evenly spread)"
     words = [name for name in frame.columns if any(isinstance(value, str) for value in frame[name])]

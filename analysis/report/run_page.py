@@ -30,7 +30,7 @@ from ppo_repro.analysis.report.page import (
 )
 from ppo_repro.analysis.report.response_choice import select
 from ppo_repro.analysis.report.samples import samples_section
-from ppo_repro.analysis.report.scan import DELTA_EDGES, FLAGS, Scan, scan_run, summary_tables
+from ppo_repro.analysis.report.scan import DELTA_EDGES, Scan, scan_run, summary_tables
 from ppo_repro.analysis.report.token_data import token_data
 from ppo_repro.analysis.report.token_html import token_section
 from ppo_repro.analysis.words import terms
@@ -52,7 +52,7 @@ def run_page(facts: Facts, responses: int) -> str:
         Card(
             "Did it learn?",
             [*verdicts.origin(facts), *verdicts.learning(facts, iterations)],
-            chart=main_chart(facts, scan.curves),
+            chart=run_chart(facts, scan.curves),
         ),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counted, scan.draws), *cause]),
         Card("What went wrong?", verdicts.troubles(facts, own, scan.nonfinite_ratios, scan.nonfinite_deltas)),
@@ -82,7 +82,7 @@ def run_page(facts: Facts, responses: int) -> str:
     return page(facts.name, cards, sections, data)
 
 
-def main_chart(facts: Facts, found: pd.DataFrame) -> str:
+def run_chart(facts: Facts, found: pd.DataFrame) -> str:
     """Return the chart of the first screen from the curves of a run."""
     main = KINDS[facts.manifest.kind].main
     drawn, unit = [(Curve(line.name, found), line.metric) for line in main], main[-1].unit
@@ -124,7 +124,7 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
         return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
     bounds = clip_bounds(facts.ppo, iterations, steps)
     drawn = figures.ratio_figures(scan.ratios, bounds)
-    if scan.flags[list(FLAGS)].to_numpy().any():
+    if scan.flags[list(figures.FLAG_WORDS)].to_numpy().any():
         drawn.append(figures.flag_figure(scan.flags))
     notes: tuple[str, ...] = ()
     if isinstance(facts.config, RunConfig) and isinstance(facts.config.ppo.objective, FunctionObjective):

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.report.facts import Facts
-from ppo_repro.analysis.report.markup import element, number, spread, table
+from ppo_repro.analysis.report.markup import element, evenly_spread, number, table
 from ppo_repro.analysis.report.page import Section, scrolled
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Manifest
@@ -50,7 +50,7 @@ def _chosen(found: pd.DataFrame, count: int) -> list[pd.DataFrame]:
 
 
 def _held_out(rows: pd.DataFrame, facts: Facts) -> str:
-    shown = rows.iloc[spread(len(rows), MOMENTS)]
+    shown = rows.iloc[evenly_spread(len(rows), MOMENTS)]
     last = len(facts.iterations) if facts.manifest.status == "complete" else -1  # not an iteration
     moments = {
         "when": ["at the end" if i == last else f"iteration {i}" for i in shown["iteration"].tolist()],

@@ -18,6 +18,7 @@ from ppo_repro.analysis.mismatch import parity
 from ppo_repro.analysis.mismatch.parity import Parity, parity_of
 from ppo_repro.analysis.report import curves
 from ppo_repro.analysis.report.facts import Facts
+from ppo_repro.analysis.report.figures import FLAG_WORDS
 from ppo_repro.analysis.report.kinds import KINDS
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.config.files import LANGUAGE
@@ -29,7 +30,6 @@ Counts = npt.NDArray[np.int64]
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
 QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
-FLAGS = ("clip_high", "clip_low", "clip_dual", "wrong_high", "wrong_low", "bound_high", "bound_low")
 SEQUENCES = ["iteration", "sequence", "response_length", "scores", "is_correct"]
 TOKENS = [*parity.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
 UPDATES = [*parity.UPDATES, "clip_flag"]
@@ -47,7 +47,7 @@ class Scan:
     nonfinite_deltas: int
     nonfinite_ratios: int
     ratios: pd.DataFrame  # of `ratio_quantiles`
-    flags: pd.DataFrame  # iteration, token_updates and FLAGS: counts
+    flags: pd.DataFrame  # iteration, token_updates and FLAG_WORDS: counts
     values: dict[int, Floats]  # scores, or returns of the episodes that ended, by iteration
     responses: pd.DataFrame  # of `_response_summary`
     draws: Draws
@@ -123,7 +123,7 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
         parities.append(parity_of(tokens, updates))
         ratios.append(ratio_quantiles(iteration, updates))
         counts = flag.value_counts()
-        counts_of = {name: int(counts.get(name, 0)) for name in FLAGS}
+        counts_of = {name: int(counts.get(name, 0)) for name in FLAG_WORDS}
         flags.append({"iteration": iteration, "token_updates": int(counts.sum()), **counts_of})
     if facts.is_control:
         sampled = curves.return_rows(values)

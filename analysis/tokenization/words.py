@@ -53,7 +53,7 @@ def text_of(sequences: pd.DataFrame) -> Text:
     return Text(codes, _offsets([len(r) for r in responses]), octets)
 
 
-def sequence_starts(tokens: pd.DataFrame) -> Ints:
+def first_tokens_of(tokens: pd.DataFrame) -> Ints:
     """Return the index of each response's first token.
 
     Raises ValueError unless rows are one iteration's tokens in order.
@@ -79,7 +79,7 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
     """
     if boundary not in BOUNDARIES:
         raise UserError(f"boundary = {boundary!r}: must be one of {', '.join(BOUNDARIES)}")
-    first_tokens = sequence_starts(tokens)
+    first_tokens = first_tokens_of(tokens)
     sequence = tokens["sequence"].to_numpy(np.int64)
     start, end = (text.starts[sequence] + tokens[name].to_numpy(np.int64) for name in ("char_start", "char_end"))
     is_first = np.zeros(len(tokens), dtype=bool)

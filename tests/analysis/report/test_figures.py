@@ -15,7 +15,7 @@ from ppo_repro.analysis.report.facts import read_facts
 from ppo_repro.analysis.report.figures import ClipBounds
 from ppo_repro.analysis.report.page import Figure, figure_html
 from ppo_repro.analysis.report.response_choice import select
-from ppo_repro.analysis.report.scan import FLAGS, delta_counts, ratio_quantiles, scan_run, summary_tables
+from ppo_repro.analysis.report.scan import delta_counts, ratio_quantiles, scan_run, summary_tables
 from ppo_repro.analysis.report.token_data import token_data
 from ppo_repro.analysis.report.verdicts import on_purpose
 from ppo_repro.records import reader
@@ -178,7 +178,8 @@ def test_clipping_figures() -> None:
     assert "the median ratio is 4.125" in within[1]
     assert "Largest ratio of all: 7.25." in extremes[1], "two, and the legend's"
     assert count(extremes[0], "rule") == 3, "two, and the legend's"
-    flags = pd.DataFrame([{"iteration": i, **dict.fromkeys(FLAGS, 0), "token_updates": 100} for i in range(2)])
+    counts = {**dict.fromkeys(figures.FLAG_WORDS, 0), "token_updates": 100}
+    flags = pd.DataFrame([{"iteration": i, **counts} for i in range(2)])
     flags["clip_high"], flags["wrong_low"] = [10, 20], [0, 5]
     chart, said = drawn(figures.flag_figure(flags))
     assert "Of 200 token updates the clip removed the gradient of 15 %; 2.5 % were outside" in said

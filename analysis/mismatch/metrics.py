@@ -18,8 +18,6 @@ from ppo_repro.statistics.kl import k1, k3
 UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
 # token means with a standard error clustered by response
 TOKEN_MEANS = ("frac_bitwise_equal", "abs_mean", "prob_abs_mean", "k1", "k3", "kl_pg_nonneg", "tv", "rho_mean")
-# a variance below this share of the mean square is rounding error
-_RESOLVED = 1e-12
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
     }
     rows["diverged"] = clusters.segment_sums((~tokens["bitwise_equal"].to_numpy()).astype(float), starts) > 0
     with np.errstate(over="ignore", invalid="ignore"):
-        for name, values in _summed(tokens, a).items():
+        for name, values in _summed(tokens).items():
             rows[name] = clusters.segment_sums(np.where(finite, values, 0.0), starts)
     large = finite & has_steps(a, b)
     ulp = tokens["ulp"].to_numpy().astype(np.float64)
@@ -63,10 +61,10 @@ def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
     return Sums(pd.DataFrame(rows), _counts(tokens["abs_delta"].to_numpy()[finite]), _counts(ulp[large]), masked)
 
 
-def _summed(tokens: pd.DataFrame, a: Floats) -> dict[str, Floats]:
+def _summed(tokens: pd.DataFrame) -> dict[str, Floats]:
     """Return the quantities [N] to sum over tokens; x = rho - 1 keeps digits that rho would lose near 1."""
     delta, rho, prob_diff = (tokens[name].to_numpy() for name in ("delta", "rho", "prob_diff"))
-    x, prob_a = np.expm1(delta), np.exp(a)
+    x = np.expm1(delta)
     return {
         "frac_bitwise_equal": tokens["bitwise_equal"].to_numpy().astype(np.float64),
         "abs_mean": tokens["abs_delta"].to_numpy(),
@@ -78,11 +76,6 @@ def _summed(tokens: pd.DataFrame, a: Floats) -> dict[str, Floats]:
         "tv": 0.5 * np.abs(x),
         "x": x,
         "x_sq": x * x,
-        "prob_a": prob_a,
-        "prob_a_sq": prob_a * prob_a,
-        "prob_diff": prob_diff,
-        "prob_diff_sq": prob_diff * prob_diff,
-        "prob_cross": prob_diff * (2.0 * prob_a + prob_diff),
     }
 
 
@@ -110,11 +103,10 @@ def update_table(sums: Sums) -> pd.DataFrame:
         total variation: tv = E|rho - 1| / 2
         chi^2(b || a): chi2_seq = E[product of rho over a response, squared] - 1, which may be negative in a sample
 
-    ess_frac = 1 / (1 + Var(rho) / E[rho]^2). pearson_prob_gap = 1 - correlation of the probabilities, NaN if they do
-    not vary. The reductions token_mean and seq_mean_token_sum do what their names say; seq_mean is the mean over
-    responses of a quantity of the response; token and seq are functions of moments, quantiles (relative error 2**-8)
-    and extremes, without se; count is a number. n_nonfinite counts tokens that are not finite; no metric includes them,
-    and seq_mean and seq leave out their responses.
+    ess_frac = 1 / (1 + Var(rho) / E[rho]^2). The reductions token_mean and seq_mean_token_sum do what their names say;
+    seq_mean is the mean over responses of a quantity of the response; token and seq are functions of moments, quantiles
+    (relative error 2**-8) and extremes, without se; count is a number. n_nonfinite counts tokens that are not finite;
+    no metric includes them, and seq_mean and seq leave out their responses.
     """
     seq = sums.sequences
     some = seq[seq["finite"] > 0]
@@ -135,7 +127,7 @@ def update_table(sums: Sums) -> pd.DataFrame:
         chi2_seq, ess_seq = weight_moments(clusters.mean(x_seq), clusters.mean(x_seq**2))
     largest = {name: _largest(seq[f"{name}_max"]) for name in ("abs", "prob", "ulp", "rho")}
     plain = {
-        "ess_frac": ess, "pearson_prob_gap": correlation_gap(some), "rho_max": largest["rho"],
+        "ess_frac": ess, "rho_max": largest["rho"],
         "rho_min": -_largest(-seq["rho_min"]), "abs_max": largest["abs"], "prob_abs_max": largest["prob"],
         "ulp_max": largest["ulp"],
         # the middle of the last bin may lie above the largest value; below 256 every integer has a bin of its own
@@ -179,23 +171,3 @@ def weight_moments(x: Ratio, x_sq: Ratio) -> tuple[float, float]:
     # rounding may make a variance of zero negative
     variance = max(x_sq.value - x.value**2, 0.0)
     return 2.0 * x.value + x_sq.value, 1.0 / (1.0 + variance / (1.0 + x.value) ** 2)
-
-
-def correlation_gap(some: pd.DataFrame) -> float:
-    """Return 1 - r, with r the correlation of the probabilities a and b = a + d, from sums per response.
-
-    1 - r = (Var d - (s_a - s_b)^2) / (2 s_a s_b), with standard deviations s, keeps digits that rounding r would lose,
-    and is exactly 0 for equal columns. `some` has the sums of a, a^2, d, d^2 and d (a + b). NaN if a or b does not
-    vary.
-    """
-    n = clusters.exact_sum(some["finite"])
-    if not n:
-        return math.nan
-    names = ("prob_a", "prob_a_sq", "prob_diff", "prob_diff_sq", "prob_cross")
-    a, a_sq, d, d_sq, cross = (clusters.exact_sum(some[name]) / n for name in names)
-    var_a, var_d = a_sq - a * a, max(d_sq - d * d, 0.0)
-    difference = cross - d * (2.0 * a + d)  # Var b - Var a = Cov(b - a, b + a)
-    if not (var_a > _RESOLVED * a_sq and var_a + difference > _RESOLVED * (a_sq + d_sq)):
-        return math.nan
-    s_a, s_b = math.sqrt(var_a), math.sqrt(var_a + difference)
-    return max((var_d - (difference / (s_a + s_b)) ** 2) / (2.0 * s_a * s_b), 0.0)

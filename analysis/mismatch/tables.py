@@ -38,7 +38,6 @@ IMPORTANT = (
     ("abs_max", "token", 0.0, ""),
     ("prob_abs_mean", "token_mean", 0.0, "difference of probabilities"),
     ("prob_abs_max", "token", 0.0, ""),
-    ("pearson_prob_gap", "token", 0.0, "1 - correlation of probabilities"),
     ("k1", "token_mean", 0.0, "KL(a || b), nats per token, signed estimator"),
     ("k3", "token_mean", 0.0, "KL(a || b), nats per token, never negative"),
     ("k3", "seq_mean_token_sum", 0.0, "KL(a || b), nats per response"),

@@ -56,10 +56,6 @@ def test_by_hand() -> None:
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=1e-6), key  # log-probs are float32
     assert found["k1", "token_mean"] == pytest.approx(0.0, abs=1e-7)
-    gap = 1 - np.corrcoef([0.25, 0.25, 0.25, 1.0], [0.25, 0.125, 0.5, 0.5])[0, 1]
-    assert measured(chunk([QUARTER] * 3 + [0.0], [QUARTER, EIGHTH, HALF, HALF]))["pearson_prob_gap", "token"] == (
-        pytest.approx(gap, rel=1e-6)
-    )
 
 
 def test_what_is_not_finite_is_counted_and_left_out() -> None:

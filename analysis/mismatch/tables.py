@@ -99,16 +99,6 @@ def whole(measured: Iterable[Measured]) -> Measured:
     return Measured(-1, merged([part.mismatch for part in parts]), buckets)
 
 
-def summary(
-    run_dir: Path | str, pair: str = "rollout_vs_old", *, iterations: Sequence[int] | None = None
-) -> pd.DataFrame:
-    """Return `summary_of` of all or some iterations of a run.
-
-    Raises UserError for an unknown pair or damaged records.
-    """
-    return summary_of(run_pairs(run_dir, pair, iterations=iterations))
-
-
 def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """Return the most important metrics of some pairs beside their ideal values.
 

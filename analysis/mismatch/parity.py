@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
@@ -45,18 +44,17 @@ def _float32(frame: pd.DataFrame, column: str) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(frame[column].to_numpy(), dtype=np.float32)
 
 
-def parity(run_dir: Path | str, *, iterations: Sequence[int] | None = None, allow_incomplete: bool = False) -> Parity:
-    """Count the unequal bits in a run's records, one iteration in memory at a time; `iterations` None: in all.
+def parity(run_dir: Path | str) -> Parity:
+    """Count the unequal bits in a complete run's records, one iteration in memory at a time.
 
     Raises UserError on missing or damaged records.
     """
 
     def of_one(iteration: int) -> Parity:
-        which: dict[str, Any] = {"iterations": [iteration], "allow_incomplete": allow_incomplete}
-        tokens = reader.read_tokens(run_dir, columns=TOKENS, **which)
-        return parity_of(tokens, reader.read_updates(run_dir, columns=UPDATES, **which))
+        tokens = reader.read_tokens(run_dir, columns=TOKENS, iterations=[iteration])
+        return parity_of(tokens, reader.read_updates(run_dir, columns=UPDATES, iterations=[iteration]))
 
-    return reduce(add, map(of_one, chosen_iterations(run_dir, iterations, allow_incomplete)))
+    return reduce(add, map(of_one, chosen_iterations(run_dir, None)))
 
 
 def parity_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Parity:

@@ -222,8 +222,9 @@ def _seen(runs: Sequence[OneRun], measure: str) -> float:
     kind = KINDS[runs[0].facts.manifest.kind]
     if "score" not in (kind.measures.get(measure) or kind.last[1]):
         return math.inf
-    scores = [reader.read_sequences(run.facts.run_dir, columns=["scores"])["scores"] for run in runs]
-    return float(max(found.max() for found in scores) - min(found.min() for found in scores))
+    own = ((run.facts.run_dir, run.facts.manifest.own_iterations) for run in runs)
+    scores = pd.concat(reader.read_sequences(of, iterations=some, columns=["scores"])["scores"] for of, some in own)
+    return float(scores.max() - scores.min())
 
 
 def _means(finals: pd.DataFrame, measures: Sequence[str], wholes: Mapping[str, str]) -> pd.DataFrame:

@@ -30,6 +30,7 @@ GSM8K = (
 )
 HELD_OUT = ({"question": "What is half of 10?", "answer": "10/2=<<10/2=5>>5\n#### 5"},)
 COUNTDOWN = ({"target": 98, "nums": [44, 19, 35]}, {"target": 64, "nums": [63, 95, 96]})
+QWEN = 151_936  # rows of Qwen2.5's logits
 SMALL = sets(
     "rollout.prompts_per_iteration=2", "rollout.max_response_tokens=6", "ppo.iterations=1", "task.num_eval_prompts=1",
     "numerics={max_context: 512, accuracy_sequences: 0}",
@@ -38,13 +39,17 @@ SMALL = sets(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
+    return model_folder(tmp_path_factory.mktemp("model"), 120)
+
+
+def model_folder(folder: Path, rows: int) -> Path:
+    """A model with random weights, `rows` rows of logits, and a tokenizer of at most 120 tokens."""
     texts = [json.dumps(line) + judge.RUBRIC + "".join(judge.TOPICS) for line in (*GSM8K, *HELD_OUT, *COUNTDOWN)]
     texts.append((ROOT / "experiments" / "recipes" / "countdown.yaml").read_text())
     tokenizer = train_bpe(texts, 120)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    small_model(qwen2_config(vocab_size=len(tokenizer), max_position_embeddings=512), 0).save_pretrained(folder)
+    small_model(qwen2_config(vocab_size=rows, max_position_embeddings=512), 0).save_pretrained(folder)
     return folder
 
 
@@ -83,6 +88,22 @@ def test_countdown_trains_on_its_own_lines(cli: Cli, tmp_path: Path, model: Path
         f"Using the numbers {line['nums']}, create an equation that equals {line['target']}." for line in COUNTDOWN
     }
     assert {prompt.partition(" You can")[0] for prompt in rows["prompt"]} == starts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "minibatch"), [("gsm8k_ppo", 1), ("gsm8k_grpo", 10), ("countdown", 16)])
+def test_a_recipe_trains_with_the_vocabulary_of_qwen(cli: Cli, tmp_path: Path, name: str, minibatch: int) -> None:
+    """Random weights draw tokens that have no text; the rewards see none of them."""
+    lines = COUNTDOWN if name == "countdown" else GSM8K
+    write_lines(tmp_path / "train.jsonl", list(lines))
+    write_lines(tmp_path / "test.jsonl", [{"target": 6, "nums": [1, 2, 3]}] if lines is COUNTDOWN else list(HELD_OUT))
+    model = model_folder(tmp_path / "model", QWEN)
+    rows = trained(cli, tmp_path, name, model, f"ppo.minibatch_size={minibatch}")
+    tokens = reader.read_tokens(run_below(tmp_path / "runs"), columns=["token_id"])["token_id"]
+    assert QWEN - 10_000 < tokens.max() < QWEN
+    assert set(rows["response"]) == {""}
+    assert set(rows["scores"]) == {0.0}
+    cli.done("verify", run_below(tmp_path / "runs"))
 
 
 class Server(ThreadingHTTPServer):

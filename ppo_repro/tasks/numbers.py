@@ -2,30 +2,41 @@ r"""Read numbers as people and models write them, for answers that are compared 
 
 | written | value |
 |---|---|
-| `1,234.50` `1{,}234.5` `1\,234.5`, or with narrow or unbreakable spaces | 1234.5 |
-| `-5` `−5` (Unicode minus) `–5` (en dash) `-$5` `$-5` | -5 |
-| `.5` `1/2` `½` `\frac{1}{2}` `5e-1` `5 × 10^-1` `5 \times 10^{-1}` `5 · 10⁻¹` | 1/2 |
+| `1,234.50` `1{,}234.5` `1\,234.5` `1'234.5` `1_234.5`, or with narrow or unbreakable spaces | 1234.5 |
+| `12,34,567` `1.234.567`: groups in India, and dots in two places or more | 1234567, 1234567 |
+| `-5` `−5` (Unicode minus) `–5` (en dash) `‑5` (other hyphens) `-$5` `$-5` `-₹5` | -5 |
+| `.5` `1/2` `½` `\frac{1}{2}` `\frac12` `\frac{-1}{-2}` `5e-1` `5 × 10^-1` `5 \times 10^{-1}` `5 · 10⁻¹` | 1/2 |
+| `2½` `2\frac{1}{2}`: a whole number and a fraction without a space | 5/2 |
 | `3-2` `10–12` `(4)-2`: behind a letter, a digit or a bracket a sign subtracts | 2, 12, 2 |
-| `50%` `$9` `9 km`: units do not count | 50, 9, 9 |
-| `3,5` `1 000` `12/05/2020` `1 1/2`: two numbers or more, of which the last one counts | 5, 0, 2020, 1/2 |
+| `50%` `$9` `9 km` `9 m/s2` `9 \text{ m}^2`: units and their exponents do not count | 50, 9, 9, 9, 9 |
+| `3,5` `1 000` `12/05/2020` `1 1/2` `2^10`: two numbers or more, of which the last one counts | 5, 0, 2020, 1/2, 10 |
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from fractions import Fraction
 
-_SIGN = "[-−–+]"
-_BETWEEN_GROUPS = r"(?:,|\{,\}|\\[,;:! ]|[\u00a0\u2009\u202f])"
+_SIGN = "[-−–‐‑﹣－+]"
+_MONEY = "[$€£¥₹₩₽]"
+_BETWEEN_GROUPS = r"(?:,|\{,\}|\\[,;:! ]|[\u00a0\u2009\u202f'’_])"
+# exponents behind a letter or a brace, and digits of a unit
+_EXPONENTS = re.compile(
+    rf"(?<=[A-Za-z}}])\^(?:{_SIGN}?[0-9]|\{{{_SIGN}?[0-9]\}})(?![0-9])"
+    r"|(?<=[0-9])(\s?(?:[A-Za-zµ]+[/·])*[A-Za-zµ]+)(?<![eExX])[1-9](?![\w./]|\s?[=^*])"
+)
 _NUMBER = re.compile(
     rf"""
-    (?:(?<![\w)\]}}])(?P<sign>{_SIGN})\\?[$€£]?|\\?[$€£](?P<behind>{_SIGN}))?
+    (?:(?<![\w)\]}}])(?P<sign>{_SIGN})\\?{_MONEY}?|\\?{_MONEY}(?P<behind>{_SIGN}))?
     (?:
-        \\[dt]?frac\{{(?P<top>[0-9]+)\}}\{{(?P<bottom>0*[1-9][0-9]*)\}}
+        (?P<mixed>[0-9]{{1,9}})?\\[cdt]?frac\s?(?:\{{\s?(?P<top>{_SIGN}?[0-9]{{1,999}})\s?\}}|(?P<top_digit>[0-9]))
+         \s?(?:\{{\s?(?P<bottom>{_SIGN}?0{{,99}}[1-9][0-9]{{,999}})\s?\}}|(?P<bottom_digit>[1-9]))
         |(?<![\w/⁄.,])(?P<over>[0-9]+)\s?[/⁄]\s?(?P<under>0*[1-9][0-9]*)(?![\w/⁄]|[.,][0-9])
-        |(?P<vulgar>[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])
-        |(?:(?P<whole>[0-9]{{1,3}}(?:{_BETWEEN_GROUPS}[0-9]{{3}})+(?![0-9])|[0-9]+)(?P<part>\.[0-9]+)?
+        |(?P<before>[0-9]{{1,9}})?(?P<vulgar>[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])
+        |(?:(?P<whole>[0-9]{{1,3}}(?:{_BETWEEN_GROUPS}[0-9]{{3}})+(?![0-9])|[0-9]{{1,2}}(?:,[0-9]{{2}})+,[0-9]{{3}}(?![0-9])
+              |[0-9]{{1,3}}(?:\.[0-9]{{3}}){{2,}}(?![0-9.])|[0-9]+)(?P<part>\.[0-9]+)?
            |(?<![\w.])(?P<alone>\.[0-9]+))
          (?:[eE](?P<power>[-−+]?[0-9]{{1,3}})(?!\w|\.[0-9])
             |\s?(?:×|·|x|\*|\\times|\\cdot)\s?10\s?(?:
@@ -35,7 +46,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_PLAIN = str.maketrans("−–⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "---+0123456789")
+_PLAIN = str.maketrans("−–‐‑﹣－⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "-------+0123456789")
 LONGEST = 4000  # digits of a number that is compared by value; Python reads 4,300 at most
 
 
@@ -43,18 +54,27 @@ def _text(match: re.Match[str]) -> str:
     """Return a number in the form that `Fraction` reads."""
     found = {name: value.translate(_PLAIN) for name, value in match.groupdict().items() if value is not None}
     sign = (found.get("sign") or found.get("behind") or "").replace("+", "")
+    if "over" in found:
+        return f"{sign}{found['over']}/{found['under']}"
     if "vulgar" in found:
-        return sign + unicodedata.normalize("NFKC", found["vulgar"]).replace("⁄", "/")
-    if "top" in found or "over" in found:
-        return f"{sign}{found.get('top', found.get('over'))}/{found.get('bottom', found.get('under'))}"
+        return _fraction(sign, found.get("before"), *unicodedata.normalize("NFKC", found["vulgar"]).split("⁄"))
+    for top, bottom in itertools.product(("top", "top_digit"), ("bottom", "bottom_digit")):
+        if top in found and bottom in found:
+            return _fraction(sign, found.get("mixed"), found[top], found[bottom])
     whole = re.sub(r"[^0-9]", "", found.get("whole", "")) or "0"
     powers = [found[name] for name in ("power", "braced", "raised", "small") if name in found]
     return sign + whole + found.get("part", found.get("alone", "")) + "".join(f"e{power}" for power in powers)
 
 
+def _fraction(sign: str, whole: str | None, top: str, bottom: str) -> str:
+    minus = "-" if (sign + top + bottom).count("-") % 2 else ""
+    top, bottom = top.lstrip("-+"), bottom.lstrip("-+")
+    return f"{minus}{int(whole) * int(bottom) + int(top) if whole else top}/{bottom}"
+
+
 def last_number(text: str) -> str | None:
     """Return the last number in a text, written with digits, `-`, `.`, `/` and `e` alone; None if there is none."""
-    matches = list(_NUMBER.finditer(text))
+    matches = list(_NUMBER.finditer(_EXPONENTS.sub(r"\1", text)))
     return _text(matches[-1]) if matches else None
 
 

@@ -31,6 +31,10 @@ MOST_TOKENS = 1 << 19  # of the drawn responses
 CALLS = 12  # of a layout: the first ones, and as many others
 FEW, SHORT = 2, 40  # full responses of a small batch, and their tokens
 OF_PROBE, SAMPLES_OF_PROBE = 8, 4  # tokens of a response, and prompts, whose dependence on each other is tried
+SHIFTED = (
+    *("advantages", "corrections", "entropies"),
+    *("anchor_logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs"),
+)
 SIZES = torch.tensor([1.0, 1 / 16, 4.0])  # of the numbers of a response
 WEIGHTS = torch.tensor([1 / 64, 1 / 128, 1 / 256])  # of losses by response, as different as those of a run
 NATIVE_TOLERANCE = 1e-4  # relative to the largest; deterministic numerics have none
@@ -133,34 +137,55 @@ def _try_iterations(config: RunConfig, own: Own, call: Callable[[Batch], Tensor]
 def _require_own_tokens(config: RunConfig, own: OwnObjective) -> None:
     """Refuse a loss of a token that depends on some other tokens of its response, such as on the next one alone.
 
-    The loss may depend on all tokens of the response, on all up to the token, or on all from the token on. The
-    log-ratios are near 0 and the advantages positive, so that nothing is clipped.
+    The loss may depend on the new log-probs of all tokens of the response, of all up to the token, or of all from the
+    token on. It must not take all numbers of another column one or more tokens away. The log-ratios are near 0 and the
+    advantages positive, so that nothing is clipped.
     """
     drawn = _drawn(config, FEW, min(OF_PROBE, config.rollout.max_response_tokens))
     new = drawn.anchor_logprobs + (drawn.new_logprobs - drawn.anchor_logprobs) * 1e-2
-    drawn = replace(drawn, advantages=drawn.advantages.abs() + 1.0)
-
-    def losses(new: Tensor) -> Tensor:
-        ratios = probability_ratios(new, drawn.anchor_logprobs)
-        return own.losses(replace(drawn, new_logprobs=new, ratios=ratios))[0].detach()
-
-    first, length = len(drawn.responses) - int(drawn.response_lengths[-1]), int(drawn.response_lengths[-1])
-    before, changes = losses(new), []
-    for token in range(first, len(new)):
-        moved = new.clone()
-        moved[token] += 1e-2
-        changes.append((losses(moved) != before)[first:])
-    for position, on in enumerate(torch.stack(changes).T.tolist()):
+    drawn = replace(drawn, new_logprobs=new, advantages=drawn.advantages.abs() + 1.0)
+    for position, found in enumerate(_dependences(own, drawn, "new_logprobs")):
+        length = int(drawn.response_lengths[-1])
         allowed = ({position}, {*range(length)}, {*range(position + 1)}, {*range(position, length)}, set[int]())
-        found = {other for other, depends in enumerate(on) if depends}
         if found not in allowed:
             others = ", ".join(map(str, sorted(found)))
             raise _refused(
                 own,
-                f"returned a loss{place_of(drawn, first + position)} that depends on new_logprobs at position "
+                f"returned a loss{_in_last(drawn, position)} that depends on new_logprobs at position "
                 f"{others}; let it depend on the token's own, on those of the whole response, or on all up to or from "
                 "the token",
             )
+    for column in SHIFTED:
+        inside = [*enumerate(_dependences(own, drawn, column))][1:-1]
+        shifts = {other - position for position, found in inside for other in found}
+        if len(inside) > 1 and len(shifts) == 1 and all(found for _, found in inside) and shifts != {0}:
+            position, (other,) = inside[0]
+            raise _refused(
+                own,
+                f"returned a loss{_in_last(drawn, position)} that depends on {column} at position {other} and not at "
+                f"{position}; let it depend on the token's own",
+            )
+
+
+def _dependences(own: OwnObjective, drawn: ObjectiveBatch, column: str) -> list[set[int]]:
+    """Return for each token of the last response the positions whose number in `column` changes its loss."""
+
+    def losses(values: Tensor) -> Tensor:
+        batch = replace(drawn, **{column: values})
+        ratios = probability_ratios(batch.new_logprobs, batch.anchor_logprobs)
+        return own.losses(replace(batch, ratios=ratios))[0].detach()
+
+    values: Tensor = getattr(drawn, column)
+    before, first, changes = losses(values), len(values) - int(drawn.response_lengths[-1]), []
+    for token in range(first, len(values)):
+        moved = values.clone()
+        moved[token] += 1e-2
+        changes.append((losses(moved) != before)[first:])
+    return [{other for other, depends in enumerate(on) if depends} for on in torch.stack(changes).T.tolist()]
+
+
+def _in_last(drawn: ObjectiveBatch, position: int) -> str:
+    return place_of(drawn, len(drawn.responses) - int(drawn.response_lengths[-1]) + position)
 
 
 def _require_own_prompts(config: RunConfig, own: OwnAdvantages) -> None:

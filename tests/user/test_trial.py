@@ -45,6 +45,9 @@ def tried(folder: Path, body: str, *overrides: str, head: str = HEAD, signature:
         "x = b.ratios.clamp(0.1, 9); return -log(x) * b.advantages + sqrt(x)",
         "cut = (b.ratios > 1.2) & (b.advantages > 0); return -torch.where(cut, 1.2, b.ratios) * b.advantages, cut",
         "return -b.ratios * b.advantages * torch.where(b.positions == 0, 2.0, 1.0) / b.lengths",
+        # the advantage of the first token, and what is left of the response
+        "return -b.ratios * b.advantages[torch.arange(len(b.positions)) - b.positions]",
+        "return -b.ratios * (b.of_tokens(b.response_sums(b.advantages)) - b.advantages)",
     ],
 )
 def test_a_loss_of_each_response_alone_passes(tmp_path: Path, body: str) -> None:
@@ -104,6 +107,22 @@ REFUSED = [
     (
         f"{AFTER}; return -(b.ratios + after.detach()) * b.advantages",
         r"returned a loss at response \d+, position 0 that depends on new_logprobs at position 0, 1; let it depend on",
+    ),
+    *(
+        (
+            f"{AFTER.replace('b.ratios', f'b.{column}')}; return -b.ratios * b.advantages + 0.1 * b.ratios * after",
+            rf"returned a loss at response \d+, position 1 that depends on {column} at position 2 and not at 1; let",
+        )
+        for column in ("ref_logprobs", "rollout_logprobs", "entropies", "corrections")
+    ),
+    (
+        f"{AFTER.replace('b.ratios', 'b.advantages')}; return -b.ratios * after",
+        r"returned a loss at response \d+, position 1 that depends on advantages at position 2 and not at 1; let it",
+    ),
+    (
+        "x = b.advantages; before = torch.where(b.positions == 0, x, torch.cat([x[-1:], x[:-1]])); "
+        "return -b.ratios * before",
+        r"returned a loss at response \d+, position 1 that depends on advantages at position 0 and not at 1; let it",
     ),
     ("return b.ratios**2", r"returned inf at response \d, position \d+; must be finite \(log-ratio 100, adv"),
     (

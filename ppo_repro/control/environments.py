@@ -7,6 +7,7 @@ library, whose last bits may differ between processors.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,9 @@ try:
     from gymnasium.spaces import Box, Discrete
 except ImportError as missing:
     raise UserError("gymnasium is not installed; pip install 'ppo_repro[control]'") from missing
+
+
+FEW_INSIDE = 0.1  # share of an untrained policy's actions between the bounds
 
 
 @dataclass(frozen=True)
@@ -112,10 +116,13 @@ class Environments:
             episode_returns=np.empty(count),
         )
         for i, (copy, action) in enumerate(zip(self.copies, self.actions.taken(actions), strict=True)):
-            observation, reward, terminated, truncated, _ = copy.env.step(action)
+            try:
+                observation, reward, terminated, truncated, _ = copy.env.step(action)
+            except Exception as error:
+                raise self._wrong(i, f"step raised {type(error).__name__}: {' '.join(str(error).split())}") from error
             copy.steps += 1
-            self._require_finite(i, f"the reward {reward}", reward)
-            self._require_finite(i, "the observation", observation)
+            self._require_numbers(i, f"the reward {reward}", reward, ())
+            self._require_numbers(i, "the observation", observation, self.observations.shape[1:])
             copy.total += float(reward)
             transition.observations[i], transition.rewards[i] = observation, reward
             transition.terminated[i], transition.truncated[i] = terminated, truncated and not terminated
@@ -130,30 +137,40 @@ class Environments:
         copy.episode, copy.steps, copy.total = copy.episode + 1, 0, 0.0
         copy.seed = int(seeding.words(1, *self.name, index, copy.episode)[0] >> np.uint64(1))
         observation = copy.env.reset(seed=copy.seed)[0]
-        self._require_finite(index, "the observation", observation)
+        self._require_numbers(index, "the observation", observation, copy.env.observation_space.shape)
         return observation
 
-    def _require_finite(self, index: int, what: str, values: Any) -> None:
-        """Raise UserError, naming copy, episode, step and place, unless all numbers are finite in float32."""
-        with np.errstate(over="ignore"):
-            wrong = np.flatnonzero(~np.isfinite(np.asarray(values).astype(np.float32)))
-        if len(wrong):
-            copy = self.copies[index]
-            place = f" at index {wrong[0]}" if np.ndim(values) else ""
-            raise UserError(
-                f"{self.where}: {what} is not finite{place} (copy {index}, episode {copy.episode} with seed "
-                f"{copy.seed}, step {copy.steps}); correct the environment"
-            )
+    def _require_numbers(self, index: int, what: str, values: Any, shape: tuple[int, ...]) -> None:
+        """Raise UserError unless the values have this shape, or one number each, and are finite in float32."""
+        try:
+            with np.errstate(over="ignore"):
+                numbers = np.asarray(values).astype(np.float32)
+        except (TypeError, ValueError):
+            raise self._wrong(index, f"{what} is no number") from None
+        if numbers.shape != shape and (shape or numbers.size != 1):
+            raise self._wrong(index, f"{what} has shape {numbers.shape} instead of {shape}")
+        if len(wrong := np.flatnonzero(~np.isfinite(numbers))):
+            raise self._wrong(index, f"{what} is not finite{f' at index {wrong[0]}' if np.ndim(values) else ''}")
+
+    def _wrong(self, index: int, what: str) -> UserError:
+        """Return an error that names copy, episode and step."""
+        copy = self.copies[index]
+        return UserError(
+            f"{self.where}: {what} (copy {index}, episode {copy.episode} with seed {copy.seed}, step {copy.steps}); "
+            "correct the environment"
+        )
 
     def warning(self) -> str | None:
-        """Return a sentence on actions that an untrained policy mostly clips to one bound; None if there are none."""
+        """Return a sentence on actions that an untrained policy mostly clips; None if there are none."""
         if not isinstance(self.actions, RealActions):
             return None
         for i, (low, high) in enumerate(zip(self.actions.low.tolist(), self.actions.high.tolist(), strict=True)):
-            if low > 0 or high < 0:
+            inside = (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))) / 2
+            if low > 0 or high < 0 or inside < FEW_INSIDE:
+                ends = f"{low:g}" if low > 0 else f"{high:g}" if high < 0 else f"{low:g} or {high:g}"
                 return (
                     f"{self.where}: action {i} is {low:g} to {high:g}; an untrained policy draws from mean 0 and "
-                    f"deviation 1, so most of its actions are clipped to {low if low > 0 else high:g}, and it cannot "
+                    f"deviation 1, so most of its actions are clipped to {ends}, and it cannot "
                     "learn from them; rescale the actions to -1 to 1 (gymnasium.wrappers.RescaleAction)"
                 )
         return None

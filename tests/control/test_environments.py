@@ -33,14 +33,19 @@ class Faulty(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.steps += 1
         now = self.fault if self.steps == 2 else ""
+        if now == "four":
+            return np.zeros(3), 1.0, False, {}  # type: ignore[return-value]  # as gym had it
         observation = np.array([0, {"nan": math.nan, "huge": 1e39}.get(now, 0), 0], np.float64)
-        return observation, math.inf if now == "reward" else 1.0, self.steps == 3, False, {}
+        rewards: dict[str, Any] = {"reward": math.inf, "pair": np.ones(2), "text": "good"}
+        observation = observation[:1] if now == "short" else observation
+        return observation, rewards.get(now, 1.0), self.steps == 3, False, {}
 
 
 gymnasium.register("tests/Faulty-v0", Faulty, max_episode_steps=9)
-for _fault in ("reset", "nan", "huge", "reward"):
+for _fault in ("reset", "nan", "huge", "reward", "pair", "text", "short", "four"):
     gymnasium.register(f"tests/Faulty-{_fault}-v0", Faulty, max_episode_steps=9, kwargs={"fault": _fault})
 gymnasium.register("tests/High-v0", Faulty, max_episode_steps=9, kwargs={"low": 10.0, "high": 12.0})
+gymnasium.register("tests/Narrow-v0", Faulty, max_episode_steps=9, kwargs={"low": 0.0, "high": 0.01})
 gymnasium.register("tests/Low-v0", Faulty, max_episode_steps=9, kwargs={"low": -3.0, "high": -2.0})
 
 
@@ -51,6 +56,14 @@ gymnasium.register("tests/Low-v0", Faulty, max_episode_steps=9, kwargs={"low": -
         ("nan", "the observation is not finite at index 1 (copy 0, episode 0 with seed {}, step 2)"),
         ("huge", "the observation is not finite at index 1 (copy 0, episode 0 with seed {}, step 2)"),
         ("reward", "the reward inf is not finite (copy 0, episode 0 with seed {}, step 2)"),
+        ("pair", "the reward [1. 1.] has shape (2,) instead of () (copy 0, episode 0 with seed {}, step 2)"),
+        ("text", "the reward good is no number (copy 0, episode 0 with seed {}, step 2)"),
+        ("short", "the observation has shape (1,) instead of (3,) (copy 0, episode 0 with seed {}, step 2)"),
+        (
+            "four",
+            "step raised ValueError: not enough values to unpack (expected 5, got 4) (copy 0, episode 0 with seed {}, "
+            "step 1)",
+        ),
     ],
 )
 def test_a_number_that_is_not_finite_is_named_with_its_place(fault: str, said: str) -> None:
@@ -70,6 +83,7 @@ def test_a_number_that_is_not_finite_is_named_with_its_place(fault: str, said: s
     ("name", "said"),
     [
         ("High", "action 0 is 10 to 12; an untrained policy draws from mean 0 and deviation 1, so most of its actions"),
+        ("Narrow", "so most of its actions are clipped to 0 or 0.01, and it cannot learn from them; rescale the"),
         ("Low", "are clipped to -2, and it cannot learn from them; rescale the actions to -1 to 1"),
     ],
 )

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ppo_repro.base import interrupts
 from ppo_repro.base.errors import RankLost, UserError
-from ppo_repro.base.output import say_here
+from ppo_repro.base.output import say_anyway, say_here
 
 JOINING = 120.0  # seconds in which all processes must have started
 SILENCE = 15  # seconds without an answer after which a machine is lost
@@ -103,7 +103,7 @@ def connect(rank: int, size: int, store: Store, first_host: str) -> Peers:
     Args:
         rank: of this process.
         size: number of processes.
-        store: has the port and the token by which processes know each other.
+        store: has the port and the token by which processes know each other; raises RuntimeError after JOINING seconds.
         first_host: address of the first process.
 
     Raises:
@@ -140,17 +140,26 @@ def _accept(size: int, store: Store) -> Peers:
 
 
 def _call(rank: int, store: Store, first_host: str) -> Peers:
-    port, token = json.loads(store.get("peers"))
+    try:
+        port, token = json.loads(store.get("peers"))
+    except RuntimeError:  # the store's; it waits for JOINING seconds
+        raise _alone(rank, f"rank 0 did not start within {JOINING:.0f} s, or has ended; start every machine") from None
     try:
         connection = socket.create_connection((first_host, port), timeout=JOINING)
     except OSError as error:
-        raise UserError(f"rank {rank}: cannot connect to rank 0 at {first_host}:{port} ({error.strerror})") from error
+        raise _alone(rank, f"cannot connect to rank 0 at {first_host}:{port} ({error.strerror or error})") from error
     _watch(connection)
     _send(connection, [token, rank, socket.gethostname()])
     hosts = _receive(connection)
     if not isinstance(hosts, list):
         raise UserError(f"rank {rank}: rank 0 at {first_host} ended before all processes had started; see its output")
     return Peers(rank, hosts, {0: connection})
+
+
+def _alone(rank: int, text: str) -> UserError:
+    """Print why a rank cannot join, because the first one, which prints for all, does not know it."""
+    say_anyway(f"error: rank {rank}: {text}")
+    return UserError(f"rank {rank}: {text}")
 
 
 def _watch(connection: socket.socket) -> None:

@@ -15,7 +15,6 @@ from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
 from ppo_repro.base import interrupts
 from ppo_repro.base.errors import PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
@@ -148,7 +147,7 @@ def joined(rank: int, size: int) -> Iterator[Ranks]:
     global _joined_others
     _joined_others = True
     try:
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=JOINING)))
+        store = _store(rank, size)
         peers = connect(rank, size, store, os.environ["MASTER_ADDR"])
         _exchange(_init_group, store, rank, size)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -169,6 +168,13 @@ def joined(rank: int, size: int) -> Iterator[Ranks]:
         raise
     peers.leave()
     dist.destroy_process_group()
+
+
+def _store(rank: int, size: int) -> dist.Store:
+    """Return torchrun's key-value store; without torchrun the first process has it."""
+    host, port, waits = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=JOINING)
+    has_it = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.TCPStore(host, port, size, has_it, waits, wait_for_workers=False, multi_tenant=True)
 
 
 def _init_group(store: dist.Store, rank: int, size: int) -> None:

@@ -69,6 +69,7 @@ def main() -> None:
     prepare_streams()
     code = exit_code_of(sys.argv[1:])
     if code == 2 and not speaks():
+        interrupts.ending()
         time.sleep(SECONDS_TO_SPEAK)
     if "ppo_repro.base.ranks" in sys.modules:  # only commands that imported torch have it
         from ppo_repro.base.ranks import end_process

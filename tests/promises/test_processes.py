@@ -246,6 +246,25 @@ def test_a_rank_that_differs_or_fails_is_named_and_ends_the_others(case: str, tm
 
 
 @slow
+@pytest.mark.parametrize(
+    ("late", "line"),
+    [
+        ("2", "error: rank 2: did not start within 5 s; start every machine"),
+        ("0", "error: rank 1: rank 0 did not start within 5 s, or has ended; start every machine"),
+    ],
+)
+def test_a_rank_that_never_joins_is_named(
+    late: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LATE", late)
+    done = torchrun(4 if late == "2" else 2, "run", TINY, "--out", tmp_path, module="tests.support.late")
+    assert done.returncode == 1
+    assert done.stderr.splitlines().count(line) == 1, done.stderr
+    assert "ppo_repro.base.errors" not in done.stderr, "torchrun's signal found the others waiting for the line"
+    assert not list(tmp_path.iterdir())
+
+
+@slow
 def test_processes_end_when_their_torchrun_is_killed(tmp_path: Path) -> None:
     words = ["run", str(TINY), "--out", str(tmp_path), *sets(*QUICK, "ppo.iterations=2000")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ppo_repro"]

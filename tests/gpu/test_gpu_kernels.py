@@ -26,6 +26,8 @@ RISING, FALLING, SHUFFLED = range(3)  # `Order` of emulate.h
 ORDERS = (RISING, FALLING, SHUFFLED)
 QUICK = dict(quick_cases())
 
+BESIDE_OUTLIERS = ("product in high beside outliers",)
+
 Open = Callable[..., GpuSide]
 
 
@@ -164,18 +166,35 @@ BREAKS = {
         "gpu/integers.c",
         (
             (
-                "int x = (int)(as_bits(v[half][i] * up + whole) - as_bits(whole));",
-                "int x = (int)__builtin_roundf(v[half][i] * up);",
+                "const int n = (int)(as_bits(x + whole) - as_bits(whole));",
+                "const int n = (int)__builtin_roundf(x);",
             ),
         ),
     ),
     "a clip at 4,096": Break(
-        ("product in high of ties",), "gpu/integers.c", (("x = x > 4095 ? 4095 : x < -4095 ? -4095 : x;", ""),)
+        ("product in high of ties",),
+        "gpu/integers.c",
+        (("return n > 4095 ? 4095 : n < -4095 ? -4095 : n;", "return n;"),),
     ),
     "no offset": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
         "gpu/integers.c",
-        (("- as_bits(of_x[1]) - as_bits(of_w[1])", "- as_bits(of_x[1])"),),
+        (("as_bits(of_x[1]) + as_bits(of_w[1])", "as_bits(of_x[1])"),),
+    ),
+    "no remainders": Break(
+        BESIDE_OUTLIERS, "gpu/integers.c", (("is_product && needs_remainders", "0 && needs_remainders"),)
+    ),
+    "31 is not small": Break(BESIDE_OUTLIERS, "gpu/integers.c", (("SMALL = 32", "SMALL = 31"),)),
+    "remainders of 10 bits": Break(
+        BESIDE_OUTLIERS, "gpu/integers.c", (("(float)x) * 0x1p11f", "(float)x) * 0x1p10f"),)
+    ),
+    "remainders are added to the sum before": Break(
+        BESIDE_OUTLIERS,
+        "gpu/integers.c",
+        (("sum = sum + (float)(int)(rest[c]", "y[q][c] = y[q][c] + (float)(int)(rest[c]"),),
+    ),
+    "a block of a gradient is asked": Break(
+        BESIDE_OUTLIERS, "gpu/launches.c", (("!w->transposed, 1), 0)", "!w->transposed, 1), 1)"),)
     ),
     "the middle bytes once": Break(
         ("product in high (33, 70, 131)", "gradients in high"),

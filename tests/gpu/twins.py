@@ -240,6 +240,27 @@ def sized_product(rows: int, cols: int, terms: int) -> Case:
     return case
 
 
+def outlier_product(rows: int, cols: int, terms: int) -> Case:
+    """y = x w^T and dx = dy w, where blocks of some rows of x, of rows or columns of w, and of dy are mostly small."""
+
+    def case(side: Side) -> Results:
+        rng = np.random.default_rng((rows, cols, terms))
+        x, w, dy = numbers(rng, rows, terms), numbers(rng, cols, terms), numbers(rng, rows, cols)
+        x[1::20, 5::128] *= 1e4
+        w[2::30, 7::128] *= 1e4
+        w[7::128, 1::30] *= 1e4
+        dy[::5, 3::128] *= 1e4
+        x[-1], x[-1, ::128] = 31.25, 2048.0  # just small
+        layer, y, dx = packed(side, matrix(side, w, None)), side.nan(rows, cols), side.nan(rows, terms)
+        side.call("linear", layer, side.put(x), rows, None, y)
+        integers = (side.host([0] * rows), side.host(range(rows)), side.host([0, SLOTS]))
+        sums = Sums(side, 1).of_pass(SLOTS, False)
+        side.call("linear_backward", layer, side.put(dy), side.put(x), rows, *integers, sums, dx)
+        return {"y": side.get(y), "dx": side.get(dx)}
+
+    return case
+
+
 class Sums:
     """Partial sums of gradients of a minibatch, through its backward passes."""
 
@@ -671,6 +692,7 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
     for shape in ((1, 1, 1), (5, 7, 3), (33, 70, 131), (130, 200, 300)):
         yield f"product in high {shape}", in_high(product(*shape, wild=shape[2] % 2 == 1))
     yield "product in high of ties", in_high(sized_product(5, 7, 130))
+    yield "product in high beside outliers", in_high(outlier_product(50, 70, 300))
     yield "product in high, transposed", in_high(product(19, 37, 140, transposed=True))
     yield "gradients in high", in_high(gradients(132, 68, (200, 2, 130, 1, 45), (0, 1, 3, 5), wild=True))
     yield "gradients in high, transposed", in_high(gradients(37, 131, (30, 41, 128), (0, 3), transposed=True))
@@ -731,6 +753,8 @@ def all_cases() -> Iterator[tuple[str, Case]]:
         for transposed in (False, True):
             case = product(rows, 130, terms, transposed, wild=rows % 2 == 1, more=rows % 3 > 0)
             yield f"product in high of {rows} rows, {terms} terms, {transposed}", in_high(case)
+    for shape in ((1, 130, 129), (16, 128, 140), (17, 40, 1), (130, 131, 257), (270, 200, 128)):
+        yield f"product in high beside outliers {shape}", in_high(outlier_product(*shape))
     yield "product in high of large and small numbers", in_high(sized_product(17, 70, 500))
     many = [30 + 9 * i for i in range(11)]
     for n, k in ((1, 1), (3, 130), (129, 5), (128, 128)):

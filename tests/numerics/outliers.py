@@ -159,11 +159,11 @@ def cases_of(architecture: str) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def outlier_model(architecture: str, case: str, seed: int) -> PreTrainedModel:
-    """An unmodified model of a family with one of `CASES`."""
+def outlier_model(architecture: str, case: str, seed: int, size: float | None = None) -> PreTrainedModel:
+    """An unmodified model of a family with one of `CASES`, with an outlier of its size or of another."""
     config, chosen = {**CONFIGS, **MIXTURES}[architecture](), CASES[case]
     if chosen.untied:
         config.tie_word_embeddings = False
     model = small_model(config, seed)
-    chosen.change(model, chosen.size)
+    chosen.change(model, size or chosen.size)
     return model

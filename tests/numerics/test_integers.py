@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from math import frexp
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from ppo_repro.numerics.definition.elementary import Array, F
 from ppo_repro.numerics.definition.gradients import Contributions, join_slots, slot_sums
 from ppo_repro.numerics.definition.linear import linear_backward
 from ppo_repro.numerics.definition.model import Matrix
-from ppo_repro.numerics.definition.product import BLOCK, product
+from ppo_repro.numerics.definition.product import BLOCK, Asked, product
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.linear import linear
@@ -32,7 +33,7 @@ from tests.support.definition import array, assert_same
 from tests.support.variants import ABLE, opened, using
 
 SLOTS = 8
-KINDS = ("normal", "far apart", "outliers", "denormal", "zeros", "largest", "ties", "huge")
+KINDS = ("normal", "far apart", "outliers", "one outlier", "small", "denormal", "zeros", "largest", "ties", "huge")
 
 
 def numbers(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> Array:
@@ -42,6 +43,11 @@ def numbers(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> Arra
             x *= np.exp2(rng.integers(-40, 40, shape)).astype(F)
         case "outliers":
             x[rng.random(shape) < 0.01] *= 1e4
+        case "one outlier":  # in every block, on a channel: all rows are mostly small
+            x[:, ::BLOCK] *= 1e4
+        case "small":  # about half of the numbers of a block are small integers, so some blocks are mostly small
+            x = np.where(rng.random(shape) < 0.5, rng.integers(-31, 32, shape), rng.integers(32, 4096, shape)).astype(F)
+            x += (rng.integers(-2048, 2049, shape) / 4096).astype(F)
         case "denormal":
             x *= np.exp2(rng.integers(-149, -55, shape)).astype(F)
         case "zeros":
@@ -56,23 +62,37 @@ def numbers(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> Arra
     return x
 
 
-def integers(x: list[float]) -> tuple[list[int], int]:
-    """A block as Python's integers, and s; `round` of a fraction goes to the nearest, ties to even."""
+def integers(x: list[float]) -> tuple[list[int], list[int], int, bool]:
+    """A block as Python's integers, their remainders, s, and whether it is mostly small.
+
+    `round` of a fraction goes to the nearest, ties to even.
+    """
     largest = max(abs(number) for number in x)
     s = min(12 - frexp(largest)[1], 63)
-    return [max(-4095, min(4095, round(Fraction(number) * Fraction(2) ** s))) for number in x], s
+    exact = [Fraction(number) * Fraction(2) ** s for number in x]
+    whole = [max(-4095, min(4095, round(number))) for number in exact]
+    rest = [round((a - b) * 2**11) for a, b in zip(exact, whole, strict=True)]
+    small = [abs(number) < 32 for number, given in zip(whole, x, strict=True) if given]
+    return whole, rest, s, 2 * sum(small) > len(x)
 
 
-def by_integers(x: Array, w: Array) -> Array:
+def dot(a: list[int], b: list[int]) -> int:
+    return sum(i * j for i, j in zip(a, b, strict=True))
+
+
+def by_integers(x: Array, w: Array, asked: Asked = "x and w") -> Array:
     """x w^T in Python, [M, K], [N, K] -> [M, N]."""
     y = np.zeros((len(x), len(w)), F)
     for start in range(0, x.shape[1], BLOCK):
         rows, columns = ([integers(row[start : start + BLOCK].tolist()) for row in a] for a in (x, w))
-        for m, (x_block, x_s) in enumerate(rows):
-            for n, (w_block, w_s) in enumerate(columns):
-                total = sum(a * b for a, b in zip(x_block, w_block, strict=True))
-                assert abs(total) < 2**31
-                y[m, n] += np.ldexp(F(total), -x_s - w_s)
+        for m, (x_block, x_rest, x_s, x_small) in enumerate(rows):
+            for n, (w_block, w_rest, w_s, w_small) in enumerate(columns):
+                total, rest = dot(x_block, w_block), dot(x_block, w_rest) + dot(x_rest, w_block)
+                assert max(abs(total), abs(rest)) < 2**31
+                block = np.ldexp(F(total), -x_s - w_s)
+                if w_small or (x_small and asked == "x and w"):
+                    block += np.ldexp(F(rest), -x_s - w_s - 11)
+                y[m, n] += block
     return y
 
 
@@ -111,7 +131,7 @@ def assert_layer_is_the_definition(x: Array, w: Array, d: Array, lengths: list[i
     found = array(sums.finish()["weight"])
     assert_same(array(y), product(x, w, "high"), "y")
     assert given_x.grad is not None
-    assert_same(array(given_x.grad), product(d, w.T, "high"), "dx")
+    assert_same(array(given_x.grad), product(d, w.T, "high", "w"), "dx")
     assert_same(found.T if transposed else found, dw, "dw")
 
 
@@ -134,11 +154,21 @@ def test_kernels_are_the_definition(
         assert_layer_is_the_definition(x, w, d, lengths, transposed)
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from((1, 3, 128, 131)), st.sampled_from(KINDS), st.integers(0))
-def test_the_definition_is_pythons_integers(m: int, n: int, k: int, kind: str, seed: int) -> None:
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from((1, 3, 128, 131)),
+    st.sampled_from(KINDS),
+    st.sampled_from(KINDS),
+    st.sampled_from(get_args(Asked)[:2]),
+    st.integers(0),
+)
+def test_the_definition_is_pythons_integers(
+    m: int, n: int, k: int, of_x: str, of_w: str, asked: Asked, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
-    x, w = numbers(kind, (m, k), rng), numbers(kind, (n, k), rng)
-    assert_same(product(x, w, "high"), by_integers(x, w), kind)
+    x, w = numbers(of_x, (m, k), rng), numbers(of_w, (n, k), rng)
+    assert_same(product(x, w, "high", asked), by_integers(x, w, asked), "y")
 
 
 @given(st.lists(st.floats(-(2.0**59), 2.0**59, width=32), min_size=1, max_size=140), st.integers(0, 100))
@@ -156,8 +186,17 @@ CASES: dict[str, tuple[list[float], list[float], float]] = {  # x, w, x w^T; ano
     "a block has 128 terms: with 64 the last one counts": ([2048.0] + [0.0] * 126 + [0.25], [0.0] * 127 + [1.0], 0.0),
     "a block has its own scale: that of the row gives 0": ([2048.0] + [0.0] * 127 + [0.25], [0.0] * 128 + [1.0], 0.25),
     "13 bits: with 12 it is 2,048": ([2047.5], [1.0], 2047.5),
-    "the smallest power is 2^-63: without a limit it is 2^-64": ([2.0**-64], [1.0], 0.0),
+    "the smallest power is 2^-63, a remainder's 2^-74: without a limit it is 2^-75": ([2.0**-75], [1.0], 0.0),
+    "2^-64 is a remainder": ([2.0**-64], [1.0], 2.0**-64),
     "2^-63 is one 2^-63": ([2.0**-63], [1.0], 2.0**-63),
+    "a remainder of 11 bits: without it the result is 0": ([2048.0, *[0.25] * 3], [0.0, *[1.0] * 3], 0.75),
+    "a remainder of w counts too, where x is mostly small": ([2048.0, *[0.25] * 3], [0.25, *[2048.0] * 3], 2048.0),
+    "half of the numbers are not most": ([2048.0, 2048.0, 0.25, 0.25], [0.0, 0.0, 1.0, 1.0], 0.0),
+    "31 is small": ([2048.0, *[31.25] * 3], [0.0, *[1.0] * 3], 93.75),
+    "32 is not: 31.75 becomes 32": ([2048.0, *[31.75] * 3], [0.0, *[1.0] * 3], 96.0),
+    "zeros are not small": ([2048.0, 0.0, 0.0, 0.25, 0.25], [0.0, 1.0, 1.0, 1.0, 1.0], 0.0),
+    "a remainder has 11 bits: with 12 it is 2^-12": ([2048.0, *[2.0**-12] * 3], [0.0, 1.0, 0.0, 0.0], 0.0),
+    "the clip leaves a remainder": ([4095.75, *[0.25] * 3], [1.0, 0.0, 0.0, 0.0], 4095.75),
     "-0 becomes +0": ([-0.0], [1.0], 0.0),
     "the sum is exact: float32 rounds each addition": ([4095.0] * 12 + [3.0], [4095.0] * 12 + [3.0], 201228304.0),
 }

@@ -224,7 +224,28 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ),
     ),
     "high: one scale for both factors": ("integers.c", (("(x_scale * w_scale)", "(w_scale * w_scale + 0 * x_scale)"),)),
-    "high: an odd term is lost": ("integers.c", (("t + 1 < terms ? integers_of", "t + 2 < terms ? integers_of"),)),
+    "high: an odd term is lost": ("integers.c", (("t + 1 < terms ? some_of", "t + 2 < terms ? some_of"),)),
+    "high: no remainders": (
+        "tiles.c",
+        (("if (needs_remainders(a, w, PANELS))", "if (0)"), ("if (needs_remainders(a, w, 1))", "if (0)")),
+    ),
+    "high: remainders of x alone": (
+        "tiles.c",
+        (("acc[i][p] = chain_step(at, rest[p],", "(void)chain_step(at, rest[p],"),),
+    ),
+    "high: remainders of 10 bits": ("integers.c", (("REMAINDER_SCALE 0x1p11f", "REMAINDER_SCALE 0x1p10f"),)),
+    "high: remainders are added to the sum before": (
+        "tiles.c",
+        (
+            ("a->rest) sum = sum + ", "a->rest) *out = (first ? (Wide)0.0f : *out) + "),
+            ("(first ? (Wide)0.0f : *out) + sum", "(first && !a->rest ? (Wide)0.0f : *out) + sum"),
+        ),
+    ),
+    "high: half of a block is mostly small": ("integers.c", (("(2 * small > n)", "(2 * small >= n)"),)),
+    "high: a gradient is asked too": (
+        "linear.c",
+        (("a->terms, a->asked,", "a->terms, 1,"),),
+    ),
     "high: gradients of weights as in highest": (
         "steps.c",
         (("weight_gradient(w->precision, dy", "weight_gradient(PRECISION_HIGHEST, dy"),),

@@ -131,8 +131,8 @@ INLINE void pack_integers(const WeightGradient *a, const float *from, int ld, in
     for (int c = 0; c < count; c += COLS) {
       const int cols = least(COLS, ld - col - c);
       // a constant number of columns makes vectors
-      if (cols == COLS) integer_columns(first + col + c, ld, b->length[i], COLS, panel);
-      else if (cols > 0) integer_columns(first + col + c, ld, b->length[i], cols, panel);
+      if (cols == COLS) integer_columns(first + col + c, ld, b->length[i], COLS, panel, NULL);
+      else if (cols > 0) integer_columns(first + col + c, ld, b->length[i], cols, panel, NULL);
       else zero_floats(panel, (long)steps * COLS);
       if (width == COLS) {
         copy_floats(out + (long)c * a->packed.rows, panel, (long)steps * COLS);

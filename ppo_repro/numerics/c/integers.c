@@ -9,6 +9,16 @@
 //
 // In memory a block is the float 2^-s, then pairs of integers of 16 bits in the place of a float each. So
 // tiles step through floats in both precisions: x and w of one term, or two terms of each.
+//
+// An outlier leaves the other numbers of its block few bits. Products (not the gradients of weights) add what
+// is lost, where a block of w, or of x in the forward pass, is mostly small: where more than half of its
+// numbers are not zero and have |X| < 32.
+//
+//   X' = rint((x 2^s - X) 2^11)
+//   block += (float)(sum of X W' + X' W) (2^-sx 2^-sw 2^-11)
+//
+// |X'| <= 2^11, so this sum is below 2^31 too. In memory each block of a product is followed by a second one,
+// the float 2^-11 if the block is mostly small, else 0, and then the pairs of X'.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -18,13 +28,19 @@
 typedef int Ints __attribute__((ext_vector_type(COLS), aligned(4)));
 typedef short Shorts __attribute__((ext_vector_type(COLS), aligned(2)));
 
-enum { LARGEST_INTEGER = 4095, BLOCK_STEPS = 1 + BLOCK / 2 };
+enum { LARGEST_INTEGER = 4095, SMALL_INTEGER = 32, BLOCK_STEPS = 1 + BLOCK / 2 };
+#define REMAINDER_SCALE 0x1p11f
 
 // Floats that `terms` terms take, from the beginning of a block on
 INLINE int steps_of(Precision precision, int terms) {
   if (precision == PRECISION_HIGHEST) return terms;
   int rest = terms % BLOCK;
   return terms / BLOCK * BLOCK_STEPS + (rest ? 1 + (rest + 1) / 2 : 0);
+}
+
+// The same of a factor of a product: with remainders
+INLINE int product_steps(Precision precision, int terms) {
+  return steps_of(precision, terms) << (precision == PRECISION_HIGH);
 }
 
 // ------------------------------------------------------------------------------------------------- a chain
@@ -87,10 +103,26 @@ INLINE Ints integers_of(Wide x, Wide up) {
   return __builtin_elementwise_max(__builtin_elementwise_min(n, most), -most);
 }
 
-// A row x [terms] to its blocks
-static void integer_row(const float *x, int terms, float *to) {
-  for (int k0 = 0; k0 < terms; k0 += BLOCK, to += BLOCK_STEPS) {
+// The remainders of integers X
+INLINE Ints remainders_of(Wide x, Wide up, Ints X) {
+  return integers_of(x * up - __builtin_convertvector(X, Wide), (Wide)REMAINDER_SCALE);
+}
+
+// 1 for each number that is not zero and becomes a small integer
+INLINE Ints small_ones(Wide x, Ints X) {
+  return (X < SMALL_INTEGER) & (X > -SMALL_INTEGER) & (x != 0.0f) & 1;
+}
+
+// The first float of remainders, from the count of small ones of n
+INLINE Wide remainder_weight(Ints small, int n) {
+  return (Wide)((2 * small > n) & (Ints)(Wide)(1.0f / REMAINDER_SCALE));
+}
+
+// A row x [terms] to its blocks, each with its remainders; where a row is not `asked`, none is mostly small
+static void integer_row(const float *x, int terms, int asked, float *to) {
+  for (int k0 = 0; k0 < terms; k0 += BLOCK) {
     const int n = least(BLOCK, terms - k0);
+    float *rest = to + steps_of(PRECISION_HIGH, n);
     float padded[BLOCK];
     const float *block = x + k0;
     if (n < BLOCK) {
@@ -103,11 +135,20 @@ static void integer_row(const float *x, int terms, float *to) {
       largest = __builtin_elementwise_max(largest, size_bits(wide_at(block + k)));
     const Scales scales = scales_of((Ints)__builtin_reduce_max(largest));
     float pairs[BLOCK / 2];
-    float *out = n < BLOCK ? pairs : to + 1;
-    for (int k = 0; k < BLOCK; k += COLS)
-      *(Shorts *)(out + k / 2) = __builtin_convertvector(integers_of(wide_at(block + k), scales.up), Shorts);
-    if (n < BLOCK) copy_floats(to + 1, pairs, (n + 1) / 2);
+    float rest_pairs[BLOCK / 2];
+    Ints small = 0;
+    for (int k = 0; k < BLOCK; k += COLS) {
+      const Wide some = wide_at(block + k);
+      const Ints X = integers_of(some, scales.up);
+      small += small_ones(some, X);
+      *(Shorts *)(pairs + k / 2) = __builtin_convertvector(X, Shorts);
+      *(Shorts *)(rest_pairs + k / 2) = __builtin_convertvector(remainders_of(some, scales.up, X), Shorts);
+    }
+    copy_floats(to + 1, pairs, (n + 1) / 2);
+    copy_floats(rest + 1, rest_pairs, (n + 1) / 2);
     to[0] = scales.down[0];
+    rest[0] = asked ? remainder_weight((Ints)__builtin_reduce_add(small), n)[0] : 0.0f;
+    to = rest + steps_of(PRECISION_HIGH, n);
   }
 }
 
@@ -118,26 +159,40 @@ INLINE Wide some_of(const float *from, int cols) {
   return wide_at(columns);
 }
 
-// One block of each of `cols` <= 16 columns, from [terms][ld], to [steps][16]; zeros beyond `cols`
-INLINE void integer_columns(const float *from, long ld, int terms, const int cols, float *to) {
+// One block of each of `cols` <= 16 columns, from [terms][ld], to [steps][16], and its remainders to `rest`
+// unless NULL; zeros beyond `cols`
+INLINE void integer_columns(const float *from, long ld, int terms, const int cols, float *to, float *rest) {
   Ints largest = 0;
   for (int t = 0; t < terms; t++)
     largest = __builtin_elementwise_max(largest, size_bits(some_of(from + t * ld, cols)));
   const Scales scales = scales_of(largest);
-  *(Wide *)to = scales.down;
+  Wide *next = (Wide *)to;
+  Wide *next_rest = (Wide *)rest;
+  Ints small = 0;
+  *next = scales.down;
   for (int t = 0; t < terms; t += 2) {
-    Ints low = integers_of(some_of(from + t * ld, cols), scales.up);
-    Ints high = t + 1 < terms ? integers_of(some_of(from + (t + 1) * ld, cols), scales.up) : (Ints)0;
-    to += COLS;
-    *(Wide *)to = (Wide)((low & 0xffff) | (high << 16));
+    const Wide x0 = some_of(from + t * ld, cols);
+    const Wide x1 = t + 1 < terms ? some_of(from + (t + 1) * ld, cols) : (Wide)0.0f;
+    const Ints low = integers_of(x0, scales.up);
+    const Ints high = integers_of(x1, scales.up);
+    *++next = (Wide)((low & 0xffff) | (high << 16));
+    if (!rest) continue;
+    small += small_ones(x0, low) + small_ones(x1, high);
+    const Ints low_rest = remainders_of(x0, scales.up, low);
+    *++next_rest = (Wide)((low_rest & 0xffff) | (remainders_of(x1, scales.up, high) << 16));
   }
+  if (rest) *(Wide *)rest = remainder_weight(small, terms);
 }
 
-// The same from `cols` rows [cols][ld]
-static void integer_rows(const float *from, long ld, int terms, int cols, float *to) {
+// One block of w with its remainders, to [2 steps][16]: of each of `cols` rows [cols][ld], or columns
+static void integer_panel(const float *from, long ld, int terms, int cols, int by_columns, float *to) {
+  if (by_columns) {
+    integer_columns(from, ld, terms, cols, to, to + steps_of(PRECISION_HIGH, terms) * COLS);
+    return;
+  }
   for (int j = 0; j < COLS; j++) {
-    float row[BLOCK_STEPS] = {0};
-    if (j < cols) integer_row(from + j * ld, terms, row);
-    for (int i = 0; i < steps_of(PRECISION_HIGH, terms); i++) to[i * COLS + j] = row[i];
+    float row[2 * BLOCK_STEPS] = {0};
+    if (j < cols) integer_row(from + j * ld, terms, 1, row);
+    for (int i = 0; i < product_steps(PRECISION_HIGH, terms); i++) to[i * COLS + j] = row[i];
   }
 }

@@ -16,11 +16,11 @@ enum {
 // for each term. Beyond n there are zeros. In precision high the k terms are blocks of integers.
 static void pack_integer_panel(const Matrix *m, int p) {
   const int cols = least(COLS, m->n - p * COLS);
-  float *panel = m->panels + (long)p * steps_of(PRECISION_HIGH, m->k) * COLS;
-  for (int k0 = 0; k0 < m->k; k0 += BLOCK, panel += BLOCK_STEPS * COLS) {
+  float *panel = m->panels + (long)p * product_steps(PRECISION_HIGH, m->k) * COLS;
+  for (int k0 = 0; k0 < m->k; k0 += BLOCK, panel += 2 * BLOCK_STEPS * COLS) {
     const int terms = least(BLOCK, m->k - k0);
-    if (m->transposed) integer_columns(m->w + (long)k0 * m->n + p * COLS, m->n, terms, cols, panel);
-    else integer_rows(m->w + (long)p * COLS * m->k + k0, m->k, terms, cols, panel);
+    const float *w = m->w + (m->transposed ? (long)k0 * m->n + p * COLS : (long)p * COLS * m->k + k0);
+    integer_panel(w, m->transposed ? m->n : m->k, terms, cols, m->transposed, panel);
   }
 }
 
@@ -48,7 +48,7 @@ static void pack_panel(void *argument, int p) {
 void pack(Matrix *m) { parallel_for(panels_of(m->n), pack_panel, m); }
 
 long panel_floats(int n, int k, Precision precision) {
-  return (long)panels_of(n) * COLS * steps_of(precision, k);
+  return (long)panels_of(n) * COLS * product_steps(precision, k);
 }
 
 // -------------------------------------------------------------------------------------------------- products
@@ -63,6 +63,7 @@ struct Product {
   float *integers;        // of precision high
   int rows;
   int terms;
+  int asked;              // in precision high: blocks of x that are mostly small need their remainders
   int steps;              // floats from one row of x to the next
   int columns;
   void (*rectangle)(const Product *a, int row0, int row1, int panel0, int panel1);
@@ -88,12 +89,12 @@ static void product_task(void *argument, int index) {
 static void integer_rows_task(void *argument, int index) {
   const Product *a = argument;
   for (int t = index * CONVERTED_ROWS; t < least(a->rows, (index + 1) * CONVERTED_ROWS); t++)
-    integer_row(a->x + (long)t * a->terms, a->terms, a->integers + (long)t * a->steps);
+    integer_row(a->x + (long)t * a->terms, a->terms, a->asked, a->integers + (long)t * a->steps);
 }
 
 static void run_product(Product a) {
   if (a.rows < 1) return;
-  a.steps = steps_of(a.w->precision, a.terms);
+  a.steps = product_steps(a.w->precision, a.terms);
   if (a.w->precision == PRECISION_HIGH) {
     a.integers = shared_scratch(SCRATCH_INTEGERS, (size_t)a.rows * (size_t)a.steps);
     parallel_for((a.rows + CONVERTED_ROWS - 1) / CONVERTED_ROWS, integer_rows_task, &a);
@@ -111,7 +112,7 @@ static void run_product(Product a) {
 INLINE void forward_tiles(const Product *a, int k0, int row0, int row1, int panel0, int panel1) {
   const Precision precision = a->w->precision;
   const long steps = a->steps;
-  const int at = steps_of(precision, k0);
+  const int at = product_steps(precision, k0);
   BlockOfProduct block = {
       .precision = precision,
       .x = a->x + row0 * steps + at,
@@ -173,6 +174,7 @@ void linear(const Matrix *w, const float *x, int rows, const float *residual, fl
       .y = y,
       .rows = rows,
       .terms = w->k,
+      .asked = 1,
       .columns = w->n,
       .rectangle = forward_rectangle,
   });
@@ -186,8 +188,8 @@ static void input_panel(const Matrix *w, int n0, int terms, int p, float *panel)
   int k0 = p * COLS;
   int cols = least(COLS, w->k - k0);
   if (w->precision == PRECISION_HIGH) {
-    if (w->transposed) integer_rows(w->w + (long)k0 * w->n + n0, w->n, terms, cols, panel);
-    else integer_columns(w->w + (long)n0 * w->k + k0, w->k, terms, cols, panel);
+    const float *from = w->w + (w->transposed ? (long)k0 * w->n + n0 : (long)n0 * w->k + k0);
+    integer_panel(from, w->transposed ? w->n : w->k, terms, cols, !w->transposed, panel);
     return;
   }
   if (cols < COLS) zero_floats(panel, terms * COLS);
@@ -204,22 +206,23 @@ static void input_panel(const Matrix *w, int n0, int terms, int p, float *panel)
 static void input_gradient_rectangle(const Product *a, int row0, int row1, int panel0, int panel1) {
   int rows = row1 - row0;
   int strips = strips_of(rows);
-  float *panels = scratch((size_t)(panel1 - panel0) * BLOCK * COLS);
+  const int panel_size = product_steps(a->w->precision, BLOCK) * COLS;
+  float *panels = scratch((size_t)(panel1 - panel0) * (size_t)panel_size);
   if (!panels) return;
   for (int n0 = 0; n0 < a->terms; n0 += BLOCK) {
     int terms = least(BLOCK, a->terms - n0);
     for (int p = panel0; p < panel1; p++)
-      input_panel(a->w, n0, terms, p, panels + (p - panel0) * BLOCK * COLS);
+      input_panel(a->w, n0, terms, p, panels + (p - panel0) * panel_size);
     for (int s = 0; s < strips; s++) {
       int strip0 = row0 + strip_row(rows, s, strips);
       int strip1 = row0 + strip_row(rows, s + 1, strips);
       BlockOfProduct block = {
           .precision = a->w->precision,
-          .x = a->x + (long)strip0 * a->steps + steps_of(a->w->precision, n0),
+          .x = a->x + (long)strip0 * a->steps + product_steps(a->w->precision, n0),
           .x_row = a->steps,
           .x_step = 1,
           .w = panels,
-          .w_panel = BLOCK * COLS,
+          .w_panel = panel_size,
           .w_step = COLS,
           .y = a->y + (long)strip0 * a->columns + panel0 * COLS,
           .y_row = a->columns,

@@ -12,7 +12,8 @@
 #include "kernels.h"
 
 // One block of a product: x [rows][terms] times w [terms][columns], added to y [rows][columns]. In precision
-// high x and w are blocks of integers (integers.c), and k counts floats: the scale is at k = 0, pairs follow.
+// high x and w are blocks of integers (integers.c), and k counts floats: the scale is at k = 0, pairs follow,
+// and the remainders are at k = terms.
 typedef struct {
   Precision precision;
   const float *x;  // x[i][k] is at x + i * x_row + k * x_step
@@ -25,13 +26,18 @@ typedef struct {
   long y_row;
   int rows;        // at most ROWS
   int terms;       // at most BLOCK, in high BLOCK_STEPS
+  const float *rest;  // [rows][panels of the tile][16]: what remainders add to the block; or NULL
   int first;       // this block is the first of its sum, which begins at +0; earlier contents of y are lost
 } BlockOfProduct;
+
+// What a tile sums: a chain; in precision high, integers, and then what their remainders add
+enum { CHAIN, INTEGERS, REMAINDERS };
 
 // Adds one tile of the block, from w and y on, to y. `rows` and `panels` are constants where this is inlined,
 // as the steps may be: then all sums are registers.
 INLINE void add_tile(const BlockOfProduct *a, const float *restrict w, float *restrict y, long x_step,
-                     long w_step, const int rows, const int panels, const int is_high) {
+                     long w_step, const int rows, const int panels, const int kind) {
+  const int is_high = kind != CHAIN;
   const float *restrict x = a->x;
   const long x_row = a->x_row;
   const long w_panel = a->w_panel;
@@ -40,25 +46,37 @@ INLINE void add_tile(const BlockOfProduct *a, const float *restrict w, float *re
   const int first = a->first;
   Wide acc[ROWS][PANELS] = {0};
   Wide column[PANELS];
+  Wide rest[PANELS];
   for (int k = is_high; k < terms; k++) {
     for (int p = 0; p < panels; p++) column[p] = wide_at(w + p * w_panel + k * w_step);
+    if (kind == REMAINDERS)
+      for (int p = 0; p < panels; p++) rest[p] = wide_at(w + p * w_panel + (terms + k) * w_step);
 #pragma clang loop unroll(full)  // or the sums do not stay in registers
     for (int i = 0; i < rows; i++)
-      for (int p = 0; p < panels; p++)
-        acc[i][p] = chain_step(x + i * x_row + k * x_step, column[p], acc[i][p], is_high);
+      for (int p = 0; p < panels; p++) {
+        const float *at = x + i * x_row + k * x_step;
+        if (kind == REMAINDERS) acc[i][p] = chain_step(at, rest[p], acc[i][p], is_high);
+        if (kind == REMAINDERS) at += terms;
+        acc[i][p] = chain_step(at, column[p], acc[i][p], is_high);
+      }
   }
   for (int i = 0; i < rows; i++)
     for (int p = 0; p < panels; p++) {
       Wide *out = (Wide *)(y + i * y_row + p * COLS);
       Wide sum = sum_of_block(acc[i][p], x[i * x_row], wide_at(w + p * w_panel), is_high);
+      if (kind == REMAINDERS) {
+        const Wide of_w = wide_at(w + p * w_panel + terms * w_step);
+        sum *= __builtin_elementwise_max((Wide)x[i * x_row + terms], of_w);
+      }
+      if (kind == INTEGERS && a->rest) sum = sum + wide_at(a->rest + (i * panels + p) * COLS);
       *out = (first ? (Wide)0.0f : *out) + sum;
     }
 }
 
 // One copy of `add_tile` for each number of rows
-#define CASE(r, x_step, w_step, panels, is_high)           \
-  case r:                                                  \
-    add_tile(a, w, y, x_step, w_step, r, panels, is_high); \
+#define CASE(r, x_step, w_step, panels, kind)           \
+  case r:                                               \
+    add_tile(a, w, y, x_step, w_step, r, panels, kind); \
     break;
 #define CASES_TO_6(...)  \
   CASE(1, __VA_ARGS__)   \
@@ -82,12 +100,46 @@ _Static_assert(ROWS <= 6, "a number of rows without a case computes nothing");
 #endif
 #define CASES(...) CASES_TO_6(__VA_ARGS__) CASES_TO_12(__VA_ARGS__)
 
+// Returns whether a block of a tile's rows, or of its `panels` panels, is mostly small
+INLINE int needs_remainders(const BlockOfProduct *a, const float *w, const int panels) {
+  Ints of_w = 0;
+  uint32_t of_x = 0;
+  for (int p = 0; p < panels; p++) of_w |= (Ints)wide_at(w + p * a->w_panel + a->terms * COLS);
+  for (int i = 0; i < a->rows; i++) of_x |= as_bits(a->x[i * a->x_row + a->terms]);
+  return of_x || __builtin_reduce_or(of_w);
+}
+
+// The tile of a block's remainders: `rest` of the block, as y
+INLINE BlockOfProduct remainders_alone(const BlockOfProduct *a, const int panels) {
+  BlockOfProduct alone = *a;
+  alone.y_row = panels * COLS;
+  alone.first = 1;
+  return alone;
+}
+
+static void wide_remainders(const BlockOfProduct *a, const float *w, float *y) {
+  switch (a->rows) { CASES(1, COLS, PANELS, REMAINDERS) }
+}
+
+static void narrow_remainders(const BlockOfProduct *a, const float *w, float *y) {
+  switch (a->rows) { CASES(1, COLS, 1, REMAINDERS) }
+}
+
 // 16 PANELS columns of packed w: x_step is 1, w_step is 16
 static void add_wide_tile(const BlockOfProduct *a, const float *w, float *y) {
   if (a->precision == PRECISION_HIGH) {
-    switch (a->rows) { CASES(1, COLS, PANELS, 1) }
+    float rest[ROWS * PANELS * COLS];
+    BlockOfProduct with;
+    if (needs_remainders(a, w, PANELS)) {
+      const BlockOfProduct alone = remainders_alone(a, PANELS);
+      wide_remainders(&alone, w, rest);
+      with = *a;
+      with.rest = rest;
+      a = &with;
+    }
+    switch (a->rows) { CASES(1, COLS, PANELS, INTEGERS) }
   } else {
-    switch (a->rows) { CASES(1, COLS, PANELS, 0) }
+    switch (a->rows) { CASES(1, COLS, PANELS, CHAIN) }
   }
 }
 
@@ -96,9 +148,18 @@ static void add_narrow_tile(const BlockOfProduct *a, const float *w, float *y) {
   const long x_step = a->x_step;
   const long w_step = a->w_step;
   if (a->precision == PRECISION_HIGH) {
-    switch (a->rows) { CASES(1, COLS, 1, 1) }
+    float rest[ROWS * COLS];
+    BlockOfProduct with;
+    if (needs_remainders(a, w, 1)) {
+      const BlockOfProduct alone = remainders_alone(a, 1);
+      narrow_remainders(&alone, w, rest);
+      with = *a;
+      with.rest = rest;
+      a = &with;
+    }
+    switch (a->rows) { CASES(1, COLS, 1, INTEGERS) }
   } else {
-    switch (a->rows) { CASES(x_step, w_step, 1, 0) }
+    switch (a->rows) { CASES(x_step, w_step, 1, CHAIN) }
   }
 }
 

@@ -49,7 +49,7 @@ def weight_addends(dy: Array, x: Array, position: Array, precision: Precision = 
     dy [rows, N], x [rows, K]; each addend [N, K]. An expert's rows are the tokens that chose it; a sequence without
     tokens of the expert adds nothing. Kernel: `weight_gradient`.
     """
-    return [(EVERYWHERE, block_sum(dy[rows].T, x[rows].T, precision)) for rows in blocks_of(position)]
+    return [(EVERYWHERE, block_sum(dy[rows].T, x[rows].T, precision, "none")) for rows in blocks_of(position)]
 
 
 def column_addends(dy: Array, x: Array | None, position: Array) -> Addends:

@@ -31,7 +31,7 @@ def linear_backward(grads: Contributions, name: str, matrix: Matrix, dy: Array, 
     grads[f"{name}.w"] = weight_addends(dy, x, position, matrix.precision)
     if matrix.bias is not None:
         grads[f"{name}.bias"] = column_addends(dy, None, position)
-    return product(dy, matrix.w.T, matrix.precision)
+    return product(dy, matrix.w.T, matrix.precision, "w")
 
 
 def layer_linear(model: Model, x: Array, matrix: Matrix) -> Array:

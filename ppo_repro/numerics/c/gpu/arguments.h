@@ -46,13 +46,15 @@ typedef struct {
 
 // Blocks of integers X + 4096 = 64 H + L, see integers.c
 typedef struct {
-  float scale;      // 2^-s, or NaN
+  float scale;      // 2^-s, or NaN; -2^-s if the block is mostly small
   uint32_t offset;  // 4096 sum X + terms 2^23
 } BlockScale;
 
 typedef struct {
   unsigned char *lines;  // [rows][blocks][2][LINE_BYTES]: 64 H, then 64 L, of each half of a block
   BlockScale *scales;    // [blocks][stride]
+  unsigned char *rest;   // remainders as lines, or NULL
+  uint32_t *rest_offsets;  // [blocks][stride]
   int rows;
   int blocks;
   int stride;            // rows, rounded up to an even number
@@ -60,14 +62,25 @@ typedef struct {
 
 enum { LINE_BYTES = 128, INTEGER_STAGES = 3 };
 
-// Floats of memory for the integers of `rows` rows of `blocks` blocks
+// Floats of memory for the integers of `rows` rows of `blocks` blocks, and for their remainders
 INLINE long integer_floats(int rows, int blocks) {
   return (long)blocks * (2L * LINE_BYTES / 4 * rows + 2 * (rows + rows % 2));
+}
+INLINE long factor_floats(int rows, int blocks) {
+  return integer_floats(rows, blocks) + (long)blocks * (2L * LINE_BYTES / 4 * rows + rows + rows % 2);
 }
 
 INLINE SplitMatrix integers_in(float *memory, int rows, int blocks) {
   BlockScale *scales = (BlockScale *)(memory + (long)blocks * rows * (2 * LINE_BYTES / 4));
-  return (SplitMatrix){(unsigned char *)memory, scales, rows, blocks, rows + rows % 2};
+  return (SplitMatrix){(unsigned char *)memory, scales, NULL, NULL, rows, blocks, rows + rows % 2};
+}
+
+// The same with remainders: a factor of a product
+INLINE SplitMatrix factor_in(float *memory, int rows, int blocks) {
+  SplitMatrix all = integers_in(memory, rows, blocks);
+  all.rest = (unsigned char *)(memory + integer_floats(rows, blocks));
+  all.rest_offsets = (uint32_t *)(all.rest + (long)blocks * rows * 2 * LINE_BYTES);
+  return all;
 }
 
 // A warp computes 16 high x 8 wide elements; a thread block has down x across warps
@@ -95,6 +108,7 @@ typedef struct {
   int terms;
   const int *start;   // [blocks], the first term of a block; NULL: blocks have 128 terms each
   const int *length;  // [blocks]
+  int asked;          // blocks that are mostly small need their remainders
   SplitMatrix to;
 } SplitArguments;
 

@@ -68,10 +68,12 @@ LAUNCHES(integer_product_flat);
 
 static int blocks_of_terms(int terms) { return (int)divided_up(terms, BLOCK); }
 
-// Rows of `terms` terms as integers: x [rows][ld], or x [terms][ld] `by_columns`
-static SplitMatrix split(float *memory, const float *x, long ld, int rows, int terms, int by_columns) {
+// Rows of `terms` terms as integers, with remainders: x [rows][ld], or x [terms][ld] `by_columns`
+static SplitMatrix split(float *memory, const float *x, long ld, int rows, int terms, int by_columns,
+                         int asked) {
   const int blocks = blocks_of_terms(terms);
-  SplitArguments a = {.x = x, .ld = ld, .terms = terms, .to = integers_in(memory, rows, blocks)};
+  SplitArguments a = {.x = x, .ld = ld, .terms = terms, .asked = asked};
+  a.to = factor_in(memory, rows, blocks);
   if (by_columns) launch(split_columns, (Grid){.x = blocks * divided_up(rows, 32)}, 4L * 32 * BLOCK, &a);
   else launch(split_rows, (Grid){.x = blocks * divided_up(rows, GPU_THREADS / LANES)}, 0, &a);
   return a.to;
@@ -92,11 +94,12 @@ static SplitMatrix split_batch(ScratchArea area, const float *x, int columns, co
   return a.to;
 }
 
-static void run_integer_product(ProductArguments a, SplitMatrix w) {
+static void run_integer_product(ProductArguments a, SplitMatrix w, int asked) {
   if (a.rows < 1) return;
   const int blocks = blocks_of_terms(a.terms);
-  float *memory = shared_scratch(SCRATCH_INTEGERS, (size_t)integer_floats(a.rows, blocks));
-  IntegerProduct p = {.product = a, .x = split(memory, a.x, a.ldx, a.rows, a.terms, 0), .w = w};
+  float *memory = shared_scratch(SCRATCH_INTEGERS, (size_t)factor_floats(a.rows, blocks));
+  IntegerProduct p = {.product = a, .w = w};
+  p.x = split(memory, a.x, a.ldx, a.rows, a.terms, 0, asked);
   const IntegerForm f = a.rows <= 16 ? FLAT : TALL;
   Kernel *kernel = a.rows <= 16 ? integer_product_flat : integer_product_tall;
   const long shared = 4L * INTEGER_STAGES * integer_stage_floats(f);
@@ -121,7 +124,7 @@ void linear(const Matrix *w, const float *x, int rows, const float *residual, fl
       .terms = w->k,
   };
   if (w->precision == PRECISION_HIGH)
-    run_integer_product(a, integers_in(w->panels, w->n, blocks_of_terms(w->k)));
+    run_integer_product(a, factor_in(w->panels, w->n, blocks_of_terms(w->k)), 1);
   else
     run_product(product_kernel(rows, w->transposed), &a);
 }
@@ -140,9 +143,9 @@ static void linear_backward_input(const Matrix *w, const float *dy, int rows, fl
       .terms = w->n,
   };
   if (w->precision == PRECISION_HIGH) {
-    const long floats = integer_floats(w->k, blocks_of_terms(w->n));
+    const long floats = factor_floats(w->k, blocks_of_terms(w->n));
     float *memory = shared_scratch(SCRATCH_INTEGER_WEIGHTS, (size_t)floats);
-    run_integer_product(a, split(memory, w->w, ldw, w->k, w->n, !w->transposed));
+    run_integer_product(a, split(memory, w->w, ldw, w->k, w->n, !w->transposed, 1), 0);
     return;
   }
   run_product(product_kernel(rows, !w->transposed), &a);
@@ -150,12 +153,12 @@ static void linear_backward_input(const Matrix *w, const float *dy, int rows, fl
 
 // In precision highest the kernels of a GPU read weights as they lie: nothing is packed.
 long panel_floats(int n, int k, Precision precision) {
-  return precision == PRECISION_HIGH ? integer_floats(n, blocks_of_terms(k)) : 0;
+  return precision == PRECISION_HIGH ? factor_floats(n, blocks_of_terms(k)) : 0;
 }
 
 void pack(Matrix *m) {
   if (m->precision == PRECISION_HIGH)
-    split(m->panels, m->w, m->transposed ? m->n : m->k, m->n, m->k, m->transposed);
+    split(m->panels, m->w, m->transposed ? m->n : m->k, m->n, m->k, m->transposed, 1);
 }
 
 // -------------------------------------------------------------------------------------- sums over tokens

@@ -54,6 +54,16 @@ def test_no_layout_changes_a_dpo_run(trained: Path) -> None:
         assert again.fingerprint == fingerprint(trained)
 
 
+def test_no_layout_changes_a_dpo_run_in_high(source: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    highest, high = (
+        train(source, tmp_path_factory.mktemp(precision), f"numerics.precision={precision}", "dpo.epochs=1")
+        for precision in ("highest", "high")
+    )
+    again = rerun(DPOKind(Silent()), high, LAYOUTS[0])
+    assert again.difference is None
+    assert again.fingerprint == fingerprint(high) != fingerprint(highest)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 8])
 def test_no_number_of_processes_changes_a_dpo_run(trained: Path, processes: int) -> None:

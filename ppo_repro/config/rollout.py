@@ -88,20 +88,3 @@ class RolloutConfig(Section):
             return f"rollout.engine.path = {self.engine.path.rpartition('/')[2]}"
         is_stock = self.engine.kind == "sglang" and self.engine.numerics == "stock"
         return "rollout.engine.numerics = stock" if is_stock else ""
-
-    @model_validator(mode="after")
-    def _engine_can(self) -> Self:
-        if self.engine.kind == "torch":
-            return self
-        for name, all_kept in (("top_k", 0), ("top_p", 1)):
-            if self.engine_without_promise and getattr(self, name) != all_kept:
-                choice = "numerics = stock" if self.engine.kind == "sglang" else "kind = function"
-                raise ValueError(
-                    f"engine.{choice} needs {name} = {all_kept}: which tokens the cut kept is not known, and the "
-                    "trainer's log-probs are those of the cut distribution"
-                )
-        if self.top_k == 1:
-            raise ValueError("top_k must be 0 or above 1 with engine.kind = sglang, where 1 is greedy decoding")
-        if self.mismatch_sigma is not None:
-            raise ValueError("mismatch_sigma needs engine.kind = torch, whose sampler adds the noise")
-        return self

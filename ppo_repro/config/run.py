@@ -217,10 +217,20 @@ def _update(config: RunConfig) -> Iterator[str]:
 
 def _sampler(config: RunConfig) -> Iterator[str]:
     sampler, native, engine = config.mismatch.sampler, config.is_native, config.rollout.engine
-    if engine.kind == "sglang" and engine.numerics == "deterministic" and native:
+    of_plugin = engine.kind == "sglang" and engine.numerics == "deterministic"  # our kernels inside SGLang
+    if of_plugin and native:
         yield "rollout.engine.numerics = deterministic needs numerics.mode = deterministic; stock goes with both"
-    if engine.kind == "sglang" and engine.numerics == "deterministic" and config.numerics.precision == "high":
+    if of_plugin and config.numerics.precision == "high":
         yield "numerics.precision = high needs rollout.engine.kind = torch: our kernels in SGLang compute highest only"
+    for field, value, whole in (("top_k", config.rollout.top_k, 0), ("top_p", config.rollout.top_p, 1)):
+        if config.rollout.engine_without_promise and value != whole:
+            choice = "numerics = stock" if engine.kind == "sglang" else "kind = function"
+            yield (
+                f"rollout.engine.{choice} needs rollout.{field} = {whole}: which tokens the cut kept is not known, and "
+                "the trainer's log-probs are those of the cut distribution"
+            )
+    if of_plugin and config.rollout.top_k == 1:
+        yield "rollout.top_k must be 0 or above 1 with rollout.engine.kind = sglang, where 1 is greedy decoding"
     if native and sampler.precision.rounds:
         yield "mismatch.sampler.precision needs numerics.mode = deterministic, whose products it rounds"
     if native and sampler.stock == "float32":
@@ -248,6 +258,7 @@ def _needs_torch(config: RunConfig) -> tuple[tuple[str, bool, str, str], ...]:
             "SGLang has rollout.engine.numerics = stock", "your class has its own numerics",
         ),
         ("mismatch.sampler.token_bias", sampler.token_bias is not None, error, error),
+        ("rollout.mismatch_sigma", rollout.mismatch_sigma is not None, error, error),
         ("task.max_turns greater than 1", config.task.turns > 1, f"SGLang {turn}", f"your class {turn}"),
         ("rollout.stop", bool(rollout.stop), f"SGLang {ends}", f"your class {ends}"),
         ("mismatch.flip = token", mismatch.flip == "token", "", recorded),

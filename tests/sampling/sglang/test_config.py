@@ -57,9 +57,10 @@ def test_an_engine_of_other_bits_may_not(recorded: tuple[str, ...], now: tuple[s
 
 
 REFUSED = {
-    ("rollout.engine.numerics=stock", "rollout.top_k=5"): "engine.numerics = stock needs top_k = 0",
-    ("rollout.engine.numerics=stock", "rollout.top_p=0.9"): "engine.numerics = stock needs top_p = 1",
-    ("rollout.top_k=1",): "top_k must be 0 or above 1 with engine.kind = sglang",
+    ("rollout.engine.numerics=stock", "rollout.top_k=5"): "engine.numerics = stock needs rollout.top_k = 0",
+    ("rollout.engine.numerics=stock", "rollout.top_p=0.9"): "engine.numerics = stock needs rollout.top_p = 1",
+    ("rollout.top_k=1",): "rollout.top_k must be 0 or above 1 with rollout.engine.kind = sglang",
+    ("rollout.mismatch_sigma=0.1",): "rollout.mismatch_sigma needs rollout.engine.kind = torch: the built-in sampler",
     ("numerics.mode=native",): "rollout.engine.numerics = deterministic needs numerics.mode = deterministic",
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.servers=2"): "servers is for servers the run starts",
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.python=/x"): "python is for servers the run starts",

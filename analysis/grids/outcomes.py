@@ -12,6 +12,7 @@ import pandas as pd
 from ppo_repro.analysis.clipping.flags import flags_of_ratios, ratios_of
 from ppo_repro.analysis.clipping.update_rows import ClipRule, column
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import say
 from ppo_repro.config.algorithm import ClipObjective
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
@@ -91,6 +92,12 @@ def measures_of(run_dir: Path) -> dict[str, float]:
     }
 
 
+def incomplete_cells(cells: pd.DataFrame) -> list[str]:
+    """Return name and state of each cell of a grid's table that is not complete, such as one that failed."""
+    found = cells[cells["state"] != "complete"].to_dict("records")
+    return [f"{row['cell']} ({row['state']})" for row in found]
+
+
 def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
     """Return the complete cells of a grid's table, with a column `point` that joins the labels of all axes.
 
@@ -102,6 +109,8 @@ def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
     cells = table[table["state"] == "complete"].reset_index(drop=True)
     if cells.empty:
         raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")
+    if left_out := incomplete_cells(table):
+        say(f"warning: {grid}: without {'; '.join(left_out)}")
     points = [", ".join(map(str, labels)) for labels in cells[axes_of(cells)].itertuples(index=False)]
     cells.insert(0, "point", pd.Series(points, index=cells.index, dtype=object))
     return cells

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from ppo_repro.analysis.grids.outcomes import incomplete_cells
 from ppo_repro.analysis.grids.table import SPREAD
 from ppo_repro.analysis.report import curves
 from ppo_repro.analysis.report.curves import Curve
@@ -130,6 +131,8 @@ def _without_doubles(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[P
 def _left_out(folder: Path, states: Mapping[Path, str], doubles: Sequence[tuple[Path, Path]]) -> list[Card]:
     """Return a card about the runs that are not in the page; [] if all runs are."""
     missing = [f"{run.relative_to(folder)} ({state})" for run, state in states.items() if state != "complete"]
+    if (folder / CELLS).exists() and "state" in (cells := read_grid_table(folder / CELLS)):
+        missing += incomplete_cells(cells[cells["run_dir"] == ""])  # a run that failed at its start has no folder
     said = [Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}.")] if missing else []
     for double, kept in doubles:
         text = f"{double.relative_to(folder)} has the fingerprint of {kept.relative_to(folder)}: they count as one run."

@@ -249,11 +249,14 @@ def test_a_grid_has_its_question_its_settings_and_links(
     assert all((folder / link).is_dir() for link in links if link.startswith("cells/"))
     start_run(folder / "cells" / "c" / "run")
     (folder / "cells" / "c" / "run" / "records").mkdir(exist_ok=True)
+    cells = pd.read_parquet(folder / "cells.parquet").assign(state="complete")
+    failed = pd.DataFrame([{**cells.iloc[0], "cell": "f", "state": "failed", "run_dir": ""}])
+    pd.concat([cells, failed]).to_parquet(folder / "cells.parquet")
     elsewhere = build.write_report([folder], tmp_path / "x.html")[0].read_text()
     assert 'href="cells' not in elsewhere
     said = text_of(elsewhere)
     assert "cells/native,a" in said
-    assert "Not complete and not in this page: cells/c/run (running)." in said
+    assert "Not complete and not in this page: cells/c/run (running), f (failed)." in said
     assert "grid: 4 runs" in said
 
 

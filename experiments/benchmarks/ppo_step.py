@@ -20,7 +20,7 @@ from experiments.benchmarks.peers import environment, process
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import SIZES, USUAL, Work
 from ppo_repro.base.mode import MODES, Mode
-from ppo_repro.base.ranks import ALONE
+from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import LANGUAGE, load_config
@@ -75,7 +75,7 @@ class Own:
 
     config: RunConfig
     iterations: Iterator[Iteration]
-    run_dir: Path
+    run_dir: Path | None  # None in a process that does not record
     work: Work
 
     def step(self, threads: int) -> Cost:
@@ -86,16 +86,18 @@ class Own:
     def _step(self) -> None:
         item = next(self.iterations)
         assert int(item.rollout.lengths.sum()) == self.work.sequences * self.work.response
-        writer.RunWriter(self.run_dir).append(item.index, iteration_tables(item, self.config))
+        if self.run_dir is not None:
+            writer.RunWriter(self.run_dir).append(item.index, iteration_tables(item, self.config))
 
 
-def own(folder: Path, mode: Mode, work: Work = USUAL) -> Own:
-    """Return a run in `mode`, one of MODES, before its first iteration."""
+def own(folder: Path, mode: Mode, work: Work = USUAL, ranks: Ranks = ALONE) -> Own:
+    """Return a run in `mode`, one of MODES, before its first iteration; the first of several processes records."""
     config = config_of(folder, mode, work)
-    prepared = without_stop(config, prepare(config, Silent()))
-    run_dir = folder / f"run-{mode}"
-    writer.publish_run(writer.lay_out_run(run_dir, gather(config), {}, config.digest(), LANGUAGE), run_dir)
-    iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
+    prepared = without_stop(config, prepare(config, Silent(), ranks=ranks))
+    run_dir = folder / f"run-{mode}" if ranks.is_first else None
+    if run_dir is not None:
+        writer.publish_run(writer.lay_out_run(run_dir, gather(config), {}, config.digest(), LANGUAGE), run_dir)
+    iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ranks)
     return Own(config, iterations, run_dir, work)
 
 

@@ -51,13 +51,13 @@ typedef struct {
 } BlockScale;
 
 typedef struct {
-  unsigned char *lines;  // [rows][blocks][2][LINE_BYTES]: 64 H, then 64 L, of each half of a block
-  BlockScale *scales;    // [blocks][stride]
-  unsigned char *rest;   // remainders as lines, or NULL
+  unsigned char *lines;    // [rows][blocks][2][LINE_BYTES]: 64 H, then 64 L, of each half of a block
+  BlockScale *scales;      // [blocks][stride]
+  unsigned char *rest;     // remainders as lines, or NULL
   uint32_t *rest_offsets;  // [blocks][stride]
   int rows;
   int blocks;
-  int stride;            // rows, rounded up to an even number
+  int stride;              // rows, rounded up to an even number
 } SplitMatrix;
 
 enum { LINE_BYTES = 128, INTEGER_STAGES = 3 };

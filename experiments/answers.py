@@ -19,7 +19,7 @@ from ppo_repro.analysis.csv_text import csv_text
 from ppo_repro.analysis.figures import svg
 from ppo_repro.analysis.grids.outcomes import LAST, complete_cells, end_measures, mismatch
 from ppo_repro.analysis.grids.table import comparisons, markdown
-from ppo_repro.analysis.stats.significance import one_sample, t_interval
+from ppo_repro.analysis.stats.significance import detectable, one_sample, t_interval, tost
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.output import Parser, tell
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FIGURE = "answer.svg"
+MARGIN = 0.05  # of `equality_table`: a smaller difference counts as none
 
 Labels = dict[str, str]
 
@@ -134,6 +135,34 @@ def settings_table(
         for shown, (name, form) in columns.items():
             row[shown] = interval(cells[name]) if form is None else form.format(cells[name].mean())
         rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def equality_table(results: pd.DataFrame, axis: str, same: str, other: str) -> pd.DataFrame:
+    """Return how far two settings of an axis are apart, paired by seed, in accuracy and score; every cell as text.
+
+    A row per measure: means and 95 % intervals, the difference `other` minus `same`, two one-sided t-tests of MARGIN,
+    and the smallest difference that the seeds would have shown.
+    """
+    titles = {"mean_accuracy": "accuracy, mean over training", "accuracy": "accuracy at the end", "score": "score"}
+    rows = []
+    for measure, title in titles.items():
+        values = {setting: cells.set_index("seed")[measure] for setting, cells in results.groupby(axis)}
+        apart = (values[other] - values[same]).to_numpy(np.float64)
+        estimate = one_sample(apart)
+        low, high = t_interval(estimate, 0.95)
+        smallest = detectable(float(apart.std(ddof=1)), len(apart), paired=True, alpha=0.05)
+        rows.append(
+            {
+                "measure": title,
+                **{setting: interval(values[setting]) for setting in (same, other)},
+                f"{other} minus {same}": f"{estimate.mean:+.3f} [{low:+.3f}, {high:+.3f}]",
+                f"p of at least {MARGIN:g} apart": f"{tost(estimate, MARGIN):.3f}",
+                "smallest effect found with power 0.8": f"{smallest:.3f}",
+                "sd over seeds": f"{values[same].std():.3f}",
+                "sd of the difference": f"{apart.std(ddof=1):.3f}",
+            }
+        )
     return pd.DataFrame(rows)
 
 

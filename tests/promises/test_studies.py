@@ -35,7 +35,7 @@ def test_a_study_has_a_row_for_each_cell(study: Path) -> None:
 
 
 # a cell takes half a minute; these studies run PPO on the same task as `algorithms`
-LONG = ("clip", "critic", "details", "growth", "invariance", "variance")
+LONG = ("clip", "critic", "details", "growth", "invariance", "precision", "variance")
 
 
 @pytest.mark.timeout(1200)

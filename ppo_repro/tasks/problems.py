@@ -150,9 +150,7 @@ def make_problem(where: str, fields: Mapping[str, object], chat_template: bool =
 def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str]]:
     """Return the messages of a prompt. Raises UserError for anything else, or for roles in an impossible order."""
     if not chat_template:
-        raise UserError(
-            f"{where}: field 'prompt' is a list of messages; set task.chat_template = true, which renders it"
-        )
+        raise UserError(f"{where}: field 'prompt' is a list of messages; chat_template = true renders it")
     for message in value:
         if not isinstance(message, dict) or {n for n in message if message[n] is not None} != {"role", "content"}:
             raise UserError(f"{where}: field 'prompt': a message must be an object with 'role' and 'content' alone")

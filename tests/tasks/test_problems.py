@@ -139,7 +139,9 @@ def test_prompts_are_texts_or_lists_of_messages_in_a_chat_template(tmp_path: Pat
         "<s|SB><u|ab><a|B><u|b><a|",
         "<s|SB><u|u><a|",
     ]
-    with pytest.raises(UserError, match=r"p\.jsonl:2: field 'prompt' is a list of messages; set task\.chat_template"):
+    with pytest.raises(
+        UserError, match=r"p\.jsonl:2: field 'prompt' is a list of messages; chat_template = true renders it"
+    ):
         read_file(tmp_path / "p.jsonl")
     system = Problem("k", "x", "", messages=json.dumps([{"role": "system", "content": "S"}, *chat]))
     assert tokenizer.decode(encoder(tokenizer, of_file(chat_template=True))([system])[0]).startswith("<s|S><u|ab>")

@@ -167,7 +167,7 @@ def test_letter_and_accent_are_what_the_tokenizer_writes_as_one_character(tmp_pa
         ({"chosen": "12", "rejected": "12"}, "'chosen' and 'rejected' are the same response"),
         ({"chosen": "12", "rejected": "x" * 500}, "field 'rejected': "),
         ({"chosen": "12", "rejected": "1" * 500}, "preference pair of prompt '9+9=': has "),
-        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "1", "rejected": "2"}, "set task.chat_template"),
+        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "1", "rejected": "2"}, "chat_template = true"),
     ],
 )
 def test_a_line_that_is_no_pair_is_named(

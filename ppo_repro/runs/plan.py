@@ -393,12 +393,13 @@ def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int
     """
     if not isinstance(config, RunConfig):
         return
-    limit, plan = memory_of(config), plan_run(config, processes)
+    limit = memory_of(config)
+    if limit is None:
+        return
+    plan = plan_run(config, processes)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # torchrun's processes on this machine
     if config.layout.device != "cpu":
         here = 1
-    if limit is None:
-        return
     phase = plan.largest_phase
     name = max(plan.rows, key=lambda row: plan.rows[row].get(phase, 0))
     largest = f"most of it for {name} in {phase}: {size(plan.rows[name][phase])}"

@@ -237,3 +237,7 @@ def test_what_cannot_fit_is_refused_before_it_begins(
     monkeypatch.setattr("ppo_repro.runs.plan.memory_limit", lambda: plan.certain)
     with pytest.raises(UserError, match="in each of 2 processes"):
         require_memory(config, 2)
+
+
+def test_native_numerics_on_a_gpu_are_not_planned_and_not_refused() -> None:
+    require_memory(small_config("layout.device=cuda", "numerics.mode=native"), 1)

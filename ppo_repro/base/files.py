@@ -102,18 +102,23 @@ def make_folder(folder: Path) -> None:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to fill. When the block ends, this folder replaces `folder`, complete or not at all.
 
-    The old `folder` stays until the new one is on disk. Raises UserError if writing fails.
+    The old `folder` stays until the new one is on disk. Then two renames follow each other; a kill between them leaves
+    the old folder as `.removed`. Raises UserError if writing fails.
     """
-    temporary = folder.with_name(folder.name + ".tmp")
+    temporary, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".removed")
     try:
         if temporary.exists():  # of a killed process
             shutil.rmtree(temporary)
         make_folder(temporary)
         yield temporary
         sync_tree(temporary)
-        remove_folder(folder)
+        if old.exists():
+            shutil.rmtree(old)
+        if folder.exists():
+            os.replace(folder, old)
         os.replace(temporary, folder)
         sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -155,7 +160,8 @@ def file_digest(path: Path) -> str:
 
 def write_sums(folder: Path) -> None:
     """Write SHA256SUMS for every file of a folder, in the format of `sha256sum -c`. Raises OSError."""
-    lines = [f"{file_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    files = sorted(path for path in folder.rglob("*") if not path.is_dir())
+    lines = [f"{file_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / SUMS_NAME).write_text("".join(lines), encoding="utf-8")
 
 
@@ -175,7 +181,7 @@ def check_sums(folder: Path) -> set[str]:
     for line in content.splitlines():
         digest, _, name = line.decode("utf-8", "replace").partition("  ")
         # a name that leads out of the folder was not written by `write_sums`
-        if len(digest) != 64 or not name or Path(name).name != name:
+        if len(digest) != 64 or not name or Path(name).is_absolute() or ".." in Path(name).parts:
             raise UserError(f"{path}: is not a list of SHA-256; {_RESTORE}")
         try:
             actual = file_digest(folder / name)
@@ -185,7 +191,8 @@ def check_sums(folder: Path) -> set[str]:
             raise UserError(f"{folder / name}: has another SHA-256 than {path} says; {_RESTORE}")
         listed.add(name)
     # an additional file could change what is loaded, and a truncated SHA256SUMS would list too few
-    for name in sorted({entry.name for entry in folder.iterdir() if entry.is_file()} - listed):
+    found = {entry.relative_to(folder).as_posix() for entry in folder.rglob("*") if entry.is_file()}
+    for name in sorted(found - listed):
         raise UserError(f"{path}: does not list {name}; {_RESTORE}")
     return listed
 

@@ -7,8 +7,8 @@ r"""Read numbers as people and models write them, for answers that are compared 
 | `-5` `−5` (Unicode minus) `–5` (en dash) `‑5` (other hyphens) `-$5` `$-5` `-₹5` | -5 |
 | `.5` `1/2` `½` `\frac{1}{2}` `\frac12` `\frac{-1}{-2}` `5e-1` `5 × 10^-1` `5 \times 10^{-1}` `5 · 10⁻¹` | 1/2 |
 | `2½` `2\frac{1}{2}`: a whole number and a fraction without a space | 5/2 |
-| `3-2` `10–12` `(4)-2`: behind a letter, a digit or a bracket a sign subtracts | 2, 12, 2 |
-| `50%` `$9` `9 km` `9 m/s2` `9 \text{ m}^2`: units and their exponents do not count | 50, 9, 9, 9, 9 |
+| `3-2` `10–12` `(4)-2` `5%-6%` `5€–7€`: behind a digit, letter, bracket or unit a sign subtracts | 2, 12, 2, 6, 7 |
+| `50%` `$9` `9 km` `9in` `9 m/s2` `9 \text{ m}^2`: units, squares and cubes of units do not count | 50, 9, 9, 9, 9, 9 |
 | `3,5` `1 000` `12/05/2020` `1 1/2` `2^10`: two numbers or more, of which the last one counts | 5, 0, 2020, 1/2, 10 |
 """
 
@@ -22,18 +22,18 @@ from fractions import Fraction
 _SIGN = "[-−–‐‑﹣－+]"
 _MONEY = "[$€£¥₹₩₽]"
 _BETWEEN_GROUPS = r"(?:,|\{,\}|\\[,;:! ]|[\u00a0\u2009\u202f'’_])"
-# exponents behind a letter or a brace, and digits of a unit
+# exponents behind a letter or a brace, and squares and cubes of units
 _EXPONENTS = re.compile(
     rf"(?<=[A-Za-z}}])\^(?:{_SIGN}?[0-9]|\{{{_SIGN}?[0-9]\}})(?![0-9])"
-    r"|(?<=[0-9])(\s?(?:[A-Za-zµ]+[/·])*[A-Za-zµ]+)(?<![eExX])[1-9](?![\w./]|\s?[=^*])"
+    r"|(?<=[0-9])( ?(?:[A-Za-zµ]+[/·])*(?:[cdkmnµ]?m|ft|in|yd|mi|s|h))[23](?![\w./]|\s?[=^*])"
 )
 _NUMBER = re.compile(
     rf"""
-    (?:(?<![\w)\]}}])(?P<sign>{_SIGN})\\?{_MONEY}?|\\?{_MONEY}(?P<behind>{_SIGN}))?
+    (?:(?<![\w)\]}}%$€£¥₹₩₽])(?P<sign>{_SIGN})\\?{_MONEY}?|(?<![\w)\]}}%])\\?{_MONEY}(?P<behind>{_SIGN}))?
     (?:
         (?P<mixed>[0-9]{{1,9}})?\\[cdt]?frac\s?(?:\{{\s?(?P<top>{_SIGN}?[0-9]{{1,999}})\s?\}}|(?P<top_digit>[0-9]))
          \s?(?:\{{\s?(?P<bottom>{_SIGN}?0{{,99}}[1-9][0-9]{{,999}})\s?\}}|(?P<bottom_digit>[1-9]))
-        |(?<![\w/⁄.,])(?P<over>[0-9]+)\s?[/⁄]\s?(?P<under>0*[1-9][0-9]*)(?![\w/⁄]|[.,][0-9])
+        |(?<![\w/⁄.,])(?P<over>[0-9]+)\s?[/⁄]\s?(?P<under>0*[1-9][0-9]*)(?![0-9_/⁄]|[.,][0-9])
         |(?P<before>[0-9]{{1,9}})?(?P<vulgar>[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])
         |(?:(?P<whole>[0-9]{{1,3}}(?:{_BETWEEN_GROUPS}[0-9]{{3}})+(?![0-9])|[0-9]{{1,2}}(?:,[0-9]{{2}})+,[0-9]{{3}}(?![0-9])
               |[0-9]{{1,3}}(?:\.[0-9]{{3}}){{2,}}(?![0-9.])|[0-9]+)(?P<part>\.[0-9]+)?

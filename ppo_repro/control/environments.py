@@ -8,6 +8,8 @@ library, whose last bits may differ between processors.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,15 +118,14 @@ class Environments:
             episode_returns=np.empty(count),
         )
         for i, (copy, action) in enumerate(zip(self.copies, self.actions.taken(actions), strict=True)):
-            try:
+            with self._named(i, "step"):
                 observation, reward, terminated, truncated, _ = copy.env.step(action)
-            except Exception as error:
-                raise self._wrong(i, f"step raised {type(error).__name__}: {' '.join(str(error).split())}") from error
             copy.steps += 1
             self._require_numbers(i, f"the reward {reward}", reward, ())
             self._require_numbers(i, "the observation", observation, self.observations.shape[1:])
-            copy.total += float(reward)
-            transition.observations[i], transition.rewards[i] = observation, reward
+            paid = float(np.asarray(reward).reshape(()))  # some environments return an array of one number
+            copy.total += paid
+            transition.observations[i], transition.rewards[i] = observation, paid
             transition.terminated[i], transition.truncated[i] = terminated, truncated and not terminated
             transition.episode_returns[i] = copy.total
             if terminated or truncated:
@@ -136,9 +137,19 @@ class Environments:
         copy = self.copies[index]
         copy.episode, copy.steps, copy.total = copy.episode + 1, 0, 0.0
         copy.seed = int(seeding.words(1, *self.name, index, copy.episode)[0] >> np.uint64(1))
-        observation = copy.env.reset(seed=copy.seed)[0]
+        with self._named(index, "reset"):
+            observation = copy.env.reset(seed=copy.seed)[0]
         self._require_numbers(index, "the observation", observation, copy.env.observation_space.shape)
         return observation
+
+    @contextmanager
+    def _named(self, index: int, method: str) -> Iterator[None]:
+        """Raise UserError for what a method of an environment raises."""
+        try:
+            yield
+        except Exception as error:
+            raised = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise self._wrong(index, f"{method} raised {raised}") from error
 
     def _require_numbers(self, index: int, what: str, values: Any, shape: tuple[int, ...]) -> None:
         """Raise UserError unless the values have this shape, or one number each, and are finite in float32."""

@@ -28,6 +28,8 @@ class Faulty(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.steps = 0
+        if self.fault == "raise":
+            raise RuntimeError("no display")
         return np.array([0, 0, math.nan if self.fault == "reset" else 0], np.float64), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -36,13 +38,13 @@ class Faulty(gymnasium.Env[Any, Any]):
         if now == "four":
             return np.zeros(3), 1.0, False, {}  # type: ignore[return-value]  # as gym had it
         observation = np.array([0, {"nan": math.nan, "huge": 1e39}.get(now, 0), 0], np.float64)
-        rewards: dict[str, Any] = {"reward": math.inf, "pair": np.ones(2), "text": "good"}
+        rewards: dict[str, Any] = {"reward": math.inf, "pair": np.ones(2), "text": "good", "list": [1.0]}
         observation = observation[:1] if now == "short" else observation
         return observation, rewards.get(now, 1.0), self.steps == 3, False, {}
 
 
 gymnasium.register("tests/Faulty-v0", Faulty, max_episode_steps=9)
-for _fault in ("reset", "nan", "huge", "reward", "pair", "text", "short", "four"):
+for _fault in ("reset", "nan", "huge", "reward", "pair", "text", "short", "four", "raise", "list"):
     gymnasium.register(f"tests/Faulty-{_fault}-v0", Faulty, max_episode_steps=9, kwargs={"fault": _fault})
 gymnasium.register("tests/High-v0", Faulty, max_episode_steps=9, kwargs={"low": 10.0, "high": 12.0})
 gymnasium.register("tests/Narrow-v0", Faulty, max_episode_steps=9, kwargs={"low": 0.0, "high": 0.01})
@@ -53,6 +55,7 @@ gymnasium.register("tests/Low-v0", Faulty, max_episode_steps=9, kwargs={"low": -
     ("fault", "said"),
     [
         ("reset", "the observation is not finite at index 2 (copy 0, episode 0 with seed {}, step 0)"),
+        ("raise", "reset raised RuntimeError: no display (copy 0, episode 0 with seed {}, step 0)"),
         ("nan", "the observation is not finite at index 1 (copy 0, episode 0 with seed {}, step 2)"),
         ("huge", "the observation is not finite at index 1 (copy 0, episode 0 with seed {}, step 2)"),
         ("reward", "the reward inf is not finite (copy 0, episode 0 with seed {}, step 2)"),
@@ -77,6 +80,13 @@ def test_a_number_that_is_not_finite_is_named_with_its_place(fault: str, said: s
     assert str(error.value) == f"environment.id = 'tests/Faulty-{fault}-v0': {where}; correct the environment"
     for _ in range(9):  # control
         right.step(actions)
+
+
+def test_a_reward_may_be_a_list_of_one_number() -> None:
+    listed, right = (Environments(f"tests/Faulty-{name}v0", 2, "x") for name in ("list-", ""))
+    for _ in range(3):
+        actions = np.zeros((2, 2), np.float32)
+        assert listed.step(actions).rewards.tolist() == right.step(actions).rewards.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

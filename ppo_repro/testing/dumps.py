@@ -129,8 +129,11 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
     if not isinstance(names, Names):
         names = names_of(where, first, names)
     every: Iterable[DumpRow] = chain([first], rows)
-    if not isinstance(_column(f"{where}: row 1", first, names.sampler), list | tuple | np.ndarray):
-        every = _responses_of_tokens(every, names)
+    sampled = _column(f"{where}: row 1", first, names.sampler)
+    if not isinstance(sampled, list | tuple | np.ndarray):
+        if isinstance(sampled, int | float | np.number) and "sequence" not in first:
+            raise UserError(f"{where}: has a row per token and no column sequence; add it: the number of the response")
+        every = _responses_of_tokens(where, every, names)
     for number, row in enumerate(every, 1):
         response = _response(f"{where}: row {number}", number, row, names)
         if response is not None:
@@ -149,9 +152,13 @@ def impossible(values: npt.NDArray[np.float32]) -> str:
     return ""
 
 
-def _responses_of_tokens(rows: Iterable[DumpRow], names: Names) -> Iterator[DumpRow]:
+def _responses_of_tokens(where: str, rows: Iterable[DumpRow], names: Names) -> Iterator[DumpRow]:
     """Join consecutive rows of tokens of the same iteration and sequence to one row of lists."""
-    for (iteration, _), group in groupby(rows, lambda row: (row.get(names.iteration), row.get("sequence"))):
+    seen = set[tuple[Any, Any]]()
+    for (iteration, sequence), group in groupby(rows, lambda row: (row.get(names.iteration), row.get("sequence"))):
+        if (iteration, sequence) in seen:
+            raise UserError(f"{where}: the tokens of sequence {sequence} are not in consecutive rows; sort them")
+        seen.add((iteration, sequence))
         tokens = list(group)
         joined: dict[str, Any] = {name: [row.get(name) for row in tokens] for name in tokens[0]}
         if "token_id" in joined:  # the name in a run's own table

@@ -96,8 +96,8 @@ def _number(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if math.isnan(value):
-        raise UserError(f"{name} = {text[:100]}: must be a number")
+    if not math.isfinite(value):
+        raise UserError(f"{name} = {text[:100]}: must be a finite number")
     return value
 
 

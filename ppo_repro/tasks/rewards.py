@@ -51,8 +51,8 @@ def extracted(response: str, extraction: AnswerExtraction) -> str | None:
 
 
 def matches(response: str, answer: str) -> bool:
-    """Return whether the response equals the answer; surrounding white space does not count."""
-    return response.strip() == answer.strip()
+    """Return whether the response equals the answer, unless there is none; surrounding white space does not count."""
+    return response.strip() == answer.strip() != ""
 
 
 def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:

@@ -103,8 +103,9 @@ def test_hostile_texts_stay_text(hostile: Server) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"score_min": "1; drop table responses"}, "score_min = 1; drop table responses: must be a number"),
-        ({"advantage_max": "nan"}, "advantage_max = nan: must be a number"),
+        ({"score_min": "1; drop table responses"}, "score_min = 1; drop table responses: must be a finite number"),
+        ({"advantage_max": "nan"}, "advantage_max = nan: must be a finite number"),
+        ({"score_min": "-inf"}, "score_min = -inf: must be a finite number"),
         ({"sort": "score desc, (select 1)"}, "sort = score desc, (select 1): must be one of run, iteration"),
         ({"order": "sideways"}, "order = sideways: must be asc or desc"),
         ({"run": "7"}, "run = 7: must be a whole number from 0 to 0"),

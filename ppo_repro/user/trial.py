@@ -138,8 +138,8 @@ def _require_own_tokens(config: RunConfig, own: OwnObjective) -> None:
     """Refuse a loss of a token that depends on some other tokens of its response, such as on the next one alone.
 
     The loss may depend on the new log-probs of all tokens of the response, of all up to the token, or of all from the
-    token on. It must not take all numbers of another column one or more tokens away. The log-ratios are near 0 and the
-    advantages positive, so that nothing is clipped.
+    token on. It may not take another column at one fixed distance, such as the next token's advantage. The log-ratios
+    are near 0 and the advantages positive, so that nothing is clipped.
     """
     drawn = _drawn(config, FEW, min(OF_PROBE, config.rollout.max_response_tokens))
     new = drawn.anchor_logprobs + (drawn.new_logprobs - drawn.anchor_logprobs) * 1e-2

@@ -93,6 +93,12 @@ def test_scores_by_hand(
     assert found == Judgement(scores, values, correct)
 
 
+def test_a_prompt_without_an_answer_has_no_right_answer() -> None:
+    judge = load_judge(config_of(FORMAT))
+    found = judged(judge, [("<think></think><answer></answer>", "", True), ("", "", True)])
+    assert found == Judgement([1.0, 0.0], [[1.0], [0.0]], [False, False])
+
+
 @pytest.mark.parametrize("weights", [[1e39], [1e308, 1e308], [-1e39]])
 def test_a_score_beyond_float32_is_the_users_mistake(weights: list[float]) -> None:
     judge = load_judge(config_of(*({"kind": "exact_match", "weight": weight} for weight in weights)))

@@ -106,6 +106,17 @@ def test_what_is_wrong_is_named_with_its_row(row: dict[str, Any], message: str, 
     assert "\n" not in str(refused.value)
 
 
+def test_rows_of_tokens_say_to_which_response_a_token_belongs(tmp_path: Path) -> None:
+    tokens = [{"sequence": s, "token_id": 7, "rollout_logprobs": -1.0, "old_logprobs": -1.0} for s in (0, 0, 1)]
+    assert [len(r.response_ids) for r in read(write(tmp_path / "a.jsonl", tokens), "ppo_repro")] == [2, 1]
+    with pytest.raises(UserError, match="tokens of sequence 0 are not in consecutive rows"):
+        read(write(tmp_path / "b.jsonl", [tokens[0], tokens[2], tokens[1]]), "ppo_repro")
+    for row in tokens:
+        del row["sequence"]
+    with pytest.raises(UserError, match="row per token and no column sequence"):
+        read(write(tmp_path / "c.jsonl", tokens), "ppo_repro")
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_rows_of_nested_tensors(layout: torch.layout, tmp_path: Path) -> None:

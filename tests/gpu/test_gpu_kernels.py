@@ -188,18 +188,13 @@ BREAKS = {
     "remainders of 10 bits": Break(
         BESIDE_OUTLIERS, "gpu/integers.c", (("(float)x) * 0x1p11f", "(float)x) * 0x1p10f"),)
     ),
-    "remainders are added to the sum before": Break(
-        BESIDE_OUTLIERS,
-        "gpu/integers.c",
-        (("sum = sum + (float)(int)(rest[c]", "y[q][c] = y[q][c] + (float)(int)(rest[c]"),),
-    ),
     "a block of a gradient is asked": Break(
         BESIDE_OUTLIERS, "gpu/launches.c", (("!w->transposed, 1), 0)", "!w->transposed, 1), 1)"),)
     ),
     "the middle bytes once": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
         "gpu/integers.c",
-        (("parts < 4; parts++", "parts < 3; parts++"),),
+        (("parts < 4; parts++)\n        multiply_bytes(", "parts < 3; parts++)\n        multiply_bytes("),),
     ),
     "a chunk in another place": Break(
         ("product in high (33, 70, 131)", "gradients in high"),

@@ -339,7 +339,7 @@ SHORT = ("interface.h", ("BLOCK = 128", "BLOCK = 64"))
 FALLING = (
     "tiles.c",
     ("w_panel + k * w_step);", "w_panel + (terms - 1 - k) * w_step);"),
-    ("k * x_step,", "(terms - 1 - k) * x_step,"),
+    ("k * x_step;", "(terms - 1 - k) * x_step;"),
 )
 
 

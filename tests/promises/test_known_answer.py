@@ -45,7 +45,7 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         "tiles.c",
         (
             ("w_panel + k * w_step);", "w_panel + (terms - 1 - k) * w_step);"),
-            ("k * x_step,", "(terms - 1 - k) * x_step,"),
+            ("k * x_step;", "(terms - 1 - k) * x_step;"),
         ),
     ),
     "rule 1: a term is rounded twice": (

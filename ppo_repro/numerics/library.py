@@ -156,8 +156,6 @@ def set_threads(count: int) -> None:
     kernels = load()
     check_denormals(kernels)  # new threads do as this one
     if kernels.set_threads(count) != 0:
-        kernels.set_threads(1)
-        kernels.threads = 1
         raise UserError(
             f"threads = {count}: the kernels take 1 to 256 threads, and the system may start fewer; use fewer"
         )

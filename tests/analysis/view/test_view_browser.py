@@ -70,7 +70,7 @@ def test_search_filter_tokens_and_diff_by_keyboard_alone(browser: Any, native_ru
             lambda: "wrong" in text(browser, "#list tbody") and "right" not in text(browser, "#list tbody"), "a filter"
         )
         score.send_keys("x")
-        until(lambda: "score_max = 0x: must be a number" in text(browser, "#said"), "one line about a mistake")
+        until(lambda: "score_max = 0x: must be a finite number" in text(browser, "#said"), "one line about a mistake")
         assert "score_max" in browser.current_url, "the address holds the query"
         found = [entry for entry in browser.get_log("browser") if "status of 400" not in entry["message"]]
         assert found == []

@@ -162,7 +162,7 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, found_
     measured = facts.accuracy
     if measured is not None:
         both = (("deterministic", measured.deterministic_rms, measured.deterministic_max),
-                ("stock float32", measured.stock_rms, measured.stock_max))  # fmt: skip
+                (f"stock {measured.stock}", measured.stock_rms, measured.stock_max))  # fmt: skip
         title = f"Log-probs of {measured.tokens:,} tokens at the start, distance from float64"
         found.append((title, pd.DataFrame(both, columns=["numerics", "rms, nats", "largest, nats"])))
     spent = by_phase(facts.run_dir, facts.manifest, phases_of(iterations))

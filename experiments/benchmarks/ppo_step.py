@@ -1,8 +1,9 @@
 """Compare a whole PPO step with TRL's PPOTrainer: rollout, scoring, advantages, 4 epochs of minibatches, optimizers.
 
 `python -m experiments.benchmarks.ppo_step --peers DIR` makes an environment for `trl` in DIR (later calls use it
-again), starts it as a process of its own and requests a step from both sides in turn. Both begin with the same weights
-and prompts: 32 prompts of 16 tokens, 64 response tokens, 4 epochs of 4 minibatches, a separate value model, float32.
+again), starts it as a process of its own and requests a step from each side in turn: TRL, both precisions of
+deterministic numerics, native numerics. All begin with the same weights and prompts: 32 prompts of 16 tokens, 64
+response tokens, 4 epochs of 4 minibatches, a separate value model, float32.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from experiments.benchmarks import timing, workload
 from experiments.benchmarks.peers import environment, process
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import SIZES, USUAL, Work
-from ppo_repro.base.mode import MODES, Mode
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import Iteration
@@ -37,11 +37,15 @@ QUESTION, PEER = "PPO step", "TRL PPOTrainer"
 CONFIG = Path(__file__).with_name("ppo_step.yaml")
 PROMPTS = 256  # in the folder; every iteration takes SEQUENCES of them
 SCRIPT = Path(__file__).parent / "peers" / "trl_ppo.py"
+SIDES = {
+    "highest": ("numerics.precision=highest",),
+    "high": ("numerics.precision=high",),
+    "native": ("numerics.mode=native",),
+}
 
 
-def config_of(folder: Path, mode: Mode, work: Work) -> RunConfig:
+def config_of(folder: Path, side: str, work: Work) -> RunConfig:
     """Return the configuration of the measured run, with the model and prompts in `folder`."""
-    numerics = [f"numerics.mode={mode}", f"numerics.max_context={work.prompt + work.response}"]
     return load_config(
         CONFIG,
         [
@@ -51,7 +55,8 @@ def config_of(folder: Path, mode: Mode, work: Work) -> RunConfig:
             f"rollout.max_response_tokens={work.response}",
             f"ppo.epochs={work.epochs}",
             f"ppo.minibatch_size={work.sequences // work.minibatches}",
-            *numerics,
+            f"numerics.max_context={work.prompt + work.response}",
+            *SIDES[side],
         ],
     )
 
@@ -90,11 +95,11 @@ class Own:
             writer.RunWriter(self.run_dir).append(item.index, iteration_tables(item, self.config))
 
 
-def own(folder: Path, mode: Mode, work: Work = USUAL, ranks: Ranks = ALONE) -> Own:
-    """Return a run in `mode`, one of MODES, before its first iteration; the first of several processes records."""
-    config = config_of(folder, mode, work)
+def own(folder: Path, side: str = "highest", work: Work = USUAL, ranks: Ranks = ALONE) -> Own:
+    """Return a run, one of SIDES, before its first iteration; the first of several processes records."""
+    config = config_of(folder, side, work)
     prepared = without_stop(config, prepare(config, Silent(), ranks=ranks))
-    run_dir = folder / f"run-{mode}" if ranks.is_first else None
+    run_dir = folder / f"run-{side}" if ranks.is_first else None
     if run_dir is not None:
         writer.publish_run(writer.lay_out_run(run_dir, gather(config), {}, config.digest(), LANGUAGE), run_dir)
     iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ranks)
@@ -110,7 +115,7 @@ def trl(python: Path, folder: Path, work: Work = USUAL) -> Iterator[Callable[[in
 
 
 def measure(
-    python: Path, sizes: Sequence[str], threads: Sequence[int], rounds: int, modes: Sequence[Mode] = MODES
+    python: Path, sizes: Sequence[str], threads: Sequence[int], rounds: int, sides: Sequence[str] = tuple(SIDES)
 ) -> list[Measured]:
     """Measure every size with every number of threads; peer and runs of a size continue through all of them."""
     rows: list[Measured] = []
@@ -119,12 +124,12 @@ def measure(
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
             workload.write_folder(size, folder, PROMPTS)
-            runs = {mode: own(folder, mode) for mode in modes}
+            runs = {side: own(folder, side) for side in sides}
             with trl(python, folder) as peer:
                 for count in threads:
                     candidates: dict[str, Callable[[], Cost]] = {PEER: partial(peer, count)}
-                    for mode, run in runs.items():
-                        candidates[mode] = partial(run.step, count)
+                    for side, run in runs.items():
+                        candidates[side] = partial(run.step, count)
                     costs = timing.interleaved(candidates, rounds)
                     tokens = workload.SEQUENCES * workload.RESPONSE
                     rows += timing.compared(QUESTION, size.name, count, tokens, costs, PEER)
@@ -138,10 +143,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["small", "large"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     timing.add_options(parser, rounds=3)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=tuple(SIDES))
     arguments = parser.parse_args()
     python = environment.make(arguments.peers / "trl")
-    rows = measure(python, arguments.sizes, arguments.threads, arguments.rounds, arguments.modes)
+    rows = measure(python, arguments.sizes, arguments.threads, arguments.rounds, arguments.sides)
     timing.report(rows, arguments.json)
 
 

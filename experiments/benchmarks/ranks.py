@@ -28,7 +28,7 @@ ONE, TWO = "1 process, 2 threads", "2 processes, 1 thread each"
 def serve(folder: Path) -> None:
     """Compute a step on every line that the first process reads, `step THREADS`, and print its cost."""
     with joined(*processes()) as ranks:
-        run = own(folder, "deterministic", ranks=ranks)
+        run = own(folder, ranks=ranks)
         while line := ranks.first(sys.stdin.readline):
             cost = run.step(int(line.split()[1]))
             cpu = sum(ranks.everyone(cost.cpu))

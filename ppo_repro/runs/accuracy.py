@@ -57,6 +57,12 @@ def stock_scores(model: PreTrainedModel, text: Text) -> Scores:
     return Scores(torch.cat(logits), torch.cat(logprobs))
 
 
+def bfloat16_scores(model: PreTrainedModel, text: Text) -> Scores:
+    """Score a text by the unmodified model in mixed precision: torch's autocast to bfloat16."""
+    with torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False):
+        return stock_scores(model, text)
+
+
 def reference_scores(model: PreTrainedModel, text: Text) -> Scores:
     """Score a text by the unmodified model in float64."""
     with float64(model):
@@ -139,20 +145,22 @@ def policy_accuracy(
     """Measure how far a policy's log-probs are from float64 on a run's prompts; None if the run measures nothing."""
     if numerics.mode == "native" or not numerics.accuracy_sequences:
         return None
-    return measure(policy, text_of(prompt_ids, numerics.accuracy_sequences, numerics.max_context))
+    text = text_of(prompt_ids, numerics.accuracy_sequences, numerics.max_context)
+    return measure(policy, text, "float32" if numerics.precision == "highest" else "bfloat16")
 
 
 @torch.no_grad()
-def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
-    """Compare the log-probs of `text` by a deterministic policy and its unmodified model in float32 with float64.
+def measure(policy: PreTrainedModel, text: Text, peer: str = "float32") -> Accuracy:
+    """Compare the log-probs of `text` by a deterministic policy and by its unmodified model with those in float64.
 
-    The policy does not change. Memory holds the logits of one sequence at a time.
+    The unmodified model computes in `peer`, float32 or bfloat16. The policy does not change. Memory holds the logits
+    of one sequence at a time.
     """
-    stock = stock_model(policy)
+    stock, peer_scores = stock_model(policy), stock_scores if peer == "float32" else bfloat16_scores
     columns = []
     for prompt, response in zip(text.prompts, text.responses, strict=True):
         one = Text([prompt], [response])
-        scores = policy_scores(policy, one), stock_scores(stock, one), reference_scores(stock, one)
+        scores = policy_scores(policy, one), peer_scores(stock, one), reference_scores(stock, one)
         columns.append([s.logprobs.cpu() for s in scores])
     of_all = errors(*(torch.cat(column) for column in zip(*columns, strict=True)))
     return Accuracy(
@@ -162,4 +170,5 @@ def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
         stock_rms=of_all.stock.rms,
         stock_max=of_all.stock.largest,
         ratio=of_all.ratio("rms"),
+        stock=peer,
     )

@@ -198,6 +198,22 @@ MISTAKES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         "model.c",
         (("if (!l->norms_after) return dy;", "if (!l->norms_after || scale != 1.0f) return dy;"),),
     ),
+    "gate and up change places": (
+        "rows.c",
+        (
+            (
+                "activation(kind, fixed_at(x, i)) * fixed_at(x, n + i);",
+                "activation(kind, fixed_at(x, n + i)) * fixed_at(x, i);",
+            ),
+        ),
+    ),
+    "a norm of each query where all have one": (
+        "heads.c",
+        (
+            ("QK_NORM_HEAD ? m->head_dim", "QK_NORM_HEAD || m->qk_norm ? m->head_dim"),
+            ("QK_NORM_HEAD ? heads", "QK_NORM_HEAD || m->qk_norm ? heads"),
+        ),
+    ),
     "norms of queries and keys without their offset": (
         "heads.c",
         (("    norm(m->head_norm, m->eps, w", "    norm(NORM_RMS, m->eps, w"),),

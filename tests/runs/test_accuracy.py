@@ -52,5 +52,14 @@ def test_a_model_that_rounds_is_low_accuracy() -> None:
     policy = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
     found = measure(rounded_view(policy, Rounding(weights="bfloat16")), TEXT)
     assert found.is_low
-    assert found.ratio > 10 * LARGEST_RATIO
+    assert found.ratio > 10 * LARGEST_RATIO["float32"]
     assert found.sentence().endswith("above 4")
+
+
+def test_precision_high_is_measured_beside_bfloat16() -> None:
+    source = source_model("qwen3")
+    found = measure(make_policy(source, "deterministic", CONTEXT, "high"), TEXT, "bfloat16")
+    assert not found.is_low
+    assert f"; stock bfloat16 {found.stock_rms:.2g} and" in found.sentence()
+    coarse = rounded_view(make_policy(source, "deterministic", CONTEXT), Rounding(weights="float8_e4m3"))
+    assert measure(coarse, TEXT, "bfloat16").is_low

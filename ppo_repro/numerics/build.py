@@ -45,9 +45,10 @@ class Platform(NamedTuple):
 _V3 = frozenset(["avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 _VNNI = _V4 | {"avx512_vnni"}
+# without fast_dpwssd, clang makes two instructions of each product of pairs
 _V4_FLAGS = ("+prefer_no_gather+prefer_no_scatter", "-mprefer-vector-width=512")
 _X86_64 = (
-    Variant("x86_64_v4_vnni", ("-mcpu=x86_64_v4+avx512vnni" + _V4_FLAGS[0], _V4_FLAGS[1]), _VNNI),
+    Variant("x86_64_v4_vnni", ("-mcpu=x86_64_v4+avx512vnni+fast_dpwssd" + _V4_FLAGS[0], _V4_FLAGS[1]), _VNNI),
     Variant("x86_64_v4", ("-mcpu=x86_64_v4" + _V4_FLAGS[0], _V4_FLAGS[1]), _V4),
     Variant("x86_64_v3", ("-mcpu=x86_64_v3",), _V3),
     Variant("x86_64", ("-mcpu=x86_64",)),

@@ -131,8 +131,9 @@ def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw per run the share of tokens whose log-probs differ by more than x nats between sampler and trainer."""
     (axes,) = [axes] if axes is not None else new_axes(7.0, 3.3 + 0.2 * len(runs))
     for folder in runs:
-        own = own_iterations(folder, None)
-        tokens = reader.read_tokens(folder, iterations=own, columns=["rollout_logprobs", "old_logprobs"])
+        recorded, columns = reader.open_manifest(folder), ["rollout_logprobs", "old_logprobs"]
+        own = own_iterations(folder, recorded, None)
+        tokens = reader.read_tokens(folder, iterations=own, columns=columns, recorded=recorded)
         rollout, old = (tokens[name].to_numpy(np.float64) for name in ("rollout_logprobs", "old_logprobs"))
         apart = np.sort(np.abs(old - rollout))[::-1]
         differ, name = int((apart > 0).sum()), sampler_of(load_recorded_config(folder))

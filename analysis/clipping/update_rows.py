@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,6 @@ from ppo_repro.config.algorithm import ClipObjective, NoValue, clip_band
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
-from ppo_repro.records.manifest import require_responses
 
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
@@ -56,12 +56,6 @@ class IterationRows:
     tokens: pd.DataFrame  # TOKEN_COLUMNS
     steps: pd.DataFrame  # epoch, minibatch in order
     rows: pd.DataFrame  # rows of `updates` with the columns of their token, and float64 log_ratios
-
-
-def recorded_config(run_dir: Path | str) -> RunConfig:
-    """Return the configuration of a recorded language run. Raises UserError if there is none."""
-    require_responses(run_dir, reader.open_manifest(run_dir, allow_incomplete=True))
-    return load_recorded_config(run_dir)
 
 
 def clip_rule(config: RunConfig, iteration: pd.Series, band: tuple[float, float] | None = None) -> ClipRule:
@@ -112,19 +106,22 @@ def load_iterations(
     A fork begins with its first own iteration, because its configuration is not the origin's. Raises UserError for
     missing or damaged records, for an iteration of the origin, or if the run clips nothing and `band` is None.
     """
-    config = recorded_config(run_dir)
-    overview = reader.read_iterations(run_dir, iterations=own_iterations(run_dir, iterations))
+    recorded = reader.open_manifest(run_dir)
+    overview = reader.read_iterations(
+        run_dir, iterations=own_iterations(run_dir, recorded, iterations), recorded=recorded
+    )
+    config = load_recorded_config(run_dir)
     for _, row in overview.iterrows():
         index = int(row["iteration"])
         rule = clip_rule(config, row, band)
-        only = [index]
-        tokens = reader.read_tokens(run_dir, iterations=only, columns=TOKEN_COLUMNS)
-        updates = reader.read_updates(run_dir, iterations=only).drop(columns="iteration")
+        which: dict[str, Any] = {"iterations": [index], "recorded": recorded}
+        tokens = reader.read_tokens(run_dir, columns=TOKEN_COLUMNS, **which)
+        updates = reader.read_updates(run_dir, **which).drop(columns="iteration")
         yield IterationRows(
             iteration=index,
             rule=rule,
             tokens=tokens,
-            steps=reader.read_steps(run_dir, iterations=only, columns=STEP),
+            steps=reader.read_steps(run_dir, columns=STEP, **which),
             rows=join_tokens(tokens, updates, rule.anchor),
         )
 

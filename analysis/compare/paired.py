@@ -63,25 +63,26 @@ def paired_responses(
     """
     if column not in COLUMNS:
         raise UserError(f"column = {column!r}: must be {', '.join(COLUMNS)}")
-    require_responses(run_a, manifests(run_a, run_b)[0])
-    selected, others = (chosen_iterations(run, iterations) for run in (run_a, run_b))
+    runs = tuple(zip((run_a, run_b), manifests(run_a, run_b), strict=True))
+    require_responses(*runs[0])
+    selected, others = (chosen_iterations(recorded, iterations) for _, recorded in runs)
     if len(selected) != len(others):
         raise UserError(
             f"{run_a} has {len(selected)} iterations, {run_b} has {len(others)}; name the iterations to compare"
         )
     if not len(selected):
         raise UserError(f"{run_a} and {run_b}: there is no iteration to compare")
-    return pd.concat([_one_iteration(run_a, run_b, column, i) for i in selected], ignore_index=True)
+    return pd.concat([_one_iteration(runs, column, i) for i in selected], ignore_index=True)
 
 
-def _one_iteration(run_a: Path | str, run_b: Path | str, column: str, iteration: int) -> pd.DataFrame:
-    names, runs = ["sequence", "prompt_ids", "response_length"], (run_a, run_b)
-    texts = [reader.read_sequences(run, iterations=[iteration], columns=names) for run in runs]
+def _one_iteration(runs: Sequence[tuple[Path | str, Manifest]], column: str, iteration: int) -> pd.DataFrame:
+    one, names = [iteration], ["sequence", "prompt_ids", "response_length"]
+    texts = [reader.read_sequences(run, iterations=one, columns=names, recorded=recorded) for run, recorded in runs]
     responses = texts[0].merge(texts[1], on="sequence", suffixes=("_a", "_b"), validate="one_to_one")
     prompts = zip(responses["prompt_ids_a"], responses["prompt_ids_b"], strict=True)
     responses = responses[np.array([np.array_equal(x, y) for x, y in prompts], bool)]
     names = [*_KEY, "token_id", column]
-    tokens = [reader.read_tokens(run, iterations=[iteration], columns=names) for run in runs]
+    tokens = [reader.read_tokens(run, iterations=one, columns=names, recorded=recorded) for run, recorded in runs]
     both = tokens[0].merge(tokens[1], on=_KEY, suffixes=("_a", "_b"), validate="one_to_one")
     a, b = (both[f"{column}_{side}"].to_numpy(np.float32) for side in "ab")
     delta = b.astype(np.float64) - a.astype(np.float64)

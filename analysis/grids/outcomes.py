@@ -34,14 +34,15 @@ MEASURES = {
 }
 
 
-def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
+def clip_shares(run_dir: Path) -> tuple[float, float]:
     """Return two shares of token visits: with a removed gradient, and with a ratio outside the band.
 
     Both are 0 without a clip, and NaN if the objective does not record which tokens it cut.
     """
+    recorded = reader.open_manifest(run_dir)
     flags = [
-        reader.read_updates(run_dir, iterations=[i], columns=["clip_flag"])["clip_flag"].value_counts()
-        for i in range(iterations)
+        reader.read_updates(run_dir, iterations=[i], columns=["clip_flag"], recorded=recorded).value_counts("clip_flag")
+        for i in range(recorded.num_iterations)
     ]
     counts = pd.concat(flags, axis=1).sum(axis=1)
     if "unknown" in counts:
@@ -51,7 +52,7 @@ def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
     return float(removed.sum() / counts.sum()), float(outside.sum() / counts.sum())
 
 
-def mismatch(run_dir: Path, iterations: int) -> tuple[float, float]:
+def mismatch(run_dir: Path) -> tuple[float, float]:
     """Return the mean of k3 and the clip floor over the run's response tokens, one iteration in memory at a time.
 
     The floor is the share of tokens whose gradient the clip would remove before any step. It is 0 with the anchor
@@ -60,9 +61,9 @@ def mismatch(run_dir: Path, iterations: int) -> tuple[float, float]:
     ppo, rule = load_recorded_config(run_dir).ppo, None
     if isinstance(clip := ppo.objective, ClipObjective):
         rule = ClipRule(ppo.ratio_anchor, clip.clip_range, clip.high, clip.dual_clip, None)
-    count, divergence, removed = 0, 0.0, 0.0
-    for iteration in range(iterations):
-        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS)
+    recorded, count, divergence, removed = reader.open_manifest(run_dir), 0, 0.0, 0.0
+    for iteration in range(recorded.num_iterations):
+        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
         old, rollout, advantages = (column(tokens, name) for name in TOKENS)
         count, divergence = count + len(tokens), divergence + float(k3(old - rollout).sum())
         if rule is not None:
@@ -80,8 +81,8 @@ def end_measures(rows: pd.DataFrame) -> dict[str, float]:
 def measures_of(run_dir: Path) -> dict[str, float]:
     """Return MEASURES of a run except accuracy, which is in the grid's table; `explained` may be NaN."""
     rows = reader.read_iterations(run_dir)
-    removed, outside = clip_shares(run_dir, len(rows))
-    k3, floor = mismatch(run_dir, len(rows))
+    removed, outside = clip_shares(run_dir)
+    k3, floor = mismatch(run_dir)
     return {
         **end_measures(rows),
         "explained": float(rows["explained_variance"].head(FIRST).mean()),

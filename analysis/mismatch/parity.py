@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.pairs.runs import KEY, chosen_iterations
+from ppo_repro.analysis.pairs.runs import KEY
 from ppo_repro.records import reader
 from ppo_repro.statistics.bits import unequal_bits
 
@@ -49,12 +49,14 @@ def parity(run_dir: Path | str) -> Parity:
 
     Raises UserError on missing or damaged records.
     """
+    recorded = reader.open_manifest(run_dir)
 
     def of_one(iteration: int) -> Parity:
-        tokens = reader.read_tokens(run_dir, columns=TOKENS, iterations=[iteration])
-        return parity_of(tokens, reader.read_updates(run_dir, columns=UPDATES, iterations=[iteration]))
+        which: dict[str, Any] = {"iterations": [iteration], "recorded": recorded}
+        tokens = reader.read_tokens(run_dir, columns=TOKENS, **which)
+        return parity_of(tokens, reader.read_updates(run_dir, columns=UPDATES, **which))
 
-    return reduce(add, map(of_one, chosen_iterations(run_dir, None)))
+    return reduce(add, map(of_one, range(recorded.num_iterations)))
 
 
 def parity_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Parity:

@@ -28,11 +28,11 @@ def run_evidence(
     damaged records, and on a run that is not complete unless `allow_incomplete`.
     """
     faults = load_recorded_config(run_dir).mismatch.trainer
-    for iteration in own_iterations(run_dir, iterations, allow_incomplete):
-        one, allow = [iteration], allow_incomplete
-        pairs = rollout_and_old(run_dir, iteration, allow)
-        sequences = reader.read_sequences(run_dir, iterations=one, columns=_SEQUENCES, allow_incomplete=allow)
-        updates = reader.read_updates(run_dir, iterations=one, columns=_UPDATES, allow_incomplete=allow)
+    recorded = reader.open_manifest(run_dir, allow_incomplete)
+    for iteration in own_iterations(run_dir, recorded, iterations):
+        pairs = rollout_and_old(run_dir, recorded, iteration)
+        sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=_SEQUENCES, recorded=recorded)
+        updates = reader.read_updates(run_dir, iterations=[iteration], columns=_UPDATES, recorded=recorded)
         ids, as_sampled = pairs["token_id"].to_numpy(), sequences["is_as_sampled"]
         own = np.bool_(True) if as_sampled.isna().all() else np.concatenate(as_sampled.to_list()) == 1
         padding = np.maximum(faults.padding_leak - sequences["prompt_length"].to_numpy(), 0)

@@ -23,7 +23,7 @@ import pandas as pd
 from ppo_repro.analysis.pairs.places import PLACES_OF_SEQUENCES, ROUTE_COLUMNS, with_places
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.records.manifest import require_responses
+from ppo_repro.records.manifest import Manifest, require_responses
 
 KEY = ["iteration", "sequence", "position"]
 REQUIRED = [*KEY, "token_id", "logprobs_a", "logprobs_b"]
@@ -31,25 +31,16 @@ OPTIONAL = ["entropies", "prob_sq_sums", "log_kept_mass", "advantages"]
 PAIRS = ("rollout_vs_old", "old_vs_first_new")
 
 
-def chosen_iterations(
-    run_dir: Path | str, iterations: Sequence[int] | None, allow_incomplete: bool = False
-) -> Sequence[int]:
-    """Return `iterations`, or all recorded iterations if None.
-
-    Raises UserError if there is no run or it is incomplete.
-    """
-    recorded = range(len(reader.open_manifest(run_dir, allow_incomplete).iterations))
-    return recorded if iterations is None else iterations
+def chosen_iterations(recorded: Manifest, iterations: Sequence[int] | None) -> Sequence[int]:
+    """Return `iterations`, or all recorded iterations if None."""
+    return range(recorded.num_iterations) if iterations is None else iterations
 
 
-def own_iterations(
-    run_dir: Path | str, iterations: Sequence[int] | None, allow_incomplete: bool = False
-) -> Sequence[int]:
+def own_iterations(run_dir: Path | str, recorded: Manifest, iterations: Sequence[int] | None) -> Sequence[int]:
     """Return `iterations`, or all that a language run itself computed if None, where its settings are applied.
 
-    Raises UserError like `chosen_iterations`, for a run without responses, and for an iteration of a fork's origin.
+    Raises UserError for a run without responses, and for an iteration of a fork's origin.
     """
-    recorded = reader.open_manifest(run_dir, allow_incomplete)
     require_responses(run_dir, recorded)
     own = recorded.own_iterations
     if copied := [i for i in iterations or () if 0 <= i < own.start]:
@@ -81,28 +72,26 @@ def run_pairs(
     if pair not in PAIRS:
         raise UserError(f"pair = {pair!r}: must be {' or '.join(PAIRS)}")
     read = rollout_and_old if pair == "rollout_vs_old" else _old_and_first_new
-    require_responses(run_dir, reader.open_manifest(run_dir, allow_incomplete))
-    chosen = chosen_iterations(run_dir, iterations, allow_incomplete)
-    return (read(run_dir, iteration, allow_incomplete) for iteration in chosen)
+    recorded = reader.open_manifest(run_dir, allow_incomplete)
+    require_responses(run_dir, recorded)
+    return (read(run_dir, recorded, iteration) for iteration in chosen_iterations(recorded, iterations))
 
 
-def rollout_and_old(run_dir: Path | str, iteration: int, allow_incomplete: bool) -> pd.DataFrame:
+def rollout_and_old(run_dir: Path | str, recorded: Manifest, iteration: int) -> pd.DataFrame:
     """Return the pairs `rollout_vs_old` of one iteration."""
-    columns = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", *OPTIONAL, *ROUTE_COLUMNS]
-    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, allow_incomplete=allow_incomplete)
-    sequences = reader.read_sequences(
-        run_dir, iterations=[iteration], columns=PLACES_OF_SEQUENCES, allow_incomplete=allow_incomplete
-    )
+    columns, one = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", *OPTIONAL, *ROUTE_COLUMNS], [iteration]
+    tokens = reader.read_tokens(run_dir, iterations=one, columns=columns, recorded=recorded)
+    sequences = reader.read_sequences(run_dir, iterations=one, columns=PLACES_OF_SEQUENCES, recorded=recorded)
     renamed = tokens.rename(columns={"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"})
     return with_places(renamed, sequences)
 
 
-def _old_and_first_new(run_dir: Path | str, iteration: int, allow_incomplete: bool) -> pd.DataFrame:
+def _old_and_first_new(run_dir: Path | str, recorded: Manifest, iteration: int) -> pd.DataFrame:
     columns = [*KEY, "token_id", "old_logprobs", *OPTIONAL]
-    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, allow_incomplete=allow_incomplete)
+    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, recorded=recorded)
     # clip_flag is null exactly where the policy takes no step; new_logprobs can also be a recorded NaN
     columns = [*KEY, "epoch", "new_logprobs", "clip_flag"]
-    updates = reader.read_updates(run_dir, iterations=[iteration], columns=columns, allow_incomplete=allow_incomplete)
+    updates = reader.read_updates(run_dir, iterations=[iteration], columns=columns, recorded=recorded)
     first = updates[(updates["epoch"] == 0) & updates["clip_flag"].notna()][[*KEY, "new_logprobs"]]
     joined = tokens.merge(first, on=KEY, how="inner", validate="one_to_one").sort_values(KEY, ignore_index=True)
     renamed = joined.rename(columns={"old_logprobs": "logprobs_a", "new_logprobs": "logprobs_b"})

@@ -57,14 +57,14 @@ class Scan:
 def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read the tables `iterations` and `steps`. Raises UserError if they are missing or damaged."""
     return (
-        reader.read_iterations(facts.run_dir, iterations=facts.iterations, allow_incomplete=True),
-        reader.read_steps(facts.run_dir, iterations=facts.iterations, allow_incomplete=True),
+        reader.read_iterations(facts.run_dir, recorded=facts.manifest),
+        reader.read_steps(facts.run_dir, recorded=facts.manifest),
     )
 
 
 def read_sampled(facts: Facts, iteration: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read `sequences` and `tokens` of one iteration of a language run, with the columns that its curves need."""
-    which: dict[str, Any] = {"iterations": [iteration], "allow_incomplete": True}
+    which: dict[str, Any] = {"iterations": [iteration], "recorded": facts.manifest}
     return (
         reader.read_sequences(facts.run_dir, columns=SEQUENCES, **which),
         reader.read_tokens(facts.run_dir, columns=TOKENS, **which),
@@ -101,7 +101,7 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
     draws = NONE
     counted, nonfinite_deltas, nonfinite_ratios = np.zeros((2, len(DELTA_EDGES) - 1), np.int64), 0, 0
     for iteration in facts.iterations:
-        which: dict[str, Any] = {"iterations": [iteration], "allow_incomplete": True}
+        which: dict[str, Any] = {"iterations": [iteration], "recorded": facts.manifest}
         updates = reader.read_updates(facts.run_dir, columns=UPDATES, **which)
         if facts.is_control:
             tokens, drawn = reader.read_tokens(facts.run_dir, columns=parity.TOKENS, **which), NONE
@@ -168,7 +168,7 @@ def _with_recorded(
 def returns_of(facts: Facts) -> dict[int, Floats]:
     """Return the returns of a control run's ended episodes, by iteration."""
     names = ["iteration", "episode_return"]
-    found = reader.read_sequences(facts.run_dir, iterations=facts.iterations, columns=names, allow_incomplete=True)
+    found = reader.read_sequences(facts.run_dir, columns=names, recorded=facts.manifest)
     ended = found[found["episode_return"].notna()]
     groups = ended.groupby("iteration", sort=True)["episode_return"]
     return {int(str(iteration)): values.to_numpy(np.float64) for iteration, values in groups}

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -25,7 +26,7 @@ from ppo_repro.config.algorithm import clip_band
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
-from ppo_repro.records.manifest import require_responses
+from ppo_repro.records.manifest import Manifest, require_responses
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,16 @@ class TokenizationTables:
     tok_clip: pd.DataFrame | None
 
 
-def iteration_tables(run_dir: Path | str, iteration: int, *, boundary: Boundary) -> TokenizationTables:
+def iteration_tables(
+    run_dir: Path | str, iteration: int, *, boundary: Boundary, recorded: Manifest | None = None
+) -> TokenizationTables:
     """Return all tables of one iteration of a language run. Raises UserError on missing or damaged records."""
-    recorded = reader.open_manifest(run_dir)
+    recorded = recorded or reader.open_manifest(run_dir)
     require_responses(run_dir, recorded)
     config = load_recorded_config(run_dir)
-    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKEN_COLUMNS)
-    sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=SEQUENCE_COLUMNS)
+    which: dict[str, Any] = {"iterations": [iteration], "recorded": recorded}
+    tokens = reader.read_tokens(run_dir, columns=TOKEN_COLUMNS, **which)
+    sequences = reader.read_sequences(run_dir, columns=SEQUENCE_COLUMNS, **which)
     table = token_table(tokens, sequences, boundary=boundary)
     words, by_sequence = word_table(table), sequence_table(table, sequences)
     return TokenizationTables(
@@ -56,18 +60,18 @@ def iteration_tables(run_dir: Path | str, iteration: int, *, boundary: Boundary)
         tok_word=words,
         tok_seq=by_sequence,
         tok_summary=summary_table(by_sequence, words),
-        tok_clip=_clip(run_dir, iteration, config, table, tokens) if iteration in recorded.own_iterations else None,
+        tok_clip=_clip(run_dir, which, config, table, tokens) if iteration in recorded.own_iterations else None,
     )
 
 
 def _clip(
-    run_dir: Path | str, iteration: int, config: RunConfig, table: pd.DataFrame, tokens: pd.DataFrame
+    run_dir: Path | str, which: Mapping[str, Any], config: RunConfig, table: pd.DataFrame, tokens: pd.DataFrame
 ) -> pd.DataFrame | None:
-    (recorded,) = reader.read_iterations(run_dir, iterations=[iteration], columns=["clip_range"])["clip_range"]
-    band = clip_band(config.ppo.objective, recorded)
+    (clip_range,) = reader.read_iterations(run_dir, columns=["clip_range"], **which)["clip_range"]
+    band = clip_band(config.ppo.objective, clip_range)
     if band is None:
         return None
-    updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATE_COLUMNS)
+    updates = reader.read_updates(run_dir, columns=UPDATE_COLUMNS, **which)
     anchor = tokens[f"{config.ppo.ratio_anchor}_logprobs"]
     return clip_table(word_ratios(table, anchor, updates, clip_low=band[0], clip_high=band[1]))
 
@@ -77,8 +81,9 @@ def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence
 
     Raises UserError on missing or damaged records.
     """
-    chosen = chosen_iterations(run_dir, iterations)
-    tables = [iteration_tables(run_dir, i, boundary=boundary).tok_summary for i in chosen]
+    recorded = reader.open_manifest(run_dir)
+    chosen = chosen_iterations(recorded, iterations)
+    tables = [iteration_tables(run_dir, i, boundary=boundary, recorded=recorded).tok_summary for i in chosen]
     return pd.concat(tables, ignore_index=True)
 
 
@@ -89,9 +94,9 @@ def run_drift(
 
     Raises UserError if the tokenizer is not the run's.
     """
-    rows = []
-    for iteration in chosen_iterations(run_dir, iterations):
-        sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=AUDIT_COLUMNS)
+    recorded, rows = reader.open_manifest(run_dir), []
+    for iteration in chosen_iterations(recorded, iterations):
+        sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=AUDIT_COLUMNS, recorded=recorded)
         rows.append({"iteration": iteration, **drift_summary(retokenization(sequences, tokenizer))})
     return pd.DataFrame(rows)
 
@@ -100,7 +105,7 @@ def report(run_dir: Path, iteration: int | None, boundary: Boundary) -> list[str
     """Return the printed lines of one iteration (None: the last). Raises UserError on missing or damaged records."""
     recorded = reader.open_manifest(run_dir)
     number = recorded.num_iterations - 1 if iteration is None else iteration
-    tables = iteration_tables(run_dir, number, boundary=boundary)
+    tables = iteration_tables(run_dir, number, boundary=boundary, recorded=recorded)
     drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[number])
     lines = [f"{run_dir}: iteration {number}, boundary {boundary}, nats, standard errors by response"]
     lines.append(tables.tok_summary.drop(columns="iteration").to_string(index=False, float_format="%.6g"))

@@ -13,7 +13,6 @@ import pandas as pd
 from experiments.answers import outcome, settings_table, study
 from ppo_repro.analysis import figures
 from ppo_repro.analysis.grids.outcomes import clip_shares
-from ppo_repro.records import reader
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +22,7 @@ MEASURE, USUAL = "mean_accuracy", "usual"
 
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
     """Return the outcome, and two shares of token visits: without a gradient, and outside the band."""
-    removed, outside = clip_shares(run_dir, len(reader.read_iterations(run_dir)))
+    removed, outside = clip_shares(run_dir)
     return outcome(run_dir) | {"removed": removed, "outside": outside}
 
 

@@ -99,6 +99,7 @@ def read_table(
     columns: Sequence[str] | None = None,
     verify: bool = True,
     allow_incomplete: bool = False,
+    recorded: Manifest | None = None,
 ) -> pd.DataFrame:
     """Read the rows of some iterations of one table, bit for bit.
 
@@ -109,12 +110,13 @@ def read_table(
         columns: names; None: all.
         verify: compare every file with its digest.
         allow_incomplete: read runs that are not complete.
+        recorded: the manifest, for one of many reads: to read and check a long run's manifest takes tenths of a second.
 
     Raises:
         UserError: anything is missing, unknown or damaged.
     """
     folder = Path(run_dir)
-    recorded = open_manifest(folder, allow_incomplete)
+    recorded = recorded or open_manifest(folder, allow_incomplete)
     wanted = None if iterations is None else _checked_iterations(folder, recorded, iterations)
     moments = (None, *range(recorded.num_iterations + 1)) if wanted is None else wanted
     files = [f for i in moments for f in manifest.recorded_at(recorded, i) if f.table.name == name]

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_repro.analysis.clipping.update_rows import load_iterations
+from ppo_repro.analysis.grids import outcomes
+from ppo_repro.analysis.mismatch.parity import parity
 from ppo_repro.analysis.pairs import runs
 from ppo_repro.analysis.pairs.places import PLACES, routes_of, turns_of, with_places
+from ppo_repro.analysis.pairs.run_evidence import run_evidence
 from ppo_repro.analysis.pairs.runs import run_pairs
-from ppo_repro.records import reader
+from ppo_repro.analysis.report.facts import read_facts
+from ppo_repro.analysis.report.scan import scan_run, summary_tables
+from ppo_repro.analysis.tokenization.tables import run_summary
+from ppo_repro.records import manifest, reader
 from tests.support.synthetic_run import bits
 
 
@@ -37,6 +46,29 @@ def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
     assert len(found) == len(first) == len(reader.read_tokens(native_run, iterations=[1, 2]))
     assert bits(found["logprobs_b"].to_numpy()) == bits(first.loc[found.index, "new_logprobs"].to_numpy())
     assert found.index.is_monotonic_increasing
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda run: scan_run(facts := read_facts(run), *summary_tables(facts)),
+        lambda run: list(run_evidence(run)),
+        lambda run: list(run_pairs(run, "old_vs_first_new")),
+        lambda run: list(load_iterations(run)),
+        lambda run: run_summary(run, boundary="leading", iterations=None),
+        parity,
+        outcomes.clip_shares,
+        outcomes.mismatch,
+    ],
+)
+def test_a_reader_of_three_iterations_does_not_read_the_manifest_for_each(
+    native_run: Path, read: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every look at a manifest checks the lines of all iterations, so the time would grow with their square."""
+    loaded, load = [], manifest.load
+    monkeypatch.setattr(manifest, "load", lambda run_dir: loaded.append(run_dir) or load(run_dir))
+    read(native_run)
+    assert len(loaded) < 3
 
 
 @given(st.lists(st.booleans(), max_size=12))

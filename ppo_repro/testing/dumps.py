@@ -242,8 +242,10 @@ def _array(where: str, name: str, values: Any, kind: Kind) -> Array:
         array = np.array([np.nan if v is None else v for v in values] if is_float else values)
         if array.ndim != 1 or (array.size and array.dtype.kind not in _DTYPES[kind]):
             raise ValueError(array.dtype)
+        if kind == "0 and 1" and not np.isin(array, (0, 1)).all():  # a cast makes 0 of 0.7
+            raise ValueError(kind)
         array = array.astype(np.float64 if is_float else np.int64)
-        if not is_float and ((array < 0) | ((kind == "0 and 1") & (array > 1))).any():
+        if kind == "token ids" and (array < 0).any():
             raise ValueError(kind)
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{where}: {name} = {shown(repr(values))}: must be a list of {kind}") from error

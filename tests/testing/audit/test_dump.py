@@ -90,6 +90,7 @@ BAD = [
     (changed(responses=[7, 8, -1]), "row 2: responses = [7, 8, -1]: must be a list of token ids"),
     (changed(old_log_probs="-1"), "row 2: old_log_probs = '-1': must be a list of log-probs in nats"),
     (changed(response_mask=[1, 2, 0]), "row 2: response_mask = [1, 2, 0]: must be a list of 0 and 1"),
+    (changed(response_mask=[0.7, 1.0, 0.0]), "row 2: response_mask = [0.7, 1.0, 0.0]: must be a list of 0 and 1"),
     (changed(attention_mask=[1]), "row 2: attention_mask is shorter than prompts"),
     ({**ROWS["slime"], "response_lengths": 5}, "row 2: response_lengths = 5: must leave at least one of 5 tokens"),
     (changed(rollout_log_probs=None), "row 2: no column 'rollout_log_probs'"),

@@ -162,13 +162,18 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Set the dotted `path` of a parsed tree to `value`. Raises UserError if the path leads through a plain value."""
+    """Set the dotted `path` of a parsed tree to `value`; missing groups and groups that are null are made.
+
+    Raises UserError if the path leads through a plain value.
+    """
     node: Any = tree
     *parents, leaf = path.split(".")
     if not leaf or not all(parents) or len(parents) > 20:
         raise UserError("a field is up to 20 names with a dot between them")
     for name in parents:
-        child = _entry(node, name) if isinstance(node, list) else node.setdefault(name, {})
+        child = _entry(node, name) if isinstance(node, list) else node.get(name)
+        if child is None and isinstance(node, dict):
+            child = node[name] = {}
         if not isinstance(child, dict | list):
             raise UserError(f"'{name}' is a value, not a group of fields")
         node = child

@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from ppo_repro.base.errors import Mistakes, UserError
-from ppo_repro.config.files import build_config, found, load_config
+from ppo_repro.config.files import apply_overrides, build_config, dump_yaml, found, load_config
 from ppo_repro.config.mistakes import mistakes as lines_of
 from ppo_repro.config.section import Section
 from ppo_repro.config.yaml_text import from_pyyaml, parse_yaml, write_yaml
@@ -115,6 +115,14 @@ def test_another_kind_says_the_option_that_works(override: str, works: str) -> N
     assert f"belongs to another {section} than {kind}" in line or f"belong to another {section} than {kind}" in line
     assert line.endswith(f"or replace the section: --set '{works}'")
     small_config(*fields, works)
+
+
+def test_a_field_of_a_group_that_is_null_makes_the_group() -> None:
+    written = dump_yaml(small_config("ppo.ratio_anchor=old"))
+    assert "importance_weights: null" in written
+    tree = parse_yaml(written)
+    apply_overrides(tree, ["ppo.importance_weights.kind=truncated"])
+    assert build_config(tree, "file") == small_config("ppo.ratio_anchor=old", "ppo.importance_weights.kind=truncated")
 
 
 def test_another_kind_says_what_it_needs() -> None:

@@ -17,6 +17,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
 from ppo_repro.records import reader
 from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
+from ppo_repro.records.manifest import has_responses
 from ppo_repro.statistics.bits import unequal_bits
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 from ppo_repro.statistics.kl import k3
@@ -43,8 +44,10 @@ def _token(pairs: pd.DataFrame, index: int) -> str:
 
 def run_pairs(run: Path | str) -> pd.DataFrame:
     """Read `rollout_logprobs` and `old_logprobs` of a recorded run. Raises UserError if it is damaged."""
-    columns = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", *DISTRIBUTION]
-    return reader.read_tokens(run, columns=columns)[columns].set_axis([*COLUMNS, *DISTRIBUTION], axis=1)
+    recorded = reader.open_manifest(run)
+    beside = DISTRIBUTION if has_responses(recorded) else []  # actions of a control run have no such columns
+    columns = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", *beside]
+    return reader.read_tokens(run, columns=columns, recorded=recorded).set_axis([*COLUMNS, *beside], axis=1)
 
 
 def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) -> pd.DataFrame:

@@ -18,11 +18,12 @@ pytest_plugins = "pytester"
 EXAMPLE = ROOT / "experiments" / "guard_your_stack"
 
 
-def test_the_mismatch_of_runs_has_limits(deterministic_run: Path, native_run: Path) -> None:
+def test_the_mismatch_of_runs_has_limits(deterministic_run: Path, native_run: Path, control_run: Path) -> None:
     assert_mismatch_below(deterministic_run, mean_abs=0.0, max_abs=0.0, k3=0.0, frac_unequal=0.0)
     assert_mismatch_below(native_run, mean_abs=5e-6, max_abs=1e-4, k3=1e-10)
     with pytest.raises(AssertionError, match=r"frac_unequal is 0\.\d+, above 0 \(as at iteration 0, sequence \d+"):
         assert_mismatch_below(native_run, frac_unequal=0.0)
+    assert_mismatch_below(control_run, frac_unequal=0.0)
     with pytest.raises(UserError, match="no limit is given"):
         assert_mismatch_below(deterministic_run)
     with pytest.raises(UserError, match="max_abs = nan: must be 0 or more"):

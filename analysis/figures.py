@@ -135,11 +135,15 @@ def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
         own = own_iterations(folder, recorded, None)
         tokens = reader.read_tokens(folder, iterations=own, columns=columns, recorded=recorded)
         rollout, old = (tokens[name].to_numpy(np.float64) for name in ("rollout_logprobs", "old_logprobs"))
-        apart = np.sort(np.abs(old - rollout))[::-1]
-        differ, name = int((apart > 0).sum()), sampler_of(load_recorded_config(folder))
-        label = f"{name}: {differ:,} of {len(apart):,} differ" + (f", by {apart[0]:.2g} at most" if differ else "")
+        apart, name = np.abs(old - rollout), sampler_of(load_recorded_config(folder))
         # one point per token that differs; a logarithmic axis has no place for the others
-        axes.plot(apart[:differ], 100 * np.arange(1, differ + 1) / len(apart), label=label)
+        drawn = np.sort(apart[np.isfinite(apart) & (apart > 0)])[::-1]
+        label = f"{name}: {len(drawn):,} of {len(apart):,} differ" + (
+            f", by {drawn[0]:.2g} at most" if len(drawn) else ""
+        )
+        if lost := int(np.count_nonzero(~np.isfinite(apart))):
+            label += f" ({lost} not finite)"
+        axes.plot(drawn, 100 * np.arange(1, len(drawn) + 1) / len(apart), label=label)
     axes.set(title="Mismatch of sampler and trainer", ylabel="tokens further apart, %", xscale="log")
     axes.set_xlabel("difference of the log-probs, nats")
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.15))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ppo_repro.analysis.figures import mismatch, new_axes
@@ -44,6 +45,20 @@ def test_the_figure_of_a_fork_draws_its_own_tokens(forked: Path) -> None:
     (axes,) = new_axes()
     mismatch([forked], axes)
     assert axes.get_legend_handles_labels()[1][0].split(": ")[1].startswith("0 of ")
+
+
+def test_the_figure_draws_every_finite_difference_beside_one_that_is_not(
+    native_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = reader.read_tokens(native_run, columns=["rollout_logprobs", "old_logprobs"])
+    tokens.loc[0, "old_logprobs"] = np.nan
+    apart = (tokens["old_logprobs"].astype(float) - tokens["rollout_logprobs"]).abs()
+    monkeypatch.setattr(reader, "read_tokens", lambda *given, **names: tokens)
+    axes = mismatch([native_run])
+    drawn, _ = axes.lines[0].get_data()
+    assert sorted(drawn) == sorted(apart[apart > 0])
+    said = f"{len(drawn):,} of {len(tokens):,} differ, by {apart.max():.2g} at most (1 not finite)"
+    assert axes.get_legend_handles_labels()[1] == [f"built in, native: {said}"]
 
 
 def test_the_audit_of_a_fork_reads_the_iteration_that_its_checkpoint_sampled(forked: Path) -> None:

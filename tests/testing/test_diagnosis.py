@@ -184,6 +184,12 @@ def test_a_column_that_is_the_same_everywhere_tests_nothing() -> None:
     assert diagnose(pairs).needed == "pad_length of each row, some of them 0; steps_since_sync, some of them 0"
 
 
+def test_the_mass_of_one_response_that_is_missing_leaves_truncation_untested() -> None:
+    pairs = Sampled(10, top_k=5).pairs()
+    pairs.loc[0, "log_kept_mass"] = np.nan
+    assert (diagnose(pairs).verdict, diagnose(pairs).untested) == ("unknown", ("truncated_sampling",))
+
+
 @pytest.mark.parametrize(
     "change",
     [

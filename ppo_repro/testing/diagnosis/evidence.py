@@ -151,8 +151,8 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float
         x, k = b[usable] + entropy, entropy + np.log(sums_of_squares[usable])
         products = {"dx": moved * x, "xx": x * x, "dk": moved * k, "xk": x * k, "kk": k * k}
         evidence |= {"has_entropies": 1.0, **{name: _total(values) for name, values in products.items()}}
-    if "log_kept_mass" in tokens:
-        evidence |= {"has_mass": 1.0, "mass_sq": _total((delta - column("log_kept_mass")) ** 2)}
+    if "log_kept_mass" in tokens and np.isfinite(mass := column("log_kept_mass")).all():  # NaN: a response without it
+        evidence |= {"has_mass": 1.0, "mass_sq": _total((delta - mass) ** 2)}
     if "logprobs_b_again" in tokens:
         again = column("logprobs_b_again")
         twice = np.isfinite(again)

@@ -122,7 +122,12 @@ def place(asked: Mapping[str, str], runs: int) -> tuple[int, int, int]:
 
 
 def snippet(query: Query, runs: Sequence[Run]) -> str:
-    """Return Python code that finds the same responses in the Parquet files, with duckdb and pandas alone."""
+    """Return Python code that finds the same responses in the Parquet files, with duckdb and pandas alone.
+
+    Raises UserError if there is no run.
+    """
+    if not runs:
+        raise UserError("there is no run yet, so there is nothing to find")
     parts = []
     for run in runs if query.run is None else [runs[query.run]]:
         records = run.folder.resolve() / "records"

@@ -285,6 +285,8 @@ def test_mistakes_of_the_command_are_one_line(tmp_path: Path, cli: Cli, monkeypa
         port = server.socket.getsockname()[1]
         assert f"--port {port}: cannot be used" in cli.refusal("view", tmp_path, "--port", str(port))
         assert api(server, "responses") == {"total": 0, "score": None, "correct": None, "offset": 0, "rows": []}
+        code, text, _ = get(server, "/api/snippet", {"token": server.token})
+        assert (code, json.loads(text)["error"]) == (400, "there is no run yet, so there is nothing to find")
     with pytest.raises(UserError, match="--port 99999: cannot be used"):
         Server([tmp_path], 99999)
     monkeypatch.setattr("ppo_repro.base.analyses.find_spec", lambda name: None if name == "duckdb" else 1)

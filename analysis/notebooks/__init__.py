@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.records import manifest
 
-# the environment variables of notebooks, and the folder of the recorded run or grid that each one replaces
+# the environment variables of notebooks, and the folder below RUNS of the runs or the grid that each one replaces
 RECORDED = {"PPO_RUN": "deterministic", "PPO_OTHER_RUN": "native", "PPO_GRID": "clip"}
 RUNS = Path(__file__).resolve().parents[2] / "runs" / "notebooks"
 
@@ -20,15 +21,21 @@ def folder_of(variable: str) -> Path:
     """
     if os.environ.get(variable):
         return Path(os.environ[variable])
-    recorded = RUNS / RECORDED[variable]
-    if variable != "PPO_GRID":
-        recorded = next((path.parent for path in sorted(recorded.glob("*/*/manifest.json"))), recorded)
-    if not recorded.is_dir():
+    if (recorded := recorded_for(variable)) is None:
         what = "grid" if variable == "PPO_GRID" else "run"
         raise UserError(
             f"{variable}: set it to the folder of a {what}, or record one: python -m ppo_repro.analysis.notebooks"
         )
     return recorded
+
+
+def recorded_for(variable: str) -> Path | None:
+    """Return the grid or the complete run that the notebooks recorded for a variable, if there is one."""
+    out = RUNS / RECORDED[variable]
+    if variable == "PPO_GRID":
+        return out if out.is_dir() else None
+    folders = [path.parent for path in sorted(out.glob("*/*/manifest.json"))]
+    return next((folder for folder in folders if manifest.load_head(folder).status == "complete"), None)
 
 
 def opened(variable: str) -> Any:

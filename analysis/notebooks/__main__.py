@@ -9,43 +9,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-from ppo_repro.analysis.notebooks import RUNS
+from ppo_repro.analysis.notebooks import RECORDED, RUNS, folder_of, recorded_for
 from ppo_repro.analysis.notebooks.execute import executed, text_of
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.base.program import program
-from ppo_repro.records import manifest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 NAMES = tuple(sorted(path.stem for path in HERE.glob("*.ipynb")))
 
 
-def _quickstart(mode: str) -> Path:
-    """Return the folder of the quickstart in numerics `mode`; first run the quickstart unless it is recorded."""
-    out = RUNS / mode
-    if (found := _complete(out)) is None:
-        _command("run", "experiments/quickstart.yaml", "--set", f"numerics.mode={mode}", "--out", str(out))
-        found = _complete(out)
-    if found is None:
-        raise UserError(f"{out}: holds no complete run; remove the folder, and run this again")
-    return found
-
-
-def _complete(out: Path) -> Path | None:
-    folders = [path.parent for path in sorted(out.glob("*/*/manifest.json"))]
-    return next((folder for folder in folders if manifest.load_head(folder).status == "complete"), None)
-
-
-def _grid() -> Path:
-    """Return the folder of the grid clip.yaml; first run the missing cells."""
-    workers = str(os.cpu_count() or 1)
-    _command("grid", str(HERE / "clip.yaml"), "--workers", workers, "--keep-changed", "--out", str(RUNS))
-    return RUNS / "clip"
+def _record(variable: str) -> None:
+    """Run the quickstart for a variable unless it is recorded, or the missing cells of the grid clip.yaml."""
+    mode = RECORDED[variable]
+    if variable == "PPO_GRID":
+        workers = str(os.cpu_count() or 1)
+        _command("grid", str(HERE / "clip.yaml"), "--workers", workers, "--keep-changed", "--out", str(RUNS))
+    elif recorded_for(variable) is None:
+        out = str(RUNS / mode)
+        _command("run", "experiments/quickstart.yaml", "--set", f"numerics.mode={mode}", "--out", out)
 
 
 def _command(*arguments: str) -> None:
@@ -54,20 +40,14 @@ def _command(*arguments: str) -> None:
         raise UserError(f"ppo-repro {' '.join(arguments)}: ended with exit code {done.returncode}; see above")
 
 
-# the environment variables of notebooks, and the function that records each folder
-SHOWN: dict[str, Callable[[], Path]] = {
-    "PPO_RUN": partial(_quickstart, "deterministic"),
-    "PPO_OTHER_RUN": partial(_quickstart, "native"),
-    "PPO_GRID": _grid,
-}
-
-
 def _variables(text: str) -> dict[str, str]:
     """Return the environment variables that a notebook reads; folders are relative, because the outputs show them."""
     found = {}
-    for name, recorded in SHOWN.items():
+    for name in RECORDED:
         if name in text:
-            folder = Path(os.environ[name]).resolve() if name in os.environ else recorded()
+            if not os.environ.get(name):
+                _record(name)
+            folder = folder_of(name).resolve()
             if not folder.is_dir():
                 raise UserError(f"{name} = {os.environ[name]}: must be a folder of records; name one, or unset it")
             found[name] = os.path.relpath(folder, HERE)

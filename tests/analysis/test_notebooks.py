@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
+from ppo_repro.analysis import notebooks
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.support.paths import ROOT
+from tests.support.synthetic_run import cut_back
 
 NOTEBOOKS = ROOT / "analysis" / "notebooks"
 NAMES = ("ablation_grid", "clipping", "mismatch", "tokenization")
@@ -84,6 +88,18 @@ def grid_of(runs: dict[tuple[float, int], Path], folder: Path) -> Path:
     pd.DataFrame(cells).to_parquet(folder / "cells.parquet")
     pd.concat(results).to_parquet(folder / "results.parquet")
     return folder
+
+
+def test_a_notebook_reads_a_complete_run_and_no_interrupted_one(
+    native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notebooks, "RUNS", tmp_path)
+    monkeypatch.delenv("PPO_RUN", raising=False)
+    cut_back(shutil.copytree(native_run, tmp_path / "deterministic" / "quickstart" / "a"), 1, "interrupted")
+    with pytest.raises(UserError, match="PPO_RUN: set it to the folder of a run, or record one"):
+        notebooks.folder_of("PPO_RUN")
+    whole = shutil.copytree(native_run, tmp_path / "deterministic" / "quickstart" / "b")
+    assert notebooks.folder_of("PPO_RUN") == whole
 
 
 @pytest.mark.slow

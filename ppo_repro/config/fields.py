@@ -125,18 +125,13 @@ def text(sections: Sequence[str] = ()) -> list[str]:
     return lines[1:]
 
 
-def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every field that has a value, once.
-
-    For a group with several kinds, the fields of all kinds are yielded.
-    """
+def field_paths(model: type[BaseModel]) -> list[str]:
+    """Return the dotted path of every field that has a value, once, with the fields of all kinds of a group."""
     paths = dict[str, None]()
-    for name, field in model.model_fields.items():
-        for section in sections_of(field.annotation):
-            paths |= dict.fromkeys(field_paths(section, f"{prefix}{name}."))
-        if _holds_value(field):
-            paths[f"{prefix}{name}"] = None
-    yield from paths
+    for group in _groups(model, "", "", ""):
+        names = [*group.kind.split(":")[:1], *(field.name for field in group.fields)]
+        paths |= dict.fromkeys(".".join(filter(None, (group.path, name))) for name in names if name)
+    return list(paths)
 
 
 def types_of_fields(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:

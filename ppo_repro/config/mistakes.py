@@ -123,7 +123,7 @@ def _without_kind(model: type[BaseModel], steps: Sequence[int | str], section: M
     known = {name for kind in kinds.values() for name in kind.model_fields}
     fitting = [tag for tag, kind in kinds.items() if known & section.keys() <= kind.model_fields.keys()]
     likely = f"; with these fields {fitting[0]}" if len(fitting) == 1 else ""
-    every = list(field_paths(model))
+    every = field_paths(model)
     strange = [_unknown_field(f"{path}.{name}", every) for name in section if name not in known]
     return [Mistake(f"{path}.{chooser}", f"missing; must be one of {', '.join(kinds)}{likely}"), *strange]
 
@@ -145,7 +145,7 @@ def _unknown(model: type[BaseModel], tree: Any, steps: Sequence[int | str], deta
     kinds, path = _sections_at(model, above), ".".join(map(str, steps))
     if any(name in kind.model_fields for kind in kinds):
         return [_of_another_kind(kinds, tree, above, str(details["loc"][-2]))]
-    known = list(field_paths(model))
+    known = field_paths(model)
     if isinstance(details["input"], dict) and not closest(str(name), _sections_in(known), NEARLY):
         leaves = [leaf for leaf in _leaves(path, details["input"]) if _same(leaf, known) or coming_from.reason(leaf)]
         return [_unknown_field(leaf, known) for leaf in leaves or [path]]

@@ -6,6 +6,7 @@ This module imports neither Arrow nor pandas: the writer makes Arrow schemas of 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from ppo_repro.config.layout import RecordLevel
@@ -45,28 +46,9 @@ class Column:
         return self.in_fingerprint or self.also_compared
 
 
-def full(name: str, kind: str, unit: str, description: str) -> Column:
-    """Declare a result that `full` and `deep` record.
-
-    Args:
-        name: of the column.
-        kind: its type, a key of `ARROW_TYPES`.
-        unit: of its numbers.
-        description: a sentence for the documentation.
-    """
-    return Column(name, kind, unit, description, nullable=True, in_fingerprint=False, level="full", also_compared=True)
-
-
-def deep(name: str, kind: str, unit: str, description: str) -> Column:
-    """Declare a result that only `deep` records.
-
-    Args:
-        name: of the column.
-        kind: its type, a key of `ARROW_TYPES`.
-        unit: of its numbers.
-        description: a sentence for the documentation.
-    """
-    return replace(full(name, kind, unit, description), level="deep")
+# results that `full` and `deep` record, and results that only `deep` records
+full = partial(Column, nullable=True, in_fingerprint=False, level="full", also_compared=True)
+deep = partial(full, level="deep")
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,20 @@ def how_to_go_on(run_dir: Path, resume: str) -> str:
     """Return a sentence: from which iteration the command `resume` continues a run, and what it computes again."""
     if not (run_dir / MANIFEST).exists():
         return "nothing was recorded; start it again"
-    from ppo_repro.records import manifest
-    from ppo_repro.records.folder import starts_of
-
-    head = manifest.load_head(run_dir)
-    start, done = max(starts_of(run_dir, head), default=0), head.num_iterations
+    start, done = _recorded(run_dir)
     if not start:
         return f"{done} iterations are recorded, without a checkpoint: {resume} computes all of them again"
     again = f"computes {done - start} again" if done > start else "computes none again"
     return f"{done} iterations are recorded; {resume} goes on after iteration {start} and {again}"
+
+
+def _recorded(run_dir: Path) -> tuple[int, int]:
+    """Return the last iteration to go on from (0 without a checkpoint), and how many iterations are recorded."""
+    from ppo_repro.records import manifest
+    from ppo_repro.records.folder import starts_of
+
+    head = manifest.load_head(run_dir)
+    return max(starts_of(run_dir, head), default=0), head.num_iterations
 
 
 def how_to_repair(run_dir: Path, field: str) -> str:
@@ -34,11 +39,7 @@ def how_to_repair(run_dir: Path, field: str) -> str:
 
     `resume` calls the copy of the function in the run folder.
     """
-    from ppo_repro.records import manifest
-    from ppo_repro.records.folder import starts_of
-
-    head = manifest.load_head(run_dir)
-    start, done = max(starts_of(run_dir, head), default=0), head.num_iterations
+    start, done = _recorded(run_dir)
     if not start:
         return f"{done} iterations are recorded, without a checkpoint: correct the function and start again"
     name = "FILE.py" if field == "task.path" else "FILE.py:NAME"

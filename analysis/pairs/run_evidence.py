@@ -21,7 +21,7 @@ _UPDATES = [*_TOKEN, "epoch", "minibatch", "new_logprobs"]
 def run_evidence(
     run_dir: Path | str, iterations: Sequence[int] | None = None, allow_incomplete: bool = False
 ) -> Iterator[pd.DataFrame]:
-    """Yield the pairs `rollout_vs_old` of each own iteration of a language run, with every column of `diagnose`.
+    """Yield the pairs `rollout_vs_old` of each own iteration of a language run, with every column of `diagnose_chunks`.
 
     logprobs_b_again is new_logprobs of the first minibatch, before any step, and NaN for other tokens. The lag, the
     re-encoded ids, and the trainer's padding and prompts are the recorded values. Raises UserError on missing or

@@ -18,10 +18,14 @@ from torch import Tensor
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.causes import CAUSES
-from ppo_repro.testing.diagnosis.diagnose import diagnose, diagnose_chunks
+from ppo_repro.testing.diagnosis.diagnose import Diagnosis, diagnose_chunks
 from ppo_repro.testing.diagnosis.evidence import NEEDED, added, measure
 
 ITERATIONS, SEQUENCES, LONGEST, VOCAB, EOS = 4, 24, 20, 89, 1
+
+
+def diagnose(pairs: pd.DataFrame) -> Diagnosis:
+    return diagnose_chunks([pairs])
 
 
 class Sampled:

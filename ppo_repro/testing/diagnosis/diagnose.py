@@ -66,22 +66,14 @@ class Diagnosis:
     evidence: dict[str, float]
 
 
-def diagnose(pairs: pd.DataFrame) -> Diagnosis:
-    """Name the cause of the mismatch in `pairs`, one row per token.
+def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
+    """Name the cause of the mismatch in chunks of whole sequences, one row per token, one chunk in memory at a time.
 
     Columns iteration, sequence, position, token_id, logprobs_a (sampler), logprobs_b (trainer), float32, nats.
     Optional: entropies and prob_sq_sums (trainer), log_kept_mass (sampler), logprobs_b_again (NaN without a second
     pass), token_id_b (-1 if the trainer does not have the token), pad_length, steps_since_sync, prompt_differs (not 0
     if the two sides have different tokens before the response). Raises UserError on a missing column, a repeated token,
     or no finite pair of log-probs.
-    """
-    return diagnose_chunks([pairs])
-
-
-def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
-    """Diagnose chunks of whole sequences, with one chunk in memory at a time.
-
-    Columns and errors are the same as in `diagnose`.
     """
     return diagnose_sums([measure(frame) for chunk in chunks for _, frame in chunk.groupby("iteration", sort=True)])
 

@@ -98,18 +98,14 @@ def _states(model: PreTrainedModel, passes: Sequence[Fed]) -> list[States]:
     if passes[0].positions is not None:
         options["position_ids"] = filled(lambda one: one.positions or ())
     first = min(min(one.at) for one in passes)
-    decoder, stock = _decoder(model), _stock(model)
+    decoder = _decoder(model)
     if decoder is not None:
         with _outputs(decoder) as found:
-            stock(**options, **_keeping(model, 1))
+            model(**options, **_keeping(model, 1))
         hidden, output = found[0].last_hidden_state, replace(found[0], last_hidden_state=None)
         return [States(x[list(one.at)], output) for x, one in zip(hidden, passes, strict=True)]
-    logits = stock(**options, **_keeping(model, length - first)).logits[:, first - length :]
+    logits = model(**options, **_keeping(model, length - first)).logits[:, first - length :]
     return [States(x[[a - first for a in one.at]]) for x, one in zip(logits, passes, strict=True)]
-
-
-def _stock(model: PreTrainedModel) -> Any:
-    return model
 
 
 def _keeping(model: PreTrainedModel, last: int) -> dict[str, int]:
@@ -132,7 +128,7 @@ def _head(model: PreTrainedModel, decoder: Any, output: Any, hidden: Tensor) -> 
     decoder.forward = lambda *args, **options: replace(output, last_hidden_state=hidden)
     try:
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        logits: Tensor = _stock(model)(input_ids=ids, use_cache=False).logits
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
         return logits
     finally:
         del decoder.forward
@@ -151,7 +147,7 @@ def _decoder(model: PreTrainedModel) -> nn.Module | None:
 
 def _is_apart(model: PreTrainedModel, decoder: nn.Module) -> bool:
     with _outputs(decoder) as found:
-        logits = _stock(model)(input_ids=torch.tensor([[0, 1, 0]], device=model.device), use_cache=False).logits
+        logits = model(input_ids=torch.tensor([[0, 1, 0]], device=model.device), use_cache=False).logits
     if len(found) != 1 or not isinstance(found[0], ModelOutput) or "last_hidden_state" not in found[0]:
         return False
     return torch.equal(_head(model, decoder, found[0], found[0]["last_hidden_state"]), logits)

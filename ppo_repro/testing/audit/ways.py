@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.audit.options.all_options import all_options
+from ppo_repro.testing.audit.options import all_options
 from ppo_repro.testing.audit.options.option import Option
 from ppo_repro.testing.audit.templates import Ids, templated
 from ppo_repro.testing.dumps import Response

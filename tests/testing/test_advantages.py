@@ -10,15 +10,6 @@ from torch import Tensor
 from ppo_repro.testing import PaddedAdvantageBatch, advantages, check_advantages
 
 
-def test_a_right_estimator_conforms() -> None:
-    """Of rewards to go; `test_own_numbers.py` has the other kinds."""
-
-    def to_go(batch: PaddedAdvantageBatch) -> Tensor:
-        return batch.rewards.masked_fill(~batch.mask, 0.0).flip(1).cumsum(1).flip(1)
-
-    assert check_advantages(to_go, "rewards_to_go") == {}
-
-
 def test_advantages_that_reset_at_tool_tokens_and_junk_are_found() -> None:
     def resetting(batch: PaddedAdvantageBatch) -> Tensor:
         out, after = torch.zeros_like(batch.rewards), torch.zeros(len(batch.rewards), dtype=batch.rewards.dtype)

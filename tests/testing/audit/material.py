@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.dumps import Response
-from tests.support.models import VOCAB, qwen3_config, seeded, small_model
+from tests.support.models import qwen3_config, seeded, small_model
 
 TEMPERATURE, BOS_ID, EOS_ID, PAD_ID = 0.8, 1, 2, 0
 SHAPE = ((6, 9), (4, 17), (5, 12), (7, 20), (3, 15), (6, 11), (5, 8), (4, 17))  # tokens of prompt and response
@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[Callable[[Material], Values], str]] = {
     ),
     "old weights": (lambda m: m.logprobs(m.logits(old())), "weights of old"),
     "BOS": (lambda m: m.logprobs(with_bos(m)), "prompt with a BOS token before it"),
-    "no first token": (cut_prompt(-1 + 2), "prompt cut to its last 1 tokens"),
+    "only the last token of the prompt": (cut_prompt(1), "prompt cut to its last 1 tokens"),
     "first token missing": (
         lambda m: m.logprobs(m.logits(prompt=lambda i: m.prompts[i][1:])),
         "prompt without its first token",
@@ -352,4 +352,3 @@ KNOWN = {
     "rare tokens": "wrong where the log-prob should be below",
     "stored in bfloat16": "every number is a bfloat16 number: its low 16 bits are 0",
 }
-VOCABULARY = VOCAB

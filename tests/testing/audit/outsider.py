@@ -125,14 +125,6 @@ def one_layer(model: Any) -> None:
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
 
 
-def other_rope(m: Material) -> Values:
-    config = copy.deepcopy(m.model.config)
-    config.rope_parameters = {**config.rope_parameters, "rope_theta": 1e6}
-    other = type(m.model)(config).eval()
-    other.load_state_dict(m.model.state_dict())
-    return m.logprobs(m.logits(other))
-
-
 def of_matrix(change: Callable[[Tensor, Tensor], Tensor]) -> Fault:
     """change(log-probs [n, V], sampled ids [n, 1]) -> [n]."""
     pairs = lambda m: ((torch.tensor(m.matrix(i)), torch.tensor(r)[:, None]) for i, r in enumerate(m.responses))  # noqa: E731
@@ -189,7 +181,6 @@ OUTSIDER: dict[str, tuple[Fault, str]] = {
     "last layer dropped": (of_model(one_layer), UNKNOWN),
     "dropout active": (of_model(with_dropout), UNKNOWN),
     "LoRA merged on one side": (of_model(with_lora), UNKNOWN),
-    "rope theta": (other_rope, "rope_parameters.rope_theta 1e+06 instead of 1e+04"),
     "logits cast to bfloat16": (of_logits(lambda x: x.bfloat16().double()), "logits rounded to bfloat16"),
     "label smoothing": (of_matrix(lambda x, r: 0.9 * x.gather(1, r)[:, 0] + 0.1 * x.mean(-1)), UNKNOWN),
     "log(p + 1e-3)": (of_tokens(lambda v: (v.exp() + 1e-3).log()), "the logarithm of the probability + 0.001"),

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ppo_repro.base.errors import UserError
 
@@ -22,7 +21,6 @@ class RecordedTokenizer:
     decode: Callable[[Sequence[Sequence[int]]], list[str]]
     decode_all: Callable[[Sequence[int]], str]
     special_ids: frozenset[int]
-    tree: dict[str, Any]  # tokenizer.json
 
 
 def recorded_tokenizer(run_dir: Path | str) -> RecordedTokenizer:
@@ -55,33 +53,4 @@ def load_tokenizer(path: Path) -> RecordedTokenizer:
     def decode_all(ids: Sequence[int]) -> str:
         return str(backend.decode(list(ids), skip_special_tokens=False))
 
-    return RecordedTokenizer(encode, decode, decode_all, special, tree)
-
-
-def token_bytes(tokenizer: RecordedTokenizer) -> dict[int, bytes]:
-    """Return the bytes of every token except special tokens.
-
-    Raises UserError unless the decoder is ByteLevel or Fuse.
-    """
-    decoder = (tokenizer.tree.get("decoder") or {}).get("type")
-    if decoder not in ("ByteLevel", "Fuse"):
-        raise UserError(
-            f"decoder = {decoder!r}: bytes of tokens are known only for ByteLevel and Fuse; use such a tokenizer"
-        )
-    added = {entry["content"]: entry["id"] for entry in tokenizer.tree.get("added_tokens", [])}
-    vocabulary, letters = {**tokenizer.tree["model"]["vocab"], **added}, byte_letters()
-    return {
-        index: bytes(letters[c] for c in token) if decoder == "ByteLevel" else token.encode()
-        for token, index in vocabulary.items()
-        if index not in tokenizer.special_ids
-    }
-
-
-def byte_letters() -> dict[str, int]:
-    """Return the byte of each letter of a byte-level vocabulary.
-
-    A printable byte is its own letter; other bytes are the letters from U+0100 on. Source: Radford et al., 2019.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return RecordedTokenizer(encode, decode, decode_all, special)

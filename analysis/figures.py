@@ -138,9 +138,8 @@ def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
         apart, name = np.abs(old - rollout), sampler_of(load_recorded_config(folder))
         # one point per token that differs; a logarithmic axis has no place for the others
         drawn = np.sort(apart[np.isfinite(apart) & (apart > 0)])[::-1]
-        label = f"{name}: {len(drawn):,} of {len(apart):,} differ" + (
-            f", by {drawn[0]:.2g} at most" if len(drawn) else ""
-        )
+        most = f", by {drawn[0]:.2g} at most" if len(drawn) else ""
+        label = f"{name}: {len(drawn):,} of {len(apart):,} differ{most}"
         if lost := int(np.count_nonzero(~np.isfinite(apart))):
             label += f" ({lost} not finite)"
         axes.plot(drawn, 100 * np.arange(1, len(drawn) + 1) / len(apart), label=label)

@@ -19,7 +19,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 
-# name -> (column of clip_step, sign); the third is what lecture code calls kl = mean(new - old)
+# the columns of clip_step with the estimates of KL
 ESTIMATES = {"k1": "kl_k1", "k3": "kl_k3"}
 
 

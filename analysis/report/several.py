@@ -19,11 +19,10 @@ from ppo_repro.analysis.report.scan import run_curves, summary_tables
 
 @dataclass(frozen=True)
 class OneRun:
-    """One run of a page about several: its facts, the tables `iterations` and `steps`, and its curves."""
+    """One run of a page about several: its facts, the table `iterations`, and its curves."""
 
     facts: Facts
     iterations: pd.DataFrame
-    steps: pd.DataFrame
     curves: pd.DataFrame
 
     @property
@@ -41,7 +40,7 @@ def read_run(run_dir: Path) -> OneRun:
     """Read a run of any kind. Raises UserError if it is damaged or has no complete iteration."""
     facts = read_facts(run_dir)
     iterations, steps = summary_tables(facts)
-    return OneRun(facts, iterations, steps, run_curves(facts, iterations, steps))
+    return OneRun(facts, iterations, run_curves(facts, iterations, steps))
 
 
 def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:

@@ -15,7 +15,6 @@ from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.summary import MANY_CUT, change, cut_at_the_limit, cut_fraction, not_promised
 from ppo_repro.statistics.draws import Draws
 
@@ -43,7 +42,8 @@ def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
             ends = f"{number(float(means.iloc[0]), 4)} at first, {number(float(means.iloc[-1]), 4)} at last"
             found.append(Verdict("fact", f"Mean return of the training episodes that ended: {ends}."))
         return found
-    config = load_recorded_config(facts.run_dir)
+    assert isinstance(facts.config, RunConfig)
+    config = facts.config
     measured = [("eval_accuracy", "Held-out accuracy")] if facts.is_judged else []
     if not measured or any(term.kind != "exact_match" for term in config.reward.terms):
         measured.insert(0, ("eval_score", "Held-out score"))

@@ -6,7 +6,7 @@ import csv
 import io
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ HEADERS = {
 }
 SAMPLES = 64  # responses to one prompt, side by side
 LONGEST_DIFF = 100_000  # characters of both together
+ROW = ", ".join(COLUMNS)
+Asked = Mapping[str, str]  # the parameters of a request
+Answer = dict[str, Any]  # becomes JSON
 
 
 class Guard:
@@ -66,76 +69,78 @@ class Guard:
         await (self.app if allowed else refused)(scope, receive, with_headers)
 
 
+def _state(index: Index, asked: Asked) -> Answer:
+    runs = [
+        {
+            "folder": run.name, "state": run.state, "iterations": run.head.num_iterations, "read": run.read,
+            "judged": run.is_judged, "short": setting.short, "whole": setting.whole, **run.label.model_dump(),
+        }
+        for run, setting in zip(index.runs, index.settings(), strict=False)  # one may be coming in just now
+    ]  # fmt: skip
+    finishes = [row["finish"] for row in index.rows("select distinct finish from responses order by finish")]
+    damaged = [line for run in index.runs for line in run.damaged]
+    return {
+        "version": index.version, "runs": runs, "finishes": finishes, "damaged": damaged, "others": index.others,
+    }  # fmt: skip
+
+
+def _responses(index: Index, asked: Asked) -> Answer:
+    query = parsed(asked, len(index.runs))
+    found = index.rows(query.page(), query.values)
+    ids = [row["id"] for row in found if row["id"] is not None]
+    rows = index.rows(f"select rowid as id, {ROW} from responses where rowid in (select unnest(?::bigint[]))", [ids])
+    by_id = {row.pop("id"): row for row in rows}
+    whole = {name: found[0][name] for name in ("total", "score", "correct")}
+    return {**whole, "offset": query.offset, "rows": [by_id[i] for i in ids if i in by_id]}
+
+
+def _one(index: Index, asked: Asked) -> dict[str, Any]:
+    values = place(asked, len(index.runs))
+    found = index.rows(f"select {ROW} from responses where run = ? and iteration = ? and sequence = ?", values)
+    if not found:
+        raise UserError(f"run {values[0]}: has no response {values[2]} in iteration {values[1]}")
+    return found[0]
+
+
+def _response(index: Index, asked: Asked) -> Answer:
+    row = _one(index, asked)
+    run, where = index.runs[row["run"]], "run = ? and iteration = ? and prompt_key = ?"
+    sql = f"select {ROW} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
+    samples = index.rows(sql, [row["run"], row["iteration"], row["prompt_key"]])
+    tokens = index.tokens_of(run, row)  # checks the files that `rendered` reads
+    rendered = index.rendered(run, row["iteration"], row["sequence"])
+    return {"row": row, "samples": samples, "rendered": rendered, "tokens": tokens}
+
+
+def _diff(index: Index, asked: Asked) -> Answer:
+    other = {name: asked.get(f"other_{name}", "") for name in ("run", "iteration", "sequence")}
+    a, b = (_one(index, which)["response"] for which in (asked, other))
+    if len(a) + len(b) > LONGEST_DIFF:
+        raise UserError(f"diff: the two have {len(a) + len(b):,} characters; at most {LONGEST_DIFF:,} are compared")
+    return {"parts": differences(a, b)}
+
+
+def _snippet(index: Index, asked: Asked) -> Answer:
+    return {"snippet": snippet(parsed(asked, len(index.runs)), index.runs)}
+
+
+API: dict[str, Callable[[Index, Asked], Answer]]
+API = {"state": _state, "responses": _responses, "response": _response, "diff": _diff, "snippet": _snippet}
+
+
 def application(index: Index, token: str) -> ASGIApp:
     """Return the application that serves the page and answers its requests; an error is one line of JSON."""
     assets = ([REPORT / "style.css", HERE / "view.css"], [REPORT / "token_view.js", HERE / "view.js"])
     body = (HERE / "view.html").read_text(encoding="utf-8").replace("<!-- tokens -->", token_area())
     html = document("ppo-repro view", body, *assets, connect="'self'")
 
-    def page(request: Request) -> Response:
-        return Response(html, media_type="text/html")
-
-    def state(request: Request) -> Response:
-        runs = [
-            {
-                "folder": run.name, "state": run.state, "iterations": run.head.num_iterations, "read": run.read,
-                "judged": run.is_judged, "short": setting.short, "whole": setting.whole, **run.label.model_dump(),
-            }
-            for run, setting in zip(index.runs, index.settings(), strict=False)  # one may be coming in just now
-        ]  # fmt: skip
-        finishes = [row["finish"] for row in index.rows("select distinct finish from responses order by finish")]
-        damaged = [line for run in index.runs for line in run.damaged]
-        others = index.others
-        return JSONResponse(
-            {"version": index.version, "runs": runs, "finishes": finishes, "damaged": damaged, "others": others}
-        )
-
-    def responses(request: Request) -> Response:
-        query = parsed(request.query_params, len(index.runs))
-        found = index.rows(query.page(), query.values)
-        ids = [row["id"] for row in found if row["id"] is not None]
-        sql = f"select rowid as id, {', '.join(COLUMNS)} from responses where rowid in (select unnest(?::bigint[]))"
-        rows = index.rows(sql, [ids])
-        by_id = {row.pop("id"): row for row in rows}
-        whole = {name: found[0][name] for name in ("total", "score", "correct")}
-        return JSONResponse(finite({**whole, "offset": query.offset, "rows": [by_id[i] for i in ids if i in by_id]}))
-
-    def one(asked: dict[str, str]) -> dict[str, Any]:
-        values = place(asked, len(index.runs))
-        where = "run = ? and iteration = ? and sequence = ?"
-        found = index.rows(f"select {', '.join(COLUMNS)} from responses where {where}", values)
-        if not found:
-            raise UserError(f"run {values[0]}: has no response {values[2]} in iteration {values[1]}")
-        return found[0]
-
-    def response(request: Request) -> Response:
-        row = one(dict(request.query_params))
-        run = index.runs[row["run"]]
-        where = "run = ? and iteration = ? and prompt_key = ?"
-        sql = (
-            f"select {', '.join(COLUMNS)} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
-        )
-        samples = index.rows(sql, [row["run"], row["iteration"], row["prompt_key"]])
-        tokens = index.tokens_of(run, row)
-        rendered = index.rendered(run, row["iteration"], row["sequence"])
-        return JSONResponse(finite({"row": row, "samples": samples, "rendered": rendered, "tokens": tokens}))
-
-    def diff(request: Request) -> Response:
-        asked = dict(request.query_params)
-        a = one(asked)["response"]
-        b = one({name: asked.get(f"other_{name}", "") for name in ("run", "iteration", "sequence")})["response"]
-        if len(a) + len(b) > LONGEST_DIFF:
-            raise UserError(f"diff: the two have {len(a) + len(b):,} characters; at most {LONGEST_DIFF:,} are compared")
-        return JSONResponse({"parts": differences(a, b)})
+    def as_json(answer: Callable[[Index, Asked], Answer]) -> Callable[[Request], Response]:
+        return lambda request: JSONResponse(finite(answer(index, request.query_params)))
 
     def as_csv(request: Request) -> Response:
         query = parsed(request.query_params, len(index.runs))
         headers = {"Content-Disposition": 'attachment; filename="responses.csv"'}
         return StreamingResponse(rows_as_csv(index, query.everything(), query.values), 200, headers, "text/csv")
-
-    def as_snippet(request: Request) -> Response:
-        query = parsed(request.query_params, len(index.runs))
-        return JSONResponse({"snippet": snippet(query, index.runs)})
 
     def mistake(request: Request, error: Exception) -> Response:
         return JSONResponse({"error": one_line(error)}, 400)
@@ -143,10 +148,9 @@ def application(index: Index, token: str) -> ASGIApp:
     def slow(request: Request, error: Exception) -> Response:
         return JSONResponse({"error": f"the query took more than {TIMEOUT_SECONDS:g} s; ask for less"}, 503)
 
-    api = {"state": state, "responses": responses, "response": response, "diff": diff, "csv": as_csv}
-    api["snippet"] = as_snippet
+    routes = [Route(f"/api/{name}", as_json(answer)) for name, answer in API.items()]
     answers = Starlette(
-        routes=[Route("/", page), *(Route(f"/api/{name}", answer) for name, answer in api.items())],
+        routes=[Route("/", lambda request: Response(html, media_type="text/html")), Route("/api/csv", as_csv), *routes],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],
         exception_handlers={UserError: mistake, Slow: slow},
     )

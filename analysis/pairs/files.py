@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.dumps import FORMATS, Names, Response, read_dump
+from ppo_repro.testing.dumps import FORMATS, Names, read_dump, tokens_of
 
 
 def imported_pairs(
@@ -29,23 +28,10 @@ def imported_pairs(
     responses = enumerate(r for path in files for r in read_dump(Path(path), names))
     for iteration, group in groupby(responses, lambda item: item[1].iteration):
         some = list(group)
-        frame = pd.concat([_frame(sequence, r) for sequence, r in some], ignore_index=True)
+        frame = pd.concat([tokens_of(r, sequence) for sequence, r in some], ignore_index=True)
+        frame = frame.rename(columns={"sampler": "logprobs_a", "trainer": "logprobs_b"})
         frame.attrs.update(masked=sum(r.masked for _, r in some), iteration=iteration)
         yield frame
-
-
-def _frame(sequence: int, response: Response) -> pd.DataFrame:
-    positions = np.flatnonzero(response.counts)
-    ids = np.array(response.response_ids) if response.response_ids else np.full(len(response.counts), -1)
-    columns = {
-        "iteration": np.full(len(positions), response.iteration),
-        "sequence": np.full(len(positions), sequence),
-        "position": positions,
-        "token_id": ids[positions],
-        "logprobs_a": response.sampler[positions],
-        "logprobs_b": response.trainer[positions],
-    }
-    return pd.DataFrame({**columns, **{name: values[positions] for name, values in response.extra.items()}})
 
 
 def masked_tokens(chunk: pd.DataFrame) -> int:

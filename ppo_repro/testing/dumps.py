@@ -140,6 +140,17 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
             yield response
 
 
+def tokens_of(response: Response, sequence: int) -> pd.DataFrame:
+    """Return a row for each token that counts: the numbers of `Response`, token_id (-1 without tokens), position."""
+    import pandas as pd
+
+    positions = np.flatnonzero(response.counts)
+    ids = np.array(response.response_ids) if response.response_ids else np.full(len(response.counts), -1)
+    lists = {"token_id": ids, "sampler": response.sampler, "trainer": response.trainer, **response.extra}
+    columns = {name: values[positions] for name, values in lists.items()}
+    return pd.DataFrame({"iteration": response.iteration, "sequence": sequence, "position": positions, **columns})
+
+
 def impossible(values: npt.NDArray[np.float32]) -> str:
     """Return the reason why numbers cannot be log-probs, "" if they can be. NaN and infinities are ignored."""
     finite = values[np.isfinite(values)]

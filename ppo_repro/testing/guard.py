@@ -21,7 +21,7 @@ from ppo_repro.records.manifest import has_responses
 from ppo_repro.statistics.bits import unequal_bits
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 from ppo_repro.statistics.kl import k3
-from ppo_repro.testing.dumps import Names, impossible, read_dump
+from ppo_repro.testing.dumps import Names, impossible, read_dump, tokens_of
 
 ZEROS = 0.5  # largest share of tokens whose log-probs may be exactly 0 on both sides
 COLUMNS = ["iteration", "sequence", "position", "sampler", "trainer"]
@@ -55,13 +55,8 @@ def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) ->
 
     Raises UserError, which names the row.
     """
-    frames = [pd.DataFrame(columns=COLUMNS, dtype=np.float32)]
-    for r in read_dump(source, names):
-        positions = np.flatnonzero(r.counts)
-        sides = {"sampler": r.sampler[positions], "trainer": r.trainer[positions]}
-        sides |= {name: r.extra[name][positions] for name in DISTRIBUTION if name in r.extra}
-        frames.append(pd.DataFrame({"iteration": r.iteration, "sequence": r.row - 1, "position": positions, **sides}))
-    return pd.concat(frames[1:] or frames, ignore_index=True)
+    frames = [tokens_of(r, r.row - 1) for r in read_dump(source, names)]
+    return pd.concat(frames or [pd.DataFrame(columns=COLUMNS)], ignore_index=True)
 
 
 def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:

@@ -63,6 +63,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "dump.jsonl", folder / "model"
 
 
+@pytest.mark.slow  # three times the imports of transformers
 def test_the_checks_and_the_audit_of_a_dump_load_no_kernel_and_need_no_run(dump: tuple[Path, Path]) -> None:
     """The control loads a model for a run."""
     arguments = ["audit", dump[0], "--model", dump[1], "--temperature", "0.8"]

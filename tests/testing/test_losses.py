@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -82,6 +82,7 @@ def changed(
     return check_loss(loss, frame, combine=combine, dtypes=())
 
 
+@settings(max_examples=10)
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=6), st.integers(0, 1 << 32))
 def test_a_mean_over_the_step_and_tokens_chosen_before_it_conform(lengths: list[int], seed: int) -> None:
     new, moved, advantages, numbers = np.random.default_rng(seed).normal(size=(4, sum(lengths)))

@@ -195,9 +195,9 @@ def test_the_command_writes_the_page_and_says_where(native_run: Path, tmp_path: 
     run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
     out = cli.done("report", run)
     assert str(run / "report.html") in out
-    assert (run / "report.html").read_text() == build.page_of(run)
     page = tmp_path / "page.html"
     assert cli.json("report", run, "--out", page) == {"report": str(page), "bytes": page.stat().st_size}
+    assert page.read_bytes() == (run / "report.html").read_bytes()
     assert not list(tmp_path.rglob("*.tmp")), "a report is no record"
     assert cli("diff", run, native_run)[0] == 0, "a report is no record"
 
@@ -377,10 +377,21 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     assert "first differ:" not in same
 
 
-def test_a_fork_beside_its_origin_has_facts_that_the_origin_lacks(tmp_path: Path, cli: Cli) -> None:
+@pytest.fixture(scope="module")
+def origin_and_fork(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run, and its fork with another reward, in one folder."""
+    out, files = tmp_path_factory.mktemp("forks"), tmp_path_factory.mktemp("reward")
     config = load_config(TINY, ["model.warm_start_steps=3", "ppo.iterations=2", "checkpoints.every=1"])
-    origin, _ = record(config, tmp_path)
-    forked = fork(origin, tmp_path, 1, "ppo.learning_rate=1e-4")
+    origin, _ = record(config, out)
+    (files / "reward.py").write_text("def score(prompt, response, answer):\n    return 0.25  # mended\n")
+    term = f"{{kind: function, path: '{files}/reward.py:score'}}"
+    return origin, fork(origin, out, 1, f"reward.terms=[{term}]", "ppo.iterations=3", "ppo.learning_rate=1e-4")
+
+
+def test_a_fork_beside_its_origin_has_facts_that_the_origin_lacks(
+    origin_and_fork: tuple[Path, Path], tmp_path: Path, cli: Cli
+) -> None:
+    origin, forked = origin_and_fork
     for runs in ((origin, forked), (forked, origin)):
         cli.done("report", *runs, "--out", tmp_path / "page.html")
         rows = [["".join(n.itertext()) for n in row] for row in tree((tmp_path / "page.html").read_text()).iter("tr")]
@@ -391,14 +402,12 @@ def test_a_fork_beside_its_origin_has_facts_that_the_origin_lacks(tmp_path: Path
         assert all(began), "facts of both runs stand beside each other"
 
 
-def test_the_page_of_a_fork_marks_where_it_began_and_shows_the_reward(tmp_path: Path) -> None:
-    config = load_config(TINY, ["model.warm_start_steps=3", "ppo.iterations=2", "checkpoints.every=1"])
-    origin, _ = record(config, tmp_path)
-    (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return 0.25  # mended\n")
-    term = f"{{kind: function, path: '{tmp_path}/reward.py:score'}}"
-    forked = fork(origin, tmp_path, 1, f"reward.terms=[{term}]", "ppo.iterations=3")
+def test_the_page_of_a_fork_marks_where_it_began_and_shows_the_reward(
+    origin_and_fork: tuple[Path, Path], tmp_path: Path
+) -> None:
+    origin, forked = origin_and_fork
     pages = [build.page_of(folder, 0) for folder in (forked, origin)]
-    of_folder = tree(build.write_report([tmp_path], tmp_path / "page.html")[0].read_text())
+    of_folder = tree(build.write_report([origin.parents[1]], tmp_path / "page.html")[0].read_text())
     score = next(n for n in of_folder.iter("figure") if next(n.iter("h3")).text == "Score")
     rows = [["".join(cell.itertext()) for cell in row.iter("td")] for row in score.iter("tr")]
     first = {row[-1]: row[0] for row in reversed(rows) if row}

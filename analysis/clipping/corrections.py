@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ppo_repro.analysis.clipping.flags import ratios_of
-from ppo_repro.analysis.clipping.update_rows import Bool, Float64
+from ppo_repro.analysis.clipping.update_rows import Bool, Floats
 from ppo_repro.config.algorithm import ImportanceWeights, Rejection
 from ppo_repro.statistics.kl import k2, k3
 
 WEIGHTLESS = ("masked_high", "masked_low", "rejected")  # the weight is 0
 
 
-def ratios_at(delta: Float64, sequence: npt.NDArray[np.int64], level: str) -> Float64:
+def ratios_at(delta: Floats, sequence: npt.NDArray[np.int64], level: str) -> Floats:
     """Return the ratio w of each token, float64, from delta = old - rollout log-prob.
 
     w = exp(delta) at the level `token`, exp(sum of delta over the response) at `sequence`, and exp(mean of delta over
@@ -29,8 +29,8 @@ def ratios_at(delta: Float64, sequence: npt.NDArray[np.int64], level: str) -> Fl
 
 
 def weights_of(
-    settings: ImportanceWeights, delta: Float64, sequence: npt.NDArray[np.int64]
-) -> tuple[Float64, npt.NDArray[np.object_]]:
+    settings: ImportanceWeights, delta: Floats, sequence: npt.NDArray[np.int64]
+) -> tuple[Floats, npt.NDArray[np.object_]]:
     """Return the importance weight of each token, float64 [N], and the change of its ratio (column `correction`).
 
     A ratio outside the bounds is truncated to the nearer bound, or masked: its weight is 0. With `normalize`, weights
@@ -50,7 +50,7 @@ def weights_of(
     return weights, changes
 
 
-def rejected(entry: Rejection, delta: Float64, sequence: npt.NDArray[np.int64]) -> Bool:
+def rejected(entry: Rejection, delta: Floats, sequence: npt.NDArray[np.int64]) -> Bool:
     """Return a bool per token: whether an entry of `ppo.rejection` rejects it. `ratios_at` describes the arguments."""
     codes = np.unique(sequence, return_inverse=True)[1]
     if entry.kind == "ratio":
@@ -72,9 +72,9 @@ def rejected(entry: Rejection, delta: Float64, sequence: npt.NDArray[np.int64]) 
 def applied(
     importance_weights: ImportanceWeights | None,
     rejection: Sequence[Rejection],
-    delta: Float64,
+    delta: Floats,
     sequence: npt.NDArray[np.int64],
-) -> tuple[Float64, npt.NDArray[np.object_]]:
+) -> tuple[Floats, npt.NDArray[np.object_]]:
     """Apply importance weights, and then every entry of the rejection.
 
     Args:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clipping.update_rows import Bool, ClipRule, Float64, column
+from ppo_repro.analysis.clipping.update_rows import Bool, ClipRule, Floats, column
 
 # five flags that never overlap and together are band_out
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "out_without_advantage")
 FLAGS = ("band_out", *DISJOINT, "dual_zero", "grad_zero")
 
 
-def ratios_of(log_ratios: Float64) -> Float64:
+def ratios_of(log_ratios: Floats) -> Floats:
     """Return the ratio r = exp(log_ratio), float64; infinite if the exponential overflows."""
     with np.errstate(over="ignore"):
         return np.exp(log_ratios)
 
 
-def flags_of_ratios(ratios: Float64, advantages: Float64, rule: ClipRule) -> dict[str, Bool]:
+def flags_of_ratios(ratios: Floats, advantages: Floats, rule: ClipRule) -> dict[str, Bool]:
     """Return each flag of FLAGS, bool [N], from ratios and advantages [N]; a ratio of NaN has no flag.
 
     band_out: r < 1 - low or r > 1 + high. clip_high: A > 0 and r > 1 + high; clip_low: A < 0 and r < 1 - low;

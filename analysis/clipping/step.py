@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.clipping.flags import FLAGS, flags_of_ratios, ratios_of, token_flags, value_flags
-from ppo_repro.analysis.clipping.update_rows import ClipRule, Float64, IterationRows, column, policy_rows, steps_of
+from ppo_repro.analysis.clipping.update_rows import ClipRule, Floats, IterationRows, column, policy_rows, steps_of
 from ppo_repro.analysis.stats.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
 from ppo_repro.statistics.kl import k1, k3
 
@@ -15,7 +15,7 @@ SUBSETS = ("all", "adv_pos", "adv_neg")
 NAN = float("nan")
 
 
-def effective_samples(log_weights: Float64) -> float:
+def effective_samples(log_weights: Floats) -> float:
     """Return the effective sample size per sample, (sum w)^2 / (n sum w^2) in [1/n, 1], for w = exp(log_weights).
 
     The largest log-weight is first subtracted, which cancels in the quotient and prevents overflow. NaN if a log-weight
@@ -27,7 +27,7 @@ def effective_samples(log_weights: Float64) -> float:
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
 
 
-def kl_estimates(log_ratios: Float64) -> dict[str, float]:
+def kl_estimates(log_ratios: Floats) -> dict[str, float]:
     """Estimate KL(anchor || new) in nats by token means of k1 and k3; the anchor sampled the tokens, at least one."""
     with np.errstate(invalid="ignore"):  # infinities of both signs
         return {"kl_k1": float(k1(log_ratios).mean()), "kl_k3": float(k3(log_ratios).mean())}
@@ -39,7 +39,7 @@ def clip_floor(rows: pd.DataFrame, rule: ClipRule) -> float:
     return float(flags_of_ratios(unmoved, column(rows, "advantages"), rule)["grad_zero"].mean())
 
 
-def surrogate_mass(rows: pd.DataFrame) -> Float64:
+def surrogate_mass(rows: pd.DataFrame) -> Floats:
     """Return w |r A| of each row of a policy step, float64, without the clip; NaN at the record level `lean`.
 
     w is the recorded weight of the token in the loss of its step, times its importance weight if the run has them.
@@ -48,7 +48,7 @@ def surrogate_mass(rows: pd.DataFrame) -> Float64:
     return weights * np.abs(ratios_of(column(rows, "log_ratios")) * column(rows, "advantages"))
 
 
-def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Float64, rule: ClipRule) -> dict[str, float]:
+def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Floats, rule: ClipRule) -> dict[str, float]:
     """Return the columns of one row of `clip_step` over these tokens; only n_tok if there are no tokens."""
     if not len(rows):
         return {"n_tok": 0}

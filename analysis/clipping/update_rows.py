@@ -12,13 +12,13 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.pairs.runs import own_iterations
+from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ClipObjective, NoValue, clip_band
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 
-Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
 # objectives whose bounds the clip analyses do not count: they are not on the ratio of each token
@@ -138,6 +138,6 @@ def steps_of(rows: pd.DataFrame) -> dict[tuple[int, int], npt.NDArray[np.intp]]:
     return {(e, m): np.flatnonzero((epochs == e) & (minibatches == m)) for e, m in present}
 
 
-def column(rows: pd.DataFrame, name: str) -> Float64:
+def column(rows: pd.DataFrame, name: str) -> Floats:
     """Return a column as a float64 array."""
     return rows[name].to_numpy(dtype=np.float64)

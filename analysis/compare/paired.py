@@ -167,7 +167,7 @@ def numeric_rows(
     return [
         *rows,
         Row("numeric", f"{column}.bitwise", exact, len(compared), "share of them with all bits equal"),
-        Row("numeric", f"{column}.delta", test.stat, test.n_units, flips, "difference", test.p_value),
+        Row("numeric", f"{column}.delta", test.stat, len(compared), flips, "difference", test.p_value),
         token_mean("delta", deltas),
         Row(
             *("numeric", f"{column}.abs_delta", size.mean, len(compared), "mean of responses; TOST", "equivalence"),
@@ -205,7 +205,7 @@ def distribution_rows(
         elif len(pairs):
             test = significance.sign_flip(y - x, rng)
             how = f"mean of pairs; {test.relabellings} sign changes"
-            rows.append(Row("distribution", name, test.stat, test.n_units, how, "difference", test.p_value))
+            rows.append(Row("distribution", name, test.stat, len(pairs), how, "difference", test.p_value))
         else:
             found = significance.welch(x, y)
             p_value = significance.t_test(found)

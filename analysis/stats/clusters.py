@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-Floats = npt.NDArray[np.float64]
+from ppo_repro.statistics.kl import Floats
+
 Ints = npt.NDArray[np.int64]
 
 # float64 bits kept in a bin: positive numbers are ordered like their bits, 128 bins between two powers of two

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ppo_repro.analysis.stats.clusters import Ints
 from ppo_repro.base.errors import UserError
 
 Boundary = Literal["leading", "trailing"]
 BOUNDARIES: tuple[Boundary, ...] = ("leading", "trailing")
-Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 

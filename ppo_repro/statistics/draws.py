@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-
 # a sampler is suspected beyond so many standard errors, or if its levels have at most the probability of as many
 CLEAR = 4.5
 CHANCE = math.erfc(CLEAR / math.sqrt(2))

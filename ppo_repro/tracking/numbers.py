@@ -65,6 +65,7 @@ class RunNumbers:
             Scalar(f"{group}/{name}", float(value), 0, moment)
             for group, values in groups.items()
             for name, value in values.items()
+            if not isinstance(value, str)  # the name of what the accuracy is compared with
         ]
 
 

@@ -291,8 +291,9 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher, ranks: Ran
         raise UserError(f"run = {run_dir}: its episodes have several turns; DPO here compares responses of one turn")
     recorded_in = of_run["numerics"]
     of_run |= {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
-    of_run["rollout"]["engine"] = {"kind": "torch"}  # the recorded one may not allow these numerics
-    of_run.pop("mismatch", None)  # how its sampler differed from its trainer: here nothing is sampled to be trained on
+    # the recorded engine may not allow these numerics, and how it differed from the trainer would change the divergence
+    of_run["rollout"] |= {"engine": {"kind": "torch"}, "mismatch_sigma": None}
+    of_run.pop("mismatch", None)
     run_config = build_config(of_run, f"{run_dir / CONFIG_NAME} with numerics and layout of DPO")
     reference = run_dir / REFERENCE
     prepared = prepare(run_config, watcher, reference if reference.is_dir() else None, ranks=ranks)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.dpo import DPOConfig
@@ -37,14 +38,27 @@ def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(source, tmp_path_factory.mktemp("dpo"))
 
 
-def train(source: Path, folder: Path, *overrides: str) -> Path:
+def dpo_config(source: Path, folder: Path, *overrides: str) -> DPOConfig:
     (folder / "dpo.yaml").write_text(DPO.format(run=json.dumps(str(source))))
-    config = validated(DPOConfig, read_tree(folder / "dpo.yaml", overrides), "dpo")
-    return run(DPOKind(Silent()), config, folder)[0]
+    return validated(DPOConfig, read_tree(folder / "dpo.yaml", overrides), "dpo")
+
+
+def train(source: Path, folder: Path, *overrides: str) -> Path:
+    return run(DPOKind(Silent()), dpo_config(source, folder, *overrides), folder)[0]
 
 
 def fingerprint(run_dir: Path) -> str:
     return manifest.load(run_dir).fingerprint
+
+
+def test_the_divergence_is_sampled_without_the_noise_of_the_recorded_sampler(tmp_path: Path) -> None:
+    noisy = language.small_run(
+        tmp_path, "rollout.mismatch_sigma=1", "ppo.iterations=1", "checkpoints.every=1", "rollout.samples_per_prompt=4"
+    )
+    with DPOKind(Silent()).open(dpo_config(noisy, tmp_path), None) as execution:
+        assert execution.run is not None
+        logits, ids = torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64)
+        assert execution.run[1].engine.disturb(logits, ids, ids, 1.0) is logits
 
 
 def test_no_layout_changes_a_dpo_run(trained: Path) -> None:

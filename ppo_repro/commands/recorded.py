@@ -146,9 +146,14 @@ def _show(arguments: argparse.Namespace) -> int:
 
     run_dir = arguments.run
     recorded = manifest.load(run_dir)
+    begun = {
+        "run_dir": str(run_dir),
+        "fingerprint": recorded.fingerprint,
+        "status": state_of(run_dir, recorded.status),
+        "iterations": recorded.num_iterations,
+    }
     if not arguments.json:
-        status = state_of(run_dir, recorded.status)
-        tell(f"{run_dir}: {status}, {len(recorded.iterations)} iterations\nfingerprint {recorded.fingerprint}")
+        tell("{run_dir}: {status}, {iterations} iterations\nfingerprint {fingerprint}".format(**begun))
         if recorded.origin is not None:
             from ppo_repro.records.changes import origin_lines
 
@@ -158,7 +163,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from ppo_repro.runs.summary import iteration_lines, sample_lines, summarise
 
     if arguments.json:
-        print_json(summarise(run_dir).figures)
+        print_json(summarise(run_dir).figures if recorded.status == "complete" else begun)
         return 0
     if recorded.iterations:
         tell(iteration_lines(run_dir, recorded.kind, 12))

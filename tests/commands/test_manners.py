@@ -146,6 +146,8 @@ def test_a_run_without_a_process_that_writes_it_is_called_killed(cli: Cli, runs:
     states = {run["folder"]: run["state"] for run in cli.json("show")["runs"]}
     assert states["runs/two"] == "killed"
     assert cli("show", "runs/two")[1].startswith("runs/two: killed, 1 iterations")
+    figures = cli.json("show", "runs/two")
+    assert (figures["status"], figures["iterations"]) == ("killed", 1)
     assert cli("verify", "runs/two")[1].startswith("whole: killed, 1 iterations")
 
 

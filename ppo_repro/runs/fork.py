@@ -91,9 +91,8 @@ def _take_over(plan: Fork, start: Start, folder: Path) -> int:
     before = [table for i in range(at) for table in manifest.recorded_at(recorded, i)]
     before += [table for table in manifest.recorded_at(recorded, None) if table.table.name == WARM_START]
     names = [table.path(Path()) for table in before]
-    reference = Path(REFERENCE)
     if start.reference is not None:
-        names += [reference / path.name for path in sorted(start.reference.iterdir())]
+        names += [path.relative_to(source) for path in sorted(start.reference.rglob("*")) if path.is_file()]
     notes = {ACCURACY_NAME} & recorded.notes.keys()
     names += map(Path, notes)
     try:

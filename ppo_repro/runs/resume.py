@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -34,7 +33,7 @@ from ppo_repro.runs.run import (
     work_along,
     writing,
 )
-from ppo_repro.runs.verify import MODEL_FOLDER, Verified, verify
+from ppo_repro.runs.verify import Verified, verify
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,8 @@ def remove_unfinished(run_dir: Path, recorded: Manifest, contents: Verified) -> 
     try:
         for name in contents.unfinished:
             (run_dir / name).unlink(missing_ok=True)  # a manifest.json.tmp has become manifest.json
-        for models in (run_dir / folder.CHECKPOINTS_NAME).glob("*/"):
-            if re.fullmatch(MODEL_FOLDER, models.relative_to(run_dir).as_posix()) and not any(models.iterdir()):
+        for models in sorted((run_dir / folder.CHECKPOINTS_NAME).rglob("*/"), reverse=True):  # inner folders first
+            if not any(models.iterdir()):
                 models.rmdir()
     except OSError as error:
         raise UserError(f"{run_dir}: cannot be cleared ({error.strerror}); make the run folder writable") from error

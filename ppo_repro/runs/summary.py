@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -73,14 +74,15 @@ def score_of(run_dir: Path, head: Head) -> float | None:
     Language: the last mean score of the held-out responses. Gymnasium: the mean return of the likeliest actions, or of
     the last episodes. DPO: the share of held-out pairs in the right order.
     """
-    found = [head.final.get(name) for name in ("eval_score", "eval_return", "last_100_return")]
+    found: Iterable[Any] = [head.final.get(name) for name in ("eval_score", "eval_return", "last_100_return")]
     if head.num_iterations and not any(map(_is_number, found)):
         config = load_config_of(run_dir, head)
         every = config.evaluation.every if isinstance(config, RunConfig) else 1
-        last = (head.num_iterations - 1) // every * every
+        # a fork's origin may have been evaluated at other iterations
+        last = max((head.num_iterations - 1) // every * every, head.own_iterations.start - 1)
         column = {LANGUAGE: "eval_score", CONTROL: "episode_return_mean", DPO: "eval_pair_accuracy"}[head.kind]
-        rows = reader.read_iterations(run_dir, iterations=[last], columns=[column], allow_incomplete=True)
-        found = rows[column].tolist()
+        read = partial(reader.read_iterations, run_dir, columns=[column], allow_incomplete=True)
+        found = (read(iterations=[index])[column].item() for index in range(last, -1, -1))
     return next((float(value) for value in found if _is_number(value)), None)
 
 

@@ -24,14 +24,13 @@ from ppo_repro.records.label import LABEL_NAME
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.summary import not_promised
 
-MODEL_FOLDER = r"checkpoints/(reference|final|value_model|base|adapter|reward_model|unequal)(\.tmp|\.removed)?"
 # what a process writes before the manifest lists it; a file with another name belongs to the user
 _UNFINISHED = re.compile(
     r"(manifest\.json|iterations\.jsonl|label\.json|report\.html)\.tmp"
     rf"|({'|'.join(map(re.escape, (ACCURACY_NAME, CARD_NAME, TIMES_NAME)))}|resumed-\d{{3,}}\.json)(\.tmp)?"
     r"|records/\w+/(preparation|iteration=\d{6,})\.parquet(\.tmp)?"
     r"|checkpoints/(iteration-\d{6,}|final_state)\.safetensors(\.tmp)?"
-    rf"|{MODEL_FOLDER}/.+"
+    r"|checkpoints/(reference|final|value_model|base|adapter|reward_model|unequal)(\.tmp|\.removed)?/.+"
 )
 
 

@@ -15,12 +15,14 @@ from ppo_repro.records.diff import first_difference, setup_changes
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.fork_plan import plan_fork
 from ppo_repro.runs.resume import Resumed
+from ppo_repro.runs.summary import score_of
 from ppo_repro.runs.verify import verify
 from tests.support.cli import Cli
 from tests.support.disk import recorded
 from tests.support.language import fork, rerun, resume, tiny_run
 from tests.support.resume import Snapshots, require_as_uninterrupted
 from tests.support.runs import recomputed
+from tests.support.synthetic_run import cut_back
 
 USUAL = ("model.warm_start_steps=5", "ppo.iterations=4", "checkpoints.every=2", "checkpoints.keep=1")
 OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=4", "layout.threads=2", "layout.update_micro_batch=2")
@@ -180,6 +182,13 @@ def test_what_a_fork_must_keep_is_compared_by_value(origin: Path, tmp_path: Path
         fork(origin, tmp_path / "forks", 2, "task.num_eval_prompts=3")
 
 
+def test_a_fork_that_has_evaluated_nothing_yet_has_the_score_of_its_origin(origin: Path, tmp_path: Path) -> None:
+    """The origin was not evaluated at iteration 3, where the fork would have been."""
+    forked = fork(origin, tmp_path, 4, "evaluation.every=3", "ppo.iterations=6")
+    cut_back(forked, 5, "interrupted")
+    assert score_of(forked, manifest.load_head(forked)) == reader.read_iterations(origin)["eval_score"][0]
+
+
 def test_a_fork_without_the_tokenizer_of_its_origin_is_refused(origin: Path, tmp_path: Path) -> None:
     """Its reference is gone, and other prompts make another tokenizer."""
     source = tiny_run(tmp_path / "source", *USUAL, "ppo.iterations=1", "checkpoints.every=0")
@@ -188,7 +197,12 @@ def test_a_fork_without_the_tokenizer_of_its_origin_is_refused(origin: Path, tmp
 
 
 def test_a_model_that_lies_elsewhere_is_the_same_model(origin: Path, tmp_path: Path) -> None:
+    """Its tokenizer has several chat templates, which lie in a folder of their own."""
     model = shutil.copytree(origin / "checkpoints" / "final", tmp_path / "model")
+    (model / "SHA256SUMS").unlink()
+    (model / "additional_chat_templates").mkdir()
+    for name in ("chat_template", "additional_chat_templates/tool_use"):
+        (model / f"{name}.jinja").write_text("{{ messages }}")
     changes = [*USUAL, "checkpoints.keep=2", f"model={{kind: folder, path: '{model}'}}"]
     source = tiny_run(tmp_path / "source", *[c for c in changes if "warm_start" not in c])
     moved = shutil.copytree(model, tmp_path / "moved")

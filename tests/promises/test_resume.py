@@ -66,6 +66,18 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     assert verify(run_dir).status == "complete"
 
 
+def test_a_reference_that_no_manifest_lists_yet_is_saved_again(recorded: Recorded, tmp_path: Path) -> None:
+    """A kill came after the folder had its name; of several chat templates a tokenizer saves a folder inside it."""
+    run_dir = recorded.copy(1, tmp_path)
+    written, reference = RunWriter(run_dir), "checkpoints/reference"
+    written.list_files({n: digest for n, digest in written.head.files.items() if not n.startswith(reference)})
+    templates = run_dir / reference / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ messages }}")
+    assert resume(run_dir) == Resumed(0, 1)
+    recorded.require_same(run_dir)
+
+
 def altered(run_dir: Path, change: Callable[[Checkpoint], Checkpoint]) -> None:
     """Change the newest checkpoint, its digest right."""
     path, written = newest(run_dir), RunWriter(run_dir)

@@ -21,12 +21,11 @@ from experiments.benchmarks import timing
 from experiments.benchmarks.timing import Cost, Measured
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
-from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.sampling.sglang.client import Call
-from ppo_repro.sampling.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.sampling.sglang.engine import SGLangEngine
 
 QUESTION = "SGLang"
 BUILT_IN = "built-in engine, deterministic"
@@ -70,19 +69,8 @@ def processor_seconds(group: int) -> float:
 def server(config: RunConfig, requests: Sequence[Request], folder: Path) -> Iterator[Callable[[], Cost]]:
     """Start a server, and yield the function that measures one turn, including the client."""
     prepared = prepare(config, Silent())
-    settings = config.rollout.engine
-    assert isinstance(settings, SGLangServers)
     policy, stops = prepared.state.policy, prepared.engine.stop_ids
-    with sglang_engine(
-        settings,
-        config.layout,
-        config.numerics.max_context,
-        config.asks_for_routes,
-        policy,
-        stops,
-        folder,
-        lambda seconds: None,
-    ) as engine:
+    with SGLangEngine(config, policy, stops, folder).running(lambda seconds: None) as engine:
         group = next(one.process.pid for one in engine.servers if one.process)
         yield lambda: turn_of(engine, requests, group)
 

@@ -113,7 +113,7 @@ def generate(
     Raises:
         UserError: a stock model, an empty or too long prompt, ids outside the vocabulary, or no end token is known.
 
-    Source: Gumbel-max; ppo_repro/sampling/draw.py describes the noise.
+    Source: Gumbel-max; ppo_repro/numerics/definition/sampling.py describes the noise.
 
     >>> import torch, ppo_repro
     >>> from transformers import LlamaConfig, LlamaForCausalLM

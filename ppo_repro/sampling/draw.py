@@ -1,7 +1,7 @@
 """Counter-based sampling: a token is a pure function of (logits, seed, position).
 
-The method is Gumbel-max with the hash noise of SGLang's seeded sampler, so that equal logits give equal tokens in both
-engines, whatever else is in the batch.
+The method is Gumbel-max. Its noise is a hash of seed, position and token (`numerics/definition/sampling.py`), as in
+SGLang's seeded sampler: equal logits give equal tokens in both engines, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from ppo_repro.numerics.logit_rows import require_finite
 from ppo_repro.numerics.token_sampling import cut_tokens, pack_bits, sample_tokens
 from ppo_repro.numerics.token_statistics import token_statistics
 
-_MASK = 0xFFFFFFFF
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -28,30 +26,6 @@ class Sample:
     logprobs: Tensor  # [n] float32, under the distribution sampled from
     log_kept_mass: Tensor  # [n] float32
     kept_tokens: Tensor  # [n, ceil(V/8)] uint8 or [n, 0]
-
-
-def _rotate(x: Tensor, bits: int) -> Tensor:
-    return ((x << bits) | (x >> (32 - bits))) & _MASK
-
-
-def _times(x: Tensor, factor: int) -> Tensor:
-    # int64 products wrap, but their low 32 bits are those of the unsigned product
-    return (x * factor) & _MASK
-
-
-def murmur_hash32(words: list[Tensor]) -> Tensor:
-    """Compute MurmurHash3 x86 32-bit, hash seed 0, of little-endian 32-bit words in int64 in [0, 2^32).
-
-    The words broadcast against each other. Appleby, 2011.
-    """
-    h = torch.zeros((), dtype=torch.int64)
-    for word in words:
-        k = _times(_rotate(_times(word, 0xCC9E2D51), 15), 0x1B873593)
-        h = (_times(_rotate(h ^ k, 13), 5) + 0xE6546B64) & _MASK
-    h = h ^ (4 * len(words))
-    h = _times(h ^ (h >> 16), 0x85EBCA6B)
-    h = _times(h ^ (h >> 13), 0xC2B2AE35)
-    return h ^ (h >> 16)
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: Mode) -> Sample:

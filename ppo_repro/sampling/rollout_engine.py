@@ -94,7 +94,7 @@ def _servers(
     ranks: Ranks,
 ) -> Iterator[Engine]:
     """Yield SGLang servers with the policy and end tokens of the built-in engine."""
-    from ppo_repro.sampling.sglang.engine import sglang_engine
+    from ppo_repro.sampling.sglang.engine import SGLangEngine
 
     if not ranks.is_first:
         yield SharedEngine(ranks, None)
@@ -105,16 +105,7 @@ def _servers(
 
     with (
         _place(run_dir, SERVERS_NAME) as folder,
-        sglang_engine(
-            settings,
-            config.layout,
-            config.numerics.max_context,
-            config.asks_for_routes,
-            built_in.policy,
-            built_in.stop_ids,
-            folder,
-            waiting,
-        ) as servers,
+        SGLangEngine(config, built_in.policy, built_in.stop_ids, folder).running(waiting) as servers,
     ):
         yield servers if ranks.size == 1 else SharedEngine(ranks, servers)
 

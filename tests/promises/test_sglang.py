@@ -24,7 +24,7 @@ from ppo_repro.records import manifest, reader
 from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.sglang import command
 from ppo_repro.sampling.sglang.client import Call, ask
-from ppo_repro.sampling.sglang.engine import sglang_engine
+from ppo_repro.sampling.sglang.engine import SGLangEngine
 from tests.support.cli import sets
 from tests.support.language import rerun, small_run
 from tests.support.models import CONTEXT, ragged, source_model, unequal
@@ -33,7 +33,7 @@ from tests.support.ranks import cli_ranks
 from tests.support.row_dependent import NOISE, row_dependent_linear
 from tests.support.runs import run_below
 from tests.support.sampler import STOPS
-from tests.support.sglang import PYTHON, WARM, Subject, config_of, settings_of, subject
+from tests.support.sglang import PYTHON, WARM, Subject, config_of, subject
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 LONG = Sampling(1.0, 0, 1.0, 160)
@@ -292,12 +292,12 @@ def test_a_run_of_a_mixture_that_is_behind_is_the_run_of_the_built_in_engine(tmp
 @pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
 def test_a_server_of_another_family_samples_the_bits_of_the_built_in_engine(family: str, tmp_path: Path) -> None:
     """Rotary positions and windows by type of layer, and joined matrices and longrope."""
-    policy, config = make_policy(source_model(family), "deterministic", CONTEXT), config_of("layout.prefill_chunk=16")
+    policy = make_policy(source_model(family), "deterministic", CONTEXT)
+    config = config_of("layout.prefill_chunk=16", f"numerics.max_context={CONTEXT}")
     here = BuiltInSampler(policy, STOPS, "deterministic", CONTEXT, 24, 0)
     requests = [Request(tuple(prompt), 2**61 + i) for i, prompt in enumerate(ragged(24, 11, prompt=30)[0])]
     samplings = Sampling(1.0, 0, 1.0, 30), Sampling(1.0, 12, 0.9, 30)
-    settings = settings_of(config), config.layout, CONTEXT, False
-    with sglang_engine(*settings, policy, STOPS, tmp_path, lambda seconds: None) as engine:
+    with SGLangEngine(config, policy, STOPS, tmp_path).running(lambda seconds: None) as engine:
         whole, cut = (engine.generate(requests, sampling) for sampling in samplings)
     for found, sampling in zip((whole, cut), samplings, strict=True):
         assert differing(found, here.generate(requests, sampling)) == 0

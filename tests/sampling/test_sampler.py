@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.engine import Sampling
-from ppo_repro.numerics.definition.sampling import MASK, murmur3
+from ppo_repro.numerics.definition.sampling import murmur3
 from ppo_repro.numerics.token_sampling import expand_kept
-from ppo_repro.sampling.draw import first_argmax, murmur_hash32, sample
+from ppo_repro.sampling.draw import first_argmax, sample
+from ppo_repro.sampling.sglang.plugin.cpu_shim.sgl_kernel import murmur_hash32
 from tests.support.models import seeded
 from tests.support.sampler import drawn_case
 
@@ -29,18 +30,17 @@ def test_murmur3_gives_the_published_values() -> None:
     assert murmur3(b"aaaa", 0x9747B28C) == 0x5A97808A
 
 
-@given(st.lists(st.integers(0, MASK), min_size=1, max_size=5))
-def test_the_tensor_hash_is_murmur3(words: list[int]) -> None:
-    got = murmur_hash32([torch.tensor([w]) for w in words])
-    assert got.tolist() == [murmur3(struct.pack(f"<{len(words)}I", *words))]
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**31), st.lists(st.integers(0, 2**31), min_size=1, max_size=5))
+def test_the_hash_for_servers_on_cpus_is_murmur3(seed: int, position: int, columns: list[int]) -> None:
+    got = murmur_hash32(torch.tensor([seed]), torch.tensor([position]), torch.tensor(columns))
+    assert got.tolist() == [[murmur3(struct.pack("<QII", seed, position, column)) for column in columns]]
 
 
 def test_of_tokens_as_likely_the_one_with_the_largest_hash_is_sampled() -> None:
     """Noise grows with the hash. In a thousand rows the winner is often close to the bound that leaves tokens out."""
     n, v = 1000, 1024
     _, seeds, positions = drawn_case(n, 1, 5)
-    words = [seeds & MASK, (seeds >> 32) & MASK, positions]
-    noise = murmur_hash32([*(word[:, None] for word in words), torch.arange(v)])
+    noise = murmur_hash32(seeds, positions, torch.arange(v)).long()
     found = sample(torch.zeros(n, v), seeds, positions, Sampling(), "deterministic").tokens
     assert found.tolist() == noise.argmax(1).tolist()
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.base.watcher import Silent
-from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.sampling.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.sampling.sglang.engine import SGLangEngine
 from tests.support.runs import small_config
 
 CONTEXT = 600  # the servers' and of every deterministic run on them
@@ -25,11 +24,6 @@ def config_of(*overrides: str) -> RunConfig:
     if not PYTHON:
         raise RuntimeError("PPO_REPRO_SGLANG_PYTHON is not set: the interpreter of an environment by .ci/server.sh")
     return small_config("rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", *WARM, *overrides)
-
-
-def settings_of(config: RunConfig) -> SGLangServers:
-    assert isinstance(config.rollout.engine, SGLangServers)
-    return config.rollout.engine
 
 
 @dataclass(frozen=True)
@@ -54,16 +48,7 @@ def subject(folder: Path, *overrides: str) -> Iterator[Subject]:
     config = config_of(*overrides)
     prepared = prepare(config, Silent())
     policy, stops = prepared.state.policy, prepared.engine.stop_ids
-    with sglang_engine(
-        settings_of(config),
-        config.layout,
-        config.numerics.max_context,
-        config.asks_for_routes,
-        policy,
-        stops,
-        folder,
-        lambda seconds: None,
-    ) as engine:
+    with SGLangEngine(config, policy, stops, folder).running(lambda seconds: None) as engine:
         groups = [found.process.pid for found in engine.servers if found.process]
         yield Subject(config, prepared, engine)
     until = time.monotonic() + 10

@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.files import atomic_write, whole_folder
-from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.rollout import SGLangServers
+from ppo_repro.config.run import RunConfig
 from ppo_repro.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.models.folders import write_sampled
 from ppo_repro.numerics.families import routers
@@ -91,20 +91,6 @@ def check_server(url: str, engine: SGLangServers, max_context: int, routes: bool
     return {name: info.get(name) for name in RECORDED} | {"architectures": model.get("architectures")}
 
 
-def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path, deterministic: bool) -> None:
-    """Write the policy and the run's end tokens as a model folder for a server. Raises UserError if that fails.
-
-    Args:
-        policy: the model.
-        stop_ids: end tokens.
-        folder: the new folder, written whole or not at all.
-        deterministic: whether to name tensors as the policy's parameters. Stock servers need the names of published
-            checkpoints, which have a tensor for each expert of a mixture.
-    """
-    with whole_folder(folder) as temporary:
-        write_sampled(policy, stop_ids, temporary, original_format=not deterministic)
-
-
 def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
     """Check that a server has the weights that the run sent.
 
@@ -138,36 +124,40 @@ class SGLangEngine:
     Each server gets a range of consecutive requests, so that the samples of a prompt share its cache.
     """
 
-    def __init__(
-        self,
-        settings: SGLangServers,
-        layout: LayoutConfig,
-        max_context: int,
-        routes: bool,
-        policy: PreTrainedModel,
-        stop_ids: frozenset[int],
-        folder: Path,
-    ) -> None:
+    def __init__(self, config: RunConfig, policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path) -> None:
         """Prepare an engine whose servers are not started yet.
 
         Args:
-            settings: the run's section on servers.
-            layout: the run's section on layout.
-            max_context: tokens of prompt and response together.
-            routes: whether the run needs the experts of each token of a mixture.
-            policy: the model whose weights the servers get.
+            config: of a run on SGLang servers.
+            policy: the model that samples; its weights may change between calls.
             stop_ids: end tokens.
             folder: folder for logs, notes and weights.
         """
-        self.settings, self.layout, self.max_context = settings, layout, max_context
+        settings = config.rollout.engine
+        assert isinstance(settings, SGLangServers)
+        self.settings, self.layout, self.max_context = settings, config.layout, config.numerics.max_context
         self.policy, self.stop_ids, self.folder = policy, stop_ids, folder
-        self._routed = routed_layers(policy) if routes and routers(policy) else None
+        self._routed = routed_layers(policy) if config.asks_for_routes and routers(policy) else None
         self.model_folder, self._is_deterministic = folder / "model", settings.numerics == "deterministic"
         self.servers: list[Server] = []
         self._folder_digest = ""  # digest of the weights in the model folder
         self._server_digests: dict[str, str] = {}  # digest of each server's weights, by URL
 
-    def open(self, waiting: Waiting, temporary: Path) -> None:
+    @contextmanager
+    def running(self, waiting: Waiting) -> Iterator[Self]:
+        """Start the servers, which end with the block; `waiting` is called while a server starts."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # a short prefix, because the path of a socket is limited to 107 characters
+        with tempfile.TemporaryDirectory(prefix="ppo-sglang-", ignore_cleanup_errors=True) as temporary:
+            try:
+                self._open(waiting, Path(temporary))
+                yield self
+            finally:
+                for server in self.servers:
+                    end(server)
+                shutil.rmtree(self.model_folder, ignore_errors=True)
+
+    def _open(self, waiting: Waiting, temporary: Path) -> None:
         """Start servers with the policy's weights, or use the servers given by URL; check and record their settings.
 
         Raises UserError if a server does not start or does not have the settings that the run needs.
@@ -202,8 +192,7 @@ class SGLangEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
     ) -> list[Completion]:
-        if dialogue is not None:
-            raise UserError("rollout.engine.kind = sglang: samples one turn, which an end token ends; take kind torch")
+        assert dialogue is None, "the configuration refuses several turns"
         digest = weights_digest(self.policy.named_parameters())
         edges = [index * len(requests) // len(self.servers) for index in range(len(self.servers) + 1)]
         batches = [requests[start:end] for start, end in pairwise(edges)]
@@ -244,7 +233,8 @@ class SGLangEngine:
     def _write(self, digest: str) -> None:
         """Write the model folder for the servers, unless the folder already has the weights with this digest."""
         if self._folder_digest != digest:
-            write_folder(self.policy, self.stop_ids, self.model_folder, self._is_deterministic)
+            with whole_folder(self.model_folder) as temporary:  # names as published, with a tensor for each expert
+                write_sampled(self.policy, self.stop_ids, temporary, original_format=not self._is_deterministic)
             self._folder_digest = digest
 
     def _send_weights(self, server: Server, digest: str) -> None:
@@ -257,39 +247,3 @@ class SGLangEngine:
         ask(server.url, "/update_weights_from_disk", self.settings.timeout_s, body)
         confirm(server.url, digest, self._is_deterministic, self.settings.timeout_s)
         self._server_digests[server.url] = digest
-
-
-@contextmanager
-def sglang_engine(
-    settings: SGLangServers,
-    layout: LayoutConfig,
-    max_context: int,
-    routes: bool,
-    policy: PreTrainedModel,
-    stop_ids: frozenset[int],
-    folder: Path,
-    waiting: Waiting,
-) -> Iterator[SGLangEngine]:
-    """Start the servers and yield the engine; the servers end with the block.
-
-    Args:
-        settings: the run's section on servers.
-        layout: the run's section on layout.
-        max_context: tokens of prompt and response together.
-        routes: whether the run needs the experts of each token of a mixture.
-        policy: the model that samples; its weights may change between calls.
-        stop_ids: end tokens.
-        folder: folder for logs, notes and weights.
-        waiting: called while a server starts.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    engine = SGLangEngine(settings, layout, max_context, routes, policy, stop_ids, folder)
-    # a short prefix, because the path of a socket is limited to 107 characters
-    with tempfile.TemporaryDirectory(prefix="ppo-sglang-", ignore_cleanup_errors=True) as temporary:
-        try:
-            engine.open(waiting, Path(temporary))
-            yield engine
-        finally:
-            for server in engine.servers:
-                end(server)
-            shutil.rmtree(engine.model_folder, ignore_errors=True)

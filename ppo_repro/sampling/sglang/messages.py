@@ -89,12 +89,8 @@ def generate_body(
     """
     if sampling.top_p != kept_tokens.shortest(sampling.top_p):
         raise UserError(f"rollout.top_p = {sampling.top_p}: SGLang keeps a float32 of it; give it in up to 6 digits")
-    if sampling.greedy and sampling.temperature != 1.0:
-        raise UserError("rollout.engine.kind = sglang: greedy decoding returns log-probs at temperature 1 only")
     for request in requests:
         check_request(request, sampling, vocab_size, max_context)
-        if not -(2**63) <= request.seed < 2**63:
-            raise UserError(f"seed {request.seed}: must fit into a signed 64-bit integer")
     shared = {
         "max_new_tokens": sampling.max_response_tokens,
         "temperature": 0.0 if sampling.greedy else sampling.temperature,

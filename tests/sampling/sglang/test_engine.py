@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.engine import Request, Sampling
 from ppo_repro.numerics.weights import weights_digest
-from ppo_repro.sampling.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.sampling.sglang.engine import SGLangEngine
 from tests.sampling.sglang.fake_sglang import FakeServer, serving, token_of
 from tests.support.models import VOCAB, source_model
 from tests.support.runs import small_config
@@ -39,18 +39,7 @@ def engine_on(
     numerics = "deterministic" if servers[0].deterministic else "stock"
     sets = "rollout.engine.kind=sglang", urls, f"rollout.engine.numerics={numerics}", *overrides
     config = small_config(*sets, "rollout.engine.timeout_s=1")
-    engine = config.rollout.engine
-    assert engine.kind == "sglang"
-    with sglang_engine(
-        engine,
-        config.layout,
-        config.numerics.max_context,
-        config.asks_for_routes,
-        policy,
-        STOPS,
-        folder,
-        lambda seconds: None,
-    ) as opened:
+    with SGLangEngine(config, policy, STOPS, folder).running(lambda seconds: None) as opened:
         yield opened
 
 

@@ -25,17 +25,9 @@ def body(*requests: Request, sampling: Sampling = PLAIN) -> dict[str, Any]:
     return generate_body(requests, sampling, STOPS, VOCAB, CONTEXT)
 
 
-@pytest.mark.parametrize(
-    "request_, message",
-    [
-        (Request((), 1), "empty prompt"),
-        (Request((2,), 2**63), "must fit into a signed 64-bit integer"),
-        (Request((2,), -(2**63) - 1), "must fit into a signed 64-bit integer"),
-    ],
-)
-def test_a_request_that_would_be_refused_or_kill_the_server_is_not_sent(request_: Request, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        body(REQUESTS[0], request_)
+def test_a_request_that_would_be_refused_is_not_sent() -> None:
+    with pytest.raises(UserError, match="empty prompt"):
+        body(REQUESTS[0], Request((), 1))
 
 
 def item(tokens: list[int], logprobs: list[float], reason: str, prompt: int = 3, version: str = "w") -> dict[str, Any]:

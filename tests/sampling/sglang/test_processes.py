@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Request, Sampling
-from ppo_repro.sampling.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.sampling.sglang.engine import SGLangEngine
 from ppo_repro.sampling.sglang.server import free_port
 from tests.sampling.sglang.fake_sglang import fake_python
 from tests.support.cli import sets
@@ -45,18 +45,7 @@ def started(
     python = fake_python(folder, PACKAGE, *misbehave)
     sets = f"rollout.engine.servers={count}", f"rollout.engine.timeout_s={timeout}"
     config = small_config("rollout.engine.kind=sglang", f"rollout.engine.python={python}", *sets)
-    engine = config.rollout.engine
-    assert engine.kind == "sglang"
-    with sglang_engine(
-        engine,
-        config.layout,
-        config.numerics.max_context,
-        config.asks_for_routes,
-        policy,
-        frozenset({1}),
-        folder / "sglang",
-        lambda seconds: None,
-    ) as opened:
+    with SGLangEngine(config, policy, frozenset({1}), folder / "sglang").running(lambda seconds: None) as opened:
         yield opened
 
 

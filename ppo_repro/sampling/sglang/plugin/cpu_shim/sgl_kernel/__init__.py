@@ -9,25 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_repro.sampling.draw import murmur_hash32
-
 __version__ = "0+stand-in"
-_MASK = 0xFFFFFFFF
 
 
-def _hash(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """Return uint32 [n, V]: MurmurHash3 of the seed's two words, the position and the column."""
-    seeds = (seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.long())[:, None]
-    words = [seeds & _MASK, (seeds >> 32) & _MASK, positions.long()[:, None] & _MASK, columns.long()[None, :] & _MASK]
-    return murmur_hash32(words).to(torch.uint32)
+def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+    """Return uint32 [n, V]: MurmurHash3 x86 of the seed's two words, the position and the column. Appleby, 2011."""
+    seeds = seed.numpy().astype(np.int64)[:, None]
+    words = seeds, seeds >> 32, positions.numpy()[:, None], columns.numpy()[None, :]
+    h: np.ndarray = np.zeros((1, 1), np.uint32)  # whose products wrap
+    for word in words:
+        h = _rotated(h ^ _rotated(word.astype(np.uint32) * 0xCC9E2D51, 15) * 0x1B873593, 13) * 5 + 0xE6546B64
+    h = h ^ 4 * len(words)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = (h ^ h >> shift) * factor
+    return torch.from_numpy(h ^ h >> 16)
+
+
+def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
+    return x << bits | x >> 32 - bits
 
 
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-_library.impl("murmur_hash32_cpu", _hash, "CPU")
+_library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
 
 
 def assign_req_to_token_pool_cpu(

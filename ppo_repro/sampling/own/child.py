@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ppo_repro.sampling.own.responses import EngineSampling, Response, checked_responses
+from ppo_repro.sampling.responses import EngineSampling, Response, checked_responses
 from ppo_repro.user.file import RefusedError, UserCallable, begin_of, check_call, load_callable
 
 METHODS = {"load": ("folder",), "generate": ("prompts", "sampling", "seeds")}

@@ -1,7 +1,7 @@
 """Sample with the user's engine: its process, its weights, its responses.
 
 The run promises nothing about the engine's numbers, and records its tokens and log-probs unchanged. A response in a
-wrong form ends the run (`responses.py`).
+wrong form ends the run (`sampling/responses.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ppo_repro.engine import Completion, Dialogue, Request, Sampling, check_requ
 from ppo_repro.models.folders import write_sampled
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.sampling.own.child import METHODS
-from ppo_repro.sampling.own.responses import EngineSampling, Response
+from ppo_repro.sampling.responses import EngineSampling, Response
 from ppo_repro.user.file import file_and_name
 from ppo_repro.user.process import UserProcess, load
 

@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Completion, Request, Sampling, check_request
 from ppo_repro.numerics.families import decoder_layers, mixture_layers
-from ppo_repro.sampling.answers import early_end, is_logprob, is_token, reason_of, shown_value
+from ppo_repro.sampling.responses import EngineSampling, checked_response, shown_value
 from ppo_repro.sampling.sglang.plugin import kept_tokens
+from ppo_repro.user.file import RefusedError
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ def read_completions(
     """
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise UserError(f"{url}: answered {shown_value(answer)} to {len(requests)} requests; must be one answer each")
+    end_ids = tuple(sorted(stop_ids))
+    wanted = EngineSampling(sampling.temperature, sampling.max_response_tokens, end_ids, vocab_size)
 
     def completion(item: Any, request: Request) -> Completion:
         meta = _field(item, "meta_info", dict)
@@ -141,15 +144,22 @@ def read_completions(
             raise ValueError(
                 f"read a prompt of {len(request.prompt_ids)} tokens as {shown_value(meta.get('prompt_tokens'))}"
             )
-        tokens = [_token(token, vocab_size) for token in _field(item, "output_ids", list)]
         rows = _field(meta, "output_token_logprobs", list)
+        tokens = _field(item, "output_ids", list)
         if any(not isinstance(row, list) or len(row) < 2 for row in rows) or [row[1] for row in rows] != tokens:
             raise ValueError("returned log-probs of other tokens than those of the response")
-        reason = _finish_reason(meta, tokens, sampling.max_response_tokens, stop_ids)
+        ended = meta.get("finish_reason")
+        kind = ended.get("type") if isinstance(ended, dict) else ended
+        try:
+            tokens, drawn, reason = checked_response((tokens, [row[0] for row in rows], kind), wanted)
+        except RefusedError as error:
+            raise ValueError(f"returned {error}; check its context length and its end tokens") from error
+        if any(float(np.float32(logprob)) != logprob for logprob in drawn):
+            raise ValueError("returned a log-prob that is no float32; is this an SGLang server of a supported release?")
         latency, inputs = _field(meta, "e2e_latency", float), len(request.prompt_ids) + len(tokens) - 1
         if not math.isfinite(latency):
             raise ValueError(f"returned {latency!r} as e2e_latency; must be a finite number of seconds")
-        logprobs = torch.tensor([_logprob(row[0]) for row in rows], dtype=torch.float32)
+        logprobs = torch.tensor(drawn, dtype=torch.float32)
         mass, kept = torch.zeros(len(tokens)), torch.empty(len(tokens), 0, dtype=torch.uint8)
         if sampling.cuts:
             logprobs, mass, kept = kept_tokens.read(meta.get(kept_tokens.KEPT), tokens, vocab_size)
@@ -180,35 +190,6 @@ def _check_version(meta: dict[str, Any], version: str) -> None:
         raise ValueError(
             f"sampled with weights {others!r}, must be {version!r}: it was restarted, or somebody else updates it"
         )
-
-
-def _finish_reason(meta: dict[str, Any], tokens: list[int], longest: int, stop_ids: frozenset[int]) -> str:
-    """Return `stop` after a stop token, even at the limit, where SGLang returns `length`; otherwise `length`."""
-    reason = meta.get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, dict) else None
-    if kind not in ("stop", "length"):
-        raise ValueError(f"ended a response with finish_reason {shown_value(reason)}; must be stop or length")
-    if not 1 <= len(tokens) <= longest or early_end(tokens, stop_ids) is not None:
-        raise ValueError(f"returned {len(tokens)} tokens, or tokens after a stop token; the limit is {longest}")
-    found = reason_of(tokens, longest, stop_ids)
-    if found is None or (found == "length" and kind == "stop"):
-        raise ValueError(
-            f"ended a response after {len(tokens)} of {longest} tokens with token {tokens[-1]}, which is no end token: "
-            f"its context is too short, or it has other end tokens than {sorted(stop_ids)}"
-        )
-    return found
-
-
-def _logprob(value: Any) -> float:
-    if not isinstance(value, float) or not is_logprob(value) or float(np.float32(value)) != value:
-        raise ValueError(f"returned {shown_value(value)} as a log-prob; must be a finite float32, at most 0")
-    return value
-
-
-def _token(value: Any, vocab_size: int) -> int:
-    if not is_token(value, vocab_size):
-        raise ValueError(f"returned token {shown_value(value)}; must be in 0..{vocab_size - 1}")
-    return value
 
 
 def _field(item: Any, name: str, kind: type) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from ppo_repro.config.rollout import OwnEngine
 from ppo_repro.records import manifest
 from ppo_repro.sampling.own.engine import EngineProcess
-from ppo_repro.sampling.own.responses import EngineSampling
+from ppo_repro.sampling.responses import EngineSampling
 from tests.support.language import run
 from tests.support.own_engine import UNIFORM, config_of, written
 from tests.support.ranks import cli_ranks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import math
 from typing import Any
 
 import numpy as np
@@ -78,16 +77,12 @@ def broken() -> dict[str, tuple[dict[str, Any], str]]:
         "no object": ("nothing", "has no meta_info"),  # type: ignore[dict-item]
         "other tokens": (changed(("output_ids",), [9, 1]), "of other tokens"),
         "fewer log-probs": (changed(rows, [[-0.5, 9, None]]), "of other tokens"),
-        "token outside": (item([25, 7], [-0.5, -0.5], "stop"), "returned token 25"),
-        "log-prob null": (changed((*rows, 0, 0), None), "returned None as a log-prob"),
-        "log-prob infinite": (changed((*rows, 0, 0), -math.inf), "returned -inf"),
-        "log-prob above 0": (changed((*rows, 0, 0), 0.5), "returned 0.5 as a log-prob"),
-        "log-prob a float64": (changed((*rows, 0, 0), -0.1), "returned -0.1 as a log-prob"),
-        "aborted": (changed((*meta, "finish_reason"), {"type": "abort", "message": "x"}), "finish_reason"),
-        "too long": (item([9] * 5, [-0.5] * 5, "length"), "returned 5 tokens"),
-        "after a stop": (item([7, 9, 7], [-0.5] * 3, "stop"), "after a stop token"),
-        "short": (item([9, 9], [-0.5] * 2, "length"), "after 2 of 4 tokens with token 9"),
-        "foreign stop": (item([9, 3], [-0.5] * 2, "stop"), "with token 3, which is no end token"),
+        "token outside": (item([25, 7], [-0.5, -0.5], "stop"), "returned the id 25 at place 0"),
+        "log-prob null": (changed((*rows, 0, 0), None), "returned the log-prob None at place 0"),
+        "log-prob a float64": (changed((*rows, 0, 0), -0.1), "returned a log-prob that is no float32"),
+        "aborted": (changed((*meta, "finish_reason"), {"type": "abort"}), "returned the finish reason 'abort'"),
+        "no reason": (changed((*meta, "finish_reason"), None), "returned the finish reason None"),
+        "short": (item([9, 9], [-0.5] * 2, "length"), "after 2 ids; .*; check its context length"),
         "other prompt": (item([9, 7], [-0.5] * 2, "stop", prompt=4), "a prompt of 3 tokens as 4"),
         "other weights": (item([9, 7], [-0.5] * 2, "stop", version="v"), "sampled with weights 'v', must be 'w'"),
         "weights changed": (changed((*meta, "weight_versions", 0, "version"), "v"), "sampled with weights 'v'"),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.sampling.own.responses import EngineSampling, checked_responses
+from ppo_repro.sampling.responses import EngineSampling, checked_responses
 from ppo_repro.user.file import RefusedError
 
 SAMPLING = EngineSampling(temperature=1.0, max_response_tokens=3, end_ids=(1, 2), vocab_size=10)

@@ -1,15 +1,16 @@
-"""Define the arguments and check the responses of a user's engine.
+"""Define what is asked of an engine in another process, and check its responses.
 
-The child process imports this file: no torch here.
+The child process of a user's engine imports this file: no torch here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppo_repro.sampling.answers import early_end, is_logprob, is_token, reason_of, shown_value
+from ppo_repro.base.float32 import FLOAT32_MAX
 from ppo_repro.user.file import RefusedError
 
 Response = tuple[list[int], list[float], str]  # ids, log-probs in nats, "stop" or "length"
@@ -31,8 +32,7 @@ def checked_responses(value: Any, prompts: int, sampling: EngineSampling) -> lis
 
     Raises RefusedError, with the fault, for the first wrong response.
 
-    Lists may be tuples, arrays or tensors. A response that ends with an end token gets the finish reason `stop`, even
-    at the length limit, where some engines return `length`.
+    Lists may be tuples, arrays or tensors.
     """
     responses = _plain(value)
     if not isinstance(responses, list | tuple):
@@ -42,13 +42,18 @@ def checked_responses(value: Any, prompts: int, sampling: EngineSampling) -> lis
     checked = []
     for index, response in enumerate(responses):
         try:
-            checked.append(_checked(response, sampling))
+            checked.append(checked_response(response, sampling))
         except RefusedError as error:
             raise RefusedError(f"returned as response {index} {error}") from None
     return checked
 
 
-def _checked(response: Any, sampling: EngineSampling) -> Response:
+def checked_response(response: Any, sampling: EngineSampling) -> Response:
+    """Return one response as plain data. Raises RefusedError, with the fault, for a wrong one.
+
+    A response that ends with an end token gets the finish reason `stop`, even at the length limit, where some engines
+    return `length`.
+    """
     response = _plain(response)
     if not isinstance(response, list | tuple) or len(response) != 3:
         raise RefusedError(f"{shown_value(response)}; must be (ids, logprobs, finish_reason)")
@@ -67,11 +72,10 @@ def _check_ids(ids: Sequence[Any], sampling: EngineSampling) -> None:
     if not 1 <= len(ids) <= limit:
         raise RefusedError(f"{len(ids)} ids; must be 1 to rollout.max_response_tokens = {limit}")
     for place, token in enumerate(ids):
-        if not is_token(token, sampling.vocab_size):
+        if type(token) is not int or not 0 <= token <= last:
             raise RefusedError(f"the id {shown_value(token)} at place {place}; must be a whole number in 0..{last}")
-    early = early_end(ids, sampling.end_ids)
-    if early is not None:
-        raise RefusedError(f"tokens after the end token {ids[early]} at place {early}; the end token must be the last")
+        if token in sampling.end_ids and place < len(ids) - 1:
+            raise RefusedError(f"tokens after the end token {token} at place {place}; the end token must be the last")
 
 
 def _check_logprobs(logprobs: Sequence[Any], tokens: int) -> None:
@@ -80,7 +84,7 @@ def _check_logprobs(logprobs: Sequence[Any], tokens: int) -> None:
             f"{len(logprobs)} log-probs for {tokens} ids; must be one for each id, the end token included"
         )
     for place, number in enumerate(logprobs):
-        if not is_logprob(number):
+        if type(number) not in (int, float) or not math.isfinite(number) or not -FLOAT32_MAX <= number <= 0:
             raise RefusedError(
                 f"the log-prob {shown_value(number)} at place {place}; must be a finite number of nats, at most 0"
             )
@@ -89,16 +93,18 @@ def _check_logprobs(logprobs: Sequence[Any], tokens: int) -> None:
 def _finish_reason(reason: Any, ids: Sequence[int], sampling: EngineSampling) -> str:
     if reason not in ("stop", "length"):
         raise RefusedError(f"the finish reason {shown_value(reason)}; must be 'stop' or 'length'")
-    limit, found = sampling.max_response_tokens, reason_of(ids, sampling.max_response_tokens, sampling.end_ids)
-    if found is not None and (reason == found or (found == "stop" and len(ids) == limit)):
-        return found
+    limit, ended = sampling.max_response_tokens, ids[-1] in sampling.end_ids
+    if ended and (reason == "stop" or len(ids) == limit):
+        return "stop"
+    if ended:
+        raise RefusedError(f"the finish reason 'length' after the end token {ids[-1]}; must be 'stop'")
     if reason == "stop":
         raise RefusedError(
             f"the finish reason 'stop' after token {ids[-1]}, none of the end tokens {list(sampling.end_ids)}; keep "
             "the end token, or say 'length'"
         )
-    if found == "stop":
-        raise RefusedError(f"the finish reason 'length' after the end token {ids[-1]}; must be 'stop'")
+    if len(ids) == limit:
+        return "length"
     raise RefusedError(
         f"the finish reason 'length' after {len(ids)} ids; must be rollout.max_response_tokens = {limit} then"
     )
@@ -107,3 +113,11 @@ def _finish_reason(reason: Any, ids: Sequence[int], sampling: EngineSampling) ->
 def _plain(value: Any) -> Any:
     """Return an array or a tensor as lists or a number; return any other value unchanged."""
     return value.tolist() if hasattr(value, "tolist") and callable(value.tolist) else value
+
+
+def shown_value(value: Any) -> str:
+    """Return a value for an error message, in one short line."""
+    if isinstance(value, list | tuple):
+        return f"{len(value)} entries"
+    text = " ".join(repr(value).split())[:100]
+    return text if value is None or isinstance(value, str | int | float) else f"{text} of type {type(value).__name__}"

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.engine import Request
-from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.interface import Ints, ints
+from ppo_repro.numerics.families import mixture_layers, trunk_of
+from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.network import logits, network_of
 from ppo_repro.numerics.sequences import index, ragged
 
@@ -49,30 +49,6 @@ class PrefixIndex:
             if seat is not None and self._tokens[seat][:length] == tuple(prompt[:length]):
                 return seat, length
         return 0, 0
-
-
-class CachedRoutes:
-    """The experts that computed the token, and so the keys and values, at each position of each seat."""
-
-    def __init__(self, seats: int, context: int) -> None:
-        self._shape = seats, context
-        self._routes: Tensor | None = None  # [seats, context, M k] int32, once the width is known
-
-    def note(self, seats: Ints, positions: Ints, routes: Ints) -> None:
-        """Store the routes [n, M k] of tokens at positions [n] of seats [n]."""
-        if self._routes is None:
-            self._routes = torch.zeros(*self._shape, routes.shape[-1], dtype=torch.int32)
-        self._routes[index(seats), index(positions)] = torch.from_numpy(routes)
-
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the routes of the first `length` tokens from seat `source` to seat `target`."""
-        assert self._routes is not None
-        self._routes[target, :length] = self._routes[source, :length]
-
-    def of(self, seat: int, length: int) -> Tensor:
-        """Return the routes of the first `length` tokens of a seat, [length, M k] int32."""
-        assert self._routes is not None
-        return self._routes[seat, :length].clone()
 
 
 @dataclass(frozen=True)
@@ -154,7 +130,9 @@ class Seats:
         self._network.prepare()
         self._cache = self._network.make_cache(count, max_context)
         self._prefixes = PrefixIndex()
-        self._routes = CachedRoutes(count, max_context) if routes else None
+        # the experts that computed the token at each position of each seat, [count, max_context, M k]
+        width = len(mixture_layers(policy)) * int(policy.config.num_experts_per_tok) if routes else 0
+        self._routes = torch.zeros(count, max_context, width, dtype=torch.int32) if routes else None
 
     def logits_after(self, turn: list[Seated]) -> Tensor:
         """Return the logits [len(turn), V] after sequences that are all new, all answered, or all to be decoded."""
@@ -169,7 +147,7 @@ class Seats:
     def release(self, item: Seated) -> Tensor | None:
         """Leave the seat of a finished sequence to another one; return the sequence's routes, if they were noted."""
         self._prefixes.note(item.seat, item.context[:-1])
-        return None if self._routes is None else self._routes.of(item.seat, item.last_position)
+        return None if self._routes is None else self._routes[item.seat, : item.last_position].clone()
 
     def _prefill_prompts(self, turn: list[Seated]) -> dict[Seated, Tensor]:
         """Compute the unknown tokens of the prompts, and return the logits [V] after each prompt."""
@@ -206,7 +184,7 @@ class Seats:
         if item.known and source != item.seat:
             self._network.copy_prefix(self._cache, source, item.seat, item.known)
             if self._routes is not None:
-                self._routes.copy_prefix(source, item.seat, item.known)
+                self._routes[item.seat, : item.known] = self._routes[source, : item.known]
 
     def _prefill(self, items: list[Seated]) -> dict[Seated, Tensor]:
         """Compute `prefill_chunk` tokens of each context at a time, and return the logits [V] after each context."""
@@ -233,5 +211,6 @@ class Seats:
         batch, seats = ragged(pieces, past=starts), [item.seat for item in items]
         hidden, routes = self._network.over_cache(batch, self._cache, seats, seen=self._routes is not None)
         if self._routes is not None:
-            self._routes.note(ints(seats)[batch.rows.sequence], batch.rows.position, routes)
+            of_tokens = index(ints(seats)[batch.rows.sequence]), index(batch.rows.position)
+            self._routes[of_tokens] = torch.from_numpy(routes)
         return hidden if len(hidden) == len(pieces) else hidden[index(batch.start[1:] - 1).to(hidden.device)]

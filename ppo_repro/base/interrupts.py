@@ -6,10 +6,13 @@ signal came, so that the command line reports the other exception as an interrup
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from ppo_repro.base.errors import Terminated
@@ -37,6 +40,12 @@ def stop_main(error: KeyboardInterrupt) -> None:
     """Raise `error` in the main thread, even in a wait, unless that ends already; for other threads."""
     _asked.append(error)
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def ends_with_parent() -> Callable[[], object]:
+    """Return a function that lets the system kill the process that calls it when its parent ends; Linux alone can."""
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
+    return partial(prctl, 1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
 def ending() -> None:

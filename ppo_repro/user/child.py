@@ -6,7 +6,6 @@ user. The process starts fast: it imports torch and NumPy only if a file of the 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import inspect
 import io
@@ -28,6 +27,7 @@ from typing import Any, Literal
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.float32 import FLOAT32_MAX
+from ppo_repro.base.interrupts import ends_with_parent
 from ppo_repro.base.output import did_you_mean, shown, visible
 from ppo_repro.user.file import (
     RefusedError,
@@ -36,11 +36,10 @@ from ppo_repro.user.file import (
     described,
     execute,
     line_of,
+    not_loaded,
     place_beside,
     uncopied,
 )
-
-_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 CallRow = Mapping[str, Any]
 Function = Callable[..., Any]
@@ -371,14 +370,12 @@ def seed_generators(seed: int) -> None:
 
 
 def _loaded(request: dict[str, Any]) -> dict[str, object]:
-    at = f"{request['field']}: {request['file']}"
     try:
         return {"value": _load(**request)}
     except RefusedError as error:
-        return {"error": f"{at}: {error}"}
+        return {"error": f"{request['field']}: {request['file']}: {error}"}
     except BaseException as error:  # SystemExit of the user's code included
-        beside = place_beside(error, request["file"])
-        return {"error": f"{at}{line_of(error, request['file'])} fails to load ({described(error)}{beside})"}
+        return {"error": not_loaded(request["field"], request["file"], error)}
 
 
 def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
@@ -412,8 +409,7 @@ def _ready() -> None:
     """Prepare this process to end with the run, to end first if memory runs out, and to ignore Ctrl-C and SIGTERM."""
     for number_ in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number_, lambda *_: None)
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    ends_with_parent()()
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     with suppress(OSError, ValueError, StopIteration):

@@ -33,19 +33,25 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class UserCallable:
-    """A function or class of a user's file, called in this process."""
+class Named:
+    """A function or class of a user's file."""
 
     field: str  # of the configuration
     file: Path
     name: str
     line: str  # `:LINE` where it begins; "" if unknown
-    value: Callable[..., Any]
 
     @property
     def where(self) -> str:
         """Return field, file and line as text."""
         return f"{self.field}: {self.file}{self.line}"
+
+
+@dataclass(frozen=True)
+class UserCallable(Named):
+    """A function or class of a user's file, called in this process."""
+
+    value: Callable[..., Any]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the user's function. Raises UserError, naming the line of the file, if it raises."""
@@ -107,8 +113,7 @@ def load_callable(
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit of the user's code included
-        at = f"{field}: {file}{line_of(error, str(file))}"
-        raise UserError(f"{at} fails to load ({described(error)}{place_beside(error, str(file))})") from error
+        raise UserError(not_loaded(field, str(file), error)) from error
     value = getattr(module, name, None)
     if value is None:
         raise UserError(f"{field} = {path!r}: {file} has no {name}")
@@ -118,6 +123,11 @@ def load_callable(
     except RefusedError as error:
         raise UserError(f"{found.where}: {error}") from None
     return found
+
+
+def not_loaded(field: str, file: str, error: BaseException) -> str:
+    """Return a line about an error of a file that was executed."""
+    return f"{field}: {file}{line_of(error, file)} fails to load ({described(error)}{place_beside(error, file)})"
 
 
 def check_call(name: str, value: object, positions: Sequence[str], parameters: Mapping[str, Any]) -> None:

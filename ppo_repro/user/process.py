@@ -19,7 +19,7 @@ from typing import Any
 from ppo_repro.base.errors import FunctionFailed, UserError
 from ppo_repro.base.output import shown
 from ppo_repro.config.tasks import CalledReward
-from ppo_repro.user.file import file_and_name
+from ppo_repro.user.file import Named, file_and_name
 
 CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more has most likely no end
 _SECONDS_PER_TRANSCRIPT = 30.0  # in a call for all responses
@@ -128,22 +128,13 @@ def _how_ended(child: subprocess.Popen[bytes]) -> str:
 
 
 @dataclass(frozen=True)
-class UserFunction:
+class UserFunction(Named):
     """Function of a user's file, which the child process has loaded."""
 
     process: UserProcess
-    field: str  # field of the configuration
-    file: Path
-    name: str
-    line: str  # `:LINE` of its beginning; "" if unknown
     call: str  # convention by which the child calls the function
     options: Mapping[str, Any]
     seconds: float | None = None  # wall time for one row; None: CALL_SECONDS
-
-    @property
-    def where(self) -> str:
-        """Return field, file and line, for messages."""
-        return f"{self.field}: {self.file}{self.line}"
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
         """Call the function for each row of arguments; functions of the convention `scores` get all rows at once.
@@ -183,7 +174,7 @@ def load(
     """
     request = {"field": field, "file": str(file), "calls": dict(calls), "folder": os.getcwd()}
     (lines,) = process.ask(request, 1, CALL_SECONDS, lambda row, how: f"{field}: {file} fails to load (it {how})")
-    return {n: UserFunction(process, field, file, n, line, calls[n], options or {}) for n, line in lines.items()}
+    return {n: UserFunction(field, file, n, line, process, calls[n], options or {}) for n, line in lines.items()}
 
 
 def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.interrupts import ends_with_parent
 from ppo_repro.base.output import say
 from ppo_repro.sampling.sglang.client import Call
 
@@ -25,7 +24,6 @@ LAST_LINES = 20  # of the log of a server that died
 PORTS = range(20_000, 31_000)
 POLL_SECONDS = 0.25
 DYING_SECONDS = 5.0  # for a process to end after its connection broke
-_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 Waiting = Callable[[int], None]  # seconds waited so far
 
@@ -60,7 +58,6 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path, por
     Raises:
         UserError: the command cannot be run.
     """
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
     with log.open("ab") as output:
         try:
             process = subprocess.Popen(
@@ -70,7 +67,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path, por
                 stderr=output,
                 env=dict(environment),
                 start_new_session=True,  # Ctrl-C goes to the run alone, which ends its servers
-                preexec_fn=lambda: prctl(_DIES_WITH_PARENT, signal.SIGKILL),
+                preexec_fn=ends_with_parent(),
             )
         except OSError as error:
             raise UserError(f"{command[0]}: cannot be started ({error})") from error

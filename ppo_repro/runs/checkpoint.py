@@ -119,12 +119,8 @@ def restore(saved: Checkpoint, state: TrainState, task: Mapping[str, str]) -> No
         state.policy_optimizer.load(saved.policy_optimizer)
         if state.value_optimizer is not None:
             state.value_optimizer.load(saved.value_optimizer)
-        elif saved.value_optimizer != NOTHING:
-            raise ValueError("it has an optimizer of a value model; the configuration has none")
         if state.versions is not None:
             state.versions.restore(saved.versions, saved.iteration)
-        elif saved.versions:
-            raise ValueError("it has older policies; the configuration has no lag")
     except ValueError as error:
         raise UserError(f"the checkpoint of iteration {saved.iteration} does not fit the model: {error}") from error
     state.coefficients, state.iteration = saved.coefficients, saved.iteration

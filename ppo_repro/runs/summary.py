@@ -179,11 +179,10 @@ def draws_of_records(iteration: int, tokens: pd.DataFrame) -> Draws:
 
 def _sampled(figures: Figures, penalty: bool) -> str:
     """Return how the mean score of the sampled responses changed, and the mean reward if it has a KL penalty."""
-    names = {"score": "sampled_score", "reward, the score minus the KL penalty,": "reward"}
-    changes = [
+    names = {"score": "sampled_score"} | ({"reward, the score minus the KL penalty,": "reward"} if penalty else {})
+    return "; ".join(
         f"mean {words} {figures[f'{name}_first']:.3f} -> {figures[f'{name}_last']:.3f}" for words, name in names.items()
-    ]
-    return "; ".join(changes if penalty else changes[:1])
+    )
 
 
 def _change(what: str, figures: Figures) -> str:

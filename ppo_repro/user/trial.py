@@ -93,7 +93,8 @@ def try_functions(config: RunConfig, functions: Functions) -> None:
 
 def _try_losses(config: RunConfig, own: Own, call: OfTokens, trains: bool) -> None:
     """Try a function that is called with micro-batches; `trains` means that its result needs a gradient."""
-    drawn = _drawn_minibatch(config) if trains else _drawn_iteration(config)
+    longest = config.rollout.max_response_tokens
+    drawn = _drawn(config, config.ppo.minibatch_size, longest) if trains else _drawn_iteration(config)
     with Watch() as seen:
         expected = _result(own, call, drawn, trains)
     with _seeded(2):
@@ -231,15 +232,9 @@ def _refused(own: Own, what: str) -> UserError:
     return own.refused(what + _unchecked(own))
 
 
-def _drawn_minibatch(config: RunConfig) -> ObjectiveBatch:
-    """Draw the tokens of a minibatch; the last one of an iteration may have fewer responses."""
-    return _drawn(config, config.ppo.minibatch_size, config.rollout.max_response_tokens)
-
-
 def _drawn_iteration(config: RunConfig) -> ObjectiveBatch:
     """Draw the tokens of an iteration."""
-    responses = config.rollout.prompts_per_iteration * config.rollout.samples_per_prompt
-    return _drawn(config, responses, config.rollout.max_response_tokens)
+    return _drawn(config, config.sequences_per_iteration, config.rollout.max_response_tokens)
 
 
 def _drawn_few(config: RunConfig) -> ObjectiveBatch:

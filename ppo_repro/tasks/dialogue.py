@@ -16,6 +16,7 @@ from ppo_repro.tasks.templates import chat_of, control_tokens_of, rendered_for
 from ppo_repro.tasks.tokenizer import decode, full_text, token_ids
 from ppo_repro.user.process import UserFunction
 
+END = 16  # tokens, and characters before a stop text: the first ones may be decoded otherwise than inside the turn
 _MARK = "ppo7repro7mark"  # stands for the model's turn while a chat template is taken apart
 
 
@@ -77,9 +78,15 @@ class Conversations:
         self._put: dict[int, list[tuple[int, ...]]] = {}  # the tokens of the environment's texts
 
     def ends(self, turn: Sequence[int]) -> bool:
-        """Return whether the text of a turn contains a stop text."""
-        stop = self.environment.stop
-        text = self._decoded(turn) if stop else ""
+        """Return whether the last token of a turn completes a stop text.
+
+        Only the end of the turn is decoded, because every token of a turn asks.
+        """
+        stop, count = self.environment.stop, END
+        needed = max(map(len, stop), default=0) + END
+        while stop and count < len(turn) and len(self._decoded(turn[-count:-1])) < needed:
+            count *= 2
+        text = self._decoded(turn[-count:]) if stop else ""
         return any(one in text for one in stop)
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +15,9 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.runs import prepare
+from ppo_repro.tasks import dialogue
+from ppo_repro.tasks.dialogue import Conversations
+from ppo_repro.tasks.tokenizer import decode, train_bpe
 from tests.support.cli import Cli
 from tests.support.turns import TASK, turns_config
 
@@ -54,3 +61,24 @@ def test_a_file_that_is_wrong_is_named(task: str, max_turns: int, message: str, 
     config = turns_config(tmp_path, task=task, max_turns=max_turns)
     with pytest.raises(UserError, match=message):
         prepare.prepare(config, Silent())
+
+
+def test_a_stop_text_is_found_without_decoding_a_long_turn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Characters of several bytes are several tokens, special tokens have no text, and one token has 30 spaces."""
+    tokenizer, decoded = train_bpe(["na\u00efve \u2192 \u4e2d\u6587 stop", " " * 60] * 2, 40), list[int]()
+    environment: Any = SimpleNamespace(stop=("\u4e2d", " \u2192", "op\u00ef"), tokenizer=tokenizer, spelled=frozenset())
+
+    def counted(_: object, ids: Sequence[int], spelled: frozenset[int]) -> str:
+        decoded.append(len(ids))
+        return decode(tokenizer, ids, spelled)
+
+    monkeypatch.setattr(dialogue, "decode", counted)
+    generator, lengths = random.Random(0), list[int]()
+    for _ in range(40):
+        turn, is_over = list[int](), False
+        while not is_over:
+            turn.append(generator.randrange(len(tokenizer)))
+            is_over = any(one in decode(tokenizer, turn) for one in environment.stop)
+            assert Conversations(environment, []).ends(turn) == is_over
+        lengths.append(len(turn))
+    assert max(decoded) <= 64 < max(lengths)

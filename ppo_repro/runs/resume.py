@@ -129,41 +129,25 @@ def _to_resume(
     if recorded.status == "complete":
         raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {shlex.quote(str(run_dir))}`")
     starts = folder.starts_of(run_dir, recorded)
-    model_too = not starts or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files  # a checkpoint has the model
-    config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
+    start = starts[max(starts)] if starts else None
+    config, files = _inputs(kind, run_dir, recorded, overrides, elsewhere, start)
     if isinstance(config, RunConfig):
         require_same_sampler(folder.load_recorded_config(run_dir), config)
-    return recorded, config, _files_of(config, run_dir, recorded, starts[max(starts)] if starts else None, model_too)
+    return recorded, config, files
 
 
-def _files_of(config: Config, run_dir: Path, recorded: Manifest, start: str | None, model_too: bool) -> list[Path]:
-    """Return the files that every machine needs: inputs, the checkpoint `start` and, if `model_too`, the model."""
-    tree: dict[str, Any] = config.model_dump(mode="json")
-    if not model_too:
-        del tree["model"]
-    return [*files_of(tree), *(start_files(run_dir, recorded, start) if start else ())]
-
-
-def recorded_config(
+def _inputs(
     kind: RunKind[Config, Item],
     run_dir: Path,
     recorded: Manifest,
     overrides: Sequence[str],
     elsewhere: Path | None,
-    model_too: bool = True,
-) -> Config:
-    """Read the configuration of a recorded run, and find its inputs.
+    start: str | None,
+) -> tuple[Config, list[Path]]:
+    """Return the configuration of a run that goes on from the checkpoint `start`, and the files for every machine.
 
-    Args:
-        kind: the kind of run, which decides the fields that may change.
-        run_dir: the recorded run.
-        recorded: its manifest.
-        overrides: fields, as after --set.
-        elsewhere: another folder to search for models that moved.
-        model_too: find the model of the policy too.
-
-    Raises:
-        UserError: an input is missing, or an override names a field that may not change.
+    These include the model unless the checkpoint has it. Raises UserError if an input is missing, or if an override
+    names a field that may not change.
     """
     groups = " and ".join(kind.changeable)
     for override in overrides:
@@ -172,10 +156,14 @@ def recorded_config(
                 f"--set {override}: a recorded run may change fields of {groups} only; for another field "
                 f"start a run of its own, or go on from a checkpoint with `ppo-repro fork {shlex.quote(str(run_dir))}`"
             )
+    model_too = start is None or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files
     tree = located_tree(run_dir, recorded, elsewhere, model_too)
     apply_overrides(tree, overrides)
     config: Config = validated(MODELS[kind.name], tree, str(run_dir / folder.CONFIG_NAME))  # type: ignore[assignment]
-    return config
+    named: dict[str, Any] = config.model_dump(mode="json")
+    if not model_too:
+        del named["model"]
+    return config, [*files_of(named), *(start_files(run_dir, recorded, start) if start else ())]
 
 
 def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str, str]:
@@ -257,10 +245,10 @@ def rerun(
         UserError: the run is incomplete or damaged, an input is missing, iterations of `only` are not recorded, or an
             override could change a result.
     """
-    recorded, config, begun, name, files = kind.ranks.first(_to_rerun, kind, run_dir, overrides, elsewhere, only)
+    recorded, config, files, begun, name = kind.ranks.first(_to_rerun, kind, run_dir, overrides, elsewhere, only)
     with brought(kind.ranks, lambda: files) as there:
         config = moved(config, there)
-        start = load_start(there(run_dir), recorded, name) if begun else None
+        start = load_start(there(run_dir), recorded, name) if name else None
         opened = kind.over(run_dir, config.iterations).open(config, None, start)
         del start  # as large as weights and moments together
         return _compared(kind, config, run_dir, recorded, opened, begun, only)
@@ -268,18 +256,17 @@ def rerun(
 
 def _to_rerun(
     kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str], elsewhere: Path | None, only: range | None
-) -> tuple[Manifest, Config, int, str, list[Path]]:
-    """Return manifest, configuration, iterations and name of the checkpoint, and the files that every machine needs."""
+) -> tuple[Manifest, Config, list[Path], int, str | None]:
+    """Return manifest, configuration, the files that every machine needs, iterations and name of the checkpoint."""
     recorded = reader.open_manifest(run_dir, allow_incomplete=only is not None)
     begun = recorded.own_iterations.start
     names = folder.starts_of(run_dir, recorded)
     if only is not None:
         _require_own(only, begun, run_dir, recorded)
         begun = max([number for number in names if number <= only.start], default=begun)
-    model_too = begun == 0 or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files
-    config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
-    name = names.get(begun, folder.FORKED_FROM)
-    return recorded, config, begun, name, _files_of(config, run_dir, recorded, name if begun else None, model_too)
+    name = names.get(begun, folder.FORKED_FROM) if begun else None
+    config, files = _inputs(kind, run_dir, recorded, overrides, elsewhere, name)
+    return recorded, config, files, begun, name
 
 
 def _compared(

@@ -67,6 +67,13 @@ class Family:
     logit_cap: str | None = None
     logit_divisor: str | None = None
 
+    def __post_init__(self) -> None:
+        n = self.names
+        for first, second in ((n.norm1, n.norm2), (n.norm1_after, n.norm2_after)):
+            assert (first is None) == (second is None), (
+                f"{self.name}: the kernels need both norms of a layer, or neither"
+            )
+
 
 _GPT2 = Names(
     layers="h",

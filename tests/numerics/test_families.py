@@ -99,6 +99,12 @@ def wrong_rows() -> Iterator[Any]:
         yield pytest.param(kind, replace(FAMILIES[kind], names=turned), id=f"{kind}: norms exchanged")
 
 
+@pytest.mark.parametrize("names", [Names(norm2=None), Names(norm1_after="x")])
+def test_a_row_with_one_of_two_norms_is_refused(names: Names) -> None:
+    with pytest.raises(AssertionError, match="x: the kernels need both norms of a layer, or neither"):
+        Family("x", names)
+
+
 @pytest.mark.parametrize(("kind", "row"), [*wrong_rows()])
 def test_a_wrong_row_of_the_table_is_seen(kind: str, row: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: a small model of the family has other logits, or is refused."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -16,16 +13,13 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.lock import only_writer
-from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest
 from ppo_repro.runs.fork_plan import plan_fork
 from ppo_repro.runs.verify import verify
-from tests.support.cli import Cli, one_line, sets
+from tests.support.cli import Cli, sets
 from tests.support.control import resume, run, small_control
 from tests.support.language import tiny_run
-from tests.support.paths import TINY
-from tests.support.waiting import until
 
 HERE = socket.gethostname()
 QUICK = ("ppo.iterations=2", "checkpoints.every=1", "model.warm_start_steps=3")
@@ -57,32 +51,6 @@ def test_whoever_comes_at_any_moment_of_a_run_is_refused_and_the_run_is_whole(
     assert came["run"] > came["resume"] > 50, came
     assert manifest.load(run_dir).fingerprint == manifest.load(control_run).fingerprint
     assert verify(run_dir).unfinished == ()
-    assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
-
-
-def started(*command: str | Path) -> subprocess.Popen[str]:
-    program = [sys.executable, "-m", "ppo_repro", *map(str, command)]
-    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_second_process_names_the_first_until_that_is_killed(tmp_path: Path) -> None:
-    config, path = load_config(TINY, QUICK), tmp_path / "config.yaml"
-    path.write_text(dump_yaml(config))
-    run_dir, start = run_folder(config, tmp_path / "out"), ("run", path, "--out", tmp_path / "out")
-    with started(*start) as first:
-        until(lambda: any(run_dir.glob("checkpoints/*")), "a checkpoint")
-        first.send_signal(signal.SIGSTOP)
-        ended = {process: process.communicate()[1] for process in (started(*start), started("resume", run_dir))}
-        first.kill()
-    for process, said in ended.items():
-        assert process.returncode == 2, said
-        assert f"{run_dir}: another process is writing it (process {first.pid} on {HERE}, since " in one_line(said)
-    with started("resume", run_dir) as third:
-        _, said = third.communicate()
-    assert third.returncode == 0, said
-    assert manifest.load(run_dir).fingerprint == manifest.load(tiny_run(tmp_path / "alone", *QUICK)).fingerprint
     assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
 
 

@@ -18,6 +18,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
+from ppo_repro.models.load import load_folder
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference
 from ppo_repro.runs.verify import verify
@@ -29,7 +30,7 @@ from tests.support.paths import TINY
 DAMAGES = int(os.environ.get("DAMAGES", "24"))
 
 
-KINDS = ("flipped", "truncated", "zeroed", "appended", "emptied", "deleted", "swapped", "duplicated")
+KINDS = ("flipped", "truncated", "zeroed", "appended", "emptied", "deleted", "swapped", "duplicated", "FIFO", "folder")
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,11 @@ def damaged(folder: Path, kind: str, generator: random.Random) -> Iterator[Damag
     other = generator.choice([n for n in names if (folder / n).read_bytes() != content])
     before = {path: content, folder / other: (folder / other).read_bytes()}
     touched = (name,)
-    if kind == "deleted":
+    if kind in ("deleted", "FIFO", "folder"):
         path.unlink()
+        make = {"FIFO": os.mkfifo, "folder": os.mkdir}.get(kind)
+        if make is not None:
+            make(path)
     elif kind == "duplicated":
         copy.write_bytes(content)
         touched = (copy.relative_to(folder),)
@@ -87,6 +91,10 @@ def damaged(folder: Path, kind: str, generator: random.Random) -> Iterator[Damag
         yield Damage(kind, touched)
     finally:
         copy.unlink(missing_ok=True)
+        if kind == "folder":
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
         for where, bytes_before in before.items():
             where.write_bytes(bytes_before)
 
@@ -136,7 +144,9 @@ class Interrupted(Silent):
 
 @pytest.mark.slow
 def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
-    config = load_config(TINY, ["ppo.iterations=3", "checkpoints.every=1", "model.warm_start_steps=3"])
+    """And a value model and an adapter, damaged or not, are no model."""
+    lora = "lora={rank: 2, alpha: 4}"
+    config = load_config(TINY, ["ppo.iterations=3", "checkpoints.every=1", "model.warm_start_steps=3", lora])
     whole, _ = run(config, tmp_path / "whole")
     with suppress(KeyboardInterrupt):
         run(config, tmp_path / "part", Interrupted())
@@ -149,6 +159,9 @@ def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
             code, _, err = cli("diff", whole, whole)
             seen[f"diff {code}"] += 1
             assert code == 0 or (code == 2 and damage.is_named(one_line(err))), (damage, err)
+            said = one_line(cli("fork", whole, "--set", "ppo.iterations=4", "--out", tmp_path / "forks")[2])
+            assert said.startswith("error: "), (damage, said)
+            assert damage.is_named(said), (damage, said)
         copy = Path(shutil.copytree(part, tmp_path / "copy"))
         with damaged(copy, KINDS[number % len(KINDS)], generator) as damage:
             before = (copy / manifest.FILE_NAME).read_bytes()
@@ -165,6 +178,9 @@ def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
                 seen["refused"] += 1
         shutil.rmtree(copy)
     assert min(seen["diff 2"], seen["refused"]) > 3, seen
+    for name in ("value_model", "adapter"):
+        with pytest.raises(UserError):
+            load_folder(whole / "checkpoints" / name)
 
 
 def test_a_file_that_the_run_did_not_write_is_named(tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from ppo_repro.runs.verify import verify
 from tests.support.cli import Cli
 from tests.support.disk import recorded
 from tests.support.language import fork, rerun, resume, tiny_run
+from tests.support.recipes import OTHER_LAYOUT
 from tests.support.resume import Snapshots, require_as_uninterrupted
 from tests.support.runs import recomputed
 from tests.support.synthetic_run import cut_back
 
 USUAL = ("model.warm_start_steps=5", "ppo.iterations=4", "checkpoints.every=2", "checkpoints.keep=1")
-OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=4", "layout.threads=2", "layout.update_micro_batch=2")
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,12 @@ from ppo_repro.records import manifest
 from ppo_repro.records.diff import first_difference
 from tests.support.language import rerun, small_run
 from tests.support.paths import TINY
+from tests.support.recipes import OTHER_LAYOUT
 from tests.support.resume import Recorded, record
 from tests.support.synthetic_run import accept, damage_cell
 
-LAYOUT = ("layout.padding=left", "layout.rollout_slots=5", "layout.update_micro_batch=7")
 
-
-@pytest.mark.parametrize("overrides", [(), LAYOUT], ids=["same layout", "other layout"])
+@pytest.mark.parametrize("overrides", [(), OTHER_LAYOUT], ids=["same layout", "other layout"])
 def test_a_rerun_is_identical(deterministic_run: Path, overrides: tuple[str, ...]) -> None:
     found = rerun(deterministic_run, overrides)
     assert (found.difference, found.iterations) == (None, 3)
@@ -31,7 +30,7 @@ def test_a_rerun_is_identical(deterministic_run: Path, overrides: tuple[str, ...
 @pytest.mark.usefixtures("row_noise")
 def test_a_native_rerun_is_identical_under_its_own_layout_only(native_run: Path) -> None:
     """The negative control."""
-    assert rerun(native_run, LAYOUT).difference is not None
+    assert rerun(native_run, OTHER_LAYOUT).difference is not None
     assert rerun(native_run).difference is None
 
 
@@ -83,7 +82,7 @@ def flip_a_reward(run_dir: Path, iteration: int) -> None:
 
 @pytest.mark.parametrize(("only", "begun"), [(range(3, 4), 2), (range(2, 3), 2), (range(1, 2), 0)])
 def test_some_iterations_are_computed_from_the_checkpoint_before_them(kept: Recorded, only: range, begun: int) -> None:
-    found = rerun(kept.whole, LAYOUT, only=only)
+    found = rerun(kept.whole, OTHER_LAYOUT, only=only)
     assert (found.difference, found.begun, found.iterations) == (None, begun, only.stop - begun)
     assert found.fingerprint == manifest.load(kept.whole).iterations[only.stop - 1].chain
 

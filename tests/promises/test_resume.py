@@ -33,10 +33,10 @@ from ppo_repro.runs.verify import verify
 from tests.support.forked import forked
 from tests.support.language import resume, tiny_run
 from tests.support.paths import TINY
+from tests.support.recipes import OTHER_LAYOUT
 from tests.support.resume import Recorded, newest, record, require_as_uninterrupted
 from tests.support.runs import run_below
 
-OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=20", "layout.update_micro_batch=9")
 # what moves from iteration to iteration besides the weights
 ADAPTIVE = (
     "kl.controller={kind: adaptive, target_kl: 0.5}",

@@ -19,6 +19,7 @@ from ppo_repro.runs.resume import rerun
 from ppo_repro.runs.run import run
 from tests.support import language
 from tests.support.cli import Cli
+from tests.support.recipes import UNPADDED_LAYOUT
 from tests.support.runs import DPO
 
 SIZE = (
@@ -27,10 +28,6 @@ SIZE = (
 )
 ADAPTERS = "lora={rank: 2, alpha: 4}", "value={learning_rate: 1e-3, lora: {rank: 2, alpha: 2}}", "checkpoints.every=1"
 TRAINED = "reward.terms=[{kind: trained_model, num_pairs: 12, minibatch_size: 6, learning_rate: 1e-3}]"
-LAYOUT = (
-    *("layout.rollout_slots=4", "layout.prefix_cache=false", "layout.prefill_chunk=2", "layout.padding=none"),
-    *("layout.forward_micro_batch=4", "layout.update_micro_batch=1", "layout.gradient_checkpointing=true"),
-)
 ANOTHER = ("layout.padding=left", "layout.update_micro_batch=4")
 QUICK = "gemma3_text"
 FAMILIES = [f if f == QUICK else pytest.param(f, marks=pytest.mark.slow) for f in get_args(DenseFamily)]
@@ -47,7 +44,7 @@ def test_a_family_is_trained_audited_and_preferred(family: str, tmp_path: Path, 
     found = parity(made)
     assert found.tokens > 20
     assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)
-    assert language.rerun(made, LAYOUT).difference is None
+    assert language.rerun(made, UNPADDED_LAYOUT).difference is None
     assert cli.done("audit", made).splitlines()[-1] == "verdict: both sides are right"
     (tmp_path / "dpo.yaml").write_text(DPO.format(run=json.dumps(str(made))))
     config = validated(DPOConfig, read_tree(tmp_path / "dpo.yaml", ["num_eval_prompts=2"]), "dpo")

@@ -21,6 +21,7 @@ from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference
 from tests.support.language import run
 from tests.support.paths import TINY
+from tests.support.recipes import UNPADDED_LAYOUT
 from tests.support.runs import recomputed
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
@@ -29,11 +30,6 @@ every_family = pytest.mark.parametrize(
 )
 BFLOAT16 = "mismatch.sampler.precision={weights: bfloat16, activations: bfloat16}"
 ONE_STEP = ("ppo.epochs=1", "ppo.minibatch_size=15")
-
-LAYOUT = (
-    *("layout.rollout_slots=4", "layout.prefix_cache=false", "layout.prefill_chunk=2", "layout.padding=none"),
-    *("layout.forward_micro_batch=4", "layout.update_micro_batch=1", "layout.gradient_checkpointing=true"),
-)
 
 
 def config_of(family: str, *more: str) -> RunConfig:
@@ -59,7 +55,7 @@ def deep_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @every_family
 def test_sampler_and_trainer_agree_on_every_bit_in_every_layout(family: str, tmp_path: Path) -> None:
-    one, other = record(tmp_path / "one", family), record(tmp_path / "other", family, *LAYOUT)
+    one, other = record(tmp_path / "one", family), record(tmp_path / "other", family, *UNPADDED_LAYOUT)
     found = parity(one)
     assert found.tokens > 50
     assert found.unequal_old_rollout_logprobs == 0
@@ -121,7 +117,7 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
     more = ("records.level=deep", BFLOAT16, *experts, "ppo.iterations=1", *ONE_STEP)
     own = record(tmp_path / "own", "olmoe", *more)
     replayed = record(tmp_path / "replayed", "olmoe", *more, "ppo.replay_routes=true")
-    again = record(tmp_path / "again", "olmoe", *more, "ppo.replay_routes=true", *LAYOUT)
+    again = record(tmp_path / "again", "olmoe", *more, "ppo.replay_routes=true", *UNPADDED_LAYOUT)
     assert (routes(own, "rollout_routes") == routes(replayed, "rollout_routes")).all()
     assert (routes(own, "policy_routes") != routes(own, "rollout_routes")).any()
     assert manifest.load(replayed).fingerprint == manifest.load(again).fingerprint != manifest.load(own).fingerprint

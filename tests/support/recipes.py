@@ -7,6 +7,10 @@ OTHER_LAYOUT = (
     *("layout.rollout_slots=2", "layout.prefill_chunk=2", "layout.forward_micro_batch=2"),
     *("layout.update_micro_batch=1", "layout.padding=left", "layout.prefix_cache=false"),
 )
+UNPADDED_LAYOUT = (
+    *("layout.rollout_slots=4", "layout.prefix_cache=false", "layout.prefill_chunk=2", "layout.padding=none"),
+    *("layout.forward_micro_batch=4", "layout.update_micro_batch=1", "layout.gradient_checkpointing=true"),
+)
 RECIPES: dict[str, tuple[str, ...]] = {
     "ppo": (
         "value={learning_rate: 1e-3, epochs: 3, clip_range: null, normalize_returns: true}",

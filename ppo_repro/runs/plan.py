@@ -336,6 +336,13 @@ def lines(plan: Plan) -> list[str]:
     return out
 
 
+def room(plan: Plan, memory: int) -> str:
+    """Return `memory`, bytes of a machine or GPU, and whether the processes of the plan have room in it together."""
+    fit = min(memory // plan.peak, plan.processes)
+    of = f" for {fit or 'one'} of {plan.processes} processes" if plan.processes > 1 else ""
+    return f"{size(memory)}, {'enough' if fit else 'not enough'}{of}"
+
+
 def step_seconds(config: RunConfig, plan: Plan, tokens: float, bandwidth: float) -> float:
     """Return the seconds of a step: a process's tokens of a minibatch / `tokens`, and its sent bytes / `bandwidth`.
 

@@ -153,10 +153,27 @@ def test_the_page_has_the_memory_of_each_size_on_one_card(tmp_path: Path) -> Non
 def test_the_memory_of_a_card_stands_beside_the_plan(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     on_card = sets("layout.device=cuda")
     monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config: 24 * 10**9)
-    assert "this GPU has 24.0 GB" in cli.done("plan", SMALL, *on_card)
+    assert "this GPU has 24.0 GB, enough\n" in cli.done("plan", SMALL, *on_card)
     monkeypatch.undo()
     if not torch.cuda.is_available():
         assert "no GPU to compare with: layout.device = cuda: " in cli.done("plan", SMALL, *on_card)
+
+
+@pytest.mark.parametrize(
+    ("memory", "processes", "words"),
+    [
+        (6, 1, "6.0 GB, enough"),
+        (0.6, 1, "600.0 MB, not enough"),
+        (6, 8, "6.0 GB, enough for 8 of 8 processes"),
+        (3, 8, "3.0 GB, enough for 4 of 8 processes"),
+        (0.6, 2, "600.0 MB, not enough for one of 2 processes"),
+    ],
+)
+def test_the_plan_says_how_many_processes_have_room_on_this_machine(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, memory: float, processes: int, words: str
+) -> None:
+    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config: int(memory * 1e9))
+    assert f"this machine has {words}\n" in cli.done("plan", SMALL, "--processes", processes)
 
 
 def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path) -> None:

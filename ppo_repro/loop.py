@@ -33,7 +33,7 @@ from ppo_repro.stages.agreement import require_first_step_agrees, require_sample
 from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
 from ppo_repro.stages.cross_check import cross_check
 from ppo_repro.stages.forward import kl_terms_of, policy_pass, score_rollout, values_in_reward_units
-from ppo_repro.stages.rewards import compute_advantages, compute_rewards, evaluate
+from ppo_repro.stages.rewards import check_rewards, compute_advantages, compute_rewards, evaluate
 from ppo_repro.stages.rollout import Task, choose_prompts, roll_out
 from ppo_repro.stages.training_batch import (
     Minibatch,
@@ -87,6 +87,7 @@ def ppo_iterations(
         PromiseBroken: the weights of two processes differ after an update.
         UnequalBits: bits differ that deterministic numerics promise to be equal.
     """
+    first = state.iteration
     while state.iteration < config.ppo.iterations:
         index, coefficients, clock = state.iteration, state.coefficients, Clock()
 
@@ -105,6 +106,8 @@ def ppo_iterations(
         forward = score_rollout(state, received, config, ranks)
         require_sampler_agrees(config, index, rollout, forward)
         cross_check(config, state, received, forward, ranks)
+        if index == first:
+            check_rewards(task, rollout, ranks)
         rewards = compute_rewards(config, task, rollout, forward, coefficients.kl_coef, ranks)
         advantages = compute_advantages(config.advantages, rollout, forward, rewards, task.functions)
         clock.lap("forward")

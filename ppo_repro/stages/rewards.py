@@ -29,9 +29,11 @@ from ppo_repro.ppo.own_batches import AdvantageBatch, ScoreBatch
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
 from ppo_repro.stages.rollout import Task, generate, known, sampling_of
 from ppo_repro.tasks.problems import Problem, column_steps
-from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples, right_steps
+from ppo_repro.tasks.rewards import Judgement, Sample, check_functions, judge_samples, right_steps
 from ppo_repro.tasks.tokenizer import decode, full_text
 from ppo_repro.user.functions import BUILT_IN, Functions, about_tokens
+
+CHECKED = 16  # responses; they include all responses to a prompt if it has so many
 
 
 def judge(
@@ -75,8 +77,25 @@ def compute_rewards(
         kl_coef: weight of the KL penalty in this iteration.
         ranks: each runs the reward model on its responses.
     """
-    ids, sampled = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))], rollout.sampled()
-    samples = [
+    ids = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))]
+    samples = samples_of(task, rollout, len(ids))
+    judged = judge(config.layout, task, rollout.prompts.prompt_ids, ids, samples, ranks)
+    return rewards_from(config, judged, rollout, forward, kl_coef, task.functions)
+
+
+def check_rewards(task: Task, rollout: Rollout, ranks: Ranks) -> None:
+    """Raise UserError if a user's reward gives one of the first responses two scores, or compares responses.
+
+    The start of a run checks rewards on answers; a reward may be wrong only on texts that a model writes.
+    """
+    rows = [sample.row for sample in samples_of(task, rollout, CHECKED)]
+    ranks.first(check_functions, task.judge.functions, rows)
+
+
+def samples_of(task: Task, rollout: Rollout, count: int) -> list[Sample]:
+    """Return the first `count` responses of a rollout, at most all, as they are judged."""
+    sampled = rollout.sampled()
+    return [
         sample_of(
             task,
             rollout.prompts.keys[sequence],
@@ -85,10 +104,8 @@ def compute_rewards(
             rollout.finish_reasons[sequence],
             None if rollout.episodes is None else rollout.episodes[sequence],
         )
-        for sequence in range(len(ids))
+        for sequence in range(len(rollout.lengths))[:count]
     ]
-    judged = judge(config.layout, task, rollout.prompts.prompt_ids, ids, samples, ranks)
-    return rewards_from(config, judged, rollout, forward, kl_coef, task.functions)
 
 
 def sample_of(

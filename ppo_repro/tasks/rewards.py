@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,8 +141,8 @@ def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judg
 def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
     """Return the judge with the verifier and the answer extraction of a task.
 
-    Raises UserError if a term needs a verifier or answers that the task does not have. Raises UserError if a user's
-    function returns two results for the same input; the inputs are the answers and empty texts of two prompts.
+    Raises UserError if a term needs a verifier or answers that the task does not have, or if `check_functions` refuses
+    a user's function; the texts are answer, prompt and the empty text of two prompts, and the answer again.
     """
     asks_verifier = any(isinstance(term, Verifier) for term in judge.config.terms)
     if isinstance(task, PythonTask) and source.verifier is None and asks_verifier:
@@ -155,16 +155,24 @@ def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
             "reward.terms: exact_match compares responses with answers, and no prompt of the task has one; "
             "give the prompts answers, or other reward.terms"
         )
-    texts = [(p, text) for p in source.problems.train[:2] for text in (p.answer, "")]
+    texts = [(p, text) for p in source.problems.train[:2] for text in (p.answer, "", p.prompt, p.answer)]
     rows = [row_of(p, [text], text, text, [*text.encode(), 0]) for p, text in texts]  # there is no tokenizer yet
-    for function in (*judge.functions, source.verifier, source.step):
+    told = {"has_answers": source.problems.has_answers}
+    functions = tuple(f and replace(f, options={**f.options, **told}) for f in judge.functions)
+    check_functions((*functions, source.verifier, source.step), rows)
+    return replace(judge, functions=functions, extraction=task.answer_extraction, verifier=source.verifier)
+
+
+def check_functions(functions: Sequence[UserFunction | None], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError if a user's function returns two results for the same input, or compares the responses of a call.
+
+    No function of a package is checked.
+    """
+    for function in functions:
         if function is not None and function.call != "keywords":
             check_repeats(function, rows)
         if function is not None and function.call == "trl":
-            problem = source.problems.train[0]
-            own = dict.fromkeys((problem.answer, "", problem.prompt))
-            check_alone(function, [row_of(problem, [text], text, text, [*text.encode(), 0]) for text in own])
-    return replace(judge, extraction=task.answer_extraction, verifier=source.verifier)
+            check_alone(function, rows)
 
 
 def _values(

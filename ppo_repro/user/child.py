@@ -127,7 +127,8 @@ def _named(function: Function, values: Mapping[str, Any]) -> Any:
     parameters = _parameters(function).values()
     lacking = [p.name for p in parameters if p.default is p.empty and p.kind in _BY_NAME and p.name not in values]
     if lacking:
-        raise RefusedError(f"asks for '{lacking[0]}', and there is only {', '.join(values)}")
+        data = [name for name, value in values.items() if not (callable(value) or isinstance(value, _Withheld))]
+        raise RefusedError(f"asks for '{lacking[0]}', and there is only {', '.join(data)}")
     positions = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in values]
     takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
     asked = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -145,13 +146,21 @@ def _plain(function: Function, row: CallRow, options: CallRow) -> float:
     """Call a reward with the values that its parameters name; PLAIN lists the names and aliases."""
     transcript = make_transcript(row)
     values = {
-        **{name: row[name] for name in ("prompt", "response", "answer", "full_text")},
+        **{name: row[name] for name in ("prompt", "response", "full_text")},
+        **_answer(row, options),
         "fields": transcript.fields,
         "turns": list(transcript.turns),
     }
     asked = _parameters(function)
-    aliases = {other: values[name] for name, others in PLAIN.items() for other in others if other in asked}
+    aliases = {
+        other: values[name] for name, others in PLAIN.items() if name in values for other in others if other in asked
+    }
     return number(_named(function, {**values, **aliases}))
+
+
+def _answer(row: CallRow, options: CallRow) -> dict[str, str]:
+    """Return the argument `answer`, which no function gets if no prompt of the task has an answer."""
+    return {"answer": row["answer"]} if options.get("has_answers", True) else {}
 
 
 class _Withheld:
@@ -199,9 +208,9 @@ def _trl_together(function: Function, row: CallRow, options: CallRow) -> list[fl
             for one in rows
         ]
         completions = [[{"role": "assistant", "content": completion}] for completion in completions]
-    fields = [{"answer": one["answer"], **json.loads(one["fields"])} for one in rows]
+    fields = [{**_answer(one, options), **json.loads(one["fields"])} for one in rows]
     values = {
-        **{name: [of[name] for of in fields] for name in fields[0]},
+        **{name: [of.get(name) for of in fields] for name in fields[0]},
         "prompts": prompts,
         "completions": completions,
         "completion_ids": [one["response_ids"] for one in rows],
@@ -389,8 +398,17 @@ def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
     except RefusedError as error:
         return {"error": f"{field}: {file}{line}: {name} {error}{of}"}
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code included
-        raised = f"{described(error)}{place_beside(error, file)}"
+        raised = f"{described(error)}{place_beside(error, file)}{_advice(error, request)}"
         return {"error": f"{field}: {file}{line_of(error, file) or line}: {name} raised {raised}{of}"}
+
+
+def _advice(error: BaseException, request: dict[str, Any]) -> str:
+    """Return what completions are, after an error that a function of TRL raises if it expects the other kind."""
+    if not request["call"].startswith("trl") or not isinstance(error, TypeError | AttributeError):
+        return ""
+    kinds = "texts", "lists of chat messages"
+    is_chat = request["options"]["conversational"]
+    return f"; completions are {kinds[is_chat]}, with conversational: {str(not is_chat).lower()} {kinds[not is_chat]}"
 
 
 def _answers(request: dict[str, Any]) -> Iterable[dict[str, object]]:

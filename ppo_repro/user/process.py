@@ -200,7 +200,12 @@ def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> 
     The second call has the opposite order and another seed of the global generators. So results differ if they depend
     on earlier calls or on an unseeded draw.
     """
-    first, second = function(rows, 1), function(rows[::-1], 2)[::-1]
+    _require_equal(function, rows, function(rows, 1), function(rows[::-1], 2)[::-1])
+
+
+def _require_equal(
+    function: UserFunction, rows: Sequence[Mapping[str, Any]], first: Sequence[Any], second: Sequence[Any]
+) -> None:
     for row, one, other in zip(rows, first, second, strict=True):
         if one != other:
             raise UserError(
@@ -211,7 +216,7 @@ def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def check_alone(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UserError if a function of TRL scores responses to one prompt otherwise together than alone.
+    """Raise UserError if a function of TRL scores responses otherwise together than alone.
 
     Such a function ranks or normalises the responses of a call, and a run gives it one response at a time. A function
     that fails for several responses is let be.
@@ -223,6 +228,8 @@ def check_alone(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> No
         if not function.process.is_alive:
             raise
         return
+    if together != alone:
+        _require_equal(function, rows, alone, function(rows))
     for row, one, other in zip(rows, alone, together, strict=True):
         if one != other:
             raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -186,21 +187,58 @@ def test_very_many_prompts_are_encoded_together_and_with_progress(monkeypatch: p
     assert seen.lines[-1] == (9_001, 9_001)
 
 
-RANKS = """
-def rank(prompts, completions, **columns):
-    order = sorted(completions, key=len)
-    return [float(order.index(text)) for text in completions]
-"""
+COMPARES = " alone and .* others, and a run gives it one completion at a time; .* score[(][)] of a task of kind python"
+REPEATS = "returned .* for the same input"
+WRITTEN = 'text not in ("", "a") and text.replace("ab ", "")'  # by the model; the start of a run has other texts
 
 
-def test_a_reward_of_trl_that_ranks_the_completions_of_a_prompt_is_refused(
-    cli: Cli, tmp_path: Path, model: Path
+@pytest.mark.parametrize(
+    ("kind", "lines", "words"),
+    [
+        (
+            "trl",
+            "def f(completions, **_): return [sorted(map(len, completions)).index(len(c)) for c in completions]",
+            COMPARES,
+        ),
+        ("trl", "def f(completions, **_): return [1 / completions.count(text) for text in completions]", COMPARES),
+        (
+            "trl",
+            "def f(completions, **_):\n"
+            f"    best = max((text for text in completions if {WRITTEN}), default='')\n"
+            "    return [float(text == best != '') for text in completions]",
+            COMPARES,
+        ),
+        (
+            "function",
+            f"seen = []\ndef f(response): text = response; seen.append(0); return len(seen) if {WRITTEN} else 0",
+            REPEATS,
+        ),
+    ],
+)
+def test_a_reward_that_follows_from_more_than_the_response_is_refused(
+    cli: Cli, tmp_path: Path, model: Path, kind: str, lines: str, words: str
 ) -> None:
-    (tmp_path / "r.py").write_text(RANKS)
+    (tmp_path / "r.py").write_text(lines)
     write_lines(tmp_path / "p.jsonl", [{"prompt": "ab " * n, "answer": "a"} for n in range(1, 9)])
-    reward = {"kind": "trl", "path": "r.py:rank"}
+    reward = {"kind": kind, "path": "r.py:f"}
     config = write_tree(tmp_path, chat_tree(model, {"kind": "jsonl", "path": "p.jsonl", **PLAIN}, reward))
-    said = cli.refusal("run", config, "--out", tmp_path / "runs")
-    assert "r.py:2: rank compares completions: " in said
-    assert " alone and 1 beside 2 others, and a run gives it one completion at a time; let a score follow" in said
-    assert "score() of a task of kind python" in said
+    assert re.search(words, cli.refusal("run", config, "--out", tmp_path / "runs"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "signature", "only"),
+    [
+        ("trl", "completions, answer, **_", "level, prompts, completions, completion_ids"),
+        ("function", "response, answer", "prompt, response, full_text, fields, turns"),
+        ("function", "response, ground_truth", "prompt, response, full_text, fields, turns"),
+    ],
+)
+def test_a_reward_that_asks_for_the_answers_of_prompts_without_one_is_refused(
+    cli: Cli, tmp_path: Path, model: Path, kind: str, signature: str, only: str
+) -> None:
+    (tmp_path / "r.py").write_text(f"def f({signature}): return [0.0]")
+    write_lines(tmp_path / "p.jsonl", [{"prompt": "ab " * n, "level": n} for n in range(1, 9)])
+    reward = {"kind": kind, "path": "r.py:f"}
+    config = write_tree(tmp_path, chat_tree(model, {"kind": "jsonl", "path": "p.jsonl", **PLAIN}, reward))
+    name = signature.split(", ")[1]
+    assert f"f asks for '{name}', and there is only {only};" in cli.refusal("run", config, "--out", tmp_path / "runs")

@@ -54,7 +54,7 @@ def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli) -
             3,
             "score returned None of type NoneType; must be a finite number",
         ),
-        (TASK.replace("for t in transcripts]", "for t in transcripts[1:]]"), 3, "score returned 3 numbers for 4"),
+        (TASK.replace("for t in transcripts]", "for t in transcripts[1:]]"), 3, "score returned 7 numbers for 8"),
     ],
 )
 def test_a_file_that_is_wrong_is_named(task: str, max_turns: int, message: str, tmp_path: Path) -> None:

@@ -330,6 +330,8 @@ def logs(completions, log_extra, log_metric=None, **kwargs):
     log_metric("mean", 1.0)
     return [1.0]
 def state(completions, trainer_state=None): return [1.0]
+def chat(completions, **kwargs): return [len(completion[-1]["content"]) for completion in completions]
+def text(completions, **kwargs): return [len(completion.strip()) for completion in completions]
 def hidden(completions, **kwargs): return [float(kwargs["trainer_state"].global_step)]
 """
 VERL = """
@@ -343,6 +345,7 @@ def graded(data_source, solution_str, ground_truth, extra_info):
 def nameless(data_source, solution_str, ground_truth, extra_info): return {"acc": True}
 """
 OF_TRL = TrlReward(kind="trl", path="r.py:f")
+OF_CHAT = TrlReward(kind="trl", path="r.py:f", conversational=True)
 OF_VERL = VerlReward(kind="verl", path="r.py:f", data_source="openai/gsm8k")
 FOUR = row("2", "2+2=", "four", "4", '{"level": 3, "data_source": "own", "completions": "not mine"}')
 
@@ -352,7 +355,7 @@ FOUR = row("2", "2+2=", "four", "4", '{"level": 3, "data_source": "own", "comple
     [
         (OF_TRL, "accuracy", [1.0, 0.0]),
         (OF_TRL, "wrapped", [1.0, 0.0]),
-        (TrlReward(kind="trl", path="r.py:f", conversational=True), "letters", [4.0, 7.0]),
+        (OF_CHAT, "letters", [4.0, 7.0]),
         (OF_VERL, "compute_score", [1.0, 0.1]),
         (OF_VERL, "graded", [0.5, 0.05]),
     ],
@@ -371,9 +374,15 @@ def test_rewards_of_trl_and_verl_work_as_they_are(
         (OF_TRL, "batch", "returned 2 numbers; must return a list of 1, for 1 completion"),
         (OF_TRL, "single", "returned a float; must be a list, one number for each completion"),
         (OF_TRL, "skipped", "returned None of type NoneType; must be a finite number"),
-        (OF_TRL, "missing", "asks for 'colour', and there is only answer, level, data_source, completions"),
+        (
+            OF_TRL,
+            "missing",
+            "asks for 'colour', and there is only answer, level, data_source, completions, prompts, completion_ids;",
+        ),
         (OF_TRL, "hidden", "asks for trainer_state, which is not given: a score must follow from prompt and response"),
         (OF_TRL, "column", "asks for 'colour', and there is only answer, level, data_source, completions"),
+        (OF_TRL, "chat", "; completions are texts, with conversational: true lists of chat messages;"),
+        (OF_CHAT, "text", "; completions are lists of chat messages, with conversational: false texts;"),
         (OF_VERL, "nameless", "returned a dict with ['acc']; must be a number or a dict with 'score'"),
     ],
 )

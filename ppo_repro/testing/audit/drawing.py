@@ -94,7 +94,12 @@ def among_others(logits: Tensor, left_out: Sequence[int]) -> Tensor:
 
 
 def left_out_of(subject: Subject, responses: Sequence[Response]) -> tuple[int, ...]:
-    """Return the end tokens if no response has one, as in a dump of texts."""
+    """Return the end tokens if no response has one, as in a dump of texts.
+
+    Responses of one length ended at a limit, so that their end tokens were never drawn.
+    """
+    if len({len(r.response_ids) for r in responses}) == 1:
+        return ()
     model = subject.model
     others = (getattr(of, "eos_token_id", None) for of in (model.config, model.generation_config))
     ends = {
@@ -128,6 +133,12 @@ class DrawCauses:
         }
         name, gain = tally.banned()
         self.gains = {name: gain} if name else {}
+        assert tally.undrawn is not None
+        self.drawn = tally.undrawn == -math.inf
+        count, of = int(self.drawn.sum()), len(self.drawn)
+        self.vocabulary = f"a grammar or bans that leave {count:,} of {of:,} tokens"
+        choices = math.lgamma(of + 1) - math.lgamma(count + 1) - math.lgamma(of - count + 1)  # log of their number
+        self.gains[self.vocabulary] = -choices if of - count > 1 else -math.inf  # one token is a ban
 
     def add(self, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
         """Add k tokens: logits [k, V] of their distributions, ids [k], and which ones count [k]."""
@@ -137,6 +148,7 @@ class DrawCauses:
             return
         plain = target_logprobs(ids, row_logits)
         hypotheses = {name: cut(row_logits, k, p, m) for name, (k, p, m) in self.cuts.items()}
+        hypotheses[self.vocabulary] = row_logits.masked_fill(~self.drawn.to(row_logits.device), -math.inf)
         for times in TEMPERATURES:
             hypotheses[f"temperature {times * self.temperature:.3g}"] = row_logits / times
         for name, changed in hypotheses.items():

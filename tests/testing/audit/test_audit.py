@@ -131,20 +131,22 @@ def prompts() -> Material:
         (Sampling(TEMPERATURE, 0.8), "top-p 0.79"),
         (Sampling(TEMPERATURE, min_p=0.25), "min-p 0.2"),
         (Sampling(0.7 * TEMPERATURE), "temperature 0.56"),
-        ("ban", "a ban of token 68"),
+        ((68,), "a ban of token 68"),
+        ((EOS_ID,), f"a ban of token {EOS_ID}"),
+        (range(3, VOCAB, 2), f"a grammar or bans that leave {3 + (VOCAB - 3) // 2} of {VOCAB} tokens"),
     ],
 )
 def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
-    prompts: Material, subject: Subject, sampler: Sampling | str, cause: str
+    prompts: Material, subject: Subject, sampler: Sampling | Sequence[int], cause: str
 ) -> None:
     """Right log-probs of all tokens on both sides; only what the sampler drew from differs."""
     generator = seeded(3)
 
     def draw(logits: Tensor) -> int:
         row = Piece(logits[None].double(), torch.zeros(1, dtype=torch.int64), (), ())
-        if isinstance(sampler, str):
+        if not isinstance(sampler, Sampling):
             changed = row.logits.clone() / TEMPERATURE
-            changed[0, 68] = -math.inf
+            changed[0, list(sampler)] = -math.inf
         else:
             name = "processed" if sampler.is_cut else "tempered"
             changed = DEFINITIONS[name].change(row, sampler, row.logits, 0.0)

@@ -50,8 +50,8 @@ def compare_groups(
     Raises:
         UserError: an unknown axis, label or metric, missing or incomplete cells, or values that are not finite.
     """
-    if not 0 < alpha < 1:
-        raise UserError(f"alpha = {alpha}: must be between 0 and 1")
+    if not 0 < alpha < 0.5:
+        raise UserError(f"alpha = {alpha}: must be greater than 0 and less than 0.5")
     if margin is not None and not margin > 0:
         raise UserError(f"margin = {margin}: must be positive, in the unit of the metric")
     rows = []

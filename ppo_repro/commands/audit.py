@@ -46,7 +46,9 @@ SETTINGS = {  # by their names in Sampling
     ),
     "top_k": Setting(0, lambda x: x >= 0, "at least 0", "of the sampler (default 0, all tokens)"),
     "min_p": Setting(0.0, lambda x: 0 <= x < 1, "at least 0 and below 1", "of the sampler (default 0, all tokens)"),
-    "repetition_penalty": Setting(1.0, lambda x: x > 0, "greater than 0", "of the sampler (default 1, none)"),
+    "repetition_penalty": Setting(
+        1.0, lambda x: 0 < x < float("inf"), "greater than 0 and finite", "of the sampler (default 1, none)"
+    ),
 }
 
 

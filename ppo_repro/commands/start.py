@@ -39,7 +39,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         value["memory"] = None
         text.append(f"no GPU to compare with: {error}")
     if value["memory"] is not None:
-        text.append(f"{where} has {room(plan, value['memory'])}")
+        text.append(f"{where} has {room(config, plan, value['memory'])}")
     value["savings"] = [{"field": field, "peak": peak} for field, peak in smaller]
     if smaller:
         text += ["", "these lower the peak, each line after those above it; layout changes no result, an adapter does"]

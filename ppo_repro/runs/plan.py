@@ -336,9 +336,14 @@ def lines(plan: Plan) -> list[str]:
     return out
 
 
-def room(plan: Plan, memory: int) -> str:
-    """Return `memory`, bytes of a machine or GPU, and whether the processes of the plan have room in it together."""
+def room(config: RunConfig, plan: Plan, memory: int) -> str:
+    """Return `memory`, bytes of a machine or GPU, and whether the processes of the plan have room.
+
+    They share a machine; each has a GPU of its own.
+    """
     fit = min(memory // plan.peak, plan.processes)
+    if config.layout.device == "cuda" and fit:
+        fit = plan.processes
     of = f" for {fit or 'one'} of {plan.processes} processes" if plan.processes > 1 else ""
     return f"{size(memory)}, {'enough' if fit else 'not enough'}{of}"
 

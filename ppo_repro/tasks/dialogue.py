@@ -87,6 +87,9 @@ class Conversations:
         while stop and count < len(turn) and len(self._decoded(turn[-count:-1])) < needed:
             count *= 2
         text = self._decoded(turn[-count:]) if stop else ""
+        for more in range(1, 4):  # tokens of bytes: an end that begins inside of a character may decode to no text
+            if text.startswith("\ufffd"):
+                text = self._decoded(turn[-count - more :])
         return any(one in text for one in stop)
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:

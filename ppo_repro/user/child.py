@@ -128,7 +128,9 @@ def _named(function: Function, values: Mapping[str, Any]) -> Any:
     lacking = [p.name for p in parameters if p.default is p.empty and p.kind in _BY_NAME and p.name not in values]
     if lacking:
         data = [name for name, value in values.items() if not (callable(value) or isinstance(value, _Withheld))]
-        raise RefusedError(f"asks for '{lacking[0]}', and there is only {', '.join(data)}")
+        is_answer = lacking[0] in ("answer", *PLAIN["answer"])
+        there = "no prompt of the task has one" if is_answer else f"there is only {', '.join(data)}"
+        raise RefusedError(f"asks for '{lacking[0]}', and {there}")
     positions = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in values]
     takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
     asked = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -223,7 +223,8 @@ def check_alone(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> No
     """
     alone = function(rows)
     try:
-        (together,) = replace(function, call="trl_together")([{"rows": list(rows)}])
+        seconds = len(rows) * (CALL_SECONDS if function.seconds is None else function.seconds)
+        (together,) = replace(function, call="trl_together", seconds=seconds)([{"rows": list(rows)}])
     except FunctionFailed:
         if not function.process.is_alive:
             raise

@@ -39,7 +39,7 @@ def with_function(folder: Path, text: str) -> tuple[str | Path, ...]:
 
 LATER = """
 import sys
-left = [40]
+left = [75]
 def score(prompt, response, answer):
     left[0] -= 1
     if left[0] < 0:
@@ -59,7 +59,8 @@ def score(prompt, response, answer):
 def test_a_function_that_fails_later_is_one_line_and_keeps_iterations(
     cli: Cli, tmp_path: Path, statement: str, reason: str
 ) -> None:
-    # the check calls it 8 times, then 7 held-out prompts and 15 responses are scored in each iteration
+    # the check at the start calls it 16 times, and that of the first iteration 30 times; in each iteration 7 held-out
+    # prompts and 15 responses are scored
     message = cli.refusal(*with_function(tmp_path / "later", LATER.format(statement)))
     assert message.startswith(f"error: reward.terms.0.path: {tmp_path}/later/r.py:{reason}")
     assert " prompt key '" in message

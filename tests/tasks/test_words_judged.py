@@ -29,7 +29,7 @@ def own(prompt, response, answer): return float("<answer>RIGHT" in response)
 def trl(completions, **_): return [float("<answer>RIGHT" in c) for c in completions]
 def verl(data_source, solution_str, ground_truth, extra_info): return float("<answer>RIGHT" in solution_str)
 def whole(prompt, response, answer, turns): return float(any("<answer>RIGHT" in t.text for t in turns))
-def tagged(prompt, response, answer): return float("<answer>" in response)
+def tagged(prompt, response): return float("<answer>" in response)
 """
 TERMS = (("verifier", ""), ("function", "own"), ("trl", "trl"), ("verl", "verl"), ("function", "whole"))
 

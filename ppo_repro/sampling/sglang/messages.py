@@ -149,11 +149,15 @@ def read_completions(
         if any(not isinstance(row, list) or len(row) < 2 for row in rows) or [row[1] for row in rows] != tokens:
             raise ValueError("returned log-probs of other tokens than those of the response")
         ended = meta.get("finish_reason")
-        kind = ended.get("type") if isinstance(ended, dict) else ended
+        kind = ended.get("type") if isinstance(ended, dict) else None
+        if kind not in ("stop", "length"):
+            raise ValueError(f"ended a response with finish_reason {shown_value(ended)}; must be stop or length")
+        if tokens and tokens[-1] in end_ids:
+            kind = "stop"  # SGLang says `length` at a limit
         try:
             tokens, drawn, reason = checked_response((tokens, [row[0] for row in rows], kind), wanted)
         except RefusedError as error:
-            raise ValueError(f"returned {error}; check its context length and its end tokens") from error
+            raise ValueError(f"returned {error}") from error
         if any(float(np.float32(logprob)) != logprob for logprob in drawn):
             raise ValueError("returned a log-prob that is no float32; is this an SGLang server of a supported release?")
         latency, inputs = _field(meta, "e2e_latency", float), len(request.prompt_ids) + len(tokens) - 1

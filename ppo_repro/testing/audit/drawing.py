@@ -98,7 +98,8 @@ def left_out_of(subject: Subject, responses: Sequence[Response]) -> tuple[int, .
 
     Responses of one length ended at a limit, so that their end tokens were never drawn.
     """
-    if len({len(r.response_ids) for r in responses}) == 1:
+    lengths = {len(r.response_ids) for r in responses}
+    if len(responses) > 1 and len(lengths) == 1 and lengths != {1}:
         return ()
     model = subject.model
     others = (getattr(of, "eos_token_id", None) for of in (model.config, model.generation_config))

@@ -103,6 +103,8 @@ def _causes(subject: Subject, responses: Sequence[Response], sampling: Sampling,
     """Return the causes that explain tokens that were not drawn from the likeliest of the distributions."""
     say("audit: tokens were not drawn from the log-probs; looks for the cause")
     name = drawn_from(tallies)
+    if not tallies[name].draws().tokens:
+        return ""  # no drawn token is possible at all
     causes = DrawCauses(tallies[name], sampling.temperature)
     with float64(subject.model):
         for _, piece, counts in pieces_of(subject.model, responses, is_wide=True):

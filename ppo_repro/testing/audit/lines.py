@@ -39,7 +39,7 @@ def lines(found: Audit, skipped: int = 0, unread: int = 0) -> list[str]:
 
 
 def _drawn(found: Audit) -> list[str]:
-    if not found.draws.tokens:
+    if not (found.draws.tokens or found.draws.impossible):
         return []
     if found.are_drawn:
         return [f"draws: right: {found.draws.sentence()}"]

@@ -56,7 +56,7 @@ def test_paired_by_hand() -> None:
         ({"b": "p"}, "name two labels"),
         ({"metric": "cell"}, "is not a column of numbers; there are seed, final.score"),
         ({"margin": 0.0}, "margin = 0.0: must be positive"),
-        ({"alpha": 1.0}, "alpha = 1.0: must be between 0 and 1"),
+        ({"alpha": 0.5}, "alpha = 0.5: must be greater than 0 and less than 0.5"),
     ],
 )
 def test_wrong_input(change: dict[str, object], said: str) -> None:

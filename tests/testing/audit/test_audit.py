@@ -31,6 +31,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.testing.audit import case, forward, measure, reference, search, side
 from ppo_repro.testing.audit.case import case_of
 from ppo_repro.testing.audit.distributions import DEFINITIONS
+from ppo_repro.testing.audit.drawing import left_out_of
 from ppo_repro.testing.audit.judge import Audit, audit
 from ppo_repro.testing.audit.lines import lines
 from ppo_repro.testing.audit.reference import Recorded, Reference
@@ -251,6 +252,17 @@ def test_other_weights_without_the_tokens_of_the_dump_are_refused(made: Material
     ):
         with pytest.raises(UserError, match=words):
             judged(made, Subject(made.model, {"weights of other": small_model(config, 4)}), good, good)
+
+
+def test_end_tokens_are_judged_where_a_limit_ended_the_responses(made: Material, subject: Subject) -> None:
+    """Several responses of one length, longer than one token; other dumps without end tokens are of texts."""
+    values = made.logprobs()
+
+    def left_out(tokens: int, responses: int) -> bool:
+        ids = {"response_ids": (68,) * tokens, "counts": np.ones(tokens, bool)}
+        return EOS_ID in left_out_of(subject, [replace(r, **ids) for r in made.dump(values, values)[:responses]])
+
+    assert [left_out(2, 5), left_out(1, 5), left_out(2, 1)] == [False, True, True]
 
 
 def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Material, subject: Subject) -> None:

@@ -79,6 +79,20 @@ def test_a_sampler_without_the_given_cut_is_found(cli: Cli, dump: tuple[Path, Pa
     assert re.search(r"draws: \d+ of \d+ tokens have probability 0: does the sampler make the given cuts\?", out), out
 
 
+def test_drawn_tokens_that_are_all_impossible_are_counted(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in dump[0].read_text().splitlines()]
+    unlikely = [row for row in rows if row["rollout_logprobs"][0] < -1.5][:4]  # the likeliest has more than 0.2
+    assert len(unlikely) == 4
+    path = tmp_path / "unlikely.jsonl"
+    path.write_text(
+        "".join(json.dumps({n: v if n == "prompt_ids" else v[:1] for n, v in r.items()}) + "\n" for r in unlikely)
+    )
+    sides = ("--sampler-logprobs", "tempered", "--trainer-logprobs", "tempered")
+    code, out, _ = cli("audit", path, "--model", dump[1], "--top-k", "1", *sides)
+    assert code == 1
+    assert "draws: 4 of 4 tokens have probability 0" in out, out
+
+
 def test_a_dump_without_end_tokens_accuses_nobody_of_a_ban(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
     rows = [json.loads(line) for line in dump[0].read_text().splitlines()]
     cut = [{**row, **{name: row[name][:-1] for name in row if name != "prompt_ids"}} for row in rows]
@@ -212,6 +226,7 @@ def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp
         (["--responses", "0"], "--responses 0: must be at least 1"),
         (["--threads", "0"], "--threads 0: must be at least 1"),
         (["--format", "verl"], "row 1: no column 'rollout_log_probs'"),
+        (["--repetition-penalty", "inf"], "--repetition-penalty inf: must be greater than 0 and finite"),
         (["--min-p", "1"], "--min-p 1.0: must be at least 0 and below 1"),
         (["--device", "cuda"], "--device cuda: torch sees no CUDA device"),
         (["--model", "nowhere"], "nowhere"),

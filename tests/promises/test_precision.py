@@ -15,6 +15,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.numerics import build
 from ppo_repro.records import manifest
+from ppo_repro.records.folder import ACCURACY_NAME
 from tests.support.cli import Cli
 from tests.support.language import fork, rerun, run, tiny_run
 from tests.support.models import source_model
@@ -100,6 +101,7 @@ def test_a_run_is_rerun_and_its_precision_changes_in_a_fork_alone(cli: Cli, high
     origin = manifest.load(forked).origin
     assert origin is not None
     assert origin.changed["numerics.precision"] == ["high", "highest"]
+    assert [ACCURACY_NAME in manifest.load(path).notes for path in (kept, forked)] == [True, False]
     assert rerun(forked).difference is None
     assert "precision: highest" in (forked / "config.yaml").read_text()
     assert recorded_iterations(forked) == 3

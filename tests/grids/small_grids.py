@@ -11,7 +11,8 @@ from ppo_repro.grids.cell import run_of
 from ppo_repro.grids.grid import Outcome
 from tests.support.paths import TINY
 
-FREE_CALLS = 50  # of the reward function, in each process; more than two iterations make, and an evaluation
+# of the reward function, in each process: more than its checks, two iterations and an evaluation make
+FREE_CALLS = 88
 
 
 def grid_file(folder: Path, axes: dict[str, object], seeds: Sequence[int], **fields: object) -> Path:

@@ -159,6 +159,7 @@ def use_card(driver: Path) -> Card:
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda: None,
         "max_memory_allocated": lambda: 0,
+        "is_bf16_supported": lambda including_emulation=True: True,
         "current_stream": current_stream,
     }
     for name, function in functions.items():

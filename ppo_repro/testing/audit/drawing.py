@@ -96,7 +96,8 @@ def among_others(logits: Tensor, left_out: Sequence[int]) -> Tensor:
 def left_out_of(subject: Subject, responses: Sequence[Response]) -> tuple[int, ...]:
     """Return the end tokens if no response has one, as in a dump of texts.
 
-    Responses of one length ended at a limit, so that their end tokens were never drawn.
+    Several responses of one length ended at a limit, so that their end tokens were never drawn; texts of one token did
+    not.
     """
     lengths = {len(r.response_ids) for r in responses}
     if len(responses) > 1 and len(lengths) == 1 and lengths != {1}:

@@ -178,6 +178,7 @@ INLINE void chain_block(const float *restrict dy, const float *restrict x, int t
     Wide row = wide_at(x + t * COLS);
     for (int i = 0; i < ROWS; i++) acc[i] = chain_step(dy + t * ROWS + i, row, acc[i], is_high);
   }
+#pragma clang loop unroll(full)  // or the sums do not stay in registers
   for (int i = 0; i < ROWS; i++) acc[i] = sum[i] + sum_of_block(acc[i], dy[i], wide_at(x), is_high);
   if (ends) {
     for (int i = 0; i < ROWS; i++) sum[i] = (Wide)0.0f;

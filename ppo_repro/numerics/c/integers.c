@@ -118,6 +118,12 @@ INLINE Wide remainder_weight(Ints small, int n) {
   return (Wide)((2 * small > n) & (Ints)(Wide)(1.0f / REMAINDER_SCALE));
 }
 
+// The pairs of n numbers. Of a whole block the size is a constant, which makes vectors.
+INLINE void copy_pairs(float *to, const float *pairs, int n) {
+  if (n == BLOCK) copy_floats(to, pairs, BLOCK / 2);
+  else copy_floats(to, pairs, (n + 1) / 2);
+}
+
 // A row x [terms] to its blocks, each with its remainders; where a row is not `asked`, none is mostly small
 static void integer_row(const float *x, int terms, int asked, float *to) {
   for (int k0 = 0; k0 < terms; k0 += BLOCK) {
@@ -144,8 +150,8 @@ static void integer_row(const float *x, int terms, int asked, float *to) {
       *(Shorts *)(pairs + k / 2) = __builtin_convertvector(X, Shorts);
       *(Shorts *)(rest_pairs + k / 2) = __builtin_convertvector(remainders_of(some, scales.up, X), Shorts);
     }
-    copy_floats(to + 1, pairs, (n + 1) / 2);
-    copy_floats(rest + 1, rest_pairs, (n + 1) / 2);
+    copy_pairs(to + 1, pairs, n);
+    copy_pairs(rest + 1, rest_pairs, n);
     to[0] = scales.down[0];
     rest[0] = asked ? remainder_weight((Ints)__builtin_reduce_add(small), n)[0] : 0.0f;
     to = rest + steps_of(PRECISION_HIGH, n);

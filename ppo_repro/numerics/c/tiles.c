@@ -60,6 +60,7 @@ INLINE void add_tile(const BlockOfProduct *a, const float *restrict w, float *re
         acc[i][p] = chain_step(at, column[p], acc[i][p], is_high);
       }
   }
+#pragma clang loop unroll(full)  // here too, or each tile begins with zeros in memory
   for (int i = 0; i < rows; i++)
     for (int p = 0; p < panels; p++) {
       Wide *out = (Wide *)(y + i * y_row + p * COLS);

@@ -220,8 +220,6 @@ def _sampler(config: RunConfig) -> Iterator[str]:
     of_plugin = engine.kind == "sglang" and engine.numerics == "deterministic"  # our kernels inside SGLang
     if of_plugin and native:
         yield "rollout.engine.numerics = deterministic needs numerics.mode = deterministic; stock goes with both"
-    if of_plugin and config.numerics.precision == "high":
-        yield "numerics.precision = high needs rollout.engine.kind = torch: our kernels in SGLang compute highest only"
     for field, value, whole in (("top_k", config.rollout.top_k, 0), ("top_p", config.rollout.top_p, 1)):
         if config.rollout.engine_without_promise and value != whole:
             choice = "numerics = stock" if engine.kind == "sglang" else "kind = function"

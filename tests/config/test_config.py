@@ -208,10 +208,6 @@ def test_a_file_for_another_command_is_named(path: Path, kind: str, command: str
         (["ppo.objective={kind: clip, dual_clip: 1.1}"], "ppo.objective: dual_clip = 1.1 must be greater than 1 + the"),
         (["model.hidden_size=34"], "model: hidden_size must be an even multiple of num_attention_heads"),
         (["numerics.precision=high", "numerics.mode=native"], "numerics: precision = high needs mode = deterministic"),
-        (
-            ["numerics.precision=high", f"rollout.engine={SGLANG}"],
-            "numerics.precision = high needs rollout.engine.kind = torch: our kernels in SGLang compute highest only",
-        ),
         ([ROUNDED, "numerics.mode=native"], "mismatch.sampler.precision needs numerics.mode = deterministic, whose"),
         (
             [STOCK, f"rollout.engine={SGLANG}"],

@@ -25,6 +25,8 @@ from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.sglang import command
 from ppo_repro.sampling.sglang.client import Call, ask
 from ppo_repro.sampling.sglang.engine import SGLangEngine
+from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES
+from ppo_repro.stages.agreement import UnequalBits
 from tests.support.cli import sets
 from tests.support.language import rerun, small_run
 from tests.support.models import CONTEXT, ragged, source_model, unequal
@@ -267,6 +269,22 @@ def test_two_processes_on_servers_are_one_process_on_the_built_in_engine(
     there = run_below(tmp_path / "two")
     here = small_run(tmp_path, *fields)
     assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
+
+
+def test_a_run_in_high_is_the_run_of_the_built_in_engine_and_needs_servers_in_high(
+    deterministic: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = *WARM, "numerics.precision=high", "rollout.top_p=0.9"
+    there = small_run(tmp_path, *common, "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}")
+    here = small_run(tmp_path, *common)
+    assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
+    in_highest = *common, "rollout.engine.kind=sglang", deterministic.urls
+    with pytest.raises(UserError, match=rf"serves \['{ARCHITECTURES['highest']}'\]; .*numerics.precision = high$"):
+        small_run(tmp_path, *in_highest)
+    monkeypatch.setattr("ppo_repro.sampling.sglang.engine.check_server", lambda *_: {})
+    with pytest.raises(UnequalBits, match="rollout_logprobs"):
+        small_run(tmp_path, *in_highest)
+    deterministic.forget()
 
 
 def test_a_run_of_a_mixture_that_is_behind_is_the_run_of_the_built_in_engine(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ import ppo_repro
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.rollout import SGLangServers
-from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURE, ATTENTION_BACKEND
+from ppo_repro.config.run import NumericsConfig
+from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES, ATTENTION_BACKEND
 
 RETURN_ROUTES = "--enable-return-routed-experts"
 # environment variables that only the run needs: its import path, and its rank among processes
@@ -95,14 +96,20 @@ def look_into(engine: SGLangServers) -> Interpreter:
 
 
 def server_arguments(
-    engine: SGLangServers, layout: LayoutConfig, max_context: int, model: Path, port: int, version: str, routes: bool
+    engine: SGLangServers,
+    layout: LayoutConfig,
+    numerics: NumericsConfig,
+    model: Path,
+    port: int,
+    version: str,
+    routes: bool,
 ) -> list[str]:
     """Return the arguments of sglang.launch_server; the configuration's arguments come last.
 
     Args:
         engine: the run's section on servers.
         layout: the run's section on layout.
-        max_context: tokens of prompt and response together.
+        numerics: the run's section on numerics.
         model: folder of the policy.
         port: port of the server.
         version: version of the weights in the folder.
@@ -114,7 +121,7 @@ def server_arguments(
         ("--host", "127.0.0.1"),
         ("--port", str(port)),
         ("--device", "cpu"),
-        ("--context-length", str(max_context + SPARE_CONTEXT)),
+        ("--context-length", str(numerics.max_context + SPARE_CONTEXT)),
         ("--max-running-requests", str(layout.rollout_slots)),
         ("--weight-version", version),
     ]
@@ -122,9 +129,9 @@ def server_arguments(
         pairs.append(("--chunked-prefill-size", str(layout.prefill_chunk)))
     if "--max-total-tokens" not in configured:
         # the default is a share of all memory, which SGLang fills with zeros before the first request
-        pairs.append(("--max-total-tokens", str(layout.rollout_slots * (max_context + SPARE_CONTEXT))))
+        pairs.append(("--max-total-tokens", str(layout.rollout_slots * (numerics.max_context + SPARE_CONTEXT))))
     if engine.numerics == "deterministic":
-        architectures = json.dumps({"architectures": [ARCHITECTURE]})
+        architectures = json.dumps({"architectures": [ARCHITECTURES[numerics.precision]]})
         pairs += [("--attention-backend", ATTENTION_BACKEND), ("--dtype", "float32")]
         pairs += [("--json-model-override-args", architectures)]
     else:

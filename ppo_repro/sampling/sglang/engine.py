@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.files import atomic_write, whole_folder
 from ppo_repro.config.rollout import SGLangServers
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import NumericsConfig, RunConfig
 from ppo_repro.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.models.folders import write_sampled
 from ppo_repro.numerics.families import routers
@@ -38,7 +38,7 @@ from ppo_repro.sampling.sglang.command import (
     server_environment,
 )
 from ppo_repro.sampling.sglang.messages import generate_body, read_completions, routed_layers
-from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURE, ATTENTION_BACKEND, DIGEST
+from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES, ATTENTION_BACKEND, DIGEST
 from ppo_repro.sampling.sglang.server import Server, Waiting, death, end, free_port, start, wait_until_ready
 
 NOTES = "servers.json"
@@ -51,13 +51,13 @@ RECORDED = (
 )
 
 
-def check_server(url: str, engine: SGLangServers, max_context: int, routes: bool) -> dict[str, Any]:
+def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, routes: bool) -> dict[str, Any]:
     """Return the settings of a server. Raises UserError if the server would not sample as the run needs.
 
     Args:
         url: address of the server.
         engine: the run's section on servers.
-        max_context: tokens of prompt and response together, for which the server must have room.
+        numerics: the run's section on numerics.
         routes: whether the server must return the experts of each token.
     """
     info, model = ask(url, "/server_info", engine.timeout_s), ask(url, "/model_info", engine.timeout_s)
@@ -75,14 +75,16 @@ def check_server(url: str, engine: SGLangServers, max_context: int, routes: bool
     required: dict[str, Any] = {"sampling_backend": "pytorch", "speculative_algorithm": None}
     if engine.numerics == "deterministic":
         required |= {"attention_backend": ATTENTION_BACKEND, "dtype": "float32"}
-        if model.get("architectures") != [ARCHITECTURE]:
+        wanted = [ARCHITECTURES[numerics.precision]]
+        if model.get("architectures") != wanted:
             raise UserError(
-                f"{url}: serves {model.get('architectures')}; rollout.engine.numerics = deterministic needs the plugin"
+                f"{url}: serves {model.get('architectures')}; rollout.engine.numerics = deterministic needs the "
+                f"plugin's {wanted} for numerics.precision = {numerics.precision}"
             )
     for name, value in required.items():
         if info.get(name) != value:
             raise UserError(f"{url}: has {name} = {info.get(name)!r}; must be {value!r}")
-    context, least = info.get("context_length"), max_context + SPARE_CONTEXT
+    context, least = info.get("context_length"), numerics.max_context + SPARE_CONTEXT
     if isinstance(context, int) and context < least:
         raise UserError(
             f"{url}: has --context-length {context}; must be at least numerics.max_context + {SPARE_CONTEXT} "
@@ -135,7 +137,7 @@ class SGLangEngine:
         """
         settings = config.rollout.engine
         assert isinstance(settings, SGLangServers)
-        self.settings, self.layout, self.max_context = settings, config.layout, config.numerics.max_context
+        self.settings, self.layout, self.numerics = settings, config.layout, config.numerics
         self.policy, self.stop_ids, self.folder = policy, stop_ids, folder
         self._routed = routed_layers(policy) if config.asks_for_routes and routers(policy) else None
         self.model_folder, self._is_deterministic = folder / "model", settings.numerics == "deterministic"
@@ -175,7 +177,7 @@ class SGLangEngine:
         for server in self.servers:
             if server.process is not None:
                 wait_until_ready(server, self.settings.timeout_s, waiting)
-            has = check_server(server.url, self.settings, self.max_context, self._routed is not None)
+            has = check_server(server.url, self.settings, self.numerics, self._routed is not None)
             notes.append({"url": server.url, "server": has, "interpreter": interpreter and asdict(interpreter)})
         text = json.dumps(notes, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         atomic_write(self.folder / NOTES, text.encode())
@@ -183,7 +185,7 @@ class SGLangEngine:
     def _start(self, index: int, digest: str, temporary: Path) -> Server:
         port, settings = free_port(), self.settings
         arguments = server_arguments(
-            settings, self.layout, self.max_context, self.model_folder, port, digest, self._routed is not None
+            settings, self.layout, self.numerics, self.model_folder, port, digest, self._routed is not None
         )
         environment = {**server_environment(os.environ, self.layout.threads), "TMPDIR": str(temporary)}
         command = [settings.python or sys.executable, "-m", "sglang.launch_server", *arguments]
@@ -200,7 +202,7 @@ class SGLangEngine:
         vocab_size = self.policy.config.vocab_size
         routed = self._routed if sampling.routes else None
         bodies = [
-            generate_body(batch, sampling, self.stop_ids, vocab_size, self.max_context, routed is not None)
+            generate_body(batch, sampling, self.stop_ids, vocab_size, self.numerics.max_context, routed is not None)
             for _, batch in work
         ]
         answers = self._ask([server for server, _ in work], bodies, digest)

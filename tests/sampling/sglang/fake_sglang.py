@@ -48,6 +48,7 @@ class FakeServer(ThreadingHTTPServer):
             "attention_backend": "ppo_repro" if deterministic else "torch_native",
             "dtype": "float32",
         }
+        self.architecture = "PpoReproForCausalLM" if deterministic else "Qwen3ForCausalLM"
 
     @property
     def url(self) -> str:
@@ -59,8 +60,8 @@ class FakeServer(ThreadingHTTPServer):
         if path == "/server_info":
             return 200, self.info
         if path == "/model_info":
-            name = "PpoReproForCausalLM" if self.deterministic else "Qwen3ForCausalLM"
-            return 200, {"is_generation": True, "weight_version": self.version, "architectures": [name]}
+            architectures = [self.architecture]
+            return 200, {"is_generation": True, "weight_version": self.version, "architectures": architectures}
         if path == "/get_weights_by_name":
             return 200, list(self.version.encode())
         if path == "/generate":
@@ -165,6 +166,8 @@ def main(arguments: list[str]) -> None:
         sys.exit(7)
     deterministic = value["--attention-backend"] == "ppo_repro"
     server = FakeServer(int(value["--port"]), value["--weight-version"], deterministic, vocab_size=20)
+    if deterministic:
+        [server.architecture] = json.loads(value["--json-model-override-args"])["architectures"]
     if "never ready" in misbehave:
         server.faults["/health"] = lambda *_: (503, "")
 

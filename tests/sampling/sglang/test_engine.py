@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import PromiseBroken, UserError
+from ppo_repro.base.mode import Precision
 from ppo_repro.engine import Request, Sampling
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.sampling.sglang.engine import SGLangEngine
+from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES
 from tests.sampling.sglang.fake_sglang import FakeServer, serving, token_of
 from tests.support.models import VOCAB, source_model
 from tests.support.runs import small_config
@@ -188,3 +190,16 @@ def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
         plain.info |= {"attention_backend": "ppo_repro"}
         with pytest.raises(UserError, match="needs the plugin"), engine_on([plain], policy, tmp_path, config):
             pass
+
+
+@pytest.mark.parametrize("wanted", ARCHITECTURES)
+@pytest.mark.parametrize("has", ARCHITECTURES)
+def test_a_server_of_another_precision_is_refused_at_the_start(
+    wanted: str, has: Precision, policy: PreTrainedModel, tmp_path: Path
+) -> None:
+    with serving(deterministic=True) as server, ExitStack() as stack:
+        server.architecture = ARCHITECTURES[has]
+        if has != wanted:
+            message = rf"serves \['{server.architecture}'\]; .* for numerics.precision = {wanted}$"
+            stack.enter_context(pytest.raises(UserError, match=message))
+        stack.enter_context(engine_on([server], policy, tmp_path, f"numerics.precision={wanted}"))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Request, Sampling
-from ppo_repro.sampling.sglang.engine import SGLangEngine
+from ppo_repro.sampling.sglang.engine import NOTES, SGLangEngine
 from ppo_repro.sampling.sglang.server import free_port
 from tests.sampling.sglang.fake_sglang import fake_python
 from tests.support.cli import sets
@@ -40,10 +40,11 @@ def policy() -> PreTrainedModel:
 
 @contextmanager
 def started(
-    folder: Path, policy: PreTrainedModel, *misbehave: str, timeout: int = 20, count: int = 1
+    folder: Path, policy: PreTrainedModel, *misbehave: str, timeout: int = 20, count: int = 1, high: bool = False
 ) -> Iterator[SGLangEngine]:
     python = fake_python(folder, PACKAGE, *misbehave)
-    sets = f"rollout.engine.servers={count}", f"rollout.engine.timeout_s={timeout}"
+    servers = f"rollout.engine.servers={count}", f"rollout.engine.timeout_s={timeout}"
+    sets = *servers, f"numerics.precision={'high' if high else 'highest'}"
     config = small_config("rollout.engine.kind=sglang", f"rollout.engine.python={python}", *sets)
     with SGLangEngine(config, policy, frozenset({1}), folder / "sglang").running(lambda seconds: None) as opened:
         yield opened
@@ -60,6 +61,12 @@ def test_no_program_that_connects_takes_the_port_of_a_server_that_starts() -> No
     ports = {free_port() for _ in range(8)}
     assert len(ports) > 1
     assert max(ports) + 1000 < first, "SGLang takes further ports up to 1,000 above its own"
+
+
+def test_servers_are_started_in_the_precision_of_the_run(policy: PreTrainedModel, tmp_path: Path) -> None:
+    with started(tmp_path, policy, high=True):
+        pass
+    assert "PpoReproHighForCausalLM" in (tmp_path / "sglang" / NOTES).read_text()
 
 
 def test_servers_end_with_the_block_and_with_all_their_processes(policy: PreTrainedModel, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.sampling.sglang.plugin.model import PpoReproForCausalLM
-from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURE, ATTENTION_BACKEND
+from ppo_repro.sampling.sglang.plugin.names import ATTENTION_BACKEND
 from ppo_repro.sampling.sglang.plugin.pool import PoolCache
 from ppo_repro.sampling.sglang.plugin.sampler import DeterministicSampler
 
@@ -39,8 +39,7 @@ def make_backend(runner: Any) -> NoAttention:
 
     arguments, pool = runner.server_args, runner.token_to_kv_pool
     required: list[tuple[str, object, object]] = [
-        ("the model class", type(runner.model).__name__, ARCHITECTURE),
-        ("the model", isinstance(runner.model, PpoReproForCausalLM), True),
+        ("the model class", type(runner.model), PpoReproForCausalLM),
         ("the sampler", type(runner.sampler).__name__, DeterministicSampler.__name__),
         ("--enable-deterministic-inference", arguments.enable_deterministic_inference, True),
         ("--device", runner.device, "cpu"),

@@ -20,7 +20,7 @@ from ppo_repro.numerics.network import Network, network_of
 from ppo_repro.numerics.sequences import index, ragged
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.sampling.sglang.plugin.logits import Logits
-from ppo_repro.sampling.sglang.plugin.names import DIGEST
+from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES, DIGEST
 from ppo_repro.sampling.sglang.plugin.pool import PoolCache
 
 # on CPUs SGLang pads these widths to multiples of 32 for its own kernels, and keeps the model's as `original_..`
@@ -116,7 +116,8 @@ def _lowered(config: PretrainedConfig) -> PreTrainedModel:
     context = get_server_args().context_length
     if context is None:
         raise UserError("--context-length: deterministic numerics in SGLang need it; each request has so much memory")
-    return lower(model, Lowered(min(context, positions_of(stock))))
+    precision = next(known for known, name in ARCHITECTURES.items() if name in config.architectures)
+    return lower(model, Lowered(min(context, positions_of(stock)), precision=precision))
 
 
 def _spans(batch: ForwardBatch) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURE, ATTENTION_BACKEND
+from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES, ATTENTION_BACKEND
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ def register() -> None:
     register_attention_backend(ATTENTION_BACKEND)(make_backend)
     # deterministic mode forces the sampling backend of this name; a registered one has priority over the built-in one
     register_sampler_backend("pytorch", _make_sampler)
-    ModelRegistry.models[ARCHITECTURE] = PpoReproForCausalLM
+    ModelRegistry.models.update(dict.fromkeys(ARCHITECTURES.values(), PpoReproForCausalLM))
     HookRegistry.register(BATCH_INVARIANT_MODE, _without_kernels, HookType.AROUND)
     HookRegistry.register(SUPPORT_TRITON, _no_triton, HookType.AROUND)
 

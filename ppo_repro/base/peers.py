@@ -126,8 +126,7 @@ def _accept(size: int, store: Store) -> Peers:
             except TimeoutError:
                 missing = ", ".join(str(rank) for rank in range(size) if rank not in hosts)
                 raise UserError(f"rank {missing}: did not start within {JOINING:.0f} s; start every machine") from None
-            connection.settimeout(HELLO)
-            match _receive(connection):
+            match _receive(connection, HELLO):
                 case [given, int(rank), str(host)] if given == token:
                     hosts[rank], connections[rank] = host, connection
                     _watch(connection)
@@ -179,12 +178,16 @@ def _send(connection: socket.socket, value: object) -> None:
         return  # the other end is gone, and whoever listens to it hears that
 
 
-def _receive(connection: socket.socket) -> object:
-    """Return the next value; None if the connection closes first."""
-    received = bytearray()
+def _receive(connection: socket.socket, seconds: float | None = None) -> object:
+    """Return the next value; None if the connection closes first, or if the value takes more than some seconds."""
+    received, end = bytearray(), None if seconds is None else time.monotonic() + seconds
     try:
         while not received.endswith(b"\n"):
-            if not (part := connection.recv(1)):
+            if end is not None:  # of the whole value: whoever sends a byte now and then would keep the others waiting
+                if (left := end - time.monotonic()) <= 0:
+                    return None
+                connection.settimeout(left)
+            if not (part := connection.recv(1)):  # one: more would be of the next value
                 return None
             received += part
         return json.loads(received)

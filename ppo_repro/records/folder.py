@@ -28,6 +28,8 @@ TIMES_NAME = "times.json"
 CARD_NAME = "card.json"
 CHECKPOINTS_NAME = "checkpoints"
 CHECKPOINT = re.compile(r"checkpoints/iteration-(\d{6,})\.safetensors")
+_MODELS = "reference|final|value_model|base|adapter|reward_model|unequal"
+MODEL_FOLDER = re.compile(rf"checkpoints/({_MODELS})(\.tmp|\.removed)?(?=/|$)")  # or what a killed process left of it
 REFERENCE = "checkpoints/reference"  # with its tokenizer: what policy and value model started as, too
 FINAL = "checkpoints/final"  # the trained policy
 VALUE_MODEL = "checkpoints/value_model"  # the trained value model, or its head on the policy's trunk

@@ -114,9 +114,9 @@ def remove_unfinished(run_dir: Path, recorded: Manifest, contents: Verified) -> 
     try:
         for name in contents.unfinished:
             (run_dir / name).unlink(missing_ok=True)  # a manifest.json.tmp has become manifest.json
-        for models in sorted((run_dir / folder.CHECKPOINTS_NAME).rglob("*/"), reverse=True):  # inner folders first
-            if not any(models.iterdir()):
-                models.rmdir()
+        for inside in sorted((run_dir / folder.CHECKPOINTS_NAME).rglob("*/"), reverse=True):  # inner folders first
+            if folder.MODEL_FOLDER.match(inside.relative_to(run_dir).as_posix()) and not any(inside.iterdir()):
+                inside.rmdir()
     except OSError as error:
         raise UserError(f"{run_dir}: cannot be cleared ({error.strerror}); make the run folder writable") from error
 

@@ -15,6 +15,7 @@ from ppo_repro.records.folder import (
     CARD_NAME,
     CHECKPOINT,
     ENGINE_NAME,
+    MODEL_FOLDER,
     REPORT_NAME,
     SERVERS_NAME,
     TIMES_NAME,
@@ -30,7 +31,7 @@ _UNFINISHED = re.compile(
     rf"|({'|'.join(map(re.escape, (ACCURACY_NAME, CARD_NAME, TIMES_NAME)))}|resumed-\d{{3,}}\.json)(\.tmp)?"
     r"|records/\w+/(preparation|iteration=\d{6,})\.parquet(\.tmp)?"
     r"|checkpoints/(iteration-\d{6,}|final_state)\.safetensors(\.tmp)?"
-    r"|checkpoints/(reference|final|value_model|base|adapter|reward_model|unequal)(\.tmp|\.removed)?/.+"
+    rf"|{MODEL_FOLDER.pattern}/.+"
 )
 
 

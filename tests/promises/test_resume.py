@@ -74,8 +74,13 @@ def test_a_reference_that_no_manifest_lists_yet_is_saved_again(recorded: Recorde
     templates = run_dir / reference / "additional_chat_templates"
     templates.mkdir()
     (templates / "tool_use.jinja").write_text("{{ messages }}")
+    of_the_user = [run_dir / "checkpoints" / name for name in ("mine", "final-of-mine")]
+    for folder in of_the_user:
+        folder.mkdir()
     assert resume(run_dir) == Resumed(0, 1)
     recorded.require_same(run_dir)
+    assert not templates.exists()
+    assert all(folder.exists() for folder in of_the_user), "empty, and none of the run's"
 
 
 def altered(run_dir: Path, change: Callable[[Checkpoint], Checkpoint]) -> None:

@@ -25,7 +25,7 @@ from ppo_repro.records.folder import (
     read_accuracy,
     read_card,
 )
-from ppo_repro.records.manifest import Head, Manifest, load_head
+from ppo_repro.records.manifest import Head, Manifest, load, load_head
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 
 PHASES = ("rollout", "forward", "update")  # phases that handle tokens
@@ -54,7 +54,8 @@ class Summary:
 
 def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary:
     """Return the summary of a complete run; `seconds` by phase replace the recorded seconds."""
-    recorded, rows = reader.open_manifest(run_dir), reader.read_iterations(run_dir)
+    recorded = reader.open_manifest(run_dir)
+    rows = reader.read_iterations(run_dir, recorded=recorded)
     figures: Figures = {
         "run_dir": str(run_dir),
         "fingerprint": recorded.fingerprint,
@@ -81,7 +82,7 @@ def score_of(run_dir: Path, head: Head) -> float | None:
         # a fork's origin may have been evaluated at other iterations
         last = max((head.num_iterations - 1) // every * every, head.own_iterations.start - 1)
         column = {LANGUAGE: "eval_score", CONTROL: "episode_return_mean", DPO: "eval_pair_accuracy"}[head.kind]
-        read = partial(reader.read_iterations, run_dir, columns=[column], allow_incomplete=True)
+        read = partial(reader.read_iterations, run_dir, columns=[column], recorded=load(run_dir))
         found = (read(iterations=[index])[column].item() for index in range(last, -1, -1))
     return next((float(value) for value in found if _is_number(value)), None)
 
@@ -127,7 +128,7 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
     agreement = _agreement(own, figures, config.ppo.ratio_anchor, config.value.kind != "none")
     cut = cut_fraction(own)
     # tokens that were encoded again were not drawn
-    draws = NONE if config.mismatch.trainer.retokenize else _draws(run_dir, recorded.own_iterations)
+    draws = NONE if config.mismatch.trainer.retokenize else _draws(run_dir, recorded)
     figures |= {
         "sampled_score_first": float(rows["score_mean"].iloc[0]),
         "sampled_score_last": float(rows["score_mean"].iloc[-1]),
@@ -162,11 +163,11 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
     ]
 
 
-def _draws(run_dir: Path, iterations: range) -> Draws:
-    """Measure the draws of the recorded tokens of some iterations, one iteration in memory at a time."""
+def _draws(run_dir: Path, recorded: Manifest) -> Draws:
+    """Measure the draws of the tokens of a run's own iterations, one iteration in memory at a time."""
     found = NONE
-    for index in iterations:
-        tokens = reader.read_tokens(run_dir, iterations=[index], columns=DRAWN, allow_incomplete=True)
+    for index in recorded.own_iterations:
+        tokens = reader.read_tokens(run_dir, iterations=[index], columns=DRAWN, recorded=recorded)
         found += draws_of_records(index, tokens)
     return found
 

@@ -182,11 +182,17 @@ def test_what_a_fork_must_keep_is_compared_by_value(origin: Path, tmp_path: Path
         fork(origin, tmp_path / "forks", 2, "task.num_eval_prompts=3")
 
 
-def test_a_fork_that_has_evaluated_nothing_yet_has_the_score_of_its_origin(origin: Path, tmp_path: Path) -> None:
-    """The origin was not evaluated at iteration 3, where the fork would have been."""
+def test_a_fork_that_has_evaluated_nothing_yet_has_the_score_of_its_origin(
+    origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The origin was not evaluated at iteration 3, where the fork would have been. The manifest is read once."""
     forked = fork(origin, tmp_path, 4, "evaluation.every=3", "ppo.iterations=6")
     cut_back(forked, 5, "interrupted")
-    assert score_of(forked, manifest.load_head(forked)) == reader.read_iterations(origin)["eval_score"][0]
+    head, read, log = manifest.load_head(forked), list[Path](), manifest.read_log
+    monkeypatch.setattr(manifest, "read_log", lambda run_dir, *about: read.append(run_dir) or log(run_dir, *about))
+    score = score_of(forked, head)
+    assert read == [forked]
+    assert score == reader.read_iterations(origin)["eval_score"][0]
 
 
 def test_a_fork_without_the_tokenizer_of_its_origin_is_refused(origin: Path, tmp_path: Path) -> None:

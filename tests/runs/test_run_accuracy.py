@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import ACCURACY_NAME, Accuracy, read_accuracy
 from ppo_repro.runs.summary import summarise
@@ -27,6 +29,15 @@ def test_a_run_records_and_tells_it(deterministic_run: Path) -> None:
     assert summary.figures["numerical_accuracy"] == asdict(found)
     assert found.sentence() in summary.sentences
     assert ACCURACY_NAME in manifest.load(deterministic_run).notes
+
+
+def test_a_summary_reads_the_manifest_as_often_for_every_length_of_a_run(
+    deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, log = list[Path](), manifest.read_log
+    monkeypatch.setattr(manifest, "read_log", lambda run_dir, *about: read.append(run_dir) or log(run_dir, *about))
+    assert summarise(deterministic_run).figures["iterations"] == 3
+    assert 0 < len(read) < 3, "and not once for each iteration"
 
 
 def test_measuring_changes_no_bit(deterministic_run: Path, tmp_path: Path) -> None:

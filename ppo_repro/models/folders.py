@@ -45,6 +45,17 @@ def write_model(model: PreTrainedModel, folder: Path, original_format: bool = Tr
     model.save_pretrained(folder, state_dict=state, max_shard_size=FILE_BYTES, save_original_format=original_format)
 
 
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a model and its tokenizer as a transformers folder, completely or not at all.
+
+    Raises UserError if that fails.
+    """
+    with whole_folder(folder) as temporary:
+        write_model(model, temporary)
+        tokenizer.save_pretrained(temporary)
+        write_sums(temporary)
+
+
 def try_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Save all files of a model except its weights into a temporary folder, because a run saves them at its end.
 
@@ -186,15 +197,3 @@ def require_same_tokens(policy: PreTrainedTokenizerBase, reward: PreTrainedToken
             f"the reward model has another tokenizer than the policy: token {token!r} is {ours.get(token)} in the "
             f"policy's and {theirs.get(token)} in the reward model's; use models with the same tokenizer"
         )
-
-
-def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a folder for AutoModelForSequenceClassification, completely or not at all.
-
-    transformers' own forward reads the score at the last token that is not `pad_token_id`. If that is the end token,
-    its scores differ from ours. Raises UserError if saving fails.
-    """
-    with whole_folder(folder) as temporary:
-        model.save_pretrained(temporary, state_dict={name: x.cpu() for name, x in model.state_dict().items()})
-        tokenizer.save_pretrained(temporary)
-        write_sums(temporary)

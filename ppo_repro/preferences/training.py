@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +13,9 @@ from transformers import PreTrainedModel
 from ppo_repro.base.mode import Mode
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import permutation
+from ppo_repro.config.dpo import DPOUpdate
 from ppo_repro.config.layout import LayoutConfig
-from ppo_repro.config.run import NumericsConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import RewardModelTraining
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores
@@ -69,39 +69,49 @@ def _pair_chunks(count: int, sequences: int) -> list[list[int]]:
     return [chunk.tolist() for chunk in torch.arange(count).split(max(1, sequences // 2) if sequences else count)]
 
 
-def preference_steps(
-    model: PreTrainedModel,
-    optimizer: Optimizer,
-    count: int,
-    minibatch_size: int,
-    micro_batch: int,
-    seed: int,
-    epoch: int,
-    losses_of: LossesOf,
-    ranks: Ranks,
-) -> Iterator[PreferenceStep]:
-    """Train `model` in place for one epoch, on the mean loss of each minibatch of pairs, shuffled by seed.
+@dataclass(frozen=True)
+class PairTraining:
+    """The training of a model on pairs; `losses_of` gives losses and margins of some of the `count` pairs."""
 
-    The losses are not averaged in autograd: the backward pass of each pair starts from 1 / P, with P pairs in the
-    minibatch.
+    model: PreTrainedModel
+    optimizer: Optimizer
+    losses_of: LossesOf
+    count: int
+    settings: RewardModelTraining | DPOUpdate  # epochs, and pairs per step
+    micro_batch: int  # sequences per backward pass, two per pair; 0: the whole minibatch
+    seed: int  # of the run
+    ranks: Ranks  # each computes the gradients of its pairs in a minibatch
+    progress: Progress
 
-    Args:
-        model: policy or reward model.
-        optimizer: of the model.
-        count: pairs to train on.
-        minibatch_size: pairs per optimizer step; the last step may have fewer.
-        micro_batch: sequences per backward pass, two per pair; 0: the whole minibatch. Changes no result in
-            deterministic numerics.
-        seed: of the run.
-        epoch: from 0; every epoch has its own shuffle.
-        losses_of: returns losses and margins [m] of m pairs.
-        ranks: each computes the gradients of its pairs in a minibatch.
-    """
-    order = torch.from_numpy(permutation(count, "preference minibatches", seed, epoch))
-    for number, minibatch in enumerate(order.split(minibatch_size)):
-        indices = minibatch.tolist()
-        grad_norm, losses, margins = _preference_step(optimizer, indices, micro_batch, losses_of, ranks)
-        yield PreferenceStep(
+    def epoch(self, number: int) -> list[PreferenceStep]:
+        """Train the model in place for an epoch, on the mean loss of each minibatch of pairs, shuffled by seed.
+
+        The losses are not averaged in autograd: the backward pass of each pair starts from 1 / P, with P pairs in the
+        minibatch.
+        """
+        order = torch.from_numpy(permutation(self.count, "preference minibatches", self.seed, number))
+        minibatches, steps = order.split(self.settings.minibatch_size), list[PreferenceStep]()
+        for minibatch in minibatches:
+            steps.append(self._step(number, len(steps), minibatch.tolist()))
+            done, last = number * len(minibatches) + len(steps), self.settings.epochs * len(minibatches)
+            self.progress(done, last, steps[-1].loss)
+        return steps
+
+    def _step(self, epoch: int, number: int, indices: list[int]) -> PreferenceStep:
+        by_chunk: list[tuple[Tensor, Tensor]] = []
+        mine, slots_of_pairs = self.ranks.mine(len(indices)), slots_of_rank(len(indices), SLOTS, self.ranks)
+
+        def backward() -> None:
+            for chunk in _pair_chunks(len(mine), self.micro_batch):
+                *own, last = slots_of_pairs[chunk[0] : chunk[-1] + 2]
+                slots = ints([*np.repeat(own, 2), last])  # both sequences of a pair are in one
+                losses, margins = self.losses_of([indices[mine[i]] for i in chunk], slots)
+                torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
+                by_chunk.append((losses.detach(), margins.detach()))
+
+        grad_norm = self.optimizer.step(backward)
+        losses, margins = (torch.cat(column) for column in zip(*self.ranks.gather(by_chunk), strict=True))
+        return PreferenceStep(
             epoch=epoch,
             minibatch=number,
             pairs=len(indices),
@@ -109,31 +119,11 @@ def preference_steps(
             margin=mean_of(margins),
             accuracy=preference_accuracy(margins),
             grad_norm=grad_norm,
-            digest=weights_digest(model.named_parameters()),
+            digest=weights_digest(self.model.named_parameters()),
             indices=tuple(indices),
             losses=tuple(losses.tolist()),
             margins=tuple(margins.tolist()),
         )
-
-
-def _preference_step(
-    optimizer: Optimizer, indices: list[int], micro_batch: int, losses_of: LossesOf, ranks: Ranks
-) -> tuple[float, Tensor, Tensor]:
-    """Take one step on P pairs; return the norm of the gradient, and losses and margins [P] before the step."""
-    by_chunk: list[tuple[Tensor, Tensor]] = []
-    mine, slots_of_pairs = ranks.mine(len(indices)), slots_of_rank(len(indices), SLOTS, ranks)
-
-    def backward() -> None:
-        for chunk in _pair_chunks(len(mine), micro_batch):
-            *own, last = slots_of_pairs[chunk[0] : chunk[-1] + 2]
-            slots = ints([*np.repeat(own, 2), last])  # both sequences of a pair are in one
-            losses, margins = losses_of([indices[mine[i]] for i in chunk], slots)
-            torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
-            by_chunk.append((losses.detach(), margins.detach()))
-
-    grad_norm = optimizer.step(backward)
-    losses, margins = (torch.cat(column) for column in zip(*ranks.gather(by_chunk), strict=True))
-    return grad_norm, losses, margins
 
 
 @dataclass(frozen=True)
@@ -157,9 +147,7 @@ def train_reward_model(
     pairs: Sequence[Preference],
     eval_pairs: Sequence[Preference],
     settings: RewardModelTraining,
-    numerics: NumericsConfig,
-    layout: LayoutConfig,
-    seed: int,
+    config: RunConfig,
     progress: Progress,
     ranks: Ranks,
 ) -> RewardTraining:
@@ -172,23 +160,17 @@ def train_reward_model(
         pairs: to train on.
         eval_pairs: held out; their margins are measured before and after.
         settings: epochs, minibatch size, learning rate.
-        numerics: of the training.
-        layout: micro-batches and padding.
-        seed: of the order.
+        config: of the run, for numerics, layout and seed.
         progress: called with step, last step and loss in nats per pair after each step.
         ranks: the processes of the run.
 
     Raises:
         UserError: a pair does not fit the model.
     """
+    numerics, layout = config.numerics, config.layout
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
-    optimizer = Optimizer(
-        model,
-        AdamWSettings(learning_rate=settings.learning_rate, beta2=0.98),
-        numerics.mode,
-        ranks,
-    )
-    last = settings.epochs * math.ceil(len(pairs) / settings.minibatch_size)
+    adamw = AdamWSettings(learning_rate=settings.learning_rate, beta2=0.98)
+    optimizer = Optimizer(model, adamw, numerics.mode, ranks)
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
         scores = sequence_scores(model, sequences_of([pairs[i] for i in chunk]), layout.padding, slots, optimizer.sink)
@@ -200,98 +182,67 @@ def train_reward_model(
         scores = reward_scores(model, own, layout.padding, layout.forward_micro_batch)
         return tuple(ranks.gather((scores[0::2] - scores[1::2]).tolist()))
 
+    training = PairTraining(
+        model,
+        optimizer,
+        losses_of,
+        count=len(pairs),
+        settings=settings,
+        micro_batch=layout.update_micro_batch,
+        seed=config.seed,
+        ranks=ranks,
+        progress=progress,
+    )
     before = held_out_margins()
-    steps: list[PreferenceStep] = []
-    for epoch in range(settings.epochs):
-        taken = preference_steps(
-            model,
-            optimizer,
-            count=len(pairs),
-            minibatch_size=settings.minibatch_size,
-            micro_batch=layout.update_micro_batch,
-            seed=seed,
-            epoch=epoch,
-            losses_of=losses_of,
-            ranks=ranks,
-        )
-        for step in taken:
-            steps.append(step)
-            progress(len(steps), last, step.loss)
+    steps = [step for epoch in range(settings.epochs) for step in training.epoch(epoch)]
     return RewardTraining(tuple(pairs), tuple(eval_pairs), before, held_out_margins(), tuple(steps))
 
 
-def _pair_logprobs(
-    policy: PreTrainedModel,
-    pairs: Sequence[Preference],
-    temperature: float,
-    mode: Mode,
-    padding: str,
-    slots: Ints | None = None,
-    sums: GradientSums | None = None,
-) -> Tensor:
-    """Compute `pair_logprobs`, differentiable, in one forward pass."""
-    responses = [response for p in pairs for response in (p.chosen_ids, p.rejected_ids)]
-    batch = lay_out([p.prompt_ids for p in pairs for _ in range(2)], responses, padding, slots=slots).with_sums(sums)
-    logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, temperature, None, mode)
-    return sequence_logprobs(logprobs, torch.tensor([len(response) for response in responses])).view(-1, 2).T
+@dataclass(frozen=True)
+class PairScorer:
+    """A policy, and how it scores the responses of pairs: by the whole distribution softmax(logits / temperature)."""
 
+    policy: PreTrainedModel  # in training or frozen
+    temperature: float
+    mode: Mode
+    layout: LayoutConfig  # gives padding and the size of micro-batches
 
-@torch.no_grad()
-def pair_logprobs(
-    policy: PreTrainedModel,
-    pairs: Sequence[Preference],
-    temperature: float,
-    mode: Mode,
-    layout: LayoutConfig,
-    ranks: Ranks,
-) -> Tensor:
-    """Compute log pi(y | x) of the preferred and of the rejected response of each pair, in micro-batches.
+    @torch.no_grad()
+    def logprobs(self, pairs: Sequence[Preference], ranks: Ranks) -> Tensor:
+        """Compute log pi(y | x) of the preferred and of the rejected response of each of P pairs, in micro-batches.
 
-    Args:
-        policy: the model, in training or frozen.
-        pairs: P pairs.
-        temperature: log-probs are of the whole distribution softmax(logits / temperature).
-        mode: deterministic or native numerics.
-        layout: gives padding and the size of micro-batches.
-        ranks: each computes some pairs, and gets all.
+        Each rank computes some pairs, and gets all. Returns [2, P] float64, nats, without gradients.
+        """
+        mine = ranks.mine(len(pairs))
+        chunks = _pair_chunks(len(mine), self.layout.forward_micro_batch)
+        return torch.cat(ranks.gather([self._in_one_pass([pairs[mine[i]] for i in chunk]) for chunk in chunks]), 1)
 
-    Returns:
-        [2, P] float64, nats, without gradients.
-    """
-    mine = ranks.mine(len(pairs))
-    by_chunk = [
-        _pair_logprobs(policy, [pairs[mine[i]] for i in chunk], temperature, mode, layout.padding)
-        for chunk in _pair_chunks(len(mine), layout.forward_micro_batch)
-    ]
-    return torch.cat(ranks.gather(by_chunk), 1)
+    def dpo_losses_of(
+        self, pairs: Sequence[Preference], reference: Tensor, beta: float, optimizer: Optimizer
+    ) -> LossesOf:
+        """Return a function that computes the DPO losses of some of the pairs.
 
+        Args:
+            pairs: P pairs.
+            reference: [2, P] float64, the frozen model's log-probs of all pairs, nats, computed once.
+            beta: weight of the implicit KL penalty.
+            optimizer: of the policy.
+        """
 
-def dpo_losses_of(
-    policy: PreTrainedModel,
-    optimizer: Optimizer,
-    pairs: Sequence[Preference],
-    reference: Tensor,
-    beta: float,
-    temperature: float,
-    mode: Mode,
-    padding: str,
-) -> LossesOf:
-    """Return a function that computes the DPO losses of some of the pairs.
+        def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
+            logprobs = self._in_one_pass([pairs[i] for i in chunk], slots, optimizer.sink)
+            margins = dpo_margins(logprobs[0], logprobs[1], reference[0, chunk], reference[1, chunk], beta)
+            return dpo_losses(margins), margins
 
-    Args:
-        policy: is trained.
-        optimizer: of the policy.
-        pairs: P pairs.
-        reference: [2, P] float64, the frozen model's log-probs of all pairs, nats, computed once.
-        beta: weight of the implicit KL penalty.
-        temperature: the divisor of the logits.
-        mode: deterministic or native numerics.
-        padding: right, left or none; for native numerics.
-    """
+        return losses_of
 
-    def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
-        logprobs = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding, slots, optimizer.sink)
-        margins = dpo_margins(logprobs[0], logprobs[1], reference[0, chunk], reference[1, chunk], beta)
-        return dpo_losses(margins), margins
-
-    return losses_of
+    def _in_one_pass(
+        self, pairs: Sequence[Preference], slots: Ints | None = None, sums: GradientSums | None = None
+    ) -> Tensor:
+        """Compute `logprobs`, differentiable, in one forward pass."""
+        prompts = [pair.prompt_ids for pair in pairs for _ in range(2)]
+        responses = [response for pair in pairs for response in (pair.chosen_ids, pair.rejected_ids)]
+        batch = lay_out(prompts, responses, self.layout.padding, slots=slots).with_sums(sums)
+        logits = policy_logits(self.policy, batch)
+        logprobs, _ = token_statistics(logits, batch.targets, self.temperature, None, self.mode)
+        return sequence_logprobs(logprobs, torch.tensor([len(response) for response in responses])).view(-1, 2).T

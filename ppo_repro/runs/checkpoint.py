@@ -17,15 +17,15 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ppo_repro import __version__
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import SUMS_NAME, check_sums, file_digest, make_folder, whole_file, whole_folder, write_sums
+from ppo_repro.base.files import SUMS_NAME, check_sums, file_digest, make_folder, whole_file
 from ppo_repro.base.output import size
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.config.run import ModelFolder, RunConfig
-from ppo_repro.models.folders import load_value_parameters, named_weights, write_model, write_tensors
+from ppo_repro.models.folders import load_value_parameters, named_weights, save_model, write_tensors
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.adamw import OptimizerState
 from ppo_repro.numerics.library import KNOWN_ANSWER
@@ -233,17 +233,6 @@ def start_files(run_dir: Path, recorded: Manifest, name: str | None) -> list[Pat
         folders += [run_dir / FINAL, run_dir / VALUE_MODEL]
     inside = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     return [run_dir / (name or FINAL_STATE), *inside]
-
-
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a model and its tokenizer as a transformers folder, completely or not at all.
-
-    Raises UserError if that fails.
-    """
-    with whole_folder(folder) as temporary:
-        write_model(model, temporary)
-        tokenizer.save_pretrained(temporary)
-        write_sums(temporary)
 
 
 def parameter_bytes(module: nn.Module) -> int:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.clock import OTHER, Clock, moment
 from ppo_repro.base.errors import PromiseBroken, UserError
@@ -22,7 +22,7 @@ from ppo_repro.buffers import Prompts
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import DPO, build_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.folders import try_to_save
+from ppo_repro.models.folders import save_model, try_to_save
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics import library
@@ -31,14 +31,14 @@ from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.ppo.preferences import dpo_margins, preference_accuracy
-from ppo_repro.preferences import training
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file
+from ppo_repro.preferences.training import PairScorer, PairTraining, PreferenceStep
 from ppo_repro.records import reader, schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.columns import Columns, pair_columns, rows_of, tables_at
 from ppo_repro.records.folder import CONFIG_NAME, FINAL, REFERENCE
 from ppo_repro.records.located import located_tree
-from ppo_repro.runs.checkpoint import Start, listed, parameter_bytes, save_model
+from ppo_repro.runs.checkpoint import Start, listed, parameter_bytes
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare, usable_device
 from ppo_repro.stages.forward import score_rollout
@@ -53,7 +53,7 @@ class Epoch:
 
     index: int
     eval_accuracy: float | None  # before the first epoch only; None if there is no run with a task
-    steps: tuple[training.PreferenceStep, ...]
+    steps: tuple[PreferenceStep, ...]
     logprobs: Tensor  # [2, P] float64 of all pairs, after the epoch
     margins: Tensor  # [P] float64, after the epoch
     seconds: dict[str, float]  # wall time by phase: evaluation, update, forward, other
@@ -64,9 +64,8 @@ class DPOExecution(Execution[Epoch]):
     """A prepared DPO run."""
 
     config: DPOConfig
-    policy: PreTrainedModel
+    scorer: PairScorer  # by the policy
     tokenizer: PreTrainedTokenizerBase
-    temperature: float
     pairs: list[Preference]  # training pairs, then held-out ones
     trained: int  # how many of them are trained on
     run: tuple[RunConfig, Prepared] | None  # for the evaluation of responses; None without a run
@@ -82,34 +81,26 @@ class DPOExecution(Execution[Epoch]):
 
         Log-probs are of the distribution without top-k and top-p.
         """
-        config, policy, pairs, trained = self.config, self.policy, self.pairs, self.trained
-        dpo, layout, mode = config.dpo, config.layout, config.numerics.mode
-        losses_of = training.dpo_losses_of(
-            policy, self.optimizer, pairs, self.reference, dpo.beta, self.temperature, mode, layout.padding
+        config, dpo, scorer = self.config, self.config.dpo, self.scorer
+        training = PairTraining(
+            scorer.policy,
+            self.optimizer,
+            scorer.dpo_losses_of(self.pairs, self.reference, dpo.beta, self.optimizer),
+            count=self.trained,
+            settings=dpo,
+            micro_batch=config.layout.update_micro_batch,
+            seed=config.seed,
+            ranks=self.ranks,
+            progress=partial(self.watcher.preferences, "DPO"),
         )
-        per_epoch = math.ceil(trained / dpo.minibatch_size)
         for epoch in range(dpo.epochs):
             clock = Clock()
             accuracy = self._accuracy() if epoch == 0 else None
             clock.lap("evaluation")
-            steps: list[training.PreferenceStep] = []
-            taken = training.preference_steps(
-                policy,
-                self.optimizer,
-                count=trained,
-                minibatch_size=dpo.minibatch_size,
-                micro_batch=layout.update_micro_batch,
-                seed=config.seed,
-                epoch=epoch,
-                losses_of=losses_of,
-                ranks=self.ranks,
-            )
-            for step in taken:
-                steps.append(step)
-                self.watcher.preferences("DPO", epoch * per_epoch + len(steps), dpo.epochs * per_epoch, step.loss)
+            steps = training.epoch(epoch)
             clock.lap("update")
             self.ranks.require_same("weights after an epoch", steps[-1].digest)
-            logprobs = training.pair_logprobs(policy, pairs, self.temperature, mode, layout, self.ranks)
+            logprobs = scorer.logprobs(self.pairs, self.ranks)
             clock.lap("forward")
             margins = dpo_margins(logprobs[0], logprobs[1], self.reference[0], self.reference[1], dpo.beta)
             clock.lap(OTHER)
@@ -162,15 +153,15 @@ class DPOExecution(Execution[Epoch]):
             kl = sequence_kl(*self.run, self.config.seed, self.ranks)
             results |= {"eval_accuracy": accuracy, "ref_kl_per_sequence": kl}
         clock.lap("evaluation")
-        results["policy_digest"] = weights_digest(self.policy.named_parameters())
+        results["policy_digest"] = weights_digest(self.scorer.policy.named_parameters())
         clock.lap("digests")
         return results, {}
 
     def bytes_to_keep(self) -> int:
-        return parameter_bytes(self.policy)
+        return parameter_bytes(self.scorer.policy)
 
     def keep_models(self, run_dir: Path, link: str) -> Files:
-        save_model(self.policy, self.tokenizer, run_dir / FINAL)
+        save_model(self.scorer.policy, self.tokenizer, run_dir / FINAL)
         return listed(run_dir, run_dir / FINAL)
 
     def _accuracy(self) -> float | None:
@@ -216,15 +207,15 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         train, held_out = hold_out(found, config.num_eval_prompts, config.seed)
         pairs = [*train, *held_out]
         check_pairs(pairs, policy.config.vocab_size, max_context)
-        reference = training.pair_logprobs(frozen, pairs, temperature, mode, config.layout, self.ranks)
+        scorer, of_reference = (PairScorer(model, temperature, mode, config.layout) for model in (policy, frozen))
+        reference = of_reference.logprobs(pairs, self.ranks)
         digest = weights_digest(policy.named_parameters())
         settings = AdamWSettings(learning_rate=config.dpo.learning_rate, beta2=0.95)
         optimizer = Optimizer(policy, settings, mode, self.ranks)
         yield DPOExecution(
             config=config,
-            policy=policy,
+            scorer=scorer,
             tokenizer=tokenizer,
-            temperature=temperature,
             pairs=pairs,
             trained=len(train),
             run=run,

@@ -24,7 +24,7 @@ from ppo_repro.config.files import LANGUAGE
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.engine import Engine
 from ppo_repro.loop import ppo_iterations
-from ppo_repro.models.folders import named_weights, save_adapter, save_reward_model, save_value_model, write_model
+from ppo_repro.models.folders import named_weights, save_adapter, save_model, save_value_model, write_model
 from ppo_repro.numerics.devices import Card, kernels_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.weights import weights_digest
@@ -39,7 +39,7 @@ from ppo_repro.records.folder import (
 )
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.accuracy import policy_accuracy
-from ppo_repro.runs.checkpoint import Checkpoints, Start, listed, parameter_bytes, save_model
+from ppo_repro.runs.checkpoint import Checkpoints, Start, listed, parameter_bytes
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
@@ -164,7 +164,7 @@ class LanguageExecution(Execution[Iteration]):
                 write_sums(temporary)
         if prepared.reward_training is not None and prepared.task.reward_model is not None:
             made.append(folder.with_name("reward_model"))
-            save_reward_model(prepared.task.reward_model, prepared.task.tokenizer, made[-1])
+            save_model(prepared.task.reward_model, prepared.task.tokenizer, made[-1])
         if state.value_model is not None:
             made.append(run_dir / VALUE_MODEL)
             config = state.value_model.trunk.config if state.value_head is None else None

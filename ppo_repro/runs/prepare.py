@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -109,9 +110,8 @@ def _reward_model(
         count, noise, seed = term.num_pairs or 0, term.label_noise, config.seed
         pairs = pairs_by_rule(problems.train, prompt_ids, tokenizer, count, noise, seed)
         eval_pairs = pairs_by_rule(problems.held_out, prompt_ids, tokenizer, EVAL_PAIRS, 0.0, seed)
-    training = train_reward_model(
-        model, pairs, eval_pairs, term, numerics, config.layout, config.seed, watcher.warm_start, ranks
-    )
+    progress = partial(watcher.preferences, "reward model")
+    training = train_reward_model(model, pairs, eval_pairs, term, config, progress, ranks)
     return model.requires_grad_(False), training
 
 

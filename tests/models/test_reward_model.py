@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from ppo_repro.base.mode import Mode
 from ppo_repro.models.batches import lay_out
-from ppo_repro.models.folders import load_reward_model, save_reward_model
+from ppo_repro.models.folders import load_reward_model, save_model
 from ppo_repro.models.networks import make_policy, value_predictions
 from ppo_repro.models.reward_model import reward_scores, value_model_from
 from ppo_repro.models.tiny import make_tokenizer
@@ -44,7 +44,7 @@ def test_a_saved_folder_is_read_by_transformers_and_by_us_with_the_same_scores(
     architecture: str, tmp_path: Path
 ) -> None:
     model = make_policy(classifier(architecture), "deterministic", CONTEXT)
-    save_reward_model(model, tokenizer(), tmp_path / "model")
+    save_model(model, tokenizer(), tmp_path / "model")
     caps = {"attn_implementation": attention_of(model.config)}
     stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", **caps).eval()
     assert type(stock) is CLASSIFIER_OF[type(source_model(architecture))]

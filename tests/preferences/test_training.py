@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ppo_repro.base.ranks import ALONE
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.base.watcher import Silent
+from ppo_repro.config.dpo import DPOUpdate
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.engine import Request
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.preferences.pairs import Preference
-from ppo_repro.preferences.training import dpo_losses_of, pair_logprobs, preference_steps
+from ppo_repro.preferences.training import PairScorer, PairTraining
 from ppo_repro.runs.dpo import sequence_kl
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.rollout import sampling_of
@@ -49,7 +49,7 @@ def stock_logprobs(model: PreTrainedModel, pairs: list[Preference], temperature:
 
 def test_pair_log_probs_are_those_of_the_unmodified_model() -> None:
     policy, pairs = make_policy(source_model("gpt2"), "deterministic", CONTEXT), ragged_pairs(9)
-    found = pair_logprobs(policy, pairs, 0.9, "deterministic", LayoutConfig(), ALONE)
+    found = PairScorer(policy, 0.9, "deterministic", LayoutConfig()).logprobs(pairs, ALONE)
     with torch.no_grad():
         chosen, rejected = stock_logprobs(source_model("gpt2").double(), pairs, 0.9)
     # a sum of up to 7 log-probs, each good to about 1e-5
@@ -69,8 +69,10 @@ def test_loss_and_gradient_norm_are_those_of_autograd_in_float64() -> None:
         "deterministic",
     )
     nothing = torch.zeros(2, 6, dtype=torch.float64)
-    losses_of = dpo_losses_of(policy, optimizer, pairs, nothing, 0.1, 1.0, "deterministic", "right")
-    (step,) = islice(preference_steps(policy, optimizer, 6, 6, 4, 0, 0, losses_of, ALONE), 1)
+    scorer = PairScorer(policy, 1.0, "deterministic", LayoutConfig())
+    losses_of = scorer.dpo_losses_of(pairs, nothing, 0.1, optimizer)
+    settings = DPOUpdate(minibatch_size=6, learning_rate=1e-3)
+    (step,) = PairTraining(policy, optimizer, losses_of, 6, settings, 4, 0, ALONE, lambda *_: None).epoch(0)
     assert step.grad_norm == pytest.approx(expected, rel=1e-6)
     assert step.loss == pytest.approx(loss.item(), rel=1e-5)
 

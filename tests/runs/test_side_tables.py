@@ -66,6 +66,23 @@ def test_the_warm_start_ends_soon_after_it_reaches_its_accuracy(accuracy: float,
     assert len(taken) == steps
 
 
+def test_a_person_sees_the_steps_of_a_reward_model_as_such() -> None:
+    seen = list[tuple[str, int, int]]()
+
+    class Seeing(Silent):
+        def warm_start(self, step: int, total: int, loss: float) -> None:
+            seen.append(("warm start", step, total))
+
+        def preferences(self, what: str, step: int, total: int, loss: float) -> None:
+            seen.append((what, step, total))
+
+    prepare(load_config(TINY, [f"reward.terms=[{REWARD_MODEL}]", "model.warm_start_steps=2"]), Seeing())
+    assert seen == [
+        *(("warm start", 1, 2), ("warm start", 2, 2)),
+        *(("reward model", step, 3) for step in (1, 2, 3)),
+    ]
+
+
 def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
     steps = reader.read_table("warm_start_steps", recorded.whole)
     assert steps["step"].tolist() == list(range(40))

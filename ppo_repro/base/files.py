@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from ppo_repro.base.errors import UserError
 
+MANIFEST = "manifest.json"  # of every run folder
 SUMS_NAME = "SHA256SUMS"
 OWN_DIGEST = "sha256"  # the field of a JSON file that has the digest of the file without it
 _RESTORE = "restore it, or remove the sums if you changed the folder yourself"
@@ -223,11 +224,11 @@ def folders_with(root: Path, name: str) -> Iterator[Path]:
         subfolders[:] = [below for below in subfolders if not below.endswith((".tmp", ".removed"))]
 
 
-def require_new(run_dir: Path, manifest: str) -> None:
-    """Raise UserError if the path of a new run exists already. `manifest` is the name of a file that every run has."""
-    if run_dir.is_dir() and not (run_dir / manifest).exists():
+def require_new(run_dir: Path) -> None:
+    """Raise UserError if the path of a new run exists already."""
+    if run_dir.is_dir() and not (run_dir / MANIFEST).exists():
         raise UserError(
-            f"{run_dir}: exists without {manifest}, and nothing in it is removed; restore that file, "
+            f"{run_dir}: exists without {MANIFEST}, and nothing in it is removed; restore that file, "
             "or move the folder away"
         )
     if run_dir.is_dir():

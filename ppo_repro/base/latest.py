@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import check_path, folders_with
+from ppo_repro.base.files import MANIFEST, check_path, folders_with
 
 RUNS = Path("runs")  # where commands put runs unless --out says otherwise
 LATEST = "latest"
-MANIFEST = "manifest.json"
 
 
 def run_named(text: str | Path) -> Path:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.base.analyses import analysis
 from ppo_repro.base.clock import duration
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import folders_with
-from ppo_repro.base.latest import MANIFEST, RUNS, written_at
+from ppo_repro.base.files import MANIFEST, folders_with
+from ppo_repro.base.latest import RUNS, written_at
 from ppo_repro.base.output import print_json, print_result, say, tell
 from ppo_repro.records.listing import state_of
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.latest import MANIFEST, RUNS
+from ppo_repro.base.files import MANIFEST
+from ppo_repro.base.latest import RUNS
 from ppo_repro.base.output import print_json, print_result, say, tell
 from ppo_repro.commands.recorded import report_difference
 from ppo_repro.records.listing import how_to_go_on
@@ -150,7 +151,7 @@ def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, RunConfig | ControlC
     folder = run_folder(config, arguments.out)
     say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
     require_no_writer(folder)
-    require_new(folder, MANIFEST)
+    require_new(folder)
     if isinstance(config, RunConfig):
         require_inputs(config)
     return kind, config, folder
@@ -215,7 +216,7 @@ def _plan_fork(arguments: argparse.Namespace) -> Fork:
     config, first = plan.config, plan.origin.iteration
     say(f"iterations {first} to {config.iterations - 1} of {config.iterations} into {plan.folder}")
     require_no_writer(plan.folder)
-    require_new(plan.folder, MANIFEST)
+    require_new(plan.folder)
     require_inputs(config)
     return plan
 

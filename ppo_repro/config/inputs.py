@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ppo_repro.base.beside import modules_beside
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import file_digest
+from ppo_repro.base.files import MANIFEST, file_digest
 from ppo_repro.config.files import path_fields
 from ppo_repro.config.section import Experiment, short_digest, sorted_json
 
@@ -82,7 +82,7 @@ class _Copies:
 
 def decisive(folder: Path) -> list[Path]:
     """Return the files that identify a folder: the manifest of a recorded run, or all files of a model."""
-    recorded = folder / "manifest.json"
+    recorded = folder / MANIFEST
     if recorded.is_file() or not folder.is_dir():  # loading refuses what is no folder
         return [recorded] if recorded.is_file() else []
     return sorted(p for p in folder.iterdir() if p.suffix in {".json", ".safetensors", ".jinja", ".model", ".txt"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from ppo_repro.base.latest import MANIFEST
+from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.lock import has_writer
 
 

@@ -20,11 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import OWN_DIGEST, atomic_write, is_whole, open_regular, read_regular, sealed
+from ppo_repro.base.files import MANIFEST, OWN_DIGEST, atomic_write, is_whole, open_regular, read_regular, sealed
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.records import digests, schema
 
-FILE_NAME = "manifest.json"
+FILE_NAME = MANIFEST
 LOG_NAME = "iterations.jsonl"
 VERSION = 4  # of this file; versions 1 to 3 were written by ppo_repro 0.2 and earlier
 _DAMAGED = "the manifest was changed or damaged"

@@ -59,7 +59,7 @@ def lay_out_run(
     temporary = run_dir.with_name(run_dir.name + ".tmp")
     try:
         make_folder(run_dir.parent)
-        require_new(run_dir, manifest.FILE_NAME)
+        require_new(run_dir)
         if temporary.exists():  # of a killed process: this one has the run's lock
             shutil.rmtree(temporary)
         for table in manifest.tables_of(head):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ppo_repro.base.beside import modules_beside
 from ppo_repro.base.errors import PromiseBroken, UserError
-from ppo_repro.base.latest import MANIFEST
+from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig

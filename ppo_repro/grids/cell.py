@@ -121,12 +121,12 @@ def finish_cell(order: Order, process: subprocess.Popen[bytes], started: float) 
         lines = text.rpartition(f"{BEGIN}\n")[2].splitlines()
         starts = ("error: ", "promise broken: ", "stopped: ", "terminated", "interrupted")
         message = ([line for line in lines if line.startswith(starts)] or lines or [""])[-1]
-    return record_result(order, exit_code, round(time.perf_counter() - started, 3), message)
+    return record_result(order, exit_code, message, round(time.perf_counter() - started, 3))
 
 
 def lost_cell(order: Order, message: str) -> Result:
     """Record that nobody knows the end of the cell, because its machine or its job is gone."""
-    return record_result(order, LOST, 0.0, message)
+    return record_result(order, LOST, message)
 
 
 def forget_result(order: Order) -> None:
@@ -134,15 +134,8 @@ def forget_result(order: Order) -> None:
     (Path(order.folder) / RESULT).unlink(missing_ok=True)
 
 
-def record_result(order: Order, exit_code: int, seconds: float, message: str) -> Result:
-    """Write the result of the cell into the cell's folder, and return it.
-
-    Args:
-        order: the cell.
-        exit_code: exit code of the cell's process.
-        seconds: wall time of the attempt.
-        message: the last error line, empty on success.
-    """
+def record_result(order: Order, exit_code: int, message: str, seconds: float = 0.0) -> Result:
+    """Write the result of an attempt at a cell into the cell's folder, and return it."""
     result = Result(order.name, exit_code, seconds, message)
     text = json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n"
     atomic_write(Path(order.folder) / RESULT, text.encode())

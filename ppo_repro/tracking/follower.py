@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -115,29 +116,9 @@ def copy(folder: Path, target: Target, is_over: Callable[[float], bool] = lambda
     `is_over` waits for at most the given seconds, and returns whether the process that writes records has ended. Raises
     UserError if records are damaged or the target cannot be written.
     """
-    if target.kind == MLFLOW:
-        from ppo_repro.tracking import mlflow_copy  # MLflow takes seconds to import
-
-        store = mlflow_copy.copy(folder, target.place, is_over)
-        return Copies() if store is None else Copies(store.lines(target.place), {MLFLOW: store.fields(target.place)})
-    if target.kind == WANDB:
-        from ppo_repro.tracking import wandb_copy
-
-        runs = wandb_copy.copy(folder, is_over)
-        return Copies() if runs is None else Copies(runs.lines(), {WANDB: runs.fields()})
-    if target.kind == FUNCTION:
-        from ppo_repro.tracking import function_copy
-
-        count = function_copy.copy(folder, target.place, is_over)
-        return Copies(
-            [f"told        {target.place} of {count} iterations"],
-            {FUNCTION: {"path": target.place, "iterations": count}},
-        )
-    from ppo_repro.tracking import tensorboard_copy
-
-    if not tensorboard_copy.copy(folder, Path(target.place), is_over):
-        return Copies()
-    return Copies(tensorboard_copy.lines(Path(target.place)), {TENSORBOARD: target.place})
+    tracker = import_module(f"ppo_repro.tracking.{target.kind}_copy")  # MLflow takes seconds to import
+    found = tracker.copy(folder, target.place, is_over)
+    return Copies() if found is None else Copies(found[0], {target.kind: found[1]})
 
 
 @contextmanager

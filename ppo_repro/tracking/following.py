@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import pandas as pd
 
+from ppo_repro.base.analyses import analysis
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import say
 from ppo_repro.grids.cell import run_of
 from ppo_repro.records import manifest
 from ppo_repro.records.grid import CELLS
+from ppo_repro.records.manifest import Head
+from ppo_repro.tracking.numbers import RunNumbers, Scalar
 
 POLL_SECONDS = 1.0
 OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # copied
@@ -21,14 +26,33 @@ IsOver = Callable[[float], bool]
 class RunCopy(Protocol):
     """Interface of a copy of one run."""
 
-    ended: bool
+    def log(self, found: Sequence[Scalar]) -> None:
+        """Copy numbers of new iterations."""
+        ...
 
-    def catch_up(self, is_over: bool) -> None:
-        """Copy the records since the last call; if the run is complete, or `is_over`, copy the final results too."""
+    def end(self, head: Head, last: Sequence[Scalar]) -> None:
+        """Copy the final results and close the copy."""
         ...
 
 
 Copy = TypeVar("Copy", bound=RunCopy)
+
+
+class _Followed(Generic[Copy]):
+    """A run that is copied, and how far."""
+
+    def __init__(self, run_dir: Path, copy: Copy) -> None:
+        self.copy, self.ended, self._run_dir, self._numbers = copy, False, run_dir, RunNumbers(run_dir)
+
+    def catch_up(self, is_over: bool) -> None:
+        """Copy the records since the last call; if the run is complete, or `is_over`, copy the final results too."""
+        if self.ended:
+            return
+        head = manifest.load_head(self._run_dir)
+        self.copy.log(self._numbers.new())
+        self.ended = is_over or head.status == "complete"
+        if self.ended:
+            self.copy.end(head, self._numbers.ending())
 
 
 def begun(folder: Path, is_over: IsOver) -> IsOver | None:
@@ -41,35 +65,48 @@ def begun(folder: Path, is_over: IsOver) -> IsOver | None:
     return (lambda seconds: True) if over else is_over
 
 
-def follow_run(copy: RunCopy, is_over: IsOver) -> None:
-    """Copy a run until it is over."""
-    while not copy.ended:
-        copy.catch_up(is_over(POLL_SECONDS))  # asked before reading: the last iterations are read too
+def follow(folder: Path, is_over: IsOver, begin: Callable[[Path, dict[str, Any]], Copy]) -> list[Copy]:
+    """Copy a run, or the runs of a grid's cells, until it is over; return the copies, none if nothing was recorded.
 
-
-def follow_cells(
-    grid_dir: Path, is_over: IsOver, begin: Callable[[Path, dict[str, Any]], Copy]
-) -> tuple[list[Copy], pd.DataFrame]:
-    """Copy the runs of a grid's cells until the grid is over; return the copies and the last table of cells.
-
-    `begin(run folder, row of the table)` makes the copy of a run that has begun.
+    `begin(run folder, row of the table of cells)` begins the copy of a run; without a grid the row is empty.
     """
-    copies: dict[int, Copy] = {}  # by the inode of the run's folder, which changes if a cell is run again
-    over = False
+    still = begun(folder, is_over)
+    if still is None:
+        return []
+    followed: dict[int, _Followed[Copy]] = {}  # by the inode of the run's folder, which changes if a cell is run again
+    over, is_grid = False, (folder / CELLS).exists()
     while not over:
-        over = is_over(POLL_SECONDS)
-        cells = pd.read_parquet(grid_dir / CELLS)
-        for row in cells.to_dict("records"):
-            run_dir = run_of(grid_dir / "cells" / str(row["cell"]))
-            if run_dir is None:
-                continue
+        over = still(POLL_SECONDS)  # asked before reading: the last iterations are read too
+        for run_dir, row in _runs(folder):
             number = run_dir.stat().st_ino
-            if number not in copies:
-                copies[number] = begin(run_dir, {str(name): value for name, value in row.items()})
-            copies[number].catch_up(over)
-    return list(copies.values()), cells
+            if number not in followed:
+                followed[number] = _Followed(run_dir, begin(run_dir, row))
+            followed[number].catch_up(over)
+        over = over or (not is_grid and all(run.ended for run in followed.values()))
+    return [run.copy for run in followed.values()]
+
+
+def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield each run of a grid that has begun, with its row of the table of cells; or the one run, with no row."""
+    if not (folder / CELLS).exists():
+        yield folder, {}
+        return
+    for row in pd.read_parquet(folder / CELLS).to_dict("records"):
+        run_dir = run_of(folder / "cells" / str(row["cell"]))
+        if run_dir is not None:
+            yield run_dir, {str(name): value for name, value in row.items()}
 
 
 def labels_of(row: dict[str, Any]) -> dict[str, str]:
     """Return the labels of a cell's axes by the columns `axis.NAME` of the table."""
     return {name: str(label) for name, label in row.items() if name.startswith("axis.")}
+
+
+def write_page(folder: Path, path: Path) -> bool:
+    """Write the page of a run or grid, and return whether that succeeded; a failure is printed."""
+    try:
+        analysis("report.build").write_report([folder], path)
+    except UserError as error:  # such as a run without iterations, which is copied nevertheless
+        say(f"the report page is not in the copy: {error}")
+        return False
+    return True

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from mlflow.entities import LifecycleStage, Metric, Param, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 from sqlalchemy.exc import SQLAlchemyError
 
-from ppo_repro.base.analyses import analysis
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.output import masked, say
+from ppo_repro.base.output import masked
 from ppo_repro.config.files import read_tree
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import (
@@ -39,8 +39,9 @@ from ppo_repro.records.folder import (
 )
 from ppo_repro.records.grid import CELLS, GRID, RESULTS
 from ppo_repro.records.label import read_label
-from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow_cells, follow_run, labels_of
-from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
+from ppo_repro.records.manifest import Head
+from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow, labels_of, write_page
+from ppo_repro.tracking.numbers import Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
@@ -100,10 +101,11 @@ def _unwritable(uri: str, error: Exception) -> UserError:
     return UserError(text)
 
 
-def copy(folder: Path, uri: str, is_over: IsOver) -> Place | None:
-    """Copy a run or a grid with its HTML page until it is over, and return the address; None if nothing was recorded.
+def copy(folder: Path, uri: str, is_over: IsOver) -> tuple[list[str], dict[str, str]] | None:
+    """Copy a run or a grid with its HTML page until it is over; None if nothing was recorded.
 
-    An earlier copy is replaced. Raises UserError if the records are damaged or the store does not answer.
+    An earlier copy is replaced. Returns the printed lines of the address, and its fields. Raises UserError if the
+    records are damaged or the store does not answer.
     """
     still = begun(folder, is_over)
     if still is None:
@@ -112,17 +114,13 @@ def copy(folder: Path, uri: str, is_over: IsOver) -> Place | None:
         if (folder / CELLS).exists():
             place = _copy_grid(client, folder, still)
         else:
-            run = _RunCopy(client, folder)
-            follow_run(run, still)
-            place = run.place
+            (run,) = follow(folder, still, lambda run_dir, row: _RunCopy(client, run_dir))
+            place = run.copy.place
         with tempfile.TemporaryDirectory() as temporary:
-            try:
-                page, _ = analysis("report.build").write_report([folder], Path(temporary) / REPORT_NAME)
-            except UserError as error:  # such as a run without iterations, which is copied nevertheless
-                say(f"the report page is not in the copy: {error}")
-            else:
+            page = Path(temporary) / REPORT_NAME
+            if write_page(folder, page):
                 client.log_artifact(place.run_id, str(page))
-    return place
+    return place.lines(uri), place.fields(uri)
 
 
 class _Copy:
@@ -171,7 +169,7 @@ class _Copy:
         self._client.set_terminated(self.place.run_id, status, _milliseconds(moment))
 
 
-class _RunCopy(_Copy):
+class _RunCopy:
     """Copy of one run in MLflow; a cell of a grid has another `experiment` and `name`."""
 
     def __init__(self, client: MlflowClient, run_dir: Path, experiment: str = "", name: str = "", **tags: str) -> None:
@@ -182,21 +180,18 @@ class _RunCopy(_Copy):
         tags |= {f"package.{name}": str(version) for name, version in environment["packages"].items()}
         params, started = config.model_dump(mode="json"), start_time(run_dir, recorded)
         name = read_label(run_dir).name or name or run_dir.name
-        super().__init__(client, experiment or config.experiment, run_dir, name, params, tags, started)
-        self.run_dir, self.ended, self._numbers = run_dir, False, RunNumbers(run_dir)
+        self.run_dir = run_dir
+        self.copy = _Copy(client, experiment or config.experiment, run_dir, name, params, tags, started)
 
-    def catch_up(self, is_over: bool) -> None:
-        if self.ended:
-            return
-        recorded = manifest.load_head(self.run_dir)
-        self.log(self._numbers.new())
-        self.ended = is_over or recorded.status == "complete"
-        if self.ended:
-            self.log(self._numbers.ending())
-            tags = {"fingerprint": recorded.fingerprint, "config_digest": recorded.config_digest}
-            tags[MLFLOW_RUN_NOTE] = "\n".join(f"* {sentence}" for sentence in sentences(self.run_dir))
-            files = [self.run_dir / name for name in ARTIFACTS]
-            self.end(tags, files, ENDED[recorded.status], end_time(self.run_dir, recorded))
+    def log(self, found: Sequence[Scalar]) -> None:
+        self.copy.log(found)
+
+    def end(self, head: Head, last: Sequence[Scalar]) -> None:
+        self.log(last)
+        tags = {"fingerprint": head.fingerprint, "config_digest": head.config_digest}
+        tags[MLFLOW_RUN_NOTE] = sentences(self.run_dir, head)
+        files = [self.run_dir / name for name in ARTIFACTS]
+        self.copy.end(tags, files, ENDED[head.status], end_time(self.run_dir, head))
 
 
 def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
@@ -210,7 +205,7 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
         tags = {**labels_of(row), "cell": str(row["cell"]), MLFLOW_PARENT_RUN_ID: parent.place.run_id}
         return _RunCopy(client, run_dir, grid_dir.name, str(row["cell"]), **tags)
 
-    copies, cells = follow_cells(grid_dir, is_over, begin)
+    copies, cells = follow(grid_dir, is_over, begin), pd.read_parquet(grid_dir / CELLS)
     ends = [end_time(copy.run_dir, manifest.load_head(copy.run_dir)) for copy in copies]
     status = "FINISHED" if (cells["state"] == "complete").all() else "FAILED"
     files = [grid_dir / name for name in (GRID, CELLS, RESULTS)]

@@ -11,6 +11,7 @@ import pandas as pd
 
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import end_time, read_accuracy, read_times
+from ppo_repro.records.manifest import Head
 from ppo_repro.runs.summary import summarise
 
 KEYS = ["iteration", "epoch", "minibatch", "ended_at"]
@@ -37,8 +38,9 @@ class RunNumbers:
         new = range(self._iterations, manifest.load_head(self._run_dir).num_iterations)
         if not new:
             return []
-        iterations = reader.read_iterations(self._run_dir, iterations=new, allow_incomplete=True)
-        steps = reader.read_steps(self._run_dir, iterations=new, allow_incomplete=True)
+        recorded = manifest.load(self._run_dir)
+        iterations = reader.read_iterations(self._run_dir, iterations=new, recorded=recorded)
+        steps = reader.read_steps(self._run_dir, iterations=new, recorded=recorded)
         moments = [float(moment) for moment in iterations["ended_at"]]
         numbers = range(self._steps, self._steps + len(steps))
         step_moments = [moments[index] for index in steps["iteration"] - new[0]]
@@ -79,10 +81,12 @@ def _columns(table: pd.DataFrame, group: str, steps: Sequence[int], moments: Seq
     ]
 
 
-def sentences(run_dir: Path) -> list[str]:
-    """Return the sentences of `show` about a complete run, or another run's progress, and the fingerprint."""
-    recorded = manifest.load_head(run_dir)
-    found = [f"{recorded.status} after {recorded.num_iterations} complete iterations"]
-    if recorded.status == "complete":
+def sentences(run_dir: Path, head: Head) -> str:
+    """Return the sentences of `show` about a complete run, or another run's progress, and the fingerprint, as a list.
+
+    The list is Markdown.
+    """
+    found = [f"{head.status} after {head.num_iterations} complete iterations"]
+    if head.status == "complete":
         found = summarise(run_dir).sentences
-    return [*found, f"fingerprint {recorded.fingerprint}"]
+    return "\n".join(f"* {sentence}" for sentence in (*found, f"fingerprint {head.fingerprint}"))

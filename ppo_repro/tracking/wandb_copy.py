@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.base.analyses import analysis
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.output import masked, say
+from ppo_repro.base.output import masked
 from ppo_repro.config.files import read_tree
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_config_of, read_note
-from ppo_repro.records.grid import CELLS, GRID
+from ppo_repro.records.grid import GRID
 from ppo_repro.records.label import read_label
-from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow_cells, follow_run, labels_of
-from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
+from ppo_repro.records.manifest import Head
+from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, follow, labels_of, write_page
+from ppo_repro.tracking.numbers import Scalar, sentences
 
 if TYPE_CHECKING:
     import wandb
@@ -68,27 +68,24 @@ def answering() -> Iterator[None]:
         ) from error
 
 
-def copy(folder: Path, is_over: IsOver) -> Place | None:
-    """Copy a run or a grid until it is over, and return the addresses; None if nothing was recorded.
+def copy(folder: Path, place: str, is_over: IsOver) -> tuple[list[str], dict[str, Any]] | None:
+    """Copy a run or a grid until it is over; None if nothing was recorded.
 
-    An earlier copy of the same folder is replaced. Raises UserError if records are damaged or the client fails.
+    An earlier copy of the same folder is replaced. Returns the printed lines of the addresses, and their fields; the
+    client's settings say where it copies to, not `place`. Raises UserError if records are damaged or the client fails.
     """
-    still = begun(folder, is_over)
-    if still is None:
-        return None
-    with answering():
-        if not (folder / CELLS).exists():
-            run = _RunCopy(folder)
-            follow_run(run, still)
-            return Place("", [run.place])
+
+    def begin(run_dir: Path, row: dict[str, Any]) -> _RunCopy:
+        if not row:
+            return _RunCopy(run_dir)
         tree = read_tree(folder / GRID)
+        about = {**labels_of(row), "question": tree["question"], "expectation": tree["expectation"]}
+        return _RunCopy(run_dir, str(row["cell"]), folder.name, about)
 
-        def begin(run_dir: Path, row: dict[str, Any]) -> _RunCopy:
-            about = {**labels_of(row), "question": tree["question"], "expectation": tree["expectation"]}
-            return _RunCopy(run_dir, str(row["cell"]), folder.name, about)
-
-        copies, _ = follow_cells(folder, still, begin)
-        return Place(folder.name, [copy.place for copy in copies]) if copies else None
+    with answering():
+        runs = [copy.place for copy in follow(folder, is_over, begin)]
+    found = Place(folder.name if (folder / GRID).exists() else "", runs)
+    return (found.lines(), found.fields()) if runs else None
 
 
 class _RunCopy:
@@ -104,7 +101,7 @@ class _RunCopy:
         if recorded.origin is not None:
             kind, origin = "fork", recorded.origin
             more["origin"] = {**origin.model_dump(mode="json"), "wandb_id": _id(Path(origin.run))}
-        self.run_dir, self.ended, self._numbers = run_dir, False, RunNumbers(run_dir)
+        self.run_dir = run_dir
         self._run = _begin(
             project=os.environ.get("WANDB_PROJECT") or config.experiment,
             id=_id(run_dir),
@@ -121,22 +118,15 @@ class _RunCopy:
     def place(self) -> tuple[str, str]:
         return self._run.url or "", str(Path(self._run.dir).parent)
 
-    def catch_up(self, is_over: bool) -> None:
-        if self.ended:
-            return
-        recorded = manifest.load_head(self.run_dir)
-        self._log(self._numbers.new())
-        self.ended = is_over or recorded.status == "complete"
-        if self.ended:
-            last = self._numbers.ending()
-            self._log([scalar for scalar in last if scalar.name.startswith("iteration/")])
-            found = {scalar.name: scalar.value for scalar in last if not scalar.name.startswith("iteration/")}
-            self._run.summary.update({**found, "fingerprint": recorded.fingerprint})
-            self._run.notes = "\n".join(f"* {sentence}" for sentence in sentences(self.run_dir))
-            self._keep()
-            self._run.finish(exit_code=0 if recorded.status == "complete" else 1)
+    def end(self, head: Head, last: Sequence[Scalar]) -> None:
+        self.log([scalar for scalar in last if scalar.name.startswith("iteration/")])
+        found = {scalar.name: scalar.value for scalar in last if not scalar.name.startswith("iteration/")}
+        self._run.summary.update({**found, "fingerprint": head.fingerprint})
+        self._run.notes = sentences(self.run_dir, head)
+        self._keep()
+        self._run.finish(exit_code=0 if head.status == "complete" else 1)
 
-    def _log(self, found: Sequence[Scalar]) -> None:
+    def log(self, found: Sequence[Scalar]) -> None:
         """Log a row for each iteration and each optimizer step: W&B has one history for both."""
         rows: dict[tuple[str, int], dict[str, float]] = {}
         for scalar in found:
@@ -152,10 +142,7 @@ class _RunCopy:
         folder.mkdir(parents=True)
         for name in KEPT:
             shutil.copy(self.run_dir / name, folder / name)
-        try:
-            analysis("report.build").write_report([self.run_dir], folder / REPORT_NAME)
-        except UserError as error:  # such as a run without iterations, which is copied nevertheless
-            say(f"the report page is not in the copy: {error}")
+        write_page(self.run_dir, folder / REPORT_NAME)
         self._run.save(str(folder / "*"), base_path=self._run.dir, policy="now")
 
 

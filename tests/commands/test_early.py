@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.grids.small_grids import written_grid
 from tests.support.cli import folder_config, write_prompts
 from tests.support.paths import ROOT, TINY
 
@@ -27,8 +28,6 @@ def test_mistakes_are_named_without_torch(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     bad = folder_config(tmp_path / "bad.yaml", tmp_path / "model", broken)
     no_model = folder_config(tmp_path / "model.yaml", tmp_path / "model", prompts)
-    grid = {"question": "q", "expectation": "e", "base": str(TINY), "axes": {"ppo.epoch": [1]}, "seeds": [1]}
-    (tmp_path / "g.yaml").write_text(json.dumps(grid))
     mistyped = "did you mean ppo.epochs?"
     lines = [
         (["run", str(TINY), "--set", "ppo.epoch=1"], mistyped),
@@ -37,7 +36,7 @@ def test_mistakes_are_named_without_torch(tmp_path: Path) -> None:
         (["run", str(bad)], "broken.jsonl:4: field 'answer' is missing"),
         (["run", str(no_model)], "there is no config.json in it"),
         (["run", str(no_model), "--set", f"task.path={tmp_path}/nothing.jsonl"], "nothing.jsonl"),
-        (["grid", str(tmp_path / "g.yaml")], mistyped),
+        (["grid", str(written_grid(tmp_path, axes={"ppo.epoch": [1]}))], mistyped),
         (["plan", str(TINY), "--set", "ppo.epoch=1"], mistyped),
     ]
     done = subprocess.run(

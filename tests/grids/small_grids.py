@@ -15,12 +15,17 @@ from tests.support.paths import TINY
 FREE_CALLS = 88
 
 
+def written_grid(folder: Path, **changes: object) -> Path:
+    """A grid file of the tiny run; `changes` are its entries, of which None leaves one out."""
+    tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "seeds": [1], **changes}
+    path = folder / "g.yaml"
+    path.write_text(yaml.safe_dump({name: value for name, value in tree.items() if value is not None}))
+    return path
+
+
 def grid_file(folder: Path, axes: dict[str, object], seeds: Sequence[int], **fields: object) -> Path:
     """A grid of the tiny run, with a checkpoint after every iteration."""
-    tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": axes, "seeds": list(seeds)}
-    path = folder / "g.yaml"
-    path.write_text(yaml.safe_dump({**tree, "set": {"checkpoints.every": 1, **fields}}))
-    return path
+    return written_grid(folder, axes=axes, seeds=list(seeds), set={"checkpoints.every": 1, **fields})
 
 
 def held_grid_file(folder: Path, axes: dict[str, object], seeds: Sequence[int]) -> tuple[Path, Path]:

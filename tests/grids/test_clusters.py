@@ -133,5 +133,5 @@ def test_a_job_that_is_gone_has_the_result_of_its_cell(
     monkeypatch.setattr(clusters, "POLL_SECONDS", 0.01)
     order = Order("seed=1", str(tmp_path), 1)
     answer(commands, "squeue", "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
-    expected = record_result(order, 2, 1.0, "error: no such thing")
+    expected = record_result(order, 2, "error: no such thing")
     assert list(clusters._until_ended({"7": order}, tmp_path)) == [expected]

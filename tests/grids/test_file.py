@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.spec import load_grid
+from tests.grids.small_grids import written_grid
 from tests.support.paths import SMALL_CONTROL, TINY, TINY_GRID
-
-
-def grid_file(folder: Path, **changes: Any) -> Path:
-    tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "seeds": [1], **changes}
-    path = folder / "g.yaml"
-    path.write_text(yaml.safe_dump({name: value for name, value in tree.items() if value is not None}))
-    return path
 
 
 def test_the_product_of_axes_and_seeds() -> None:
@@ -47,12 +41,12 @@ def test_names_are_stable_distinct_and_safe(
     tmp_path_factory: pytest.TempPathFactory, rates: list[float], seeds: set[int]
 ) -> None:
     folder = tmp_path_factory.mktemp("grid")
-    cells = load_grid(grid_file(folder, axes={"ppo.learning_rate": rates}, seeds=sorted(seeds))).cells
+    cells = load_grid(written_grid(folder, axes={"ppo.learning_rate": rates}, seeds=sorted(seeds))).cells
     names = [cell.name for cell in cells]
     assert len(set(names)) == len(names) == len(rates) * len(seeds)
     assert all(Path(name).name == name and not name.startswith(".") for name in names)
     # another order of the axis' values, or one more seed, renames nothing
-    others = load_grid(grid_file(folder, axes={"ppo.learning_rate": rates[::-1]}, seeds=[*sorted(seeds), 100])).cells
+    others = load_grid(written_grid(folder, axes={"ppo.learning_rate": rates[::-1]}, seeds=[*sorted(seeds), 100])).cells
     assert set(names) <= {cell.name for cell in others}
 
 
@@ -63,7 +57,7 @@ def test_relative_paths_follow_the_file_that_has_them(tmp_path: Path, monkeypatc
     (tmp_path / "bases" / "base.yaml").write_text(yaml.safe_dump(tree))
     (tmp_path / "grids").mkdir()
     labels = {name: {"reward.terms": [{"kind": "function", "path": f"{name}.py:score"}]} for name in ("a", "b")}
-    path = grid_file(tmp_path / "grids", base="../bases/base.yaml", axes={"reward": labels})
+    path = written_grid(tmp_path / "grids", base="../bases/base.yaml", axes={"reward": labels})
     monkeypatch.chdir("/")
     for cell, name in zip(load_grid(path).cells, labels, strict=True):
         config = cell.config.model_dump()
@@ -73,7 +67,7 @@ def test_relative_paths_follow_the_file_that_has_them(tmp_path: Path, monkeypatc
 
 def test_a_label_cannot_leave_the_folder(tmp_path: Path) -> None:
     labels = {"../../x": {"ppo.epochs": 1}, "/etc": {"ppo.epochs": 2}}
-    names = [cell.name for cell in load_grid(grid_file(tmp_path, axes={"a": labels})).cells]
+    names = [cell.name for cell in load_grid(written_grid(tmp_path, axes={"a": labels})).cells]
     assert names == ["a=.._.._x,seed=1", "a=_etc,seed=1"]
 
 
@@ -99,12 +93,12 @@ def test_a_label_cannot_leave_the_folder(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as error:
-        load_grid(grid_file(tmp_path, **changes))
+        load_grid(written_grid(tmp_path, **changes))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_file_name_that_is_no_name(tmp_path: Path) -> None:
-    path = grid_file(tmp_path).rename(tmp_path / "my grid.yaml")
+    path = written_grid(tmp_path).rename(tmp_path / "my grid.yaml")
     with pytest.raises(UserError, match="the file name is the grid"):
         load_grid(path)

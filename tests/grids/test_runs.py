@@ -19,10 +19,10 @@ from ppo_repro.grids.clusters import Ray
 from ppo_repro.grids.grid import Outcome, lines, run_grid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest, reader
-from tests.grids.small_grids import fingerprints, grid_file
+from tests.grids.small_grids import fingerprints, grid_file, written_grid
 from tests.support.cli import Cli
 from tests.support.interrupts import started
-from tests.support.paths import SMALL_CONTROL, TINY
+from tests.support.paths import SMALL_CONTROL
 from tests.support.runs import recorded_iterations
 from tests.support.waiting import until
 
@@ -183,7 +183,7 @@ def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     process.stdin.close()
     assert process.wait(timeout=30) == 1
     assert state_of(Path(order.folder)) == "running"  # as after a kill
-    assert record_result(order, 1, 0.0, "").exit_code == 1
+    assert record_result(order, 1, "").exit_code == 1
     assert state_of(Path(order.folder)) == "interrupted"
 
 
@@ -226,9 +226,7 @@ def test_a_wrong_option_is_one_line(tmp_path: Path, cli: Cli, arguments: list[st
 def test_the_table_has_no_accuracy_where_a_function_rewards(kind: str, shown: bool, tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def score(response):\n    return 1.0\n")
     term = {"kind": kind, "path": str(tmp_path / "r.py:score")} if kind == "function" else {"kind": kind}
-    file = {"question": "?", "expectation": "?", "base": str(TINY), "set": {"reward.terms": [term]}, "seeds": [1]}
-    (tmp_path / "g.yaml").write_text(json.dumps(file))
-    grid = load_grid(tmp_path / "g.yaml")
+    grid = load_grid(written_grid(tmp_path, set={"reward.terms": [term]}))
     columns = {"iterations": 2, "final.eval_accuracy": 0.0, "final.eval_score": 1.0, "fingerprint": "ab", "message": ""}
     table = pd.DataFrame([{"cell": "seed=1", "state": "complete", **columns, "code_digest": "cd"}])
     said = "\n".join(lines(grid, tmp_path, Outcome(table, ())))
@@ -237,8 +235,7 @@ def test_the_table_has_no_accuracy_where_a_function_rewards(kind: str, shown: bo
 
 
 def test_a_cell_in_gymnasium_has_one_process(tmp_path: Path, cli: Cli) -> None:
-    path = tmp_path / "g.yaml"
-    path.write_text(json.dumps({"question": "?", "expectation": "?", "base": str(SMALL_CONTROL), "seeds": [1]}))
+    path = written_grid(tmp_path, base=str(SMALL_CONTROL))
     expected = "error: --processes 2: a control run works in one process; leave the option out"
     assert expected in cli.refusal("grid", path, "--out", tmp_path / "out", "--processes", "2")
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.records import manifest, reader
+from tests.grids.small_grids import written_grid
 from tests.support.cli import Cli
 from tests.support.paths import TINY
 from tests.support.synthetic_run import cut_back
@@ -133,9 +134,7 @@ def test_a_system_without_another_process_costs_a_run_nothing(
 
 @slow
 def test_a_grid_is_followed(cli: Cli, follow: str, tmp_path: Path) -> None:
-    tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": {}, "seeds": [1, 2]}
-    (tmp_path / "g.yaml").write_text(json.dumps(tree))
-    cli.done("grid", tmp_path / "g.yaml", "--out", tmp_path, "--track", follow)
+    cli.done("grid", written_grid(tmp_path, seeds=[1, 2]), "--out", tmp_path, "--track", follow)
     assert sorted((Path(str(row["run"])).name[:5], row["iteration"]) for row in seen(tmp_path)) == [
         ("seed1", 0), ("seed1", 1), ("seed2", 0), ("seed2", 1)
     ]  # fmt: skip

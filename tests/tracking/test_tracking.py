@@ -14,6 +14,7 @@ import pytest
 
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import read_accuracy, read_times
+from tests.grids.small_grids import written_grid
 from tests.support.cli import Cli, one_line
 from tests.support.paths import TINY
 from tests.support.ranks import free_port
@@ -171,10 +172,9 @@ def test_a_server_that_is_down_costs_a_run_nothing(
 
 @slow
 def test_a_grid_is_a_parent_with_its_settings_and_its_cells(store: str, tmp_path: Path, cli: Cli) -> None:
-    tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": {"ppo.epochs": [1, 2]}, "seeds": [1, 2]}
-    (tmp_path / "g.yaml").write_text(json.dumps(tree))
+    path = written_grid(tmp_path, axes={"ppo.epochs": [1, 2]}, seeds=[1, 2])
     to = ("--track", store, "--tensorboard", tmp_path / "tb")
-    code, out, err = cli("grid", tmp_path / "g.yaml", "--out", tmp_path, "--workers", "2", *to)
+    code, out, err = cli("grid", path, "--out", tmp_path, "--workers", "2", *to)
     client = mlflow_client(store)
     assert code == 0
     assert "tracking" not in err

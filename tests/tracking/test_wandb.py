@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.records import manifest, reader
+from tests.grids.small_grids import written_grid
 from tests.support.cli import Cli
 from tests.support.paths import ROOT, TINY
 
@@ -129,9 +130,8 @@ def test_a_run_and_its_fork_are_followed(tmp_path: Path) -> None:
 
 @slow
 def test_a_grid_is_a_group(tmp_path: Path) -> None:
-    tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": {"ppo.epochs": [1, 2]}, "seeds": [1]}
-    (tmp_path / "g.yaml").write_text(json.dumps(tree))
-    said = offline("grid", tmp_path / "g.yaml", "--out", tmp_path, "--workers", "2", "--track", "wandb")["wandb"]
+    path = written_grid(tmp_path, axes={"ppo.epochs": [1, 2]})
+    said = offline("grid", path, "--out", tmp_path, "--workers", "2", "--track", "wandb")["wandb"]
     cells = pd.read_parquet(tmp_path / "g" / "cells.parquet").set_index("cell")
     runs = {run.about["display_name"]: run for run in (as_read(place["folder"]) for place in said["runs"])}
     assert said["group"] == "g"

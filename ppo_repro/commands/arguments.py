@@ -88,18 +88,18 @@ def _shared(*names: str, **settings: Any) -> argparse.ArgumentParser:
     return parser
 
 
-_ABOUT = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
-_RUN = _shared("run", metavar="RUN", type=_run_folder, help=_ABOUT)
+_NEWEST = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
+_RUN = _shared("run", metavar="RUN", type=_run_folder, help=_NEWEST)
 _OUT = _shared("--out", metavar="DIR", type=_path, default=RUNS, help="where results go")
 _INPUTS = _shared("--inputs", metavar="DIR", type=_path, help="where to look for a model that has been moved")
 _WORKERS: dict[str, Any] = {"metavar": "N", "type": _positive, "help": "cells side by side; default 1"}
-_ABOUT = "copy records as they come to an MLflow store, `mlflow` or `wandb`, or call FILE.py:FUNCTION with them"
-_TRACK = _shared("--track", metavar="WHERE", action="append", default=[], help=f"{_ABOUT}; may be repeated")
+_COPY = "copy records as they come to an MLflow store, `mlflow` or `wandb`, or call FILE.py:FUNCTION with them"
+_TRACK = _shared("--track", metavar="WHERE", action="append", default=[], help=f"{_COPY}; may be repeated")
 _EVENTS = _shared("--tensorboard", metavar="DIR", type=_path, help="write TensorBoard event files below DIR")
 _SETS: dict[str, Any] = {"metavar": "FIELD=VALUE", "action": "append", "default": []}
 _FIELD = _shared("--set", **_SETS, help="change one field; may be repeated")
-_ABOUT = "another layout field or rollout engine, such as layout.threads=2; may be repeated"
-_LAYOUT = _shared("--set", **_SETS, help=_ABOUT)
+_ENGINE = "another layout field or rollout engine, such as layout.threads=2; may be repeated"
+_LAYOUT = _shared("--set", **_SETS, help=_ENGINE)
 _CONFIG = _shared("config", metavar="CONFIG", type=_path, help="YAML configuration")
 _SEED: dict[str, Any] = {"dest": "set", "type": lambda text: f"seed={_count(text)}", "help": "as --set seed=N"}
 _CONFIG.add_argument("--seed", **_SETS | _SEED | {"metavar": "N"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from ppo_repro.base.output import print_result, say
 
 if TYPE_CHECKING:
     from ppo_repro.testing.audit.of_run import RunDump
+    from ppo_repro.testing.audit.ways import Subject
+    from ppo_repro.testing.dumps import Response
 
 FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
 MEANS = ("auto", "raw", "tempered", "processed")
@@ -116,15 +119,11 @@ def _check(options: argparse.Namespace) -> None:
         require_ours(options.out, "PAR1")  # with which Parquet begins
 
 
-def audit_command(options: argparse.Namespace) -> int:
-    """Say which side of a run, or of another stack's dump, is wrong, by the model in float64; exit 1 if one is."""
-    run = _complete(options)
-    _check(options)
-    which = "" if run is None else f"iteration {run.iteration}, "
-    say(f"{options.dump}: {which}both sides beside the model of {options.model} in float64")
+def _responses(options: argparse.Namespace, run: RunDump | None) -> tuple[list[Response], int, int]:
+    """Return the responses to audit, and how many others were skipped before them and are left after them.
 
-    from itertools import islice
-
+    Raises UserError if a model folder cannot be used, or if no response has a token that counts.
+    """
     from ppo_repro.models.folder_files import check_config, check_weights
     from ppo_repro.testing.dumps import read_dump
 
@@ -135,14 +134,14 @@ def audit_command(options: argparse.Namespace) -> int:
     responses = list(islice(rows, options.responses))
     if not responses:
         raise UserError(f"{options.dump}: has no response with a token that counts; there is nothing to audit")
-    skipped, unread = responses[-1].row - len(responses), sum(1 for _ in rows)
+    return responses, responses[-1].row - len(responses), sum(1 for _ in rows)
 
+
+def _subject(options: argparse.Namespace, run: RunDump | None) -> Subject:
+    """Load the model, the other weights to try, and the tokenizer."""
     import torch
 
-    from ppo_repro.testing.audit.judge import audit
-    from ppo_repro.testing.audit.lines import draw_fields, fields, lines, verdict
     from ppo_repro.testing.audit.load import last_matrices, load_model, load_tokenizer
-    from ppo_repro.testing.audit.stages import Sampling
     from ppo_repro.testing.audit.ways import Subject
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -159,14 +158,28 @@ def audit_command(options: argparse.Namespace) -> int:
         others["weights that the run started with"], model = model, run.weights(model)
     # a sampler may take over new weights but for the last matrix, of which it has a copy in another layout
     others |= {f"the last matrix of the {name}": of for name, of in last_matrices(model, others).items()}
-    subject = Subject(model, others, begin, end, padding, tokenizer)
+    return Subject(model, others, begin, end, padding, tokenizer)
+
+
+def audit_command(options: argparse.Namespace) -> int:
+    """Say which side of a run, or of another stack's dump, is wrong, by the model in float64; exit 1 if one is."""
+    run = _complete(options)
+    _check(options)
+    which = "" if run is None else f"iteration {run.iteration}, "
+    say(f"{options.dump}: {which}both sides beside the model of {options.model} in float64")
+    responses, skipped, unread = _responses(options, run)
+
+    from ppo_repro.testing.audit.judge import audit
+    from ppo_repro.testing.audit.lines import draw_fields, fields, lines, verdict
+    from ppo_repro.testing.audit.stages import Sampling
+
     sampling = Sampling(
         **{name: getattr(options, name) for name in SETTINGS},
         sampler_logprobs=options.sampler_logprobs,
         trainer_logprobs=options.trainer_logprobs,
         is_temperature_given=options.is_temperature_given,
     )
-    found = audit(subject, responses, sampling)
+    found = audit(_subject(options, run), responses, sampling)
     said = lines(found, skipped, unread)
     if options.out is not None:
         found.tokens.to_parquet(options.out)

@@ -57,8 +57,8 @@ def fields_command(arguments: argparse.Namespace) -> int:
     """Print every field of a configuration: allowed values, default, meaning."""
     from ppo_repro.config.fields import groups, text
 
-    found = [dataclasses.asdict(group) for group in groups(arguments.sections)]
-    print_result(arguments.json, {"sections": found}, text(arguments.sections))
+    found = groups(arguments.sections)
+    print_result(arguments.json, {"sections": list(map(dataclasses.asdict, found))}, text(found))
     return 0
 
 

@@ -113,10 +113,10 @@ def _allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
     return " ".join([WORDS[annotation], *shown])
 
 
-def text(sections: Sequence[str] = ()) -> list[str]:
-    """Return the lines that `ppo-repro fields` prints."""
+def text(of: Sequence[Group]) -> list[str]:
+    """Return the lines that `ppo-repro fields` prints of some groups."""
     lines: list[str] = []
-    for group in groups(sections):
+    for group in of:
         file = f"in a {group.file} file" if group.path and group.file != "run" else ""
         lines += ["", ", ".join(filter(None, (group.path or group.file, group.kind, file))), f"  {group.meaning}"]
         for field in group.fields:

@@ -166,6 +166,7 @@ class Shape:
 
 
 Shapes = tuple[Shape, Shape | None, tuple[Model, ...]]
+Rows = dict[str, dict[str, int]]  # bytes by purpose and phase
 
 
 def _shapes(config: RunConfig) -> Shapes:
@@ -205,18 +206,33 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
 
 def _planned(config: RunConfig, shapes: Shapes, processes: int) -> Plan:
     policy, value, models = shapes
-    layout, sampler, context = config.layout, config.mismatch.sampler, config.numerics.max_context
+    device, deterministic = config.layout.device, config.numerics.mode == "deterministic"
+    if device != "cpu" and not deterministic:
+        raise UserError(f"layout.device = {device}: plan needs numerics.mode = deterministic there")
+    rows = {**_of_weights(config, policy, models, processes), **_of_passes(config, policy, value, processes)}
+    rows = {name: row for name, row in rows.items() if any(row.values())}
+    if processes == 1:
+        rows = {name: {phase: row[phase] for phase in row if phase != SAVING} for name, row in rows.items()}
+    updated, collected = (sum(getattr(m, name) for m in models if m.trained) for name in ("trained", "collected"))
+    exchanged = (collected + updated) * (processes - 1) if deterministic else 2 * collected * (processes - 1)
+    return Plan(models, rows, processes, FLOAT * exchanged // processes)
+
+
+def _micro_batch(size: int, sequences: int, processes: int) -> int:
+    """Return the sequences of a pass in one of the processes, which divide the sequences; `size` 0 takes all."""
+    mine = ceil(sequences / processes)
+    return min(size or mine, mine)
+
+
+def _of_weights(config: RunConfig, policy: Shape, models: tuple[Model, ...], processes: int) -> Rows:
+    """Return the rows of what a process holds of the models: weights, copies, moments, gradients."""
+    layout, sampler, minibatch = config.layout, config.mismatch.sampler, config.ppo.minibatch_size
     deterministic, on_card = config.numerics.mode == "deterministic", layout.device != "cpu"
-    if on_card and not deterministic:
-        raise UserError(f"layout.device = {layout.device}: plan needs numerics.mode = deterministic there")
-    counts = config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts
-    sequences, step, evaluated = (ceil(count / processes) for count in counts)
-    forward = min(layout.forward_micro_batch or sequences, sequences)
-    update = min(layout.update_micro_batch or step, step)
-    seats, responses = min(layout.rollout_slots, max(sequences, evaluated)), config.rollout.max_response_tokens
     held_by = processes if deterministic else 1  # ranks divide the moments
-    arrays = (SLOTS // processes).bit_length() if deterministic and update < step else 1
+    is_split = _micro_batch(layout.update_micro_batch, minibatch, processes) < ceil(minibatch / processes)
+    arrays = (SLOTS // processes).bit_length() if deterministic and is_split else 1
     trained = [model for model in models if model.trained]
+    updated, collected = (sum(getattr(m, name) for m in trained) for name in ("trained", "collected"))
     stays = FLOAT * sum(model.weights for model in models)
     # the model is read, and copied until adapted models share its weights
     read = stays + FLOAT * policy.parameters * (2 if any(model.frozen for model in trained) else 1)
@@ -235,18 +251,8 @@ def _planned(config: RunConfig, shapes: Shapes, processes: int) -> Plan:
     }
     # in precision highest the kernels of a GPU read weights as they lie
     is_packed = deterministic and not (on_card and config.numerics.precision == "highest")
-    row, vocabulary = context - 1, policy.struct.vocabulary
-    of_logits = [
-        FLOAT * vocabulary * min(count * responses, max(1, LOGITS_AT_ONCE // vocabulary)) for count in (forward, update)
-    ]
-    several = 2 if deterministic else 5
-    updated, collected = (sum(getattr(m, name) for m in trained) for name in ("trained", "collected"))
-    exchanged = (collected + updated) * (processes - 1) if deterministic else 2 * collected * (processes - 1)
     message = min(MESSAGE, max(model.collected for model in trained)) // 2 if processes > 1 else 0
-    # top-k and top-p: which of the vocabulary each token was drawn from, a bit each, of all responses in each process
-    cuts = config.rollout.top_k > 0 or config.rollout.top_p < 1.0
-    kept_sets = config.sequences_per_iteration * responses * ceil(vocabulary / 8) * cuts
-    rows = {
+    return {
         "weights": {"loading": read, **dict.fromkeys((*PHASES[1:], SAVING), stays)},
         "moments": dict.fromkeys((*PHASES, SAVING), MOMENTS * ceil(updated / held_by)),
         "all moments": {SAVING: MOMENTS * updated if held_by > 1 and not on_card else 0},  # on the CPU
@@ -256,6 +262,24 @@ def _planned(config: RunConfig, shapes: Shapes, processes: int) -> Plan:
         "kernels": dict.fromkeys(PHASES[1:], CARD_SCRATCH if on_card else 0),
         "gradients": {"update": FLOAT * arrays * collected},
         "messages": {"update": 2 * FLOAT * message},
+    }
+
+
+def _of_passes(config: RunConfig, policy: Shape, value: Shape | None, processes: int) -> Rows:
+    """Return the rows of what a process holds while it samples, scores and trains the longest sequences."""
+    layout, context, responses = config.layout, config.numerics.max_context, config.rollout.max_response_tokens
+    sequences, row, vocabulary = config.sequences_per_iteration, context - 1, policy.struct.vocabulary
+    forward = _micro_batch(layout.forward_micro_batch, sequences, processes)
+    update = _micro_batch(layout.update_micro_batch, config.ppo.minibatch_size, processes)
+    seats = _micro_batch(layout.rollout_slots, max(sequences, config.task.num_eval_prompts), processes)
+    of_logits = [
+        FLOAT * vocabulary * min(count * responses, max(1, LOGITS_AT_ONCE // vocabulary)) for count in (forward, update)
+    ]
+    several = 2 if config.numerics.mode == "deterministic" else 5
+    # top-k and top-p: which of the vocabulary each token was drawn from, a bit each, of all responses in each process
+    cuts = config.rollout.top_k > 0 or config.rollout.top_p < 1.0
+    kept_sets = sequences * responses * ceil(vocabulary / 8) * cuts
+    return {
         "activations": {
             "rollout": policy.forward(seats * (context - responses)),
             "scoring": policy.forward(forward * row) + policy.cache(forward * row),
@@ -269,10 +293,6 @@ def _planned(config: RunConfig, shapes: Shapes, processes: int) -> Plan:
             "update": of_logits[1] * several,  # with gradients
         },
     }
-    rows = {name: row for name, row in rows.items() if any(row.values())}
-    if processes == 1:
-        rows = {name: {phase: row[phase] for phase in row if phase != SAVING} for name, row in rows.items()}
-    return Plan(models, rows, processes, FLOAT * exchanged // processes)
 
 
 def savings(config: RunConfig, processes: int = 1) -> list[tuple[str, int]]:

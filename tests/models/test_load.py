@@ -19,10 +19,10 @@ from ppo_repro.models.folder_files import ADAPTER, INDEX, WEIGHTS
 from ppo_repro.models.folders import load_reward_model
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.tasks.tokenizer import character_tokenizer
+from tests.support.damage import Damage, changed
 from tests.support.models import VOCAB, llama_config, qwen3_config, small_model, unequal
 
 Q, EMBEDDING = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight"
-Damage = Callable[[Path], object]
 
 
 def make(folder: Path, model: Any) -> Path:
@@ -43,12 +43,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 def config(**changes: object) -> Damage:
     """Changed fields of config.json; a field that becomes `...` is taken out."""
-
-    def damage(folder: Path) -> None:
-        fields = {**json.loads((folder / "config.json").read_text()), **changes}
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not ...}))
-
-    return damage
+    return lambda folder: [changed("config.json", (field,), value)(folder) for field, value in changes.items()]
 
 
 def text(name: str, content: str) -> Damage:
@@ -104,14 +99,6 @@ def larger_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
-def changed_tokenizer(**changes: object) -> Damage:
-    def damage(folder: Path) -> None:
-        path = folder / "tokenizer_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return damage
-
-
 OF_CONFIG: dict[str, tuple[Damage, str]] = {
     "no object": (text("config.json", "[]"), r"config\.json holds \[\]; must be a JSON object"),
     "no JSON": (text("config.json", '{"a":'), r"config\.json cannot be read as JSON"),
@@ -153,7 +140,7 @@ OF_FILES: dict[str, tuple[Damage, str]] = {
     "broken tokenizer": (text("tokenizer.json", "{"), r"tokenizer\.json cannot be read as JSON"),
     "empty tokenizer": (text("tokenizer.json", "{}"), "its tokenizer: cannot be loaded"),
     "larger tokenizer": (larger_tokenizer, f"its tokenizer has the token .*, and the model a vocabulary of {VOCAB}"),
-    "code of a tokenizer": (changed_tokenizer(auto_map={"AutoTokenizer": ["code.T", None]}), "has auto_map"),
+    "code of a tokenizer": (changed("tokenizer_config.json", ("auto_map",), {"T": ["code.T", None]}), "has auto_map"),
     "generation settings": (text("generation_config.json", "{"), r"generation_config\.json cannot be read as JSON"),
 }
 

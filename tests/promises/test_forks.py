@@ -22,7 +22,7 @@ from tests.support.disk import recorded
 from tests.support.language import fork, rerun, resume, tiny_run
 from tests.support.recipes import OTHER_LAYOUT
 from tests.support.resume import Snapshots, require_as_uninterrupted
-from tests.support.runs import recomputed
+from tests.support.runs import manifests_read, recomputed
 from tests.support.synthetic_run import cut_back
 
 USUAL = ("model.warm_start_steps=5", "ppo.iterations=4", "checkpoints.every=2", "checkpoints.keep=1")
@@ -188,8 +188,7 @@ def test_a_fork_that_has_evaluated_nothing_yet_has_the_score_of_its_origin(
     """The origin was not evaluated at iteration 3, where the fork would have been. The manifest is read once."""
     forked = fork(origin, tmp_path, 4, "evaluation.every=3", "ppo.iterations=6")
     cut_back(forked, 5, "interrupted")
-    head, read, log = manifest.load_head(forked), list[Path](), manifest.read_log
-    monkeypatch.setattr(manifest, "read_log", lambda run_dir, *about: read.append(run_dir) or log(run_dir, *about))
+    head, read = manifest.load_head(forked), manifests_read(monkeypatch)
     score = score_of(forked, head)
     assert read == [forked]
     assert score == reader.read_iterations(origin)["eval_score"][0]

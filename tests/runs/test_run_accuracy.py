@@ -11,7 +11,7 @@ from ppo_repro.records import manifest
 from ppo_repro.records.folder import ACCURACY_NAME, Accuracy, read_accuracy
 from ppo_repro.runs.summary import summarise
 from tests.support.language import small_run
-from tests.support.runs import small_config
+from tests.support.runs import manifests_read, small_config
 
 
 def measured(run_dir: Path) -> Accuracy:
@@ -34,8 +34,7 @@ def test_a_run_records_and_tells_it(deterministic_run: Path) -> None:
 def test_a_summary_reads_the_manifest_as_often_for_every_length_of_a_run(
     deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, log = list[Path](), manifest.read_log
-    monkeypatch.setattr(manifest, "read_log", lambda run_dir, *about: read.append(run_dir) or log(run_dir, *about))
+    read = manifests_read(monkeypatch)
     assert summarise(deterministic_run).figures["iterations"] == 3
     assert 0 < len(read) < 3, "and not once for each iteration"
 

@@ -2,6 +2,9 @@
 
 import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
@@ -42,6 +45,18 @@ def recomputed(run_dir: Path) -> Recomputed:
     found = recompute(run_dir, manifest.load(run_dir))
     assert found is not None
     return found
+
+
+def manifests_read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders of which whole manifests are read from now on, once for each time."""
+    read, log = list[Path](), manifest.read_log
+
+    def counting(run_dir: Path, *about: Any) -> tuple[manifest.IterationEntry, ...]:
+        read.append(run_dir)
+        return log(run_dir, *about)
+
+    monkeypatch.setattr(manifest, "read_log", counting)
+    return read
 
 
 def run_below(folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,7 +30,7 @@ class Kept:
 
 def test_a_stranger_that_sends_a_byte_now_and_then_is_left_out_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "HELLO", 0.2)
-    store = Kept()
+    store, threads = Kept(), threading.active_count()
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(peers.connect, 0, 2, store, "")
         port, token = json.loads(store.get("peers"))
@@ -39,5 +40,8 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_left_out_in_time(monkeypat
                 time.sleep(0.02)
         with socket.create_connection(("127.0.0.1", port)) as second:
             second.sendall(json.dumps([token, 1, "there"]).encode() + b"\n")
-            assert first.result(10).hosts == [socket.gethostname(), "there"]
+            found = first.result(10)
+            assert found.hosts == [socket.gethostname(), "there"]
             second.sendall(b'[1, "done"]\n')
+    until(lambda: threading.active_count() == threads, "the end of who listens")
+    found.connections[1].close()

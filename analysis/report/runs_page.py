@@ -58,50 +58,64 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     kinds = {manifest.load_head(run_dir).kind for run_dir in complete}
     if len(kinds) > 1:
         raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
-    is_grid = (folder / GRID).exists()
-    kept, doubles = (complete, []) if is_grid else _without_doubles(complete)
+    kept, doubles = (complete, []) if (folder / GRID).exists() else _without_doubles(complete)
     settings = _settings(folder, [read_run(run_dir) for run_dir in kept])
     ordered = [(setting, run) for setting, group in settings.items() for run in group]
     runs, labels = [run for _, run in ordered], [setting.short for setting, _ in ordered]
     finals = _finals(runs, labels)
-    measures = [str(name) for name in finals.columns if name not in ("point", "seed")]
-    measure = measures[0]
+    measure = _measures(finals)[0]
     means = finals.groupby("point", sort=False)[measure].mean().sort_values(ascending=False, kind="stable")
-    drawn = [s for s in settings if s.short in set(means.index[:MAX_LINES])]
-    lines = [_line(setting, settings[setting]) for setting in drawn]
-    key = KINDS[runs[0].facts.manifest.kind].measures.get(measure, "")
-    chart = curves.curve_chart(measure.capitalize(), measure, [(line, key) for line in lines]) or main_chart(
-        runs[0].facts, lines
-    )
+    lines = [_line(s, group) for s, group in settings.items() if s.short in set(means.index[:MAX_LINES])]
     some = f"The {MAX_LINES} of {len(settings)} settings with the highest {measure}; the table has all."
     has_fork = any(run.facts.forked_at is not None for run in runs)
     notes = [some] * (len(settings) > MAX_LINES) + [FORKS] * has_fork
-    equal = curves.equal_curves([(line, key) for line in lines])
+    cards = [
+        *_result_cards(folder, runs, list(settings), finals, lines),
+        Card("Are the runs on-policy?", _verdicts(runs)),
+        *_left_out(folder, states, doubles),
+    ]
+    sections = [
+        _list_of_runs(folder, linked_from, runs, list(settings), finals),
+        *curve_sections(runs[0].facts, lines, notes, _band(finals)),
+        Section("terms", "Terms", (), (), (folded_table("Terms in words", terms()),)),
+    ]
+    return page(f"{folder.resolve().name}: {len(runs)} runs", cards, sections)
+
+
+def _measures(finals: pd.DataFrame) -> list[str]:
+    return [str(name) for name in finals.columns if name not in ("point", "seed")]
+
+
+def _result_cards(
+    folder: Path, runs: Sequence[OneRun], settings: Sequence[Setting], finals: pd.DataFrame, lines: Sequence[Curve]
+) -> list[Card]:
+    """Return the cards with the results of each setting: a chart, a table and, for a grid, its question and answer."""
+    measures, is_grid = _measures(finals), (folder / GRID).exists()
+    measure = measures[0]
+    drawn = [(line, KINDS[runs[0].facts.manifest.kind].measures.get(measure, "")) for line in lines]
+    chart = curves.curve_chart(measure.capitalize(), measure, drawn) or main_chart(runs[0].facts, lines)
+    equal = curves.equal_curves(drawn)
     about_lines = [Verdict("fact", f"{equal[0].upper()}{equal[1:]}.")] if equal else []
-    about_lines += [Verdict("fact", FORKS)] * has_fork
+    about_lines += [Verdict("fact", FORKS)] * any(run.facts.forked_at is not None for run in runs)
     about = _means(finals, measures, {setting.short: setting.whole for setting in settings})
     sizes = finals.groupby("point").size()
     said = SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
-    table_of = scrolled(table(about, said if sizes.max() > 1 else "one run of each setting"))
+    results = scrolled(table(about, said if sizes.max() > 1 else "one run of each setting"))
     reach = _widest(runs, measure), _seen(runs, measure)
     compared = answer_cards(folder, finals, measure, chart, *reach) if is_grid else []
     if compared:  # the card that has the chart
         compared[1] = replace(compared[1], verdicts=[*compared[1].verdicts, *about_lines])
-    cards = [
-        *compared[:2],
-        Card(
-            f"{measure.capitalize()} of each setting",
-            () if is_grid else about_lines,
-            [table_of],
-            "" if is_grid else chart,
-        ),
-        *compared[2:],
-        Card("Are the runs on-policy?", _verdicts(runs)),
-        *_left_out(folder, states, doubles),
-    ]
+    of_settings = () if is_grid else about_lines
+    named = Card(f"{measure.capitalize()} of each setting", of_settings, [results], "" if is_grid else chart)
+    return [*compared[:2], named, *compared[2:]]
+
+
+def _list_of_runs(
+    folder: Path, linked_from: Path | None, runs: Sequence[OneRun], settings: Sequence[Setting], finals: pd.DataFrame
+) -> Section:
     links = [_link(run.facts.run_dir, folder, linked_from) for run in runs]
-    results = {name: finals[name].round(3).tolist() for name in measures}
-    names = [read_label(run.facts.run_dir).name for run in runs]
+    results = {name: finals[name].round(3).tolist() for name in _measures(finals)}
+    names, labels = [read_label(run.facts.run_dir).name for run in runs], finals["point"].tolist()
     # a setting may have the name of its runs
     named = {"name": names} if any(name not in ("", label) for name, label in zip(names, labels, strict=True)) else {}
     cells = pd.DataFrame({"setting": labels, "seed": finals["seed"], **named, **results, "run": links}, dtype=object)
@@ -109,12 +123,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     if any(setting.whole for setting in settings):
         wholes = [(setting.short, setting.whole) for setting in settings]
         listed.append(folded_table("All that the settings differ in", pd.DataFrame(wholes, columns=["setting", "is"])))
-    sections = [
-        Section("runs", "Runs", (), (), listed),
-        *curve_sections(runs[0].facts, lines, notes, _band(finals)),
-        Section("terms", "Terms", (), (), (folded_table("Terms in words", terms()),)),
-    ]
-    return page(f"{folder.resolve().name}: {len(runs)} runs", cards, sections)
+    return Section("runs", "Runs", (), (), listed)
 
 
 def _without_doubles(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, Path]]]:

@@ -20,8 +20,8 @@ README_ROW = re.compile(r"^\| \[`(\w+)(?:/|\.py)`\]\(", re.MULTILINE)
 # import each other. A file directly in analysis/ counts as a folder.
 ANALYSIS = """
     words stats pairs csv_text
-    clipping notebooks tokenization
-    mismatch
+    clipping notebooks
+    mismatch tokenization
     compare grids
     figures
     report
@@ -208,6 +208,7 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.config",
         "ppo_repro.runs.summary",
         "ppo_repro.testing.dumps",  # the audit's reader of dumps
+        "ppo_repro.testing.pairs",
         "ppo_repro.testing.diagnosis",
         "ppo_repro.statistics",
     )

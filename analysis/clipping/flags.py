@@ -47,6 +47,17 @@ def token_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
     return pd.DataFrame({**flags, "ratio": ratios}, index=rows.index)
 
 
+def clipped_at_start(rows: pd.DataFrame, rule: ClipRule) -> Bool:
+    """Return grad_zero of each token before any step, at pi_old / anchor, bool [N]; false with the anchor `old`."""
+    unmoved = ratios_of(column(rows, "old_logprobs") - column(rows, f"{rule.anchor}_logprobs"))
+    return flags_of_ratios(unmoved, column(rows, "advantages"), rule)["grad_zero"]
+
+
+def recorded_clipped(flags: pd.Series) -> Bool:
+    """Return which flags of the column `clip_flag` say that the clip removed the gradient, bool [N]; null does not."""
+    return flags.str.startswith("clip_").fillna(False).to_numpy(np.bool_)
+
+
 def value_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
     """Return the columns vf_band_out and vf_grad_zero (bool) for rows of steps that the value model took.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clipping.flags import FLAGS, flags_of_ratios, ratios_of, token_flags, value_flags
+from ppo_repro.analysis.clipping.flags import FLAGS, clipped_at_start, ratios_of, token_flags, value_flags
 from ppo_repro.analysis.clipping.update_rows import ClipRule, Floats, IterationRows, column, policy_rows, steps_of
 from ppo_repro.analysis.stats.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
+from ppo_repro.analysis.stats.clusters import effective_share
 from ppo_repro.statistics.kl import k1, k3
 
 VALUE_FLAGS = ("vf_band_out", "vf_grad_zero")
@@ -16,27 +17,20 @@ NAN = float("nan")
 
 
 def effective_samples(log_weights: Floats) -> float:
-    """Return the effective sample size per sample, (sum w)^2 / (n sum w^2) in [1/n, 1], for w = exp(log_weights).
+    """Return the effective sample size per sample for the weights exp(log_weights); NaN if one is not finite.
 
-    The largest log-weight is first subtracted, which cancels in the quotient and prevents overflow. NaN if a log-weight
-    is not finite.
+    The largest log-weight is first subtracted, which cancels in the quotient and prevents overflow.
     """
     if not len(log_weights) or not np.isfinite(log_weights).all():
         return NAN
     weights = np.exp(log_weights - log_weights.max())
-    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
+    return effective_share(float(weights.sum()), float((weights**2).sum()), len(weights))
 
 
 def kl_estimates(log_ratios: Floats) -> dict[str, float]:
     """Estimate KL(anchor || new) in nats by token means of k1 and k3; the anchor sampled the tokens, at least one."""
     with np.errstate(invalid="ignore"):  # infinities of both signs
         return {"kl_k1": float(k1(log_ratios).mean()), "kl_k3": float(k3(log_ratios).mean())}
-
-
-def clip_floor(rows: pd.DataFrame, rule: ClipRule) -> float:
-    """Return the share of tokens with grad_zero before any step, at pi_old / anchor; 0 with the anchor `old`."""
-    unmoved = ratios_of(column(rows, "old_logprobs") - column(rows, "anchor_logprobs"))
-    return float(flags_of_ratios(unmoved, column(rows, "advantages"), rule)["grad_zero"].mean())
 
 
 def surrogate_mass(rows: pd.DataFrame) -> Floats:
@@ -65,7 +59,7 @@ def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Floats, rule: ClipRu
         **kl_estimates(log_ratios),
         "ess_tok": effective_samples(log_ratios),
         "gm_clip": float(mass[flags["grad_zero"]].sum()) / total if total and np.isfinite(total) else NAN,
-        "clip_floor": clip_floor(rows, rule),
+        "clip_floor": float(clipped_at_start(rows, rule).mean()),
     }
 
 
@@ -74,7 +68,8 @@ def clip_step(item: IterationRows) -> pd.DataFrame:
 
     A rate is a share of the subset's tokens (all, A > 0, A < 0); NaN if the subset is empty or the policy took no
     step. gm_clip: share of the sum of `surrogate_mass` that the clip removed. beyond_twice: share of tokens beyond
-    twice the clip range. FLAGS, `value_flags`, `kl_estimates` and `clip_floor` define the other columns.
+    twice the clip range. clip_floor: share of `clipped_at_start`.
+    FLAGS, `value_flags` and `kl_estimates` define the other columns.
     """
     policy = policy_rows(item)
     flags, mass = token_flags(policy, item.rule), surrogate_mass(policy)

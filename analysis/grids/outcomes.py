@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clipping.flags import flags_of_ratios, ratios_of
+from ppo_repro.analysis.clipping.flags import clipped_at_start, recorded_clipped
 from ppo_repro.analysis.clipping.update_rows import ClipRule, column
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
@@ -47,7 +46,7 @@ def clip_shares(run_dir: Path) -> tuple[float, float]:
     counts = pd.concat(flags, axis=1).sum(axis=1)
     if "unknown" in counts:
         return math.nan, math.nan
-    removed = counts[counts.index.str.startswith("clip_")]
+    removed = counts[recorded_clipped(counts.index.to_series())]
     outside = counts.drop("none", errors="ignore")
     return float(removed.sum() / counts.sum()), float(outside.sum() / counts.sum())
 
@@ -64,11 +63,10 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
     recorded, count, divergence, removed = reader.open_manifest(run_dir), 0, 0.0, 0.0
     for iteration in range(recorded.num_iterations):
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
-        old, rollout, advantages = (column(tokens, name) for name in TOKENS)
-        count, divergence = count + len(tokens), divergence + float(k3(old - rollout).sum())
+        delta = column(tokens, "old_logprobs") - column(tokens, "rollout_logprobs")
+        count, divergence = count + len(tokens), divergence + float(k3(delta).sum())
         if rule is not None:
-            start = old - rollout if rule.anchor == "rollout" else np.zeros_like(old)
-            removed += float(flags_of_ratios(ratios_of(start), advantages, rule)["grad_zero"].sum())
+            removed += float(clipped_at_start(tokens, rule).sum())
     return divergence / count, math.nan if rule is None else removed / count
 
 

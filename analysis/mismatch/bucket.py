@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.mismatch.token import sequence_starts
 from ppo_repro.analysis.pairs.places import LAG, ROUTE, ROUTES, TURN
 from ppo_repro.analysis.stats.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
-from ppo_repro.analysis.stats.clusters import log_bins, quantile
+from ppo_repro.analysis.stats.clusters import log_bins, quantile, sequence_starts
 
 EDGES = {
     "prob": PROBABILITIES,
@@ -32,7 +31,7 @@ _KEYS = ["kind", "bucket", "bin"]
 
 
 def bucket_sums(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Sum `mismatch_token` rows of whole responses by kind, bucket and bin of |delta|, over finite tokens.
+    """Sum `with_mismatch` rows of whole responses by kind, bucket and bin of |delta|, over finite tokens.
 
     `bucket_table` merges the frames of several iterations.
     """

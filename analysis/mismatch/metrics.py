@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.mismatch.token import sequence_starts
 from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.clusters import Floats, Ratio
 from ppo_repro.statistics.bits import has_steps
@@ -35,8 +34,8 @@ class Sums:
 
 
 def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
-    """Sum `mismatch_token` rows of whole responses; `masked` counts the tokens that a mask removed before."""
-    starts = sequence_starts(tokens)
+    """Sum `with_mismatch` rows of whole responses; `masked` counts the tokens that a mask removed before."""
+    starts = clusters.sequence_starts(tokens)
     finite = tokens["finite"].to_numpy()
     a, b = (tokens[name].to_numpy().astype(np.float64) for name in ("logprobs_a", "logprobs_b"))
     rows = {

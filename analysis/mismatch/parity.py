@@ -1,4 +1,4 @@
-"""Count the bits in which sampler and trainer differ, from the records; a run itself counts while it computes."""
+"""Count the bits in which sampler and trainer differ, from the records; a run counts by the same function."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.pairs.runs import KEY
 from ppo_repro.records import reader
-from ppo_repro.statistics.bits import unequal_bits
+from ppo_repro.statistics.bits import Disagreement, Float32, disagreement
+from ppo_repro.testing.pairs import KEY
 
 TOKENS = [*KEY, "rollout_logprobs", "old_logprobs", "values"]
 UPDATES = [*KEY, "epoch", "minibatch", "ratios", "new_values"]
@@ -40,7 +39,7 @@ class Parity:
         return Parity(**sums | {"max_abs_old_rollout": largest})
 
 
-def _float32(frame: pd.DataFrame, column: str) -> npt.NDArray[np.float32]:
+def _float32(frame: pd.DataFrame, column: str) -> Float32:
     return np.ascontiguousarray(frame[column].to_numpy(), dtype=np.float32)
 
 
@@ -62,26 +61,20 @@ def parity(run_dir: Path | str) -> Parity:
 def parity_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Parity:
     """Count the unequal bits of one iteration, from the columns TOKENS and UPDATES of its tables."""
     joined = updates.merge(tokens, on=KEY, how="left", validate="many_to_one")
-    first = joined[(joined["epoch"] == 0) & (joined["minibatch"] == 0)]
-    rollout, old = _float32(tokens, "rollout_logprobs"), _float32(tokens, "old_logprobs")
+    rollout, old = (_float32(tokens, name) for name in ("rollout_logprobs", "old_logprobs"))
 
-    def ratios(frame: pd.DataFrame) -> int:
-        # null where the policy took no step
-        ratios_of_steps = _float32(frame[frame["ratios"].notna()], "ratios")
-        return int(unequal_bits(ratios_of_steps, np.ones_like(ratios_of_steps)).sum())
+    def counted(rows: pd.DataFrame) -> Disagreement:  # null where a model took no step
+        of_policy, of_value = rows[rows["ratios"].notna()], rows[rows["new_values"].notna()]
+        values, again = (_float32(of_value, name) for name in ("values", "new_values"))
+        return disagreement(rollout, old, _float32(of_policy, "ratios"), values, again)
 
-    def values(frame: pd.DataFrame) -> int:
-        value_steps = frame[frame["new_values"].notna()]
-        return int(unequal_bits(_float32(value_steps, "new_values"), _float32(value_steps, "values")).sum())
-
+    is_first = (joined["epoch"] == 0) & (joined["minibatch"] == 0)
+    every = counted(joined)
     return Parity(
+        **counted(joined[is_first])._asdict(),
         tokens=len(tokens),
-        unequal_old_rollout_logprobs=int(unequal_bits(old, rollout).sum()),
-        max_abs_old_rollout=float(np.abs(old - rollout).max()),
-        first_minibatch_tokens=len(first),
-        unequal_first_ratios=ratios(first),
-        unequal_values=values(first),
+        first_minibatch_tokens=int(is_first.sum()),
         update_rows=len(joined),
-        unequal_ratios=ratios(joined),
-        unequal_update_values=values(joined),
+        unequal_ratios=every.unequal_first_ratios,
+        unequal_update_values=every.unequal_values,
     )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.clipping.corrections import WEIGHTLESS, applied
-from ppo_repro.analysis.stats.clusters import Floats, exact_sum, mean
+from ppo_repro.analysis.stats.clusters import Floats, effective_share, exact_sum, mean
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Rejection, VetoRejection
 from ppo_repro.statistics.kl import k3
@@ -99,7 +99,6 @@ def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUB
 def _row(remedy: Remedy, n: npt.NDArray[np.int64], of_response: Mapping[str, Floats]) -> dict[str, object]:
     total = {name: exact_sum(column) for name, column in of_response.items()}
     tokens, kept = int(n.sum()) or math.nan, int(n.sum()) - total["weightless"]
-    finite = math.isfinite(total["weight_sq"]) and total["weight_sq"] > 0.0
     return {
         "remedy": remedy.name,
         "bounds": remedy.bounds,
@@ -108,7 +107,7 @@ def _row(remedy: Remedy, n: npt.NDArray[np.int64], of_response: Mapping[str, Flo
         "responses_changed": mean((of_response["changed"] > 0).astype(np.float64)).value,
         "responses_weightless": mean((of_response["weightless"] == n).astype(np.float64)).value,
         "weight_mean": total["weight"] / tokens,
-        "ess_frac": total["weight"] ** 2 / (tokens * total["weight_sq"]) if finite else math.nan,
+        "ess_frac": effective_share(total["weight"], total["weight_sq"], tokens),
         "k3": total["k3"] / tokens,
         "k3_kept": total["k3_kept"] / kept if kept else math.nan,
     }

@@ -16,13 +16,13 @@ import pandas as pd
 from ppo_repro.analysis.mismatch.bucket import bucket_sums, bucket_table
 from ppo_repro.analysis.mismatch.metrics import Sums, merged, sums_of, update_table
 from ppo_repro.analysis.mismatch.remedies import NO_TOKEN, remedy_table
-from ppo_repro.analysis.mismatch.token import mismatch_token
 from ppo_repro.analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
 from ppo_repro.analysis.pairs.runs import PAIRS, run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.testing.dumps import FORMATS
+from ppo_repro.testing.pairs import with_mismatch
 
 # metric, reduction, ideal value, meaning
 IMPORTANT = (
@@ -73,7 +73,7 @@ class Tables:
 def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
     """Yield the sums of each chunk of pairs (`pairs.runs`). Raises UserError if a chunk cannot be read."""
     for chunk in pairs:
-        tokens = mismatch_token(chunk)
+        tokens = with_mismatch(chunk)
         yield Measured(iteration_of(chunk), sums_of(tokens, masked_tokens(chunk)), bucket_sums(tokens))
 
 
@@ -105,7 +105,7 @@ def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
     Columns: metric, reduction, value, se (clustered by response, NaN if undefined), ideal, meaning. KL and differences
     of log-probs are in nats. Raises UserError if there is no token.
     """
-    parts = [sums_of(mismatch_token(chunk), masked_tokens(chunk)) for chunk in pairs]
+    parts = [sums_of(with_mismatch(chunk), masked_tokens(chunk)) for chunk in pairs]
     if not parts:
         raise UserError(NO_TOKEN)
     metrics = update_table(merged(parts)).set_index(["metric", "reduction"])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.dumps import FORMATS, Names, read_dump, tokens_of
+from ppo_repro.testing.dumps import FORMATS, Names, read_dump
+from ppo_repro.testing.pairs import tokens_of
 
 
 def imported_pairs(
@@ -29,7 +30,6 @@ def imported_pairs(
     for iteration, group in groupby(responses, lambda item: item[1].iteration):
         some = list(group)
         frame = pd.concat([tokens_of(r, sequence) for sequence, r in some], ignore_index=True)
-        frame = frame.rename(columns={"sampler": "logprobs_a", "trainer": "logprobs_b"})
         frame.attrs.update(masked=sum(r.masked for _, r in some), iteration=iteration)
         yield frame
 

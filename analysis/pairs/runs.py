@@ -1,13 +1,9 @@
 """Read pairs of log-probs of the same token from recorded runs, in the frame that every source of pairs yields.
 
-A source is an iterator of chunks, one per iteration. A chunk is a DataFrame with one row per token and the columns
-
-    iteration, sequence, position, token_id   int32 or int64
-    logprobs_a, logprobs_b                    float32, nats, the recorded bits
-
-and, if the source has them, `entropies` and `log_kept_mass` (float32, nats), `prob_sq_sums` (sums of the squared
+A source is an iterator of chunks, one per iteration. A chunk is a frame of pairs (`testing.pairs`) with the recorded
+bits and, if the source has them, `entropies` and `log_kept_mass` (float32, nats), `prob_sq_sums` (sums of the squared
 probabilities), `advantages` (float32), `policy_lag`, `turn` and `route` (int32, `pairs.places`). Side `a` sampled the
-token or came first; delta = logprobs_b - logprobs_a.
+token or came first.
 
 Rows are in the order of (iteration, sequence, position). `chunk.attrs["masked"]` counts the tokens that a mask removed
 from the chunk, possibly all; runs have no mask.
@@ -24,9 +20,8 @@ from ppo_repro.analysis.pairs.places import PLACES_OF_SEQUENCES, ROUTE_COLUMNS, 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import Manifest, require_responses
+from ppo_repro.testing.pairs import KEY, PAIR
 
-KEY = ["iteration", "sequence", "position"]
-REQUIRED = [*KEY, "token_id", "logprobs_a", "logprobs_b"]
 OPTIONAL = ["entropies", "prob_sq_sums", "log_kept_mass", "advantages"]
 PAIRS = ("rollout_vs_old", "old_vs_first_new")
 
@@ -95,4 +90,4 @@ def _old_and_first_new(run_dir: Path | str, recorded: Manifest, iteration: int) 
     first = updates[(updates["epoch"] == 0) & updates["clip_flag"].notna()][[*KEY, "new_logprobs"]]
     joined = tokens.merge(first, on=KEY, how="inner", validate="one_to_one").sort_values(KEY, ignore_index=True)
     renamed = joined.rename(columns={"old_logprobs": "logprobs_a", "new_logprobs": "logprobs_b"})
-    return renamed[[*REQUIRED, *OPTIONAL]]
+    return renamed[[*PAIR, *OPTIONAL]]

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ppo_repro.analysis.clipping.flags import recorded_clipped
 from ppo_repro.analysis.mismatch import parity
 from ppo_repro.analysis.mismatch.parity import Parity, parity_of
 from ppo_repro.analysis.report import curves
@@ -182,7 +183,7 @@ def _response_summary(
     largest = np.zeros(len(sequences))
     # NaN would win every comparison; the page counts differences that are not finite elsewhere
     np.maximum.at(largest, tokens["sequence"].to_numpy(np.int64), np.where(np.isfinite(delta), delta, 0.0))
-    clipped = updates["clip_flag"].str.startswith("clip_").fillna(False).to_numpy(np.bool_)
+    clipped = recorded_clipped(updates["clip_flag"])
     return pd.DataFrame(
         {
             "iteration": iteration, "sequence": sequences["sequence"],

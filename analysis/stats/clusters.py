@@ -37,6 +37,14 @@ def exact_sum(values: npt.ArrayLike) -> float:
             return float(array.sum())
 
 
+def sequence_starts(tokens: pd.DataFrame) -> npt.NDArray[np.intp]:
+    """Return the index of the first row of each sequence; the rows of a sequence are consecutive."""
+    keys = tokens[["iteration", "sequence"]].to_numpy()
+    new = np.ones(len(keys), dtype=bool)
+    new[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+    return np.flatnonzero(new)
+
+
 def segment_sums(values: Floats, starts: npt.NDArray[np.intp]) -> Floats:
     """Return the sum of each segment of `values`, float64; a segment begins at each index of `starts`."""
     return np.add.reduceat(values, starts) if len(starts) else np.zeros(0)
@@ -62,6 +70,17 @@ def ratio_of_sums(numerator: Floats, denominator: Floats) -> Ratio:
 def mean(values: Floats) -> Ratio:
     """Return the mean over G clusters with one value each, and se = s / sqrt G."""
     return ratio_of_sums(values, np.ones(len(values)))
+
+
+def effective_share(weight: float, weight_sq: float, count: float) -> float:
+    """Return the effective sample size per sample, (sum w)^2 / (n sum w^2) in [1/n, 1]; NaN if sum w^2 is not finite.
+
+    Args:
+        weight: sum of the n weights.
+        weight_sq: sum of their squares.
+        count: n.
+    """
+    return weight**2 / (count * weight_sq) if 0.0 < weight_sq < math.inf else math.nan
 
 
 def log_bins(values: Floats) -> Ints:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from ppo_repro.analysis.clipping.flags import recorded_clipped
 from ppo_repro.analysis.stats.clusters import Ratio, ratio_of_sums
 
 UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "new_logprobs", "clip_flag"]
@@ -44,7 +45,7 @@ def word_ratios(
         log_ratio=log_ratio,
         max_token_ratio=np.exp(log_ratio),
         n_out=(log_ratio < low) | (log_ratio > high),
-        n_clipped=rows["clip_flag"].str.startswith("clip_").astype(bool),
+        n_clipped=recorded_clipped(rows["clip_flag"]),
     )
     keys = ["iteration", "epoch", "sequence", "word_id", "is_special"]
     words = rows.groupby(keys, as_index=False).agg(

@@ -13,8 +13,8 @@ import pandas as pd
 from ppo_repro.analysis.stats.clusters import Floats, segment_sums
 from ppo_repro.analysis.tokenization.words import Boundary, find_words, text_of
 from ppo_repro.statistics.kl import k3
+from ppo_repro.testing.pairs import KEY
 
-KEY = ["iteration", "sequence", "position"]
 OFFSETS = ["char_start", "char_end", "byte_start", "byte_end"]
 TOKEN_COLUMNS = [
     *(*KEY, "token_id", *OFFSETS, "sub_idx"),

@@ -11,7 +11,7 @@ import re
 import shlex
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -60,18 +60,23 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
         temporary.write_bytes(data)
 
 
-def require_ours(path: Path, mark: str = '="ppo-repro') -> None:
-    """Raise UserError if `path` has no folder, or is a file without `mark` in its first 300 bytes."""
+def _has_mark(path: Path) -> bool:
+    """Return whether the first 300 bytes of a page or a figure say that ppo-repro wrote it."""
+    with path.open("rb") as file:
+        return b'="ppo-repro' in file.read(300)
+
+
+def require_ours(path: Path, is_ours: Callable[[Path], bool] = _has_mark) -> None:
+    """Raise UserError if `path` has no folder, or is a file that is not ours; `is_ours` may raise OSError."""
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}; make it, or choose another file")
     try:
-        with path.open("rb") as file:
-            is_ours = mark.encode() in file.read(300)
+        found = is_ours(path)
     except FileNotFoundError:
         return
     except OSError:
-        is_ours = False
-    if not is_ours:
+        found = False
+    if not found:
         raise UserError(f"{path}: exists, and was not written by ppo-repro; choose another file, or remove it")
 
 

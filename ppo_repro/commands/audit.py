@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import require_ours
+from ppo_repro.base.files import require_ours, whole_file
 from ppo_repro.base.output import print_result, say
 
 if TYPE_CHECKING:
-    from ppo_repro.testing.audit.of_run import RunDump
-    from ppo_repro.testing.audit.ways import Subject
-    from ppo_repro.testing.dumps import Response
+    from ppo_repro.testing.audit.recorded_run import RunDump
+    from ppo_repro.testing.audit.subject import Subject
+    from ppo_repro.testing.dumps import DumpedResponse
 
 FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
 MEANS = ("auto", "raw", "tempered", "processed")
@@ -37,7 +37,7 @@ class Setting:
         return type(self.default)
 
 
-SETTINGS = {  # by their names in Sampling
+SETTINGS = {  # by their names in StackSampling
     "temperature": Setting(
         1.0,
         lambda x: 1e-6 <= x < float("inf"),
@@ -86,7 +86,7 @@ def _complete(options: argparse.Namespace) -> RunDump | None:
     """
     found = None
     if options.dump.is_dir():
-        from ppo_repro.testing.audit.of_run import dump_of_run
+        from ppo_repro.testing.audit.recorded_run import dump_of_run
 
         for name in ("model", "format", *SETTINGS):
             if getattr(options, name) is not None:
@@ -116,10 +116,24 @@ def _check(options: argparse.Namespace) -> None:
     if options.out is not None:
         if options.out.resolve() == options.dump.resolve():
             raise UserError(f"--out {options.out}: is the dump itself; choose another file")
-        require_ours(options.out, "PAR1")  # with which Parquet begins
+        require_ours(options.out, _is_audit)
 
 
-def _responses(options: argparse.Namespace, run: RunDump | None) -> tuple[list[Response], int, int]:
+def _is_audit(path: Path) -> bool:
+    """Return whether a file is a Parquet file with the columns that an audit writes. Raises OSError."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_schema
+
+    try:
+        names = tuple(read_schema(path).names)
+    except ArrowException:
+        return False
+    from ppo_repro.testing.audit.audit import TOKENS
+
+    return names == TOKENS
+
+
+def _responses(options: argparse.Namespace, run: RunDump | None) -> tuple[list[DumpedResponse], int, int]:
     """Return the responses to audit, and how many others were skipped before them and are left after them.
 
     Raises UserError if a model folder cannot be used, or if no response has a token that counts.
@@ -141,8 +155,8 @@ def _subject(options: argparse.Namespace, run: RunDump | None) -> Subject:
     """Load the model, the other weights to try, and the tokenizer."""
     import torch
 
-    from ppo_repro.testing.audit.load import last_matrices, load_model, load_tokenizer
-    from ppo_repro.testing.audit.ways import Subject
+    from ppo_repro.testing.audit.load_model import last_matrices, load_model, load_tokenizer
+    from ppo_repro.testing.audit.subject import Subject
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; take cpu")
@@ -169,11 +183,11 @@ def audit_command(options: argparse.Namespace) -> int:
     say(f"{options.dump}: {which}both sides beside the model of {options.model} in float64")
     responses, skipped, unread = _responses(options, run)
 
-    from ppo_repro.testing.audit.judge import audit
-    from ppo_repro.testing.audit.lines import draw_fields, fields, lines, verdict
-    from ppo_repro.testing.audit.stages import Sampling
+    from ppo_repro.testing.audit.audit import audit
+    from ppo_repro.testing.audit.report import draw_fields, fields, lines, verdict
+    from ppo_repro.testing.audit.subject import StackSampling
 
-    sampling = Sampling(
+    sampling = StackSampling(
         **{name: getattr(options, name) for name in SETTINGS},
         sampler_logprobs=options.sampler_logprobs,
         trainer_logprobs=options.trainer_logprobs,
@@ -182,7 +196,8 @@ def audit_command(options: argparse.Namespace) -> int:
     found = audit(_subject(options, run), responses, sampling)
     said = lines(found, skipped, unread)
     if options.out is not None:
-        found.tokens.to_parquet(options.out)
+        with whole_file(options.out) as path:
+            found.tokens.to_parquet(path)
         said.append(f"tokens  {options.out}")
     described = {
         **{"verdict": verdict(found), "responses": found.responses, "skipped": skipped, "tokens": len(found.tokens)},

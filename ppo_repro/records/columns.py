@@ -28,19 +28,14 @@ from ppo_repro.preferences.pairs import Preference
 from ppo_repro.preferences.training import PreferenceStep, RewardTraining
 from ppo_repro.records import schema
 from ppo_repro.records.arrow import to_arrow
-from ppo_repro.stages.agreement import differing
 from ppo_repro.stages.coefficients import learning_rates
+from ppo_repro.statistics.bits import disagreement
 from ppo_repro.tasks.tokenizer import decode
 
 Columns = dict[str, Any]
 _MOST_IN_LISTS = 2**31 - 1  # elements of an Arrow column of lists
 _ROWS_AT_ONCE = 1024  # of kept tokens, which are whole vocabularies while they are unpacked
 SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
-
-
-def unequal_bits(a: Tensor, b: Tensor) -> int:
-    """Count the elements of two float32 tensors that differ in any bit."""
-    return int(differing(a, b).sum())
 
 
 def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
@@ -268,14 +263,11 @@ def count_disagreement(
         ratios: [M] float32, before any optimizer step.
         new_values: [M] float32, before any optimizer step; None without a value model.
     """
-    old, sampled, values = forward.old_logprobs, rollout.rollout_logprobs, forward.values
-    return {
-        "unequal_old_rollout_logprobs": unequal_bits(old, sampled),
-        "max_abs_old_rollout": float((old - sampled).abs().max()),
-        "first_minibatch_tokens": len(tokens),
-        "unequal_first_ratios": unequal_bits(ratios, torch.ones_like(ratios)),
-        "unequal_values": 0 if values is None or new_values is None else unequal_bits(new_values, values[tokens]),
-    }
+    values, again = np.zeros((2, 0), np.float32)
+    if forward.values is not None and new_values is not None:
+        values, again = forward.values[tokens].numpy(), new_values.numpy()
+    both = rollout.rollout_logprobs.numpy(), forward.old_logprobs.numpy()
+    return {"first_minibatch_tokens": len(tokens), **disagreement(*both, ratios.numpy(), values, again)._asdict()}
 
 
 def _iteration(item: Iteration, config: RunConfig) -> Columns:

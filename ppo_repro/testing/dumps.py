@@ -74,7 +74,7 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
-class Response:
+class DumpedResponse:
     """One response of n tokens. `sampler`, `trainer`: float32 [n], nats; `counts`: bool [n]."""
 
     row: int  # in the file, from 1
@@ -114,7 +114,7 @@ def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Nam
     return fits[0]
 
 
-def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = None) -> Iterator[Response]:
+def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = None) -> Iterator[DumpedResponse]:
     """Yield in order the responses of a dump that have a token that counts.
 
     `names` is a `Names`, a format of FORMATS, or None to recognise the format by the columns. Raises UserError, which
@@ -138,17 +138,6 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
         response = _response(f"{where}: row {number}", number, row, names)
         if response is not None:
             yield response
-
-
-def tokens_of(response: Response, sequence: int) -> pd.DataFrame:
-    """Return a row for each token that counts: the numbers of `Response`, token_id (-1 without tokens), position."""
-    import pandas as pd
-
-    positions = np.flatnonzero(response.counts)
-    ids = np.array(response.response_ids) if response.response_ids else np.full(len(response.counts), -1)
-    lists = {"token_id": ids, "sampler": response.sampler, "trainer": response.trainer, **response.extra}
-    columns = {name: values[positions] for name, values in lists.items()}
-    return pd.DataFrame({"iteration": response.iteration, "sequence": sequence, "position": positions, **columns})
 
 
 def impossible(values: npt.NDArray[np.float32]) -> str:
@@ -177,7 +166,7 @@ def _responses_of_tokens(where: str, rows: Iterable[DumpRow], names: Names) -> I
         yield joined | {names.iteration: iteration}
 
 
-def _response(where: str, number: int, row: DumpRow, names: Names) -> Response | None:
+def _response(where: str, number: int, row: DumpRow, names: Names) -> DumpedResponse | None:
     def array(name: str, kind: Kind) -> Array:
         return _array(where, name, _column(where, row, name), kind)
 
@@ -232,7 +221,7 @@ def _response(where: str, number: int, row: DumpRow, names: Names) -> Response |
     end = int(counting[-1]) + 1
     with np.errstate(over="ignore"):  # numbers beyond float32 become infinite
         arrays = {name: values[:end].astype(np.float32) for name, values in lists.items()}
-    return Response(
+    return DumpedResponse(
         row=number,
         prompt_ids=tuple(prompt.tolist()),
         response_ids=tuple(tokens[:end].tolist()) if has_tokens else (),

@@ -1,7 +1,6 @@
 """Assertions for pytest on recorded runs, on dumps of any stack, and on a golden run. Never imports torch.
 
-Pairs are frames with a row for each token: iteration, sequence, position, and the float32 log-probs sampler and trainer
-(nats).
+Pairs are the frames of `testing.pairs`; those of a run have no token_id.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from ppo_repro.base.files import atomic_write
 from ppo_repro.records import reader
 from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
 from ppo_repro.records.manifest import has_responses
-from ppo_repro.statistics.bits import unequal_bits
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
-from ppo_repro.statistics.kl import k3
-from ppo_repro.testing.dumps import Names, impossible, read_dump, tokens_of
+from ppo_repro.testing.dumps import Names, impossible, read_dump
+from ppo_repro.testing.pairs import KEY, tokens_of, with_mismatch
 
 ZEROS = 0.5  # largest share of tokens whose log-probs may be exactly 0 on both sides
-COLUMNS = ["iteration", "sequence", "position", "sampler", "trainer"]
+SIDES = {"sampler": "logprobs_a", "trainer": "logprobs_b"}
+COLUMNS = [*KEY, *SIDES.values()]
 DISTRIBUTION = ["entropies", "cumulative_probs"]  # of the trainer; a dump may lack them
 # the parts of an environment that can change a rounding; no paths, no names of machines
 ENVIRONMENT = ("ppo_repro", "python", "machine", "cpu_capability", "numerics_mode", "threads", "processes")
@@ -37,12 +36,12 @@ def _bits(value: float) -> str:
 def _token(pairs: pd.DataFrame, index: int) -> str:
     """Describe the token of a row, with both log-probs and their float32 bits."""
     iteration, sequence, position, *values = pairs.iloc[index][COLUMNS].tolist()
-    sides = zip(("sampler", "trainer"), values, strict=True)
+    sides = zip(SIDES, values, strict=True)
     both = ", ".join(f"{name} {float(value)!r} (bits {_bits(value)})" for name, value in sides)
     return f"iteration {iteration:.0f}, sequence {sequence:.0f}, position {position:.0f}: {both}"
 
 
-def run_pairs(run: Path | str) -> pd.DataFrame:
+def pairs_of_run(run: Path | str) -> pd.DataFrame:
     """Read `rollout_logprobs` and `old_logprobs` of a recorded run. Raises UserError if it is damaged."""
     recorded = reader.open_manifest(run)
     beside = DISTRIBUTION if has_responses(recorded) else []  # actions of a control run have no such columns
@@ -50,7 +49,7 @@ def run_pairs(run: Path | str) -> pd.DataFrame:
     return reader.read_tokens(run, columns=columns, recorded=recorded).set_axis([*COLUMNS, *beside], axis=1)
 
 
-def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) -> pd.DataFrame:
+def pairs_of_dump(source: Path | str | pd.DataFrame, names: Names | None = None) -> pd.DataFrame:
     """Return a dump's tokens that count as pairs; the sequence is the row of the response, from 0.
 
     Raises UserError, which names the row.
@@ -61,14 +60,14 @@ def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) ->
 
 def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
     """Return each measure of `assert_mismatch_below`, with the row of its worst token; a mean of no token is NaN."""
-    finite = np.isfinite(pairs["sampler"]) & np.isfinite(pairs["trainer"])
-    delta = (pairs["trainer"].astype(np.float64) - pairs["sampler"])[finite]
-    unequal = unequal_bits(pairs["sampler"], pairs["trainer"]) & finite
-    worst = int(delta.abs().idxmax()) if len(delta) else -1
+    tokens = with_mismatch(pairs)
+    finite = tokens["finite"]
+    of, unequal = tokens[finite], ~tokens["bitwise_equal"] & finite
+    worst = int(np.flatnonzero(finite)[np.argmax(of["abs_delta"])]) if len(of) else -1
     return {
-        "mean_abs": (float(delta.abs().mean()), worst),
-        "max_abs": (float(delta.abs().max()), worst),
-        "k3": (float(pd.Series(k3(delta.to_numpy())).mean()), worst),
+        "mean_abs": (float(of["abs_delta"].mean()), worst),
+        "max_abs": (float(of["abs_delta"].max()), worst),
+        "k3": (float(of["k3"].mean()), worst),
         "frac_unequal": (float(unequal[finite].mean()), int(np.argmax(unequal))),
         "nonfinite": (float((~finite).sum()), int(np.argmin(finite))),
     }
@@ -76,10 +75,10 @@ def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
 
 def _suspicious(pairs: pd.DataFrame) -> str:
     """Return the reason why numbers cannot be the log-probs of two sides, "" if they can be."""
-    for name in ("sampler", "trainer"):
-        if why := impossible(pairs[name].to_numpy()):
+    for name, column in SIDES.items():
+        if why := impossible(pairs[column].to_numpy()):
             return f"{name}: {why}"
-    both = (pairs["sampler"] == 0) & (pairs["trainer"] == 0)
+    both = (pairs["logprobs_a"] == 0) & (pairs["logprobs_b"] == 0)
     if both.mean() > ZEROS:
         return f"both log-probs of {both.sum()} of {len(both)} tokens are exactly 0: is padding in it? name the mask"
     return ""
@@ -91,7 +90,7 @@ def draws_of_pairs(pairs: pd.DataFrame) -> Draws:
         return NONE
     owner = pairs.groupby(["iteration", "sequence"]).ngroup().to_numpy()
     known = pairs["cumulative_probs"].to_numpy() if "cumulative_probs" in pairs else None
-    return draws_of(pairs["trainer"].to_numpy(), pairs["entropies"].to_numpy(), owner, known)
+    return draws_of(pairs["logprobs_b"].to_numpy(), pairs["entropies"].to_numpy(), owner, known)
 
 
 def assert_mismatch_below(
@@ -137,9 +136,9 @@ def assert_mismatch_below(
     if not isinstance(run_or_file, pd.DataFrame) and Path(run_or_file).is_dir():
         if names is not None:
             raise UserError(f"{where}: is a run folder, whose names are fixed; leave names out")
-        pairs = run_pairs(run_or_file)
+        pairs = pairs_of_run(run_or_file)
     else:
-        pairs = dump_pairs(run_or_file, names)
+        pairs = pairs_of_dump(run_or_file, names)
     if not len(pairs):
         raise UserError(f"{where}: has no token that counts; there is nothing to compare")
     if why := _suspicious(pairs):

@@ -13,7 +13,7 @@ from ppo_repro.analysis.report import build
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
-from ppo_repro.testing.audit.of_run import dump_of_run
+from ppo_repro.testing.audit.recorded_run import dump_of_run
 from tests.support.language import fork, tiny_run
 
 

@@ -22,6 +22,7 @@ from ppo_repro.analysis.report.facts import read_facts
 from ppo_repro.analysis.report.scan import scan_run, summary_tables
 from ppo_repro.analysis.tokenization.tables import run_summary
 from ppo_repro.records import manifest, reader
+from ppo_repro.testing.pairs import KEY, PAIR
 from tests.support.synthetic_run import bits
 
 
@@ -33,16 +34,16 @@ def test_the_pairs_of_a_run_are_the_recorded_bits(native_run: Path) -> None:
     chunks = list(run_pairs(native_run))
     assert [chunk["iteration"].unique().tolist() for chunk in chunks] == [[0], [1], [2]]
     found, tokens = joined(chunks), reader.read_tokens(native_run)
-    assert set(found) == {*runs.REQUIRED, *runs.OPTIONAL}, "a run without lags, turns and routes has no such column"
+    assert set(found) == {*PAIR, *runs.OPTIONAL}, "a run without lags, turns and routes has no such column"
     names = {"logprobs_a": "rollout_logprobs", "logprobs_b": "old_logprobs"}
     for name in found:
         assert bits(found[name].to_numpy()) == bits(tokens[names.get(name, name)].to_numpy())
 
 
 def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
-    found = joined(run_pairs(native_run, "old_vs_first_new", iterations=[1, 2])).set_index(runs.KEY)
+    found = joined(run_pairs(native_run, "old_vs_first_new", iterations=[1, 2])).set_index(KEY)
     updates = reader.read_updates(native_run, iterations=[1, 2])
-    first = updates[updates["epoch"] == 0].set_index(runs.KEY)
+    first = updates[updates["epoch"] == 0].set_index(KEY)
     assert len(found) == len(first) == len(reader.read_tokens(native_run, iterations=[1, 2]))
     assert bits(found["logprobs_b"].to_numpy()) == bits(first.loc[found.index, "new_logprobs"].to_numpy())
     assert found.index.is_monotonic_increasing

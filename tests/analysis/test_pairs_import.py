@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ppo_repro.analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
-from ppo_repro.analysis.pairs.runs import REQUIRED
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing import Names
+from ppo_repro.testing.pairs import PAIR
 from tests.support.json_lines import write_lines
 from tests.testing.audit.rows import ROWS
 
@@ -20,7 +20,7 @@ def test_every_format_of_the_audit_gives_the_frame_of_a_run(form: str, tmp_path:
     path = write_lines(tmp_path / "a.jsonl", [ROWS[form]] * 2)
     for names in (form, None):
         (chunk,) = imported_pairs([path, path], names)
-        assert list(chunk.columns[: len(REQUIRED)]) == REQUIRED
+        assert list(chunk.columns[: len(PAIR)]) == PAIR
         assert chunk["sequence"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         assert chunk["position"].tolist() == [0, 2] * 4
         assert chunk["token_id"].tolist() == [7, 9] * 4

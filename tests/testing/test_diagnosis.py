@@ -19,7 +19,8 @@ from torch import Tensor
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.diagnosis.diagnose import Diagnosis, diagnose_chunks
-from ppo_repro.testing.diagnosis.evidence import NEEDED, added, measure
+from ppo_repro.testing.diagnosis.evidence import added, measure
+from ppo_repro.testing.pairs import PAIR
 
 ITERATIONS, SEQUENCES, LONGEST, VOCAB, EOS = 4, 24, 20, 89, 1
 
@@ -173,7 +174,7 @@ NEED_A_COLUMN = (
 def test_each_fault_is_named_or_unknown_and_no_other(name: str) -> None:
     make, verdict = FAULTS[name]
     pairs = make()
-    found, alone = diagnose(pairs), diagnose(pairs[list(NEEDED)])
+    found, alone = diagnose(pairs), diagnose(pairs[PAIR])
     assert (found.verdict, found.untested, found.needed) == (verdict, (), ""), found.evidence
     assert found.advice == CAUSES[found.verdict].advice, found.evidence
     assert found.tier not in ("T0", "T1", "T2")

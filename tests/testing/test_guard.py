@@ -38,7 +38,7 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
         {"rollout_log_probs": [-1.0, -3.0], "old_log_probs": [-0.75, None], "response_mask": [1, 1]},
     ]
     path = write_lines(tmp_path / "a.jsonl", rows)
-    pairs = guard.dump_pairs(path)
+    pairs = guard.pairs_of_dump(path)
     found = {name: value for name, (value, _) in guard.measures(pairs).items()}
     # delta = -0.5, 0, 0.25 over three finite tokens; k3 is the same sum in another order
     k3 = pytest.approx((np.expm1(-0.5) + 0.5 + np.expm1(0.25) - 0.25) / 3, rel=1e-15)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.stages import Piece, Sampling
+from ppo_repro.testing.audit.causes.variant import Piece
+from ppo_repro.testing.audit.subject import StackSampling
 
 HEAD = 1024  # tokens that top-p is looked for in, before all are sorted
 # of a piece and its logits [k, V]: logits whose softmax is the distribution; the number is the parameter of a variant
-Processing = Callable[[Piece, Sampling, Tensor, float], Tensor]
+Processing = Callable[[Piece, StackSampling, Tensor, float], Tensor]
 
 
 def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, first: Collection[str] = ()) -> Tensor:
@@ -57,12 +58,12 @@ def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def tempered(piece: Piece, s: Sampling, logits: Tensor, x: float = 0.0) -> Tensor:
+def tempered(piece: Piece, s: StackSampling, logits: Tensor, x: float = 0.0) -> Tensor:
     """Return logits / temperature."""
     return logits / s.temperature
 
 
-def raw(piece: Piece, s: Sampling, logits: Tensor, x: float = 0.0) -> Tensor:
+def raw(piece: Piece, s: StackSampling, logits: Tensor, x: float = 0.0) -> Tensor:
     """Return the logits, whose softmax is the model's distribution at temperature 1."""
     return logits
 
@@ -70,7 +71,7 @@ def raw(piece: Piece, s: Sampling, logits: Tensor, x: float = 0.0) -> Tensor:
 def _processed(first: Collection[str] = (), is_cut_first: bool = False) -> Processing:
     """Return the function that applies penalty, temperature and cuts to logits; if `is_cut_first`, cuts come first."""
 
-    def change(piece: Piece, s: Sampling, logits: Tensor, x: float) -> Tensor:
+    def change(piece: Piece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
         if s.repetition_penalty != 1.0:
             logits = penalised(logits, piece.seen, s.repetition_penalty)
         cuts = s.top_k, s.top_p, s.min_p, first
@@ -79,17 +80,17 @@ def _processed(first: Collection[str] = (), is_cut_first: bool = False) -> Proce
     return change
 
 
-def is_tempered(sampling: Sampling) -> bool:
+def is_tempered(sampling: StackSampling) -> bool:
     """Return whether the temperature changes the distribution."""
     return sampling.temperature != 1.0
 
 
-def has_both(s: Sampling) -> bool:
+def has_both(s: StackSampling) -> bool:
     """Return whether top-p may count only the tokens of top-k."""
     return s.top_k > 0 and s.top_p < 1.0
 
 
-def _is_last(s: Sampling) -> bool:
+def _is_last(s: StackSampling) -> bool:
     """Return whether it matters that the temperature comes after the cuts."""
     return is_tempered(s) and (s.top_p < 1.0 or s.min_p > 0.0)
 
@@ -99,7 +100,7 @@ class Definition:
     """A distribution that log-probs may be of."""
 
     change: Processing
-    differs: Callable[[Sampling], bool]  # with these settings from those before it
+    differs: Callable[[StackSampling], bool]  # with these settings from those before it
     order: str | None = None  # of the cuts, after PROCESSED, in what engines sample from
 
 
@@ -127,7 +128,7 @@ DEFINITIONS: dict[str, Definition] = {
 }
 
 
-def distinct(sampling: Sampling) -> list[str]:
+def distinct(sampling: StackSampling) -> list[str]:
     """Return the definitions that differ with these settings."""
     return [name for name, definition in DEFINITIONS.items() if definition.differs(sampling)]
 

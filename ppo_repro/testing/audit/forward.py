@@ -20,11 +20,41 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ppo_repro.base.output import say
-from ppo_repro.testing.audit.ways import Fed
 
 TOGETHER = 4096  # tokens that are computed together
 PIECE = 1 << 21  # logits that are computed with at once: larger blocks cost the system more than the arithmetic
 EVERY = 10.0  # seconds between two lines of progress
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass: `ids` at `positions` (None: from 0); the output at `at[k]` predicts `targets[k]`.
+
+    The log-prob of `targets[k]` is compared with the recorded log-prob of response token `tokens[k]`.
+    """
+
+    ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    at: tuple[int, ...]
+    targets: tuple[int, ...]
+    positions: tuple[int, ...] | None = None
+
+    def within(self, start: int, end: int) -> Pass | None:
+        """Return the pass for response tokens `start` to `end` (exclusive) only; None if it predicts none of them."""
+        some = [k for k, token in enumerate(self.tokens) if start <= token < end]
+        if not some:
+            return None
+        length = self.at[some[-1]] + 1
+        tokens, at, targets = (tuple(column[k] for k in some) for column in (self.tokens, self.at, self.targets))
+        return Pass(self.ids[:length], tokens, at, targets, None if self.positions is None else self.positions[:length])
+
+
+def pass_over(before: tuple[int, ...], response: tuple[int, ...], positions: tuple[int, ...] | None = None) -> Pass:
+    """Return one pass over `before` and the response; if `before` is empty, the first token has no prediction."""
+    tokens = tuple(range(0 if before else 1, len(response)))
+    at = tuple(len(before) - 1 + t for t in tokens)
+    targets = tuple(response[t] for t in tokens)
+    return Pass((*before, *response[:-1]), tokens, at, targets, positions)
 
 
 @dataclass(frozen=True)
@@ -57,7 +87,7 @@ class Progress:
             self.said = now
 
 
-def states(model: PreTrainedModel, passes: Sequence[Fed], is_padded: bool = False) -> Iterator[tuple[int, States]]:
+def states(model: PreTrainedModel, passes: Sequence[Pass], is_padded: bool = False) -> Iterator[tuple[int, States]]:
     """Compute passes, in batches of one length; yield the index of each pass and the states that predict its targets.
 
     If `is_padded`, a batch has passes of any length, padded on the right, unless its length changes the model.
@@ -86,10 +116,10 @@ def pieces(length: int, vocabulary: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _states(model: PreTrainedModel, passes: Sequence[Fed]) -> list[States]:
+def _states(model: PreTrainedModel, passes: Sequence[Pass]) -> list[States]:
     length, device = max(len(one.ids) for one in passes), model.device
 
-    def filled(of: Callable[[Fed], Sequence[int]]) -> Tensor:
+    def filled(of: Callable[[Pass], Sequence[int]]) -> Tensor:
         rows = [[*of(one), *[of(one)[-1]] * (length - len(one.ids))] for one in passes]
         return torch.tensor(rows, device=device)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.causes.variant import Numbers, RecordedPiece, Variant
 from ppo_repro.testing.audit.distributions import Processing, target_logprobs
-from ppo_repro.testing.audit.forward import States, pieces, states
-from ppo_repro.testing.audit.stages import Numbers, RecordedPiece, Sampling, Variant
-from ppo_repro.testing.audit.ways import Fed, fed
-from ppo_repro.testing.dumps import Response
+from ppo_repro.testing.audit.forward import Pass, States, pass_over, pieces, states
+from ppo_repro.testing.audit.subject import StackSampling
+from ppo_repro.testing.dumps import DumpedResponse
 
 Steps = tuple[tuple[Variant, float], ...]  # causes of different stages, each with its parameter
 AS_IT_SHOULD_BE = Variant("", "weights", "none")  # in place of the variant of a stage
@@ -50,9 +50,9 @@ class Predictor:
     def __init__(
         self,
         model: PreTrainedModel,
-        responses: Sequence[Response],
+        responses: Sequence[DumpedResponse],
         numbers: Sequence[Numbers],
-        sampling: Sampling,
+        sampling: StackSampling,
         definition: Processing,
     ) -> None:
         self.model, self.responses, self.numbers = model, responses, numbers
@@ -83,24 +83,24 @@ class Predictor:
 
     def _quantities(self, stage: dict[Any, tuple[Variant, float]], tokens: Tokens) -> list[Tensor]:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
-        (weights, _), (way, _), (changed, x), (wanted, y) = (
+        (weights, _), (inputs, _), (changed, x), (wanted, y) = (
             stage.get(name, (AS_IT_SHOULD_BE, 0.0)) for name in ("weights", "input", "distribution", "quantity")
         )
         change, pick = changed.change or self.definition, wanted.change
-        key = weights, way, tokens, changed, x
+        key = weights, inputs, tokens, changed, x
 
         def scaled(piece: RecordedPiece) -> Tensor:
             return change(piece, self.sampling, piece.logits, x)
 
         if pick is None:
             if key not in self._logprobs:
-                windows = self.pieces(weights, way, tokens)
+                windows = self.pieces(weights, inputs, tokens)
                 self._logprobs[key] = [
                     torch.cat([target_logprobs(piece.targets, scaled(piece)).double() for piece in parts])
                     for parts in windows
                 ]
             return self._logprobs[key]
-        windows = self.pieces(weights, way, tokens)
+        windows = self.pieces(weights, inputs, tokens)
         if self._logp[0] != key:
             self._logp = key, [[scaled(piece).log_softmax(-1) for piece in parts] for parts in windows]
         return [
@@ -108,17 +108,17 @@ class Predictor:
             for parts, logps in zip(windows, self._logp[1], strict=True)
         ]
 
-    def pieces(self, weights: Variant, way: Variant, tokens: Tokens) -> list[list[RecordedPiece]]:
+    def pieces(self, weights: Variant, inputs: Variant, tokens: Tokens) -> list[list[RecordedPiece]]:
         """Return the pieces of logits of each window."""
-        key = weights, way, tokens
+        key = weights, inputs, tokens
         if key not in self._pieces:
             for other in [k for k in self._pieces if k[:2] != (AS_IT_SHOULD_BE, AS_IT_SHOULD_BE)]:
                 del self._pieces[other]
-            of_windows, windows = self._hidden(weights, way, tokens), tokens.windows
+            of_windows, windows = self._hidden(weights, inputs, tokens), tokens.windows
             joined = replace(of_windows[0][0], values=torch.cat([x.values for x, _ in of_windows]))
-            with self._as_computed(weights, way, tokens):
+            with self._as_computed(weights, inputs, tokens):
                 logits = joined.logits(self._of(weights))
-            by_window = logits.to(_precision(weights, way, tokens)).split([w.end - w.start for w in windows])
+            by_window = logits.to(_precision(weights, inputs, tokens)).split([w.end - w.start for w in windows])
             triples = zip(windows, by_window, of_windows, strict=True)
             self._pieces[key] = [list(self._cut(w, x, targets)) for w, x, (_, targets) in triples]
         return self._pieces[key]
@@ -129,19 +129,19 @@ class Predictor:
             before = r.response_ids[: w.start + at.start]
             yield RecordedPiece(logits[at], targets[at], r.prompt_ids, before, self.numbers[w.response])
 
-    def _hidden(self, weights: Variant, way: Variant, tokens: Tokens) -> list[tuple[States, Tensor]]:
-        """Return the states that predict each window's tokens, and the targets, which a way may change."""
-        key = weights, way, tokens
+    def _hidden(self, weights: Variant, inputs: Variant, tokens: Tokens) -> list[tuple[States, Tensor]]:
+        """Return the states that predict each window's tokens, and the targets, which another input may change."""
+        key = weights, inputs, tokens
         if key in self._states:
             return self._states[key]
-        model, windows, passes = self._of(weights), list[int](), list[Fed]()
+        model, windows, passes = self._of(weights), list[int](), list[Pass]()
         for k, w in enumerate(tokens.windows):
             r = self.responses[w.response]
-            for one in way.passes[w.response] if way.passes else [fed(r.prompt_ids, r.response_ids)]:
+            for one in inputs.passes[w.response] if inputs.passes else [pass_over(r.prompt_ids, r.response_ids)]:
                 if (part := one.within(w.start, w.end)) is not None:
                     windows.append(k)
                     passes.append(part)
-        with self._as_computed(weights, way, tokens):
+        with self._as_computed(weights, inputs, tokens):
             of_passes = dict(states(model, passes))
         first, found = of_passes[0], []
         for w in tokens.windows:
@@ -156,9 +156,9 @@ class Predictor:
             self._states[key] = found
         return found
 
-    def _as_computed(self, weights: Variant, way: Variant, tokens: Tokens) -> AbstractContextManager[Any]:
+    def _as_computed(self, weights: Variant, inputs: Variant, tokens: Tokens) -> AbstractContextManager[Any]:
         """Compute the model in float64 while the block runs, unless 16 bits are the cause or float32 suffices."""
-        is_narrow = weights.rounding == "computed" or _precision(weights, way, tokens) == torch.float32
+        is_narrow = weights.rounding == "computed" or _precision(weights, inputs, tokens) == torch.float32
         return nullcontext() if is_narrow else float64(self._of(weights))
 
     def _of(self, weights: Variant) -> PreTrainedModel:
@@ -170,6 +170,6 @@ class Predictor:
         return self._made[1]
 
 
-def _precision(weights: Variant, way: Variant, tokens: Tokens) -> torch.dtype:
-    is_changed = (weights, way) != (AS_IT_SHOULD_BE, AS_IT_SHOULD_BE)
+def _precision(weights: Variant, inputs: Variant, tokens: Tokens) -> torch.dtype:
+    is_changed = (weights, inputs) != (AS_IT_SHOULD_BE, AS_IT_SHOULD_BE)
     return torch.float32 if tokens.is_screening and is_changed else torch.float64

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.causes.variant import Numbers, Piece
 from ppo_repro.testing.audit.distributions import DEFINITIONS, distinct, target_logprobs
-from ppo_repro.testing.audit.drawing import Tally
-from ppo_repro.testing.audit.forward import Progress, pieces, states
-from ppo_repro.testing.audit.measure import rms
-from ppo_repro.testing.audit.stages import Numbers, Piece, Sampling
-from ppo_repro.testing.audit.ways import Subject, fed
-from ppo_repro.testing.dumps import Response
+from ppo_repro.testing.audit.draws import Tally
+from ppo_repro.testing.audit.forward import Progress, pass_over, pieces, states
+from ppo_repro.testing.audit.rounding import MOST, rms
+from ppo_repro.testing.audit.subject import StackSampling, Subject
+from ppo_repro.testing.dumps import DumpedResponse
 
 SURE = 0.99  # a token of this probability may have a log-prob that rounds to 0
 FLOOR_TOKENS = 2048  # response tokens on which stock float32 is measured
@@ -36,19 +36,19 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedSide:
     """Log-probs that one side recorded, beside the right ones by the definition that it is judged by."""
 
     name: str  # sampler or trainer
-    responses: Sequence[Response]
-    sampling: Sampling
+    responses: Sequence[DumpedResponse]
+    sampling: StackSampling
     definition: str  # a name in DEFINITIONS
     reference: Reference
     numbers: Sequence[Numbers]  # of each response
 
 
 def references_of(
-    subject: Subject, responses: Sequence[Response], sampling: Sampling, tallies: Mapping[str, Tally]
+    subject: Subject, responses: Sequence[DumpedResponse], sampling: StackSampling, tallies: Mapping[str, Tally]
 ) -> dict[str, Reference]:
     """Return the reference of each definition that the settings distinguish, or that the user asked for.
 
@@ -72,7 +72,7 @@ def references_of(
     return references
 
 
-def largest_error(model: PreTrainedModel, side: Recorded, some: Sequence[int]) -> float:
+def largest_error(model: PreTrainedModel, side: RecordedSide, some: Sequence[int]) -> float:
     """Return the largest distance (nats) of stock float32 over the first responses and `some` responses."""
     responses, reference, name = side.responses, side.reference, side.definition
     far = [i for i in some if i >= reference.measured]
@@ -82,11 +82,11 @@ def largest_error(model: PreTrainedModel, side: Recorded, some: Sequence[int]) -
 
 
 def pieces_of(
-    model: PreTrainedModel, responses: Sequence[Response], is_wide: bool
+    model: PreTrainedModel, responses: Sequence[DumpedResponse], is_wide: bool
 ) -> Iterator[tuple[int, Piece, Tensor]]:
     """Yield the tokens of each response in pieces: its index, the piece, and which of its tokens count."""
     progress = Progress(f"responses in float{64 if is_wide else 32}", len(responses))
-    passes = [fed(r.prompt_ids, r.response_ids) for r in responses]
+    passes = [pass_over(r.prompt_ids, r.response_ids) for r in responses]
     for i, of_tokens in states(model, passes, is_wide):
         r, length = responses[i], len(responses[i].response_ids)
         ids, counts = (torch.tensor(values, device=model.device) for values in (r.response_ids, r.counts))
@@ -101,8 +101,8 @@ def pieces_of(
 
 def _logprobs(
     model: PreTrainedModel,
-    responses: Sequence[Response],
-    sampling: Sampling,
+    responses: Sequence[DumpedResponse],
+    sampling: StackSampling,
     names: Sequence[str],
     tallies: Mapping[str, Tally] | None = None,
 ) -> dict[str, list[Tensor]]:
@@ -117,7 +117,7 @@ def _logprobs(
     return {name: [torch.cat(parts) for parts in of] for name, of in found.items()}
 
 
-def numbers_of(name: str, responses: Sequence[Response], reference: Reference) -> list[Numbers]:
+def numbers_of(name: str, responses: Sequence[DumpedResponse], reference: Reference) -> list[Numbers]:
     """Return the recorded log-probs of a side beside the right ones; a 0 of a token that is not sure is unusable."""
     found = []
     for r, right in zip(responses, reference.logprobs, strict=True):
@@ -128,5 +128,5 @@ def numbers_of(name: str, responses: Sequence[Response], reference: Reference) -
 
 
 def distances(numbers: Sequence[Numbers]) -> list[Tensor]:
-    """Return recorded minus right log-probs of the usable tokens of each response, at most 1000 nats."""
-    return [(of.recorded - of.reference)[of.usable].clamp(-1e3, 1e3) for of in numbers]
+    """Return recorded minus right log-probs of the usable tokens of each response, at most MOST nats."""
+    return [(of.recorded - of.reference)[of.usable].clamp(-MOST, MOST) for of in numbers]

@@ -1,7 +1,7 @@
 """Search the causes of one wrong side: predict numbers from each cause, and measure whether the error left is rounding.
 
-All causes, then all pairs of causes of different stages, are computed on a few tokens (`case`). The causes that leave
-small errors are computed on more tokens.
+All causes, then all pairs of causes of different stages, are computed on a few tokens of the wrong
+side. The causes that leave small errors are computed on more tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import numpy as np
 from scipy.optimize import least_squares
 from torch import Tensor
 
-from ppo_repro.testing.audit.case import Case
+from ppo_repro.testing.audit.causes.variant import Rounding, Variant
 from ppo_repro.testing.audit.forward import Progress
-from ppo_repro.testing.audit.measure import (
+from ppo_repro.testing.audit.predict import AS_IT_SHOULD_BE, Steps, Tokens, Window
+from ppo_repro.testing.audit.rounding import (
     ALIKE,
     FAR,
     FEW,
@@ -31,8 +32,7 @@ from ppo_repro.testing.audit.measure import (
     rms,
     sizes_apart,
 )
-from ppo_repro.testing.audit.predict import AS_IT_SHOULD_BE, Steps, Tokens, Window
-from ppo_repro.testing.audit.stages import Rounding, Variant
+from ppo_repro.testing.audit.wrong_side import WrongSide
 from ppo_repro.testing.causes import CAUSES
 
 NEAR = 3.0  # times the largest rounding may be left by a cause on a few tokens: their rms is not that of all tokens
@@ -53,37 +53,37 @@ class Tried:
     is_option: bool = False  # a single option of the model's architecture
 
 
-def search(case: Case) -> list[Tried]:
+def search(side: WrongSide) -> list[Tried]:
     """Return explanations of all tried tokens, or else of the wrong tokens only; the best come first."""
-    whole = _ordered(_levels(case))
+    whole = _ordered(_levels(side))
     if any(t.explains for t in whole):
         return whole
-    of_wrong, part = case.wrong_alone, list[Tried]()
-    if FEW <= of_wrong.count < 0.95 * case.count:  # else the wrong tokens are all of them, but for chance
-        words = f"at {of_wrong.count} of {case.count} tokens"
+    of_wrong, part = side.wrong_alone, list[Tried]()
+    if FEW <= of_wrong.count < 0.95 * side.count:  # else the wrong tokens are all of them, but for chance
+        words = f"at {of_wrong.count} of {side.count} tokens"
         part = [replace(t, words=f"{words} {t.words}", temperature=None) for t in _levels(of_wrong) if t.explains]
     return [*_ordered(part), *whole]
 
 
-def _levels(case: Case) -> list[Tried]:
+def _levels(side: WrongSide) -> list[Tried]:
     """Try no cause, other orders, single causes, 16-bit rounding, pairs of causes, until something explains."""
-    singles, near = _level(case, "causes", [(row,) for row in case.rows])
-    tried = [_judged(case, (), case.plain), *_reordered(case), *singles]
+    singles, near = _level(side, "causes", [(row,) for row in side.rows])
+    tried = [_judged(side, (), side.plain), *_reordered(side), *singles]
     if not any(t.explains for t in tried):
-        tried += _as_half(case, (), case.plain)
+        tried += _as_half(side, (), side.plain)
     if not any(t.explains for t in tried):
-        pairs = [pair for pair in combinations(case.rows, 2) if _is_pair(*pair, near)]
-        tried += _level(case, "pairs of causes", pairs)[0]
+        pairs = [pair for pair in combinations(side.rows, 2) if _is_pair(*pair, near)]
+        tried += _level(side, "pairs of causes", pairs)[0]
     return tried
 
 
-def _reordered(case: Case) -> list[Tried]:
+def _reordered(side: WrongSide) -> list[Tried]:
     """Explain the numbers as log-probs of other responses, or of other tokens of the same response."""
-    recorded = {i: case.numbers[i].recorded[case.numbers[i].usable].cpu() for i in case.wrong}
-    expected = [numbers.reference[numbers.usable].cpu() for numbers in case.numbers]
+    recorded = {i: side.numbers[i].recorded[side.numbers[i].usable].cpu() for i in side.wrong}
+    expected = [numbers.reference[numbers.usable].cpu() for numbers in side.numbers]
 
     def fits(i: int, left: Tensor) -> bool:  # and what is right but for few tokens has no other order
-        return explains(left, rms(recorded[i] - expected[i]), case.tolerance)
+        return explains(left, rms(recorded[i] - expected[i]), side.tolerance)
 
     def elsewhere(i: int) -> bool:
         a = recorded[i]
@@ -94,45 +94,45 @@ def _reordered(case: Case) -> list[Tried]:
         a, b = recorded[i].sort().values, expected[i].sort().values
         return len(a) > 2 and fits(i, a - b)
 
-    found = ["the log-probs of other responses"] * all(map(elsewhere, case.wrong))
-    found += ["the right numbers in another order within the response"] * all(map(exchanged, case.wrong))
+    found = ["the log-probs of other responses"] * all(map(elsewhere, side.wrong))
+    found += ["the right numbers in another order within the response"] * all(map(exchanged, side.wrong))
     return [Tried(words, CAUSES["shuffled"].mend, 0.0, True, 1.5) for words in found]
 
 
-def _level(case: Case, what: str, level: Sequence[tuple[Variant, ...]]) -> tuple[list[Tried], set[Variant]]:
+def _level(side: WrongSide, what: str, level: Sequence[tuple[Variant, ...]]) -> tuple[list[Tried], set[Variant]]:
     """Fit each combination of causes on a few tokens, and compute the best ones on all tried tokens.
 
     Returns the explanations, and the single causes that came near on the few tokens.
     """
-    screened = _screened(case, what, level)
-    rounding = (case.scale * rms(case.rounding(row, case.few)) for row in case.rows if _is_half(row))
-    limit = NEAR * max(FAR * case.tolerance, *rounding)
+    screened = _screened(side, what, level)
+    rounding = (side.scale * rms(side.rounding(row, side.few)) for row in side.rows if _is_half(row))
+    limit = NEAR * max(FAR * side.tolerance, *rounding)
     passing = [steps for left, steps in screened if left <= limit]
     tried = []
     for some in passing[:ON_ALL] or [steps for _, steps in screened[:WORST]]:
-        steps = _refined(case, some, case.some)
-        left = case.left(steps, case.some)
+        steps = _refined(side, some, side.some)
+        left = side.left(steps, side.some)
         if left is not None:
-            tried += [_judged(case, steps, left), *_as_half(case, steps, left)]
+            tried += [_judged(side, steps, left), *_as_half(side, steps, left)]
     return tried, {steps[0][0] for steps in passing if len(steps) == 1}
 
 
-def _screened(case: Case, what: str, level: Sequence[tuple[Variant, ...]]) -> list[tuple[float, Steps]]:
+def _screened(side: WrongSide, what: str, level: Sequence[tuple[Variant, ...]]) -> list[tuple[float, Steps]]:
     """Return the rms that each combination leaves on a few tokens, with its causes and their parameters, in order."""
     screened: list[tuple[float, Steps]] = []
-    progress = Progress(f"{case.name}, {what}", len(level))
+    progress = Progress(f"{side.name}, {what}", len(level))
     # in this order logits and their softmax are computed once
     order = "weights", "input", "distribution"
     for rows in sorted(level, key=lambda rows: [[row.words for row in rows if row.stage == s] for s in order]):
-        steps = _with_parameters(case, rows)
-        left = None if steps is None else case.left(steps, case.few)
+        steps = _with_parameters(side, rows)
+        left = None if steps is None else side.left(steps, side.few)
         if steps is not None and left is not None:
             screened.append((rms(left), steps))
         progress.step()
     return sorted(screened, key=lambda item: item[0])
 
 
-def _with_parameters(case: Case, rows: tuple[Variant, ...]) -> Steps | None:
+def _with_parameters(side: WrongSide, rows: tuple[Variant, ...]) -> Steps | None:
     """Return the causes with the parameter that fits best on a few tokens; None if no value is proposed."""
     plain = tuple((row, 0.0) for row in rows)
     index = next((k for k, row in enumerate(rows) if row.candidates is not None), None)
@@ -140,21 +140,21 @@ def _with_parameters(case: Case, rows: tuple[Variant, ...]) -> Steps | None:
         return plain
     fitted, stage = rows[index], {row.stage: row for row in rows}
     assert fitted.candidates is not None
-    windows = case.predictor.pieces(
-        stage.get("weights", AS_IT_SHOULD_BE), stage.get("input", AS_IT_SHOULD_BE), case.few
+    windows = side.predictor.pieces(
+        stage.get("weights", AS_IT_SHOULD_BE), stage.get("input", AS_IT_SHOULD_BE), side.few
     )
-    pairs = zip(windows, case.few.windows, strict=True)
-    logits = [replace(piece, numbers=case.numbers[w.response]) for of_window, w in pairs for piece in of_window]
-    values = fitted.candidates(logits, case.predictor.sampling)[: fitted.in_pairs if len(rows) > 1 else None]
+    pairs = zip(windows, side.few.windows, strict=True)
+    logits = [replace(piece, numbers=side.numbers[w.response]) for of_window, w in pairs for piece in of_window]
+    values = fitted.candidates(logits, side.predictor.sampling)[: fitted.in_pairs if len(rows) > 1 else None]
     options = [(*plain[:index], (fitted, x), *plain[index + 1 :]) for x in values]
-    left = [(rms(r), k) for k, steps in enumerate(options) if (r := case.left(steps, case.few)) is not None]
-    return _refined(case, options[min(left)[1]], case.few) if left else None
+    left = [(rms(r), k) for k, steps in enumerate(options) if (r := side.left(steps, side.few)) is not None]
+    return _refined(side, options[min(left)[1]], side.few) if left else None
 
 
-def _refined(case: Case, steps: Steps, tokens: Tokens) -> Steps:
+def _refined(side: WrongSide, steps: Steps, tokens: Tokens) -> Steps:
     """Return the steps after a least-squares fit of the parameter that has `refine`, if it predicts numbers."""
     index = next((k for k, (row, _) in enumerate(steps) if row.refine), None)
-    first = None if index is None else case.left(steps, tokens)
+    first = None if index is None else side.left(steps, tokens)
     if index is None or first is None:
         return steps
     size = len(first)
@@ -163,7 +163,7 @@ def _refined(case: Case, steps: Steps, tokens: Tokens) -> Steps:
         return (*steps[:index], (steps[index][0], x), *steps[index + 1 :])
 
     def residuals(x: Any) -> Any:
-        left = case.left(at(float(x[0])), tokens)
+        left = side.left(at(float(x[0])), tokens)
         # a value that predicts other tokens than the first value is refused
         return left.numpy() if left is not None and len(left) == size else np.full(size, MOST)
 
@@ -171,50 +171,50 @@ def _refined(case: Case, steps: Steps, tokens: Tokens) -> Steps:
     return at(float(fit.x[0]))
 
 
-def _judged(case: Case, steps: Steps, left: Tensor) -> Tried:
+def _judged(side: WrongSide, steps: Steps, left: Tensor) -> Tried:
     """Return an explanation of causes that leave the errors `left`, in words."""
-    given = f"{case.predictor.sampling.temperature:.4g}"
+    given = f"{side.predictor.sampling.temperature:.4g}"
     words = [row.words.format(x=x, given=given) if row.change else row.words for row, x in steps]
-    before = rms(case.plain) if steps else math.inf
-    does = explains(left, before, case.tolerance)
-    if case.stored.name and (does or not steps):
-        words.append(f"rounded to {case.stored.name}")
-    rounded = [rms(case.rounding(row, case.some)) for row, _ in steps if row.rounding not in ("", "weights")]
-    does = explains(left, before, case.tolerance, max(rounded, default=0.0))
-    predicted = zip(case.predictor(steps, case.some), case.some.windows, strict=True)
+    before = rms(side.plain) if steps else math.inf
+    does = explains(left, before, side.tolerance)
+    if side.stored.name and (does or not steps):
+        words.append(f"rounded to {side.stored.name}")
+    rounded = [rms(side.rounding(row, side.some)) for row, _ in steps if row.rounding not in ("", "weights")]
+    does = explains(left, before, side.tolerance, max(rounded, default=0.0))
+    predicted = zip(side.predictor(steps, side.some), side.some.windows, strict=True)
     return Tried(
         words=" and ".join(words) or "as it is",
         advice="; ".join(dict.fromkeys(row.advice for row, _ in steps)) or CAUSES["coarse_records"].mend,
         left=rms(left),
         explains=does,
         deviations=sum(row.deviations for row, _ in steps),
-        explains_zeros=does and all(_explains_zeros(case, values, w) for values, w in predicted),
+        explains_zeros=does and all(_explains_zeros(side, values, w) for values, w in predicted),
         temperature=next((x for row, x in steps if row.is_temperature), None),
         is_option=len(steps) == 1 and steps[0][0].option_advice != "",
     )
 
 
-def _explains_zeros(case: Case, values: Tensor, w: Window) -> bool:
-    at, numbers = slice(w.start, w.end), case.numbers[w.response]
-    return bool((values[numbers.counts[at] & (numbers.recorded[at] == 0)].abs() <= case.tolerance).all())
+def _explains_zeros(side: WrongSide, values: Tensor, w: Window) -> bool:
+    at, numbers = slice(w.start, w.end), side.numbers[w.response]
+    return bool((values[numbers.counts[at] & (numbers.recorded[at] == 0)].abs() <= side.tolerance).all())
 
 
-def _as_half(case: Case, steps: Steps, left: Tensor) -> list[Tried]:
+def _as_half(side: WrongSide, steps: Steps, left: Tensor) -> list[Tried]:
     """Return an explanation with 16-bit rounding added, if the remaining errors have its size and its pattern.
 
     With experts there is none: a small error of any cause may choose other experts, which gives the same pattern.
     """
-    judged = _judged(case, steps, left)
-    is_excluded = case.has_experts or any(_is_half(row) for row, _ in steps)
-    if judged.explains or is_excluded or (steps and rms(left) > HALF * rms(case.plain)):
+    judged = _judged(side, steps, left)
+    is_excluded = side.has_experts or any(_is_half(row) for row, _ in steps)
+    if judged.explains or is_excluded or (steps and rms(left) > HALF * rms(side.plain)):
         return []
-    for row in [row for row in case.rows if row.rounding == "computed"]:
-        rounding, weights = case.rounding(row, case.some), _of_same_format(case.rows, row, "weights")[0]
-        like = likeness(left, rounding, case.rounding(weights, case.some))
+    for row in [row for row in side.rows if row.rounding == "computed"]:
+        rounding, weights = side.rounding(row, side.some), _of_same_format(side.rows, row, "weights")[0]
+        like = likeness(left, rounding, side.rounding(weights, side.some))
         if not like:
             continue
-        parts = _of_same_format(case.rows, row, "part")
-        alike = [r.words for r in parts if correlation(left, case.rounding(r, case.some)) > ALIKE * like]
+        parts = _of_same_format(side.rows, row, "part")
+        alike = [r.words for r in parts if correlation(left, side.rounding(r, side.some)) > ALIKE * like]
         kind = row.format if sizes_apart(left, rounding) <= FORMATS_APART ** (1 / 3) else "16-bit"
         size = f"as large as {kind} rounding ({rms(rounding):.2g} nats rms)"
         what = f"{' or '.join([size, *alike])}, with other bits"
@@ -222,8 +222,8 @@ def _as_half(case: Case, steps: Steps, left: Tensor) -> list[Tried]:
         advice = f"{judged.advice}; " * bool(steps) + CAUSES["reduced_precision"].mend
         found = [Tried(words, advice, rms(left), True, judged.deviations + 1.5)]
         computed: Steps = ((row, 0.0), *steps)
-        exact = case.left(computed, case.some) if steps else None
-        return found if exact is None else [_judged(case, computed, exact), *found]
+        exact = side.left(computed, side.some) if steps else None
+        return found if exact is None else [_judged(side, computed, exact), *found]
     return []
 
 

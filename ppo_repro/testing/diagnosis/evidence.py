@@ -16,12 +16,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.statistics.bits import has_steps, ulp_distance, unequal_bits
-from ppo_repro.statistics.kl import Floats, k3
+from ppo_repro.statistics.bits import has_steps
+from ppo_repro.statistics.kl import Floats
 from ppo_repro.testing.dumps import ROUNDING
-
-KEY = ("iteration", "sequence", "position")
-NEEDED = (*KEY, "token_id", "logprobs_a", "logprobs_b")
+from ppo_repro.testing.pairs import KEY, PAIR, with_mismatch
 
 # a sum that was not measured is 0
 MismatchSums = defaultdict[str, float]
@@ -33,20 +31,18 @@ def measure(pairs: pd.DataFrame) -> MismatchSums:
     Raises UserError on missing columns, log-probs not in float32, or repeated tokens.
     """
     _check(pairs)
-    pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
-    finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
-    sums = {"nonfinite": _total(~finite)}
+    pairs = with_mismatch(pairs.sort_values(KEY, kind="stable", ignore_index=True))
+    sums = {"nonfinite": _total(~pairs["finite"])}
     if "token_id_b" in pairs.columns:
         pairs["id_differs"] = pairs["token_id"] != pairs["token_id_b"]
-    tokens = pairs[finite]
+    tokens = pairs[pairs["finite"]]
     a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
-    a, b = a32.astype(np.float64), b32.astype(np.float64)
-    delta = b - a
+    a, b, delta = a32.astype(np.float64), b32.astype(np.float64), tokens["delta"].to_numpy()
     owner = np.unique(tokens["sequence"].to_numpy(), return_inverse=True)[1]
     return defaultdict(
         float,
         sums
-        | _plain(a32, b32, delta)
+        | _plain(tokens, a, b, delta)
         | _positions(tokens, a, b, delta, owner)
         | _by_token(tokens["token_id"].to_numpy(), b, delta)
         | _optional(tokens, b, delta)
@@ -63,13 +59,13 @@ def added(measured: Sequence[MismatchSums]) -> MismatchSums:
 
 
 def _check(pairs: pd.DataFrame) -> None:
-    missing = [name for name in NEEDED if name not in pairs.columns]
+    missing = [name for name in PAIR if name not in pairs.columns]
     if missing:
-        raise UserError(f"pairs have no column '{missing[0]}'; needed are {', '.join(NEEDED)}")
+        raise UserError(f"pairs have no column '{missing[0]}'; needed are {', '.join(PAIR)}")
     for name in ("logprobs_a", "logprobs_b"):
         if pairs[name].dtype != np.float32:
             raise UserError(f"column {name} is {pairs[name].dtype}: must be float32, as computed, without rounding")
-    twice = pairs.duplicated(list(KEY))
+    twice = pairs.duplicated(KEY)
     if twice.any():
         where = ", ".join(f"{name} {pairs.loc[twice, name].iloc[0]}" for name in KEY)
         raise UserError(f"pairs have the token at {where} twice; give each token one row")
@@ -79,18 +75,17 @@ def _total(values: npt.ArrayLike) -> float:
     return float(np.sum(np.asarray(values, dtype=np.float64)))
 
 
-def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Floats) -> dict[str, float]:
-    a, b = a32.astype(np.float64), b32.astype(np.float64)
-    steps = ulp_distance(a32, b32)[has_steps(a, b)]
+def _plain(tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats) -> dict[str, float]:
+    steps = tokens["ulp"].to_numpy()[has_steps(a, b)]
     return {
         "tokens": float(len(delta)),
         "above_0": _total((a > ROUNDING) | (b > ROUNDING)),
-        "unequal": _total(unequal_bits(a32, b32)),
+        "unequal": _total(~tokens["bitwise_equal"]),
         "largest_ulp": float(steps.max(initial=0)),
-        "largest_delta": float(np.abs(delta).max(initial=0.0)),
-        "delta_abs": _total(np.abs(delta)),
+        "largest_delta": float(tokens["abs_delta"].max()) if len(tokens) else 0.0,
+        "delta_abs": _total(tokens["abs_delta"]),
         "delta_sq": _total(delta**2),
-        "k3": _total(k3(delta)),
+        "k3": _total(tokens["k3"]),
         "a": _total(a),
         "b": _total(b),
         "a_sq": _total(a**2),

@@ -10,8 +10,8 @@ import pytest
 
 from ppo_repro.analysis.mismatch.bucket import bucket_sums, bucket_table
 from ppo_repro.analysis.mismatch.metrics import merged, sums_of, update_table
-from ppo_repro.analysis.mismatch.token import mismatch_token
 from ppo_repro.analysis.stats.buckets import bucket_of
+from ppo_repro.testing.pairs import with_mismatch
 from tests.analysis.mismatch.chunks import chunk
 
 LOG2 = math.log(2.0)
@@ -19,7 +19,7 @@ LOG2 = math.log(2.0)
 
 def measured(*frames: pd.DataFrame) -> pd.Series:
     """Value by (metric, reduction)."""
-    table = update_table(merged([sums_of(mismatch_token(frame)) for frame in frames]))
+    table = update_table(merged([sums_of(with_mismatch(frame)) for frame in frames]))
     return table.set_index(["metric", "reduction"])["value"]
 
 
@@ -60,7 +60,7 @@ def test_by_hand() -> None:
 
 def test_what_is_not_finite_is_counted_and_left_out() -> None:
     frame = chunk([-1.0, -math.inf, -1.0, math.nan], [-1.5, -1.0, -1.0, math.nan], [2, 1, 1])
-    tokens, found = mismatch_token(frame), measured(frame)
+    tokens, found = with_mismatch(frame), measured(frame)
     assert tokens["finite"].tolist() == [True, False, True, False]
     assert tokens["bitwise_equal"].tolist() == [False, False, True, True]
     assert tokens["ulp"].tolist()[1::2] == [-1, -1]
@@ -77,7 +77,7 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
 
 
 def buckets_of(frame: pd.DataFrame) -> pd.DataFrame:
-    return bucket_table(bucket_sums(mismatch_token(frame)))
+    return bucket_table(bucket_sums(with_mismatch(frame)))
 
 
 def test_buckets_by_hand() -> None:

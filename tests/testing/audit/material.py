@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.dumps import Response
+from ppo_repro.testing.dumps import DumpedResponse
 from tests.support.models import qwen3_config, seeded, small_model
 
 TEMPERATURE, BOS_ID, EOS_ID, PAD_ID = 0.8, 1, 2, 0
@@ -62,13 +62,13 @@ class Material:
         """Log-probs [n, V] at the temperature, of response i."""
         return (self.plain[i].double() / TEMPERATURE).log_softmax(-1).numpy()
 
-    def dump(self, sampler: Values, trainer: Values, mask: list[list[bool]] | None = None) -> list[Response]:
+    def dump(self, sampler: Values, trainer: Values, mask: list[list[bool]] | None = None) -> list[DumpedResponse]:
         """The responses of a dump with these numbers."""
         found = []
         for i, (p, r, s, t) in enumerate(zip(self.prompts, self.responses, sampler, trainer, strict=True)):
             counts = np.ones(len(r), bool) if mask is None else np.array(mask[i])
             sides = [np.array(x.tolist(), np.float32) for x in (s, t)]
-            found.append(Response(i + 1, tuple(p), tuple(r), *sides, counts))
+            found.append(DumpedResponse(i + 1, tuple(p), tuple(r), *sides, counts))
         return found
 
 

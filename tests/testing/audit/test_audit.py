@@ -28,18 +28,18 @@ from transformers import (
 )
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.audit import case, forward, measure, reference, search, side
-from ppo_repro.testing.audit.case import case_of
+from ppo_repro.testing.audit import forward, one_side, reference, rounding, search, wrong_side
+from ppo_repro.testing.audit.audit import Audit, audit
+from ppo_repro.testing.audit.causes.after_logits import VARIANTS
+from ppo_repro.testing.audit.causes.table import table
+from ppo_repro.testing.audit.causes.variant import Numbers, Piece, Variant
 from ppo_repro.testing.audit.distributions import DEFINITIONS
-from ppo_repro.testing.audit.drawing import left_out_of
-from ppo_repro.testing.audit.judge import Audit, audit
-from ppo_repro.testing.audit.lines import lines
-from ppo_repro.testing.audit.reference import Recorded, Reference
-from ppo_repro.testing.audit.side import Explained
-from ppo_repro.testing.audit.stages import Numbers, Piece, Sampling, Variant
-from ppo_repro.testing.audit.table import table
-from ppo_repro.testing.audit.variants import VARIANTS
-from ppo_repro.testing.audit.ways import Subject
+from ppo_repro.testing.audit.draws import left_out_of
+from ppo_repro.testing.audit.one_side import Explained
+from ppo_repro.testing.audit.reference import RecordedSide, Reference
+from ppo_repro.testing.audit.report import lines
+from ppo_repro.testing.audit.subject import StackSampling, Subject
+from ppo_repro.testing.audit.wrong_side import wrong_side_of
 from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.diagnosis.diagnose import ROWS
 from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
@@ -63,7 +63,7 @@ from tests.testing.audit.material import (
 )
 from tests.testing.audit.outsider import OF_OUTSIDER, OUTSIDER
 
-GIVEN = Sampling(TEMPERATURE, 1.0, 8)
+GIVEN = StackSampling(TEMPERATURE, 1.0, 8)
 
 
 @pytest.fixture(scope="module")
@@ -127,25 +127,25 @@ def prompts() -> Material:
 @pytest.mark.parametrize(
     ("sampler", "cause"),
     [
-        (Sampling(TEMPERATURE), ""),
-        (Sampling(TEMPERATURE, 1.0, 8), "top-k 8"),
-        (Sampling(TEMPERATURE, 0.8), "top-p 0.79"),
-        (Sampling(TEMPERATURE, min_p=0.25), "min-p 0.2"),
-        (Sampling(0.7 * TEMPERATURE), "temperature 0.56"),
+        (StackSampling(TEMPERATURE), ""),
+        (StackSampling(TEMPERATURE, 1.0, 8), "top-k 8"),
+        (StackSampling(TEMPERATURE, 0.8), "top-p 0.79"),
+        (StackSampling(TEMPERATURE, min_p=0.25), "min-p 0.2"),
+        (StackSampling(0.7 * TEMPERATURE), "temperature 0.56"),
         ((68,), "a ban of token 68"),
         ((EOS_ID,), f"a ban of token {EOS_ID}"),
         (range(3, VOCAB, 2), f"a grammar or bans that leave {3 + (VOCAB - 3) // 2} of {VOCAB} tokens"),
     ],
 )
 def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
-    prompts: Material, subject: Subject, sampler: Sampling | Sequence[int], cause: str
+    prompts: Material, subject: Subject, sampler: StackSampling | Sequence[int], cause: str
 ) -> None:
     """Right log-probs of all tokens on both sides; only what the sampler drew from differs."""
     generator = seeded(3)
 
     def draw(logits: Tensor) -> int:
         row = Piece(logits[None].double(), torch.zeros(1, dtype=torch.int64), (), ())
-        if not isinstance(sampler, Sampling):
+        if not isinstance(sampler, StackSampling):
             changed = row.logits.clone() / TEMPERATURE
             changed[0, list(sampler)] = -math.inf
         else:
@@ -154,7 +154,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
         return int(torch.multinomial(changed[0].softmax(-1), 1, generator=generator))
 
     made = sampled_by(prompts, draw)
-    found = audit(subject, made.dump(made.logprobs(), made.logprobs()), Sampling(TEMPERATURE))
+    found = audit(subject, made.dump(made.logprobs(), made.logprobs()), StackSampling(TEMPERATURE))
     assert found.sampler.is_right
     assert found.trainer.is_right
     assert found.is_right == (not cause)
@@ -162,7 +162,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
     assert lines(found)[-1] == f"verdict: {wrong if cause else right}"
     assert found.drawn_by.startswith(cause), found.drawn_by
     if cause.startswith(("top", "min")):  # both sides know the cut
-        assert isinstance(sampler, Sampling)
+        assert isinstance(sampler, StackSampling)
         told = audit(
             subject,
             made.dump(made.logprobs(), made.logprobs()),
@@ -212,14 +212,14 @@ def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float,
     pairs = zip(responses, right, strict=True)
     numbers = [Numbers(torch.tensor(r.sampler).double(), x < 1, x < 1, x) for r, x in pairs]
     known = Reference(right, 1e-7, 0.0, 0)
-    recorded = Recorded("sampler", responses, Sampling(TEMPERATURE), "tempered", known, numbers)
-    case = case_of(Subject(made.model, {}), recorded, range(len(numbers)))
+    recorded = RecordedSide("sampler", responses, StackSampling(TEMPERATURE), "tempered", known, numbers)
+    side = wrong_side_of(Subject(made.model, {}), recorded, range(len(numbers)))
 
-    def change(piece: Piece, sampling: Sampling, logits: Tensor, x: float) -> Tensor:
+    def change(piece: Piece, sampling: StackSampling, logits: Tensor, x: float) -> Tensor:
         return logits / x if x >= least else torch.full_like(logits, math.nan)
 
     row = Variant("a temperature", "distribution", "temperature", change, candidates=lambda *_: (1.0,), refine=True)
-    x = search._refined(case, ((row, 1.0),), case.few)[0][1]
+    x = search._refined(side, ((row, 1.0),), side.few)[0][1]
     assert low <= x <= high
 
 
@@ -234,7 +234,7 @@ def test_a_single_wrong_token_among_many_is_seen(made: Material, subject: Subjec
 def test_a_single_token_that_hardly_changes_the_rms_has_no_cause(
     made: Material, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (side, measure):  # as in a response of a thousand tokens
+    for module in (one_side, rounding):  # as in a response of a thousand tokens
         monkeypatch.setattr(module, "FAR", 1.0)
     good = made.logprobs()
     bad = [v.clone() for v in good]
@@ -280,7 +280,7 @@ def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Mate
 # which distribution is meant
 
 
-def in_order(m: Material, s: Sampling, order: Sequence[str], cut_at: float) -> tuple[Values, list[list[bool]]]:
+def in_order(m: Material, s: StackSampling, order: Sequence[str], cut_at: float) -> tuple[Values, list[list[bool]]]:
     """Log-probs over the tokens that cuts keep, each of what the cut before it left, at a temperature; which exist."""
     values: Values = []
     for x, r in zip(m.plain, m.responses, strict=True):
@@ -307,18 +307,18 @@ ORDERS: dict[str, tuple[tuple[str, ...], bool]] = {
     ", the cuts before the temperature (MLX)": (("top-p", "min-p", "top-k"), True),
     ", top-p of what top-k leaves, before the temperature (llama.cpp)": (("top-k", "top-p", "min-p"), True),
 }
-ALL_CUTS = Sampling(0.8, 0.8, 6, 0.1)
+ALL_CUTS = StackSampling(0.8, 0.8, 6, 0.1)
 
 
 @pytest.mark.parametrize(
     ("sampling", "order"),
     [
-        *((Sampling(*x), "") for x in ((0.8,), (1.3, 1.0, 8), (0.8, 0.97), (0.8, 0.97, 8), (0.8, 1.0, 0, 0.01))),
+        *((StackSampling(*x), "") for x in ((0.8,), (1.3, 1.0, 8), (0.8, 0.97), (0.8, 0.97, 8), (0.8, 1.0, 0, 0.01))),
         *((ALL_CUTS, order) for order in ORDERS),
     ],
 )
 def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_them(
-    made: Material, subject: Subject, sampling: Sampling, order: str
+    made: Material, subject: Subject, sampling: StackSampling, order: str
 ) -> None:
     cuts, is_last = ORDERS[order]
     values, mask = in_order(made, sampling, cuts, 1.0 if is_last else sampling.temperature)
@@ -402,7 +402,7 @@ def test_causes_of_long_responses_are_found_in_windows(
 ) -> None:
     long = material(made.model, ((5, 55), (6, 50), (4, 58)))
     for name, size in {"WINDOW": 6, "SCREENED": 12, "TRIED": 27}.items():
-        monkeypatch.setattr(case, name, size)
+        monkeypatch.setattr(wrong_side, name, size)
     bad = [
         torch.cat([good[:start], b[start:]]) for good, b in zip(long.logprobs(), FAULTS[fault][0](long), strict=True)
     ]
@@ -415,8 +415,8 @@ def test_causes_of_long_responses_are_found_in_windows(
 def test_a_temperature_that_nobody_gave_is_a_question(made: Material, subject: Subject) -> None:
     values = made.logprobs()
     with pytest.raises(UserError, match=r"temperature 0.8 explains the sampler; did you forget --temperature 0.8\?"):
-        audit(subject, made.dump(values, made.logprobs(temperature=1.0)), Sampling(is_temperature_given=False))
-    found = audit(subject, made.dump(values, made.logprobs(temperature=1.0)), Sampling())
+        audit(subject, made.dump(values, made.logprobs(temperature=1.0)), StackSampling(is_temperature_given=False))
+    found = audit(subject, made.dump(values, made.logprobs(temperature=1.0)), StackSampling())
     assert found.sampler.cause == "temperature 0.8 instead of 1"
 
 

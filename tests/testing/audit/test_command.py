@@ -55,6 +55,20 @@ def test_log_probs_of_a_run_are_right(cli: Cli, dump: tuple[Path, Path], tmp_pat
     assert (frame["sampler"] - frame["reference"]).abs().max() < 1e-4
 
 
+def test_out_replaces_only_a_file_that_an_audit_wrote(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
+    options = "audit", dump[0], "--model", dump[1], "--responses", "6", "--out"
+    assert [cli(*options, tmp_path / "tokens.parquet")[0] for _ in range(2)] == [0, 0]
+    mine, text = tmp_path / "mine.parquet", tmp_path / "mine.txt"
+    pd.read_parquet(tmp_path / "tokens.parquet").drop(columns="reference").to_parquet(mine)
+    text.write_text("of mine")
+    for path in (mine, text):
+        before = path.read_bytes()
+        code, out, err = cli(*options, path)
+        assert (code, out) == (2, "")
+        assert f"{path}: exists, and was not written by ppo-repro" in one_line(err)
+        assert path.read_bytes() == before
+
+
 def test_the_wrong_temperature_is_wrong(cli: Cli, dump: tuple[Path, Path]) -> None:
     code, out, _ = cli("audit", dump[0], "--model", dump[1], "--temperature", "0.5", "--responses", "3", "--json")
     found = json.loads(out)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.dumps import Response, read_dump
+from ppo_repro.testing.dumps import DumpedResponse, read_dump
 from tests.testing.audit.rows import ROWS
 
 
@@ -27,7 +27,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def counted(response: Response) -> list[tuple[int, float, float]]:
+def counted(response: DumpedResponse) -> list[tuple[int, float, float]]:
     triples = zip(response.response_ids, response.sampler.tolist(), response.trainer.tolist(), strict=True)
     return [triple for triple, counts in zip(triples, response.counts, strict=True) if counts]
 
@@ -46,11 +46,11 @@ def test_every_format_and_file_gives_the_same_tokens(form: str, suffix: str, tmp
         assert response.padding == ((0,) if form in ("verl", "trl") else ())
 
 
-def read(path: Path, form: str | None) -> list[Response]:
+def read(path: Path, form: str | None) -> list[DumpedResponse]:
     return list(read_dump(path, form))
 
 
-def same(a: Sequence[Response], b: Sequence[Response]) -> bool:
+def same(a: Sequence[DumpedResponse], b: Sequence[DumpedResponse]) -> bool:
     return [(r.prompt_ids, counted(r)) for r in a] == [(r.prompt_ids, counted(r)) for r in b]
 
 

@@ -10,12 +10,15 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit import forward
-from ppo_repro.testing.audit.forward import Progress, States, pieces, states
-from ppo_repro.testing.audit.ways import Fed, fed
+from ppo_repro.testing.audit.forward import Pass, Progress, States, pass_over, pieces, states
 from tests.support.models import CONFIGS, MIXTURES, VOCAB, small_model
 
 MODELS = {**CONFIGS, **MIXTURES}
-PASSES = [fed((5, 6, 7), (8, 9, 10, 11)), fed((5, 6), (8, 9, 10)), fed((1, 2, 3), (4, 5, 6, 7), (1, 2, 3, 5, 6, 7))]
+PASSES = [
+    pass_over((5, 6, 7), (8, 9, 10, 11)),
+    pass_over((5, 6), (8, 9, 10)),
+    pass_over((1, 2, 3), (4, 5, 6, 7), (1, 2, 3, 5, 6, 7)),
+]
 
 
 @torch.no_grad()
@@ -45,7 +48,7 @@ def test_a_long_row_does_not_change_the_rotary_positions_of_a_short_one() -> Non
     }
     torch.manual_seed(3)
     model = Phi3ForCausalLM(Phi3Config(vocab_size=VOCAB, **fields)).eval()
-    passes = [fed((5, 6), (8, 9)), fed((5, 6, 7), (8, 9, 10, 11))]
+    passes = [pass_over((5, 6), (8, 9)), pass_over((5, 6, 7), (8, 9, 10, 11))]
     with float64(model):
         for i, found in states(model, passes, True):
             expected = model(torch.tensor([passes[i].ids])).logits[0, list(passes[i].at)]
@@ -70,8 +73,8 @@ def test_a_model_whose_logits_need_more_than_the_decoder_is_not_taken_apart(monk
 
 
 def test_a_pass_for_some_tokens_ends_with_them() -> None:
-    one = fed((5, 6), (7, 8, 9, 10), (0, 1, 2, 3, 4))
-    assert one.within(1, 3) == Fed((5, 6, 7, 8), (1, 2), (2, 3), (8, 9), (0, 1, 2, 3))
+    one = pass_over((5, 6), (7, 8, 9, 10), (0, 1, 2, 3, 4))
+    assert one.within(1, 3) == Pass((5, 6, 7, 8), (1, 2), (2, 3), (8, 9), (0, 1, 2, 3))
     assert one.within(4, 9) is None
 
 

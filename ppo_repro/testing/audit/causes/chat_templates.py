@@ -1,0 +1,133 @@
+"""Render a prompt with another chat template, or with none: the most frequent fault of stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.tasks.templates import Chat, Ids, rendered
+
+TEMPLATED, TWICE = "prompt in the chat template", "prompt in the chat template twice"
+BARE = "prompt without the chat template"
+CUED, CUED_TWICE = "prompt with the generation prompt after it", "prompt with a second generation prompt after it"
+UNCUED = "prompt without the generation prompt"
+NO_DEFAULT, NO_SYSTEM = "prompt without the template's default system turn", "prompt without its system turn"
+DEFAULT = "prompt with the template's default system turn"
+_USER, _MODEL, _LATER, _SYSTEM = (f"ppo-repro-{word}" for word in ("content", "answer", "question", "rules"))
+
+
+@dataclass(frozen=True)
+class Template:
+    """The texts that a chat template puts around the texts of a prompt. A changed prompt is "" where nothing changes.
+
+    The comments have the texts of a template that makes `<s|Be kind.><u|Hello><a|` of `Hello`.
+    """
+
+    begin: str  # `<s|Be kind.><u|`: all before the user's text
+    end: str  # `><a|`: all after it
+    cue: str  # `<a|`: the generation prompt
+    first: str  # the BOS token if the template has it, here none
+    opening: str  # `<u|`: of a user's turn
+    default: str  # `<s|Be kind.>`: the system turn of a chat that has none
+    before: str  # `<s|`: of a chat's own system turn, before its text
+    after: str  # `><u|`: from this text to the user's
+
+    def is_whole(self, text: str) -> bool:
+        """Return whether a prompt is in this template."""
+        return self._starts(text) or bool(self.without_system(text)) or text.startswith(self.begin)
+
+    def _starts(self, text: str) -> bool:
+        return bool(self.opening) and text.startswith(self.first + self.opening)
+
+    def without_default(self, text: str) -> str:
+        """Return a prompt without the default system turn."""
+        start = self.first + self.default
+        found = self.first + text.removeprefix(start)
+        return found if self.default and text.startswith(start) and self._starts(found) else ""
+
+    def without_system(self, text: str) -> str:
+        """Return a prompt without any system turn."""
+        there = self.before and self.after.endswith(self.opening) and text.startswith(self.first + self.before)
+        _, _, rest = text.partition(self.after) if there and self.opening else ("", "", "")
+        return self.first + self.opening + rest if rest else ""
+
+    def with_default(self, text: str) -> str:
+        """Return a prompt with the default system turn, in place of the prompt's own."""
+        left = text if self._starts(text) else self.without_system(text)
+        found = self.first + self.default + left.removeprefix(self.first) if self.default and left else ""
+        return found if found != text else ""
+
+    def bare(self, text: str) -> str:
+        """Return the user's text alone."""
+        is_whole = text.startswith(self.begin) and text.endswith(self.end)
+        return text.removeprefix(self.begin).removesuffix(self.end) if is_whole else ""
+
+    def cued(self, text: str) -> str:
+        """Return a prompt that has no generation prompt with one."""
+        return text + self.cue if self.cue and not text.endswith(self.cue) else ""
+
+    def cued_twice(self, text: str) -> str:
+        """Return a prompt that has a generation prompt with a second one."""
+        return text + self.cue if self.cue and text.endswith(self.cue) else ""
+
+    def uncued(self, text: str) -> str:
+        """Return a prompt without its generation prompt."""
+        return text.removesuffix(self.cue) if self.cue and text.endswith(self.cue) else ""
+
+
+def parsed(tokenizer: Any) -> Template | None:
+    """Return the texts of a tokenizer's chat template; None if the template leaves out the user's text."""
+    user = {"role": "user", "content": _USER}
+    (begun,), (whole,) = _said(tokenizer, [[user]]), _said(tokenizer, [[user]], True)
+    begin, mark, end = whole.partition(_USER)
+    if not mark:
+        return None
+    cue = whole.removeprefix(begun) if whole.startswith(begun) else ""
+    close = begun.partition(_USER)[2]
+    turns = [user, {"role": "assistant", "content": _MODEL}, {"role": "user", "content": _LATER}]
+    between = _said(tokenizer, [turns])[0].partition(_MODEL)[2].partition(_LATER)[0]
+    opening = between.removeprefix(close) if between.startswith(close) else between
+    first = str(getattr(tokenizer, "bos_token", None) or "")
+    first = first if begin.startswith(first) else ""
+    default = begin.removeprefix(first).removesuffix(opening) if opening and begin.endswith(opening) else ""
+    given = _said(tokenizer, [[{"role": "system", "content": _SYSTEM}, user]])[0].partition(_USER)[0]
+    before, _, after = given.removeprefix(first).partition(_SYSTEM)
+    return Template(begin, end, cue, first, opening, default, before, after)
+
+
+def _said(tokenizer: Any, chats: Sequence[Chat], cue: bool = False) -> list[str]:
+    try:
+        return rendered(tokenizer, chats, cue)
+    except UserError:  # a template may refuse a conversation
+        return [""] * len(chats)
+
+
+def templated(tokenizer: Any, prompts: Sequence[Ids]) -> dict[str, list[Ids]]:
+    """Return the prompts after each change of the chat template, by description; () for a prompt without a template."""
+    template = parsed(tokenizer) if getattr(tokenizer, "chat_template", None) else None
+    if template is None:
+        return {}
+
+    def ids(text: str, special: bool = False) -> Ids:
+        return tuple(tokenizer(text, add_special_tokens=special).input_ids) if text else ()
+
+    texts = [str(tokenizer.decode(list(prompt), skip_special_tokens=False)) for prompt in prompts]
+    are_whole = [template.is_whole(text) for text in texts]
+    inside = _said(tokenizer, [[{"role": "user", "content": text}] for text in texts], True)
+
+    def changed(change: Callable[[str], str], special: bool = False) -> list[Ids]:
+        return [ids(change(text), special) for text in texts]
+
+    return {
+        TEMPLATED: [() if is_whole else ids(text) for text, is_whole in zip(inside, are_whole, strict=True)],
+        TWICE: [ids(text) if is_whole else () for text, is_whole in zip(inside, are_whole, strict=True)],
+        BARE: changed(template.bare, special=True),
+        CUED: changed(template.cued),
+        CUED_TWICE: changed(template.cued_twice),
+        UNCUED: changed(template.uncued),
+        NO_DEFAULT: changed(template.without_default),
+        NO_SYSTEM: changed(template.without_system),
+        DEFAULT: changed(template.with_default),
+    }

@@ -1,0 +1,163 @@
+"""Judge in float64 whether a dump's tokens were drawn from the model's distribution, and which cut explains it if not.
+
+A sampler that draws with top-p 0.9 and reports log-probs of all tokens has right log-probs and wrong draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ppo_repro.statistics.draws import CHANCE, NONE, Draws, draws_of
+from ppo_repro.testing.audit.distributions import DEFINITIONS, cut, target_logprobs
+from ppo_repro.testing.audit.subject import StackSampling, Subject
+from ppo_repro.testing.dumps import DumpedResponse
+
+# a cause explains wrong draws if it makes them e^10 times as likely; one within e^3 of the best is named beside it
+ENOUGH, AS_GOOD = 10.0, 3.0
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)  # in units of the given temperature
+
+
+@dataclass
+class Tally:
+    """What the drawn tokens are in their distributions, response by response, of a dump."""
+
+    left_out: tuple[int, ...] = ()  # tokens that the dump does not have: it is judged among the others
+    logprobs: list[Tensor] = field(default_factory=list)  # log p(token), float64 [k] each
+    entropies: list[Tensor] = field(default_factory=list)
+    cumulative: list[Tensor] = field(default_factory=list)  # probability of the tokens at least as likely
+    ranks: list[Tensor] = field(default_factory=list)  # number of likelier tokens
+    shares: list[Tensor] = field(default_factory=list)  # p(token) over the largest p
+    owners: list[Tensor] = field(default_factory=list)
+    undrawn: Tensor | None = None  # [V] -log of the probability that a token is never drawn; -inf for the drawn tokens
+
+    def add(self, owner: int, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
+        """Add k tokens of response `owner`: logits [k, V] of their distributions, ids [k], and which ones count [k]."""
+        if not bool(counts.any()):
+            return
+        log_p = among_others(logits[counts], self.left_out).log_softmax(-1)
+        p, at = log_p.exp(), targets[counts][:, None]
+        mine = log_p.gather(-1, at)
+        ids = torch.arange(log_p.shape[-1], device=log_p.device)
+        before = (log_p > mine) | ((log_p == mine) & (ids <= at))
+        self.logprobs.append(mine[:, 0].cpu())
+        self.entropies.append(-(p * log_p.masked_fill(p == 0, 0.0)).sum(-1).cpu())
+        self.cumulative.append((p * before).sum(-1).cpu())
+        self.ranks.append((before.sum(-1) - 1).cpu())
+        self.shares.append((mine[:, 0] - log_p.amax(-1)).exp().cpu())
+        self.owners.append(torch.full((len(mine),), owner))
+        never = -torch.log1p(-p.clamp(max=1 - 1e-12)).sum(0).cpu()
+        self.undrawn = never if self.undrawn is None else self.undrawn + never
+        self.undrawn[at[:, 0].cpu()] = -math.inf
+
+    def draws(self) -> Draws:
+        """Return the sums of all tokens."""
+        if not self.logprobs:
+            return NONE
+        return draws_of(
+            torch.cat(self.logprobs).numpy(),
+            torch.cat(self.entropies).numpy(),
+            torch.cat(self.owners).numpy(),
+            torch.cat(self.cumulative).numpy(),
+        )
+
+    def banned(self) -> tuple[str, float]:
+        """Return the token that was least likely to be left out, in words, and by how many nats; ("", 0) if none."""
+        if self.undrawn is None or not math.isfinite(most := float(self.undrawn.max())):
+            return "", 0.0
+        return f"a ban of token {int(self.undrawn.argmax())}", most - math.log(len(self.undrawn))
+
+    def is_wrong(self) -> bool:
+        """Return whether the tokens were clearly drawn from other distributions."""
+        return self.draws().is_wrong or self.banned()[1] >= -math.log(CHANCE)
+
+    def likelihood(self) -> tuple[int, float]:
+        """Return minus the number of tokens of probability 0, and the sum of the other log-probs, nats."""
+        logprobs = torch.cat(self.logprobs) if self.logprobs else torch.empty(0)
+        possible = logprobs > -math.inf
+        return int(possible.sum()) - len(logprobs), float(logprobs[possible].sum())
+
+
+def drawn_from(tallies: Mapping[str, Tally]) -> str:
+    """Return the distribution, by its name in DEFINITIONS, that makes the drawn tokens likeliest."""
+    return max(tallies, key=lambda name: tallies[name].likelihood())
+
+
+def among_others(logits: Tensor, left_out: Sequence[int]) -> Tensor:
+    """Return logits [k, V] of the distribution that never has some tokens."""
+    return logits.index_fill(-1, torch.tensor(left_out, dtype=torch.long, device=logits.device), -math.inf)
+
+
+def left_out_of(subject: Subject, responses: Sequence[DumpedResponse]) -> tuple[int, ...]:
+    """Return the end tokens if no response has one, as in a dump of texts.
+
+    Several responses of one length ended at a limit, so that their end tokens were never drawn; texts of one token did
+    not.
+    """
+    lengths = {len(r.response_ids) for r in responses}
+    if len(responses) > 1 and len(lengths) == 1 and lengths != {1}:
+        return ()
+    model = subject.model
+    others = (getattr(of, "eos_token_id", None) for of in (model.config, model.generation_config))
+    ends = {
+        i for ids in (subject.eos_token_id, *others) for i in (ids if isinstance(ids, list) else [ids]) if i is not None
+    }
+    there = {token for r in responses for token, counts in zip(r.response_ids, r.counts, strict=True) if counts}
+    return () if ends & there else tuple(sorted(ends))
+
+
+def sampled_definitions(sampling: StackSampling) -> list[str]:
+    """Return the distributions that a stack with these settings may sample from."""
+    orders = [name for name, d in DEFINITIONS.items() if d.order is not None and d.differs(sampling)]
+    return orders or ["tempered"]
+
+
+class DrawCauses:
+    """The likelihood of the drawn tokens under each cause of wrong draws, as far as the drawn tokens allow it."""
+
+    def __init__(self, tally: Tally, temperature: float) -> None:
+        """Begin with the smallest cuts that leave every drawn token that is possible at all."""
+        self.left_out, self.temperature = tally.left_out, temperature
+        drawn = torch.cat(tally.logprobs).exp()
+        here = drawn > 0
+        top_p = float((torch.cat(tally.cumulative) - drawn)[here].max()) + 1e-12
+        top_k = int(torch.cat(tally.ranks)[here].max()) + 1
+        min_p = float(torch.cat(tally.shares)[here].min()) * (1 - 1e-9)
+        self.cuts = {
+            f"top-p {math.ceil(top_p * 1000) / 1000:g}": (0, top_p, 0.0),
+            f"top-k {top_k}": (top_k, 1.0, 0.0),
+            f"min-p {min_p:.2g}": (0, 1.0, min_p),
+        }
+        name, gain = tally.banned()
+        self.gains = {name: gain} if name else {}
+        assert tally.undrawn is not None
+        self.drawn = tally.undrawn == -math.inf
+        count, of = int(self.drawn.sum()), len(self.drawn)
+        self.vocabulary = f"a grammar or bans that leave {count:,} of {of:,} tokens"
+        choices = math.lgamma(of + 1) - math.lgamma(count + 1) - math.lgamma(of - count + 1)  # log of their number
+        self.gains[self.vocabulary] = -choices if of - count > 1 else -math.inf  # one token is a ban
+
+    def add(self, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
+        """Add k tokens: logits [k, V] of their distributions, ids [k], and which ones count [k]."""
+        at = torch.isfinite(logits.gather(-1, targets[:, None])[:, 0]) & counts  # none explains a token outside a cut
+        row_logits, ids = among_others(logits[at], self.left_out), targets[at]
+        if not len(ids):
+            return
+        plain = target_logprobs(ids, row_logits)
+        hypotheses = {name: cut(row_logits, k, p, m) for name, (k, p, m) in self.cuts.items()}
+        hypotheses[self.vocabulary] = row_logits.masked_fill(~self.drawn.to(row_logits.device), -math.inf)
+        for times in TEMPERATURES:
+            hypotheses[f"temperature {times * self.temperature:.3g}"] = row_logits / times
+        for name, changed in hypotheses.items():
+            self.gains[name] = self.gains.get(name, 0.0) + float((target_logprobs(ids, changed) - plain).sum())
+
+    def words(self) -> str:
+        """Return the causes that make the draws much likelier, the best first; "" if none does."""
+        top = max(self.gains.values(), default=0.0)
+        if top < ENOUGH:
+            return ""
+        return " or ".join(n for n, g in sorted(self.gains.items(), key=lambda item: -item[1]) if g >= top - AS_GOOD)

@@ -1,0 +1,102 @@
+"""Put an audit into words for the terminal, and into fields for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ppo_repro.testing.audit.audit import Audit
+from ppo_repro.testing.audit.one_side import Explained, Right, Side, Unknown
+
+
+def verdict(found: Audit) -> str:
+    """Return the words that say which side is wrong, or that both are, or that none is."""
+    if not found.are_comparable:
+        return "the sides are processed in different orders of the cuts; take one order on both"
+    wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
+    if not wrong and not found.are_drawn:
+        return "the log-probs of both sides are right, but tokens were not drawn from them"
+    return {0: "both sides are right", 1: f"the {''.join(wrong)} is wrong", 2: "both sides are wrong"}[len(wrong)]
+
+
+def lines(found: Audit, skipped: int = 0, unread: int = 0) -> list[str]:
+    """Return the printed lines of the audit, the verdict last.
+
+    `skipped` is the number of responses left out, `unread` of those after the last one that was judged.
+    """
+    left_out = f" ({skipped:,} without a token that counts left out)" if skipped else ""
+    judged = f"{found.responses:,} of {found.responses + unread:,}" if unread else f"{found.responses:,}"
+    sides = (found.sampler, found.trainer)
+    return [
+        f"{len(found.tokens):,} tokens of {judged} responses{left_out}; stock float32 is "
+        f"{found.floor:.2g} nats (rms) from the model in float64",
+        *(_sentence(side, found.responses, found.are_comparable) for side in sides),
+        *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
+        *(f"{side.name}: {_advice(side)}" for side in sides if _advice(side)),
+        *_drawn(found),
+        f"verdict: {verdict(found)}",
+    ]
+
+
+def _drawn(found: Audit) -> list[str]:
+    if not (found.draws.tokens or found.draws.impossible):
+        return []
+    if found.are_drawn:
+        return [f"draws: right: {found.draws.sentence()}"]
+    lines = [f"draws: {found.draws.sentence()}"] if found.draws.is_wrong else []
+    lines += [f"draws: explained by {found.drawn_by}"] if found.drawn_by else []
+    lines.append("draws: report log-probs of the distribution that is sampled from, or sample without the cut")
+    return lines
+
+
+def fields(side: Side) -> dict[str, Any]:
+    """Return the verdict about one side as fields of JSON."""
+    return {
+        "name": side.name,
+        "definition": side.definition,
+        "tokens": side.distance.tokens,
+        "empty": side.empty,
+        "rms": side.distance.rms,
+        "largest": side.distance.largest,
+        "wrong_responses": len(side.distance.wrong),
+        "is_right": side.is_right,
+        "cause": side.cause,
+        "advice": _advice(side),
+        "left": side.finding.left if isinstance(side.finding, Explained) else side.distance.rms,
+        "known": side.known,
+        "tried": [asdict(t) for t in side.tried],
+        "temperature": side.temperature,
+    }
+
+
+def draw_fields(found: Audit) -> dict[str, Any]:
+    """Return the verdict about the draws as fields of JSON; `tokens` is 0 where draws were not judged."""
+    draws = found.draws
+    return {
+        "tokens": draws.tokens,
+        "mean": draws.mean if draws.tokens else None,
+        "error": draws.error if draws.tokens else None,
+        "tail_probability": min(draws.tail_probabilities),
+        "are_right": found.are_drawn,
+        "explained_by": found.drawn_by,
+    }
+
+
+def _advice(side: Side) -> str:
+    return "" if isinstance(side.finding, Right) else side.finding.advice
+
+
+def _sentence(side: Side, responses: int, is_comparable: bool) -> str:
+    distance, found = side.distance, f"{side.distance.rms:.2g} nats (rms) from the model in float64"
+    if not is_comparable:
+        return f"{side.name} is {side.cause}; {found}"
+    some = 0 < len(distance.wrong) < responses and not isinstance(side.finding, Unknown)
+    where = f", in {len(distance.wrong)} of {responses} responses" if some else ""
+    definition = "" if side.definition == "tempered" else f" (log-probs judged as {side.definition})"
+    parts = [f"{found}{where}{definition}"] if distance.tokens else []
+    match side.finding:
+        case Unknown():
+            parts.append(f"the cause is unknown{': ' * bool(side.known)}{'; '.join(side.known)}")
+        case Explained(words, _, left):
+            parts += [words, *([f"that leaves {left:.2g} nats"] if side.tried else [])]
+    return f"{side.name} is {'right' if side.is_right else 'wrong'}: {'; '.join(parts)}"

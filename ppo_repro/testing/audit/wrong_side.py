@@ -1,0 +1,153 @@
+"""What is known of one wrong side, and the tokens that causes are tried on.
+
+The tokens are windows of neighbouring tokens that begin shortly before the first wrong token of a response: a few for
+all causes, some more for the causes that leave small errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ppo_repro.testing.audit.causes.table import table
+from ppo_repro.testing.audit.causes.variant import Numbers, Variant
+from ppo_repro.testing.audit.distributions import DEFINITIONS, tempered
+from ppo_repro.testing.audit.predict import Predictor, Steps, Tokens, Window
+from ppo_repro.testing.audit.reference import RecordedSide
+from ppo_repro.testing.audit.rounding import FEW, RIGHT, Stored, errors, rms, stored_as
+from ppo_repro.testing.audit.subject import Subject
+from ppo_repro.testing.dumps import DumpedResponse
+
+TRIED = 256  # response tokens that causes are tried on
+WINDOW = FEW  # tokens of a window for screening, and at most so many right ones before its first wrong one
+SCREENED = 3 * WINDOW  # response tokens that causes are screened on, unless WINDOW wrong ones come first
+EXACT_LOGITS = Variant("logits", "distribution", "none", tempered)  # beside which logits are rounded
+
+
+@dataclass(frozen=True)
+class WrongSide:
+    """What is known of a wrong side, on the tokens that causes are tried on."""
+
+    name: str
+    rows: tuple[Variant, ...]
+    predictor: Predictor
+    numbers: Sequence[Numbers]
+    wrong: Sequence[int]  # responses with a wrong log-prob
+    few: Tokens
+    some: Tokens
+    stored: Stored
+    scale: float  # of the numbers: sums of many log-probs round more
+    tolerance: float  # rms of rounding, nats
+    has_experts: bool
+
+    @cached_property
+    def plain(self) -> Tensor:
+        """Return the errors of the tokens that causes are tried on, without a cause."""
+        left = self.left((), self.some)
+        assert left is not None
+        return left
+
+    @property
+    def count(self) -> int:
+        """Return the number of usable tokens that causes are tried on."""
+        return sum(int(self.numbers[w.response].usable[w.start : w.end].sum()) for w in self.some.windows)
+
+    @property
+    def wrong_alone(self) -> WrongSide:
+        """Return the side as if only its wrong tokens were usable."""
+        numbers = [replace(of, usable=_wrong_tokens(of, self.tolerance)) for of in self.numbers]
+        return replace(self, numbers=numbers)
+
+    def left(self, steps: Steps, tokens: Tokens) -> Tensor | None:
+        """Return the errors that causes leave; None if fewer than a third of the tokens have a prediction."""
+        left, usable = [], 0
+        for values, w in zip(self.predictor(steps, tokens), tokens.windows, strict=True):
+            at, numbers = slice(w.start, w.end), self.numbers[w.response]
+            there = numbers.usable[at] & ~values.isnan()
+            usable += int(numbers.usable[at].sum())
+            left.append(errors(numbers.recorded[at][there], values[there], self.stored).cpu())
+        joined = torch.cat(left)
+        return joined if not steps or len(joined) >= max(4, usable / 3) else None
+
+    def rounding(self, row: Variant, tokens: Tokens) -> Tensor:
+        """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
+        exact: Steps = ((EXACT_LOGITS, 0.0),) if row.rounding == "logits" else ()
+        both = zip(self.predictor(((row, 0.0),), tokens), self.predictor(exact, tokens), tokens.windows, strict=True)
+        return torch.cat([(a - b)[self.numbers[w.response].usable[w.start : w.end]].cpu() for a, b, w in both])
+
+
+def wrong_side_of(subject: Subject, side: RecordedSide, wrong: Sequence[int]) -> WrongSide:
+    """Return what is known of a wrong side; `wrong` are the indices of the responses with a wrong log-prob."""
+    responses, numbers, sampling = side.responses, side.numbers, side.sampling
+    definition = DEFINITIONS[side.definition].change
+    every = torch.cat([numbers[i].recorded[numbers[i].usable] for i in wrong])
+    ideal = torch.cat([numbers[i].reference[numbers[i].usable] for i in wrong])
+    scale = max(1.0, rms(every) / max(rms(ideal), 1e-9))
+    tolerance = RIGHT * side.reference.floor * scale + 2.0**-22 * rms(every)
+    device = subject.model.device
+    numbers = [Numbers(*(x.to(device) for x in (of.recorded, of.usable, of.counts, of.reference))) for of in numbers]
+    bad = [_wrong_tokens(of, tolerance) for of in numbers]
+    few = _windows(responses, numbers, bad, wrong, WINDOW, SCREENED, WINDOW)
+    some = _windows(responses, numbers, bad, wrong, max(4 * WINDOW, math.ceil(TRIED / len(wrong))), TRIED, TRIED)
+    last, size = some[-1], len(responses[some[-1].response].response_ids)
+    if size > last.end:  # a cause has to be right at the end of a response too
+        some += (Window(last.response, max(last.end, size - 4 * WINDOW), size),)
+
+    def is_predicted(row: Variant) -> bool:
+        return row.stage != "input" or any(f.within(w.start, w.end) for w in few for f in row.passes[w.response])
+
+    return WrongSide(
+        name=side.name,
+        rows=tuple(filter(is_predicted, table(subject, responses, sampling, definition))),
+        predictor=Predictor(subject.model, responses, numbers, sampling, definition),
+        numbers=numbers,
+        wrong=wrong,
+        few=Tokens(few, is_screening=True),
+        some=Tokens(some),
+        stored=stored_as(every),
+        scale=scale,
+        tolerance=tolerance,
+        has_experts=any(name.endswith("experts") for name, _ in subject.model.named_modules()),
+    )
+
+
+def _wrong_tokens(numbers: Numbers, tolerance: float) -> Tensor:
+    """Return which tokens [n] of a response are wrong."""
+    return numbers.usable & ~((numbers.recorded - numbers.reference).abs() <= tolerance)
+
+
+def _windows(
+    responses: Sequence[DumpedResponse],
+    numbers: Sequence[Numbers],
+    bad: Sequence[Tensor],
+    wrong: Sequence[int],
+    length: int,
+    tokens: int,
+    most: int,
+) -> tuple[Window, ...]:
+    """Return windows of wrong responses until they have enough usable tokens, or enough wrong ones.
+
+    Args:
+        responses: prompts and tokens.
+        numbers: of each response, which tokens are usable.
+        bad: of each response, which tokens [n] are wrong.
+        wrong: the responses to choose from; those with few tokens before the window come first, for short passes.
+        length: tokens of a window, or up to twice as many if they are the rest of the response.
+        tokens: usable tokens that are enough.
+        most: wrong tokens that are enough.
+    """
+    found, usable, count = list[Window](), 0, 0
+    first = {i: (bad[i].nonzero()[:1, 0].tolist() or [0])[0] for i in wrong}
+    for i in sorted(wrong, key=lambda i: max(first[i], WINDOW) + len(responses[i].prompt_ids)):
+        if usable < tokens and count < most:
+            start, whole = max(0, first[i] - min(WINDOW, length // 2)), len(responses[i].response_ids)
+            end = whole if whole - start <= 2 * length else start + length
+            found.append(Window(i, start, end))
+            usable += int(numbers[i].usable[start:end].sum())
+            count += int(bad[i][start:end].sum())
+    return tuple(found)

@@ -116,7 +116,7 @@ def _lowered(config: PretrainedConfig) -> PreTrainedModel:
     context = get_server_args().context_length
     if context is None:
         raise UserError("--context-length: deterministic numerics in SGLang need it; each request has so much memory")
-    precision = next(known for known, name in ARCHITECTURES.items() if name in config.architectures)
+    [precision] = [known for known, name in ARCHITECTURES.items() if [name] == config.architectures]
     return lower(model, Lowered(min(context, positions_of(stock)), precision=precision))
 
 

@@ -105,7 +105,7 @@ def on_policy(facts: Facts, counted: Parity, draws: Draws) -> list[Verdict]:
         found += [Verdict("fact", f"{text}.") for text in not_promised(config)]
     measured = facts.accuracy
     if measured is not None:
-        far = f"{number(measured.ratio, 2)} times as far from the model in float64 as stock float32's"
+        far = f"{number(measured.ratio, 2)} times as far from the model in float64 as stock {measured.stock}'s"
         whose = "trainer" if isinstance(config, RunConfig) and config.rollout.engine_without_promise else "sampler"
         text = f"The {whose}'s log-probs are {far} ({measured.tokens:,} tokens, rms)."
         found.append(Verdict("differs" if measured.is_low else "fact", text))

@@ -122,7 +122,7 @@ class LanguageExecution(Execution[Iteration]):
         state, training = self.prepared.state, self.prepared.reward_training
         judged = {} if training is None else {"reward_model_pair_accuracy": training.accuracy_after}
         digests = {
-            # the reference is what the policy was before the first step
+            # the reference is what the policy was before the first step, and before a bit was flipped
             "initial_policy_digest": weights_digest(state.reference.named_parameters()),
             "policy_digest": weights_digest(state.policy.named_parameters()),
             "value_digest": weights_digest(state.own_value_module.named_parameters()),

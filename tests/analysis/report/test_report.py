@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from ppo_repro.analysis.report.facts import read_facts
 from ppo_repro.analysis.report.grid_answer import answer_cards, main_effects
 from ppo_repro.analysis.report.page import page
 from ppo_repro.analysis.report.pair_page import pair_page
-from ppo_repro.analysis.report.verdicts import learning, troubles
+from ppo_repro.analysis.report.scan import scan_run, summary_tables
+from ppo_repro.analysis.report.verdicts import learning, on_policy, troubles
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
@@ -102,6 +104,16 @@ def test_the_first_screen_answers_four_questions(deterministic_run: Path, native
     assert "after the last update" in said
     assert "after the last update" not in text_of(cut)
     assert {r["iteration"] for r in embedded(cut)["responses"]} <= {0, 1}
+
+
+def test_a_page_compares_accuracy_with_the_peer_of_the_precision(deterministic_run: Path) -> None:
+    facts = read_facts(deterministic_run)
+    assert facts.accuracy is not None
+    scan = scan_run(facts, *summary_tables(facts))
+    for stock in ("float32", "bfloat16"):
+        beside = replace(facts, accuracy=replace(facts.accuracy, stock=stock))
+        said = on_policy(beside, scan.parity, scan.draws)[-1].text
+        assert f"from the model in float64 as stock {stock}'s (" in said
 
 
 def test_a_page_says_how_many_prompts_were_held_out_and_how_many_responses_were_cut(deterministic_run: Path) -> None:

@@ -292,7 +292,7 @@ def _trainer(config: RunConfig) -> Iterator[str]:
     if trainer.retokenize > 0 and config.task.turns > 1:
         yield f"{field} needs task.max_turns = 1: an environment's tokens are not encoded again"
     if config.mismatch.flip == "bit" and config.lora is not None:
-        yield "mismatch.flip = bit needs lora = null: the matrix with the bit is shared with the reference, or made again"
+        yield "mismatch.flip = bit needs lora = null: the reference has the same matrix, or a step makes it again"
     if config.mismatch.flip == "token" and config.task.turns > 1:
         yield "mismatch.flip = token needs task.max_turns = 1: the trainer scores all turns, where no token is flipped"
     if config.mismatch.flip == "token" and cuts:

@@ -204,7 +204,7 @@ def test_a_file_for_another_command_is_named(path: Path, kind: str, command: str
             ["kl={kl_coef: 0, controller: {kind: adaptive, target_kl: 1}}"],
             "kl: controller.kind = adaptive needs a kl_coef",
         ),
-        (["mismatch.flip=bit", "lora={rank: 8, alpha: 16}"], "mismatch.flip = bit needs lora = null: the matrix with"),
+        (["mismatch.flip=bit", "lora={rank: 8, alpha: 16}"], "mismatch.flip = bit needs lora = null: the reference"),
         (["mismatch.sampler.lag=1", "ppo.iterations=1"], "mismatch.sampler.lag needs ppo.iterations of at least 2"),
         (["ppo.objective={kind: clip, dual_clip: 1.1}"], "ppo.objective: dual_clip = 1.1 must be greater than 1 + the"),
         (["model.hidden_size=34"], "model: hidden_size must be an even multiple of num_attention_heads"),

@@ -35,6 +35,7 @@ class Server:
     url: str
     process: subprocess.Popen[bytes] | None = None  # leader of a process group; None for a server given by URL
     log: Path = Path()
+    begin: int = 0  # of this server's output in the log, bytes; earlier starts of the run wrote what is before
 
 
 def free_port() -> int:
@@ -59,6 +60,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path, por
         UserError: the command cannot be run.
     """
     with log.open("ab") as output:
+        begin = output.tell()
         try:
             process = subprocess.Popen(
                 command,
@@ -71,7 +73,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path, por
             )
         except OSError as error:
             raise UserError(f"{command[0]}: cannot be started ({error})") from error
-    return Server(f"http://127.0.0.1:{port}", process, log)
+    return Server(f"http://127.0.0.1:{port}", process, log, begin)
 
 
 def end(server: Server) -> None:
@@ -90,7 +92,7 @@ def wait_until_ready(server: Server, timeout_s: int, waiting: Waiting) -> None:
         waited = time.monotonic() - started
         if process.poll() is not None:
             raise UserError(f"{death(server)}; it did not start")
-        if any("address already in use" in line for line in _last_lines(server.log)):  # SGLang does not end then
+        if any("address already in use" in line for line in _last_lines(server)):  # SGLang does not end then
             raise UserError(f"{server.url}: another program took this port; start the run again")
         if waited > timeout_s:
             raise UserError(
@@ -122,7 +124,7 @@ def death(server: Server) -> str | None:
         code = server.process.wait(DYING_SECONDS)
     except subprocess.TimeoutExpired:
         return None
-    lines = _last_lines(server.log)
+    lines = _last_lines(server)
     say(f"the last lines of {server.log}:")
     for line in lines:
         say(f"    {line}")
@@ -131,7 +133,7 @@ def death(server: Server) -> str | None:
     return f"SGLang ended with {how}{f' ({reason.strip()[:200]})' if reason else ''}, log {server.log}"
 
 
-def _last_lines(log: Path) -> list[str]:
-    with log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
+def _last_lines(server: Server) -> list[str]:
+    with server.log.open("rb") as file:
+        file.seek(max(server.begin, os.fstat(file.fileno()).st_size - 20_000))
         return file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]

@@ -136,7 +136,7 @@ def serving(**changes: Any) -> Iterator[FakeServer]:
 def fake_python(folder: Path, numerics_of: Path, *misbehave: str) -> Path:
     """An executable that answers what an interpreter with SGLang would, and starts this file for the server.
 
-    misbehave: `no sglang`, `no plugin`, `dies`, `dies in generate`, `never ready`, `has a child`.
+    misbehave: `no sglang`, `no plugin`, `dies`, `dies in generate`, `never ready`, `port taken`, `has a child`.
     """
     has = {
         "python": "3.11.7",
@@ -168,7 +168,9 @@ def main(arguments: list[str]) -> None:
     server = FakeServer(int(value["--port"]), value["--weight-version"], deterministic, vocab_size=20)
     if deterministic:
         [server.architecture] = json.loads(value["--json-model-override-args"])["architectures"]
-    if "never ready" in misbehave:
+    if "port taken" in misbehave:
+        print("[Errno 98] error while attempting to bind on address: address already in use", flush=True)
+    if "never ready" in misbehave or "port taken" in misbehave:
         server.faults["/health"] = lambda *_: (503, "")
 
     def die(*_: object) -> None:

@@ -90,6 +90,19 @@ def test_a_server_that_dies_at_the_start_is_reported_with_its_last_lines(
     assert "    starting\n" in capfd.readouterr().err
 
 
+def test_a_port_that_another_program_took_stops_no_later_start(
+    policy: PreTrainedModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match="another program took this port"), started(tmp_path, policy, "port taken"):
+        pass
+    with pytest.raises(UserError, match="exit code 7"), started(tmp_path, policy, "dies"):
+        pass
+    assert "address already in use" not in capfd.readouterr().err, "lines of an earlier start"
+    with started(tmp_path, policy) as engine:
+        assert len(engine.generate(REQUESTS, PLAIN)) == 5
+    assert "address already in use" in (tmp_path / "sglang" / "server-0.log").read_text()
+
+
 def test_a_server_that_never_gets_ready(policy: PreTrainedModel, tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match=r"did not start within rollout.engine.timeout_s = 1"),

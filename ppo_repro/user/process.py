@@ -104,7 +104,7 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection]:
 def _search_path() -> list[str]:
     """Return the folders in which the child looks for modules, without the current folder."""
     home, asked = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    found = [path for path in sys.path if path in (home, *asked) or path not in ("", os.getcwd())]
+    found = [path for path in sys.path if path and (path in (home, *asked) or path != os.getcwd())]
     return found if home in found else [*found, home]
 
 

@@ -239,6 +239,22 @@ def test_what_is_imported_from_elsewhere_and_not_installed_is_named(
     assert said == f"warning: {FIELD}: imports {tmp_path}/src/deep.py, which is not copied: a rerun elsewhere lacks it"
 
 
+def test_the_current_folder_has_modules_only_if_pythonpath_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, text = tmp_path / "here", "import stray\ndef f(response): return stray.x"
+    here.mkdir()
+    (here / "stray.py").write_text("x = 1.0")
+    monkeypatch.chdir(here)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for current in ("", str(here)):  # as `python -c` and as `python -m` write it
+        monkeypatch.setattr(sys, "path", [current, *sys.path])
+        with pytest.raises(UserError, match="No module named 'stray'"):
+            loaded(tmp_path, text)
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    assert loaded(tmp_path, text)(ROWS) == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("header", "body"),
     [

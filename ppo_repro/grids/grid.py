@@ -128,7 +128,7 @@ def _check_unchanged(cell: Cell, folder: Path) -> None:
     before, now = read_environments(run_dir, recorded), describe_environment(cell.config, 1)
     what = [name for name in CHANGING if any(environment[name] != now[name] for environment in before)]
     if gather(cell.config).digests != recorded.inputs:
-        what = ["input file"]
+        what.append("input file")
     if what:
         raise UserError(
             f"{folder}: was computed with another {', '.join(what)} than now; --keep-changed leaves such cells as "

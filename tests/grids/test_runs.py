@@ -151,7 +151,9 @@ def test_cells_of_other_code_are_not_mixed_in_silence(tmp_path: Path, monkeypatc
 
 
 @slow
-def test_a_cell_whose_reward_was_edited_is_refused_or_run_again(tmp_path: Path) -> None:
+def test_a_cell_whose_reward_was_edited_is_refused_or_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text("def score(prompt, response, answer):\n    return float(len(response))\n")
     terms = [{"kind": "function", "path": "reward.py:score"}]
@@ -160,6 +162,10 @@ def test_a_cell_whose_reward_was_edited_is_refused_or_run_again(tmp_path: Path) 
     assert finished(path, tmp_path / "out").ran == ()
     reward.write_text(reward.read_text().replace("float(", "-float("))
     with pytest.raises(UserError, match="another input file than now"):
+        finished(path, tmp_path / "out")
+    real = grid_module.describe_environment
+    with monkeypatch.context() as changed, pytest.raises(UserError, match="another machine, input file than now"):
+        changed.setattr(grid_module, "describe_environment", lambda *a: {**real(*a), "machine": "other"})
         finished(path, tmp_path / "out")
     (run_dir,) = (tmp_path / "out/g/cells/seed=1").glob("*/seed*")
     shutil.rmtree(run_dir)

@@ -105,4 +105,9 @@ def torch_device(name: str, rank: int = 0) -> torch.device:
     if name == "cpu":
         return CPU
     index = name.partition(":")[2]
-    return torch.device("cuda", int(index) if index else rank % max(1, torch.cuda.device_count()))
+    return torch.device("cuda", int(index) if index else rank % device_count(name))
+
+
+def device_count(name: str) -> int:
+    """Return the number of devices that the processes of one machine share with `layout.device`."""
+    return max(1, torch.cuda.device_count()) if name == "cuda" else 1

@@ -29,7 +29,7 @@ from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
 from ppo_repro.numerics.description import check_config, plain
-from ppo_repro.numerics.devices import Card, kernels_of, torch_device
+from ppo_repro.numerics.devices import Card, device_count, kernels_of, torch_device
 from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING
@@ -359,11 +359,9 @@ def lines(plan: Plan) -> list[str]:
 def room(config: RunConfig, plan: Plan, memory: int) -> str:
     """Return `memory`, bytes of a machine or GPU, and whether the processes of the plan have room.
 
-    They share a machine; each has a GPU of its own.
+    They share a machine and, with `layout.device: cuda`, its GPUs.
     """
-    fit = min(memory // plan.peak, plan.processes)
-    if config.layout.device == "cuda" and fit:
-        fit = plan.processes
+    fit = min(memory // plan.peak * device_count(config.layout.device), plan.processes)
     of = f" for {fit or 'one'} of {plan.processes} processes" if plan.processes > 1 else ""
     return f"{size(memory)}, {'enough' if fit else 'not enough'}{of}"
 
@@ -430,8 +428,7 @@ def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int
         return
     plan = plan_run(config, processes)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # torchrun's processes on this machine
-    if config.layout.device != "cpu":
-        here = 1
+    here = ceil(here / device_count(config.layout.device))  # on one GPU
     phase = plan.largest_phase
     name = max(plan.rows, key=lambda row: plan.rows[row].get(phase, 0))
     largest = f"most of it for {name} in {phase}: {size(plan.rows[name][phase])}"

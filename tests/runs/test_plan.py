@@ -6,6 +6,7 @@ import errno
 import json
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -174,6 +175,21 @@ def test_the_plan_says_how_many_processes_have_room_on_this_machine(
 ) -> None:
     monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config: int(memory * 1e9))
     assert f"this machine has {words}\n" in cli.done("plan", SMALL, "--processes", processes)
+
+
+@pytest.mark.parametrize(("device", "cards", "fit"), [("cuda", 2, 2), ("cuda", 1, 1), ("cuda:0", 2, 1)])
+def test_processes_on_one_card_share_its_memory(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, device: str, cards: int, fit: int
+) -> None:
+    config = small_config(f"layout.device={device}")
+    plan = plan_run(config, 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config: plan.peak)
+    said = cli.done("plan", SMALL, "--processes", 2, *sets(f"layout.device={device}"))
+    assert f", enough for {fit} of 2 processes\n" in said
+    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config: plan.certain)
+    with nullcontext() if fit == 2 else pytest.raises(UserError, match="in each of 2 processes here"):
+        require_memory(config, 2)
 
 
 def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path) -> None:

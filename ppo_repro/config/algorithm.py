@@ -291,7 +291,9 @@ class AdaptiveController(Section):
 
     kind: Literal["adaptive"] = Field(description="Move kl_coef towards a wanted KL.")
     target_kl: Positive = Field(description="Wanted KL, summed over each response, mean over responses, nats.")
-    horizon: Count = Field(10000, description="Responses over which kl_coef may change by 20 % at most.")
+    horizon: Count = Field(
+        10000, description="An iteration of n responses changes kl_coef by at most 20 % x min(1, n / horizon)."
+    )
 
 
 Controller = Annotated[FixedController | AdaptiveController, Field(discriminator="kind")]

@@ -19,8 +19,8 @@ def adaptive_kl_coef(kl_coef: float, kl: float, target_kl: float, sequences: int
         kl: KL(policy || reference) per sequence in nats: summed over tokens, mean over sequences.
         target_kl: the desired KL per sequence, nats.
         sequences: n, the sequences of the iteration.
-        horizon: sequences over which beta may change by 20 %. n / horizon counts as 1 at most, because more could make
-            beta negative.
+        horizon: an iteration changes beta by at most 20 % n / horizon. n / horizon counts as 1 at most, because more
+            could make beta negative.
     """
     error = min(max(kl / target_kl - 1.0, -0.2), 0.2)
     return kl_coef * (1.0 + error * min(sequences / horizon, 1.0))

@@ -41,7 +41,7 @@ class DeterministicSampler(Sampler):
             return_logprob: whether to write log-probs.
             top_logprobs_nums: not supported above 0.
             token_ids_logprobs: not supported.
-            positions: [n], positions of the sampled tokens.
+            positions: [n], of the last input token.
         """
         asked = return_logprob and (any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs))
         _refuse(sampling_info, asked)

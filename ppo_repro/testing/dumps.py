@@ -310,6 +310,9 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Iterator[DumpRow]:
     def rows(values: Any) -> Any:  # of different lengths, in a nested tensor
         return values.unbind() if isinstance(values, torch.Tensor) and values.is_nested else values
 
+    def has_rows(values: Any) -> bool:
+        return values.dim() > 0 if isinstance(values, torch.Tensor) else hasattr(values, "__len__")
+
     def plain(value: Any) -> Any:
         try:
             return value.tolist() if isinstance(value, torch.Tensor) else value
@@ -326,7 +329,7 @@ def _tensor_rows(path: Path, names: Names | str | None) -> Iterator[DumpRow]:
             yield {str(name): plain(value) for name, value in part.items()}
             continue
         used = names if isinstance(names, Names) else names_of(str(path), map(str, part), names)
-        columns = {str(name): rows(values) for name, values in part.items() if hasattr(values, "__len__")}
+        columns = {str(name): rows(values) for name, values in part.items() if has_rows(values)}
         if used.sampler not in columns:
             raise _no_column(path, used.sampler, part)
         count = len(columns[used.sampler])

@@ -129,6 +129,12 @@ def test_rows_of_nested_tensors(layout: torch.layout, tmp_path: Path) -> None:
     assert same(read(tmp_path / "dump.pt", "verl"), read(write(tmp_path / "dump.jsonl", rows), "verl"))
 
 
+def test_one_number_beside_the_columns_is_no_column(tmp_path: Path) -> None:
+    columns = {name: torch.tensor([row]) for name, row in ROWS["verl"].items()}
+    torch.save(columns | {"kl_coef": torch.tensor(0.5)}, tmp_path / "dump.pt")
+    assert same(read(tmp_path / "dump.pt", None), read(write(tmp_path / "dump.jsonl", [ROWS["verl"]]), "verl"))
+
+
 @pytest.mark.parametrize("kind", [torch.Tensor.to_sparse, lambda x: x.to("meta")])
 @pytest.mark.parametrize("side", ["rollout_log_probs", "old_log_probs"])
 def test_a_tensor_without_a_list_of_numbers_is_refused(side: str, kind: Any, tmp_path: Path) -> None:

@@ -296,8 +296,9 @@ def test_numbers_that_are_not_finite_are_counted() -> None:
 
 def test_what_is_not_a_frame_of_pairs_is_refused() -> None:
     pairs = made([-1.0, -2.0], [-1.0, -2.5], [2])
-    with pytest.raises(UserError, match="no column 'token_id'"):
-        diagnose(pairs.drop(columns="token_id"))
+    for name in ("iteration", "token_id"):
+        with pytest.raises(UserError, match=f"no column '{name}'"):
+            diagnose(pairs.drop(columns=name))
     with pytest.raises(UserError, match="logprobs_b is float64: must be float32"):
         diagnose(pairs.astype({"logprobs_b": np.float64}))
     with pytest.raises(UserError, match="iteration 0, sequence 0, position 1 twice"):

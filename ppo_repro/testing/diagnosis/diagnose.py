@@ -17,7 +17,7 @@ import pandas as pd
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.causes import CAUSES, Cause
-from ppo_repro.testing.diagnosis.evidence import MismatchSums, added, measure
+from ppo_repro.testing.diagnosis.evidence import MismatchSums, added, measure, require_columns
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,11 @@ def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
     if the two sides have different tokens before the response). Raises UserError on a missing column, a repeated token,
     or no finite pair of log-probs.
     """
-    return diagnose_sums([measure(frame) for chunk in chunks for _, frame in chunk.groupby("iteration", sort=True)])
+    sums = list[MismatchSums]()
+    for chunk in chunks:
+        require_columns(chunk)
+        sums += [measure(frame) for _, frame in chunk.groupby("iteration", sort=True)]
+    return diagnose_sums(sums)
 
 
 def diagnose_sums(sums: Sequence[MismatchSums]) -> Diagnosis:

@@ -58,10 +58,15 @@ def added(measured: Sequence[MismatchSums]) -> MismatchSums:
     return defaultdict(float, {name: float(how(one[name] for one in measured)) for name, how in names.items()})
 
 
-def _check(pairs: pd.DataFrame) -> None:
+def require_columns(pairs: pd.DataFrame) -> None:
+    """Raise UserError if a column of PAIR is missing."""
     missing = [name for name in PAIR if name not in pairs.columns]
     if missing:
         raise UserError(f"pairs have no column '{missing[0]}'; needed are {', '.join(PAIR)}")
+
+
+def _check(pairs: pd.DataFrame) -> None:
+    require_columns(pairs)
     for name in ("logprobs_a", "logprobs_b"):
         if pairs[name].dtype != np.float32:
             raise UserError(f"column {name} is {pairs[name].dtype}: must be float32, as computed, without rounding")

@@ -110,6 +110,8 @@ def _rollout_of(frame: pd.DataFrame) -> DrawnResponses:
     for name in ("sequence", "new_logprobs"):
         if name not in frame.columns:
             raise UserError(f"check_loss: the frame has no column '{name}'; there are {', '.join(map(str, frame))}")
+    if frame["sequence"].isna().any():
+        raise UserError("check_loss: column 'sequence' has rows without a value; give each token its response")
     frame = frame.sort_values([n for n in ("sequence", "position") if n in frame.columns], kind="stable")
     lengths = [int(n) for n in frame.groupby("sequence", sort=True).size()]
     columns: dict[str, Tensor] = {}
@@ -306,6 +308,8 @@ def check_loss(
     >>> print(found["micro batch 1"])
     value -1 instead of -1.16666667; gradient differs at 3 tokens, by 0.5, first at sequence 0, position 0
     """
+    if combine not in ("mean", "sum"):
+        raise UserError(f"check_loss: combine = {combine!r}: must be 'mean' or 'sum'")
     rollout = _rollout_of(frame)
     whole = _step(loss, rollout, WHOLE, combine)
     found = {"all at once, padded right": _difference(whole, whole, rollout)}

@@ -132,8 +132,11 @@ def test_a_finding_by_hand() -> None:
 def test_what_is_no_loss_is_refused() -> None:
     with pytest.raises(UserError, match="must return a tensor with one number"):
         check_loss(lambda batch: batch.new_logprobs, EXAMPLE, combine="sum")
+    with pytest.raises(UserError, match="combine = 'Sum': must be 'mean' or 'sum'"):
+        check_loss(step_mean, EXAMPLE, combine="Sum")  # type: ignore[arg-type]
     for frame, message in (
         (EXAMPLE.drop(columns="sequence"), "has no column 'sequence'"),
+        (EXAMPLE.assign(sequence=EXAMPLE["sequence"].replace(1, np.nan)), "'sequence' has rows without a value"),
         (EXAMPLE[:0], "at least one response"),
         (EXAMPLE.assign(mask=EXAMPLE["sequence"] > 0), "in each a token that counts"),
         (EXAMPLE.assign(words="x"), "'words' holds no numbers"),

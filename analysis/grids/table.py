@@ -6,7 +6,7 @@ A setting is one combination of the axes' labels; a cell is a setting with a see
    means of the other measures of `outcomes.MEASURES`, and the number of fingerprints.
 2. The differences of the measure from one setting (`--against`, by default the first), paired by seed, with Holm's
    correction.
-3. The rank correlation of each clipped share and the measure.
+3. The rank correlation of each clipped share and the measure, unless a setting lacks one of them or all are equal.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
     axes = ", ".join(name.rpartition(".")[2] for name in axes_of(cells))
     table = []
     for point, group in cells.groupby("point", sort=False):
-        means = {name: DIGITS[name].format(group[name].mean()) for name in MEASURES if name != measure}
+        means = {name: group[name].mean() for name in MEASURES if name != measure}
         row = {
             axes: point,
             "seeds": len(group),
             f"{measure}, {SPREAD}": interval(group[measure], DIGITS[measure]),
-            **means,
+            **{name: "" if math.isnan(mean) else DIGITS[name].format(mean) for name, mean in means.items()},
         }
         table.append({**row, "fingerprints": group["fingerprint"].nunique()})
     return pd.DataFrame(table)
@@ -153,6 +153,8 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
     if len(compared) > 1 and cells["outside"].any():
         for share in ("removed", "outside"):
             value, low, high = rank_correlation(cells, share, measure)
+            if math.isnan(value):
+                continue
             runs = spearmanr(cells[share], cells[measure]).statistic
             paragraphs.append(
                 f"rank correlation of share {share} and {measure}: {value:.2f} over {len(compared) + 1} settings "

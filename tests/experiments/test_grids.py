@@ -70,6 +70,15 @@ def test_the_rank_correlation_is_of_the_settings_and_its_interval_of_the_seeds()
     assert math.isnan(rank_correlation(found, "removed", "accuracy")[0])
 
 
+@pytest.mark.parametrize("share", [0.5, math.nan])
+def test_a_share_that_a_setting_lacks_has_no_text(share: float) -> None:
+    outside = {"x": [0.25], "y": [0.125], "z": [share]}
+    said = report(grid_of({"x": [0.1], "y": [0.2], "z": [0.9]}, outside=outside), "accuracy", "x")
+    assert "nan" not in said
+    assert "share removed" not in said  # 0 everywhere
+    assert ("rank correlation of share outside" in said) == ("| 50.0% | 1 |" in said) == (share == 0.5)
+
+
 @pytest.fixture
 def grid(deterministic_run: Path, native_run: Path, tmp_path: Path) -> Path:
     """A grid's folder with one complete cell in deterministic and one in native numerics, and one that failed."""

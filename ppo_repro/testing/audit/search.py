@@ -7,12 +7,13 @@ side. The causes that leave small errors are computed on more tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.optimize import least_squares
 from torch import Tensor
 
@@ -85,18 +86,27 @@ def _reordered(side: WrongSide) -> list[Tried]:
     def fits(i: int, left: Tensor) -> bool:  # and what is right but for few tokens has no other order
         return explains(left, rms(recorded[i] - expected[i]), side.tolerance)
 
-    def elsewhere(i: int) -> bool:
+    def elsewhere(i: int) -> Tensor | None:
         a = recorded[i]
-        others = (b for j, b in enumerate(expected) if j != i and len(a) == len(b) > 1)
-        return any(fits(i, a - b) for b in others)
+        others = (a - b for j, b in enumerate(expected) if j != i and len(a) == len(b) > 1)
+        return next((left for left in others if fits(i, left)), None)
 
-    def exchanged(i: int) -> bool:
-        a, b = recorded[i].sort().values, expected[i].sort().values
-        return len(a) > 2 and fits(i, a - b)
+    def exchanged(i: int) -> Tensor | None:
+        left = recorded[i].sort().values - expected[i].sort().values
+        return left if len(left) > 2 and fits(i, left) else None
 
-    found = ["the log-probs of other responses"] * all(map(elsewhere, side.wrong))
-    found += ["the right numbers in another order within the response"] * all(map(exchanged, side.wrong))
-    return [Tried(words, CAUSES["shuffled"].mend, 0.0, True, 1.5) for words in found]
+    def tried(words: str, left_of: Callable[[int], Tensor | None]) -> list[Tried]:
+        parts = list[Tensor]()
+        for i in side.wrong:
+            if (left := left_of(i)) is None:
+                return []
+            parts.append(left)
+        return [Tried(words, CAUSES["shuffled"].mend, rms(torch.cat(parts)), True, 1.5)]
+
+    return [
+        *tried("the log-probs of other responses", elsewhere),
+        *tried("the right numbers in another order within the response", exchanged),
+    ]
 
 
 def _level(side: WrongSide, what: str, level: Sequence[tuple[Variant, ...]]) -> tuple[list[Tried], set[Variant]]:

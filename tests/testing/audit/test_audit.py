@@ -117,6 +117,13 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject
     assert lines(found)[-1] == f"verdict: the {wrong.name} is wrong"
 
 
+def test_numbers_in_another_order_leave_rounding(made: Material, subject: Subject) -> None:
+    found = judged(made, subject, *(FAULTS[name][0](made) for name in ("sorted", "rows exchanged")))
+    for side in (found.sampler, found.trainer):
+        assert isinstance(side.finding, Explained)
+        assert 0 < side.finding.left == side.tried[0].left < 1e-5 < side.distance.rms
+
+
 @pytest.fixture(scope="module")
 def prompts() -> Material:
     """30 prompts, for responses of 55 tokens each."""

@@ -1,4 +1,4 @@
-"""What a run counts while it computes is what the analysis counts in its records: two implementations, one number."""
+"""A run, the analysis of its records, and a plain loop over its records count the same unequal bits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,22 @@ from ppo_repro.analysis.mismatch.tables import measure, tables
 from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
+from ppo_repro.testing.pairs import KEY
+
+
+def by_loop(run_dir: Path) -> dict[str, float]:
+    """Return the figures of `statistics.bits.disagreement`, number by number; the hex of a float has all its bits."""
+    tokens, updates = reader.read_tokens(run_dir), reader.read_updates(run_dir)
+    pairs = [(float(row.old_logprobs), float(row.rollout_logprobs)) for row in tokens.itertuples()]
+    values = {tuple(row[name] for name in KEY): row["values"] for row in tokens.to_dict("records")}
+    first = updates[(updates["epoch"] == 0) & (updates["minibatch"] == 0)].to_dict("records")
+    again = [(float(row["new_values"]), float(values[tuple(row[name] for name in KEY)])) for row in first]
+    return {
+        "unequal_old_rollout_logprobs": sum(old.hex() != rollout.hex() for old, rollout in pairs),
+        "max_abs_old_rollout": max(float(np.float32(abs(old - rollout))) for old, rollout in pairs),
+        "unequal_first_ratios": sum(float(row["ratios"]).hex() != (1.0).hex() for row in first),
+        "unequal_values": sum(new.hex() != value.hex() for new, value in again),
+    }
 
 
 @pytest.mark.parametrize("which", ["deterministic_run", "native_run"])
@@ -24,7 +40,9 @@ def test_the_run_counted_what_the_records_hold(which: str, request: pytest.Fixtu
     shared = set(again) & set(logged)
     assert len(shared) >= 6
     assert {name: again[name] for name in shared} == {name: logged[name] for name in shared}
-    assert bool(again["unequal_old_rollout_logprobs"]) == (which == "native_run"), "the control differs"
+    counted = by_loop(run_dir)
+    assert counted == {name: again[name] for name in counted} == {name: logged[name] for name in counted}
+    assert bool(counted["unequal_old_rollout_logprobs"]) == (which == "native_run"), "the control differs"
 
 
 @pytest.mark.parametrize("which", ["deterministic_run", "native_run"])

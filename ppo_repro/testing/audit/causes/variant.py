@@ -32,7 +32,7 @@ Rounding = Literal["", "computed", "weights", "part", "logits"]
 
 @dataclass(frozen=True)
 class Numbers:
-    """RecordedSide and right log-probs of one response of n tokens: float64 [n] in nats, bool [n]."""
+    """Recorded and right log-probs of one response of n tokens: float64 [n] in nats, bool [n]."""
 
     recorded: Tensor
     usable: Tensor  # finite, and judged

@@ -144,7 +144,7 @@ def train(
     from ppo_repro.runs.language import LanguageKind
     from ppo_repro.runs.plan import require_memory
 
-    require_memory(checked, 1)
+    require_memory(checked, 1, 0)
     try:
         with _Progress(run_dir, on_iteration) as watcher:
             runner.run(LanguageKind(watcher, ALONE), checked, folder)

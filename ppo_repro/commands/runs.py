@@ -123,7 +123,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         files = partial(files_of, config.model_dump(mode="json"))
         with _resumable(folder, ranks), brought(ranks, files) as there:
             config = moved(config, there)
-            require_memory(config, ranks.size)
+            require_memory(config, ranks.size, ranks.rank)
             clock.lap("start")
             copying = followed(folder, copies, targets if ranks.is_first else ())
             run(_executed_by(kind, watcher, ranks), config, arguments.out, clock, copying, label)

@@ -58,7 +58,7 @@ def fork(
         if kind.ranks.is_first:
             verify(plan.source, plan.recorded)
         plan = replace(plan, config=moved(plan.config, there), source=there(plan.source))
-        require_memory(plan.config, kind.ranks.size)
+        require_memory(plan.config, kind.ranks.size, kind.ranks.rank)
         start, inputs = _start(plan), gather(plan.config)
         digest = run_digest(inputs, plan.origin.fingerprint)
         fill = partial(_take_over, plan, start)

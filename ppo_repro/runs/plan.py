@@ -390,8 +390,8 @@ def memory_limit() -> int | None:
     return min(limits, default=None)
 
 
-def memory_of(config: RunConfig) -> int | None:
-    """Return the bytes of the machine, or of the GPU, that a run computes on; None if unknown.
+def memory_of(config: RunConfig, rank: int = 0) -> int | None:
+    """Return the bytes of the machine, or of the GPU, that a process of a run computes on; None if unknown.
 
     Raises UserError if the GPU cannot be used.
     """
@@ -399,7 +399,7 @@ def memory_of(config: RunConfig) -> int | None:
         return memory_limit()
     if config.numerics.mode != "deterministic":
         return None
-    kernels = kernels_of(torch_device(config.layout.device))
+    kernels = kernels_of(torch_device(config.layout.device, rank))  # opens the GPU: a process can have one
     return kernels.free_bytes()[1] if isinstance(kernels, Card) else None
 
 
@@ -416,14 +416,14 @@ def _limit_files() -> list[Path]:
     return [*files, root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
 
 
-def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> None:
-    """Raise UserError if a language run certainly needs more memory than the machine or GPU has.
+def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int, rank: int) -> None:
+    """Raise UserError if a language run certainly needs more memory than the machine, or the GPU of `rank`, has.
 
     Print a warning if only the estimate exceeds the memory.
     """
     if not isinstance(config, RunConfig):
         return
-    limit = memory_of(config)
+    limit = memory_of(config, rank)
     if limit is None:
         return
     plan = plan_run(config, processes)

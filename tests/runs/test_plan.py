@@ -153,7 +153,7 @@ def test_the_page_has_the_memory_of_each_size_on_one_card(tmp_path: Path) -> Non
 
 def test_the_memory_of_a_card_stands_beside_the_plan(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     on_card = sets("layout.device=cuda")
-    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config: 24 * 10**9)
+    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config, rank=0: 24 * 10**9)
     assert "this GPU has 24.0 GB, enough\n" in cli.done("plan", SMALL, *on_card)
     monkeypatch.undo()
     if not torch.cuda.is_available():
@@ -173,7 +173,7 @@ def test_the_memory_of_a_card_stands_beside_the_plan(cli: Cli, monkeypatch: pyte
 def test_the_plan_says_how_many_processes_have_room_on_this_machine(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, memory: float, processes: int, words: str
 ) -> None:
-    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config: int(memory * 1e9))
+    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config, rank=0: int(memory * 1e9))
     assert f"this machine has {words}\n" in cli.done("plan", SMALL, "--processes", processes)
 
 
@@ -184,12 +184,24 @@ def test_processes_on_one_card_share_its_memory(
     config = small_config(f"layout.device={device}")
     plan = plan_run(config, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
-    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config: plan.peak)
+    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config, rank=0: plan.peak)
     said = cli.done("plan", SMALL, "--processes", 2, *sets(f"layout.device={device}"))
     assert f", enough for {fit} of 2 processes\n" in said
-    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config: plan.certain)
+    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config, rank=0: plan.certain)
     with nullcontext() if fit == 2 else pytest.raises(UserError, match="in each of 2 processes here"):
-        require_memory(config, 2)
+        require_memory(config, 2, 0)
+
+
+@pytest.mark.parametrize(("device", "opened"), [("cuda", [0, 1, 0]), ("cuda:1", [1, 1, 1])])
+def test_a_process_asks_for_the_memory_of_its_own_card(
+    monkeypatch: pytest.MonkeyPatch, device: str, opened: list[int]
+) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("ppo_repro.runs.plan.kernels_of", asked.append)
+    for rank in range(3):
+        require_memory(small_config(f"layout.device={device}"), 4, rank)
+    assert [card.index for card in asked] == opened
 
 
 def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -265,12 +277,12 @@ def test_what_cannot_fit_is_refused_before_it_begins(
     assert not list(tmp_path.iterdir())
     for limit, warned in ((plan.peak - 1, True), (plan.peak, False)):
         monkeypatch.setattr("ppo_repro.runs.plan.memory_limit", lambda limit=limit: limit)
-        require_memory(config, 1)
+        require_memory(config, 1, 0)
         assert capsys.readouterr().err.startswith("memory may run out: ") is warned
     monkeypatch.setattr("ppo_repro.runs.plan.memory_limit", lambda: plan.certain)
     with pytest.raises(UserError, match="in each of 2 processes"):
-        require_memory(config, 2)
+        require_memory(config, 2, 0)
 
 
 def test_native_numerics_on_a_gpu_are_not_planned_and_not_refused() -> None:
-    require_memory(small_config("layout.device=cuda", "numerics.mode=native"), 1)
+    require_memory(small_config("layout.device=cuda", "numerics.mode=native"), 1, 0)

@@ -199,7 +199,8 @@ def study(
         if arguments.grid is not None:
             text = csv_text(results_of(arguments.grid, measures, beside), "%.6g")
             if arguments.csv is not None:
-                require_ours(arguments.csv, text.partition("\n")[0])
+                header = text.partition("\n")[0].encode()
+                require_ours(arguments.csv, lambda path: path.read_bytes().startswith(header))
             atomic_write(arguments.csv or results, text.encode())
             if arguments.csv is not None:
                 return

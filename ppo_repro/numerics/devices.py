@@ -101,7 +101,7 @@ def kernels_of(device: torch.device) -> Kernels:
 
 
 def torch_device(name: str, rank: int = 0) -> torch.device:
-    """Return torch's device for `layout.device`; with `cuda`, process `rank` takes GPU number `rank`."""
+    """Return torch's device for `layout.device`; with `cuda`, process `rank` takes GPU `rank` mod their number."""
     if name == "cpu":
         return CPU
     index = name.partition(":")[2]

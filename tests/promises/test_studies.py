@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
+from matplotlib import pyplot as plt
 
+from experiments import answers
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.grids.study import Reproduction, first_difference, read_results
 from tests.support.cli import Cli
@@ -59,6 +63,21 @@ def test_a_changed_value_is_found() -> None:
     for column in row.keys() - {"cell"}:
         said = first_difference(committed, {name: {**row, column: "x"}})
         assert said == f"{name}: {column} is x, and {row[column]} in results.csv"
+
+
+@pytest.mark.parametrize(("before", "code"), [(None, 0), (b"cell,x\nb,2\n", 0), (b"other\n", 2)])
+def test_rows_replace_only_a_file_of_such_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bytes | None, code: int
+) -> None:
+    out = tmp_path / "rows.csv"
+    if before is not None:
+        out.write_bytes(before)
+    monkeypatch.setattr(answers, "results_of", lambda *arguments: pd.DataFrame({"cell": ["a"], "x": [1.0]}))
+    monkeypatch.setattr(sys, "argv", ["answer", str(tmp_path), "--csv", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        answers.study(str(tmp_path / "s" / "answer.py"), lambda rows: [], lambda rows: plt.gca())
+    assert ended.value.code == code
+    assert out.read_bytes() == (before if code else b"cell,x\na,1\n")
 
 
 def test_a_difference_is_exit_one(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ class Rewards:
 
     scores: Tensor  # [B] float64
     score_parts: tuple[tuple[float, ...], ...]  # [B] unweighted value of every reward term
-    is_correct: Tensor  # [B] bool, the response equals the expected answer and ended with an end token
+    is_correct: Tensor  # [B] bool, right by the verifier, or equal to the answer, and ended with an end token
     kl_penalties: Tensor  # [N] float32, kl_coef times the KL estimate on the charged token; 0 if no reward has it
     placed_scores: Tensor  # [N] float64, the scores on their tokens
     raw_rewards: Tensor  # [N] float32, placed_scores - kl_penalties

@@ -38,7 +38,7 @@ class TrainerFaults(Section):
 
 
 class SamplerPrecision(Section):
-    """The formats to which the sampler rounds numbers, like a stack of that precision. Products stay exact."""
+    """The formats to which the sampler rounds numbers, like a stack of that precision. Products stay in float32."""
 
     weights: Format = Field("float32", description="Of weights; 8 bits: of linear layers of attention and MLP only.")
     activations: Format = Field("float32", description="Of activations; 8 bits: only of the inputs of these layers.")

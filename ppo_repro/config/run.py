@@ -230,7 +230,7 @@ def _sampler(config: RunConfig) -> Iterator[str]:
     if of_plugin and config.rollout.top_k == 1:
         yield "rollout.top_k must be 0 or above 1 with rollout.engine.kind = sglang, where 1 is greedy decoding"
     if native and sampler.precision.rounds:
-        yield "mismatch.sampler.precision needs numerics.mode = deterministic, whose products it rounds"
+        yield "mismatch.sampler.precision needs numerics.mode = deterministic, whose numbers it rounds"
     if native and sampler.stock == "float32":
         yield ("mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample so anyway")
     if sampler.lag > 0 and config.ppo.iterations == 1:

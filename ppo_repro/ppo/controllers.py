@@ -31,7 +31,7 @@ def adaptive_penalty_coef(penalty_coef: float, kl: float, target_kl: float, firs
 
     Args:
         penalty_coef: beta of this iteration.
-        kl: KL(old || new) after the update, per token, nats.
+        kl: KL(old || new) per token in nats, over the last epoch, before each of its steps.
         target_kl: the desired KL per token, nats.
         first: beta of the first iteration. beta stays within a factor of 2^20 of it, because a beta of 0 or infinity
             could never change again.
@@ -50,7 +50,7 @@ def adaptive_clip_range(clip_range: float, kl: float, target_kl: float, smallest
 
     Args:
         clip_range: eps of this iteration.
-        kl: KL(old || new) after the update, per token, nats.
+        kl: KL(old || new) per token in nats, over the last epoch, before each of its steps.
         target_kl: the desired KL per token, nats.
         smallest: lower bound of eps.
         largest: upper bound of eps.

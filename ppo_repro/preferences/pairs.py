@@ -69,7 +69,7 @@ def wrong_answer(answer: str, digits: str, draws: Sequence[int]) -> str:
 def _digits_of(problems: Sequence[Problem]) -> str:
     """Return the digits that occur in the answers.
 
-    Raises UserError unless all answers are numbers with at least two digits.
+    Raises UserError unless all answers are numbers and have at least two different digits together.
     """
     for problem in problems:
         if not (problem.answer.isascii() and problem.answer.isdecimal()):

@@ -79,7 +79,8 @@ def main() -> None:
         docformat="google", show_source=False, footer_text=f"ppo_repro {import_module(NAME).__version__}"
     )
     pdoc.pdoc(*LIBRARY, *ANALYSES, output_directory=Path(folder))
-    fields = escape("\n".join(import_module(f"{NAME}.config.fields").text()))
+    fields_of = import_module(f"{NAME}.config.fields")
+    fields = escape("\n".join(fields_of.text(fields_of.groups())))
     page = f'<!doctype html><meta charset="utf-8"><title>All fields</title><h1>All fields</h1><pre>{fields}</pre>\n'
     (Path(folder) / "fields.html").write_text(page, encoding="utf-8")
 

@@ -93,7 +93,7 @@ def planned(overrides: list[str]) -> int:
 
 
 def anonymous_bytes(process: int) -> int:
-    """Return the resident memory of a process in bytes, without mapped files; 0 if the process has ended."""
+    """Return the resident memory of a process in bytes, without mapped files; 0 if it has ended, and nobody waited."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.records import reader
-from ppo_repro.statistics.bits import Disagreement, Float32, disagreement
+from ppo_repro.statistics.bits import Float32, disagreement, unequal_bits
 from ppo_repro.testing.pairs import KEY
 
 TOKENS = [*KEY, "rollout_logprobs", "old_logprobs", "values"]
@@ -62,19 +62,19 @@ def parity_of(tokens: pd.DataFrame, updates: pd.DataFrame) -> Parity:
     """Count the unequal bits of one iteration, from the columns TOKENS and UPDATES of its tables."""
     joined = updates.merge(tokens, on=KEY, how="left", validate="many_to_one")
     rollout, old = (_float32(tokens, name) for name in ("rollout_logprobs", "old_logprobs"))
-
-    def counted(rows: pd.DataFrame) -> Disagreement:  # null where a model took no step
-        of_policy, of_value = rows[rows["ratios"].notna()], rows[rows["new_values"].notna()]
-        values, again = (_float32(of_value, name) for name in ("values", "new_values"))
-        return disagreement(rollout, old, _float32(of_policy, "ratios"), values, again)
-
     is_first = (joined["epoch"] == 0) & (joined["minibatch"] == 0)
-    every = counted(joined)
+    ratios, values, again = _of_steps(joined)
     return Parity(
-        **counted(joined[is_first])._asdict(),
+        **disagreement(rollout, old, *_of_steps(joined[is_first]))._asdict(),
         tokens=len(tokens),
         first_minibatch_tokens=int(is_first.sum()),
         update_rows=len(joined),
-        unequal_ratios=every.unequal_first_ratios,
-        unequal_update_values=every.unequal_values,
+        unequal_ratios=int(unequal_bits(ratios, np.ones_like(ratios)).sum()),
+        unequal_update_values=int(unequal_bits(again, values).sum()),
     )
+
+
+def _of_steps(rows: pd.DataFrame) -> tuple[Float32, Float32, Float32]:
+    """Return ratios, values and new values, which are null where a model took no step."""
+    of_policy, of_value = rows[rows["ratios"].notna()], rows[rows["new_values"].notna()]
+    return _float32(of_policy, "ratios"), _float32(of_value, "values"), _float32(of_value, "new_values")

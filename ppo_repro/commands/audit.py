@@ -124,13 +124,12 @@ def _is_audit(path: Path) -> bool:
     from pyarrow import ArrowException
     from pyarrow.parquet import read_schema
 
-    try:
-        names = tuple(read_schema(path).names)
-    except ArrowException:
-        return False
     from ppo_repro.testing.audit.audit import TOKENS
 
-    return names == TOKENS
+    try:
+        return tuple(read_schema(path).names) == TOKENS
+    except ArrowException:
+        return False
 
 
 def _responses(options: argparse.Namespace, run: RunDump | None) -> tuple[list[DumpedResponse], int, int]:

@@ -15,7 +15,7 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.seeding import permutation
 from ppo_repro.config.dpo import DPOUpdate
 from ppo_repro.config.layout import LayoutConfig
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import NumericsConfig
 from ppo_repro.config.tasks import RewardModelTraining
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores
@@ -147,7 +147,9 @@ def train_reward_model(
     pairs: Sequence[Preference],
     eval_pairs: Sequence[Preference],
     settings: RewardModelTraining,
-    config: RunConfig,
+    numerics: NumericsConfig,
+    layout: LayoutConfig,
+    seed: int,
     progress: Progress,
     ranks: Ranks,
 ) -> RewardTraining:
@@ -160,14 +162,15 @@ def train_reward_model(
         pairs: to train on.
         eval_pairs: held out; their margins are measured before and after.
         settings: epochs, minibatch size, learning rate.
-        config: of the run, for numerics, layout and seed.
+        numerics: the run's section on numerics.
+        layout: the run's section on layout.
+        seed: of the run.
         progress: called with step, last step and loss in nats per pair after each step.
         ranks: the processes of the run.
 
     Raises:
         UserError: a pair does not fit the model.
     """
-    numerics, layout = config.numerics, config.layout
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
     adamw = AdamWSettings(learning_rate=settings.learning_rate, beta2=0.98)
     optimizer = Optimizer(model, adamw, numerics.mode, ranks)
@@ -189,7 +192,7 @@ def train_reward_model(
         count=len(pairs),
         settings=settings,
         micro_batch=layout.update_micro_batch,
-        seed=config.seed,
+        seed=seed,
         ranks=ranks,
         progress=progress,
     )

@@ -111,7 +111,9 @@ def _reward_model(
         pairs = pairs_by_rule(problems.train, prompt_ids, tokenizer, count, noise, seed)
         eval_pairs = pairs_by_rule(problems.held_out, prompt_ids, tokenizer, EVAL_PAIRS, 0.0, seed)
     progress = partial(watcher.preferences, "reward model")
-    training = train_reward_model(model, pairs, eval_pairs, term, config, progress, ranks)
+    training = train_reward_model(
+        model, pairs, eval_pairs, term, config.numerics, config.layout, config.seed, progress, ranks
+    )
     return model.requires_grad_(False), training
 
 

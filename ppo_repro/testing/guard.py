@@ -1,4 +1,4 @@
-"""Assertions for pytest on recorded runs, on dumps of any stack, and on a golden run. Never imports torch.
+"""Assertions for pytest on recorded runs, on dumps of any stack, and on a golden run. Only a `.pt` dump loads torch.
 
 Pairs are the frames of `testing.pairs`; those of a run have no token_id.
 """

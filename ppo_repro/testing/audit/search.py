@@ -1,7 +1,7 @@
 """Search the causes of one wrong side: predict numbers from each cause, and measure whether the error left is rounding.
 
-All causes, then all pairs of causes of different stages, are computed on a few tokens of the wrong
-side. The causes that leave small errors are computed on more tokens.
+All causes, then all pairs of causes of different stages, are computed on a few tokens of the wrong side. The causes
+that leave small errors are computed on more tokens.
 """
 
 from __future__ import annotations

@@ -154,7 +154,9 @@ BREAKS = {
         ),
     ),
     "columns are summed in float32": Break(
-        ("model",), "gpu/gradients.c", (("  double sum = 0.0;\n  for (int begin", "  float sum = 0.0f;\n  for (int begin"),)
+        ("model",),
+        "gpu/gradients.c",
+        (("  double sum = 0.0;\n  for (int begin", "  float sum = 0.0f;\n  for (int begin"),),
     ),
     "low bytes lose a bit": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
@@ -181,9 +183,7 @@ BREAKS = {
         "gpu/integers.c",
         (("(x[i] + 32) >> 6", "x[i] >> 6"),),
     ),
-    "no remainders": Break(
-        BESIDE_OUTLIERS, "gpu/integers.c", (("is_product && any_of_warp", "0 && any_of_warp"),)
-    ),
+    "no remainders": Break(BESIDE_OUTLIERS, "gpu/integers.c", (("is_product && any_of_warp", "0 && any_of_warp"),)),
     "31 is not small": Break(BESIDE_OUTLIERS, "gpu/integers.c", (("SMALL = 32", "SMALL = 31"),)),
     "remainders of 10 bits": Break(
         BESIDE_OUTLIERS, "gpu/integers.c", (("(float)x[i]) * 0x1p11f", "(float)x[i]) * 0x1p10f"),)

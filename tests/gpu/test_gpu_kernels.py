@@ -156,7 +156,7 @@ BREAKS = {
     "columns are summed in float32": Break(
         ("model",),
         "gpu/gradients.c",
-        (("  double sum = 0.0;\n  for (int begin", "  float sum = 0.0f;\n  for (int begin"),),
+        (("  double sum = 0.0;\n  long t", "  float sum = 0.0f;\n  long t"),),
     ),
     "low bytes lose a bit": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
@@ -178,10 +178,10 @@ BREAKS = {
         "gpu/integers.c",
         (("return n > 4095 ? 4095 : n < -4095 ? -4095 : n;", "return n;"),),
     ),
-    "high bytes are rounded down": Break(
+    "high bytes are too small": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
         "gpu/integers.c",
-        (("(x[i] + 32) >> 6", "x[i] >> 6"),),
+        (("(x[i] + 32) >> 6", "(x[i] + 32) >> 7"),),
     ),
     "no remainders": Break(BESIDE_OUTLIERS, "gpu/integers.c", (("is_product && any_of_warp", "0 && any_of_warp"),)),
     "31 is not small": Break(BESIDE_OUTLIERS, "gpu/integers.c", (("SMALL = 32", "SMALL = 31"),)),

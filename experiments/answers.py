@@ -151,7 +151,7 @@ def equality_table(results: pd.DataFrame, axis: str, same: str, other: str) -> p
         apart = (values[other] - values[same]).to_numpy(np.float64)
         estimate = one_sample(apart)
         low, high = t_interval(estimate, 0.95)
-        smallest = detectable(float(apart.std(ddof=1)), len(apart), paired=True, alpha=0.05)
+        smallest = detectable(float(apart.std(ddof=1)), len(apart), 0.05)
         rows.append(
             {
                 "measure": title,

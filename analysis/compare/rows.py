@@ -38,7 +38,7 @@ def run_compare(run_a: str, run_b: str, rows: Sequence[Row], alpha: float) -> pd
     """Return the table of a comparison, with a verdict on each row.
 
     A difference is "different" if p_holm <= alpha, otherwise "no difference found", which does not mean "the same":
-    the smallest detectable effect or a test of equivalence says more. An equivalence is "equivalent" if
+    a test of equivalence says more. An equivalence is "equivalent" if
     p_value <= alpha, otherwise "not shown".
 
     Args:

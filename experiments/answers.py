@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.csv_text import csv_text
 from ppo_repro.analysis.figures import svg
 from ppo_repro.analysis.grids.outcomes import LAST, complete_cells, end_measures, mismatch
 from ppo_repro.analysis.grids.table import comparisons, markdown
-from ppo_repro.analysis.stats.significance import detectable, one_sample, t_interval, tost
+from ppo_repro.analysis.stats.significance import detectable, one_sample, t_interval, tost, with_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.output import Parser, tell
@@ -89,11 +90,10 @@ def results_of(
     return pd.DataFrame(rows)
 
 
-def interval(values: Sequence[float] | pd.Series, form: str = "{:.3f}") -> str:
+def interval(values: npt.ArrayLike, form: str = "{:.3f}") -> str:
     """Return the mean and 95 % Student interval over seeds, as text."""
     estimate = one_sample(np.asarray(values, np.float64))
-    low, high = t_interval(estimate, 0.95)
-    return form.format(estimate.mean) + ("" if np.isnan(low) else f" [{form.format(low)}, {form.format(high)}]")
+    return with_interval(form, estimate.mean, *t_interval(estimate, 0.95))
 
 
 def differences(results: pd.DataFrame, points: pd.Series, measure: str, against: str) -> pd.DataFrame:
@@ -110,7 +110,7 @@ def differences(results: pd.DataFrame, points: pd.Series, measure: str, against:
     """
     frame = pd.DataFrame({"point": points, "seed": results["seed"], measure: results[measure]})
     table = comparisons(frame, measure, against)
-    shown = [f"{row.difference:+.3f} [{row.low:+.3f}, {row.high:+.3f}]" for row in table.itertuples()]
+    shown = [with_interval("{:+.3f}", *numbers) for numbers in table[["difference", "low", "high"]].to_numpy()]
     return pd.DataFrame({"point": table["point"], "difference": shown, "p": [f"{p:.3f}" for p in table["Holm"]]})
 
 
@@ -150,13 +150,12 @@ def equality_table(results: pd.DataFrame, axis: str, same: str, other: str) -> p
         values = {setting: cells.set_index("seed")[measure] for setting, cells in results.groupby(axis)}
         apart = (values[other] - values[same]).to_numpy(np.float64)
         estimate = one_sample(apart)
-        low, high = t_interval(estimate, 0.95)
         smallest = detectable(float(apart.std(ddof=1)), len(apart), 0.05)
         rows.append(
             {
                 "measure": title,
                 **{setting: interval(values[setting]) for setting in (same, other)},
-                f"{other} minus {same}": f"{estimate.mean:+.3f} [{low:+.3f}, {high:+.3f}]",
+                f"{other} minus {same}": interval(apart, "{:+.3f}"),
                 f"p of at least {MARGIN:g} apart": f"{tost(estimate, MARGIN):.3f}",
                 "smallest effect found with power 0.8": f"{smallest:.3f}",
                 "sd over seeds": f"{values[same].std():.3f}",

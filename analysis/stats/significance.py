@@ -105,6 +105,13 @@ def t_interval(estimate: Estimate, level: float) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def with_interval(form: str, mean: float, low: float, high: float) -> str:
+    """Return "mean [low, high]" as text, only the mean if low is NaN, and "not finite" if the mean is NaN."""
+    if math.isnan(mean):
+        return "not finite"
+    return form.format(mean) if math.isnan(low) else f"{form} [{form}, {form}]".format(mean, low, high)
+
+
 def tost(estimate: Estimate, margin: float) -> float:
     """Return the p-value of H0: |mean| >= margin, by two one-sided t-tests; a small p means equivalent.
 

@@ -13,6 +13,7 @@ from scipy import stats
 
 from experiments.answers import interval, study
 from ppo_repro.analysis import figures
+from ppo_repro.analysis.stats.significance import with_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,12 +45,11 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
         )
         for measure, title in MEASURES.items():
             values = np.stack([usual[measure], other[measure]], axis=1)
-            part, low, high = numerics_part(values)
             row = {"numerics": mode, "measure": title, "mean": interval(usual[measure])}
             row["other layout minus usual"] = interval(other[measure] - usual[measure], "{:+.3f}")
             row["sd over seeds"] = f"{usual[measure].std():.3f}"
             row["sd over layouts of a seed"] = f"{np.sqrt(values.var(axis=1, ddof=1).mean()):.3f}"
-            row["part of numerics"] = f"{part:.2f} [{low:.2f}, {high:.2f}]"
+            row["part of numerics"] = with_interval("{:.2f}", *numerics_part(values))
             row["same fingerprint, seeds"] = int((usual["fingerprint"] == other["fingerprint"]).sum())
             rows.append(row)
     return [pd.DataFrame(rows)]

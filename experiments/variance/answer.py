@@ -4,21 +4,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from experiments.answers import interval, study
-from ppo_repro.analysis import figures
+from experiments.answers import TITLES, interval, settings_figure, study
 from ppo_repro.analysis.stats.significance import with_interval
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-MEASURES = {"mean_accuracy": "accuracy, mean over training", "accuracy": "accuracy at the end", "score": "score"}
 
 
 def numerics_part(values: npt.NDArray[np.float64]) -> tuple[float, float, float]:
@@ -43,7 +35,7 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
         usual, other = (
             results[results["setting"] == name].set_index("seed") for name in (mode, f"{mode}, other layout")
         )
-        for measure, title in MEASURES.items():
+        for measure, title in TITLES.items():
             values = np.stack([usual[measure], other[measure]], axis=1)
             row = {"numerics": mode, "measure": title, "mean": interval(usual[measure])}
             row["other layout minus usual"] = interval(other[measure] - usual[measure], "{:+.3f}")
@@ -55,9 +47,5 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     return [pd.DataFrame(rows)]
 
 
-def figure(results: pd.DataFrame) -> Axes:
-    return figures.settings(results.assign(point=results["setting"]), "mean_accuracy")
-
-
 if __name__ == "__main__":
-    study(__file__, tables, figure)
+    study(__file__, tables, settings_figure("setting", "mean_accuracy"))

@@ -198,6 +198,8 @@ def study(
         about = "write only the rows of the cells, to this file; replaces only a file of such rows"
         parser.add_argument("--csv", type=Path, help=about)
         arguments = parser.parse_args(argv)
+        if arguments.csv is not None and arguments.grid is None:
+            raise UserError(f"--csv {arguments.csv}: the rows come from the runs of a grid; give its folder too")
         results = folder / RESULTS
         if arguments.grid is not None:
             text = csv_text(results_of(arguments.grid, measures, twin), "%.6g")

@@ -42,12 +42,10 @@ def compare_runs(
     """Compare two language runs at all four levels; final results of single runs get no verdict.
 
     Args:
-        run_a, run_b: the runs.
         rng: draws sign changes.
         margin: mean |delta| of `column` below which log-probs count as the same, nats.
         column: the log-probs to compare, one of `paired.COLUMNS`.
         iterations: iterations for the levels numeric and distribution; None for all.
-        alpha: level of the tests and intervals.
 
     Returns:
         The table of `run_compare`.

@@ -23,7 +23,6 @@ def answer_cards(
     """Return the cards of a grid: question and expectation, answer, and the tables of differences if there are any.
 
     Args:
-        folder: folder of the grid.
         finals: point, seed and results of each run.
         measure: the column of `finals` that answers the question.
         chart: SVG of the measure by iteration.

@@ -82,9 +82,6 @@ def write_sampled(
     A generation configuration is left out, because it may have other end tokens.
 
     Args:
-        policy: its weights.
-        end_ids: end tokens.
-        folder: in transformers' format.
         original_format: write the experts of a mixture in the format of published checkpoints.
 
     Raises:

@@ -17,10 +17,7 @@ class Cache:
         """Allocate memory for keys and values without clearing it.
 
         Args:
-            model: layers, heads and their size.
-            seats: number of sequences.
             positions: tokens of a seat, rounded up to a multiple of 16.
-            device: device of the kernels.
         """
         self.each = -(-positions // 16) * 16
         self.capacity = seats * self.each
@@ -42,7 +39,6 @@ class KernelBatch:
 
         Args:
             batch: n tokens of S sequences.
-            cache: receives the keys and values of the tokens.
             base: [S], the position in the cache at which each sequence begins.
             seen: [n, mixtures x chosen], receives the experts of each token; None if not wanted.
         """

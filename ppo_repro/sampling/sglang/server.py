@@ -51,10 +51,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path, por
     """Start a server that the system kills when the run ends, together with SGLang's other processes.
 
     Args:
-        command: the command and its arguments.
         environment: all environment variables.
-        log: file for the output.
-        port: port of the server.
 
     Raises:
         UserError: the command cannot be run.

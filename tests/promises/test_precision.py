@@ -1,4 +1,4 @@
-"""Runs in precision high keep every promise: one fingerprint whatever the layout, the processes, the instruction set.
+"""Precision high has one fingerprint for every layout, number of processes and instruction set.
 
 Controls: in `highest` the same run has another fingerprint. `test_integers.py` has the rule itself.
 """

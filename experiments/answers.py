@@ -113,14 +113,14 @@ def settings_table(
     The setting `against` is compared with each other setting in `measure`, paired by seed: 95 % Student interval,
     paired t-test, Holm's correction. `title` is the title of the measure's column.
     """
-    compared = comparisons(results.assign(point=results[axis]), measure, against).set_index("point")
+    table = comparisons(results.assign(point=results[axis]), measure, against)
+    compared = {row["point"]: row for row in table.to_dict("records")}
     rows = []
     for point, cells in results.groupby(axis, sort=False):
         row = {axis: point, title: interval(cells[measure]), f"minus {against}": "", "p, Holm": ""}
-        if point in compared.index:
-            numbers = compared.loc[point]
-            row[f"minus {against}"] = with_interval("{:+.3f}", numbers["difference"], numbers["low"], numbers["high"])
-            row["p, Holm"] = f"{numbers['Holm']:.3f}"
+        if (other := compared.get(point)) is not None:
+            row[f"minus {against}"] = with_interval("{:+.3f}", other["difference"], other["low"], other["high"])
+            row["p, Holm"] = f"{other['Holm']:.3f}"
         for shown, (name, form) in columns.items():
             row[shown] = interval(cells[name]) if form is None else form.format(cells[name].mean())
         rows.append(row)

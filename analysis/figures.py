@@ -91,8 +91,7 @@ def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
 def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
     """Draw the mean over runs by iteration as a line, and their range as a band.
 
-    Args:
-        rows: columns iteration and `measure`, one row per run and iteration; NaN is not drawn.
+    `rows` has columns iteration and `measure`, one row per run and iteration; NaN is not drawn.
     """
     line = rows[rows[measure].notna()].groupby("iteration")[measure].agg(["mean", "min", "max"])
     (drawn,) = axes.plot(line.index, line["mean"], label=label)

@@ -166,8 +166,7 @@ def document(
 def page(title: str, cards: Sequence[Card], sections: Sequence[Section], data: dict[str, Any] | None = None) -> str:
     """Return the HTML document of a report.
 
-    Args:
-        data: the JSON from which token_view.js fills the section of tokens; None for a page without tokens.
+    `data` is the JSON from which token_view.js fills the section of tokens; None for a page without tokens.
     """
     links = [("summary", "Summary"), *((section.key, section.title) for section in sections)]
     nav = element("nav", "".join(element("a", escape(t), href=f"#{k}") for k, t in links), aria_label="Sections")

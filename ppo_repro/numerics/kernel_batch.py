@@ -16,8 +16,7 @@ class Cache:
     def __init__(self, model: Struct, seats: int, positions: int, device: torch.device) -> None:
         """Allocate memory for keys and values without clearing it.
 
-        Args:
-            positions: tokens of a seat, rounded up to a multiple of 16.
+        `positions`, the tokens of a seat, are rounded up to a multiple of 16.
         """
         self.each = -(-positions // 16) * 16
         self.capacity = seats * self.each

@@ -75,9 +75,6 @@ class Optimizer:
 
         Args:
             module: the module whose parameters with gradients are trained.
-            settings: settings of AdamW and clipping.
-            mode: `deterministic` or `native`.
-            ranks: the processes that take each step together.
             adapter: adapter to train in place of the weights that it changes.
         """
         self.settings, self._adapter = settings, adapter

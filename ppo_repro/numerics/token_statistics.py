@@ -103,7 +103,6 @@ def token_statistics(
         targets: int64 [n].
         temperature: p is softmax(logits / temperature) over the eligible tokens.
         eligible: bool [n, V]; None: all tokens.
-        mode: `deterministic` or `native`.
 
     Returns:
         Log-probs and entropies, float32 [n] each, in nats.

@@ -1,4 +1,4 @@
-"""A run keeps its inputs: its folder reruns wherever it lies, and an edited input is another run."""
+"""A run folder can be rerun without the original prompt and reward files; an edited input is another run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Test a mean, a difference of means, and several hypotheses at once.
 
-A p-value of NaN means that the data cannot decide: fewer than two units, or no spread at all.
+A p-value of NaN in a t-test means that the data cannot decide: fewer than two units, or no spread at all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> P
     """Test by sign changes H0: each value is as likely as its negative. The statistic is the mean, p is two-sided.
 
     The test takes all 2**n sign changes if they are at most `draws` + 1, and otherwise `draws` random sign changes
-    (`scipy.stats.permutation_test`). Raises ValueError on values that are not finite.
+    (`scipy.stats.permutation_test`). One value and its negative have the same size, so their p is 1. Raises ValueError
+    on values that are not finite.
     """
     require_finite(values)
     n, count = len(values), min(2 ** len(values), draws + 1)

@@ -96,7 +96,7 @@ class Optimizer:
         the order of the sequences. A micro-batch is laid out `with_sums(self.sink)`. With several ranks `backward`
         covers the sequences of this rank, and every rank has all new weights afterwards.
 
-        Raises NumericsError for a gradient that is not finite.
+        Raises NumericsError for a gradient that is not finite, or a norm that is not finite in float32.
         """
         self.sums.begin()
         backward()

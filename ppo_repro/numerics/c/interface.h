@@ -312,6 +312,9 @@ void begin_call(void *stream);
 int set_threads(int threads);
 void forget_workers(void);
 
+// amx.c: before all but last_failure
+int ask_for_amx(void);
+
 // scratch.c, memory.c
 void free_scratch(void);
 void trim_heap(void);

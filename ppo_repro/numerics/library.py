@@ -78,7 +78,7 @@ def cpu_words(key: str) -> list[str]:
 
 
 def choose(here: Platform | None, flags: frozenset[str], wanted: str | None) -> Variant:
-    """Return the wanted variant, or the first that a CPU with these flags runs and that needs no name to be chosen.
+    """Return the wanted variant, or the fastest variant that a CPU with these flags runs, but none `by_name_only`.
 
     Raises UserError if there are no kernels for the platform, or the CPU does not run the wanted variant.
     """

@@ -1,7 +1,8 @@
 // Precision high with AMX: the sums of a block in registers of 16 rows of 64 bytes, which Intel calls tiles.
 //
 // An instruction adds to each integer of a register four products of signed bytes. An integer is two bytes,
-// X = 64 h + l, W = 64 h' + l' (integers.c), so the exact sum has four parts, each in a register of its own:
+// X = 64 h + l, W = 64 h' + l' (integers.c), so the exact sum has four parts. Each has a register of its own,
+// because an instruction waits for the last one that added to its register.
 //
 //   sum of X W = 64 (64 (sum of h h') + (sum of h l' + l h')) + sum of l l'
 //

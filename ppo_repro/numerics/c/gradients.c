@@ -102,6 +102,13 @@ typedef struct {
   Blocks packed;  // the blocks in the floats of strips and panels; in precision highest a float is a row
 } WeightGradient;
 
+// A block [steps][count] into strips [count / ROWS][rows of all][ROWS], in which it is [ROWS][steps]: for AMX
+INLINE void turn_strips(const float *from, int count, int steps, long rows_of_all, float *to) {
+  for (int c = 0; c < count; c++)
+    for (int t = 0; t < steps; t++)
+      to[c / ROWS * ROWS * rows_of_all + c % ROWS * steps + t] = from[t * count + c];
+}
+
 // Columns [col, col + count) of from [rows][ld] as [count / width][rows of all][width], with zeros beyond
 // column `end`
 INLINE void pack_columns(const float *from, long ld, int rows, long rows_of_all, int col, int count, int end,
@@ -118,13 +125,6 @@ INLINE void pack_columns(const float *from, long ld, int rows, long rows_of_all,
 }
 
 INLINE int packing_tasks(int columns) { return (columns + PACK_COLUMNS - 1) / PACK_COLUMNS; }
-
-// A block [steps][count] as [count / ROWS][rows of all][ROWS], but [ROWS][steps] where the block is
-INLINE void turn_strips(const float *from, int count, int steps, long rows_of_all, float *to) {
-  for (int c = 0; c < count; c++)
-    for (int t = 0; t < steps; t++)
-      to[c / ROWS * ROWS * rows_of_all + c % ROWS * steps + t] = from[t * count + c];
-}
 
 // The same, where each block of rows becomes integers
 INLINE void pack_integers(const WeightGradient *a, const float *from, int ld, int col, int count,

@@ -312,7 +312,7 @@ void begin_call(void *stream);
 int set_threads(int threads);
 void forget_workers(void);
 
-// amx.c: before all but last_failure
+// amx.c: once, before any other function that computes
 int ask_for_amx(void);
 
 // scratch.c, memory.c

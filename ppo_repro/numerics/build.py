@@ -59,6 +59,7 @@ _X86_64 = (
     ),
     Variant("x86_64_v4_vnni", (_VNNI_CPU + _V4_FLAGS[0], _V4_FLAGS[1]), _VNNI),
     Variant("x86_64_v4", ("-mcpu=x86_64_v4" + _V4_FLAGS[0], _V4_FLAGS[1]), _V4),
+    Variant("x86_64_v3_vnni", ("-mcpu=x86_64_v3+avxvnni+fast_dpwssd",), _V3 | {"avx_vnni"}),
     Variant("x86_64_v3", ("-mcpu=x86_64_v3",), _V3),
     Variant("x86_64", ("-mcpu=x86_64",)),
 )

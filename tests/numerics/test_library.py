@@ -34,6 +34,7 @@ FLAGS = frozenset(library.cpu_words("flags"))
     [
         (frozenset(), "x86_64"),
         (V3, "x86_64_v3"),
+        (V3 | {"avx_vnni"}, "x86_64_v3_vnni"),
         (V4, "x86_64_v4"),
         (V4 - {"movbe"}, "x86_64"),
         (AMX, "x86_64_v4_vnni"),

@@ -63,6 +63,11 @@ INLINE Ints add_pairs(Ints sum, int x, Ints w) {
   return (Ints)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)w);
 #elif defined(__AVX512BW__)
   return sum + (Ints)_mm512_madd_epi16(_mm512_set1_epi32(x), (__m512i)w);
+#elif defined(__AVXVNNI__)
+  const __m256i pair = _mm256_set1_epi32(x);
+  sum.lo = (__typeof__(sum.lo))_mm256_dpwssd_avx_epi32((__m256i)sum.lo, pair, (__m256i)w.lo);
+  sum.hi = (__typeof__(sum.hi))_mm256_dpwssd_avx_epi32((__m256i)sum.hi, pair, (__m256i)w.hi);
+  return sum;
 #elif defined(__AVX2__)
   const __m256i pair = _mm256_set1_epi32(x);
   sum.lo += (__typeof__(sum.lo))_mm256_madd_epi16(pair, (__m256i)w.lo);

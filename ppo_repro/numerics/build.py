@@ -27,11 +27,12 @@ LIBRARY_FLAGS = ("-shared", "-fPIC", "-fvisibility=hidden")
 
 
 class Variant(NamedTuple):
-    """Kind of CPU: zig's flags for it, and the words that /proc/cpuinfo must have."""
+    """Kind of CPU: zig's flags for it, the words that /proc/cpuinfo must have, and whether only its name chooses it."""
 
     name: str
     flags: tuple[str, ...]
     needs: frozenset[str] = frozenset()
+    by_name_only: bool = False
 
 
 class Platform(NamedTuple):
@@ -47,9 +48,18 @@ _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"
 _VNNI = _V4 | {"avx512_vnni"}
 # without fast_dpwssd, clang makes two instructions of each product of pairs
 _V4_FLAGS = ("+prefer_no_gather+prefer_no_scatter", "-mprefer-vector-width=512")
+_VNNI_CPU = "-mcpu=x86_64_v4+avx512vnni+fast_dpwssd"
 _X86_64 = (
-    Variant("x86_64_v4_vnni", ("-mcpu=x86_64_v4+avx512vnni+fast_dpwssd" + _V4_FLAGS[0], _V4_FLAGS[1]), _VNNI),
+    # by name only: no CPU with AMX has run it, so nobody knows whether it is faster
+    Variant(
+        "x86_64_v4_amx",
+        (_VNNI_CPU + "+amx_tile+amx_int8" + _V4_FLAGS[0], _V4_FLAGS[1]),
+        _VNNI | {"amx_tile", "amx_int8"},
+        by_name_only=True,
+    ),
+    Variant("x86_64_v4_vnni", (_VNNI_CPU + _V4_FLAGS[0], _V4_FLAGS[1]), _VNNI),
     Variant("x86_64_v4", ("-mcpu=x86_64_v4" + _V4_FLAGS[0], _V4_FLAGS[1]), _V4),
+    Variant("x86_64_v3_vnni", ("-mcpu=x86_64_v3+avxvnni+fast_dpwssd",), _V3 | {"avx_vnni"}),
     Variant("x86_64_v3", ("-mcpu=x86_64_v3",), _V3),
     Variant("x86_64", ("-mcpu=x86_64",)),
 )

@@ -11,7 +11,7 @@ from ppo_repro.numerics import build, library
 from ppo_repro.numerics.interface import ffi
 from tests.support.failing_memory import WORKS, counting_sources
 from tests.support.sanitizers import RUNTIME, compile_sanitized, run_sanitized
-from tests.support.variants import ABLE
+from tests.support.variants import FASTEST
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,7 +38,7 @@ def test_failed_allocations_pass_under_the_sanitizers(tmp_path: Path, monkeypatc
     monkeypatch.setattr(build, "SOURCES", counting_sources(tmp_path))
     child = run_sanitized(
         compile_sanitized(tmp_path),
-        ["-m", "tests.support.failing_memory", str(tmp_path / f"sanitized-{ABLE[0].name}.so")],
+        ["-m", "tests.support.failing_memory", str(tmp_path / f"sanitized-{FASTEST.variants[0].name}.so")],
     )
     assert child.returncode == 0, (child.stdout + child.stderr)[-8000:]
     assert len(re.findall(r"\(\d+, \[\]\)$", child.stdout, re.MULTILINE)) == 2 * len(WORKS), child.stdout

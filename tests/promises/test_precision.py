@@ -22,7 +22,7 @@ from tests.support.models import source_model
 from tests.support.paths import TINY
 from tests.support.ranks import fingerprint_of
 from tests.support.runs import recorded_iterations
-from tests.support.variants import ABLE, opened, using
+from tests.support.variants import ABLE, EVERY, FASTEST, opened, using
 
 HIGH = "numerics.precision=high"
 QUICK = (HIGH, "model.warm_start_steps=4")
@@ -63,7 +63,7 @@ def test_no_number_of_processes_changes_the_fingerprint(high_run: Path, tmp_path
     assert fingerprint_of(processes, TINY, tmp_path, *QUICK) == of(high_run)
 
 
-@pytest.mark.parametrize("variant", ABLE, ids=[variant.name for variant in ABLE])
+@pytest.mark.parametrize("variant", EVERY, ids=[variant.name for variant in EVERY])
 def test_no_instruction_set_changes_the_fingerprint(variant: build.Variant, high_run: Path, tmp_path: Path) -> None:
     with using(opened(variant)):
         assert of(tiny_run(tmp_path, *QUICK)) == of(high_run)
@@ -106,7 +106,7 @@ def test_a_run_is_rerun_and_its_precision_changes_in_a_fork_alone(cli: Cli, high
 
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(v, marks=slow if i else (), id=v.name) for i, v in enumerate(ABLE[:3])],
+    [pytest.param(v, marks=() if v in FASTEST.variants else slow, id=v.name) for v in ABLE[:3]],
 )
 def test_two_iterations_of_quickstart_have_the_pinned_fingerprint(variant: build.Variant, tmp_path: Path) -> None:
     with using(opened(variant)):

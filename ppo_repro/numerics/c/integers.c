@@ -8,7 +8,9 @@
 // with a NaN, or with a number of 2^60 or above, has the scale NaN. definition: product.exact
 //
 // In memory a block is the float 2^-s, then pairs of integers of 16 bits in the place of a float each. So
-// tiles step through floats in both precisions: x and w of one term, or two terms of each.
+// tiles step through floats in both precisions: x and w of one term, or two terms of each. With AMX (amx.c)
+// an integer is two signed bytes, X = 64 h + l with l in [-32, 31]. A float's place has four terms: first the
+// bytes h of all terms, then the bytes l.
 //
 // An outlier leaves the other numbers of its block few bits. Products (not the gradients of weights) add what
 // is lost, where a block of w, or of x in the forward pass, is mostly small: where more than half of its
@@ -18,7 +20,7 @@
 //   block += (float)(sum of X W' + X' W) (2^-sx 2^-sw 2^-11)
 //
 // |X'| <= 2^11, so this sum is below 2^31 too. In memory each block of a product is followed by a second one,
-// the float 2^-11 if the block is mostly small, else 0, and then the pairs of X'.
+// the float 2^-11 if the block is mostly small, else 0, and then the integers X'.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -27,15 +29,25 @@
 
 typedef int Ints __attribute__((ext_vector_type(COLS), aligned(4)));
 typedef short Shorts __attribute__((ext_vector_type(COLS), aligned(2)));
+typedef signed char Bytes __attribute__((ext_vector_type(COLS), aligned(1)));
+
+#if defined(__AMX_INT8__)
+enum { AMX = 1, PADDING = 64 };  // zeros make the terms of a block a multiple of this: of a register's terms
+#else
+enum { AMX = 0, PADDING = 2 };
+#endif
+enum { PLANES = 1 + AMX, TERMS = 2 * PLANES };  // a float has TERMS terms of a plane: all bits, or a byte
 
 enum { LARGEST_INTEGER = 4095, SMALL_INTEGER = 32, BLOCK_STEPS = 1 + BLOCK / 2 };
 #define REMAINDER_SCALE 0x1p11f
+
+INLINE int padded_terms(int terms) { return (terms + PADDING - 1) / PADDING * PADDING; }
 
 // Floats that `terms` terms take, from the beginning of a block on
 INLINE int steps_of(Precision precision, int terms) {
   if (precision == PRECISION_HIGHEST) return terms;
   int rest = terms % BLOCK;
-  return terms / BLOCK * BLOCK_STEPS + (rest ? 1 + (rest + 1) / 2 : 0);
+  return terms / BLOCK * BLOCK_STEPS + (rest ? 1 + padded_terms(rest) / 2 : 0);
 }
 
 // The same of a factor of a product: with remainders
@@ -51,6 +63,11 @@ INLINE Ints add_pairs(Ints sum, int x, Ints w) {
   return (Ints)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)w);
 #elif defined(__AVX512BW__)
   return sum + (Ints)_mm512_madd_epi16(_mm512_set1_epi32(x), (__m512i)w);
+#elif defined(__AVXVNNI__)
+  const __m256i pair = _mm256_set1_epi32(x);
+  sum.lo = (__typeof__(sum.lo))_mm256_dpwssd_avx_epi32((__m256i)sum.lo, pair, (__m256i)w.lo);
+  sum.hi = (__typeof__(sum.hi))_mm256_dpwssd_avx_epi32((__m256i)sum.hi, pair, (__m256i)w.hi);
+  return sum;
 #elif defined(__AVX2__)
   const __m256i pair = _mm256_set1_epi32(x);
   sum.lo += (__typeof__(sum.lo))_mm256_madd_epi16(pair, (__m256i)w.lo);
@@ -118,10 +135,37 @@ INLINE Wide remainder_weight(Ints small, int n) {
   return (Wide)((2 * small > n) & (Ints)(Wide)(1.0f / REMAINDER_SCALE));
 }
 
-// The pairs of n numbers. Of a whole block the size is a constant, which makes vectors.
-INLINE void copy_pairs(float *to, const float *pairs, int n) {
-  if (n == BLOCK) copy_floats(to, pairs, BLOCK / 2);
-  else copy_floats(to, pairs, (n + 1) / 2);
+#if defined(__AMX_INT8__)
+INLINE Ints high_bytes(Ints X) { return (X + 32) >> 6; }
+INLINE Ints low_bytes(Ints X) { return X - 64 * high_bytes(X); }
+#endif
+
+// The integers of the terms k .. k + 15 of a row, to their place in a block of n terms
+INLINE void put_row(float *block, int k, int n, Ints X) {
+#if defined(__AMX_INT8__)
+  signed char *high = (signed char *)block + k;
+  *(Bytes *)high = __builtin_convertvector(high_bytes(X), Bytes);
+  *(Bytes *)(high + padded_terms(n)) = __builtin_convertvector(low_bytes(X), Bytes);
+#else
+  (void)n;
+  *(Shorts *)(block + k / 2) = __builtin_convertvector(X, Shorts);
+#endif
+}
+
+// The integer of the i-th term of a float, into the float of each plane
+INLINE void put_term(Ints *planes, int i, Ints X) {
+#if defined(__AMX_INT8__)
+  planes[0] |= (high_bytes(X) & 0xff) << 8 * i;
+  planes[1] |= (low_bytes(X) & 0xff) << 8 * i;
+#else
+  planes[0] |= (X & 0xffff) << 16 * i;
+#endif
+}
+
+// The integers of n terms. Of a whole block the size is a constant, which makes vectors.
+INLINE void copy_integers(float *to, const float *integers, int n) {
+  if (n == BLOCK) copy_floats(to, integers, BLOCK / 2);
+  else copy_floats(to, integers, padded_terms(n) / 2);
 }
 
 // A row x [terms] to its blocks, each with its remainders; where a row is not `asked`, none is mostly small
@@ -140,18 +184,18 @@ static void integer_row(const float *x, int terms, int asked, float *to) {
     for (int k = 0; k < BLOCK; k += COLS)
       largest = __builtin_elementwise_max(largest, size_bits(wide_at(block + k)));
     const Scales scales = scales_of((Ints)__builtin_reduce_max(largest));
-    float pairs[BLOCK / 2];
-    float rest_pairs[BLOCK / 2];
+    float integers[BLOCK / 2];
+    float remainders[BLOCK / 2];
     Ints small = 0;
-    for (int k = 0; k < BLOCK; k += COLS) {
+    for (int k = 0; k < (AMX ? padded_terms(n) : BLOCK); k += COLS) {
       const Wide some = wide_at(block + k);
       const Ints X = integers_of(some, scales.up);
       small += small_ones(some, X);
-      *(Shorts *)(pairs + k / 2) = __builtin_convertvector(X, Shorts);
-      *(Shorts *)(rest_pairs + k / 2) = __builtin_convertvector(remainders_of(some, scales.up, X), Shorts);
+      put_row(integers, k, n, X);
+      put_row(remainders, k, n, remainders_of(some, scales.up, X));
     }
-    copy_pairs(to + 1, pairs, n);
-    copy_pairs(rest + 1, rest_pairs, n);
+    copy_integers(to + 1, integers, n);
+    copy_integers(rest + 1, remainders, n);
     to[0] = scales.down[0];
     rest[0] = asked ? remainder_weight((Ints)__builtin_reduce_add(small), n)[0] : 0.0f;
     to = rest + steps_of(PRECISION_HIGH, n);
@@ -172,20 +216,24 @@ INLINE void integer_columns(const float *from, long ld, int terms, const int col
   for (int t = 0; t < terms; t++)
     largest = __builtin_elementwise_max(largest, size_bits(some_of(from + t * ld, cols)));
   const Scales scales = scales_of(largest);
-  Wide *next = (Wide *)to;
-  Wide *next_rest = (Wide *)rest;
   Ints small = 0;
-  *next = scales.down;
-  for (int t = 0; t < terms; t += 2) {
-    const Wide x0 = some_of(from + t * ld, cols);
-    const Wide x1 = t + 1 < terms ? some_of(from + (t + 1) * ld, cols) : (Wide)0.0f;
-    const Ints low = integers_of(x0, scales.up);
-    const Ints high = integers_of(x1, scales.up);
-    *++next = (Wide)((low & 0xffff) | (high << 16));
-    if (!rest) continue;
-    small += small_ones(x0, low) + small_ones(x1, high);
-    const Ints low_rest = remainders_of(x0, scales.up, low);
-    *++next_rest = (Wide)((low_rest & 0xffff) | (remainders_of(x1, scales.up, high) << 16));
+  *(Wide *)to = scales.down;
+  for (int t = 0; t < padded_terms(terms); t += TERMS) {
+    Ints integers[PLANES] = {0};
+    Ints remainders[PLANES] = {0};
+    for (int i = 0; i < TERMS; i++) {
+      const Wide x = t + i < terms ? some_of(from + (t + i) * ld, cols) : (Wide)0.0f;
+      const Ints X = integers_of(x, scales.up);
+      put_term(integers, i, X);
+      if (!rest) continue;
+      small += small_ones(x, X);
+      put_term(remainders, i, remainders_of(x, scales.up, X));
+    }
+    for (int plane = 0; plane < PLANES; plane++) {
+      const int step = 1 + (plane * padded_terms(terms) + t) / TERMS;
+      *(Ints *)(to + step * COLS) = integers[plane];
+      if (rest) *(Ints *)(rest + step * COLS) = remainders[plane];
+    }
   }
   if (rest) *(Wide *)rest = remainder_weight(small, terms);
 }

@@ -312,6 +312,9 @@ void begin_call(void *stream);
 int set_threads(int threads);
 void forget_workers(void);
 
+// amx.c: once, before any other function that computes
+int ask_for_amx(void);
+
 // scratch.c, memory.c
 void free_scratch(void);
 void trim_heap(void);

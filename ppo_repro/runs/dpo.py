@@ -91,7 +91,7 @@ class DPOExecution(Execution[Epoch]):
             micro_batch=config.layout.update_micro_batch,
             seed=config.seed,
             ranks=self.ranks,
-            progress=partial(self.watcher.preferences, "DPO"),
+            progress=partial(self.watcher.step, "DPO"),
         )
         for epoch in range(dpo.epochs):
             clock = Clock()

@@ -114,7 +114,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         "uses the module mine of this folder, which is not copied",
     ),
     "a helper": (of_a_notebook(CELL, "graded", math=math, BONUS=[]), "uses 'BONUS' of the notebook"),
-    "a number of NumPy": (of_a_notebook(CELL, "graded", math=math, BONUS=np.float64(0.5)), "'BONUS'.*, of type float64;"),
+    "a number of NumPy": (
+        of_a_notebook(CELL, "graded", math=math, BONUS=np.float64(0.5)),
+        "'BONUS'.*, of type float64;",
+    ),
 }
 
 

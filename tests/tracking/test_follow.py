@@ -130,7 +130,7 @@ def test_a_system_without_another_process_costs_a_run_nothing(
     monkeypatch.setattr("ppo_repro.tracking.follower._check_function", lambda path: None)
     code, _, err = cli("run", TINY, "--out", tmp_path / "runs", "--track", follow)
     assert code == 0
-    assert "tracking did not start (Resource temporarily unavailable); copy the records later with `ppo-repro track " in err
+    assert "tracking did not start (Resource temporarily unavailable); copy the records later with `ppo-repro" in err
 
 
 @pytest.mark.parametrize("is_left", [True, False])

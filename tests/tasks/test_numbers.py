@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from ppo_repro.tasks.numbers import is_number, last_number
 
-
 CASES = [
     ("17 + 28 = 45", "45"),
     ("It is 1,234,567.50 in all.", "1234567.50"),

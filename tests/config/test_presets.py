@@ -1,4 +1,4 @@
-"""The presets run."""
+"""The presets run, and one says what its document means."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from tests.support.paths import ROOT
 
 EXPERIMENTS = ROOT / "experiments"
 PRESETS = sorted((EXPERIMENTS / "presets").glob("*.yaml"))
+
+
+def test_a_preset_says_what_its_document_says() -> None:
+    """The chapter's `whiten_rewards` whitens rewards, and its `target_kl` is the target of the adaptive KL."""
+    written = load_config(EXPERIMENTS / "presets" / "book_trl.yaml").model_dump()
+    assert written["reward"]["whiten"] == "scale"
+    assert written["kl"]["controller"]["target_kl"] == 6.0
+    assert written["ppo"]["early_stop_kl"] is None
 
 
 @pytest.mark.slow

@@ -18,11 +18,11 @@ from torch import Tensor
 class Prompts:
     """The prompts of one iteration, one entry per response to sample."""
 
-    keys: tuple[str, ...]  # [B] stable name of the prompt in its task
-    sample_indices: tuple[int, ...]  # [B] number of the sample among the samples of its prompt
-    seeds: tuple[int, ...]  # [B] sampler seed of the response
-    texts: tuple[str, ...]  # [B]
-    answers: tuple[str, ...]  # [B] what the verifier expects
+    prompt_key: tuple[str, ...]  # [B] stable name of the prompt in its task
+    sample_index: tuple[int, ...]  # [B] number of the sample among the samples of its prompt
+    seed: tuple[int, ...]  # [B] sampler seed of the response
+    prompt: tuple[str, ...]  # [B] text
+    answer: tuple[str, ...]  # [B] what the verifier expects
     prompt_ids: tuple[tuple[int, ...], ...]  # [B] ragged
 
 
@@ -62,13 +62,13 @@ class Rollout:
     rollout_logprobs: Tensor  # [N] float32, temperature and top-k/top-p included
     log_kept_mass: Tensor  # [N] float32, log of the probability mass that top-k/top-p keep; 0 without them
     kept_tokens: Tensor  # [N, ceil(V/8)] uint8 bit set of eligible tokens; [N, 0] without top-k and top-p
-    finish_reasons: tuple[str, ...]  # [B] "stop" or "length"
-    servers: tuple[str | None, ...]  # [B] URL of the SGLang server; None for the built-in engine
-    latencies: tuple[float | None, ...]  # [B] seconds from the server's receipt of the request to its last token
-    responses: tuple[str, ...]  # [B] decoded text without special tokens, of whole episodes
+    finish_reason: tuple[str, ...]  # [B] "stop" or "length"
+    server: tuple[str | None, ...]  # [B] URL of the SGLang server; None for the built-in engine
+    latency: tuple[float | None, ...]  # [B] seconds from the server's receipt of the request to its last token
+    response: tuple[str, ...]  # [B] decoded text without special tokens, of whole episodes
     spans: tuple[Spans, ...]  # [B]
     episodes: tuple[Episode, ...] | None = None  # [B]; None where every episode is one turn
-    policy_versions: tuple[tuple[int, ...], ...] | None = None  # [B] ragged, of each token; None without a lag
+    rollout_policy_versions: tuple[tuple[int, ...], ...] | None = None  # [B] ragged, of each token; None without a lag
     sampled_ids: tuple[tuple[int, ...], ...] | None = None  # [B] ragged; None if they are response_ids
     is_as_sampled: tuple[tuple[bool, ...], ...] | None = None  # [B] ragged, of each token; None if sampled_ids is None
     # None unless `records.level` is `deep` or `ppo.replay_routes` is true
@@ -111,8 +111,8 @@ class Rollout:
 
     def groups(self) -> Tensor:
         """Return the prompt of each sequence, numbered within the iteration, [B] int64."""
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(self.prompts.keys))}
-        return torch.tensor([numbers[key] for key in self.prompts.keys], dtype=torch.int64)
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(self.prompts.prompt_key))}
+        return torch.tensor([numbers[key] for key in self.prompts.prompt_key], dtype=torch.int64)
 
     def word_ids(self) -> Tensor:
         """Return the word of each token, counted within its response, [N] int64."""
@@ -240,13 +240,13 @@ class Iteration:
 class Evaluation:
     """Greedy responses to the E held-out prompts, and their scores."""
 
-    keys: tuple[str, ...]  # [E] stable name of the prompt in its task
-    texts: tuple[str, ...]  # [E]
-    answers: tuple[str, ...]  # [E] what the verifier expects
+    prompt_key: tuple[str, ...]  # [E] stable name of the prompt in its task
+    prompt: tuple[str, ...]  # [E] text
+    answer: tuple[str, ...]  # [E] what the verifier expects
     prompt_ids: tuple[tuple[int, ...], ...]  # [E] ragged
     response_ids: tuple[tuple[int, ...], ...]  # [E] ragged, end tokens included
-    responses: tuple[str, ...]  # [E] decoded text without special tokens
-    finish_reasons: tuple[str, ...]  # [E] "stop" or "length"
+    response: tuple[str, ...]  # [E] decoded text without special tokens
+    finish_reason: tuple[str, ...]  # [E] "stop" or "length"
     scores: tuple[float, ...]  # [E]
     score_parts: tuple[tuple[float, ...], ...]  # [E] unweighted value of every reward term
     is_correct: tuple[bool, ...]  # [E]

@@ -166,16 +166,7 @@ def deterministic(
 
     Raises UserError for models, shapes, ids and options that are not supported.
 
-    Source: ppo_repro/numerics/README.md has the order of each sum.
-
-    >>> import torch, ppo_repro
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=89, hidden_size=48, num_hidden_layers=2, num_attention_heads=4)
-    >>> model = ppo_repro.deterministic(LlamaForCausalLM(config).eval())
-    >>> ids, alone = torch.tensor([[7, 8, 9, 0, 0], [1, 2, 3, 4, 5]]), torch.tensor([[7, 8, 9]])
-    >>> mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    >>> bool((model(ids, mask).logits[:1, :3] == model(alone).logits).all())
-    True
+    Source: ppo_repro/numerics/README.md has the order of each sum. The example of `generate` calls this function.
     """
     if type(model) not in CAUSAL_MODELS or is_deterministic(model):
         raise UserError(f"deterministic: cannot take {type(model).__name__}; give an unmodified {NAMES} causal model")

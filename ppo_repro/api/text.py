@@ -60,14 +60,7 @@ def logprobs(
         UserError: a stock model, wrong shapes, ids outside the vocabulary, holes in the mask, or a temperature of 0 or
             less.
 
-    Source: ppo_repro/numerics/README.md has the order of each sum.
-
-    >>> import torch, ppo_repro
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=89, hidden_size=48, num_hidden_layers=2, num_attention_heads=4)
-    >>> model = ppo_repro.deterministic(LlamaForCausalLM(config).eval())
-    >>> ppo_repro.logprobs(model, torch.tensor([[1, 2, 3]])).shape
-    torch.Size([1, 3])
+    Source: ppo_repro/numerics/README.md has the order of each sum. The example of `generate` calls this function.
     """
     check_number("logprobs: temperature", temperature, MIN_TEMPERATURE, MAX_TEMPERATURE)
     layout = layout_of(model, input_ids, attention_mask, position_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import shlex
 import sys
 import textwrap
@@ -18,14 +19,15 @@ from ppo_repro.api.runs import Run, open_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
 from ppo_repro.base.progress import ConsoleProgress
-from ppo_repro.config.files import apply_overrides, build_config, load_config
+from ppo_repro.config.files import apply_overrides, build_config, from_pyyaml, load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.yaml_text import describe_value, from_pyyaml
+from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.records import reader
 from ppo_repro.records.listing import how_to_go_on
 from ppo_repro.runs.early import require_inputs
 
+PLAIN = (bool, int, float, str, type(None))  # a subclass, such as NumPy's float64, need not compute the same
 Reward = Callable[[str, str, str], float]
 
 
@@ -49,12 +51,13 @@ def reward_path(reward: Reward | str, folder: Path) -> str:
         if isinstance(value, ModuleType):
             _require_installed(name, value)
             lines.append(f"import {value.__name__} as {variable}")
-        elif isinstance(value, bool | int | float | str | None) and variable not in used.nonlocals:
-            lines.append(f"{variable} = {value!r}")
+        elif type(value) in PLAIN and variable not in used.nonlocals:
+            is_literal = not isinstance(value, float) or math.isfinite(value)
+            lines.append(f"{variable} = {value!r}" if is_literal else f"{variable} = float('{value}')")
         elif value is not reward:
             raise UserError(
-                f"reward: {name} uses '{variable}' of the notebook; put it inside the function, or write a file and "
-                "give reward='FILE.py:FUNCTION'"
+                f"reward: {name} uses '{variable}' of the notebook, of type {type(value).__name__}; put it inside the "
+                "function, or write a file and give reward='FILE.py:FUNCTION'"
             )
     try:
         source = "\n".join([*lines, "", "", textwrap.dedent(inspect.getsource(reward))])

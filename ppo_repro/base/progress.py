@@ -41,19 +41,13 @@ class ConsoleProgress(Progress, Watcher):
         self._bars: dict[str, TaskID] = {}
         self._ends: deque[float] = deque(maxlen=RECENT + 1)  # moments at which the newest iterations ended
 
-    def _show(self, name: str, done: int, total: int, note: str) -> None:
+    def step(self, name: str, done: int, total: int, figures: str) -> None:
         is_new = name not in self._bars
         if is_new:
             self._bars[name] = self.add_task(name, total=total, note="")
-        self.update(self._bars[name], completed=done, total=total, note=printable(note))
+        self.update(self._bars[name], completed=done, total=total, note=printable(figures))
         if not self.console.is_terminal and (is_new or done * 10 // total != (done - 1) * 10 // total):
-            say_anyway(f"{name} {done}/{total}: {note}")
-
-    def prompts(self, done: int, total: int) -> None:
-        self._show("prompts", done, total, "encoded")
-
-    def warm_start(self, step: int, total: int, loss: float) -> None:
-        self._show("warm start", step, total, f"loss {loss:.3f} nats/token")
+            say_anyway(f"{name} {done}/{total}: {figures}")
 
     def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
         if not self._ends:
@@ -62,13 +56,7 @@ class ConsoleProgress(Progress, Watcher):
         each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         is_said = done < total and not self.console.is_terminal  # a terminal has a column for it
         left = f", {duration(each * (total - done))} left" if is_said else ""
-        self._show("iteration", done, total, f"{figures}  {each:.3g} s each{left}")
-
-    def servers(self, waited: int, limit: int) -> None:
-        self._show("SGLang", waited, limit, "seconds of the longest wait for a server to start")
-
-    def preferences(self, what: str, step: int, total: int, loss: float) -> None:
-        self._show(what, step, total, f"loss {loss:.3f} nats/pair")
+        self.step("iteration", done, total, f"{figures}  {each:.3g} s each{left}")
 
     def note(self, text: str) -> None:
         self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

@@ -6,11 +6,15 @@ from __future__ import annotations
 class Watcher:
     """Receives every step of a run; this base class shows nothing."""
 
-    def prompts(self, done: int, total: int) -> None:
-        """Report that `done` of `total` prompts are encoded."""
+    def step(self, name: str, done: int, total: int, figures: str) -> None:
+        """Report a step of work other than an iteration.
 
-    def warm_start(self, step: int, total: int, loss: float) -> None:
-        """Report supervised step `step` (from 1) of `total`, and its loss in nats per token."""
+        Args:
+            name: of the work, such as `warm start`.
+            done: steps done so far, such as prompts, or seconds waited.
+            total: of the work.
+            figures: results of the step, as text for a person.
+        """
 
     def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
         """Report a recorded iteration.
@@ -20,19 +24,6 @@ class Watcher:
             total: iterations of the run.
             figures: results of the iteration, as text for a person.
             seconds: wall time of the iteration.
-        """
-
-    def servers(self, waited: int, limit: int) -> None:
-        """Report that servers have been starting for `waited` of at most `limit` seconds."""
-
-    def preferences(self, what: str, step: int, total: int, loss: float) -> None:
-        """Report a step of training on preference pairs.
-
-        Args:
-            what: name of the training.
-            step: its number, from 1.
-            total: number of steps.
-            loss: before the step, nats per pair.
         """
 
     def note(self, text: str) -> None:

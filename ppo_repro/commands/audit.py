@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import require_ours, whole_file
 from ppo_repro.base.output import print_result, say
+from ppo_repro.commands.values import count, number, path, positive, run_folder
 
 if TYPE_CHECKING:
     from ppo_repro.testing.audit.recorded_run import RunDump
@@ -22,59 +23,35 @@ FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from th
 MEANS = ("auto", "raw", "tempered", "processed")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A sampling setting of a dump: its default, the values that it may have, and its help."""
-
-    default: float  # an int or a float, which is the type of the option
-    is_allowed: Callable[[float], bool]
-    allowed: str
-    help: str
-
-    @property
-    def type(self) -> Callable[[str], float]:
-        """Return what reads a value."""
-        return type(self.default)
-
-
-SETTINGS = {  # by their names in StackSampling
-    "temperature": Setting(
-        1.0,
-        lambda x: 1e-6 <= x < float("inf"),
-        "at least 1e-06 and finite",
-        "what both sides divide logits by (default 1, if that explains them)",
-    ),
-    "top_p": Setting(
-        1.0, lambda x: 0 < x <= 1, "greater than 0 and at most 1", "of the sampler (default 1, all tokens)"
-    ),
-    "top_k": Setting(0, lambda x: x >= 0, "at least 0", "of the sampler (default 0, all tokens)"),
-    "min_p": Setting(0.0, lambda x: 0 <= x < 1, "at least 0 and below 1", "of the sampler (default 0, all tokens)"),
-    "repetition_penalty": Setting(
-        1.0, lambda x: 0 < x < float("inf"), "greater than 0 and finite", "of the sampler (default 1, none)"
-    ),
-}
+# of the sampling settings, by their names in StackSampling
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_options(
-    add: Callable[..., argparse.Action], path: Callable[[str], Path], run_folder: Callable[[str], Path]
-) -> None:
-    """Add the options of the command; `path` reads a path, `run_folder` takes `latest` too."""
+def add_options(add: Callable[..., argparse.Action]) -> None:
+    """Add the options of the command."""
     about = "responses with two log-probs a token; or a run folder or `latest`, which has all"
     add("dump", metavar="DUMP", type=run_folder, help=about)
     add("--model", metavar="FOLDER", type=path, help="the weights it was made with")
     add("--format", help=FORMATS)
-    for name, setting in SETTINGS.items():
-        add(_option(name), type=setting.type, help=setting.help)
+    temperature = number(lambda x: 1e-6 <= x < math.inf, "a finite number of at least 1e-06")
+    add("--temperature", type=temperature, help="what both sides divide logits by (default 1, if that explains them)")
+    fraction = number(lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+    add("--top-p", type=fraction, help="of the sampler (default 1, all tokens)")
+    add("--top-k", type=count, help="of the sampler (default 0, all tokens)")
+    below_1 = number(lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
+    add("--min-p", type=below_1, help="of the sampler (default 0, all tokens)")
+    above_0 = number(lambda x: 0 < x < math.inf, "a finite number above 0")
+    add("--repetition-penalty", type=above_0, help="of the sampler (default 1, none)")
     for side in ("sampler", "trainer"):
         what = "raw (at temperature 1), tempered (over all tokens), processed (after penalty and cuts)"
         add(f"--{side}-logprobs", choices=MEANS, default="auto", help=f"what they are of: {what}, or auto (default)")
     add("--also", metavar="FOLDER", type=path, action="append", default=[], help="older weights to try")
-    add("--responses", type=int, default=64, help="how many, from the first on (default 64)")
-    add("--threads", type=int, help="of the processor (default: one for each core)")
+    add("--responses", type=positive, default=64, help="how many, from the first on (default 64)")
+    add("--threads", type=positive, help="of the processor (default: one for each core)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default cpu)")
     add("--out", metavar="PARQUET", type=path, help="write the tokens, with the log-probs of the model in float64")
 
@@ -88,7 +65,7 @@ def _complete(options: argparse.Namespace) -> RunDump | None:
     if options.dump.is_dir():
         from ppo_repro.testing.audit.recorded_run import dump_of_run
 
-        for name in ("model", "format", *SETTINGS):
+        for name in ("model", "format", *DEFAULTS):
             if getattr(options, name) is not None:
                 raise UserError(f"{_option(name)}: {options.dump} is a run, which has it; leave it out")
         found = dump_of_run(options.dump)
@@ -97,22 +74,13 @@ def _complete(options: argparse.Namespace) -> RunDump | None:
     if options.model is None:
         raise UserError("--model FOLDER: missing; give the weights that the dump was made with")
     options.is_temperature_given = options.temperature is not None
-    for name, setting in SETTINGS.items():
+    for name, default in DEFAULTS.items():
         if getattr(options, name) is None:
-            setattr(options, name, setting.default)
+            setattr(options, name, default)
     return found
 
 
-def _check(options: argparse.Namespace) -> None:
-    settings = ((_option(name), getattr(options, name), setting) for name, setting in SETTINGS.items())
-    ranges = (
-        *((name, value, setting.is_allowed(value), setting.allowed) for name, value, setting in settings),
-        ("--responses", options.responses, options.responses >= 1, "at least 1"),
-        ("--threads", options.threads, options.threads is None or options.threads >= 1, "at least 1"),
-    )
-    for name, value, is_good, allowed in ranges:
-        if not is_good:
-            raise UserError(f"{name} {value}: must be {allowed}")
+def _check_out(options: argparse.Namespace) -> None:
     if options.out is not None:
         if options.out.resolve() == options.dump.resolve():
             raise UserError(f"--out {options.out}: is the dump itself; choose another file")
@@ -177,7 +145,7 @@ def _subject(options: argparse.Namespace, run: RunDump | None) -> Subject:
 def audit_command(options: argparse.Namespace) -> int:
     """Say which side of a run, or of another stack's dump, is wrong, by the model in float64; exit 1 if one is."""
     run = _complete(options)
-    _check(options)
+    _check_out(options)
     which = "" if run is None else f"iteration {run.iteration}, "
     say(f"{options.dump}: {which}both sides beside the model of {options.model} in float64")
     responses, skipped, unread = _responses(options, run)
@@ -187,7 +155,7 @@ def audit_command(options: argparse.Namespace) -> int:
     from ppo_repro.testing.audit.subject import StackSampling
 
     sampling = StackSampling(
-        **{name: getattr(options, name) for name in SETTINGS},
+        **{name: getattr(options, name) for name in DEFAULTS},
         sampler_logprobs=options.sampler_logprobs,
         trainer_logprobs=options.trainer_logprobs,
         is_temperature_given=options.is_temperature_given,

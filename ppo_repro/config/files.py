@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -17,7 +18,7 @@ from ppo_repro.config.fields import types_of_fields
 from ppo_repro.config.mistakes import mistakes
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import Foreign, PathText, ProgramText, Section
-from ppo_repro.config.yaml_text import parse_yaml, read_yaml, write_yaml
+from ppo_repro.config.yaml_text import WITH_EXPONENT, parse_yaml, read_yaml, write_yaml
 
 Kind = Literal["language", "control", "dpo"]
 LANGUAGE: Final = "language"  # PPO on a language model
@@ -127,6 +128,23 @@ def _texts(tree: Any, names: frozenset[str], prefix: str = "") -> Iterator[tuple
             yield f"{prefix}{name}", tree, name
         elif name not in FOREIGN:
             yield from _texts(value, names, f"{prefix}{name}.")
+
+
+def from_pyyaml(tree: Any) -> Any:
+    """Return plain data of PyYAML as `parse_yaml` reads it: texts such as `1e-3` are numbers, dates are texts.
+
+    Values of a FOREIGN field stay as they are. A name may be dotted, as in overrides.
+    """
+    if isinstance(tree, Mapping):
+        return {
+            name: from_pyyaml(value) if FOREIGN.isdisjoint(str(name).split(".")) else value
+            for name, value in tree.items()
+        }
+    if isinstance(tree, list | tuple):
+        return [from_pyyaml(value) for value in tree]
+    if isinstance(tree, date):
+        return tree.isoformat()
+    return float(tree) if isinstance(tree, str) and WITH_EXPONENT.fullmatch(tree) else tree
 
 
 def from_folder(tree: Any, folder: Path) -> None:

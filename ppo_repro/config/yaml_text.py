@@ -6,8 +6,6 @@ Tags and aliases are refused, because a `--set` would change both fields that sh
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ _SCALARS = {  # of YAML 1.2: pattern, first characters
 }
 # YAML 1.1 reads all but None as true or false; a template takes any text for true
 _AMBIGUOUS = re.compile(r"^(?:yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF|None)$")
-_WITH_EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+WITH_EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 
 
 def _at(mark: Any, text: str) -> UserError:
@@ -107,17 +105,6 @@ def read_yaml(path: Path) -> Any:
         return parse_yaml(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def from_pyyaml(tree: Any) -> Any:
-    """Return plain data of PyYAML as this module reads it: texts such as `1e-3` are numbers, dates are texts."""
-    if isinstance(tree, Mapping):
-        return {name: value if name == "settings" else from_pyyaml(value) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [from_pyyaml(value) for value in tree]
-    if isinstance(tree, date):
-        return tree.isoformat()
-    return float(tree) if isinstance(tree, str) and _WITH_EXPONENT.fullmatch(tree) else tree
 
 
 def write_yaml(tree: Any) -> str:

@@ -37,7 +37,7 @@ from ppo_repro.ppo.preferences import (
 )
 from ppo_repro.preferences.pairs import Preference, check_pairs, sequences_of
 
-Progress = Callable[[int, int, float], None]  # step, last step, loss
+Progress = Callable[[int, int, str], None]  # step, last step, loss as text
 # indices of m pairs, slots of their 2 m sequences -> losses and margins, [m] each
 LossesOf = Callable[[list[int], Ints], tuple[Tensor, Tensor]]
 
@@ -94,7 +94,7 @@ class PairTraining:
         for minibatch in minibatches:
             steps.append(self._step(number, len(steps), minibatch.tolist()))
             done, last = number * len(minibatches) + len(steps), self.settings.epochs * len(minibatches)
-            self.progress(done, last, steps[-1].loss)
+            self.progress(done, last, f"loss {steps[-1].loss:.3f} nats/pair")
         return steps
 
     def _step(self, epoch: int, number: int, indices: list[int]) -> PreferenceStep:
@@ -165,7 +165,7 @@ def train_reward_model(
         numerics: the run's section on numerics.
         layout: the run's section on layout.
         seed: of the run.
-        progress: called with step, last step and loss in nats per pair after each step.
+        progress: called with step, last step and loss as text after each step.
         ranks: the processes of the run.
 
     Raises:

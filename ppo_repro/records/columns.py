@@ -127,31 +127,18 @@ def _sequences(item: Iteration) -> Columns:
     prompts, lengths = rollout.prompts, rollout.lengths
     count = len(lengths)
     columns: Columns = {
+        **fields_of(schema.SEQUENCES, prompts, rollout, rewards),
         "sequence": np.arange(count, dtype=np.int32),
-        "prompt_key": list(prompts.keys),
-        "sample_index": int32(prompts.sample_indices),
-        "seed": np.asarray(prompts.seeds, dtype=np.int64),
-        "prompt": list(prompts.texts),
-        "response": list(rollout.responses),
-        "answer": list(prompts.answers),
-        "prompt_ids": [int32(ids) for ids in prompts.prompt_ids],
         "response_ids": [int32(ids) for ids in torch.split(rollout.response_ids, lengths.tolist())],
         "prompt_length": int32([len(ids) for ids in prompts.prompt_ids]),
         "response_length": int32(lengths),
-        "finish_reason": list(rollout.finish_reasons),
-        **fields_of(schema.SEQUENCES, rewards),
         "kl_penalty_sum": run_sums(rewards.kl_penalties, lengths).numpy(),
         "reward_sum": run_sums(rewards.rewards, lengths).numpy(),
-        "server": list(rollout.servers),
-        "latency": list(rollout.latencies),
         **_episode_columns(rollout.episodes),
     }
-    if rollout.policy_versions is not None:
-        columns["rollout_policy_versions"] = rollout.policy_versions
-    if rollout.sampled_ids is not None and rollout.is_as_sampled is not None:
-        columns["sampled_ids"] = rollout.sampled_ids
+    if rollout.is_as_sampled is not None:
         columns["is_as_sampled"] = [list(map(int, row)) for row in rollout.is_as_sampled]
-    return columns
+    return {name: values for name, values in columns.items() if values is not None}
 
 
 def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
@@ -287,7 +274,7 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "accuracy": mean_of(rewards.is_correct),
         "reward_mean": mean_of(run_sums(rewards.rewards, rollout.lengths)),
         "response_length_mean": tokens / count,
-        "truncated_fraction": rollout.finish_reasons.count("length") / count,
+        "truncated_fraction": rollout.finish_reason.count("length") / count,
         "entropy": mean_of(forward.entropies),
         "kl_coef": in_force.kl_coef,
         "clip_range": in_force.clip_range if isinstance(objective, AdaptiveClipObjective) else None,
@@ -309,15 +296,9 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
 
 def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Table]:
     """Return the table `evaluations`, by name, of the evaluation before `iteration`."""
-    count = len(evaluation.keys)
     columns: Columns = {
-        "sequence": range(count),
-        "prompt_key": evaluation.keys,
-        "prompt": evaluation.texts,
-        "response": evaluation.responses,
-        "answer": evaluation.answers,
+        "sequence": range(len(evaluation.prompt_key)),
         "response_length": [len(ids) for ids in evaluation.response_ids],
-        "finish_reason": evaluation.finish_reasons,
         **fields_of(schema.EVALUATIONS, evaluation),
         **_episode_columns(evaluation.episodes),
     }

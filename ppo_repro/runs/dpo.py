@@ -91,7 +91,7 @@ class DPOExecution(Execution[Epoch]):
             micro_batch=config.layout.update_micro_batch,
             seed=config.seed,
             ranks=self.ranks,
-            progress=partial(self.watcher.preferences, "DPO"),
+            progress=partial(self.watcher.step, "DPO"),
         )
         for epoch in range(dpo.epochs):
             clock = Clock()
@@ -259,11 +259,11 @@ def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int, ranks: Ran
     """
     problems, ids = prepared.task.problems.held_out, prepared.task.prompt_ids
     prompts = Prompts(
-        keys=tuple(p.key for p in problems),
-        sample_indices=(0,) * len(problems),
-        seeds=tuple(sample_seed(seed, 0, p.key, 0) for p in problems),
-        texts=tuple(p.prompt for p in problems),
-        answers=tuple(p.answer for p in problems),
+        prompt_key=tuple(p.key for p in problems),
+        sample_index=(0,) * len(problems),
+        seed=tuple(sample_seed(seed, 0, p.key, 0) for p in problems),
+        prompt=tuple(p.prompt for p in problems),
+        answer=tuple(p.answer for p in problems),
         prompt_ids=tuple(ids[p.key] for p in problems),
     )
     rollout = roll_out(run_config, prepared.task, prepared.engine, prompts, ranks)

@@ -35,8 +35,8 @@ def fork(
     clock: Clock,
     beside: AbstractContextManager[object] = NOTHING,
     label: Label = UNLABELLED,
-) -> dict[str, float]:
-    """Make the run of a plan and compute it to its end. Returns wall seconds by phase and in total.
+) -> None:
+    """Make the run of a plan and compute it to its end.
 
     If there are several processes, the first one records.
 
@@ -63,7 +63,6 @@ def fork(
         digest = run_digest(inputs, plan.origin.fingerprint)
         fill = partial(_take_over, plan, start)
         compute_new(kind, plan.config, plan.folder, inputs, digest, clock, label, start, fill)
-    return clock.with_total()
 
 
 def _files(plan: Fork) -> list[Path]:

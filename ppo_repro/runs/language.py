@@ -242,7 +242,7 @@ def _quick_collections() -> Iterator[None]:
 
 
 def _cut(rollout: Rollout) -> str | None:
-    cut = rollout.finish_reasons.count("length") / len(rollout.finish_reasons)
+    cut = rollout.finish_reason.count("length") / len(rollout.finish_reason)
     return cut_at_the_limit(cut) if cut > MANY_CUT else None
 
 

@@ -110,7 +110,7 @@ def _reward_model(
         count, noise, seed = term.num_pairs or 0, term.label_noise, config.seed
         pairs = pairs_by_rule(problems.train, prompt_ids, tokenizer, count, noise, seed)
         eval_pairs = pairs_by_rule(problems.held_out, prompt_ids, tokenizer, EVAL_PAIRS, 0.0, seed)
-    progress = partial(watcher.preferences, "reward model")
+    progress = partial(watcher.step, "reward model")
     training = train_reward_model(
         model, pairs, eval_pairs, term, config.numerics, config.layout, config.seed, progress, ranks
     )
@@ -202,7 +202,8 @@ def prepare(
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {vocab_size} tokens")
     steps: tuple[WarmStartStep, ...] = ()
     if start_folder is None and isinstance(config.model, TinyModel):
-        steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, watcher.warm_start)
+        progress = partial(watcher.step, "warm start")
+        steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, watcher, ranks)
     task = Task(problems, ids, judge, reward_model, tokenizer, environment, functions)
     state, lora = train_state(config, source, reward_model, share, ranks)

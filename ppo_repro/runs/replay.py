@@ -6,7 +6,7 @@ Each stage starts from the records of earlier stages and calls the same function
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -135,22 +135,20 @@ def _rollout(records: Records) -> buffers.Rollout:
     columns = [records.tensor("tokens", name).split(lengths.tolist()) for name in SPANS]
     as_sampled = records.values_or_none("sequences", "is_as_sampled")
     return buffers.Rollout(
-        prompts=buffers.Prompts(
-            of("prompt_key"), of("sample_index"), of("seed"), of("prompt"), of("answer"), of("prompt_ids")
-        ),
+        prompts=buffers.Prompts(**{field.name: of(field.name) for field in fields(buffers.Prompts)}),
         response_ids=records.tensor("tokens", "token_id").to(torch.int64),
         lengths=lengths,
         temperature=1.0,
         rollout_logprobs=records.tensor("tokens", "rollout_logprobs"),
         log_kept_mass=records.tensor("tokens", "log_kept_mass"),
         kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
-        finish_reasons=of("finish_reason"),
-        servers=(None,) * len(lengths),
-        latencies=(None,) * len(lengths),
-        responses=of("response"),
+        finish_reason=of("finish_reason"),
+        response=of("response"),
+        server=(None,) * len(lengths),
+        latency=(None,) * len(lengths),
         spans=tuple(buffers.Spans(*(part.tolist() for part in parts)) for parts in zip(*columns, strict=True)),
         episodes=_episodes(records, "sequences"),
-        policy_versions=records.values_or_none("sequences", "rollout_policy_versions"),
+        rollout_policy_versions=records.values_or_none("sequences", "rollout_policy_versions"),
         sampled_ids=records.values_or_none("sequences", "sampled_ids"),
         is_as_sampled=None if as_sampled is None else tuple(tuple(map(bool, row)) for row in as_sampled),
     )
@@ -195,9 +193,9 @@ def _evaluation(records: Records) -> buffers.Evaluation | None:
     """Return the held-out responses; None if the run has no evaluation, or did not record its responses."""
     if "evaluations" not in records.tables:
         return None
-    names = ("prompt_key", "prompt", "answer", "prompt_ids", "response_ids", "response", "finish_reason", "scores")
-    columns = [records.values("evaluations", name) for name in (*names, "score_parts", "is_correct")]
-    return buffers.Evaluation(*columns, episodes=_episodes(records, "evaluations"))  # type: ignore[misc]
+    names = [field.name for field in fields(buffers.Evaluation) if field.name != "episodes"]
+    columns: dict[str, Any] = {name: records.values("evaluations", name) for name in names}
+    return buffers.Evaluation(**columns, episodes=_episodes(records, "evaluations"))
 
 
 @dataclass(frozen=True)
@@ -313,7 +311,7 @@ def _again(
     rewards, advantages = item.rewards, item.advantages
     if "rewards" in stages:
         # the values of the reward terms, which the task's verifier gave, are recorded
-        finished = [reason == "stop" for reason in item.rollout.finish_reasons]
+        finished = [reason == "stop" for reason in item.rollout.finish_reason]
         scores = weighted_scores(config.reward, rewards.score_parts, finished)
         judged = Judgement(scores, [list(parts) for parts in rewards.score_parts], rewards.is_correct.tolist())
         coefficient = item.coefficients.kl_coef

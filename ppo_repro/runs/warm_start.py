@@ -66,7 +66,7 @@ def warm_start(
     config: TinyModel,
     numerics: NumericsConfig,
     seed: int,
-    progress: Callable[[int, int, float], None],
+    progress: Callable[[int, int, str], None],
 ) -> tuple[WarmStartStep, ...]:
     """Train `source` in place to give the answers; return the record of each step.
 
@@ -81,7 +81,7 @@ def warm_start(
         config: steps, batch size, learning rate, accuracy.
         numerics: of the training.
         seed: of the order.
-        progress: called with step, last step and loss in nats per token after each step.
+        progress: called with step, last step and loss as text after each step.
     """
     policy = make_policy(source, numerics.mode, numerics.max_context, numerics.precision)
     settings = AdamWSettings(learning_rate=config.warm_start_learning_rate, beta2=0.98, weight_decay=0.01)
@@ -120,6 +120,6 @@ def warm_start(
                 accuracy=accuracy,
             )
         )
-        progress(step, end, loss)
+        progress(step, end, f"loss {loss:.3f} nats/token")
     source.load_state_dict(policy.state_dict())
     return tuple(steps)

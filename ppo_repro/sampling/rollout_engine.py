@@ -97,7 +97,7 @@ def _servers(
         return
 
     def waiting(seconds: int) -> None:
-        watcher.servers(seconds, settings.timeout_s)
+        watcher.step("SGLang", seconds, settings.timeout_s, "seconds of the longest wait for a server to start")
 
     with (
         _place(run_dir, SERVERS_NAME) as folder,

@@ -86,10 +86,10 @@ def samples_of(task: Task, rollout: Rollout, count: int) -> list[Sample]:
     return [
         sample_of(
             task,
-            rollout.prompts.keys[sequence],
+            rollout.prompts.prompt_key[sequence],
             sampled[sequence],
-            rollout.responses[sequence],
-            rollout.finish_reasons[sequence],
+            rollout.response[sequence],
+            rollout.finish_reason[sequence],
             None if rollout.episodes is None else rollout.episodes[sequence],
         )
         for sequence in range(len(rollout.lengths))[:count]
@@ -164,7 +164,7 @@ def _placed_scores(
     batch = ScoreBatch(
         **about_tokens(rollout, torch.arange(len(rollout.response_ids))),
         scores=rest,
-        is_finished=torch.tensor([reason == "stop" for reason in rollout.finish_reasons]),
+        is_finished=torch.tensor([reason == "stop" for reason in rollout.finish_reason]),
         token_ids=rollout.response_ids,
         words=rollout.word_ids(),
         old_logprobs=forward.old_logprobs,
@@ -180,7 +180,7 @@ def _step_rewards(config: RunConfig, rollout: Rollout) -> Tensor:
     weight = sum(t.weight for t in config.reward.terms if isinstance(t, StepsReward) and t.placement == "step_ends")
     if not weight or not isinstance(config.task, ColumnAdditionTask):
         return rewards
-    texts = zip(rollout.starts().tolist(), rollout.prompts.texts, rollout.responses, rollout.spans, strict=True)
+    texts = zip(rollout.starts().tolist(), rollout.prompts.prompt, rollout.response, rollout.spans, strict=True)
     for start, prompt, response, spans in texts:
         steps = column_steps(prompt, config.task.base)
         for end in right_steps(response, steps):
@@ -214,7 +214,7 @@ def compute_advantages(
 ) -> Advantages:
     """Compute advantages and value targets of N tokens, float32; whitening is over all tokens of the iteration."""
     if isinstance(settings, GroupAdvantages):
-        by_response = group_advantages(rewards.scores.tolist(), rollout.prompts.keys, settings.scale)
+        by_response = group_advantages(rewards.scores.tolist(), rollout.prompts.prompt_key, settings.scale)
         raw = torch.repeat_interleave(torch.tensor(by_response, dtype=torch.float32), rollout.lengths)
         return Advantages(raw_advantages=raw, advantages=raw, returns=None)
     values = forward.values
@@ -253,13 +253,13 @@ def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Eva
     prompt_ids = tuple(task.prompt_ids[p.key] for p in problems)
     judged = judge(config.layout, task, prompt_ids, [answer.ids for answer in answers], samples, ranks)
     return Evaluation(
-        keys=tuple(p.key for p in problems),
-        texts=tuple(p.prompt for p in problems),
-        answers=tuple(p.answer for p in problems),
+        prompt_key=tuple(p.key for p in problems),
+        prompt=tuple(p.prompt for p in problems),
+        answer=tuple(p.answer for p in problems),
         prompt_ids=prompt_ids,
         response_ids=tuple(tuple(c.response_ids) for c in completions),
-        responses=tuple(answer.text for answer in answers),
-        finish_reasons=tuple(c.finish_reason for c in completions),
+        response=tuple(answer.text for answer in answers),
+        finish_reason=tuple(c.finish_reason for c in completions),
         scores=tuple(judged.scores),
         score_parts=tuple(tuple(row) for row in judged.term_values),
         is_correct=tuple(judged.correct),

@@ -48,11 +48,11 @@ def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:
         counts[problem.key] = first + config.rollout.samples_per_prompt
         entries += [(problem, first + i) for i in range(config.rollout.samples_per_prompt)]
     return Prompts(
-        keys=tuple(p.key for p, _ in entries),
-        sample_indices=tuple(i for _, i in entries),
-        seeds=tuple(sample_seed(config.seed, iteration, p.key, i) for p, i in entries),
-        texts=tuple(p.prompt for p, _ in entries),
-        answers=tuple(p.answer for p, _ in entries),
+        prompt_key=tuple(p.key for p, _ in entries),
+        sample_index=tuple(i for _, i in entries),
+        seed=tuple(sample_seed(config.seed, iteration, p.key, i) for p, i in entries),
+        prompt=tuple(p.prompt for p, _ in entries),
+        answer=tuple(p.answer for p, _ in entries),
         prompt_ids=tuple(task.prompt_ids[p.key] for p, _ in entries),
     )
 
@@ -127,8 +127,8 @@ def known(name: str, values: Sequence[T | None]) -> tuple[T, ...] | None:
 
 def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
     """Sample one response to every prompt."""
-    problems = [task.problems.by_key[key] for key in prompts.keys]
-    answers = generate(task, engine, problems, sampling_of(config), prompts.seeds, ranks)
+    problems = [task.problems.by_key[key] for key in prompts.prompt_key]
+    answers = generate(task, engine, problems, sampling_of(config), prompts.seed, ranks)
     completions = [answer.completion for answer in answers]
     return Rollout(
         prompts=prompts,
@@ -138,13 +138,13 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
         rollout_logprobs=torch.cat([c.logprobs for c in completions]),
         log_kept_mass=torch.cat([c.log_kept_mass for c in completions]),
         kept_tokens=torch.cat([c.kept_tokens for c in completions]),
-        finish_reasons=tuple(c.finish_reason for c in completions),
-        servers=tuple(c.server for c in completions),
-        latencies=tuple(c.latency for c in completions),
-        responses=tuple(answer.text for answer in answers),
+        finish_reason=tuple(c.finish_reason for c in completions),
+        server=tuple(c.server for c in completions),
+        latency=tuple(c.latency for c in completions),
+        response=tuple(answer.text for answer in answers),
         spans=tuple(_spans(task, answer) for answer in answers),
         episodes=known("episodes", [answer.episode for answer in answers]),
-        policy_versions=known("policy_versions", [c.policy_versions for c in completions]),
+        rollout_policy_versions=known("policy_versions", [c.policy_versions for c in completions]),
         sampled_ids=known("sampled_ids", [c.sampled_ids for c in completions]),
         is_as_sampled=known("is_as_sampled", [c.is_as_sampled for c in completions]),
         routes=known("routes", [c.routes for c in completions]),

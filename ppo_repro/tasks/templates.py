@@ -208,7 +208,7 @@ def encode_all(
                 raise UserError(f"prompt '{shown(problem.key)}': {error}") from error
             ids[problem.key] = tokens
         if len(every) > AT_ONCE:
-            watcher.prompts(start + len(some), len(every))
+            watcher.step("prompts", start + len(some), len(every), "encoded")
     if not dropped:
         return problems, ids
     left = Split(*(tuple(p for p in part if p.key not in dropped) for part in (problems.train, problems.held_out)))

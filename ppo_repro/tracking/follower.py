@@ -148,7 +148,7 @@ def _start(folder: Path, target: Target) -> subprocess.Popen[str] | None:
             start_new_session=True,  # Ctrl-C goes to the run alone
         )
     except OSError as error:  # the system has no memory or no process left
-        _say(f"tracking did not start ({error.strerror})", folder, target)
+        say(f"tracking did not start ({error.strerror}); {_later(folder, target)}")
         return None
 
 
@@ -161,22 +161,22 @@ def _wait(process: subprocess.Popen[str], folder: Path, target: Target, copies: 
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        _say(f"tracking did not finish within {patience:.0f} s after the run", folder, target)
-        return
-    lines = out.splitlines()  # MLflow's client prints too
-    told = [line.removeprefix(DONE) for line in lines if line.startswith(DONE)]
-    if not told:
+        problem = f"tracking did not finish within {patience:.0f} s after the run"
+    else:
+        lines = out.splitlines()  # MLflow's client prints too
+        told = [line.removeprefix(DONE) for line in lines if line.startswith(DONE)]
+        if told:
+            found = json.loads(told[-1])
+            copies.lines += found["lines"]
+            copies.fields |= found["fields"]
+            return
         *_, last = ["", *lines]
-        _say(f"tracking failed: {last or f'its process ended with {process.returncode}'}", folder, target)
-        return
-    found = json.loads(told[-1])
-    copies.lines += found["lines"]
-    copies.fields |= found["fields"]
+        problem = f"tracking failed: {last or f'its process ended with {process.returncode}'}"
+    say(f"{problem}; {_later(folder, target)}" if folder.exists() else problem)
 
 
-def _say(problem: str, folder: Path, target: Target) -> None:
-    later = f"`ppo-repro track {shlex.quote(str(folder))} {target.option}`"
-    say(f"{problem}; the records are complete; copy them later with {later}")
+def _later(folder: Path, target: Target) -> str:
+    return f"copy the records later with `ppo-repro track {shlex.quote(str(folder))} {target.option}`"
 
 
 def main(folder: Path, target: Target) -> None:

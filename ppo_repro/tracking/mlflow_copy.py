@@ -116,7 +116,7 @@ def copy(folder: Path, uri: str, is_over: IsOver) -> tuple[list[str], dict[str, 
             place = _copy_grid(client, folder, still)
         else:
             (run,) = follow(folder, still, lambda run_dir, row: _RunCopy(client, run_dir))
-            place = run.copy.place
+            place = run.place
         with tempfile.TemporaryDirectory() as temporary:
             page = Path(temporary) / REPORT_NAME
             if write_page(folder, page):
@@ -162,7 +162,7 @@ class _Copy:
         for start in range(0, len(metrics), METRICS_PER_CALL):
             self._client.log_batch(self.place.run_id, metrics=metrics[start : start + METRICS_PER_CALL])
 
-    def end(self, tags: Mapping[str, str], files: Sequence[Path], status: str, moment: float) -> None:
+    def close(self, tags: Mapping[str, str], files: Sequence[Path], status: str, moment: float) -> None:
         self._client.log_batch(self.place.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
         for path in files:
             if path.exists():
@@ -170,7 +170,7 @@ class _Copy:
         self._client.set_terminated(self.place.run_id, status, _milliseconds(moment))
 
 
-class _RunCopy:
+class _RunCopy(_Copy):
     """Copy of one run in MLflow; a cell of a grid has another `experiment` and `name`."""
 
     def __init__(self, client: MlflowClient, run_dir: Path, experiment: str = "", name: str = "", **tags: str) -> None:
@@ -182,17 +182,14 @@ class _RunCopy:
         params, started = config.model_dump(mode="json"), start_time(run_dir, recorded)
         name = read_label(run_dir).name or name or run_dir.name
         self.run_dir = run_dir
-        self.copy = _Copy(client, experiment or config.experiment, run_dir, name, params, tags, started)
-
-    def log(self, found: Sequence[Scalar]) -> None:
-        self.copy.log(found)
+        super().__init__(client, experiment or config.experiment, run_dir, name, params, tags, started)
 
     def end(self, head: Head, last: Sequence[Scalar]) -> None:
         self.log(last)
         tags = {"fingerprint": head.fingerprint, "config_digest": head.config_digest}
         tags[MLFLOW_RUN_NOTE] = sentences(self.run_dir, head)
         files = [self.run_dir / name for name in ARTIFACTS]
-        self.copy.end(tags, files, ENDED[head.status], end_time(self.run_dir, head))
+        self.close(tags, files, ENDED[head.status], end_time(self.run_dir, head))
 
 
 def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
@@ -211,7 +208,7 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
     status = "FINISHED" if (cells["state"] == "complete").all() else "FAILED"
     files = [grid_dir / name for name in (GRID, CELLS, RESULTS)]
     tags = {MLFLOW_RUN_NOTE: f"**{tree['question']}**\n\nExpected: {tree['expectation']}"}
-    parent.end(tags, files, status, max(ends, default=started))
+    parent.close(tags, files, status, max(ends, default=started))
     return parent.place
 
 

@@ -15,35 +15,24 @@ import ppo_repro
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.lowering import is_deterministic
 from tests.support.models import FAMILIES, VOCAB, bits, source_model, unequal
+from tests.support.trained import collate, positions_in
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18, 19, 20, 21], [3, 4]]
 LABELS = sum(len(row) - 1 for row in ROWS)
+ROW = torch.tensor([[3, 4, 5]])
 LAYOUTS = [(1, "right", 0), (2, "left", 0), (4, "left", 3), (3, "right", 2)]
-
-
-def batch(rows: Sequence[Sequence[int]], padding: str, extra: int = 0) -> dict[str, Tensor]:
-    """Padded rows as a collator makes them: ids, mask and labels, -100 at padding and at each first token."""
-    width = max(map(len, rows)) + extra
-    ids = torch.full((len(rows), width), VOCAB - 1)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-    for index, row in enumerate(rows):
-        start = 0 if padding == "right" else width - len(row)
-        places = slice(start, start + len(row))
-        ids[index, places], mask[index, places] = torch.tensor(row), 1
-        labels[index, start + 1 : start + len(row)] = torch.tensor(row[1:])
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def gradients(model: PreTrainedModel, rows: Sequence[Sequence[int]], micro: int, padding: str, extra: int) -> Tensor:
     """All gradients of the summed loss, collected over micro-batches in `.grad`, as one vector."""
     model.zero_grad()
     for start in range(0, len(rows), micro):
-        tensors = batch(rows[start : start + micro], padding, extra)
+        tensors = collate(rows[start : start + micro], padding, extra)
         if is_deterministic(model):
             loss = model(**tensors, num_items_in_batch=LABELS).loss
         else:
-            positions = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
-            loss = model(**tensors, position_ids=positions, num_items_in_batch=LABELS).loss
+            position_ids = positions_in(tensors["attention_mask"])
+            loss = model(**tensors, position_ids=position_ids, num_items_in_batch=LABELS).loss
         loss.backward()
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
@@ -70,7 +59,7 @@ def test_gradients_of_stock_torch_depend_on_it(row_dependent: None) -> None:
 
 def test_gradients_go_on_from_grad_and_zeroing_begins_anew() -> None:
     model = ppo_repro.deterministic(source_model("llama"))
-    first, last = batch(ROWS[:2], "right"), batch(ROWS[2:], "left")
+    first, last = collate(ROWS[:2], "right"), collate(ROWS[2:], "left")
 
     def backward(tensors: dict[str, Tensor]) -> Tensor:
         model(**tensors, num_items_in_batch=LABELS).loss.backward()
@@ -95,15 +84,15 @@ def test_gradients_go_on_from_grad_and_zeroing_begins_anew() -> None:
 def test_frozen_parameters_take_no_gradient() -> None:
     model = ppo_repro.deterministic(source_model("llama"))
     model.model.requires_grad_(False)
-    model(**batch(ROWS, "right")).loss.backward()
+    model(**collate(ROWS, "right")).loss.backward()
     assert model.lm_head.weight.grad is not None
     assert model.model.norm.weight.grad is None
     model.requires_grad_(False)
-    assert not model(**batch(ROWS, "right")).loss.requires_grad
+    assert not model(**collate(ROWS, "right")).loss.requires_grad
     model.requires_grad_(True)
     model.lm_head.requires_grad_(False)
     model.zero_grad()
-    model(**batch(ROWS, "right")).loss.backward()
+    model(**collate(ROWS, "right")).loss.backward()
     assert model.lm_head.weight.grad is None
     assert model.model.norm.weight.grad is not None
 
@@ -153,7 +142,7 @@ def test_logits_of_padded_packed_and_single_rows_are_the_same_bits() -> None:
     model = ppo_repro.deterministic(source_model("qwen3"))
     alone = [model(torch.tensor([row])).logits[0] for row in ROWS]
     for padding in ("right", "left"):
-        tensors = batch(ROWS, padding, 2)
+        tensors = collate(ROWS, padding, 2)
         out = model(tensors["input_ids"], tensors["attention_mask"])
         assert out.loss is None
         for row, mask, expected in zip(out.logits, tensors["attention_mask"], alone, strict=True):
@@ -166,7 +155,7 @@ def test_logits_of_padded_packed_and_single_rows_are_the_same_bits() -> None:
     for row, logprobs in zip(ROWS, found, strict=True):
         assert unequal(logprobs, ppo_repro.logprobs(model, torch.tensor([row]))[0]) == 0
         assert float(logprobs[0].detach()) == 0.0
-    last = model(batch(ROWS, "left")["input_ids"], batch(ROWS, "left")["attention_mask"], logits_to_keep=2).logits
+    last = model(collate(ROWS, "left")["input_ids"], collate(ROWS, "left")["attention_mask"], logits_to_keep=2).logits
     assert unequal(last[1], alone[1][-2:]) == 0
 
 
@@ -178,8 +167,8 @@ def test_loss_is_the_mean_over_labels_and_a_packed_row_predicts_no_first_token()
         packed = torch.tensor([[token for row in ROWS for token in row]])
         positions = torch.tensor([[i for row in ROWS for i in range(len(row))]])
         losses = [
-            model(**batch(ROWS, "right")).loss,
-            model(**batch(ROWS, "left", 1)).loss,
+            model(**collate(ROWS, "right")).loss,
+            model(**collate(ROWS, "left", 1)).loss,
             model(packed, position_ids=positions, labels=packed).loss,
         ]
     assert len({int(bits(loss)) for loss in losses}) == 1
@@ -195,7 +184,7 @@ def test_generate_and_logprobs_agree_on_every_bit_and_no_slot_shows() -> None:
             assert a.response_ids == b.response_ids
             assert unequal(a.logprobs, b.logprobs) == 0
     rows = [[*r.prompt_ids, *r.response_ids] for r in responses]
-    tensors = batch(rows, "left")
+    tensors = collate(rows, "left")
     found = ppo_repro.logprobs(model, tensors["input_ids"], tensors["attention_mask"], temperature=0.7)
     for row, response in zip(found, responses, strict=True):
         assert unequal(row[len(row) - len(response.response_ids) :], response.logprobs) == 0
@@ -360,40 +349,3 @@ def test_a_change_before_the_backward_pass_is_refused(change: str) -> None:
     if change == "a hook":
         return
     model(ROW, labels=ROW).loss.backward()
-
-
-def ids(*shape: int) -> Tensor:
-    return torch.ones(shape, dtype=torch.int64)
-
-
-HOLE, ROW = torch.tensor([[1, 0, 1]]), torch.tensor([[3, 4, 5]])
-MISTAKES = {
-    "float ids": (dict(input_ids=torch.ones(1, 3)), "input_ids: is torch.float32 .1, 3.; must be an int64"),
-    "a list": (dict(input_ids=[[1, 2]]), "of type list"),
-    "outside": (dict(input_ids=ids(1, 3) * VOCAB), f"input_ids.0, 0. = {VOCAB}: must be in 0..{VOCAB - 1}"),
-    "mask of another shape": (dict(input_ids=ROW, attention_mask=ids(1, 2)), r"attention_mask: .* \[1, 3\]"),
-    "a hole": (dict(input_ids=ROW, attention_mask=HOLE), "padding between its tokens"),
-    "padding alone": (dict(input_ids=ROW, attention_mask=ROW * 0), "every position is padding"),
-    "positions": (dict(input_ids=ROW, position_ids=ROW), r"position_ids\[0, 0\] = 3: must be one more"),
-    "too long": (dict(input_ids=ids(1, 65)), "has 65 tokens; deterministic.model, max_context=64. takes no more"),
-    "labels at padding": (
-        dict(input_ids=ROW, attention_mask=torch.tensor([[1, 1, 0]]), labels=ROW),
-        r"labels\[0, 2\] = 5: is at padding; must be -100",
-    ),
-    "no label counts": (dict(input_ids=ROW, labels=ids(1, 3) * -100), "none of them counts"),
-    "a cache": (dict(input_ids=ROW, use_cache=True), "use_cache is not supported"),
-    "kept and labelled": (dict(input_ids=ROW, labels=ROW, logits_to_keep=1), "logits_to_keep = 1"),
-}
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return ppo_repro.deterministic(source_model("llama"))
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_one_line(llama: PreTrainedModel, mistake: str) -> None:
-    arguments, message = MISTAKES[mistake]
-    with pytest.raises(UserError, match=message) as error:
-        llama(**arguments)
-    assert "\n" not in str(error.value)

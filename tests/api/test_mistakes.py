@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 import ppo_repro
-from tests.support.models import CONFIGS, small_model
+from tests.support.models import CONFIGS, VOCAB, small_model
 from tests.support.paths import TINY
 
 IDS, SAMPLING = torch.tensor([[1, 2, 3]]), ppo_repro.Sampling(max_response_tokens=2)
+ONES = torch.ones_like(IDS)
 
 
 def stock() -> PreTrainedModel:
@@ -28,6 +29,18 @@ def generate(model: PreTrainedModel, **changes: object) -> object:
 CALLS: dict[str, Callable[[PreTrainedModel], object]] = {
     r"deterministic: threads = 1.5: must be a whole number": lambda _: ppo_repro.deterministic(stock(), threads=1.5),  # type: ignore[arg-type]
     r"threads = 257: must be a whole number in 1..256": lambda _: ppo_repro.deterministic(stock(), threads=257),
+    "input_ids: is torch.float32 .1, 3.; must be an int64": lambda model: model(IDS.float()),
+    "input_ids: is of type list": lambda model: model([[1, 2]]),
+    f"input_ids.0, 0. = {VOCAB}: must be in 0..{VOCAB - 1}": lambda model: model(ONES * VOCAB),
+    r"attention_mask: .* \[1, 3\]": lambda model: model(IDS, ONES[:, :2]),
+    "padding between its tokens": lambda model: model(IDS, torch.tensor([[1, 0, 1]])),
+    "every position is padding": lambda model: model(IDS, ONES * 0),
+    r"position_ids\[0, 0\] = 3: must be one more": lambda model: model(IDS, position_ids=ONES * 3),
+    "has 65 tokens; deterministic.model, max_context=64. takes no more": lambda model: model(torch.ones(1, 65).long()),
+    r"labels\[0, 2\] = 3: is at padding; must be -100": lambda model: model(IDS, torch.tensor([[1, 1, 0]]), labels=IDS),
+    "none of them counts": lambda model: model(IDS, labels=ONES * -100),
+    "use_cache is not supported": lambda model: model(IDS, use_cache=True),
+    "logits_to_keep = 1": lambda model: model(IDS, labels=IDS, logits_to_keep=1),
     "num_items_in_batch = nan": lambda model: model(IDS, labels=IDS, num_items_in_batch=float("nan")),
     "logprobs: temperature = 1e-300": lambda model: ppo_repro.logprobs(model, IDS, temperature=1e-300),
     "generate: a prompt = .*: must be a list of token ids": lambda model: generate(model, prompts=[[1.7]]),

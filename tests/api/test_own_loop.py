@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 import ppo_repro
 from tests.support.models import source_model, unequal
+from tests.support.trained import collate
 
 ROWS = [[5, 6, 7, 8, 9], [11, 12, 13], [14, 15, 16, 17, 18, 19], [3, 4], [21, 5, 22, 6], [7, 7, 7]]
 ITEMS = 20  # the loss is a sum over tokens divided by this
@@ -182,12 +183,7 @@ def require_same_as_twin(ours: Loop, twin: Loop, what: str) -> None:
 def require_one_pass(loop: Loop, rows: list[list[int]]) -> None:
     """The gradients are the bits of one backward pass over the rows."""
     once = copy.deepcopy(loop.model)
-    width = max(map(len, rows))
-    ids, labels, mask = (torch.full((len(rows), width), value) for value in (0, -100, 0))
-    for index, row in enumerate(rows):
-        ids[index, : len(row)] = labels[index, : len(row)] = torch.tensor(row)
-        mask[index, : len(row)] = 1
-    once(ids, mask, labels=labels, num_items_in_batch=ITEMS).loss.backward()
+    once(**collate(rows, "right"), num_items_in_batch=ITEMS).loss.backward()
     expected = Loop(once).gradients()
     for name, grad in loop.gradients().items():
         assert unequal(grad, expected[name]) == 0, name

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import runpy
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
 
 import ppo_repro
+from ppo_repro.api.training import reward_path
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.ranks import ALONE
 from ppo_repro.base.watcher import Silent
@@ -105,12 +108,16 @@ INSIDE = "def closure():\n    bonus = 1.0\n    def inner(a, b, c):\n        retu
 MISTAKES: dict[str, tuple[Any, str]] = {
     "a lambda": (lambda prompt, response, answer: 1.0, "must be a function made by `def`"),
     "a class": (FunctionType, "must be a function made by `def`"),
-    "a closure": (of_a_notebook(INSIDE, "closure")(), "uses 'bonus' of the notebook; put it inside the function, or"),
+    "a closure": (of_a_notebook(INSIDE, "closure")(), "uses 'bonus' of the notebook, of type float; put it inside"),
     "a module that no rerun finds": (
         of_a_notebook(BORROWED, "graded", mine=OF_THIS_FOLDER),
         "uses the module mine of this folder, which is not copied",
     ),
     "a helper": (of_a_notebook(CELL, "graded", math=math, BONUS=[]), "uses 'BONUS' of the notebook"),
+    "a number of NumPy": (
+        of_a_notebook(CELL, "graded", math=math, BONUS=np.float64(0.5)),
+        "'BONUS'.*, of type float64;",
+    ),
 }
 
 
@@ -120,6 +127,13 @@ def test_a_reward_that_could_not_be_computed_again_is_refused(mistake: str, tmp_
     with pytest.raises(UserError, match=message):
         ppo_repro.train(TREE, reward=reward, out=tmp_path)
     assert not list(tmp_path.rglob("*.py"))
+
+
+@pytest.mark.parametrize("bonus", [math.inf, -math.inf, math.nan, -0.0, None, "a'b"])
+def test_every_plain_constant_of_a_notebook_is_in_the_written_file(bonus: object, tmp_path: Path) -> None:
+    reward = of_a_notebook("def graded(prompt, response, answer):\n    return BONUS\n", "graded", BONUS=bonus)
+    path, _, name = reward_path(reward, tmp_path).rpartition(":")
+    assert repr(runpy.run_path(path)[name]("", "", "")) == repr(bonus)
 
 
 def test_a_dict_that_pyyaml_read_has_its_numbers(tmp_path: Path) -> None:

@@ -188,18 +188,3 @@ def test_where_nothing_can_be_locked_or_made_is_one_line(
         said = r"run: the file .*experiment is in the way; choose another --out"
     with pytest.raises(UserError, match=said), only_writer(folder):
         pass
-
-
-def test_a_read_only_folder_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.parent.mkdir(parents=True)
-    real = os.open
-
-    def refusing(path: Any, flags: int, *mode: int) -> int:
-        if str(path).endswith(".lock") and flags & os.O_CREAT:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-        return real(path, flags, *mode)
-
-    monkeypatch.setattr(os, "open", refusing)  # root may write into folders that are read-only to others
-    with pytest.raises(UserError, match=r"cannot be locked \(Read-only file system\)"):
-        only_writer(folder).__enter__()
-    assert not has_writer(folder)

@@ -11,10 +11,10 @@ import yaml
 from pydantic import Field, ValidationError
 
 from ppo_repro.base.errors import Mistakes, UserError
-from ppo_repro.config.files import apply_overrides, build_config, dump_yaml, found, load_config
+from ppo_repro.config.files import apply_overrides, build_config, dump_yaml, found, from_pyyaml, load_config
 from ppo_repro.config.mistakes import mistakes as lines_of
 from ppo_repro.config.section import Section
-from ppo_repro.config.yaml_text import from_pyyaml, parse_yaml, write_yaml
+from ppo_repro.config.yaml_text import parse_yaml, write_yaml
 from ppo_repro.grids.spec import load_grid
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY_GRID
 from tests.support.runs import small_config
@@ -63,6 +63,12 @@ def test_dates_of_pyyaml_are_the_texts_that_a_file_has() -> None:
     for day in ("2026-11-28", "2026-11-28T12:00:00"):
         text = f"{{template_time: {day}, times: [{day}]}}"
         assert from_pyyaml(yaml.safe_load(text)) == parse_yaml(text) == {"template_time": day, "times": [day]}
+
+
+def test_texts_of_pyyaml_for_a_function_or_a_template_stay_texts() -> None:
+    written: dict[str, Any] = {name: {"x": "1e5"} for name in ("settings", "parameters", "template_arguments")}
+    written |= {"task.template_arguments.x": "1e5"}
+    assert from_pyyaml({"ppo.learning_rate": "1e5", **written}) == {"ppo.learning_rate": 1e5, **written}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,12 @@ from torch import Tensor
 from transformers import LlamaForSequenceClassification
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.models.folder_files import ADAPTER, INDEX, WEIGHTS
+from ppo_repro.models.folder_files import ADAPTER, GENERATION, INDEX, MAX_BYTES, WEIGHTS
 from ppo_repro.models.folders import load_reward_model
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.tasks.tokenizer import character_tokenizer
-from tests.support.damage import Damage, changed
-from tests.support.models import VOCAB, llama_config, qwen3_config, small_model, unequal
+from tests.support.damage import SECONDS, Damage, changed, device
+from tests.support.models import CONFIGS, MIXTURES, VOCAB, llama_config, qwen3_config, small_model, unequal
 
 Q, EMBEDDING = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight"
 
@@ -99,6 +101,24 @@ def larger_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+def no_unknown_token(folder: Path) -> None:
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    tree["model"] = {"type": "WordLevel", "vocab": tree["model"]["vocab"], "unk_token": "<unk>"}
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+
+
+def large(name: str) -> Damage:
+    return device(name, lambda path: path.touch() or os.truncate(path, MAX_BYTES + 1))  # type: ignore[func-returns-value]
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def rope(**changes: object) -> Damage:
+    return changed("config.json", ("rope_parameters",), {"rope_type": "default", "rope_theta": 1e4, **changes})
+
+
 OF_CONFIG: dict[str, tuple[Damage, str]] = {
     "no object": (text("config.json", "[]"), r"config\.json holds \[\]; must be a JSON object"),
     "no JSON": (text("config.json", '{"a":'), r"config\.json cannot be read as JSON"),
@@ -145,14 +165,47 @@ OF_FILES: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*OF_CONFIG, *OF_FILES])
-def test_an_odd_folder_is_refused_in_one_line(case: str, folder: Path) -> None:
-    damage, message = {**OF_CONFIG, **OF_FILES}[case]
+# what is said of a damaged folder of a family
+OF_FAMILIES: dict[str, tuple[str, Damage]] = {
+    "head_dim = 15: .* even number": ("llama", config(head_dim=15)),
+    "head_dim = 0: must be .* 1 to": ("llama", config(head_dim=0)),
+    "num_hidden_layers = 0: must be .* 1 to 1024": ("qwen3", config(num_hidden_layers=0)),
+    "num_hidden_layers = 1000000: must be .* 1 to 1024": ("qwen3", config(num_hidden_layers=10**6)),
+    "n_layer = 1000000: must be .* 1 to 1024": ("gpt2", config(n_layer=10**6)),
+    "hidden_size = -16: must be .* 1 to": ("llama", config(hidden_size=-16)),
+    "pad_token_id = 1000000000000: must be .* -89 to 88": ("llama", config(pad_token_id=10**12)),
+    "num_experts_per_tok = 9: must be .* number of experts": ("mixtral", config(num_experts_per_tok=9)),
+    "rope_theta = nan: must be a number from 1 to": ("gpt_neox", rope(rope_theta=float("nan"))),
+    "partial_rotary_factor = 2: must be": ("gpt_neox", rope(partial_rotary_factor=2.0)),
+    "rms_norm_eps = inf: must be": ("gemma", config(rms_norm_eps=float("inf"))),
+    "num_labels = 1000000000: must be": ("mistral", config(num_labels=10**9)),
+    "wants [0-9]+ weights, and its files have": ("gpt2", config(n_positions=10**6)),
+    "decoder_sparse_step = 0: must be": ("qwen3_moe", config(decoder_sparse_step=0)),
+    "tokenizer: cannot be loaded .*UNK": ("olmoe", no_unknown_token),
+    "model.safetensors is a FIFO; must be": ("qwen2", device(WEIGHTS, os.mkfifo)),
+    "chat_template.jinja is a device; must be": ("qwen2", device("chat_template.jinja", endless)),
+    "config.json has [0-9]+ bytes; must be at most": ("qwen2", large("generation_config.json")),
+    "generation_config.json could not be saved .*temperature": ("llama", changed(GENERATION, ("temperature",), 0.5)),
+    "cannot be loaded .*Field 'architectures' with value 5": ("llama", config(architectures=5)),
+}  # fmt: skip
+
+
+REFUSED = [("qwen3", *case) for case in (*OF_CONFIG.values(), *OF_FILES.values())]
+REFUSED += [(family, damage, message) for message, (family, damage) in OF_FAMILIES.items()]
+
+
+@pytest.mark.parametrize(("family", "damage", "message"), REFUSED, ids=[*OF_CONFIG, *OF_FILES, *OF_FAMILIES])
+def test_a_damaged_folder_is_refused_in_one_line_at_once(
+    family: str, damage: Damage, message: str, tmp_path: Path
+) -> None:
+    folder = make(tmp_path / "model", small_model({**CONFIGS, **MIXTURES}[family](), 0))
     damage(folder)
+    start = time.process_time()
     with pytest.raises(UserError, match=rf"^model\.path = \S+: .*{message}") as refused:
         load_folder(folder)
     assert len(str(refused.value)) < 700
     assert "\n" not in str(refused.value)
+    assert time.process_time() - start < SECONDS
 
 
 @pytest.mark.parametrize("end", ["x", VOCAB, -1, [1, None, 2.5]])

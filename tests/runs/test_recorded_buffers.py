@@ -41,22 +41,11 @@ COLUMNS = {(table.name, column.name): column for table in schema.TABLES for colu
 Tables = dict[str, pa.Table]
 # the tables of each stage, and its columns that have another name than their field
 WHERE: dict[type, tuple[tuple[str, ...], dict[str, str]]] = {
-    Prompts: (
-        ("sequences",),
-        {
-            "keys": "prompt_key",
-            "texts": "prompt",
-            "answers": "answer",
-            "sample_indices": "sample_index",
-            "seeds": "seed",
-        },
-    ),
+    Prompts: (("sequences",), {}),
     Spans: (("tokens",), {}),
     Rollout: (
         ("tokens", "sequences"),
-        {"response_ids": "token_id", "lengths": "response_length", "servers": "server", "latencies": "latency"}
-        | {"responses": "response", "finish_reasons": "finish_reason"}
-        | {name: f"rollout_{name}" for name in ("routes", "policy_versions")},
+        {"response_ids": "token_id", "lengths": "response_length", "routes": "rollout_routes"},
     ),
     ForwardPass: (("tokens", "sequences"), {"routes": "policy_routes"}),
     Rewards: (("tokens", "sequences"), {}),

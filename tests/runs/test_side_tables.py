@@ -70,11 +70,8 @@ def test_a_person_sees_the_steps_of_a_reward_model_as_such() -> None:
     seen = list[tuple[str, int, int]]()
 
     class Seeing(Silent):
-        def warm_start(self, step: int, total: int, loss: float) -> None:
-            seen.append(("warm start", step, total))
-
-        def preferences(self, what: str, step: int, total: int, loss: float) -> None:
-            seen.append((what, step, total))
+        def step(self, name: str, done: int, total: int, figures: str) -> None:
+            seen.append((name, done, total))
 
     prepare(load_config(TINY, [f"reward.terms=[{REWARD_MODEL}]", "model.warm_start_steps=2"]), Seeing())
     assert seen == [

@@ -29,6 +29,6 @@ def test_every_response_of_a_run_has_a_seed_of_its_own() -> None:
     )
     iterations = [choose_prompts(config, task, iteration) for iteration in range(2)]
     for prompts in iterations:
-        assert len(set(zip(prompts.keys, prompts.sample_indices, strict=True))) == 24
-        assert max(prompts.sample_indices) == 5
-    assert len({seed for prompts in iterations for seed in prompts.seeds}) == 48
+        assert len(set(zip(prompts.prompt_key, prompts.sample_index, strict=True))) == 24
+        assert max(prompts.sample_index) == 5
+    assert len({seed for prompts in iterations for seed in prompts.seed}) == 48

@@ -24,7 +24,7 @@ E = math.e
 
 def rollout() -> Rollout:
     found = bare_rollout(torch.tensor([3, 1]))
-    return replace(found, prompts=replace(found.prompts, keys=("a", "a")), spans=WORDS)
+    return replace(found, prompts=replace(found.prompts, prompt_key=("a", "a")), spans=WORDS)
 
 
 def forward() -> ForwardPass:

@@ -23,10 +23,10 @@ def bare_rollout(lengths: Tensor, logprobs: Tensor | None = None, reasons: Seque
         rollout_logprobs=nothing if logprobs is None else logprobs,
         log_kept_mass=nothing,
         kept_tokens=torch.ones(tokens, 3, dtype=torch.uint8),
-        finish_reasons=tuple(reasons or ("stop",) * count),
-        servers=(None,) * count,
-        latencies=(None,) * count,
-        responses=("",) * count,
+        finish_reason=tuple(reasons or ("stop",) * count),
+        server=(None,) * count,
+        latency=(None,) * count,
+        response=("",) * count,
         spans=(),
     )
 

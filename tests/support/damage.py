@@ -15,6 +15,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import one_line
 
 Damage = Callable[[Path], object]
+SECONDS = 2.0  # of this process, for a refusal
 
 DEEP: Any = []
 for _ in range(200):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,21 @@ def examples() -> list[list[int]]:
     return [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-def collate(rows: list[list[int]], padding: str) -> dict[str, Tensor]:
-    width = max(map(len, rows))
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+def collate(rows: Sequence[Sequence[int]], padding: str, extra: int = 0, prompt: int = 1) -> dict[str, Tensor]:
+    """Padded ids, mask and labels; labels are -100 at padding and at the first `prompt` tokens of a row."""
+    width = max(map(len, rows)) + extra
+    ids = torch.full((len(rows), width), VOCAB - 1)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
     for index, row in enumerate(rows):
         start = 0 if padding == "right" else width - len(row)
         ids[index, start : start + len(row)], mask[index, start : start + len(row)] = torch.tensor(row), 1
-        labels[index, start + 2 : start + len(row)] = torch.tensor(row[2:])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # what the stock model needs on the left side
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
+        labels[index, start + prompt : start + len(row)] = torch.tensor(row[prompt:])
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def positions_in(mask: Tensor) -> Tensor:
+    """What a stock model needs if the padding is on the left side."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def trained_by_trainer(model: PreTrainedModel, micro: int, padding: str, folder: Path, use_cpu: bool = True) -> str:
@@ -58,7 +64,8 @@ def trained_by_trainer(model: PreTrainedModel, micro: int, padding: str, folder:
     dataset: Any = examples()
 
     def collated(rows: list[list[int]]) -> dict[str, Tensor]:
-        return collate(rows, padding)
+        tensors = collate(rows, padding, prompt=2)
+        return {**tensors, "position_ids": positions_in(tensors["attention_mask"])}
 
     trainer = Trainer(model, arguments, train_dataset=dataset, data_collator=collated)
     trainer.train()

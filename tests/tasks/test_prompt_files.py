@@ -157,7 +157,7 @@ class Seen(Watcher):
     def __init__(self) -> None:
         self.lines: list[tuple[int, int]] = []
 
-    def prompts(self, done: int, total: int) -> None:
+    def step(self, name: str, done: int, total: int, figures: str) -> None:
         self.lines.append((done, total))
 
 

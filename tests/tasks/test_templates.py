@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -118,74 +117,15 @@ def test_tools_reach_the_template(model: Path) -> None:
     assert rendered(tokenizer, [[{"role": "user", "content": "x"}]], arguments={"tools": tools}) == ["adduxa"]
 
 
-# what is peculiar to the templates of three families
-SMOLLM3 = (
-    "{% set mode = '/think' if enable_thinking is not defined or enable_thinking else '/no_think' %}"
-    "{% set said = messages[0].content if messages[0].role == 'system' else '' %}"
-    "{% if '/no_think' in said %}{% set mode = '/no_think' %}{% endif %}"
-    "system: {{ strftime_now('%d %B %Y') }} {{ mode }} {{ said.replace('/no_think', '').rstrip() }}\n"
-    "{% for m in messages if m.role != 'system' %}{% if m.role == 'assistant' %}"
-    "{% generation %}assistant: {{ m.content }}\n{% endgeneration %}"
-    "{% else %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% if mode == '/no_think' %}<think>\n\n</think>\n{% endif %}{% endif %}"
-)
-TURNS = (
-    "{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}"
-    "{% endif %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ first if loop.first else '' }}"
-    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
-GEMMA2 = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% set first, turns = '', messages %}" + TURNS
-)
-GEMMA3 = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}"
-    "{% set first, turns = messages[0].content + '\n\n', messages[1:] %}"
-    "{% else %}{% set first, turns = '', messages %}{% endif %}" + TURNS
-)
-SYSTEM = {"role": "system", "content": "Be brief."}
-CHAT = [
-    {"role": "user", "content": " 1+1=\n"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "And 2+2?"},
-]
-
-
-@pytest.mark.parametrize(
-    ("template", "chat", "arguments", "end"),
-    [
-        (SMOLLM3, CHAT, {}, "assistant: "),
-        (SMOLLM3, [SYSTEM, *CHAT], {"enable_thinking": True}, "assistant: "),
-        (SMOLLM3, [SYSTEM, *CHAT], {"enable_thinking": False}, "assistant: <think>\n\n</think>\n"),
-        (GEMMA2, CHAT, {}, "And 2+2?<end_of_turn>\n<start_of_turn>model\n"),
-        (GEMMA3, [SYSTEM, *CHAT], {}, "And 2+2?<end_of_turn>\n<start_of_turn>model\n"),
-    ],
-    ids=["SmolLM3", "SmolLM3 thinks", "SmolLM3 does not think", "Gemma 2", "Gemma 3"],
-)
-def test_prompts_are_those_that_transformers_makes(
-    template: str, chat: list[dict[str, str]], arguments: dict[str, Any], end: str, model: Path
-) -> None:
+def test_a_template_with_the_tag_of_transformers_is_rendered_as_transformers_does(model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = template
-    today = datetime.now().date().isoformat()
-    expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments)
-    assert rendered(tokenizer, [chat], arguments=arguments, time=today) == [expected]
-    assert expected.endswith(end)
-
-
-@pytest.mark.parametrize(
-    ("template", "system", "message"),
-    [
-        (GEMMA2, "Be brief.", "cannot render a chat (TemplateError: System role not supported)"),
-        (SMOLLM3, "Be brief. /no_think", "task.system_prompt: this tokenizer's chat template leaves it out"),
-    ],
-    ids=["Gemma 2", "SmolLM3"],
-)
-def test_a_system_prompt_that_does_not_enter_the_prompt_is_refused(
-    template: str, system: str, message: str, cli: Cli, tmp_path: Path, model: Path
-) -> None:
-    config = configured(tmp_path, model, template, system_prompt=system, template_time="2026-11-03")
-    assert message in cli.refusal("run", config, "--out", tmp_path / "runs")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a{{ m.content }}{% endgeneration %}"
+        "{% else %}u{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    chat = [{"role": role, "content": "b"} for role in ("user", "assistant", "user")]
+    expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered(tokenizer, [chat]) == [expected] == ["ubabuba"]
 
 
 def test_a_message_that_the_template_leaves_out_is_refused(cli: Cli, tmp_path: Path, model: Path) -> None:

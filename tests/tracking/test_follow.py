@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.records import manifest, reader
+from ppo_repro.tracking.follower import Copies, Target, followed
 from tests.grids.small_grids import written_grid
 from tests.support.cli import Cli
 from tests.support.paths import TINY
@@ -129,7 +130,23 @@ def test_a_system_without_another_process_costs_a_run_nothing(
     monkeypatch.setattr("ppo_repro.tracking.follower._check_function", lambda path: None)
     code, _, err = cli("run", TINY, "--out", tmp_path / "runs", "--track", follow)
     assert code == 0
-    assert "tracking did not start (Resource temporarily unavailable); the records are complete" in err
+    assert "tracking did not start (Resource temporarily unavailable); copy the records later with `ppo-repro" in err
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_a_folder_that_was_removed_is_not_to_be_copied_later(
+    is_left: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that Ctrl-C ends before its first iteration leaves no folder."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with followed(folder, Copies(), [Target("nothing", "")]):  # whose process fails at once
+        if not is_left:
+            folder.rmdir()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("tracking failed: its process ended with 1")
+    assert ("later" in said) is is_left
+    assert "complete" not in said, "an interrupted run is not"
 
 
 @slow

@@ -36,7 +36,7 @@ def with_loss_mask(faults: TrainerFaults, rollout: Rollout) -> Rollout:
     if faults.eos_in_loss:
         return rollout
     in_losses = torch.ones(len(rollout.response_ids), dtype=torch.bool)
-    ended = torch.tensor([reason == "stop" for reason in rollout.finish_reasons])
+    ended = torch.tensor([reason == "stop" for reason in rollout.finish_reason])
     in_losses[(rollout.lengths.cumsum(0) - 1)[ended]] = False
     return replace(rollout, in_losses=in_losses)
 

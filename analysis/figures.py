@@ -91,11 +91,7 @@ def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
 def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
     """Draw the mean over runs by iteration as a line, and their range as a band.
 
-    Args:
-        rows: columns iteration and `measure`, one row per run and iteration; NaN is not drawn.
-        measure: the column to draw.
-        axes: where to draw.
-        label: the entry of the legend.
+    `rows` has columns iteration and `measure`, one row per run and iteration; NaN is not drawn.
     """
     line = rows[rows[measure].notna()].groupby("iteration")[measure].agg(["mean", "min", "max"])
     (drawn,) = axes.plot(line.index, line["mean"], label=label)
@@ -212,7 +208,6 @@ def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = No
     Args:
         cells: the frame of `outcomes`.
         share: `removed` or `outside`, the clipped share on the x axis.
-        measure: the column on the y axis.
         axes: where to draw; None makes new axes.
 
     Returns:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
+from ppo_repro.analysis import figures
 from ppo_repro.analysis.csv_text import csv_text
-from ppo_repro.analysis.figures import svg
 from ppo_repro.analysis.grids.outcomes import LAST, complete_cells, end_measures, mismatch
 from ppo_repro.analysis.grids.table import comparisons, markdown
-from ppo_repro.analysis.stats.significance import detectable, one_sample, t_interval, tost
+from ppo_repro.analysis.stats.significance import detectable, one_sample, t_interval, tost, with_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.output import Parser, tell
@@ -32,9 +34,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FIGURE = "answer.svg"
+TITLES = {"mean_accuracy": "accuracy, mean over training", "accuracy": "accuracy at the end", "score": "score"}
 MARGIN = 0.05  # of `equality_table`: a smaller difference counts as none
 
 Labels = dict[str, str]
+Columns = dict[str, tuple[str, str | None]]  # by title: a measure, and the format of its mean; None: with interval
+Measures = Callable[[Path], dict[str, float]]
+Draw = Callable[[pd.DataFrame], "Axes"]
+
+
+@dataclass(frozen=True)
+class Twin:
+    """Compares a cell with another cell of the same seed."""
+
+    labels: Callable[[Labels], Labels | None]  # labels of the other cell, None if there is none
+    measures: Callable[[Path, Path], dict[str, float]]  # further measures of the first run, beside the other run
 
 
 def outcome(run_dir: Path) -> dict[str, float]:
@@ -59,79 +73,54 @@ def outcome(run_dir: Path) -> dict[str, float]:
     }
 
 
-def results_of(
-    grid: Path,
-    measures: Callable[[Path, Path | None], dict[str, float]],
-    beside: Callable[[Labels], Labels | None],
-) -> pd.DataFrame:
+def results_of(grid: Path, measures: Measures, twin: Twin | None) -> pd.DataFrame:
     """Return one row per complete cell: cell, axes, seed, fingerprint, the cell beside it, its measures.
 
-    Some measures compare a cell with another cell of the same seed. `beside` returns the labels of the other cell, or
-    None. Raises UserError if the other cell is not complete.
+    Raises UserError if the twin of a cell is not complete.
     """
     cells = complete_cells(grid)
     axes = axes_of(cells)
     rows = []
     for row in cells.to_dict("records"):
         labels = {axis.removeprefix("axis."): str(row[axis]) for axis in axes}
-        other, name = beside(labels), ""
-        run_dir, other_dir = grid / str(row["run_dir"]), None
-        if other is not None:
+        run_dir, name = grid / str(row["run_dir"]), ""
+        measured = measures(run_dir)
+        if twin is not None and (other := twin.labels(labels)) is not None:
             same = cells["seed"] == row["seed"]
             for axis, label in other.items():
                 same &= cells[f"axis.{axis}"].astype(str) == label
             if not same.any():
                 raise UserError(f"{row['cell']}: the cell beside it, {other}, is not complete; run it first")
             found = cells[same].iloc[0]
-            name, other_dir = str(found["cell"]), grid / str(found["run_dir"])
+            name = str(found["cell"])
+            measured |= twin.measures(run_dir, grid / str(found["run_dir"]))
         about = {"cell": row["cell"], **labels, "seed": row["seed"], "fingerprint": row["fingerprint"], BESIDE: name}
-        rows.append({**about, **measures(run_dir, other_dir)})
+        rows.append({**about, **measured})
     return pd.DataFrame(rows)
 
 
-def interval(values: Sequence[float] | pd.Series, form: str = "{:.3f}") -> str:
+def interval(values: npt.ArrayLike, form: str = "{:.3f}") -> str:
     """Return the mean and 95 % Student interval over seeds, as text."""
     estimate = one_sample(np.asarray(values, np.float64))
-    low, high = t_interval(estimate, 0.95)
-    return form.format(estimate.mean) + ("" if np.isnan(low) else f" [{form.format(low)}, {form.format(high)}]")
-
-
-def differences(results: pd.DataFrame, points: pd.Series, measure: str, against: str) -> pd.DataFrame:
-    """Compare each point with the point `against`, paired by seed.
-
-    Args:
-        results: rows of a study's cells.
-        points: the point of each row.
-        measure: the column to compare.
-        against: the point with which the others are compared.
-
-    Returns:
-        point, difference (mean and 95 % Student interval, as text), p (paired t-test, Holm's correction, as text).
-    """
-    frame = pd.DataFrame({"point": points, "seed": results["seed"], measure: results[measure]})
-    table = comparisons(frame, measure, against)
-    shown = [f"{row.difference:+.3f} [{row.low:+.3f}, {row.high:+.3f}]" for row in table.itertuples()]
-    return pd.DataFrame({"point": table["point"], "difference": shown, "p": [f"{p:.3f}" for p in table["Holm"]]})
+    return with_interval(form, estimate.mean, *t_interval(estimate, 0.95))
 
 
 def settings_table(
-    results: pd.DataFrame, axis: str, measure: str, title: str, against: str, columns: dict[str, tuple[str, str | None]]
+    results: pd.DataFrame, axis: str, measure: str, title: str, against: str, columns: Columns
 ) -> pd.DataFrame:
-    """Return one row per setting of an axis, with every cell as text.
+    """Return one row per setting of the column `axis`, with every cell as text.
 
-    Args:
-        results: rows of a study's cells.
-        axis: the column with the settings.
-        measure: the measure to compare.
-        title: title of the measure's column.
-        against: the setting with which the others are compared.
-        columns: more columns by title: a measure, and the format of its mean (None: mean with interval).
+    The setting `against` is compared with each other setting in `measure`, paired by seed: 95 % Student interval,
+    paired t-test, Holm's correction. `title` is the title of the measure's column.
     """
-    compared = differences(results, results[axis], measure, against).set_index("point")
+    table = comparisons(results.assign(point=results[axis]), measure, against)
+    compared = {row["point"]: row for row in table.to_dict("records")}
     rows = []
     for point, cells in results.groupby(axis, sort=False):
-        row = {axis: point, title: interval(cells[measure])}
-        row |= {f"minus {against}": compared["difference"].get(point, ""), "p, Holm": compared["p"].get(point, "")}
+        row = {axis: point, title: interval(cells[measure]), f"minus {against}": "", "p, Holm": ""}
+        if (other := compared.get(point)) is not None:
+            row[f"minus {against}"] = with_interval("{:+.3f}", other["difference"], other["low"], other["high"])
+            row["p, Holm"] = f"{other['Holm']:.3f}"
         for shown, (name, form) in columns.items():
             row[shown] = interval(cells[name]) if form is None else form.format(cells[name].mean())
         rows.append(row)
@@ -144,19 +133,17 @@ def equality_table(results: pd.DataFrame, axis: str, same: str, other: str) -> p
     A row per measure: means and 95 % intervals, the difference `other` minus `same`, two one-sided t-tests of MARGIN,
     and the smallest difference that the seeds would have shown.
     """
-    titles = {"mean_accuracy": "accuracy, mean over training", "accuracy": "accuracy at the end", "score": "score"}
     rows = []
-    for measure, title in titles.items():
+    for measure, title in TITLES.items():
         values = {setting: cells.set_index("seed")[measure] for setting, cells in results.groupby(axis)}
         apart = (values[other] - values[same]).to_numpy(np.float64)
         estimate = one_sample(apart)
-        low, high = t_interval(estimate, 0.95)
-        smallest = detectable(float(apart.std(ddof=1)), len(apart), paired=True, alpha=0.05)
+        smallest = detectable(float(apart.std(ddof=1)), len(apart), 0.05)
         rows.append(
             {
                 "measure": title,
                 **{setting: interval(values[setting]) for setting in (same, other)},
-                f"{other} minus {same}": f"{estimate.mean:+.3f} [{low:+.3f}, {high:+.3f}]",
+                f"{other} minus {same}": interval(apart, "{:+.3f}"),
                 f"p of at least {MARGIN:g} apart": f"{tost(estimate, MARGIN):.3f}",
                 "smallest effect found with power 0.8": f"{smallest:.3f}",
                 "sd over seeds": f"{values[same].std():.3f}",
@@ -166,25 +153,41 @@ def equality_table(results: pd.DataFrame, axis: str, same: str, other: str) -> p
     return pd.DataFrame(rows)
 
 
-def nothing(labels: Labels) -> None:
-    """Return None: no measure compares a cell with another cell."""
+def settings_figure(axis: str, measure: str) -> Draw:
+    """Return the function that draws a measure's values and mean for each setting of the column `axis`."""
+    return lambda results: figures.settings(results.assign(point=results[axis]), measure)
+
+
+def settings_study(
+    file: str,
+    axis: str,
+    measure: str,
+    title: str,
+    against: str,
+    columns: Columns,
+    measures: Measures = outcome,
+    figure: Draw | None = None,
+) -> NoReturn:
+    """Run the program of a study whose page has a `settings_table` and, without `figure`, a `settings_figure`."""
+    study(
+        file,
+        lambda results: [settings_table(results, axis, measure, title, against, columns)],
+        figure or settings_figure(axis, measure),
+        measures,
+    )
 
 
 def study(
     file: str,
     tables: Callable[[pd.DataFrame], Sequence[pd.DataFrame]],
-    figure: Callable[[pd.DataFrame], Axes],
-    measures: Callable[[Path, Path | None], dict[str, float]] = lambda run_dir, _: outcome(run_dir),
-    beside: Callable[[Labels], Labels | None] = nothing,
+    figure: Draw,
+    measures: Measures = outcome,
+    twin: Twin | None = None,
 ) -> NoReturn:
-    """Run the program of a study, and end the process with its exit code.
+    """Run the program of a study, `file`, and end the process with its exit code.
 
-    Args:
-        file: the study's `answer.py`.
-        tables: makes the tables of the page from the rows of the cells.
-        figure: draws the figure of the page from the rows of the cells.
-        measures: computes the measures of a run, and of the run beside it or None.
-        beside: returns the labels of the cell to compare a cell with, or None.
+    `tables` and `figure` make the tables and the figure of the page from the rows of the cells. `measures` computes
+    the measures of a run, and `twin` further measures that compare it with another run.
     """
     folder = Path(file).parent
 
@@ -195,9 +198,11 @@ def study(
         about = "write only the rows of the cells, to this file; replaces only a file of such rows"
         parser.add_argument("--csv", type=Path, help=about)
         arguments = parser.parse_args(argv)
+        if arguments.csv is not None and arguments.grid is None:
+            raise UserError(f"--csv {arguments.csv}: the rows come from the runs of a grid; give its folder too")
         results = folder / RESULTS
         if arguments.grid is not None:
-            text = csv_text(results_of(arguments.grid, measures, beside), "%.6g")
+            text = csv_text(results_of(arguments.grid, measures, twin), "%.6g")
             if arguments.csv is not None:
                 header = text.partition("\n")[0].encode()
                 require_ours(arguments.csv, lambda path: path.read_bytes().startswith(header))
@@ -206,7 +211,7 @@ def study(
                 return
         rows = pd.read_csv(results, keep_default_na=False, na_values=["", "nan"])
         if arguments.grid is not None:
-            (folder / FIGURE).write_text(svg(figure(rows)), encoding="utf-8")
+            (folder / FIGURE).write_text(figures.svg(figure(rows)), encoding="utf-8")
         tell("\n\n".join(markdown(table) for table in tables(rows)))
 
     sys.exit(main())

@@ -1,1 +1,1 @@
-"""Are two runs, or two groups of seeds, the same?"""
+"""Are two runs the same?"""

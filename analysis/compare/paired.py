@@ -48,7 +48,6 @@ def paired_responses(
     """Return one row for each pair of responses to the same prompt in two runs.
 
     Args:
-        run_a, run_b: the runs.
         column: the log-probs to compare, one of COLUMNS.
         iterations: the iterations to compare; None for all.
 
@@ -183,7 +182,6 @@ def distribution_rows(
     """Compare scores and lengths of all responses (b - a) by a sign-flip test, or Welch's t-test if no pair exists.
 
     Args:
-        run_a, run_b: the runs.
         iterations: the iterations to compare; None for all.
         rng: draws sign changes.
 

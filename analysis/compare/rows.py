@@ -38,13 +38,7 @@ def run_compare(run_a: str, run_b: str, rows: Sequence[Row], alpha: float) -> pd
     """Return the table of a comparison, with a verdict on each row.
 
     A difference is "different" if p_holm <= alpha, otherwise "no difference found", which does not mean "the same":
-    the smallest detectable effect or a test of equivalence says more. An equivalence is "equivalent" if
-    p_value <= alpha, otherwise "not shown".
-
-    Args:
-        run_a, run_b: the names of both sides.
-        rows: the findings.
-        alpha: level of the tests.
+    a test of equivalence says more. An equivalence is "equivalent" if p_value <= alpha, otherwise "not shown".
 
     Returns:
         run_a, run_b, level, metric, stat, p_value, p_holm, ci_lo, ci_hi, margin, verdict, n_units, method. p_holm has

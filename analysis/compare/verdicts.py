@@ -1,10 +1,7 @@
-"""Are two runs, or two groups of seeds, the same? Four nested questions, a verdict on each.
-
-    ppo-repro analyse compare A B --seed 0                                    two runs
-    ppo-repro analyse compare GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
+"""Are two runs the same? `ppo-repro analyse compare A B --seed 0` asks four nested questions, with a verdict on each.
 
 The level `bitwise` compares every recorded bit, `numeric` the log-probs of the same tokens, `distribution` scores and
-lengths (`paired`), and `outcome` the final results over seeds (`seeds`).
+lengths (`paired`), and `outcome` the final results.
 """
 
 from __future__ import annotations
@@ -20,16 +17,14 @@ import pandas as pd
 
 from ppo_repro.analysis.compare.paired import COLUMNS, distribution_rows, manifests, numeric_rows, paired_responses
 from ppo_repro.analysis.compare.rows import Row, run_compare
-from ppo_repro.analysis.compare.seeds import compare_groups
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.records.diff import first_difference
-from ppo_repro.records.grid import CELLS, RESULTS, read_grid_table
+from ppo_repro.records.grid import GRID
 
 # nats of mean |delta|; a smaller difference of two float32 forwards is rounding
 MARGIN = 1e-3
-USUAL_METRICS = ("final.eval_accuracy", "final.eval_score")
 SHOWN = ["metric", "stat", "ci_lo", "ci_hi", "p_value", "p_holm", "n_units"]
 WIDTH = 100  # columns
 
@@ -47,12 +42,10 @@ def compare_runs(
     """Compare two language runs at all four levels; final results of single runs get no verdict.
 
     Args:
-        run_a, run_b: the runs.
         rng: draws sign changes.
         margin: mean |delta| of `column` below which log-probs count as the same, nats.
         column: the log-probs to compare, one of `paired.COLUMNS`.
         iterations: iterations for the levels numeric and distribution; None for all.
-        alpha: level of the tests and intervals.
 
     Returns:
         The table of `run_compare`.
@@ -89,59 +82,27 @@ def _final_rows(run_a: Path | str, run_b: Path | str) -> list[Row]:
     for name in a:
         value_a, value_b = a[name], b.get(name)
         if not isinstance(value_a, str) and value_b is not None and not isinstance(value_b, str):
-            how = "difference b - a of one run each: seeds decide, see --axis"
+            how = "difference b - a of one run each: seeds decide, see `ppo-repro analyse table`"
             rows.append(Row("outcome", f"final.{name}", float(value_b) - float(value_a), 1, how, verdict="one seed"))
     return rows
 
 
-def compare_grid(
-    grid_dir: Path,
-    axis: str,
-    a: str,
-    b: str,
-    metrics: Sequence[str],
-    rng: np.random.Generator,
-    *,
-    paired: bool,
-    margin: float | None,
-    alpha: float,
-) -> pd.DataFrame:
-    """Compare two settings of a grid by `compare_groups`.
-
-    Args:
-        grid_dir: folder of the grid.
-        axis, a, b: the axis, and its two labels to compare.
-        metrics: columns `final.*` of cells.parquet, or columns of results.parquet, but not both.
-        rng, paired, margin, alpha: the arguments of `compare_groups`.
-
-    Returns:
-        The table of `run_compare`.
-
-    Raises:
-        UserError: a table is missing, or `compare_groups` raises the error.
-    """
-    are_final = {name.startswith("final.") for name in metrics}
-    if len(are_final) != 1:
-        raise UserError(f"metrics {', '.join(metrics)}: name final metrics or metrics of iterations, not both")
-    frame = read_grid_table(grid_dir / (CELLS if are_final == {True} else RESULTS))
-    return compare_groups(frame, axis, a, b, metrics, rng, paired=paired, margin=margin, alpha=alpha)
+def _run(text: str) -> Path:
+    """Return the folder of a run. Raises UserError for a grid."""
+    path = run_named(text)
+    if (path / GRID).is_file():
+        raise UserError(f"{text}: is a grid; `ppo-repro analyse table GRID --against SETTING` compares its settings")
+    return path
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="ppo-repro analyse compare", description="are two runs the same?")
-    parser.add_argument("paths", nargs="+", type=run_named, help="two runs, or one grid with --axis")
+    parser.add_argument("runs", nargs="+", type=_run, metavar="RUN", help="two runs")
     parser.add_argument("--seed", type=int, required=True, help="seed of the sign changes")
     parser.add_argument("--alpha", type=float, default=0.05)
-    parser.add_argument("--margin", type=float, help=f"what counts as equal: nats of mean |delta| (runs: {MARGIN})")
-    runs = parser.add_argument_group("two runs")
-    runs.add_argument("--column", choices=COLUMNS, help="which log-probs (old_logprobs)")
-    runs.add_argument("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only these (not of bits)")
-    grid = parser.add_argument_group("a grid")
-    grid.add_argument("--axis")
-    grid.add_argument("--a", help="label of the first group")
-    grid.add_argument("--b", help="label of the second")
-    grid.add_argument("--metric", action="append", help=f"column ({', '.join(USUAL_METRICS)}); may be repeated")
-    grid.add_argument("--unpaired", action="store_true", help="do not pair by seed")
+    parser.add_argument("--margin", type=float, default=MARGIN, help=f"nats of mean |delta| that are equal ({MARGIN})")
+    parser.add_argument("--column", choices=COLUMNS, default=COLUMNS[0], help=f"which log-probs ({COLUMNS[0]})")
+    parser.add_argument("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only these (not of bits)")
     return parser.parse_args(argv)
 
 
@@ -155,30 +116,18 @@ def _iterations(a: Path, b: Path, first: int, last: int) -> range:
 def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
     if arguments.seed < 0:
         raise UserError(f"--seed {arguments.seed}: must be 0 or more; give such a number")
-    rng = np.random.default_rng(arguments.seed)
-    if arguments.axis is not None:
-        has_labels = arguments.a is not None and arguments.b is not None
-        if len(arguments.paths) != 1 or not has_labels or arguments.column or arguments.iterations:
-            raise UserError("--axis: goes with one grid, --a and --b, and without --column and --iterations")
-        metrics = arguments.metric or USUAL_METRICS
-        return compare_grid(
-            arguments.paths[0],
-            arguments.axis,
-            arguments.a,
-            arguments.b,
-            metrics,
-            rng,
-            paired=not arguments.unpaired,
-            margin=arguments.margin,
-            alpha=arguments.alpha,
-        )
-    if len(arguments.paths) != 2 or arguments.a or arguments.b or arguments.metric or arguments.unpaired:
-        raise UserError("give two runs, or a grid with --axis; --a, --b, --metric and --unpaired are for grids")
-    margin = MARGIN if arguments.margin is None else arguments.margin
-    a, b = arguments.paths
-    iterations = None if arguments.iterations is None else _iterations(a, b, *arguments.iterations)
+    if len(arguments.runs) != 2:
+        raise UserError(f"{len(arguments.runs)} given: give two runs")
+    a, b = arguments.runs
+    chosen = None if arguments.iterations is None else _iterations(a, b, *arguments.iterations)
     return compare_runs(
-        a, b, rng, margin=margin, column=arguments.column or COLUMNS[0], iterations=iterations, alpha=arguments.alpha
+        a,
+        b,
+        np.random.default_rng(arguments.seed),
+        margin=arguments.margin,
+        column=arguments.column,
+        iterations=chosen,
+        alpha=arguments.alpha,
     )
 
 

@@ -20,7 +20,7 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from ppo_repro.analysis.grids.outcomes import MEASURES, outcomes
-from ppo_repro.analysis.stats.significance import Estimate, holm, one_sample, t_interval, t_test
+from ppo_repro.analysis.stats.significance import Estimate, holm, one_sample, t_interval, t_test, with_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.records.grid import axes_of
@@ -128,13 +128,6 @@ def markdown(table: pd.DataFrame) -> str:
     return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in table.itertuples(index=False))])
 
 
-def _difference(form: str, mean: float, low: float, high: float) -> str:
-    """Return a difference with its interval as text; a difference of one seed has no interval."""
-    if math.isnan(mean):
-        return "not finite"
-    return form.format(mean) if math.isnan(low) else f"{form} [{form}, {form}]".format(mean, low, high)
-
-
 def report(cells: pd.DataFrame, measure: str, against: str) -> str:
     """Return the printed tables as Markdown."""
     compared, signed = comparisons(cells, measure, against), DIGITS[measure].replace(":", ":+")
@@ -144,7 +137,7 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
             {
                 "setting": compared["point"],
                 f"{measure} minus {measure} of {against}, 95 % interval": [
-                    _difference(signed, *numbers) for numbers in compared[["difference", "low", "high"]].to_numpy()
+                    with_interval(signed, *numbers) for numbers in compared[["difference", "low", "high"]].to_numpy()
                 ],
                 **{title: ["" if math.isnan(p) else f"{p:.4f}" for p in compared[name]] for title, name in P.items()},
             }

@@ -54,7 +54,6 @@ def run_pairs(
     """Yield the pairs of a recorded run, one iteration at a time.
 
     Args:
-        run_dir: folder of the run.
         pair: `rollout_vs_old`: rollout_logprobs against old_logprobs, sampler and trainer with the same weights.
             `old_vs_first_new`: old_logprobs against new_logprobs of the first epoch, without minibatches in which the
             policy took no step.

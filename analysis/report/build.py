@@ -11,7 +11,7 @@ from ppo_repro.analysis.report.pair_page import pair_page
 from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.analysis.report.runs_page import runs_page
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import atomic_write, require_ours
+from ppo_repro.base.files import MANIFEST, atomic_write, require_ours
 from ppo_repro.config.files import DPO
 from ppo_repro.records import manifest
 
@@ -34,7 +34,7 @@ def write_report(targets: Sequence[Path], out: Path | None = None) -> tuple[Path
             if manifest.load_head(run_dir).kind == DPO:
                 raise UserError(f"{run_dir}: is a DPO run; a page about two runs compares language or control runs")
         text = pair_page(*targets)
-    elif (targets[0] / manifest.FILE_NAME).exists() or not targets[0].is_dir():
+    elif (targets[0] / MANIFEST).exists() or not targets[0].is_dir():
         text = page_of(targets[0])
     else:
         text = runs_page(targets[0], path.parent if out is None else None)

@@ -120,7 +120,6 @@ def axis_for(label: str, values: Iterable[object], log: bool = False, include: S
 
     Args:
         label: the name of the values, with the unit.
-        values: arrays of values.
         log: whether the axis is logarithmic; it then shows positive values only.
         include: further values that the axis must show.
     """
@@ -170,16 +169,7 @@ def legend(names: Sequence[str]) -> str:
 def line_chart(
     lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = (), has_legend: bool = True
 ) -> str:
-    """Return a chart of lines with their bands, distinguished by colour and dashes.
-
-    Args:
-        lines: the lines.
-        x: the axis of iterations or steps.
-        y: the axis of values.
-        about: the text for readers who do not see the picture.
-        rules: dotted lines.
-        has_legend: whether the chart names its lines.
-    """
+    """Return a chart of lines with their bands, distinguished by colour and dashes."""
     plot = _plot(x, y, [(line.name, line.colour, line.about) for line in lines if has_legend], rules)
     content = [_band(plot, line) for line in lines]
     content += [_thin_line(plot, *part, line.colour) for line in lines for part in line.parts]
@@ -195,9 +185,6 @@ def bar_chart(
     Args:
         edges: [bins + 1], edges of the bins on the x axis.
         groups: the name of each group and the heights of its bars, [bins].
-        x: the axis of bins.
-        y: the axis of heights.
-        about: the text for readers who do not see the picture.
         names: the names of the bins; by default their edges.
     """
     plot = _plot(x, y, [(name, i, "") for i, (name, _) in enumerate(groups)])

@@ -141,7 +141,6 @@ def metric_figures(
     """Return one figure per metric, with a line for each curve that has the metric, and no names of the lines.
 
     Args:
-        wanted: the metrics.
         curves: the curves; each has one colour in all figures.
         band: what lines and bands are; without it, each metric says so for the page of one run.
         forked_at: the iteration that a dotted line marks.
@@ -190,8 +189,6 @@ def curve_chart(
     """Return a chart with one metric of each curve, "" if no curve has its metric.
 
     Args:
-        title: the title of the metric.
-        unit: the unit of the y axis.
         drawn: each curve, and its metric; the colour is the index.
         forked_at: the iteration that a dotted line marks.
         has_legend: whether the chart names its lines.

@@ -200,11 +200,9 @@ def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of:
     """Draw the distribution of the finite values of each group, as bars in percent, side by side.
 
     Args:
-        title: title of the figure.
         groups: the values of each group.
         name: the name of a value, for example `score`.
         of: the things that have a value, for example `responses`.
-        caption: caption of the figure.
     """
     finite = {group: values[np.isfinite(values)] for group, values in groups.items()}
     everything = np.concatenate([*finite.values()])

@@ -23,7 +23,6 @@ def answer_cards(
     """Return the cards of a grid: question and expectation, answer, and the tables of differences if there are any.
 
     Args:
-        folder: folder of the grid.
         finals: point, seed and results of each run.
         measure: the column of `finals` that answers the question.
         chart: SVG of the measure by iteration.
@@ -132,10 +131,7 @@ def _answer(finals: pd.DataFrame, measure: str, widest: float, reach: float) -> 
 def _seen(finals: pd.DataFrame, measure: str, points: Sequence[str]) -> list[float]:
     """Return the difference that Holm's first test detects with probability 0.8, for each setting but the first."""
     first, *others = (finals[finals["point"] == point].set_index("seed")[measure] for point in points)
-    return [
-        detectable(float((values - first).std(ddof=1)), len(first), paired=True, alpha=0.05 / len(others))
-        for values in others
-    ]
+    return [detectable(float((values - first).std(ddof=1)), len(first), 0.05 / len(others)) for values in others]
 
 
 def spread(values: pd.Series) -> str:

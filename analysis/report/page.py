@@ -140,10 +140,7 @@ def document(
     """Return an HTML document with its styles and scripts inside.
 
     Args:
-        title: title and heading.
         body: HTML of the main part.
-        styles: files of CSS.
-        scripts: files of JavaScript.
         header: HTML below the heading.
         connect: the only source to which the security policy allows requests.
     """
@@ -169,11 +166,7 @@ def document(
 def page(title: str, cards: Sequence[Card], sections: Sequence[Section], data: dict[str, Any] | None = None) -> str:
     """Return the HTML document of a report.
 
-    Args:
-        title: title and heading.
-        cards: the questions of the first screen.
-        sections: the sections below.
-        data: the JSON from which token_view.js fills the section of tokens; None for a page without tokens.
+    `data` is the JSON from which token_view.js fills the section of tokens; None for a page without tokens.
     """
     links = [("summary", "Summary"), *((section.key, section.title) for section in sections)]
     nav = element("nav", "".join(element("a", escape(t), href=f"#{k}") for k, t in links), aria_label="Sections")

@@ -78,7 +78,7 @@ def _learning(runs: Sequence[OneRun]) -> list[Verdict]:
             if values:
                 found.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({main.unit})."))
                 break
-    alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse compare`."
+    alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."
     return [*found, Verdict("fact", alone)]
 
 

@@ -25,7 +25,7 @@ from ppo_repro.analysis.report.page import Card, Section, Verdict, folded_table,
 from ppo_repro.analysis.report.several import OneRun, curve_sections, main_chart, read_run
 from ppo_repro.analysis.words import terms
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import folders_with
+from ppo_repro.base.files import MANIFEST, folders_with
 from ppo_repro.config.files import DPO
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
@@ -39,7 +39,7 @@ FORKS = "The line of a fork begins at the iteration at which it left its origin.
 
 def runs_below(folder: Path) -> list[Path]:
     """Return the runs below a folder, sorted. Raises UserError if there is none."""
-    runs = sorted(path for path in folders_with(folder, manifest.FILE_NAME) if (path / "records").is_dir())
+    runs = sorted(path for path in folders_with(folder, MANIFEST) if (path / "records").is_dir())
     if not runs:
         raise UserError(f"{folder}: has no run; give the folder of a run, or one with runs in it")
     return runs

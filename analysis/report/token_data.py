@@ -89,9 +89,6 @@ def responses_of(
     """Return some responses of one iteration, token by token.
 
     Args:
-        sequences: the table `sequences`.
-        tokens: the table `tokens`.
-        updates: the table `updates`.
         summary: the chosen responses: sequence, why, max_abs_delta, clipped.
         where: the name of the run and iteration, for messages.
 

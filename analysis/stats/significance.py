@@ -1,6 +1,6 @@
 """Test a mean, a difference of means, and several hypotheses at once.
 
-A p-value of NaN means that the data cannot decide: fewer than two units, or no spread at all.
+A p-value of NaN in a t-test means that the data cannot decide: fewer than two units, or no spread at all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> P
     """Test by sign changes H0: each value is as likely as its negative. The statistic is the mean, p is two-sided.
 
     The test takes all 2**n sign changes if they are at most `draws` + 1, and otherwise `draws` random sign changes
-    (`scipy.stats.permutation_test`). Raises ValueError on values that are not finite.
+    (`scipy.stats.permutation_test`). One value and its negative have the same size, so their p is 1. Raises ValueError
+    on values that are not finite.
     """
     require_finite(values)
     n, count = len(values), min(2 ** len(values), draws + 1)
@@ -105,6 +106,13 @@ def t_interval(estimate: Estimate, level: float) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def with_interval(form: str, mean: float, low: float, high: float) -> str:
+    """Return "mean [low, high]" as text, only the mean if low is NaN, and "not finite" if the mean is NaN."""
+    if math.isnan(mean):
+        return "not finite"
+    return form.format(mean) if math.isnan(low) else f"{form} [{form}, {form}]".format(mean, low, high)
+
+
 def tost(estimate: Estimate, margin: float) -> float:
     """Return the p-value of H0: |mean| >= margin, by two one-sided t-tests; a small p means equivalent.
 
@@ -120,21 +128,14 @@ def tost(estimate: Estimate, margin: float) -> float:
     return float(stats.t.sf(room / estimate.se, estimate.df))
 
 
-def detectable(sd: float, n: int, *, paired: bool, alpha: float) -> float:
-    """Return the smallest difference of means that a t-test finds with probability POWER.
+def detectable(sd: float, n: int, alpha: float) -> float:
+    """Return the smallest mean of n paired differences that a two-sided t-test of level alpha finds with prob. POWER.
 
-    Args:
-        sd: standard deviation of the paired differences, or within a group.
-        n: pairs, or values in each group.
-        paired: whether the values are paired.
-        alpha: two-sided level of the test.
-
-    Returns:
-        The difference, in the unit of `sd`; NaN if sd is 0 or n < 2.
+    `sd` is the standard deviation of the differences; the mean is in its unit. NaN if sd is 0 or n < 2.
     """
     if not sd > 0 or n < 2:
         return math.nan
-    df, se = (n - 1, sd / math.sqrt(n)) if paired else (2 * n - 2, sd * math.sqrt(2 / n))
+    df, se = n - 1, sd / math.sqrt(n)
     limit = stats.t.isf(alpha / 2, df)
     return float(optimize.brentq(lambda shift: stats.nct.sf(limit, df, shift) - POWER, 0.0, 20.0 + 5 * limit)) * se
 

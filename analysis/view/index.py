@@ -21,7 +21,7 @@ import pandas as pd
 from ppo_repro.analysis.report import token_data
 from ppo_repro.analysis.tokenization.tokenizer import PATHS, load_tokenizer
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import folders_with
+from ppo_repro.base.files import MANIFEST, folders_with
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.label import UNLABELLED, Label, read_label
@@ -61,6 +61,7 @@ class Slow(Exception):
 class Run:
     """One run: `read` has its iterations in the table, and `damaged` the iterations that could not be read."""
 
+    number: int  # in the table
     folder: Path
     name: str  # of the folder
     head: Head
@@ -69,6 +70,7 @@ class Run:
     setup: Setup
     is_judged: bool  # whether responses are right or wrong
     read: int = 0
+    is_gone: bool = False  # its folder was removed
     damaged: list[str] = field(default_factory=list)
 
 
@@ -105,7 +107,10 @@ def responses_of(run_dir: Path, iterations: Sequence[int]) -> str:
 
 
 class Index:
-    """Table of the responses of all language runs in and below `targets`; `version` changes whenever the table does."""
+    """Table of the responses of all language runs in and below `targets`; `version` changes whenever the table does.
+
+    `runs` has the runs by their number in the table, removed runs too, so that no number changes its run.
+    """
 
     def __init__(self, targets: Sequence[Path]) -> None:
         self.targets, self.runs, self.version, self.others = targets, list[Run](), 0, 0
@@ -136,9 +141,14 @@ class Index:
 
     def look(self) -> None:
         """Read the complete iterations that are not in the table; `damaged` gets the iterations that cannot be read."""
-        known = {run.folder: run for run in self.runs}
+        folders = list(self._folders())
+        for run in self.present():
+            if run.folder not in folders:
+                run.is_gone = True
+                self._clear(run)
+        known = {run.folder: run for run in self.present()}
         self.others = 0
-        for folder in self._folders():
+        for folder in folders:
             try:
                 head, label = manifest.load_head(folder), read_label(folder)
                 if not manifest.has_responses(head):
@@ -146,7 +156,8 @@ class Index:
                     continue
                 run = known.get(folder) or self._added(folder, head)
                 if head.config_digest != run.head.config_digest or head.num_iterations < run.read:
-                    self._forget(run, head)  # another run has the folder now
+                    run.setup, run.is_judged = _setup(folder, head)  # another run has the folder now
+                    self._clear(run)
             except UserError:  # just being made, or damaged: `ppo-repro verify` says which
                 self.others += 1
                 continue
@@ -156,22 +167,27 @@ class Index:
             run.head, run.state, run.label = head, state, label
             self._read(run)
 
-    def settings(self) -> list[Setting]:
-        """Return the setting of each run: its values of the fields in which runs differ."""
-        setups = [run.setup for run in self.runs]
-        if self._described[0] != setups:
-            self._described = setups, settings_of(setups)
-        return self._described[1]
+    def present(self) -> list[Run]:
+        """Return the runs that were not removed."""
+        return [run for run in self.runs if not run.is_gone]
+
+    def settings(self) -> list[tuple[Run, Setting]]:
+        """Return each present run with its setting: its values of the fields in which runs differ."""
+        runs = self.present()
+        setups, described = [run.setup for run in runs], self._described
+        if described[0] != setups:
+            described = self._described = setups, settings_of(setups)
+        return list(zip(runs, described[1], strict=True))
 
     def _added(self, folder: Path, head: Head) -> Run:
-        run = Run(folder, self._name(folder), head, "", UNLABELLED, *_setup(folder, head))
+        run = Run(len(self.runs), folder, self._name(folder), head, "", UNLABELLED, *_setup(folder, head))
         self.runs.append(run)
         return run
 
     def _folders(self) -> Iterator[Path]:
         found = dict[Path, Path]()  # targets may overlap
         for target in self.targets:
-            for folder in sorted(folders_with(target, manifest.FILE_NAME)):
+            for folder in sorted(folders_with(target, MANIFEST)):
                 found.setdefault(folder.resolve(), folder)
         yield from found.values()
 
@@ -179,9 +195,9 @@ class Index:
         base = next(target for target in self.targets if folder.is_relative_to(target))
         return folder.name if folder == base else str(folder.relative_to(base))
 
-    def _forget(self, run: Run, head: Head) -> None:
-        run.setup, run.is_judged = _setup(run.folder, head)
-        self._database.cursor().execute("delete from responses where run = ?", [self.runs.index(run)])
+    def _clear(self, run: Run) -> None:
+        """Remove the responses of a run from the table."""
+        self._database.cursor().execute("delete from responses where run = ?", [run.number])
         run.read, run.damaged = 0, []
         self.version += 1
 
@@ -201,7 +217,7 @@ class Index:
 
     def _insert(self, run: Run, iterations: Sequence[int]) -> None:
         query = f"insert into responses select ?, * from ({responses_of(run.folder, iterations)})"
-        self._database.cursor().execute(query, [self.runs.index(run)])
+        self._database.cursor().execute(query, [run.number])
 
     @contextmanager
     def _cursor(self) -> Iterator[Any]:

@@ -31,7 +31,7 @@ _NAMES |= {"run", "sort", "offset", "limit", "token"}
 
 @dataclass(frozen=True)
 class Query:
-    """Request of the page; `where` has a `?` for each of `values`; `run` is a run's index, or None for all."""
+    """Request of the page; `where` has a `?` for each of `values`; `run` is a run's number, or None for all."""
 
     where: str
     values: tuple[Any, ...]
@@ -126,10 +126,11 @@ def snippet(query: Query, runs: Sequence[Run]) -> str:
 
     Raises UserError if there is no run.
     """
-    if not runs:
-        raise UserError("there is no run yet, so there is nothing to find")
+    chosen = [run for run in runs if query.run in (None, run.number)]
+    if not chosen:
+        raise UserError("there is no run now, so there is nothing to find")
     parts = []
-    for run in runs if query.run is None else [runs[query.run]]:
+    for run in chosen:
         records = run.folder.resolve() / "records"
         files = {
             name: source([f"{pattern(records / name)}/iteration=*.parquet"])

@@ -72,13 +72,14 @@ class Guard:
 def _state(index: Index, asked: Asked) -> Answer:
     runs = [
         {
-            "folder": run.name, "state": run.state, "iterations": run.head.num_iterations, "read": run.read,
-            "judged": run.is_judged, "short": setting.short, "whole": setting.whole, **run.label.model_dump(),
+            "number": run.number, "folder": run.name, "state": run.state, "iterations": run.head.num_iterations,
+            "read": run.read, "judged": run.is_judged, "short": setting.short, "whole": setting.whole,
+            **run.label.model_dump(),
         }
-        for run, setting in zip(index.runs, index.settings(), strict=False)  # one may be coming in just now
+        for run, setting in index.settings()
     ]  # fmt: skip
     finishes = [row["finish"] for row in index.rows("select distinct finish from responses order by finish")]
-    damaged = [line for run in index.runs for line in run.damaged]
+    damaged = [line for run in index.present() for line in run.damaged]
     return {
         "version": index.version, "runs": runs, "finishes": finishes, "damaged": damaged, "others": index.others,
     }  # fmt: skip
@@ -121,7 +122,7 @@ def _diff(index: Index, asked: Asked) -> Answer:
 
 
 def _snippet(index: Index, asked: Asked) -> Answer:
-    return {"snippet": snippet(parsed(asked, len(index.runs)), index.runs)}
+    return {"snippet": snippet(parsed(asked, len(index.runs)), index.present())}
 
 
 API: dict[str, Callable[[Index, Asked], Answer]]

@@ -15,7 +15,7 @@
   const asked = new URLSearchParams(location.search);
   const token = asked.get("token");
   const state = { sort: asked.get("sort") || "iteration", order: asked.get("order") || "desc", offset: Number(asked.get("offset") || 0) };
-  Object.assign(state, { rows: [], chosen: null, marked: null, version: -1, runs: [], calls: {}, errors: {} });
+  Object.assign(state, { rows: [], chosen: null, marked: null, version: -1, runs: new Map(), calls: {}, errors: {} });
 
   // a later request of the same kind makes an earlier one void
   async function ask(name, params = {}) {
@@ -47,10 +47,10 @@
   const same = (a, b) => a && b && a.run === b.run && a.iteration === b.iteration && a.sequence === b.sequence;
   // what a person called the run, else what it differs in, else its folder
   const called = (run) => run.name || run.short || run.folder;
-  const runName = (row) => (state.runs[row.run] ? called(state.runs[row.run]) : String(row.run));
-  const isJudged = () => state.runs.some((run) => run.judged);
+  const runName = (row) => (state.runs.has(row.run) ? called(state.runs.get(row.run)) : String(row.run));
+  const isJudged = () => [...state.runs.values()].some((run) => run.judged);
   const about = (run) => [run.folder, run.whole, run.tags.join(" "), run.notes].filter(Boolean).join("\n");
-  const judged = (row) => (state.runs[row.run] && !state.runs[row.run].judged ? "unjudged" : row.correct ? "right" : row.answer === "" ? "unjudged" : "wrong");
+  const judged = (row) => (state.runs.has(row.run) && !state.runs.get(row.run).judged ? "unjudged" : row.correct ? "right" : row.answer === "" ? "unjudged" : "wrong");
 
   const mark = (row, word) => (judged(row) === "unjudged" ? "" : word + ", ");
 
@@ -88,7 +88,7 @@
     const last = found.offset + found.rows.length;
     at("found").textContent = found.total
       ? (found.offset + 1).toLocaleString("en") + " to " + last.toLocaleString("en") + " of " + found.total.toLocaleString("en") +
-        " responses; mean score " + say(found.score, 4) + (state.runs.every((run) => run.judged) ? ", " + say(100 * found.correct, 3) + " % right" : "")
+        " responses; mean score " + say(found.score, 4) + ([...state.runs.values()].every((run) => run.judged) ? ", " + say(100 * found.correct, 3) + " % right" : "")
       : "No response matches.";
     at("earlier").disabled = found.offset === 0;
     at("later").disabled = last >= found.total;
@@ -109,7 +109,7 @@
         if (name === "response") put(cell, row.response, text, 40);
         else if (name === "prompt") put(cell, row.prompt, form.elements.prompt.value, 40);
         else cell.textContent = name === "run" ? visible(runName(row)) : name === "correct" ? MARKS[judged(row)] : visible(say(row[name], 4));
-        if (name === "run" && state.runs[row.run]) cell.title = visible(about(state.runs[row.run]));
+        if (name === "run" && state.runs.has(row.run)) cell.title = visible(about(state.runs.get(row.run)));
         line.append(cell);
       }
       return line;
@@ -154,7 +154,7 @@
     const opened = found.samples.filter((sample) => same(sample, row));
     const others = found.samples.filter((sample) => !same(sample, row));
     at("samples").replaceChildren(...[...opened, ...others].map((sample) => card(sample, row)));
-    const run = state.runs[row.run];
+    const run = state.runs.get(row.run);
     at("about").textContent = run ? visible([run.folder, run.tags.join(" "), run.notes].filter(Boolean).join("; ")) : "";
     at("about").title = run ? visible(run.whole) : "";
     at("difference").hidden = true;
@@ -201,7 +201,7 @@
   async function look() {
     const found = await ask("state");
     if (found) {
-      state.runs = found.runs;
+      state.runs = new Map(found.runs.map((run) => [run.number, run]));
       const works = found.runs.filter((run) => run.state === "running").length;
       const read = found.runs.reduce((sum, run) => sum + run.read, 0);
       const all = found.runs.reduce((sum, run) => sum + run.iterations, 0);
@@ -212,7 +212,7 @@
       if (found.version !== state.version) {
         heads();
         at("judged").hidden = !isJudged();
-        fill(form.elements.run, [["", "all"], ...found.runs.map((run, i) => [i, visible(called(run) + (called(run) === run.folder ? "" : " (" + run.folder + ")"))])], form.elements.run.value || asked.get("run") || "");
+        fill(form.elements.run, [["", "all"], ...found.runs.map((run) => [run.number, visible(called(run) + (called(run) === run.folder ? "" : " (" + run.folder + ")"))])], form.elements.run.value || asked.get("run") || "");
         fill(form.elements.finish, [["", "all"], ...found.finishes.map((name) => [name, name])], form.elements.finish.value || asked.get("finish") || "");
         state.version = found.version;
         await search();

@@ -111,10 +111,11 @@ def measure(case: str, folder: Path, overrides: list[str]) -> Peak:
             anonymous = max(anonymous, anonymous_bytes(process.pid))
             time.sleep(INTERVAL)
             ended, status, used = os.wait4(process.pid, os.WNOHANG)
+        seconds = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, command)
-    return Peak(case, 1024 * used.ru_maxrss, anonymous, planned(sets), time.perf_counter() - start)
+    return Peak(case, 1024 * used.ru_maxrss, anonymous, planned(sets), seconds)
 
 
 def markdown(peaks: list[Peak]) -> str:

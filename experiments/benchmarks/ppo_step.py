@@ -19,7 +19,7 @@ from pathlib import Path
 from experiments.benchmarks import timing, workload
 from experiments.benchmarks.peers import environment, process
 from experiments.benchmarks.timing import Cost, Measured
-from experiments.benchmarks.workload import SIZES, USUAL, Work
+from experiments.benchmarks.workload import CONTEXT, EPOCHS, MINIBATCHES, PROMPT, RESPONSE, SEQUENCES, SIZES
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import Iteration
@@ -44,18 +44,18 @@ SIDES = {
 }
 
 
-def config_of(folder: Path, side: str, work: Work) -> RunConfig:
+def config_of(folder: Path, side: str) -> RunConfig:
     """Return the configuration of the measured run, with the model and prompts in `folder`."""
     return load_config(
         CONFIG,
         [
             f"model.path={folder}",
             f"task.path={folder / 'prompts.jsonl'}",
-            f"rollout.prompts_per_iteration={work.sequences}",
-            f"rollout.max_response_tokens={work.response}",
-            f"ppo.epochs={work.epochs}",
-            f"ppo.minibatch_size={work.sequences // work.minibatches}",
-            f"numerics.max_context={work.prompt + work.response}",
+            f"rollout.prompts_per_iteration={SEQUENCES}",
+            f"rollout.max_response_tokens={RESPONSE}",
+            f"ppo.epochs={EPOCHS}",
+            f"ppo.minibatch_size={SEQUENCES // MINIBATCHES}",
+            f"numerics.max_context={CONTEXT}",
             *SIDES[side],
         ],
     )
@@ -81,7 +81,6 @@ class Own:
     config: RunConfig
     iterations: Iterator[Iteration]
     run_dir: Path | None  # None in a process that does not record
-    work: Work
 
     def step(self, threads: int) -> Cost:
         """Compute one iteration on `threads` threads, write its records, and return its cost."""
@@ -90,26 +89,26 @@ class Own:
 
     def _step(self) -> None:
         item = next(self.iterations)
-        assert int(item.rollout.lengths.sum()) == self.work.sequences * self.work.response
+        assert int(item.rollout.lengths.sum()) == SEQUENCES * RESPONSE
         if self.run_dir is not None:
             writer.RunWriter(self.run_dir).append(item.index, iteration_tables(item, self.config))
 
 
-def own(folder: Path, side: str = "highest", work: Work = USUAL, ranks: Ranks = ALONE) -> Own:
+def own(folder: Path, side: str = "highest", ranks: Ranks = ALONE) -> Own:
     """Return a run, one of SIDES, before its first iteration; the first of several processes records."""
-    config = config_of(folder, side, work)
+    config = config_of(folder, side)
     prepared = without_stop(config, prepare(config, Silent(), ranks=ranks))
     run_dir = folder / f"run-{side}" if ranks.is_first else None
     if run_dir is not None:
         writer.publish_run(writer.lay_out_run(run_dir, gather(config), {}, config.digest(), LANGUAGE), run_dir)
     iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ranks)
-    return Own(config, iterations, run_dir, work)
+    return Own(config, iterations, run_dir)
 
 
 @contextmanager
-def trl(python: Path, folder: Path, work: Work = USUAL) -> Iterator[Callable[[int], Cost]]:
+def trl(python: Path, folder: Path) -> Iterator[Callable[[int], Cost]]:
     """Start a TRL process, and yield the function that requests one step on a number of threads."""
-    numbers = (work.prompt, work.response, work.sequences, work.epochs, work.minibatches)
+    numbers = (PROMPT, RESPONSE, SEQUENCES, EPOCHS, MINIBATCHES)
     with process.started([str(python), str(SCRIPT), str(folder), *map(str, numbers)], folder / "trl.log") as peer:
         yield peer.step
 
@@ -131,8 +130,7 @@ def measure(
                     for side, run in runs.items():
                         candidates[side] = partial(run.step, count)
                     costs = timing.interleaved(candidates, rounds)
-                    tokens = workload.SEQUENCES * workload.RESPONSE
-                    rows += timing.compared(QUESTION, size.name, count, tokens, costs, PEER)
+                    rows += timing.compared(QUESTION, size.name, count, SEQUENCES * RESPONSE, costs, PEER)
     return rows
 
 

@@ -13,22 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from ppo_repro.base.seeding import bell, permutation
 from ppo_repro.numerics.families import attention_of
 
-PROMPT, RESPONSE, SEQUENCES, EPOCHS, MINIBATCHES = 16, 64, 32, 4, 4
+PROMPT, RESPONSE = 16, 64  # tokens
+SEQUENCES, EPOCHS, MINIBATCHES = 32, 4, 4  # of one iteration; minibatches of one epoch
 CONTEXT = PROMPT + RESPONSE
-
-
-@dataclass(frozen=True)
-class Work:
-    """Amount of work in one iteration. `minibatches` counts one epoch."""
-
-    prompt: int = PROMPT
-    response: int = RESPONSE
-    sequences: int = SEQUENCES
-    epochs: int = EPOCHS
-    minibatches: int = MINIBATCHES
-
-
-USUAL = Work()
 
 
 @dataclass(frozen=True)

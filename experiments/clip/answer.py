@@ -10,30 +10,20 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from experiments.answers import outcome, settings_table, study
+from experiments.answers import outcome, settings_study
 from ppo_repro.analysis import figures
 from ppo_repro.analysis.grids.outcomes import clip_shares
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MEASURE, USUAL = "mean_accuracy", "usual"
+MEASURE = "mean_accuracy"
 
 
-def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, and two shares of token visits: without a gradient, and outside the band."""
     removed, outside = clip_shares(run_dir)
     return outcome(run_dir) | {"removed": removed, "outside": outside}
-
-
-def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
-    columns: dict[str, tuple[str, str | None]] = {
-        "at the end": ("accuracy", None),
-        "KL, nats a response": ("KL", "{:.2f}"),
-        "gradient removed": ("removed", "{:.1%}"),
-        "outside the band": ("outside", "{:.1%}"),
-    }
-    return [settings_table(results, "setting", MEASURE, "accuracy, mean over training", USUAL, columns)]
 
 
 def figure(results: pd.DataFrame) -> Axes:
@@ -41,4 +31,18 @@ def figure(results: pd.DataFrame) -> Axes:
 
 
 if __name__ == "__main__":
-    study(__file__, tables, figure, measures)
+    settings_study(
+        __file__,
+        axis="setting",
+        measure=MEASURE,
+        title="accuracy, mean over training",
+        against="usual",
+        columns={
+            "at the end": ("accuracy", None),
+            "KL, nats a response": ("KL", "{:.2f}"),
+            "gradient removed": ("removed", "{:.1%}"),
+            "outside the band": ("outside", "{:.1%}"),
+        },
+        measures=measures,
+        figure=figure,
+    )

@@ -5,22 +5,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
-from experiments.answers import LAST, outcome, settings_table, study
-from ppo_repro.analysis import figures
+from experiments.answers import LAST, outcome, settings_study
 from ppo_repro.records import reader
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
-MEASURE, USUAL = "mean_accuracy", "usual"
-
-
-def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, explained = 1 - Var(G - V) / Var(G), and rms(G - V) by third of the response.
 
     explained and rms are over the last iterations. G is the reward to go, the sum of the rewards from the token on,
@@ -40,20 +32,19 @@ def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
     return outcome(run_dir) | {"explained": explained} | errors
 
 
-def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
-    columns: dict[str, tuple[str, str | None]] = {
-        "at the end": ("accuracy", None),
-        "explained variance": ("explained", "{:.2f}"),
-        "error, first third": ("error_0", "{:.3f}"),
-        "error, second third": ("error_1", "{:.3f}"),
-        "error, last third": ("error_2", "{:.3f}"),
-    }
-    return [settings_table(results, "critic", MEASURE, "accuracy, mean over training", USUAL, columns)]
-
-
-def figure(results: pd.DataFrame) -> Axes:
-    return figures.settings(results.assign(point=results["critic"]), MEASURE)
-
-
 if __name__ == "__main__":
-    study(__file__, tables, figure, measures)
+    settings_study(
+        __file__,
+        axis="critic",
+        measure="mean_accuracy",
+        title="accuracy, mean over training",
+        against="usual",
+        columns={
+            "at the end": ("accuracy", None),
+            "explained variance": ("explained", "{:.2f}"),
+            "error, first third": ("error_0", "{:.3f}"),
+            "error, second third": ("error_1", "{:.3f}"),
+            "error, last third": ("error_2", "{:.3f}"),
+        },
+        measures=measures,
+    )

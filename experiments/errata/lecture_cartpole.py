@@ -1,9 +1,8 @@
 """Run a lecture's CartPole program for PPO, as printed and corrected.
 
 The printed program learns nothing: one step counter serves as the limit of an episode (500) and as the clock of the
-updates (2,048), and is never reset. If an update were reached, it would fail with an error of shapes; without this
-error, it would compute ratios of every step with every other step. We reproduce the faults exactly. The networks are
-ours, which makes no difference because they are never trained.
+updates (2,048), and is never reset. If an update were reached, it would fail with an error of shapes. We reproduce the
+faults exactly. The networks are ours, which makes no difference because they are never trained.
 
 `python -m experiments.errata.lecture_cartpole` runs the printed program, then the same settings in a correct loop, then
 `experiments/control/cartpole_fast.yaml`. The command exits with 1 if one of them does not behave as described here.
@@ -51,11 +50,6 @@ class Printed:
 def values_for_gae(values: Sequence[Tensor], next_value: Tensor) -> Tensor:
     """Concatenate the values of N steps and the next value, each [1, 1], as the printed program does."""
     return torch.cat([torch.cat(list(values)).squeeze(), next_value])
-
-
-def update_ratios(new_logprobs: Tensor, stored: Sequence[Tensor]) -> Tensor:
-    """Compute ratios as the printed program does, from new log-probs [N] and N stored log-probs of shape [1]."""
-    return torch.exp(new_logprobs - torch.stack(list(stored)))
 
 
 def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, update_every: int = 2048) -> Printed:

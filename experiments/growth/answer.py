@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from experiments.answers import Labels, interval, outcome, study
+from experiments.answers import Labels, Twin, interval, outcome, study
 from ppo_repro.analysis import figures
 from ppo_repro.records import reader
 
@@ -43,21 +43,21 @@ def first(flags: Sequence[bool]) -> int:
     return next((i for i, flag in enumerate(flags) if flag), len(flags))
 
 
-def measures(run_dir: Path, twin: Path | None) -> dict[str, float]:
-    """Return the distances of a run from its twin without a flip, and its outcome."""
-    found = outcome(run_dir)
-    if twin is None:
-        return found
-    iterations = len(reader.read_iterations(run_dir))
-    rows = [distance(run_dir, twin, i) for i in range(iterations)]
-    rms = [row[0] for row in rows]
-    found["first_token"], found["first_score"] = first([row[1] for row in rows]), first([row[2] for row in rows])
-    found["large"] = first([value > LARGE for value in rms])
-    found["accuracy_apart"] = abs(found["accuracy"] - outcome(twin)["accuracy"])
-    return found | {f"rms_{i:02d}": value for i, value in enumerate(rms)}
+def distances(run_dir: Path, twin: Path) -> dict[str, float]:
+    """Return the distances of a run from its twin without a flip."""
+    rms, tokens, scores = zip(
+        *(distance(run_dir, twin, i) for i in range(len(reader.read_iterations(run_dir)))), strict=True
+    )
+    return {
+        "first_token": first(tokens),
+        "first_score": first(scores),
+        "large": first([value > LARGE for value in rms]),
+        "accuracy_apart": abs(outcome(run_dir)["accuracy"] - outcome(twin)["accuracy"]),
+        **{f"rms_{i:02d}": value for i, value in enumerate(rms)},
+    }
 
 
-def beside(labels: Labels) -> Labels | None:
+def without_flip(labels: Labels) -> Labels | None:
     """Return the labels of a flipped run's twin, the run without a flip."""
     return None if labels["flip"] == "none" else {**labels, "flip": "none"}
 
@@ -103,4 +103,4 @@ def figure(results: pd.DataFrame) -> Axes:
 
 
 if __name__ == "__main__":
-    study(__file__, tables, figure, measures, beside)
+    study(__file__, tables, figure, twin=Twin(without_flip, distances))

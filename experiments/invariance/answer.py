@@ -4,24 +4,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pandas as pd
 
-from experiments.answers import equality_table, study
-from ppo_repro.analysis import figures
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from experiments.answers import equality_table, settings_figure, study
 
 
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     return [equality_table(results, "numerics", "deterministic", "native")]
 
 
-def figure(results: pd.DataFrame) -> Axes:
-    return figures.settings(results.assign(point=results["numerics"]), "mean_accuracy")
-
-
 if __name__ == "__main__":
-    study(__file__, tables, figure)
+    study(__file__, tables, settings_figure("numerics", "mean_accuracy"))

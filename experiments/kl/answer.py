@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from experiments.answers import settings_table, study
+from experiments.answers import settings_study
 from experiments.optimum.exact import read
 from ppo_repro.analysis import figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-USUAL = "k1 in the reward"
 
-
-def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+def measures(run_dir: Path) -> dict[str, float]:
     """Return the gap to the optimum and the KL, by exact sums over all responses, as means over prompts.
 
     gap = 1 - (E[R] - beta KL) / maximum, for the policy and the reference, with the run's beta. KL is in nats per
@@ -38,15 +36,6 @@ def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
     }
 
 
-def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
-    columns: dict[str, tuple[str, str | None]] = {
-        "gap of the reference": ("reference_gap", "{:.3f}"),
-        "expected reward": ("reward", "{:.3f}"),
-        "KL, nats a response": ("KL", "{:.3f}"),
-    }
-    return [settings_table(results, "penalty", "gap", "gap to the optimum", USUAL, columns)]
-
-
 def figure(results: pd.DataFrame) -> Axes:
     axes = figures.settings(results.assign(point=results["penalty"]), "gap")
     axes.set_xlabel("what the objective falls short of the optimum, relative to it; 0 is the optimum")
@@ -54,4 +43,17 @@ def figure(results: pd.DataFrame) -> Axes:
 
 
 if __name__ == "__main__":
-    study(__file__, tables, figure, measures)
+    settings_study(
+        __file__,
+        axis="penalty",
+        measure="gap",
+        title="gap to the optimum",
+        against="k1 in the reward",
+        columns={
+            "gap of the reference": ("reference_gap", "{:.3f}"),
+            "expected reward": ("reward", "{:.3f}"),
+            "KL, nats a response": ("KL", "{:.3f}"),
+        },
+        measures=measures,
+        figure=figure,
+    )

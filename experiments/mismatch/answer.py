@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pandas as pd
 
-from experiments.answers import settings_table, study
-from ppo_repro.analysis import figures
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from experiments.answers import TITLES, Columns, settings_figure, settings_table, study
 
 MEASURE = "mean_accuracy"  # over all evaluations: one accuracy at the end varies more between seeds
 USUAL, DOUBLED = "usual", "doubled learning rate"
 
 
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
-    columns: dict[str, tuple[str, str | None]] = {
+    columns: Columns = {
         "at the end": ("accuracy", None),
         "k3, nats a token": ("k3", "{:.1e}"),
     }
     doubled = results["sampler"].str.startswith(DOUBLED)
-    title = "accuracy, mean over training"
     return [
-        settings_table(results[~doubled], "sampler", MEASURE, title, USUAL, columns),
-        settings_table(results[doubled], "sampler", MEASURE, title, DOUBLED, columns),
+        settings_table(results[~doubled], "sampler", MEASURE, TITLES[MEASURE], USUAL, columns),
+        settings_table(results[doubled], "sampler", MEASURE, TITLES[MEASURE], DOUBLED, columns),
     ]
 
 
-def figure(results: pd.DataFrame) -> Axes:
-    return figures.settings(results.assign(point=results["sampler"]), MEASURE)
-
-
 if __name__ == "__main__":
-    study(__file__, tables, figure)
+    study(__file__, tables, settings_figure("sampler", MEASURE))

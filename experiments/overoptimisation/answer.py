@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from experiments.answers import LAST, outcome, settings_table, study
+from experiments.answers import LAST, outcome, settings_study
 from ppo_repro.analysis import figures
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MEASURE, USUAL = "change", "coefficient 0.05"
 
-
-def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, change = accuracy after - before training, the best accuracy, the KL there, and curves.
 
     score_gain: mean learned score of the last iterations - mean learned score of the first. accuracy_I, KL_I: at
@@ -38,18 +36,6 @@ def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
     return found
 
 
-def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
-    columns: dict[str, tuple[str, str | None]] = {
-        "learned score, gain": ("score_gain", None),
-        "best accuracy": ("best", "{:.3f}"),
-        "at iteration": ("best_at", "{:.0f}"),
-        "KL at the end, nats a response": ("KL", "{:.2f}"),
-        "entropy, nats a token": ("entropy", "{:.3f}"),
-        "length, tokens": ("length", "{:.2f}"),
-    }
-    return [settings_table(results, "setting", MEASURE, "accuracy, end minus start", USUAL, columns)]
-
-
 def figure(results: pd.DataFrame) -> Axes:
     (axes,) = figures.new_axes(8.0, 3.6)
     names = sorted(name for name in results.columns if name.startswith("accuracy_"))
@@ -62,4 +48,20 @@ def figure(results: pd.DataFrame) -> Axes:
 
 
 if __name__ == "__main__":
-    study(__file__, tables, figure, measures)
+    settings_study(
+        __file__,
+        axis="setting",
+        measure="change",
+        title="accuracy, end minus start",
+        against="coefficient 0.05",
+        columns={
+            "learned score, gain": ("score_gain", None),
+            "best accuracy": ("best", "{:.3f}"),
+            "at iteration": ("best_at", "{:.0f}"),
+            "KL at the end, nats a response": ("KL", "{:.2f}"),
+            "entropy, nats a token": ("entropy", "{:.3f}"),
+            "length, tokens": ("length", "{:.2f}"),
+        },
+        measures=measures,
+        figure=figure,
+    )

@@ -2,8 +2,8 @@
 `experiments/answers.py`.
 """
 
-from experiments.answers import study
-from experiments.precision.answer import figure, tables
+from experiments.answers import settings_figure, study
+from experiments.precision.answer import tables
 
 if __name__ == "__main__":
-    study(__file__, tables, figure)
+    study(__file__, tables, settings_figure("numerics", "mean_accuracy"))

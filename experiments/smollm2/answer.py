@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from experiments.answers import outcome, settings_table, study
+from experiments.answers import outcome, settings_study
 from ppo_repro.analysis import figures
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-USUAL = "deterministic"
 
-
-def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, the share of unequal tokens, and sampled_I.
 
     A token is unequal if its log-prob differs between sampler and trainer. sampled_I is the accuracy of the sampled
@@ -30,17 +28,6 @@ def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
     found["unequal"] = float((tokens["old_logprobs"] != tokens["rollout_logprobs"]).mean())
     sampled = reader.read_iterations(run_dir, columns=["accuracy"])["accuracy"]
     return found | {f"sampled_{i:02d}": float(value) for i, value in enumerate(sampled)}
-
-
-def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
-    columns: dict[str, tuple[str, str | None]] = {
-        "before": ("start", "{:.3f}"),
-        "KL, nats a response": ("KL", "{:.2f}"),
-        "entropy, nats a token": ("entropy", "{:.2f}"),
-        "k3, nats a token": ("k3", "{:.1e}"),
-        "unequal log-probs": ("unequal", "{:.1%}"),
-    }
-    return [settings_table(results, "sampler", "accuracy", "accuracy at the end", USUAL, columns)]
 
 
 def figure(results: pd.DataFrame) -> Axes:
@@ -54,4 +41,19 @@ def figure(results: pd.DataFrame) -> Axes:
 
 
 if __name__ == "__main__":
-    study(__file__, tables, figure, measures)
+    settings_study(
+        __file__,
+        axis="sampler",
+        measure="accuracy",
+        title="accuracy at the end",
+        against="deterministic",
+        columns={
+            "before": ("start", "{:.3f}"),
+            "KL, nats a response": ("KL", "{:.2f}"),
+            "entropy, nats a token": ("entropy", "{:.2f}"),
+            "k3, nats a token": ("k3", "{:.1e}"),
+            "unequal log-probs": ("unequal", "{:.1%}"),
+        },
+        measures=measures,
+        figure=figure,
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from experiments.answers import outcome, settings_table, study
+from experiments.answers import Columns, outcome, settings_table, study
 from ppo_repro.analysis import figures
 from ppo_repro.analysis.tokenization.tables import run_drift
 from ppo_repro.analysis.tokenization.tokenizer import recorded_tokenizer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MEASURE, USUAL = "KL", "characters, per response"
 
 
-def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, KL per token, and the share of the last iteration's responses that encode to other ids."""
     found, last = outcome(run_dir), len(reader.read_iterations(run_dir)) - 1
     drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[last])
@@ -34,7 +34,7 @@ def settings(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
-    columns: dict[str, tuple[str, str | None]] = {
+    columns: Columns = {
         "KL, nats a token": ("KL_token", "{:.3f}"),
         "length, tokens": ("length", "{:.1f}"),
         "accuracy": ("accuracy", None),

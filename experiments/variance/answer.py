@@ -4,20 +4,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from experiments.answers import interval, study
-from ppo_repro.analysis import figures
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-MEASURES = {"mean_accuracy": "accuracy, mean over training", "accuracy": "accuracy at the end", "score": "score"}
+from experiments.answers import TITLES, interval, settings_figure, study
+from ppo_repro.analysis.stats.significance import with_interval
 
 
 def numerics_part(values: npt.NDArray[np.float64]) -> tuple[float, float, float]:
@@ -42,22 +35,17 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
         usual, other = (
             results[results["setting"] == name].set_index("seed") for name in (mode, f"{mode}, other layout")
         )
-        for measure, title in MEASURES.items():
+        for measure, title in TITLES.items():
             values = np.stack([usual[measure], other[measure]], axis=1)
-            part, low, high = numerics_part(values)
             row = {"numerics": mode, "measure": title, "mean": interval(usual[measure])}
             row["other layout minus usual"] = interval(other[measure] - usual[measure], "{:+.3f}")
             row["sd over seeds"] = f"{usual[measure].std():.3f}"
             row["sd over layouts of a seed"] = f"{np.sqrt(values.var(axis=1, ddof=1).mean()):.3f}"
-            row["part of numerics"] = f"{part:.2f} [{low:.2f}, {high:.2f}]"
+            row["part of numerics"] = with_interval("{:.2f}", *numerics_part(values))
             row["same fingerprint, seeds"] = int((usual["fingerprint"] == other["fingerprint"]).sum())
             rows.append(row)
     return [pd.DataFrame(rows)]
 
 
-def figure(results: pd.DataFrame) -> Axes:
-    return figures.settings(results.assign(point=results["setting"]), "mean_accuracy")
-
-
 if __name__ == "__main__":
-    study(__file__, tables, figure)
+    study(__file__, tables, settings_figure("setting", "mean_accuracy"))

@@ -11,7 +11,7 @@ ANALYSES = {
     "mismatch": ("mismatch.tables", "how far apart are the log-probs of sampler and trainer?"),
     "clipping": ("clipping.tables", "how many tokens did the clip change?"),
     "tokenization": ("tokenization.tables", "how large is the KL per token, word and response?"),
-    "compare": ("compare.verdicts", "do two runs, or two settings of a grid, differ?"),
+    "compare": ("compare.verdicts", "do two runs differ?"),
     "table": ("grids.table", "how do the settings of a grid differ?"),
     "figure": ("figures", "draws a figure of runs or of a grid"),
 }

@@ -75,9 +75,9 @@ def _rate(text: str) -> float:
 
 def _iterations(text: str) -> range:
     first, colon, last = text.partition(":")
-    numbers = range(_positive(first) - 1, _positive(last if colon else first))
+    numbers = range(_count(first), _count(last if colon else first) + 1)
     if not numbers:
-        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; write A:B, both included, from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; write A:B, both included, from 0")
     return numbers
 
 
@@ -152,7 +152,7 @@ def _go_on(commands: Any) -> None:
     option = _add(commands, rerun_command, _LAYOUT, _INPUTS)
     about = f"folder of a run, `{LATEST}`, or folder of a study, such as experiments/growth"
     option("run", metavar="RUN_OR_STUDY", type=_run_folder, help=about)
-    about = "only iterations A to B, from the newest checkpoint before them; the run may be incomplete"
+    about = "only iterations A to B, counted from 0; begins at the checkpoint before them; RUN may be incomplete"
     option("--iterations", metavar="A:B", type=_iterations, help=about)
     option("--cells", metavar="N", type=_positive, help="of a study: how many; default 1")
     option("--seed", metavar="N", type=_count, help="of a study: chooses the cells; default 0")

@@ -170,7 +170,7 @@ def resume_command(arguments: argparse.Namespace) -> int:
             resumed = resume(executed, arguments.run, arguments.set, arguments.inputs, copying)
     if not ranks.is_first:
         return 0
-    where = f"resumed after iteration {resumed.start}" if resumed.start else "computed again from the beginning"
+    where = f"resumed from iteration {resumed.start}" if resumed.start else "computed again from the beginning"
     again = resumed.recorded - resumed.start
     say(where + (f"; {again} recorded iterations came out identical" if again else ""))
     _report_run(arguments.run, None, arguments.json, copies)
@@ -271,7 +271,7 @@ def _kind_of(run_dir: Path) -> Kind:
 def _rerun(arguments: argparse.Namespace) -> int:
     """Execute a recorded run again and compare every buffer."""
     only: range | None = arguments.iterations
-    what = "everything" if only is None else f"iterations {only.start + 1} to {only.stop}"
+    what = "everything" if only is None else f"iterations {only.start} to {only.stop - 1}"
     say(f"{arguments.run}: computing {what} again, to compare every buffer")
     with _working_together(partial(_kind_of, arguments.run)) as (ranks, watcher, kind):
         from ppo_repro.runs.resume import rerun
@@ -280,7 +280,7 @@ def _rerun(arguments: argparse.Namespace) -> int:
         report = rerun(executed, arguments.run, arguments.set, arguments.inputs, only)
     if not ranks.is_first:
         return 0 if report.difference is None else 1
-    where = "" if only is None else f" after iteration {report.begun}, every number;"
+    where = "" if only is None else f" from iteration {report.begun}, every number;"
     identical = f"identical: {report.iterations} iterations{where or ','} fingerprint {report.fingerprint}"
     if report.taken:
         identical += f"; the responses are the recorded ones, because {report.taken} promises no bits"

@@ -68,6 +68,15 @@ class Transition:
     episode_returns: NDArray[np.float64]  # [E], sum of the rewards of the episode so far
 
 
+def _inside(bounds: NDArray[Any], outside: float) -> NDArray[np.float32]:
+    """Round bounds [A] to float32, away from the end that is outside: an action at a bound is never beyond it."""
+    with np.errstate(over="ignore"):
+        nearest = bounds.astype(np.float32)
+    is_beyond = nearest < bounds if outside < 0 else nearest > bounds
+    inner = np.nextafter(nearest, np.float32(-outside))
+    return np.where(is_beyond, inner, nearest)
+
+
 @dataclass
 class _Copy:
     """A copy of the environment, and its current episode."""
@@ -101,7 +110,13 @@ class Environments:
         if isinstance(acted, Discrete):
             self.actions = DiscreteActions(int(acted.n), int(acted.start))
         elif isinstance(acted, Box) and len(acted.shape) == 1:
-            self.actions = RealActions(acted.low.astype(np.float32), acted.high.astype(np.float32))
+            self.actions = RealActions(_inside(acted.low, -np.inf), _inside(acted.high, np.inf))
+            if (crossed := np.flatnonzero(self.actions.low > self.actions.high)).size:
+                i = crossed[0]
+                raise UserError(
+                    f"{where}: action {i} is {acted.low[i]} to {acted.high[i]}; must have a float32 number between its "
+                    "bounds"
+                )
         else:
             raise UserError(f"{where}: its actions are {acted}; must be Discrete or a Box of one axis")
         self.where, self.name, self.copies = where, name, [_Copy(env) for env in envs]

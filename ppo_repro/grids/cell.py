@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import atomic_write
+from ppo_repro.base.files import MANIFEST, atomic_write
 from ppo_repro.base.interrupts import held
 from ppo_repro.base.lock import locked_in
 from ppo_repro.records import manifest
@@ -59,7 +59,7 @@ class Result:
 
 def run_of(folder: Path) -> Path | None:
     """Return the folder of the cell's run, None if no run has begun. Raises UserError if there are several."""
-    runs = sorted(path.parent for path in folder.glob(f"*/*/{manifest.FILE_NAME}"))
+    runs = sorted(path.parent for path in folder.glob(f"*/*/{MANIFEST}"))
     runs = [run_dir for run_dir in runs if run_dir.suffix not in (".tmp", ".removed")]  # left by a killed process
     if len(runs) > 1:
         raise UserError(f"{folder}: has {len(runs)} runs; a cell has one, remove the others")

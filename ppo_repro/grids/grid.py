@@ -1,14 +1,15 @@
 """Run a grid: lay out its cells, run the cells that are not complete, write the tables.
 
-`cells.parquet` has one row per cell in any state. `results.parquet` has one row per iteration of each complete cell:
-the columns of the cell, then the columns of the table `iterations`.
+`cells.parquet` has one row per cell in any state, and changes when a cell ends. `results.parquet` has one row per
+iteration of each complete cell: the columns of the cell, then the columns of the table `iterations`; it is written when
+the grid begins and ends.
 """
 
 from __future__ import annotations
 
 import io
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,12 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.output import say_anyway
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import dump_yaml, load_any
 from ppo_repro.config.inputs import gather
 from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.cell import Executor, Order, last_result, run_of, state_of
-from ppo_repro.grids.spec import Cell, Grid
+from ppo_repro.grids.spec import Cell, Config, Grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.changes import change_lines, config_changes
 from ppo_repro.records.folder import read_environments
@@ -33,8 +35,11 @@ from ppo_repro.runs.run import NOTHING
 
 SHOWN = ("final.eval_accuracy", "final.eval_score")  # columns of the printed table
 SHOWN_FIELDS = 8  # of a configuration that has changed
-# the parts of an environment that can change native results
-CHANGING = ("code_digest", "python", "packages", "machine", "cpu_capability", "torch_build")
+# the parts of an environment that can change results, and parts that change only the results of some cells
+CHANGING = ("code_digest", "python", "packages")
+OF_MACHINE = ("machine", "cpu_capability", "torch_build")
+
+CellRow = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -77,25 +82,28 @@ def run_grid(
         except OSError as error:
             raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
         atomic_write(grid_dir / GRID, dump_yaml(grid.file).encode())
-        orders = []
+        orders, cells = [], {cell.name: cell for cell in grid.cells}
         for cell in grid.cells:
             folder = grid_dir / "cells" / cell.name
             lay_out(cell, folder)
             if not keep_changed:
-                _check_unchanged(cell, folder)
+                check_unchanged(cell, folder)
             if state_of(folder) != "complete":
                 orders.append(Order(cell.name, str(folder.absolute()), cell.config.layout.threads, processes))
-        write_tables(grid_dir, grid.cells)  # a tracker that copies the grid meanwhile reads the labels there
+        rows = {name: _cell_row(grid_dir, cell) for name, cell in cells.items()}
+        write_tables(grid_dir, rows)  # a tracker that copies the grid meanwhile reads the labels there
         complete = len(grid.cells) - len(orders)
         say_anyway(f"{complete} of {len(grid.cells)} cells are complete already")
         try:
             if orders:
                 with closing(executor.run(orders)) as results:
                     for ended, result in enumerate(results, complete + 1):
+                        rows[result.name] = _cell_row(grid_dir, cells[result.name])
+                        _write(grid_dir / CELLS, pd.DataFrame([*rows.values()]))
                         outcome = f"ended with {result.exit_code}: {result.message}" if result.exit_code else "done"
                         say_anyway(f"{ended}/{len(grid.cells)} {result.name}: {outcome} ({result.seconds:.1f} s)")
         finally:
-            table = write_tables(grid_dir, grid.cells)
+            table = write_tables(grid_dir, {name: _cell_row(grid_dir, cell) for name, cell in cells.items()})
     return Outcome(table, tuple(order.name for order in orders))
 
 
@@ -119,14 +127,18 @@ def lay_out(cell: Cell, folder: Path) -> None:
         atomic_write(path, dump_yaml(cell.config).encode())
 
 
-def _check_unchanged(cell: Cell, folder: Path) -> None:
-    """Raise UserError if other code or packages, another machine or other input files computed the run of a cell."""
+def check_unchanged(cell: Cell, folder: Path) -> None:
+    """Raise UserError if other code or packages or other input files computed the run of a cell.
+
+    Another kind of machine counts if it may compute other bits.
+    """
     run_dir = run_of(folder)
     if run_dir is None:
         return
     recorded = manifest.load_head(run_dir)
+    changing = CHANGING if _is_same_everywhere(cell.config) else CHANGING + OF_MACHINE
     before, now = read_environments(run_dir, recorded), describe_environment(cell.config, 1)
-    what = [name for name in CHANGING if any(environment[name] != now[name] for environment in before)]
+    what = [name for name in changing if any(environment[name] != now[name] for environment in before)]
     if gather(cell.config).digests != recorded.inputs:
         what.append("input file")
     if what:
@@ -136,20 +148,31 @@ def _check_unchanged(cell: Cell, folder: Path) -> None:
         )
 
 
-def write_tables(grid_dir: Path, cells: Sequence[Cell]) -> pd.DataFrame:
+def _is_same_everywhere(config: Config) -> bool:
+    """Return whether every machine computes the same bits; environments of Gymnasium take sines from the C library."""
+    if isinstance(config, RunConfig):
+        return not config.bound and not config.rollout.engine_without_promise
+    return isinstance(config, DPOConfig) and config.numerics.mode == "deterministic"
+
+
+def write_tables(grid_dir: Path, rows: Mapping[str, CellRow]) -> pd.DataFrame:
     """Write both tables, each completely or not at all, and return the table of cells.
 
     Raises UserError on damaged records.
     """
-    table = pd.DataFrame([_cell_row(grid_dir, cell) for cell in cells])
-    for name, frame in ((CELLS, table), (RESULTS, _results_table(grid_dir, table))):
-        buffer = io.BytesIO()
-        frame.to_parquet(buffer, index=False, compression="zstd")
-        atomic_write(grid_dir / name, buffer.getvalue())
+    table = pd.DataFrame([*rows.values()])
+    _write(grid_dir / CELLS, table)
+    _write(grid_dir / RESULTS, _results_table(grid_dir, table))
     return table
 
 
-def _cell_row(grid_dir: Path, cell: Cell) -> dict[str, object]:
+def _write(path: Path, table: pd.DataFrame) -> None:
+    buffer = io.BytesIO()
+    table.to_parquet(buffer, index=False, compression="zstd")
+    atomic_write(path, buffer.getvalue())
+
+
+def _cell_row(grid_dir: Path, cell: Cell) -> CellRow:
     folder = grid_dir / "cells" / cell.name
     run_dir, last, state = run_of(folder), last_result(folder), state_of(folder)
     recorded = None if run_dir is None else manifest.load_head(run_dir)

@@ -79,16 +79,8 @@ def write_sampled(
 ) -> None:
     """Write the policy with the run's end tokens into an existing folder, for a sampling program.
 
-    A generation configuration is left out, because it may have other end tokens.
-
-    Args:
-        policy: its weights.
-        end_ids: end tokens.
-        folder: in transformers' format.
-        original_format: write the experts of a mixture in the format of published checkpoints.
-
-    Raises:
-        OSError: the folder cannot be written.
+    A generation configuration is left out, because it may have other end tokens. With `original_format` the experts of
+    a mixture have the format of published checkpoints. Raises OSError if the folder cannot be written.
     """
     write_model(policy, folder, original_format)
     path = folder / "config.json"

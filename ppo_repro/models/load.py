@@ -55,8 +55,6 @@ def load_as(
     Weights saved in bfloat16 or float16 are float32 numbers too, so they load without rounding.
 
     Args:
-        folder: in transformers' format.
-        auto_class: loads the model.
         classes: the allowed classes of the model.
         where: begins every error.
 

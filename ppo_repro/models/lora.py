@@ -146,7 +146,6 @@ def initial_a(rank: int, columns: int, seed: int, name: str) -> Tensor:
     Args:
         rank: r.
         columns: K, the inputs of the adapted layer.
-        seed: of the run.
         name: of the layer; each layer has its own random numbers.
     """
     integers = (words(rank * columns, "lora A", seed, name) >> np.uint64(64 - _UNIFORM_BITS)).astype(np.int64)
@@ -164,7 +163,6 @@ def add_lora(model: Adaptable, rank: int, alpha: float, target_modules: Sequence
         rank: r, columns of B and rows of A.
         alpha: the update B A is scaled by alpha / r.
         target_modules: ends of layer names, as in peft; empty for all linear layers of attention and MLP.
-        seed: of the run.
 
     Raises:
         UserError: a target matches no layer.

@@ -71,9 +71,7 @@ def make_value_model(
 
     Args:
         source: an unmodified float32 model, which is copied.
-        mode: numerics, `deterministic` or `native`.
         max_context: tokens of the longest sequence.
-        seed: of the head.
         precision: of the products in deterministic numerics.
     """
     trunk = make_policy(trunk_of(source), mode, max_context, precision)
@@ -122,10 +120,8 @@ def seen_states(
     """Compute `hidden_states`, and return the chosen experts too.
 
     Args:
-        trunk: of a policy or value model.
         batch: the sequences, and the n rows to return.
         replay: whether the batch's recorded routes replace the router's choice.
-        seen: whether to return routes.
 
     Returns:
         Hidden states [n, H] float32; routes of all inputs [.., M k], None unless `seen`.

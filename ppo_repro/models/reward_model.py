@@ -25,9 +25,7 @@ def make_reward_model(
 
     Args:
         source: an unmodified float32 model, which is copied.
-        mode: numerics, `deterministic` or `native`.
         max_context: tokens of the longest sequence.
-        seed: of the head.
         precision: of the products in deterministic numerics.
 
     Raises:

@@ -56,7 +56,6 @@ def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_i
     """Return the transformers configuration of the model that `make_model` makes.
 
     Args:
-        model: its section of the configuration.
         vocab_size: tokens of the tokenizer, unused ones included.
         max_context: positions.
         eos_token_id: the end token, None if there is none.
@@ -96,11 +95,8 @@ def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_i
     """Make a float32 model with the weights of `draw_weights`.
 
     Args:
-        config: sizes of the model.
         vocab_size: tokens of its tokenizer.
         max_context: longest prompt plus response, tokens.
-        eos_token_id: the end token.
-        seed: of the run.
     """
     source = tiny_config(config, vocab_size, max_context, eos_token_id)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -88,7 +88,7 @@ class AdamW:
     def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
         """Take one step with the gradients of this rank's shards, and return the norm of all before clipping.
 
-        Raises NumericsError for a gradient that is not finite.
+        Raises NumericsError for a gradient that is not finite, or a norm that is not finite in float32.
         """
         tensors = ffi.new("Trained[]", len(self.parameters))
         device = next((p.device for p in self.parameters.values()), CPU)
@@ -107,7 +107,7 @@ class AdamW:
         return norm
 
     def _norm(self, tensors: Any, kernels: Kernels) -> float:
-        """Compute the norm of all gradients, on every rank. Raises NumericsError if it is not finite."""
+        """Compute the norm of all gradients, on every rank. Raises NumericsError if it is not finite in float32."""
         counts = [-(-tensor.n // STRETCH) for tensor in tensors]
         own = np.full(sum(counts), np.nan)  # stays where the kernels write nothing
         kernels.gradient_squares(tensors, len(tensors), ffi.from_buffer("double[]", own))
@@ -118,7 +118,10 @@ class AdamW:
             if not math.isfinite(square):
                 raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
             total += square
-        return math.sqrt(total)
+        norm = math.sqrt(total)
+        if math.isinf(float(ffi.cast("float", norm))):  # clipping would scale every gradient to 0
+            raise NumericsError("the gradient norm is not finite in float32; lower the learning rate")
+        return norm
 
     def state(self) -> OptimizerState:
         """Return the state, whole on the first rank, and without moments on others; every rank calls this method."""

@@ -94,8 +94,6 @@ def _layer(names: Names, layer: Any, window: int, rope: dict[str, Any] | None, s
     """Return the parts of a decoder layer.
 
     Args:
-        names: of its modules.
-        layer: its module.
         window: number of keys that a query sees; 0 for all.
         rope: parameters of its rotary positions; None without them.
         score_cap: soft cap of scores; 0 for none.

@@ -16,11 +16,7 @@ class Cache:
     def __init__(self, model: Struct, seats: int, positions: int, device: torch.device) -> None:
         """Allocate memory for keys and values without clearing it.
 
-        Args:
-            model: layers, heads and their size.
-            seats: number of sequences.
-            positions: tokens of a seat, rounded up to a multiple of 16.
-            device: device of the kernels.
+        `positions`, the tokens of a seat, are rounded up to a multiple of 16.
         """
         self.each = -(-positions // 16) * 16
         self.capacity = seats * self.each
@@ -42,7 +38,6 @@ class KernelBatch:
 
         Args:
             batch: n tokens of S sequences.
-            cache: receives the keys and values of the tokens.
             base: [S], the position in the cache at which each sequence begins.
             seen: [n, mixtures x chosen], receives the experts of each token; None if not wanted.
         """

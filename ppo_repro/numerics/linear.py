@@ -57,7 +57,6 @@ def _backward(
     """Compute the gradients of a layer's inputs and weights.
 
     Args:
-        matrix: the layer's matrix.
         grad: gradient of the outputs, float32 [n, N].
         x: inputs, float32 [n, K]; None if only a bias is trained.
         rows: the sequence of each of the n rows; None if the weights are not trained.

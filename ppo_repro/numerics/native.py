@@ -30,15 +30,7 @@ class NativeCache:
     def __init__(
         self, config: PretrainedConfig, seats: int, positions: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Allocate cleared memory for keys and values.
-
-        Args:
-            config: layers, heads and their size.
-            seats: number of sequences.
-            positions: tokens of a seat.
-            device: device of the model.
-            dtype: dtype of the model.
-        """
+        """Allocate cleared memory for keys and values."""
         shape = (seats, key_value_heads(config), positions, head_dim(config))
         self.keys, self.values = (
             [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2)
@@ -110,9 +102,7 @@ class NativeNetwork:
 
         Args:
             batch: n tokens of some sequences.
-            cache: receives the keys and values of the tokens.
             seats: the seat of each sequence in the cache.
-            seen: whether to return the routes of mixtures.
 
         Returns:
             Hidden states [n, H], and routes [n, M k], None unless wanted.
@@ -138,7 +128,6 @@ class NativeNetwork:
         Args:
             batch: the sequences, without routes to replay.
             wanted: [n], the rows to return.
-            seen: whether to return the routes of mixtures.
             padding: short rows are padded `right` or `left`; `none` packs all sequences in one row.
 
         Returns:

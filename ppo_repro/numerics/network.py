@@ -66,14 +66,7 @@ class Network:
         return Cache(self.model.struct, seats, positions, self.device)
 
     def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
-        """Copy the keys and values of a seat's first positions to another seat.
-
-        Args:
-            cache: the cache of both seats.
-            source: seat to read.
-            target: seat to write.
-            positions: number of positions to copy.
-        """
+        """Copy the keys and values of a seat's first positions to another seat."""
         keys, values = pointer(cache.keys, self.device), pointer(cache.values, self.device)
         begin, to = source * cache.each, target * cache.each
         kernels_of(self.device).copy_prefix(self.model.struct, keys, values, cache.capacity, begin, to, positions)
@@ -85,9 +78,7 @@ class Network:
 
         Args:
             batch: n new tokens of S sequences, with their positions.
-            cache: the keys and values of earlier tokens.
             seats: the seat of each sequence in the cache [S].
-            seen: whether to return the experts of the tokens.
 
         Returns:
             Hidden states float32 [n, H], and routes int32 [n, mixtures x chosen] or None.
@@ -106,7 +97,6 @@ class Network:
         Args:
             batch: n tokens of S sequences.
             wanted: [r], rising and without repetition, because a repeated row would lose gradients.
-            seen: whether to return the experts of the tokens.
 
         Raises:
             ValueError: `wanted` does not rise, or nothing receives the gradients of the parameters.
@@ -136,7 +126,6 @@ class Network:
         """Return the hidden states [n, H]. NumericsError names a norm whose input is not finite.
 
         Args:
-            kernel_batch: n tokens.
             activations: `activation_memory` for the same tokens and `keep`; None with KEEP_NOTHING.
             keep: what `activations` receive, the C enum `Keep`.
         """

@@ -17,8 +17,6 @@ def normal_noise(seeds: Tensor, positions: Tensor, columns: int, device: torch.d
     Args:
         seeds: [n] int64.
         positions: [n] int64.
-        columns: columns of each row.
-        device: device of the kernels and of the result.
 
     Returns:
         [n, columns] float64.

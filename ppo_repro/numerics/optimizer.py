@@ -75,9 +75,6 @@ class Optimizer:
 
         Args:
             module: the module whose parameters with gradients are trained.
-            settings: settings of AdamW and clipping.
-            mode: `deterministic` or `native`.
-            ranks: the processes that take each step together.
             adapter: adapter to train in place of the weights that it changes.
         """
         self.settings, self._adapter = settings, adapter
@@ -99,7 +96,7 @@ class Optimizer:
         the order of the sequences. A micro-batch is laid out `with_sums(self.sink)`. With several ranks `backward`
         covers the sequences of this rank, and every rank has all new weights afterwards.
 
-        Raises NumericsError for a gradient that is not finite.
+        Raises NumericsError for a gradient that is not finite, or a norm that is not finite in float32.
         """
         self.sums.begin()
         backward()

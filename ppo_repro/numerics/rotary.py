@@ -96,13 +96,7 @@ def attention_factor(config: PretrainedConfig, rope: dict[str, Any]) -> float:
 
 
 def tables(config: PretrainedConfig, rope: dict[str, Any], positions: int) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of all positions, float32 [positions, D/2] each, from float64. Su et al., 2021.
-
-    Args:
-        config: the width of a head, and the longest context.
-        rope: the layer's rotary parameters.
-        positions: number of positions.
-    """
+    """Compute cosines and sines of all positions, float32 [positions, D/2] each, from float64. Su et al., 2021."""
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * inverse_frequencies(config, rope)
     cosine, sine = (table * attention_factor(config, rope) for table in cos_sin(angles))
     return cosine.to(torch.float32), sine.to(torch.float32)

@@ -103,7 +103,6 @@ def token_statistics(
         targets: int64 [n].
         temperature: p is softmax(logits / temperature) over the eligible tokens.
         eligible: bool [n, V]; None: all tokens.
-        mode: `deterministic` or `native`.
 
     Returns:
         Log-probs and entropies, float32 [n] each, in nats.
@@ -137,7 +136,7 @@ def scoring_statistics(
 ) -> ScoringStatistics:
     """Compute `token_statistics` and, by the kernels in both modes, sums of p^2 and cumulative probabilities.
 
-    Tokens of equal logits are ordered by id, as top-p orders them.
+    Tokens of equal logits / temperature are ordered by id, as top-p orders them.
     """
     logits = logits.detach()
     cumulative = torch.empty(len(logits), device=logits.device)

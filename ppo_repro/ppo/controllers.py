@@ -71,7 +71,6 @@ def rate_factor(schedule: str, iteration: int, iterations: int, warmup_iteration
     Args:
         schedule: constant, linear or cosine.
         iteration: i, from 0.
-        iterations: number of all iterations.
         warmup_iterations: w.
     """
     if iteration < warmup_iterations:

@@ -42,7 +42,7 @@ def shown(value: Any) -> str:
 
 def forked_from(origin: Origin, name: str) -> str:
     """Return the origin of a fork as text; `name` is the origin's folder name."""
-    return f"{name} after iteration {origin.iteration}, fingerprint {origin.fingerprint[:12]}..."
+    return f"{name} after {origin.iteration} iterations, fingerprint {origin.fingerprint[:12]}..."
 
 
 def origin_lines(origin: Origin) -> list[str]:

@@ -22,7 +22,7 @@ def how_to_go_on(run_dir: Path, resume: str) -> str:
     if not start:
         return f"{done} iterations are recorded, without a checkpoint: {resume} computes all of them again"
     again = f"computes {done - start} again" if done > start else "computes none again"
-    return f"{done} iterations are recorded; {resume} goes on after iteration {start} and {again}"
+    return f"{done} iterations are recorded; {resume} goes on from iteration {start} and {again}"
 
 
 def _recorded(run_dir: Path) -> tuple[int, int]:
@@ -44,6 +44,6 @@ def how_to_repair(run_dir: Path, field: str) -> str:
         return f"{done} iterations are recorded, without a checkpoint: correct the function and start again"
     name = "FILE.py" if field == "task.path" else "FILE.py:NAME"
     return (
-        f"{done} iterations are recorded: correct the function in your own file, and go on after iteration {start} "
+        f"{done} iterations are recorded: correct the function in your own file, and go on from iteration {start} "
         f"with `ppo-repro fork {shlex.quote(str(run_dir))} --set {field}={name}`"
     )

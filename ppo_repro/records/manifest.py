@@ -24,7 +24,6 @@ from ppo_repro.base.files import MANIFEST, OWN_DIGEST, atomic_write, is_whole, o
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.records import digests, schema
 
-FILE_NAME = MANIFEST
 LOG_NAME = "iterations.jsonl"
 VERSION = 4  # of this file; versions 1 to 3 were written by ppo_repro 0.2 and earlier
 _DAMAGED = "the manifest was changed or damaged"
@@ -250,7 +249,7 @@ def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str])
 
 def save(head: Head, run_dir: Path) -> None:
     """Write manifest.json atomically; final results keep their types and bits. Raises UserError if writing fails."""
-    atomic_write(run_dir / FILE_NAME, sealed(head.model_dump(exclude={"iterations"})).encode())
+    atomic_write(run_dir / MANIFEST, sealed(head.model_dump(exclude={"iterations"})).encode())
 
 
 def load_head(run_dir: Path) -> Head:
@@ -258,14 +257,14 @@ def load_head(run_dir: Path) -> Head:
 
     Raises UserError if it is missing, damaged or of another version.
     """
-    path = run_dir / FILE_NAME
+    path = run_dir / MANIFEST
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such folder; give the folder of a run")
     try:
         text = read_regular(path).decode()
         tree = json.loads(text)
     except FileNotFoundError as error:
-        raise UserError(f"{run_dir}: holds no {FILE_NAME}; give the folder of a run") from error
+        raise UserError(f"{run_dir}: holds no {MANIFEST}; give the folder of a run") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it, or make it readable") from error
     except (ValueError, RecursionError) as error:
@@ -297,5 +296,5 @@ def load(run_dir: Path) -> Manifest:
             path = run_dir / LOG_NAME
             raise UserError(f"{path}: line {index + 1} does not follow from its digests; {_LOG_DAMAGED}")
     if head.fingerprint != (finished_fingerprint(link, head.final) if head.status == "complete" else link):
-        raise UserError(f"{run_dir / FILE_NAME}: fingerprint does not follow from the chain; {_DAMAGED}")
+        raise UserError(f"{run_dir / MANIFEST}: fingerprint does not follow from the chain; {_DAMAGED}")
     return Manifest(**dict(head), iterations=iterations)

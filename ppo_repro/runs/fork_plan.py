@@ -103,7 +103,7 @@ def _start(source: Path, recorded: Manifest, at: int | None, iterations: int) ->
     left = [start for start in starts if start < iterations]
     if not left or (at is not None and at >= iterations):
         raise UserError(
-            f"ppo.iterations = {iterations}: leaves nothing to compute after iteration {at or min(starts)}; "
+            f"ppo.iterations = {iterations}: leaves nothing to compute after {at or min(starts)} iterations; "
             f"set it higher, or choose another --at of {listed}"
         )
     return max(left) if at is None else at

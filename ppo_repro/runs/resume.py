@@ -312,6 +312,6 @@ def _require_own(only: range, begun: int, run_dir: Path, recorded: Manifest) -> 
         return
     of_origin = f"; the {begun} iterations before them are of the run from which it was forked" if begun else ""
     raise UserError(
-        f"--iterations {only.start + 1}:{only.stop}: {run_dir} has recorded iterations {begun + 1} to "
-        f"{recorded.num_iterations}{of_origin}; choose some of these"
+        f"--iterations {only.start}:{only.stop - 1}: {run_dir} has recorded iterations {begun} to "
+        f"{recorded.num_iterations - 1}{of_origin}; choose some of these"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import SUMS_NAME, check_links, check_sums
+from ppo_repro.base.files import MANIFEST, SUMS_NAME, check_links, check_sums
 from ppo_repro.config.files import LANGUAGE
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import (
@@ -77,7 +77,7 @@ def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
     digests = {**recorded.notes, **recorded.files, **tables}
     for listed_name, digest in digests.items():
         reader.check_file(run_dir / listed_name, digest)
-    listed = {manifest.FILE_NAME, manifest.LOG_NAME, *digests}
+    listed = {MANIFEST, manifest.LOG_NAME, *digests}
     models = [PurePath(name).parent for name in digests if PurePath(name).name == SUMS_NAME]
     for folder in models:
         listed |= {(folder / name).as_posix() for name in check_sums(run_dir / folder)}

@@ -67,9 +67,6 @@ class BuiltInSampler:
         """Make an engine for a policy whose weights may change between calls.
 
         Args:
-            policy: in deterministic or native numerics.
-            stop_ids: end tokens.
-            mode: numerics, `deterministic` or `native`.
             max_context: tokens of the longest prompt and response together.
             seats: number of sequences at the same time.
             prefill_chunk: tokens of a prompt in one pass, 0 for all.

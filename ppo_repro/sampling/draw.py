@@ -37,8 +37,6 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
         logits: [n, V] float32.
         seeds: [n] int64, of the responses.
         positions: [n] int64, of the last input token.
-        sampling: temperature, top-k and top-p.
-        mode: deterministic or native numerics.
     """
     temperature = sampling.temperature
     eligible, kept, log_kept_mass = None, None, torch.zeros(len(logits))

@@ -55,11 +55,7 @@ def rollout_engine(
     """Yield the engine of a run, and stop what it started when the block ends. The first of several processes owns it.
 
     Args:
-        config: names the engine.
-        built_in: the built-in engine.
         state: has the policy, and knows the iteration.
-        tokenizer: goes to the user's engine with the weights.
-        own: the user's engine, if the run has one.
         run_dir: for logs, notes and weights; None for a temporary folder.
         recorded: samples that need not be drawn.
         watcher: receives the waiting times of servers.

@@ -119,10 +119,8 @@ class Seats:
 
         Args:
             policy: in deterministic or native numerics; its weights may not change any more.
-            count: number of seats.
             max_context: tokens of a seat.
             prefill_chunk: tokens of a prompt in one pass.
-            prefix_cache: whether prompts reuse the keys and values of a shared prefix.
             routes: whether to note the experts of each token.
         """
         self._policy, self._prefill_chunk, self._prefix_cache = policy, prefill_chunk, prefix_cache

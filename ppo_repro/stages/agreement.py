@@ -59,13 +59,10 @@ def differing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Column, tokens: Tensor) -> None:
-    """Raise UnequalBits if two columns differ in any bit.
+    """Raise UnequalBits if two columns of M values differ in any bit.
 
     Args:
-        iteration: for the message.
         lengths: [B] int64, tokens of each sequence.
-        left: M values.
-        right: M values.
         tokens: [M] int64, index of the values into all tokens of the sequences.
     """
     rows = differing(left.values, right.values).nonzero()[:, 0]
@@ -90,7 +87,6 @@ def require_ratios_of_one(iteration: int, lengths: Tensor, ratios: Tensor, token
     """Raise UnequalBits if a ratio before the first step is not exactly 1.
 
     Args:
-        iteration: for the error.
         lengths: [B] int64, tokens of each response.
         ratios: [M] float32.
         tokens: [M] int64, index of the ratios into all tokens of the iteration.
@@ -119,14 +115,7 @@ def sampler_is_exact(config: RunConfig) -> bool:
 
 
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:
-    """Raise UnequalBits if log-probs of sampler and trainer differ although they are promised to be equal.
-
-    Args:
-        config: tells whether this is promised.
-        iteration: for the error.
-        rollout: has the sampler's log-probs.
-        forward: has the trainer's log-probs.
-    """
+    """Raise UnequalBits if log-probs of sampler and trainer differ although they are promised to be equal."""
     if sampler_is_exact(config):
         sampled = Column("rollout_logprobs", rollout.rollout_logprobs)
         scored = Column("old_logprobs", forward.old_logprobs)
@@ -140,13 +129,6 @@ def require_first_step_agrees(
 
     In native numerics nothing is checked. With `ratio_anchor: old` ratios are checked for every sampler, except with
     dropout. Otherwise they are checked only if the sampler is exact.
-
-    Args:
-        config: tells what is promised.
-        iteration: for the error.
-        rollout: the responses.
-        forward: has the values before the first step.
-        first: the first minibatch of the iteration.
     """
     if config.numerics.mode != "deterministic":
         return

@@ -47,12 +47,9 @@ def next_coefficients(
     """Compute the coefficients of the next iteration from the KL and the returns of this iteration.
 
     Args:
-        config: names the controllers.
-        coefficients: of this iteration.
         forward: gives the KL to the reference, for the adaptive KL controller.
         advantages: gives the returns, for their running statistics.
         updates: give the KL of the last epoch, for an adaptive clip range or penalty.
-        sequences: number of responses of the iteration.
     """
     controller = config.kl.controller if isinstance(config.kl, KLInReward) else None
     if isinstance(controller, AdaptiveController):

@@ -24,11 +24,8 @@ def cross_check(config: RunConfig, state: TrainState, rollout: Rollout, forward:
     """Recompute the old log-probs of `numerics.cross_check` tokens on the CPU, and compare them.
 
     Args:
-        config: gives the number of tokens and the seed that draws them.
         state: its `cpu_policy` takes the policy's weights; its `cross_checked` counts tokens. Without a `cpu_policy`
             nothing is computed.
-        rollout: the responses as the trainer received them.
-        forward: has the log-probs of the GPU.
         ranks: the first process computes.
 
     Raises:

@@ -71,12 +71,6 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
 
     Each rank scores its own sequences and gets all scores. The packed weights of the reference are freed before the
     packed weights of a separate value model are made, which limits the memory peak.
-
-    Args:
-        state: the networks; they do not change.
-        rollout: the responses as the trainer received them, N tokens.
-        config: `layout.forward_micro_batch` sequences are scored at a time.
-        ranks: the processes of the run.
     """
     mine = torch.tensor(ranks.mine(len(rollout.lengths)), dtype=torch.int64)
     layout = config.layout
@@ -164,8 +158,6 @@ def policy_pass(
     Args:
         state: has policy, reference and the hook that may change hidden states.
         charged: says whether the loss has a KL over the whole vocabulary.
-        mode: of the numerics.
-        m: the micro-batch.
         rollout: gives the temperature and the tokens that top-k and top-p keep.
         stream: names the pass for the hook.
     """

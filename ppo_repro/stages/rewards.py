@@ -47,12 +47,9 @@ def judge(
     """Judge responses. Each rank runs the reward model on its responses; one rank computes everything else.
 
     Args:
-        layout: of the reward model's passes.
-        task: gives judge and reward model.
         prompts: [B] token ids, ragged.
         responses: [B] token ids of whole episodes, ragged.
         samples: [B] the same responses as text, for verifiers and the user's functions.
-        ranks: the processes of the run.
     """
     scores: list[float] = []
     if task.reward_model is not None:
@@ -67,16 +64,7 @@ def judge(
 def compute_rewards(
     config: RunConfig, task: Task, rollout: Rollout, forward: ForwardPass, kl_coef: float, ranks: Ranks
 ) -> Rewards:
-    """Judge the responses, place the scores on tokens, charge the KL penalty, whiten.
-
-    Args:
-        config: the run's configuration.
-        task: gives judge and reward model.
-        rollout: B responses.
-        forward: gives the log-probs of policy and reference.
-        kl_coef: weight of the KL penalty in this iteration.
-        ranks: each runs the reward model on its responses.
-    """
+    """Judge the responses, place the scores on tokens, charge the KL penalty, whiten."""
     ids = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))]
     samples = samples_of(task, rollout, len(ids))
     judged = judge(config.layout, task, rollout.prompts.prompt_ids, ids, samples, ranks)
@@ -114,9 +102,6 @@ def sample_of(
     """Return the part of a response that is judged: the model's own words, with the special tokens that rewards need.
 
     Args:
-        task: gives tokenizer, problems and the special tokens.
-        key: of the prompt.
-        ids: the sampled tokens.
         text: of all tokens, the environment's included.
         finish_reason: stop or length.
         episode: all turns; None if the response is one turn.
@@ -147,16 +132,7 @@ def rewards_from(
 ) -> Rewards:
     """Place the scores of a judgement on tokens, charge the KL penalty, whiten.
 
-    Args:
-        config: placement, KL term, whitening.
-        judged: a score of each response.
-        rollout: the responses, N tokens.
-        forward: log-probs of policy and reference.
-        kl_coef: of this iteration.
-        functions: the user's own.
-
-    Returns:
-        Rewards of the N tokens, float32, and their components.
+    Returns rewards of all tokens, float32, and their components.
     """
     scores = torch.tensor(judged.scores, dtype=torch.float64)
     penalties = _kl_penalties(config.kl, rollout, forward, kl_coef, functions)
@@ -236,15 +212,7 @@ def compute_advantages(
     rewards: Rewards,
     functions: Functions = BUILT_IN,
 ) -> Advantages:
-    """Compute advantages and value targets of N tokens, float32; whitening is over all tokens of the iteration.
-
-    Args:
-        settings: the estimator.
-        rollout: the responses.
-        forward: values of the tokens.
-        rewards: rewards of the tokens, scores of the responses.
-        functions: the user's own.
-    """
+    """Compute advantages and value targets of N tokens, float32; whitening is over all tokens of the iteration."""
     if isinstance(settings, GroupAdvantages):
         by_response = group_advantages(rewards.scores.tolist(), rollout.prompts.keys, settings.scale)
         raw = torch.repeat_interleave(torch.tensor(by_response, dtype=torch.float32), rollout.lengths)
@@ -271,14 +239,7 @@ def _advantage_batch(rollout: Rollout, rewards: Rewards, values: Tensor | None) 
 
 
 def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
-    """Sample greedy responses to the held-out prompts, and judge them.
-
-    Args:
-        config: the run.
-        task: the held-out prompts, and the functions that score the responses.
-        engine: samples.
-        ranks: each samples and judges some of the responses.
-    """
+    """Sample greedy responses to the held-out prompts, and judge them."""
     problems: Sequence[Problem] = task.problems.held_out
     answers = generate(task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
     completions = [answer.completion for answer in answers]

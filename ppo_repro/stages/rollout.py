@@ -95,13 +95,7 @@ def generate(
 ) -> list[Answered]:
     """Generate one answer to each problem, in their order.
 
-    Args:
-        task: gives prompts, tokenizer and environment.
-        engine: samples.
-        problems: one per answer.
-        sampling: temperature, top-k and top-p, and the largest length.
-        seeds: one per answer.
-        ranks: each generates some answers, with the environment's turns, and returns all answers.
+    Each rank generates some answers, with the environment's turns, and returns all answers.
     """
     mine = ranks.mine(len(problems))
     requests = [Request(task.prompt_ids[problems[i].key], seeds[i]) for i in mine]
@@ -132,15 +126,7 @@ def known(name: str, values: Sequence[T | None]) -> tuple[T, ...] | None:
 
 
 def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
-    """Sample one response to every prompt.
-
-    Args:
-        config: the run.
-        task: prompts, and the environment of several turns.
-        engine: samples.
-        prompts: of this iteration, with seeds.
-        ranks: each samples some of the responses.
-    """
+    """Sample one response to every prompt."""
     problems = [task.problems.by_key[key] for key in prompts.keys]
     answers = generate(task, engine, problems, sampling_of(config), prompts.seeds, ranks)
     completions = [answer.completion for answer in answers]

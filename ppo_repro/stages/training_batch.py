@@ -121,16 +121,7 @@ def training_batch(
     advantages: Advantages,
     functions: Functions = BUILT_IN,
 ) -> TrainingBatch:
-    """Collect the data on which the update of one iteration trains.
-
-    Args:
-        config: the run.
-        coefficients: of this iteration.
-        rollout: the responses, N tokens.
-        forward: log-probs and values before the first step.
-        advantages: advantages and value targets.
-        functions: the user's own.
-    """
+    """Collect the data on which the update of one iteration trains."""
     ppo, corrected = config.ppo, corrections_of(config.ppo, rollout, forward)
     in_losses = rollout.in_losses
     if corrected is not None and ppo.rejected_tokens == "left_out":
@@ -174,8 +165,7 @@ def objective_batch(
     """Collect the arguments of a user's objective for n tokens of whole responses, [n] each.
 
     Args:
-        batch: the iteration, N tokens.
-        tokens: [n] int64, index into the N tokens.
+        tokens: [n] int64, index into the iteration's tokens.
         new_logprobs: [n] float32, of the present policy, nats.
         entropies: [n] float32, of the present policy, nats.
         ratios: [n] float32, new to anchor.
@@ -229,17 +219,9 @@ def _rejected(entry: Rejection, old: Tensor, sampled: Tensor, lengths: Tensor) -
 
 
 def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int) -> list[Tensor]:
-    """Cut a random permutation of 0..sequences-1 into minibatches, and sort each.
+    """Cut a random permutation of 0..sequences-1 into minibatches, int64 [size] each, and sort each.
 
-    Args:
-        sequences: responses of the iteration.
-        size: responses of a minibatch.
-        seed: of the run; every iteration and epoch has its own permutation.
-        iteration: from 0.
-        epoch: from 0.
-
-    Returns:
-        Indices of responses, int64 [size] each; the last minibatch may have fewer.
+    Every iteration and epoch has its own permutation. The last minibatch may have fewer responses.
     """
     order = torch.from_numpy(permutation(sequences, "minibatches", seed, iteration, epoch))
     return [chunk.sort().values for chunk in order.split(size)]
@@ -306,8 +288,6 @@ def minibatch_of(
     """Make the minibatch of one step.
 
     Args:
-        aggregation: of the loss.
-        batch: the N tokens of the iteration.
         sequences: [S] int64, the responses of the minibatch, ascending.
         micro_batches: of this rank's responses; empty if no model computes the step.
     """
@@ -325,11 +305,8 @@ def micro_batches_of_rank(
     """Lay out this rank's responses of a minibatch for passes with gradients.
 
     Args:
-        layout: gives size and padding.
         replay_routes: whether the sampler's routes replace the routers' choice.
-        rollout: the responses of the iteration.
         sequences: [S] int64, the responses of the minibatch, ascending.
-        ranks: the processes of the run.
     """
     mine = sequences[torch.tensor(ranks.mine(len(sequences)), dtype=torch.int64)]
     slots = slots_of_rank(len(sequences), SLOTS, ranks)

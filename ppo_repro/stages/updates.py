@@ -54,8 +54,7 @@ def policy_update(batch: TrainingBatch, minibatch: Minibatch, columns: PolicyCol
     """Sum the columns of a policy step with the weights of its minibatch.
 
     Args:
-        batch: the iteration, N tokens.
-        minibatch: names M of them, and their weights.
+        minibatch: names M tokens of the iteration, and their weights.
         columns: [M] each.
         grad_norm: before clipping.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -12,6 +13,7 @@ from ppo_repro.base.output import shown
 from ppo_repro.buffers import Spans
 
 PAD, EOS = "<pad>", "<eos>"
+LOOK = 8  # tokens with text, at least twice as many as the bytes of a character
 
 
 def train_bpe(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -122,16 +124,25 @@ def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str
     """Return the number of characters of `text` that are complete after each token.
 
     A token that ends inside a character ends with the last complete character. A short window is decoded at a time:
-    the cost is linear in the length.
+    the cost is linear in the length, for bytes of no character too.
     """
     ends: list[int] = []
+    without_text = set(special_tokens(tokenizer).values())
     window, read, complete = 0, 0, 0
-    for i in range(len(ids)):
+    recent = deque[int](maxlen=LOOK)  # tokens with text since `read`
+    for i, token in enumerate(ids):
+        if token not in without_text:
+            recent.append(token)
+        # a character has at most four bytes, so these few tell as well as all since `read` that none ends here
+        if len(recent) == LOOK and decode(tokenizer, list(recent)).endswith("\ufffd"):
+            ends.append(min(complete, len(text)))
+            continue
         before = decode(tokenizer, ids[window:read])
         now = decode(tokenizer, ids[window : i + 1])
         if len(now) > len(before) and not now.endswith("\ufffd"):
             complete += len(now) - len(before)
             window, read = read, i + 1
+            recent.clear()
         ends.append(min(complete, len(text)))
     # an incomplete character at the end belongs to the last token that can have text
     special = set(tokenizer.all_special_ids)

@@ -35,8 +35,8 @@ EXTRA = {
 }
 DumpRow = Mapping[str, Any]
 Array = npt.NDArray[Any]
-Kind = Literal["log-probs in nats", "token ids", "0 and 1"]
-_DTYPES = {"log-probs in nats": "fiu", "token ids": "iu", "0 and 1": "fiub"}  # kinds of NumPy
+Kind = Literal["log-probs in nats", "token ids", "positions", "0 and 1"]
+_DTYPES = {"log-probs in nats": "fiu", "token ids": "iu", "positions": "iu", "0 and 1": "fiub"}  # kinds of NumPy
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,10 @@ def impossible(values: npt.NDArray[np.float32]) -> str:
 
 
 def _responses_of_tokens(where: str, rows: Iterable[DumpRow], names: Names) -> Iterator[DumpRow]:
-    """Join consecutive rows of tokens of the same iteration and sequence to one row of lists."""
+    """Join consecutive rows of tokens of the same iteration and sequence to one row of lists.
+
+    Raises UserError for rows in another order, by `sequence` or, if the rows have it, by `position`.
+    """
     seen = set[tuple[Any, Any]]()
     for (iteration, sequence), group in groupby(rows, lambda row: (row.get(names.iteration), row.get("sequence"))):
         if (iteration, sequence) in seen:
@@ -161,6 +164,13 @@ def _responses_of_tokens(where: str, rows: Iterable[DumpRow], names: Names) -> I
         seen.add((iteration, sequence))
         tokens = list(group)
         joined: dict[str, Any] = {name: [row.get(name) for row in tokens] for name in tokens[0]}
+        if joined.get("position", [None])[0] is not None:
+            positions = _array(f"{where}: sequence {sequence}", "position", joined["position"], "positions")
+            if (backward := np.flatnonzero(np.diff(positions) <= 0)).size:
+                before, after = positions[backward[0]], positions[backward[0] + 1]
+                raise UserError(
+                    f"{where}: in sequence {sequence} position {after} follows {before}; sort the rows by position"
+                )
         if "token_id" in joined:  # the name in a run's own table
             joined["response_ids"] = joined["token_id"]
         yield joined | {names.iteration: iteration}
@@ -187,12 +197,7 @@ def _response(where: str, number: int, row: DumpRow, names: Names) -> DumpedResp
             real = real[: len(prompt)]
             padding, prompt = prompt[: int(real.argmax()) if real.any() else len(prompt)], prompt[real]
     elif has_tokens and names.response_length is not None:
-        length = row.get(names.response_length)
-        if not isinstance(length, int | np.integer) or isinstance(length, bool) or not 0 <= length < len(tokens):
-            raise UserError(
-                f"{where}: {names.response_length} = {shown(repr(length))}: must leave at least one of {len(tokens)} "
-                "tokens for the prompt"
-            )
+        length = _response_length(where, row, names.response_length, len(tokens))
         prompt, tokens = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
     mask = str(names.mask)
     lists = sides | {mask: array(mask, "0 and 1") if has(names.mask) else np.ones(len(tokens), np.int64)}
@@ -205,13 +210,14 @@ def _response(where: str, number: int, row: DumpRow, names: Names) -> DumpedResp
             raise UserError(f"{where}: {name} has {len(values)} entries for {len(tokens)} response tokens")
         if len(values):
             lists[name] = _array(where, name, values, "log-probs in nats")
-    if is_whole:  # the response begins with the first token that counts; nothing predicts the very first
+    if is_whole:
         ahead = lists.keys() if has(names.all_ahead_with) else names.ahead
         lists = {name: np.roll(values, 1) if name in ahead else values for name, values in lists.items()}
         if real is not None:
             if len(real) != len(tokens):
                 raise UserError(f"{where}: {names.padding_mask} has {len(real)} entries for {len(tokens)} tokens")
             tokens, lists = tokens[real], {name: values[real] for name, values in lists.items()}
+        # the response begins with the first token that counts; nothing predicts the very first
         start = 1 + int(np.argmax(lists[mask][1:])) if lists[mask][1:].any() else len(tokens)
         prompt, tokens = tokens[:start], tokens[start:]
         lists = {name: values[start:] for name, values in lists.items()}
@@ -235,6 +241,16 @@ def _response(where: str, number: int, row: DumpRow, names: Names) -> DumpedResp
     )
 
 
+def _response_length(where: str, row: DumpRow, name: str, tokens: int) -> int:
+    """Return how many of a row's tokens are the response; the prompt has at least one."""
+    length = row.get(name)
+    if not isinstance(length, int | np.integer) or isinstance(length, bool) or not 0 <= length < tokens:
+        raise UserError(
+            f"{where}: {name} = {shown(repr(length))}: must leave at least one of {tokens} tokens for the prompt"
+        )
+    return int(length)
+
+
 def _array(where: str, name: str, values: Any, kind: Kind) -> Array:
     """Return a list of numbers as an array of float64 or int64; null becomes NaN in log-probs."""
     is_float = kind == "log-probs in nats"
@@ -245,7 +261,7 @@ def _array(where: str, name: str, values: Any, kind: Kind) -> Array:
         if kind == "0 and 1" and not np.isin(array, (0, 1)).all():  # a cast makes 0 of 0.7
             raise ValueError(kind)
         array = array.astype(np.float64 if is_float else np.int64)
-        if kind == "token ids" and (array < 0).any():
+        if kind in ("token ids", "positions") and (array < 0).any():
             raise ValueError(kind)
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{where}: {name} = {shown(repr(values))}: must be a list of {kind}") from error

@@ -10,6 +10,7 @@ import pandas as pd
 
 from ppo_repro.base.analyses import analysis
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.output import say
 from ppo_repro.grids.cell import run_of
 from ppo_repro.records import manifest
@@ -58,7 +59,7 @@ class _Followed(Generic[Copy]):
 def begun(folder: Path, is_over: IsOver) -> IsOver | None:
     """Wait until a run or grid has begun; return the `is_over` to use from then on, None if nothing was recorded."""
     over = False
-    while not any((folder / name).exists() for name in (manifest.FILE_NAME, CELLS)):
+    while not any((folder / name).exists() for name in (MANIFEST, CELLS)):
         if over:
             return None
         over = is_over(POLL_SECONDS)

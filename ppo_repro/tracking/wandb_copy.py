@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.output import masked
 from ppo_repro.config.files import read_tree
 from ppo_repro.records import manifest
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import wandb
 
 FILES = "ppo_repro"  # the folder of our files in a W&B run
-KEPT = (manifest.FILE_NAME, manifest.LOG_NAME, CONFIG_NAME, ENVIRONMENT_NAME)
+KEPT = (MANIFEST, manifest.LOG_NAME, CONFIG_NAME, ENVIRONMENT_NAME)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,6 @@ def load_callable(
     """Execute the file of `FILE.py:NAME` in this process and return the function or class NAME.
 
     Args:
-        field: of the configuration, for errors.
         path: `FILE.py:NAME`.
         positions: names of NAME's positional arguments.
         parameters: NAME's arguments by name.
@@ -131,14 +130,7 @@ def not_loaded(field: str, file: str, error: BaseException) -> str:
 
 
 def check_call(name: str, value: object, positions: Sequence[str], parameters: Mapping[str, Any]) -> None:
-    """Raise RefusedError unless a function accepts the arguments it will be called with.
-
-    Args:
-        name: of the function, for errors.
-        value: the function.
-        positions: names of its positional arguments.
-        parameters: its arguments by name.
-    """
+    """Raise RefusedError unless a function accepts the arguments it will be called with."""
     if not callable(value):
         raise RefusedError(f"{name} is no function; make it one or rename it")
     gets = ", ".join([*positions, *(f"{parameter} by name" for parameter in parameters)]) or "nothing"

@@ -39,7 +39,6 @@ class UserProcess:
         """Send a request and return the replies, one per row. Raises UserError for the first error.
 
         Args:
-            request: the request as JSON data.
             replies: number of rows.
             seconds: limit of the wall time for each row.
             lost: makes the error message from row and cause if the child ends or does not reply.
@@ -166,9 +165,6 @@ def load(
     Raises UserError if the file fails to load.
 
     Args:
-        process: the child.
-        field: field of the configuration, for errors.
-        file: the user's file.
         calls: the calling convention of each function, by name.
         options: options of the conventions; None for none.
     """
@@ -181,8 +177,6 @@ def load_function(process: UserProcess, field: str, path: str, term: CalledRewar
     """Load the function of `FILE.py:FUNCTION`. Raises UserError with its fault.
 
     Args:
-        process: the child.
-        field: field of the configuration, for errors.
         path: `FILE.py:FUNCTION`.
         term: the reward term with the calling convention; None: the function gets prompt, response and answer.
     """

@@ -250,7 +250,6 @@ def _drawn(config: RunConfig, full: int, longest: int) -> ObjectiveBatch:
 
     Args:
         config: gives the number of samples of a prompt, and what the ratios are to.
-        full: responses of full length.
         longest: the full length, in tokens.
     """
     samples, short = config.rollout.samples_per_prompt, [1 << k for k in range((longest - 1).bit_length())]

@@ -85,6 +85,7 @@ def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Pat
     ("command", "arguments", "message"),
     [
         ("compare", ["RUN", "RUN", "--seed", "-1"], "--seed -1: must be 0 or more"),
+        ("compare", ["RUN", "--seed", "0"], "1 given: give two runs"),
         ("compare", ["RUN", "RUN", "--seed", "0", "--iterations", "0", "9" * 30], "which both runs have"),
         ("clipping", ["RUN", "--clip-range", "nan", "1"], "clip range = nan, 1"),
         ("mismatch", ["RUN", "RUN"], "`ppo-repro analyse compare` takes two runs"),

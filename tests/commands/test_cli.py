@@ -81,7 +81,7 @@ def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> No
     assert done > 10
     assert (run_dir / "checkpoints" / f"iteration-{done // 10 * 10:06d}.safetensors").exists()
     assert err.rstrip().splitlines()[-1] == (
-        f"interrupted; {done} iterations are recorded; `ppo-repro resume {run_dir}` goes on after iteration "
+        f"interrupted; {done} iterations are recorded; `ppo-repro resume {run_dir}` goes on from iteration "
         f"{done // 10 * 10} and computes {done % 10 or 'none'} again"
     )
     assert "Traceback" not in err

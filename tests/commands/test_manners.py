@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ppo_repro
+from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.latest import latest_run
 from ppo_repro.commands.arguments import build_parser
 from ppo_repro.commands.recorded import lines_of
@@ -32,7 +33,7 @@ def test_the_seed_of_the_command_line(cli: Cli) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("5:2", "'5:2' ends before it begins"), ("0:2", "must be at least 1"), ("3:", "'' is not a count")],
+    [("5:2", "'5:2' ends before it begins"), ("0:x", "'x' is not a count"), ("3:", "'' is not a count")],
 )
 def test_iterations_that_are_none(cli: Cli, tmp_path: Path, text: str, said: str) -> None:
     assert f"argument --iterations: {said}" in cli.refusal("rerun", tmp_path, "--iterations", text)
@@ -58,8 +59,8 @@ def runs(tmp_path: Path, deterministic_run: Path, native_run: Path, monkeypatch:
     ):
         shutil.copytree(source, root / name)
         written = time.time() - age
-        os.utime(root / name / manifest.FILE_NAME, (written, written))
-    damaged = root / "a" / "b" / "three" / manifest.FILE_NAME
+        os.utime(root / name / MANIFEST, (written, written))
+    damaged = root / "a" / "b" / "three" / MANIFEST
     damaged.write_text(damaged.read_text().replace('"complete"', '"running"'))
     os.utime(damaged, (time.time() - 200,) * 2)
     shutil.copytree(deterministic_run, root / "four.tmp")
@@ -160,7 +161,7 @@ def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:
     assert f"{len(list(runs.glob('a/one/records/*/*')))} table files" in out
     assert cli("diff", "latest", runs / "a" / "one")[0] == 0
     assert cli("diff", "latest", runs / "two")[0] == 1
-    os.utime(runs / "two" / manifest.FILE_NAME)
+    os.utime(runs / "two" / MANIFEST)
     assert cli("diff", "latest", runs / "two")[0] == 0
 
 

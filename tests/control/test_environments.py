@@ -15,14 +15,15 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.control.environments import Environments
 from tests.support.control import run, small_control
+from tests.support.float32 import LARGEST
 
 
 class Faulty(gymnasium.Env[Any, Any]):
     """The fault comes in the second step of every episode of three steps, or at the reset."""
 
-    def __init__(self, fault: str = "", low: float = -1.0, high: float = 1.0) -> None:
+    def __init__(self, fault: str = "", low: float = -1.0, high: float = 1.0, dtype: Any = np.float32) -> None:
         self.observation_space = Box(-np.inf, np.inf, (3,), np.float32)
-        self.action_space = Box(low, high, (2,), np.float32)
+        self.action_space = Box(low, high, (2,), dtype)
         self.fault, self.steps = fault, 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -49,6 +50,10 @@ for _fault in ("reset", "nan", "huge", "reward", "pair", "text", "short", "four"
 gymnasium.register("tests/High-v0", Faulty, max_episode_steps=9, kwargs={"low": 10.0, "high": 12.0})
 gymnasium.register("tests/Narrow-v0", Faulty, max_episode_steps=9, kwargs={"low": 0.0, "high": 0.01})
 gymnasium.register("tests/Low-v0", Faulty, max_episode_steps=9, kwargs={"low": -3.0, "high": -2.0})
+BOUNDS = [(-0.1, 0.1), (0.7, 0.9), (-0.9, -0.7), (-1.0, 1.0), (-math.inf, 1e300)]
+for _name, (_low, _high) in {**{str(i): bounds for i, bounds in enumerate(BOUNDS)}, "point": (0.1, 0.1)}.items():
+    _bounds = {"low": _low, "high": _high, "dtype": np.float64}
+    gymnasium.register(f"tests/Float64-{_name}-v0", Faulty, max_episode_steps=9, kwargs=_bounds)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,21 @@ def test_a_reward_may_be_a_list_of_one_number() -> None:
     for _ in range(3):
         actions = np.zeros((2, 2), np.float32)
         assert listed.step(actions).rewards.tolist() == right.step(actions).rewards.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("low", "high"), BOUNDS)
+def test_no_action_is_beyond_bounds_that_float32_does_not_hold(low: float, high: float) -> None:
+    environments = Environments(f"tests/Float64-{BOUNDS.index((low, high))}-v0", 1, "x")
+    for drawn, bound in ((-math.inf, low), (math.inf, high)):
+        taken = environments.actions.taken(np.full((1, 2), drawn, np.float32))
+        assert low <= float(taken[0][0]) <= high
+        nearest = LARGEST if bound == 1e300 else bound
+        assert taken[0][0] == pytest.approx(nearest, rel=2.0**-23)
+
+
+def test_bounds_without_a_float32_number_between_them_are_refused() -> None:
+    with pytest.raises(UserError, match=r"action 0 is 0.1 to 0.1; must have a float32 number between its bounds"):
+        Environments("tests/Float64-point-v0", 1, "x")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import time
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ppo_repro
+from ppo_repro.base.mode import Precision
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_config, read_tree, validated
@@ -40,7 +42,10 @@ from tests.support.recipes import OTHER_LAYOUT, RECIPES
 from tests.support.runs import DPO
 from tests.support.trained import LAYOUTS, trained_by_hand, trained_by_trainer
 
-QUICKSTART = "0a94da79b05cd9625a9fac8e08e01d0de74b56125610591205c9cd70ba93cadf"
+QUICKSTART: dict[Precision, str] = {
+    "highest": "0a94da79b05cd9625a9fac8e08e01d0de74b56125610591205c9cd70ba93cadf",
+    "high": "9ba9c30bf9befd73e6fa948ae86c4e23ffa5c3289d968a2d5bb2b9c9dbba3bf2",
+}
 KERNEL_SECONDS = 25.0
 
 
@@ -69,15 +74,14 @@ def _fingerprint(run_dir: Path) -> str:
 
 
 def quickstart(check: Check) -> Results:
-    """Run the quickstart on the GPU: its fingerprint is the README's."""
-    run_dir = check.run(ROOT / "experiments" / "quickstart.yaml", "card")
-    figures, found = summarise(run_dir).figures, _fingerprint(run_dir)
-    return {
-        "fingerprint": found,
-        "differ": int(found != QUICKSTART),
-        "phases": figures["seconds"],
-        "card": figures["card"],
-    }
+    """Run the quickstart on the GPU in both precisions: its fingerprints are the CPU's, the README's among them."""
+    results: Results = {"differ": 0}
+    for precision, right in QUICKSTART.items():
+        run_dir = check.run(ROOT / "experiments" / "quickstart.yaml", "card", f"numerics.precision={precision}")
+        figures, found = summarise(run_dir).figures, _fingerprint(run_dir)
+        results[precision] = {"fingerprint": found, "phases": figures["seconds"], "card": figures["card"]}
+        results["differ"] += int(found != right)
+    return results
 
 
 class _Stop(Silent):
@@ -176,22 +180,26 @@ def _sampled(policy: PreTrainedModel, prompts: list[list[int]], sampling: Sampli
 
 
 def families(check: Check) -> Results:
-    """Compare log-probs, entropies, weights after a step, and sampled tokens of every family with the CPU's."""
+    """Compare log-probs, entropies, weights after a step, and sampled tokens of every family with the CPU's.
+
+    Each family computes in both precisions.
+    """
     count, length, new = (4, 40, 3) if check.emulated else (320, CONTEXT, 16)
     prompts, responses = _sequences(count, length)
     batch = lay_out(prompts, responses, slots=slots_of(range(count), count, SLOTS))
     results: Results = {"tokens": 0, "differ": 0}
 
-    def compute(name: str, place: str) -> list[Tensor]:
+    def compute(name: str, precision: Precision, place: str) -> list[Tensor]:
         source = torch.nn.Module.to(source_model(name), check.device(place))
-        policy = make_policy(source, "deterministic", CONTEXT)
+        policy = make_policy(source, "deterministic", CONTEXT, precision)
         whole, cut = Sampling(0.8, 0, 1.0, new, greedy=False), Sampling(0.8, 20, 0.9, new, greedy=False)
         samples = [tensor for kind in (whole, cut) for tensor in _sampled(policy, prompts[: count // 2], kind)]
         return [*samples, *_step(policy, batch), *policy.parameters()]
 
-    for name in [*CONFIGS, *MIXTURES]:
-        results[name] = unequal(compute(name, "cpu"), compute(name, "card"))
-        results["differ"] += results[name]
+    for name, precision in itertools.product([*CONFIGS, *MIXTURES], QUICKSTART):
+        found = unequal(compute(name, precision, "cpu"), compute(name, precision, "card"))
+        results[f"{name}, {precision}"] = found
+        results["differ"] += found
         results["tokens"] += len(batch.targets)
     return results
 

@@ -1,9 +1,12 @@
-"""Steps of `device_check` that time the GPU beside stock torch in float32 without TF32; every time is in seconds."""
+"""Steps of `device_check` that time the GPU in both precisions beside stock torch, float32 without TF32 and bfloat16.
+
+Every time is in seconds.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from ppo_repro.base.mode import Precision
 from ppo_repro.config.files import load_config
 from ppo_repro.engine import Request, Sampling
 from ppo_repro.models.batches import TokenBatch, lay_out
@@ -18,6 +22,7 @@ from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import library
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.linear import linear
+from ppo_repro.numerics.matrices import PRECISIONS
 from ppo_repro.numerics.optimizer import SLOTS, Optimizer
 from ppo_repro.numerics.sequences import slots_of
 from ppo_repro.numerics.token_sampling import sample_tokens
@@ -67,15 +72,23 @@ def _logprobs(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:
     return token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "deterministic")[0]
 
 
+def _policies(source: PreTrainedModel) -> Iterator[tuple[Precision, PreTrainedModel]]:
+    """Make the policy of each precision, one after another."""
+    for precision in PRECISIONS:
+        yield precision, make_policy(source, "deterministic", 4096, precision)
+
+
 def large(check: Check) -> Results:
-    """Compare 256 log-probs of a model of Qwen3-0.6B's shape with the CPU's."""
-    policy = make_policy(_stock(check), "deterministic", 4096)
+    """Compare 256 log-probs of a model of Qwen3-0.6B's shape with the CPU's, in both precisions."""
     batch = _batch(_tokens(check, 2, 24 if check.emulated else 129))
     library.use_threads(1 if check.emulated else 16)
+    results: Results = {"tokens": len(batch.targets), "differ": 0}
     with torch.no_grad():
-        on_card = _logprobs(policy, batch)
-        on_cpu = _logprobs(copy.deepcopy(policy).to("cpu"), batch)
-    return {"tokens": len(batch.targets), "differ": unequal([on_card], [on_cpu])}
+        for precision, policy in _policies(_stock(check)):
+            on_card = _logprobs(policy, batch)
+            results[precision] = unequal([on_card], [_logprobs(copy.deepcopy(policy).to("cpu"), batch)])
+            results["differ"] += results[precision]
+    return results
 
 
 def scoring(check: Check) -> Results:
@@ -89,14 +102,12 @@ def scoring(check: Check) -> Results:
     with torch.no_grad():
         in_bfloat16 = check.seconds(stock(copy.deepcopy(source).to(torch.bfloat16)))
         in_float32 = check.seconds(stock(source))
-        policy = make_policy(source, "deterministic", 4096)
-        ours = check.seconds(lambda: _logprobs(policy, batch))
-    times = {"deterministic": ours, "stock float32": in_float32, "stock bfloat16": in_bfloat16}
-    return {"tokens": len(batch.targets), **times}
+        ours = {name: check.seconds(lambda p=policy: _logprobs(p, batch)) for name, policy in _policies(source)}
+    return {"tokens": len(batch.targets), **ours, "stock float32": in_float32, "stock bfloat16": in_bfloat16}
 
 
 def _stock_step(check: Check, source: PreTrainedModel, ids: Tensor) -> float:
-    """Return the seconds of an optimizer step of stock torch."""
+    """Return the seconds of an optimizer step of stock torch, in the dtype of the model."""
     optimizer = torch.optim.AdamW(source.parameters(), lr=1e-6)
 
     def step() -> None:
@@ -115,9 +126,21 @@ def training(check: Check) -> Results:
     """Time an optimizer step on 8 sequences of 1,023 tokens: forward and backward pass, AdamW; then its digest."""
     sequences = _tokens(check, 2 if check.emulated else 8, 20 if check.emulated else 1024)
     source, batch = _stock(check), _batch(sequences)
-    in_float32 = _stock_step(check, source, torch.tensor(sequences).to(check.device("card")))
+    ids = torch.tensor(sequences).to(check.device("card"))
+    results: Results = {"tokens": len(batch.targets)}
+    results["stock bfloat16"] = _stock_step(check, copy.deepcopy(source).to(torch.bfloat16), ids)
     check.free()
-    policy = make_policy(source, "deterministic", 4096)
+    results["stock float32"] = _stock_step(check, source, ids)
+    for precision, policy in _policies(source):
+        check.free()
+        results[precision] = _step_seconds(check, policy, batch)
+        free, everything = check.card.free_bytes()
+        results[f"bytes in use, {precision}"] = everything - free
+    results["digest of the weights"] = check.seconds(lambda: weights_digest(policy.named_parameters()), 1)
+    return results
+
+
+def _step_seconds(check: Check, policy: PreTrainedModel, batch: TokenBatch) -> float:
     settings = AdamWSettings(learning_rate=1e-6, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
     optimizer = Optimizer(policy, settings, "deterministic")
 
@@ -125,11 +148,7 @@ def training(check: Check) -> Results:
         logprobs = _logprobs(policy, batch.with_sums(optimizer.sink))
         torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(logprobs)))
 
-    ours = check.seconds(lambda: optimizer.step(backward), 1)
-    free, everything = check.card.free_bytes()
-    digest = check.seconds(lambda: weights_digest(policy.named_parameters()), 1)
-    results = {"deterministic": ours, "stock float32": in_float32, "digest of the weights": digest}
-    return {"tokens": len(batch.targets), **results, "bytes in use": everything - free}
+    return check.seconds(lambda: optimizer.step(backward), 2)
 
 
 def sampling(check: Check) -> Results:
@@ -142,13 +161,12 @@ def sampling(check: Check) -> Results:
     def stock() -> None:
         source.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=True, top_k=0, pad_token_id=0)
 
-    in_float32 = check.seconds(stock, 1)
-    policy = make_policy(source, "deterministic", 4096)
-    engine = BuiltInSampler(policy, frozenset(), "deterministic", 512, count, 0)
-    requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(prompts)]
-    ours = check.seconds(lambda: engine.generate(requests, Sampling(1.0, 0, 1.0, new, greedy=False)), 1)
-    draw = check.seconds(lambda: sample_tokens(drawn, seeds, seeds, 1.0, None))
-    return {"tokens": count * new, "deterministic": ours, "generate": in_float32, "drawing one token each": draw}
+    results: Results = {"tokens": count * new, "generate": check.seconds(stock, 1)}
+    requests, settings = [Request(tuple(p), i) for i, p in enumerate(prompts)], Sampling(1.0, 0, 1.0, new, greedy=False)
+    for precision, policy in _policies(source):
+        engine = BuiltInSampler(policy, frozenset(), "deterministic", 512, count, 0)
+        results[precision] = check.seconds(lambda e=engine: e.generate(requests, settings), 1)
+    return {**results, "drawing one token each": check.seconds(lambda: sample_tokens(drawn, seeds, seeds, 1.0, None))}
 
 
 # rows, terms, outputs: those of Qwen3-0.6B in training and in decoding
@@ -168,10 +186,15 @@ def products(check: Check) -> Results:
         rows, terms, outputs = (min(size, 130) for size in shape) if check.emulated else shape
         with torch.device(check.device("card")), torch.no_grad():
             layer, x = torch.nn.Linear(terms, outputs, bias=False), torch.randn(rows, terms)
-            ours = check.seconds(lambda layer=layer, x=x: linear(x, layer))
-            stock = check.seconds(lambda layer=layer, x=x: layer(x))
-        flops = 2.0 * rows * terms * outputs
-        results[name] = {"deterministic": ours, "stock": stock, "TFLOP/s": flops / ours / 1e12}
+            half, x_half = copy.deepcopy(layer).bfloat16(), x.bfloat16()
+            times = {
+                "stock float32": check.seconds(lambda layer=layer, x=x: layer(x)),
+                "stock bfloat16": check.seconds(lambda layer=half, x=x_half: layer(x)),
+            }
+            for precision in PRECISIONS:
+                times[precision] = check.seconds(lambda layer=layer, x=x, p=precision: linear(x, layer, precision=p))
+        flops = 2e-12 * rows * terms * outputs
+        results[name] = times | {f"TFLOP/s of {precision}": flops / times[precision] for precision in PRECISIONS}
         check.free()
     return results
 

@@ -154,12 +154,14 @@ BREAKS = {
         ),
     ),
     "columns are summed in float32": Break(
-        ("model",), "gpu/gradients.c", (("  double sum = 0.0;\n  for (int t", "  float sum = 0.0f;\n  for (int t"),)
+        ("model",),
+        "gpu/gradients.c",
+        (("  double sum = 0.0;\n  long t", "  float sum = 0.0f;\n  long t"),),
     ),
     "low bytes lose a bit": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
         "gpu/integers.c",
-        (("(uint32_t)(x + 4096) % 64 << 8 * i", "(uint32_t)(x + 4096) % 32 << 8 * i"),),
+        (("(uint32_t)(x[i] - 64 * H) & 255", "(uint32_t)(x[i] - 64 * H) & 254"),),
     ),
     "ties away from zero": Break(
         ("product in high of ties",),
@@ -176,17 +178,15 @@ BREAKS = {
         "gpu/integers.c",
         (("return n > 4095 ? 4095 : n < -4095 ? -4095 : n;", "return n;"),),
     ),
-    "no offset": Break(
+    "high bytes are too small": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
         "gpu/integers.c",
-        (("as_bits(of_x[1]) + as_bits(of_w[1])", "as_bits(of_x[1])"),),
+        (("(x[i] + 32) >> 6", "(x[i] + 32) >> 7"),),
     ),
-    "no remainders": Break(
-        BESIDE_OUTLIERS, "gpu/integers.c", (("is_product && needs_remainders", "0 && needs_remainders"),)
-    ),
+    "no remainders": Break(BESIDE_OUTLIERS, "gpu/integers.c", (("is_product && any_of_warp", "0 && any_of_warp"),)),
     "31 is not small": Break(BESIDE_OUTLIERS, "gpu/integers.c", (("SMALL = 32", "SMALL = 31"),)),
     "remainders of 10 bits": Break(
-        BESIDE_OUTLIERS, "gpu/integers.c", (("(float)x) * 0x1p11f", "(float)x) * 0x1p10f"),)
+        BESIDE_OUTLIERS, "gpu/integers.c", (("(float)x[i]) * 0x1p11f", "(float)x[i]) * 0x1p10f"),)
     ),
     "a block of a gradient is asked": Break(
         BESIDE_OUTLIERS, "gpu/launches.c", (("!w->transposed, 1), 0)", "!w->transposed, 1), 1)"),)
@@ -199,7 +199,7 @@ BREAKS = {
     "a chunk in another place": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
         "gpu/integers.c",
-        (("4 * (chunk ^ row % 8)", "4 * (chunk ^ row % 4)"),),
+        (("4 * (thread_index() % 8 ^ row % 8)", "4 * (thread_index() % 8 ^ row % 4)"),),
     ),
     "halves are not waited for": Break(
         ("product in high (33, 70, 131)", "gradients in high"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -14,11 +15,22 @@ from ray.cluster_utils import Cluster
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.lock import has_writer, only_writer
 from ppo_repro.grids import grid as grid_module
-from ppo_repro.grids.cell import Executor, Order, Processes, finish_cell, record_result, run_of, start_cell, state_of
+from ppo_repro.grids.cell import (
+    Executor,
+    Order,
+    Processes,
+    Results,
+    finish_cell,
+    record_result,
+    run_of,
+    start_cell,
+    state_of,
+)
 from ppo_repro.grids.clusters import Ray
 from ppo_repro.grids.grid import Outcome, lines, run_grid
-from ppo_repro.grids.spec import load_grid
+from ppo_repro.grids.spec import Cell, load_grid
 from ppo_repro.records import manifest, reader
+from ppo_repro.records.folder import load_config_of
 from tests.grids.small_grids import fingerprints, grid_file, written_grid
 from tests.support.cli import Cli
 from tests.support.interrupts import started
@@ -139,15 +151,50 @@ def test_cells_of_other_code_are_not_mixed_in_silence(tmp_path: Path, monkeypatc
     kept = finished(path, tmp_path, keep_changed=True)
     assert kept.ran == ()
     assert fingerprints(kept) == found
-    monkeypatch.setattr(grid_module, "describe_environment", lambda *a: {**real(*a), "machine": "other"})
-    with pytest.raises(UserError, match="another machine than now"):
-        finished(path, tmp_path)
     read = grid_module.read_environments
     monkeypatch.setattr(grid_module, "describe_environment", real)
     # begun by the code of today, and resumed by another one
     monkeypatch.setattr(grid_module, "read_environments", lambda *a: [*read(*a), {**read(*a)[0], "python": "other"}])
     with pytest.raises(UserError, match="another python than now"):
         finished(path, tmp_path)
+
+
+@pytest.mark.parametrize("which", ["deterministic_run", "native_run", "control_run"])
+def test_another_machine_matters_where_results_are_not_the_same_everywhere(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = shutil.copytree(request.getfixturevalue(which), tmp_path / "cell" / "name" / "run")
+    config, real = load_config_of(run_dir, manifest.load_head(run_dir)), grid_module.describe_environment
+    cell = Cell("seed=1", {}, config.seed, config)
+    grid_module.check_unchanged(cell, tmp_path / "cell")
+    for name in grid_module.OF_MACHINE:
+        monkeypatch.setattr(grid_module, "describe_environment", lambda *a, n=name: {**real(*a), n: "other"})
+        if which == "deterministic_run":
+            grid_module.check_unchanged(cell, tmp_path / "cell")
+            continue
+        with pytest.raises(UserError, match=f"was computed with another {name} than now; --keep-changed"):
+            grid_module.check_unchanged(cell, tmp_path / "cell")
+
+
+class Failing:
+    """An executor whose cells fail; it reads the table of cells after each one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.seen = path, list[list[str]]()
+
+    def check(self) -> None: ...
+
+    def run(self, orders: Sequence[Order]) -> Results:
+        for order in orders:
+            yield record_result(order, 2, "error: as meant")
+            self.seen.append(pd.read_parquet(self.path)["state"].tolist())
+
+
+def test_the_table_of_cells_has_a_cell_when_it_ends(tmp_path: Path) -> None:
+    executor = Failing(tmp_path / "g" / "cells.parquet")
+    table = finished(grid_file(tmp_path, {}, [1, 2]), tmp_path, executor).table
+    assert executor.seen == [["failed", "missing"], ["failed", "failed"]]
+    assert table["message"].tolist() == ["error: as meant"] * 2
 
 
 @slow
@@ -164,8 +211,8 @@ def test_a_cell_whose_reward_was_edited_is_refused_or_run_again(
     with pytest.raises(UserError, match="another input file than now"):
         finished(path, tmp_path / "out")
     real = grid_module.describe_environment
-    with monkeypatch.context() as changed, pytest.raises(UserError, match="another machine, input file than now"):
-        changed.setattr(grid_module, "describe_environment", lambda *a: {**real(*a), "machine": "other"})
+    with monkeypatch.context() as changed, pytest.raises(UserError, match="another python, input file than now"):
+        changed.setattr(grid_module, "describe_environment", lambda *a: {**real(*a), "python": "other"})
         finished(path, tmp_path / "out")
     (run_dir,) = (tmp_path / "out/g/cells/seed=1").glob("*/seed*")
     shutil.rmtree(run_dir)

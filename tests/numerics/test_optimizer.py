@@ -57,6 +57,11 @@ def compare(weights: dict[str, Array], gradients: list[dict[str, Array]], s: Ada
         for t, each in enumerate(gradients, 1):
             norms.append(global_norm([each[n] for n in sorted(each)]))
             expected = {n: adamw(of, each[n], Settings(**asdict(s)), norms[-1], t) for n, of in expected.items()}
+        beyond_float32 = any(np.isinf(F(norm)) for norm in norms)
+    if beyond_float32:
+        with pytest.raises(NumericsError, match="gradient norm is not finite in float32"):
+            stepped(weights, gradients, s)
+        return
     adam, found = stepped(weights, gradients, s)
     assert found == norms
     for name, of in expected.items():
@@ -139,6 +144,21 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) 
     assert all((p == 1).all() for p in weights.values())
     assert adam.steps == 0
     assert not any(m.any() for m in (*adam.first.values(), *adam.second.values()))
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_norm_that_float32_does_not_hold_is_refused_and_changes_nothing(max_grad_norm: float) -> None:
+    """Of finite gradients; the largest norm that float32 holds is the control."""
+    largest, settings = float(np.finfo(F).max), replace(SETTINGS, max_grad_norm=max_grad_norm)
+    weights = {"a": torch.ones(2), "layer.weight": torch.ones(3)}
+    adam, gradients = AdamW(weights), {"a": torch.tensor([largest, 1.0]), "layer.weight": torch.full((3,), largest)}
+    with pytest.raises(NumericsError, match=r"^the gradient norm is not finite in float32; lower the learning rate$"):
+        adam.apply(settings, gradients)
+    assert all((p == 1).all() for p in weights.values())
+    assert adam.steps == 0
+    assert not any(m.any() for m in (*adam.first.values(), *adam.second.values()))
+    assert adam.apply(settings, {**gradients, "layer.weight": torch.zeros(3)}) == largest
+    assert adam.steps == 1
 
 
 @pytest.mark.parametrize("mode", ["deterministic", "native"])

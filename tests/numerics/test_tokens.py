@@ -86,6 +86,16 @@ def test_the_cumulative_probability_has_the_token_and_all_that_come_before_it() 
     assert cut[[2, 4]].isnan().all()
 
 
+def test_logits_that_the_temperature_makes_equal_have_the_order_of_top_p() -> None:
+    """The control is temperature 1."""
+    z = torch.tensor([[2.0 - 2.0**-22, 2.0 - 2.0**-23]] * 2)
+    for temperature, first in ((1.9, 0), (1.0, 1)):
+        assert int(token_sampling.cut_tokens(z / temperature, 1, 1.0)[0][0].int().argmax()) == first
+        found = tokens.scoring_statistics(z, torch.arange(2), temperature, None, "deterministic").cumulative_probs
+        assert found[first] < 0.51
+        assert found[1 - first] == 1.0
+
+
 @given(rows, st.sampled_from([(1.0, 0.0), (8.0, 0.0), (0.3, 0.0), (1.0, 30.0), (3.0, 0.7)]))
 def test_what_follows_the_head(drawn: tuple[int, int, int, str], scale: tuple[float, float]) -> None:
     """Bit for bit the definition, which is near float64. Control: scales differ by more than the bound."""

@@ -1,4 +1,4 @@
-"""Control runs: ratios of 1, layouts that do not show, reruns, resuming, bits that must be equal, the commands."""
+"""In Gymnasium every first-minibatch ratio is 1, and neither the layout nor a kill changes a run."""
 
 from __future__ import annotations
 

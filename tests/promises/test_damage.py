@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
@@ -164,7 +165,7 @@ def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
             assert damage.is_named(said), (damage, said)
         copy = Path(shutil.copytree(part, tmp_path / "copy"))
         with damaged(copy, KINDS[number % len(KINDS)], generator) as damage:
-            before = (copy / manifest.FILE_NAME).read_bytes()
+            before = (copy / MANIFEST).read_bytes()
             code, _, err = cli("resume", copy)
             if code == 0:  # a checkpoint that is removed costs time alone
                 assert damage.kind == "deleted", (damage, err)
@@ -174,7 +175,7 @@ def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
             else:
                 assert code == 2, (damage, err)
                 assert "error: " in err, (damage, err)
-                assert (copy / manifest.FILE_NAME).read_bytes() == before, damage
+                assert (copy / MANIFEST).read_bytes() == before, damage
                 seen["refused"] += 1
         shutil.rmtree(copy)
     assert min(seen["diff 2"], seen["refused"]) > 3, seen
@@ -217,7 +218,7 @@ def frames_of_incomplete(run_dir: Path) -> pd.DataFrame:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"null"])
 def test_what_is_no_manifest_is_one_line(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / manifest.FILE_NAME).write_bytes(content)
+    (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(UserError, match=r"manifest\.json: is (not valid JSON|not the manifest of a run)") as caught:
         manifest.load(tmp_path)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""A fork is its origin up to a checkpoint and a run of its own from there; it keeps what it began with."""
+"""A fork without changed fields equals its origin, and does not need the origin's folder."""
 
 from __future__ import annotations
 

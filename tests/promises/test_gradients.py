@@ -1,4 +1,4 @@
-"""Gradients are the definition on every bit, however a minibatch is cut into backward passes, chunks and ranks.
+"""Gradients equal the definition, for every split into backward passes, chunks of logits and processes.
 
 The numbers of a sequence do not depend on its minibatch, so the definition computes a few sequences once, and a drawn
 minibatch only adds up what they contribute. Control: each backward pass takes its slots from its own size.

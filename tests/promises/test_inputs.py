@@ -1,4 +1,4 @@
-"""A run keeps its inputs: its folder reruns wherever it lies, and an edited input is another run."""
+"""A run folder can be rerun without the original prompt and reward files; an edited input is another run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.base.files import MANIFEST
 from ppo_repro.records import manifest, reader
 from tests.support.cli import PROMPTS, Cli, folder_config, write_prompts
 
@@ -60,10 +61,10 @@ def test_an_edited_input_is_another_run_and_an_unchanged_one_is_not(cli: Cli, pr
     assert (sequences["scores"] == -sequences["response"].str.len()).all()
     assert (run_dir / "inputs" / "reward.py").read_text() == REWARD
     assert manifest.load(run_dir).files.keys() > {"inputs/reward.py", "inputs/prompts.jsonl"}
-    before = (run_dir / manifest.FILE_NAME).read_bytes()
+    before = (run_dir / MANIFEST).read_bytes()
     said = cli.refusal("run", project / "run.yaml", "--out", project / "runs")
     assert "exists already, with this configuration and these inputs" in said
-    assert (run_dir / manifest.FILE_NAME).read_bytes() == before
+    assert (run_dir / MANIFEST).read_bytes() == before
     (project / "reward.py").write_text(REWARD.replace("float", "2.0 * float"))
     other = ran(cli, project)
     assert other.parent == run_dir.parent

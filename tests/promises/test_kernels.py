@@ -1,4 +1,4 @@
-"""The kernels compute the definition on every bit: every family, any shape, batch, cache, micro-batch and rounding.
+"""The C kernels add in the defined order, for every model family, instruction set, shape, batch and cache.
 
 The definition is `ppo_repro/numerics/definition`. Controls: libraries of another order of sums, other slots.
 """

@@ -1,4 +1,4 @@
-"""Kernels that compute something else are refused: each library gives the answer that the definition gives.
+"""ppo_repro refuses C kernels that compute another result than the definition.
 
 Controls: libraries with one mistake each, which must give another answer.
 """

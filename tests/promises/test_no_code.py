@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import SUMS_NAME, file_digest
+from ppo_repro.base.files import MANIFEST, SUMS_NAME, file_digest
 from ppo_repro.config.files import load_config
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import manifest, reader
@@ -69,7 +69,7 @@ def test_a_poisoned_file_is_refused_and_runs_nothing(deterministic_run: Path, tm
     (run_dir / "config.yaml").write_text(f"seed: !!python/object/apply:pathlib.Path.touch [{mark}]\n")
     with pytest.raises(UserError, match=r"config\.yaml"):
         load_config(run_dir / "config.yaml")
-    (run_dir / manifest.FILE_NAME).write_bytes(poisons(mark)[0])
+    (run_dir / MANIFEST).write_bytes(poisons(mark)[0])
     with pytest.raises(UserError, match="is not valid JSON"):
         manifest.load(run_dir)
     assert not mark.exists()

@@ -1,4 +1,4 @@
-"""The optimum of the KL-regularised objective, and that PPO gets there where all responses can be summed."""
+"""PPO with a KL penalty ends at the optimum, which is computed from all possible responses."""
 
 from __future__ import annotations
 

@@ -58,15 +58,31 @@ def test_so_does_the_table_of_the_mismatch(which: str, request: pytest.FixtureRe
         assert np.float32(found["abs_max", "token"]) == np.float32(row.max_abs_old_rollout)
 
 
-def test_one_flipped_bit_is_counted(deterministic_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: other records have another count."""
-    read: Callable[..., pd.DataFrame] = reader.read_tokens
+@pytest.mark.parametrize(
+    ("table", "column", "figure"),
+    [
+        ("tokens", "old_logprobs", "unequal_old_rollout_logprobs"),
+        ("updates", "ratios", "unequal_first_ratios"),
+        ("updates", "new_values", "unequal_values"),
+    ],
+)
+def test_one_flipped_bit_is_counted(
+    table: str, column: str, figure: str, deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: other records have another count. The first row of updates is of the first minibatch."""
+    read: Callable[..., pd.DataFrame] = getattr(reader, f"read_{table}")
 
     def flipped(*arguments: object, **options: object) -> pd.DataFrame:
-        tokens = read(*arguments, **options)
-        old = tokens["old_logprobs"].to_numpy(copy=True)
-        old.view(np.int32)[5] ^= int(options["iterations"] == [0])
-        return tokens.assign(old_logprobs=old)
+        rows = read(*arguments, **options)
+        if options.get("iterations") not in ([0], None):
+            return rows
+        numbers = rows[column].to_numpy(np.float32, copy=True)
+        numbers.view(np.int32)[0] ^= 1
+        return rows.assign(**{column: numbers})
 
-    monkeypatch.setattr(reader, "read_tokens", flipped)
-    assert parity(deterministic_run).unequal_old_rollout_logprobs == 1
+    before = by_loop(deterministic_run)
+    monkeypatch.setattr(reader, f"read_{table}", flipped)
+    counted = dataclasses.asdict(parity(deterministic_run))
+    assert counted[figure] == before[figure] + 1 == by_loop(deterministic_run)[figure] == 1
+    others = set(before) - {figure, "max_abs_old_rollout"}
+    assert {name: counted[name] for name in others} == {name: before[name] for name in others}

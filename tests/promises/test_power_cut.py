@@ -1,4 +1,4 @@
-"""Whatever a kill or a power cut leaves of a run, between any two calls that change the disk, is whole or goes on."""
+"""After a kill or a power cut, between any two changes of the disk, a run has every iteration that it reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DPO run and a reward model have one set of bits under every layout; DPO runs are resumed, rerun and shown."""
+"""The layout and the number of processes never change a DPO run or a reward model."""
 
 from __future__ import annotations
 

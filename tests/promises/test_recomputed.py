@@ -1,4 +1,4 @@
-"""The arithmetic of the stages holds in the records of a run."""
+"""Separate formulas in NumPy give the recorded rewards, returns and KL penalties."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_some_iterations_are_computed_from_the_checkpoint_before_them(kept: Reco
 def test_some_iterations_of_an_incomplete_run_are_compared(kept: Recorded, tmp_path: Path) -> None:
     run_dir = kept.copy(3, tmp_path)
     assert rerun(run_dir, only=range(2, 3)).difference is None
-    with pytest.raises(UserError, match=r"--iterations 3:4: .* has recorded iterations 1 to 3; choose some of these"):
+    with pytest.raises(UserError, match=r"--iterations 2:3: .* has recorded iterations 0 to 2; choose some of these"):
         rerun(run_dir, only=range(2, 4))
 
 

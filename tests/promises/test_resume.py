@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from ppo_repro.base.errors import PromiseBroken, UserError
+from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.lock import only_writer
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.config.files import dump_yaml, load_config
@@ -237,7 +238,7 @@ def test_what_cannot_go_on_is_one_line_and_changes_nothing(recorded: Recorded, t
     run_dir = recorded.copy(5, tmp_path)
     path, content = newest(run_dir), newest(run_dir).read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    manifest_before = (run_dir / manifest.FILE_NAME).read_bytes()
+    manifest_before = (run_dir / MANIFEST).read_bytes()
     with pytest.raises(UserError, match=r"iteration-000004\.safetensors: has another SHA-256 .* remove "):
         resume(run_dir)
     path.write_bytes(content)
@@ -245,7 +246,7 @@ def test_what_cannot_go_on_is_one_line_and_changes_nothing(recorded: Recorded, t
         resume(run_dir, ["ppo.epochs=3"])
     with only_writer(run_dir), pytest.raises(UserError, match="another process is writing it"):
         resume(run_dir)
-    assert (run_dir / manifest.FILE_NAME).read_bytes() == manifest_before
+    assert (run_dir / MANIFEST).read_bytes() == manifest_before
     # a damaged checkpoint that is removed costs what it would have saved
     path.unlink()
     assert resume(run_dir) == Resumed(0, 5)

@@ -1,4 +1,4 @@
-"""What the engine samples is what the training forward computes, to the last bit, however it is scheduled."""
+"""Sampler and trainer compute equal log-probs for every batch size, order, chunk size, cache and padding."""
 
 from __future__ import annotations
 

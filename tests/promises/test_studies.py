@@ -80,6 +80,18 @@ def test_rows_replace_only_a_file_of_such_rows(
     assert out.read_bytes() == (before if code else b"cell,x\na,1\n")
 
 
+def test_rows_without_a_grid_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.csv"
+    monkeypatch.setattr(sys, "argv", ["answer", "--csv", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        answers.study(str(STUDIES[0] / "answer.py"), lambda rows: [], lambda rows: plt.gca())
+    assert ended.value.code == 2
+    assert f"--csv {out}: the rows come from the runs of a grid; give its folder too" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_a_difference_is_exit_one(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Reproduction(("a",), "a: score is 1, and 2 in results.csv", "runs")
     monkeypatch.setattr("ppo_repro.grids.study.reproduce", lambda *arguments: found)

@@ -1,4 +1,4 @@
-"""An episode in which an environment speaks has exact parity at every sampled token, under every layout."""
+"""In episodes of several turns sampler and trainer agree at every sampled token, under every layout."""
 
 from __future__ import annotations
 

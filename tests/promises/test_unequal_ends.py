@@ -1,4 +1,4 @@
-"""A run whose bits are unequal against the promise ends there, and what it computed can be looked at.
+"""If sampler and trainer differ in one bit, the run ends and names the token; its records can be read.
 
 Every fault is one flipped bit, so it is there on every processor.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -60,6 +61,20 @@ def test_a_real_run_needs_what_was_planned(case: str, large_model: Path, monkeyp
     assert found.planned - FILES == pytest.approx(found.anonymous, abs=1.8e8)
     plan = plan_run(load_config(peak.CONFIG, [*peak.CASES[case], f"model.path={large_model}"]))
     assert plan.certain > 0.4 * found.planned, "the process is most of it, so a part that was forgotten would not show"
+
+
+def test_the_seconds_of_a_measured_run_end_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planning = []
+
+    def planned(overrides: list[str]) -> int:
+        planning.append(time.perf_counter())
+        time.sleep(0.1)
+        return 1
+
+    monkeypatch.setattr("sys.executable", "/bin/true")
+    monkeypatch.setattr(peak, "planned", planned)
+    start = time.perf_counter()
+    assert peak.measure("value head", tmp_path / "model", []).seconds <= planning[0] - start
 
 
 @pytest.mark.parametrize("lora", ["null", LORA])

@@ -74,7 +74,7 @@ def test_after_a_failure_the_message_has_the_command_that_goes_on(cli: Cli, tmp_
     """`resume` calls the copy that failed; the corrected file goes on in a fork."""
     arguments = with_function(tmp_path / "mine", LATER.format("raise ValueError('no')"))
     said = cli.refusal(*arguments, "--set", "checkpoints.every=1")
-    found = re.search(r"1 iterations are recorded: .* go on after iteration 1 with `ppo-repro (fork .*)`$", said)
+    found = re.search(r"1 iterations are recorded: .* go on from iteration 1 with `ppo-repro (fork .*)`$", said)
     assert found is not None, said
     (tmp_path / "mine" / "r.py").write_text("def score(prompt, response, answer): return 1.0\n")
     command = found[1].replace("FILE.py:NAME", f"{tmp_path}/mine/r.py:score").split()

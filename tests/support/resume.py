@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.config.run import RunConfig
@@ -41,7 +42,7 @@ class Recorded:
         found, whole = manifest.load(run_dir), manifest.load(self.whole)
         # the bytes of the files, and so those of the log, depend on timings
         assert found == whole.model_copy(update={"notes": found.notes, "log_digest": found.log_digest})
-        kept = {path.name for path in run_dir.glob("*.json")} - {manifest.FILE_NAME}
+        kept = {path.name for path in run_dir.glob("*.json")} - {MANIFEST}
         assert kept >= set(found.notes) >= {"environment.json"}, "a kill may come between a note and the manifest"
         assert files(run_dir / "checkpoints" / "final") == files(self.whole / "checkpoints" / "final")
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import TinyModel
 from ppo_repro.models.tiny import check_spelling, make_tokenizer
+from ppo_repro.tasks import tokenizer as tokenizer_module
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.tokenizer import Spans, decode, spans, train_bpe, train_tokenizer
 
@@ -50,12 +51,28 @@ def slow_ends(tokenizer: PreTrainedTokenizerFast, ids: list[int], text: str) -> 
 def test_spans_are_those_of_decoding_every_prefix(tokenizer: PreTrainedTokenizerFast, data: st.DataObject) -> None:
     pieces = st.sampled_from([encode(tokenizer, text) for text in CORPUS]) | st.lists(
         st.integers(0, len(tokenizer) - 1),
-        max_size=6,  # any bytes in any order, and special tokens between them
+        max_size=20,  # any bytes in any order, and special tokens between them
     )
     ids = [token for piece in data.draw(st.lists(pieces, max_size=6)) for token in piece]
     found, text = spans_of(tokenizer, ids)
     assert found.char_end == slow_ends(tokenizer, ids, text)
     assert found.char_start == [0, *found.char_end[:-1]][: len(ids)]
+
+
+def test_bytes_of_no_character_are_decoded_a_few_times_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+
+    def counting(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return decode(tokenizer, ids)
+
+    second_byte = encode(SPLIT, "é")[1]
+    assert decode(SPLIT, [second_byte] * 3) == "\ufffd" * 3
+    ids = [second_byte] * 500
+    text = decode(SPLIT, ids)
+    monkeypatch.setattr(tokenizer_module, "decode", counting)
+    assert spans(SPLIT, ids, text).char_end == [0] * 499 + [500]
+    assert sum(decoded) < 30 * len(ids)
 
 
 @TOKENIZERS

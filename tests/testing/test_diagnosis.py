@@ -23,6 +23,7 @@ from ppo_repro.testing.diagnosis.evidence import added, measure
 from ppo_repro.testing.pairs import PAIR
 
 ITERATIONS, SEQUENCES, LONGEST, VOCAB, EOS = 4, 24, 20, 89, 1
+LOGPROBS = ("logprobs_a", "logprobs_b", "logprobs_b_again")
 
 
 def diagnose(pairs: pd.DataFrame) -> Diagnosis:
@@ -134,6 +135,13 @@ def coarse_logprobs() -> pd.DataFrame:
     return pairs.assign(logprobs_b=b, logprobs_b_again=b)
 
 
+def coarse_logprobs_of_certain_tokens() -> pd.DataFrame:
+    """Some tokens are certain on both sides: every format has their log-prob, 0."""
+    pairs = coarse_logprobs()
+    certain = np.arange(len(pairs)) % 20 == 0
+    return pairs.assign(**{name: np.where(certain, 0, pairs[name]) for name in LOGPROBS})
+
+
 def retokenized() -> pd.DataFrame:
     """From the middle on, every second response has other tokens on the trainer's side."""
     s = Sampled(7)
@@ -160,6 +168,7 @@ FAULTS: dict[str, tuple[Callable[[], pd.DataFrame], str]] = {
     "padding leak": (padding_leak, "padding_leak"),
     "bfloat16": (lambda: rounded(torch.bfloat16), "unknown"),
     "bfloat16 log-probs": (coarse_logprobs, "reduced_precision"),
+    "bfloat16 log-probs, some 0": (coarse_logprobs_of_certain_tokens, "reduced_precision"),
     "retokenized": (retokenized, "retokenization"),
 }
 # what ids, positions and log-probs tell alone, and what they cannot tell

@@ -2,7 +2,7 @@
 // all gradients, AdamW. A tensor of n numbers is computed as rows of 4,096; the last one may be shorter.
 #include "operations.h"
 
-// The rows of all operations here have the length of a stretch, which rule 3 asks of the squares alone.
+// The rows of all operations but AdamW have the length of a stretch, which rule 3 asks of the squares alone.
 
 // Scratch memory is counted in floats.
 enum { FLOATS_OF_A_DOUBLE = sizeof(double) / sizeof(float) };
@@ -52,6 +52,8 @@ ROW(squares_row, Squares) {
 
 // -------------------------------------------------------------------------------------------------- 3. AdamW
 
+enum { ADAMW_ROW = 512 };  // short, so that the tensors of a layer are enough rows for a GPU
+
 typedef struct {
   Trained tensor;
   Step step;
@@ -62,12 +64,13 @@ typedef struct {
 //   p = keep p - (rate m) / (sqrt(v) unroot + eps),  where each a b + c is one fma
 ROW(adamw_row, Adamw) {
   const Step s = a->step;
-  const long begin = (long)row * STRETCH;
+  const long begin = (long)row * ADAMW_ROW;
+  const long left = a->tensor.n - begin;
   float *p = a->tensor.p + begin;
   float *m = a->tensor.m + begin;
   float *v = a->tensor.v + begin;
   const float *g = a->tensor.g + begin;
-  EACH(i, row_length(a->tensor.n, row)) {
+  EACH(i, left < ADAMW_ROW ? (int)left : ADAMW_ROW) {
     float c = s.clip * g[i];
     m[i] = fma32(s.beta1, m[i], s.rest1 * c);
     v[i] = fma32(s.beta2, v[i], s.rest2 * c * c);
@@ -111,6 +114,6 @@ double gradient_squares(Trained *tensors, int count, double *stretches) {
 
 void adamw(const Trained *tensors, int count, const Step *step) {
   for (const Trained *t = tensors; t < tensors + count; t++)
-    for_rows(rows_in(t->n), adamw_row, &(Adamw){*t, *step});
+    for_rows((int)((t->n + ADAMW_ROW - 1) / ADAMW_ROW), adamw_row, &(Adamw){*t, *step});
 }
 #endif

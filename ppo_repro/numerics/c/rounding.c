@@ -1,6 +1,7 @@
 // Deliberate rounding to the number formats of other stacks: the value of a float32 number there, as a
 // float32 number. Floating formats round to nearest, ties to even. Formats of 8 bits have a scale for each
-// row, max |x| / largest; beyond their largest they saturate, where 16 bits overflow to infinity.
+// row, max |x| / largest; beyond their largest they saturate, infinity included, where 16 bits overflow to
+// infinity.
 // Micikevicius et al., 2022.
 #include "operations.h"
 
@@ -27,7 +28,7 @@ INLINE float power_of_two(int exponent) { return as_float((uint32_t)(exponent + 
 
 // To the nearest number of a floating format; definition: rounding.nearest
 INLINE float round_float(const Format f, float x) {
-  if (!is_finite32(x)) return x;
+  if (x != x) return x;
   const float size = abs32(x);
   float y;
   if (f.smallest > -126 && size < power_of_two(f.smallest)) {

@@ -96,15 +96,15 @@ typedef struct {
   int *not_finite;
 } StatisticsRows;
 
-// definition: tokens.cumulative, rule 3
+// definition: tokens.cumulative, rule 3. Tokens have the order of top-p, by z / temperature.
 INLINE float cumulative_probability(const Statistics *of, const float *z, const uint8_t *eligible, int target,
                                     Softmax s) {
   const float top = (float)s.top;
-  const float own = z[target];
+  const float own = z[target] / of->temperature;
   LANE_VALUES(double, total, 0.0);
   IN_LANES(i, of->v, {
-    float x = fixed_at(z, i);
-    float e = exp32(shifted_logit(x, of->temperature, top));
+    float x = fixed_at(z, i) / of->temperature;
+    float e = exp32(x - top);
     e = x > own || (x == own && i <= target) ? e : 0.0f;
     if (eligible) e = eligible[i] ? e : 0.0f;
     LANE(total) += (double)e;

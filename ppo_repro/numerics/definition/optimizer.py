@@ -79,7 +79,7 @@ def adamw(of: Moments, gradient: Array, s: Settings, norm: float, step: int) -> 
         of: p, m and v before the step.
         gradient: gradient of p, of the shape of p.
         s: b1, b2, eps, lr, wd and the largest norm.
-        norm: norm of the gradients of all parameters, float64.
+        norm: norm of the gradients of all parameters, float64; the package refuses one that float32 does not hold.
         step: t, from 1 on.
     """
     clip = 1.0 if s.max_grad_norm == 0 else min(1.0, s.max_grad_norm / (float(F(norm)) + 1e-6))

@@ -83,14 +83,17 @@ def statistics(z: Array, targets: Array, temperature: float, eligible: Array | N
 def cumulative(z: Array, targets: Array, temperature: float, eligible: Array | None) -> Array:
     """Return the probability of the tokens at least as likely as the target, itself included, ties by id; [n] float32.
 
+    Tokens have the order of `sampling.cut`: by z / temperature.
+
     Args:
         z: logits [n, V].
         targets: [n], eligible token ids.
         temperature: above 0.
         eligible: [n, V] bool, the tokens that cuts left; None: all.
     """
-    own = np.take_along_axis(z, targets[:, None], -1)
-    before = (z > own) | ((z == own) & (np.arange(z.shape[1]) <= targets[:, None]))
+    scaled = z / F(temperature)
+    own = np.take_along_axis(scaled, targets[:, None], -1)
+    before = (scaled > own) | ((scaled == own) & (np.arange(z.shape[1]) <= targets[:, None]))
     among = before if eligible is None else before & eligible
     totals = (softmax(z, temperature, mask).total[:, 0] for mask in (among, eligible))
     return (next(totals) / next(totals)).astype(F)

@@ -32,7 +32,6 @@ def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: flo
         logits: [n, V] float32.
         seeds: [n] int64, of the responses.
         positions: [n] int64, of the last input token.
-        temperature: the divisor of the logits.
         sigma: standard deviation of the error.
 
     Returns:
@@ -50,7 +49,6 @@ def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor
 
     Args:
         logits: [n, V] float32.
-        seed: of z.
         temperature: by which logits will be divided.
         size: of the bias, in nats of log-prob.
 

@@ -42,8 +42,6 @@ def encode_again(
     Special tokens inside a response have no text, and are lost.
 
     Args:
-        tokenizer: the run's tokenizer.
-        ids: the sampled tokens.
         before: positions of the sampled tokens in the text.
         most: the most tokens that the result may have.
         ended: whether the response has its end token.

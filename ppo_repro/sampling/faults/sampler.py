@@ -24,10 +24,7 @@ def with_faults(
     """Return the run's sampler with the faults of the section `mismatch`.
 
     Args:
-        mismatch: the faults.
-        engine: the run's sampler.
         state: the policy and its older versions; a flipped bit changes the policy at once.
-        tokenizer: encodes responses again.
         ranks: the processes of the run, of which one samples the first response.
 
     Returns:

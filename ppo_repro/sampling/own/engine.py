@@ -80,10 +80,6 @@ class OwnSampler:
         """Connect an engine that has no weights yet.
 
         Args:
-            engine: the user's engine, in its process.
-            policy: the model whose weights the engine gets.
-            tokenizer: the tokenizer that is written beside the weights.
-            end_ids: end tokens.
             max_context: tokens of prompt and response together.
             folder: the folder below which the weights are written.
         """

@@ -17,8 +17,6 @@ class Call:
         """Send a request; `json` reads the answer later.
 
         Args:
-            url: address of the server.
-            path: path below the address.
             timeout: seconds until the answer begins.
             body: JSON data to POST; None: GET.
         """

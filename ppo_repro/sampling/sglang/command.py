@@ -106,14 +106,7 @@ def server_arguments(
 ) -> list[str]:
     """Return the arguments of sglang.launch_server; the configuration's arguments come last.
 
-    Args:
-        engine: the run's section on servers.
-        layout: the run's section on layout.
-        numerics: the run's section on numerics.
-        model: folder of the policy.
-        port: port of the server.
-        version: version of the weights in the folder.
-        routes: whether the server must return the experts of each token, which it refuses for a dense model.
+    With `routes` the server returns the experts of each token, which it refuses for a dense model.
     """
     configured = {argument.partition("=")[0] for argument in engine.arguments}
     pairs: list[tuple[str, str]] = [

@@ -52,14 +52,7 @@ RECORDED = (
 
 
 def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, routes: bool) -> dict[str, Any]:
-    """Return the settings of a server. Raises UserError if the server would not sample as the run needs.
-
-    Args:
-        url: address of the server.
-        engine: the run's section on servers.
-        numerics: the run's section on numerics.
-        routes: whether the server must return the experts of each token.
-    """
+    """Return the settings of a server. Raises UserError if the server would not sample as the run needs."""
     info, model = ask(url, "/server_info", engine.timeout_s), ask(url, "/model_info", engine.timeout_s)
     if "version" not in info or "is_generation" not in model:
         raise UserError(f"{url}: does not answer like an SGLang server")
@@ -97,7 +90,6 @@ def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
     """Check that a server has the weights that the run sent.
 
     Args:
-        url: address of the server.
         digest: digest of the weights, which is their version.
         deterministic: whether to compare the digest that the server itself computes.
         timeout: seconds until the answer begins.
@@ -130,9 +122,7 @@ class SGLangEngine:
         """Prepare an engine whose servers are not started yet.
 
         Args:
-            config: of a run on SGLang servers.
             policy: the model that samples; its weights may change between calls.
-            stop_ids: end tokens.
             folder: folder for logs, notes and weights.
         """
         settings = config.rollout.engine

@@ -78,12 +78,8 @@ def generate_body(
     """Make one request to `/generate` for all of `requests`.
 
     Args:
-        requests: prompts and seeds.
-        sampling: temperature, cuts, length.
-        stop_ids: end tokens.
         vocab_size: token ids are below it.
         max_context: tokens of prompt and response together.
-        routes: whether to ask for the experts of each token.
 
     Raises:
         UserError: one of the requests cannot be served.
@@ -123,13 +119,8 @@ def read_completions(
     Raises UserError, with the fault, for a wrong answer.
 
     Args:
-        answer: the server's answer, parsed JSON.
-        requests: the prompts and seeds that were sent.
-        sampling: the sampling that was sent.
-        stop_ids: end tokens.
         vocab_size: token ids are below it.
         version: version of the weights that must have sampled.
-        url: address of the server, for errors.
         routed: the shape of the routes; None if no routes were asked for.
     """
     if not isinstance(answer, list) or len(answer) != len(requests):

@@ -50,14 +50,7 @@ def free_port() -> int:
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path, port: int) -> Server:
     """Start a server that the system kills when the run ends, together with SGLang's other processes.
 
-    Args:
-        command: the command and its arguments.
-        environment: all environment variables.
-        log: file for the output.
-        port: port of the server.
-
-    Raises:
-        UserError: the command cannot be run.
+    `environment` has all environment variables. Raises UserError if the command cannot be run.
     """
     with log.open("ab") as output:
         begin = output.tell()

@@ -137,9 +137,14 @@ def _evidence(sums: MismatchSums) -> dict[str, float]:
         "left_by_sorting": _ratio(sums["sorted_sq"], sums["delta_sq"]),
         "left_by_token": _ratio(sums["by_token_sq"], sums["by_one_slope_sq"]),
         "repeat_over_delta": math.sqrt(repeated) if sums["any_again"] else math.nan,
-        "frac_bfloat16": sums["as_bfloat16"] / n,
-        "frac_float16": sums["as_float16"] / n,
+        "frac_bfloat16": _share_of_format(sums, "bfloat16"),
+        "frac_float16": _share_of_format(sums, "float16"),
     }
+
+
+def _share_of_format(sums: MismatchSums, form: str) -> float:
+    """Return the share of a side's log-probs other than 0 that are numbers of a format, of the side with more."""
+    return max(sums[f"{side}_{form}"] / max(sums[f"{side}_nonzero"], 1.0) for side in ("a", "b"))
 
 
 def _temperature(sums: MismatchSums) -> tuple[float, float]:

@@ -183,8 +183,12 @@ def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -
 
 
 def _formats(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> dict[str, float]:
-    sides = [side[side != 0.0] for side in (a, b)]
-    with np.errstate(over="ignore"):  # a log-prob beyond float16 overflows, and is not equal then
-        halves = [np.count_nonzero(side.astype(np.float16).astype(np.float32) == side) for side in sides]
-    brains = [np.count_nonzero(side.view(np.uint32) & 0xFFFF == 0) for side in sides]
-    return {"as_bfloat16": float(max(brains)), "as_float16": float(max(halves))}
+    """Count the log-probs of each side other than 0, which every format has, and the 16-bit numbers among them."""
+    counts: dict[str, float] = {}
+    for name, side in (("a", a[a != 0.0]), ("b", b[b != 0.0])):
+        with np.errstate(over="ignore"):  # a log-prob beyond float16 overflows, and is not equal then
+            halves = side.astype(np.float16).astype(np.float32) == side
+        brains = side.view(np.uint32) & 0xFFFF == 0
+        counts |= {f"{name}_nonzero": float(len(side)), f"{name}_float16": _total(halves)}
+        counts[f"{name}_bfloat16"] = _total(brains)
+    return counts

@@ -145,6 +145,13 @@ def test_the_hazard_by_hand() -> None:
     assert paired.hazard(np.array([4]), np.array([False]))[:2] == (0.0, 0.0)
 
 
+def test_a_grid_is_refused(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "grid.yaml").touch()
+    for words in (["--axis", "x", "--a", "p", "--b", "q"], []):
+        refused = cli.refusal("analyse", "compare", tmp_path, *words, "--seed", "0")
+        assert "is a grid; `ppo-repro analyse table GRID --against SETTING` compares its settings" in refused
+
+
 def test_wrong_input(deterministic_run: Path, tmp_path: Path) -> None:
     for change, said in (
         ({"margin": 0.0}, "margin is positive"),

@@ -20,12 +20,14 @@ import pytest
 from ppo_repro.analysis.view import index as index_module
 from ppo_repro.analysis.view.server import Server
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import MANIFEST
 from ppo_repro.records import manifest, reader
 from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.cli import Cli
 from tests.support.html_page import tree
 from tests.support.synthetic_run import cut_back
 from tests.support.view import served
+from tests.support.waiting import until
 
 
 def get(server: Server, path: str, asked: Mapping[str, Any] | None = None, **headers: str) -> tuple[int, str, Any]:
@@ -244,7 +246,7 @@ def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_r
     become(3)
     file("tokens", 2).write_bytes(b"PAR1 rubbish")
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / manifest.FILE_NAME).write_text("{")
+    (tmp_path / "broken" / MANIFEST).write_text("{")
     look()
     assert counts() == (2 * each, 1)
     assert "iteration 2" in server.index.runs[0].damaged[0]
@@ -254,6 +256,30 @@ def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_r
     assert counts() == (each, 0)
     server.index.close()
     server.socket.close()
+
+
+def test_a_run_that_is_removed_leaves_the_list_and_its_number_to_no_other_run(native_run: Path, tmp_path: Path) -> None:
+    for name in "ab":
+        shutil.copytree(native_run, tmp_path / name)
+    with served(tmp_path) as server:
+
+        def runs() -> dict[int, str]:
+            """The folder of each run whose iterations are all in the table."""
+            found = api(server, "state")["runs"]
+            return {run["number"]: run["folder"] for run in found if run["read"] == run["iterations"]}
+
+        until(lambda: runs() == {0: "a", 1: "b"}, "both runs")
+        of_b = api(server, "responses", run=1)["rows"]
+        shutil.rmtree(tmp_path / "a")
+        until(lambda: runs() == {1: "b"}, "the end of a run")
+        assert api(server, "responses")["rows"] == of_b
+        assert api(server, "responses", run=0)["total"] == 0
+        shutil.copytree(native_run, tmp_path / "a")
+        until(lambda: runs() == {1: "b", 2: "a"}, "another run")
+        assert api(server, "responses", run=2)["total"] == api(server, "responses", run=1)["total"] > 0
+        space: dict[str, Any] = {}
+        exec(api(server, "snippet")["snippet"], space)
+        assert set(space["found"]["run"]) == {"a", "b"}
 
 
 def test_a_file_that_is_gone_is_one_line(native_run: Path, tmp_path: Path) -> None:
@@ -286,7 +312,7 @@ def test_mistakes_of_the_command_are_one_line(tmp_path: Path, cli: Cli, monkeypa
         assert f"--port {port}: cannot be used" in cli.refusal("view", tmp_path, "--port", str(port))
         assert api(server, "responses") == {"total": 0, "score": None, "correct": None, "offset": 0, "rows": []}
         code, text, _ = get(server, "/api/snippet", {"token": server.token})
-        assert (code, json.loads(text)["error"]) == (400, "there is no run yet, so there is nothing to find")
+        assert (code, json.loads(text)["error"]) == (400, "there is no run now, so there is nothing to find")
     with pytest.raises(UserError, match="--port 99999: cannot be used"):
         Server([tmp_path], 99999)
     monkeypatch.setattr("ppo_repro.base.analyses.find_spec", lambda name: None if name == "duckdb" else 1)

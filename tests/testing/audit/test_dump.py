@@ -118,6 +118,20 @@ def test_rows_of_tokens_say_to_which_response_a_token_belongs(tmp_path: Path) ->
         read(write(tmp_path / "c.jsonl", tokens), "ppo_repro")
 
 
+def test_rows_of_tokens_are_in_the_order_of_their_positions(tmp_path: Path) -> None:
+    def of(*positions: object) -> list[DumpedResponse]:
+        rows = [{"sequence": 0, "token_id": 7, "rollout_logprobs": -1.0, "old_logprobs": -1.0, "position": p}
+                for p in positions]  # fmt: skip
+        return read(write(tmp_path / "a.jsonl", rows), "ppo_repro")
+
+    assert [len(response.response_ids) for response in of(0, 1, 4)] == [3]
+    for positions, said in (((0, 2, 1), "1 follows 2"), ((0, 1, 1), "1 follows 1")):
+        with pytest.raises(UserError, match=f"in sequence 0 position {said}; sort the rows by position"):
+            of(*positions)
+    with pytest.raises(UserError, match=r"sequence 0: position = .*: must be a list of positions"):
+        of(0, "1")
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_rows_of_nested_tensors(layout: torch.layout, tmp_path: Path) -> None:

@@ -44,42 +44,45 @@ typedef struct {
   int each;  // with `partial`: blocks of terms of a thread block
 } ProductArguments;
 
-// Blocks of integers X + 4096 = 64 H + L, see integers.c
+// Blocks of integers X = 64 H + L, see integers.c. Rows that fill up a tile have memory too, with any content.
 typedef struct {
-  float scale;      // 2^-s, or NaN; -2^-s if the block is mostly small
-  uint32_t offset;  // 4096 sum X + terms 2^23
-} BlockScale;
-
-typedef struct {
-  unsigned char *lines;    // [rows][blocks][2][LINE_BYTES]: 64 H, then 64 L, of each half of a block
-  BlockScale *scales;      // [blocks][stride]
-  unsigned char *rest;     // remainders as lines, or NULL
-  uint32_t *rest_offsets;  // [blocks][stride]
+  signed char *lines;  // [room][blocks][2][LINE_BYTES]: 64 H, then 64 L, of each half of a block
+  float *scales;       // [blocks][room]: 2^-s, or NaN; -2^-s if the block is mostly small
+  signed char *rest;   // remainders as lines, or NULL
   int rows;
   int blocks;
-  int stride;              // rows, rounded up to an even number
+  int room;  // rows that have memory
 } SplitMatrix;
 
-enum { LINE_BYTES = 128, INTEGER_STAGES = 3 };
+enum { LINE_BYTES = 128, INTEGER_STAGES = 3, INTEGER_TILE = 128 };
 
-// Floats of memory for the integers of `rows` rows of `blocks` blocks, and for their remainders
+INLINE int room_for_rows(int rows) { return (rows + INTEGER_TILE - 1) / INTEGER_TILE * INTEGER_TILE; }
+
+// Floats of memory for lines, for them with their scales, and for both with remainders
+INLINE long line_floats(int rows, int blocks) {
+  return (long)blocks * room_for_rows(rows) * (2 * LINE_BYTES / 4);
+}
 INLINE long integer_floats(int rows, int blocks) {
-  return (long)blocks * (2L * LINE_BYTES / 4 * rows + 2 * (rows + rows % 2));
+  return line_floats(rows, blocks) + (long)blocks * room_for_rows(rows);
 }
 INLINE long factor_floats(int rows, int blocks) {
-  return integer_floats(rows, blocks) + (long)blocks * (2L * LINE_BYTES / 4 * rows + rows + rows % 2);
+  return integer_floats(rows, blocks) + line_floats(rows, blocks);
 }
 
 INLINE SplitMatrix integers_in(float *memory, int rows, int blocks) {
-  BlockScale *scales = (BlockScale *)(memory + (long)blocks * rows * (2 * LINE_BYTES / 4));
-  return (SplitMatrix){(unsigned char *)memory, scales, NULL, NULL, rows, blocks, rows + rows % 2};
+  return (SplitMatrix){
+      .lines = (signed char *)memory,
+      .scales = memory + line_floats(rows, blocks),
+      .rows = rows,
+      .blocks = blocks,
+      .room = room_for_rows(rows),
+  };
 }
 
 // The same with remainders: a factor of a product
 INLINE SplitMatrix factor_in(float *memory, int rows, int blocks) {
   SplitMatrix all = integers_in(memory, rows, blocks);
-  all.rest = (unsigned char *)(memory + integer_floats(rows, blocks));
-  all.rest_offsets = (uint32_t *)(all.rest + (long)blocks * rows * 2 * LINE_BYTES);
+  all.rest = (signed char *)(memory + integer_floats(rows, blocks));
   return all;
 }
 
@@ -98,7 +101,7 @@ INLINE int form_rows(const IntegerForm f) { return 16 * f.high * f.down; }
 INLINE int form_columns(const IntegerForm f) { return 8 * f.wide * f.across; }
 // of a half of a block: lines, then scales
 INLINE int integer_stage_floats(const IntegerForm f) {
-  return (form_rows(f) + form_columns(f)) * (LINE_BYTES / 4 + 2);
+  return (form_rows(f) + form_columns(f)) * (LINE_BYTES / 4 + 1);
 }
 
 // From numbers to integers. split_rows: x [rows][ld], of `terms` terms; split_columns: x [terms][ld]

@@ -155,22 +155,43 @@ INLINE void store_element(const Sums *s, long at, const Element *e) {
 
 // One column of one block: the sum over its rows in float64, rounded once.
 // definition: gradients.column_addends
-INLINE float column_block(const Columns *a, int first, int rows, int c) {
+// `has_x`, `has_mean`: whether there are x and mean. They are constants, because nothing is loaded ahead over a
+// branch.
+INLINE float column_sum(const Columns *a, int first, int rows, int c, const int has_x, const int has_mean) {
+  enum { AT_ONCE = 8 };  // addends whose numbers are on their way together
+  const int addends = rows * a->each;
   double sum = 0.0;
-  for (int t = first; t < first + rows; t++)
-    for (int e = 0; e < a->each; e++) {
-      const long column = (long)e * a->cols + c;
-      const float dy = a->dy[t * a->ldd + column];
-      if (!a->x) {
-        sum += dy;
-        continue;
-      }
-      const float x = a->x[t * a->ldx + column];
-      const float r = a->r[t * a->ldr + e];
-      const float centered = a->mean ? x - a->mean[t * a->ldr + e] : x;
-      sum += (double)dy * (centered * r);
+  long t = first;
+  int e = 0;
+  for (int begin = 0; begin < addends; begin += AT_ONCE) {
+    float dy[AT_ONCE];
+    float x[AT_ONCE];
+    float r[AT_ONCE];
+    float mean[AT_ONCE];
+    UNROLL
+    for (int i = 0; i < AT_ONCE; i++) {
+      dy[i] = a->dy[t * a->ldd + (long)e * a->cols + c];
+      x[i] = has_x ? a->x[t * a->ldx + (long)e * a->cols + c] : 0.0f;
+      r[i] = has_x ? a->r[t * a->ldr + e] : 0.0f;
+      mean[i] = has_mean ? a->mean[t * a->ldr + e] : 0.0f;
+      const int is_last = begin + i + 1 >= addends;  // which is loaded again, for nobody
+      const int next = e + 1 == a->each;
+      t += !is_last && next;
+      e = is_last ? e : next ? 0 : e + 1;
     }
+    UNROLL
+    for (int i = 0; i < AT_ONCE; i++) {
+      const float centered = has_mean ? x[i] - mean[i] : x[i];
+      const double next = sum + (has_x ? (double)dy[i] * (centered * r[i]) : dy[i]);
+      sum = begin + i < addends ? next : sum;
+    }
+  }
   return (float)sum;
+}
+
+INLINE float column_block(const Columns *a, int first, int rows, int c) {
+  if (!a->x) return column_sum(a, first, rows, c, 0, 0);
+  return a->mean ? column_sum(a, first, rows, c, 1, 1) : column_sum(a, first, rows, c, 1, 0);
 }
 
 // First all blocks, each for itself: a thread has a column of some blocks.

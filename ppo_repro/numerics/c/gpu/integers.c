@@ -1,14 +1,12 @@
 // Precision high on tensor cores: blocks of integers as ../integers.c says, their exact sums from products of
-// bytes. Tensor cores multiply bytes, so X + 4096 = 64 H + L, with H in 0..127 and L in 0..63:
+// bytes. Tensor cores multiply bytes, so X = 64 H + L, with H in -64..64 and L in -32..31:
 //
-//   sum of X W = 4096 HH' + 64 (HL' + LH') + LL' - offset(x) - offset(w)
-//   offset(x) = 4096 sum X + terms 2^23
+//   sum of X W = 4096 HH' + 64 (HL' + LH') + LL'
 //
-// modulo 2^32: sums may wrap on the way, the result is below 2^31. Where a block has no term, H = L = 0. The
-// order of these sums is free, and the instruction's own.
+// Where a block has no term, H = L = 0. The order of these sums is free, and the instruction's own.
 //
-// The sum of remainders, X W' + X' W, is computed in the same way, from two products and four offsets. It is
-// rare, so its lines come straight from global memory.
+// The sum of remainders, X W' + X' W, is computed in the same way, from two products. It is rare, so its lines
+// come straight from global memory.
 //
 // A thread block of 8 warps computes a tile of y, and a warp 16 high x 8 wide elements of it. Halves of
 // blocks, 64 terms, come by asynchronous copies: of each row one line of 128 bytes, 64 H and then 64 L. Chunk
@@ -38,36 +36,22 @@ INLINE int sum_of_lanes(int x) {
   return x;
 }
 
-// The remainders of a block, as split_block has it, from 2^s. Returns whether the block is mostly small.
-INLINE int split_remainders(float v[2][4], float up, int terms, const SplitMatrix *to, int row, int block) {
-  const int lane = thread_index() % LANES;
-  uint32_t *line = (uint32_t *)(to->rest + ((long)row * to->blocks + block) * 2 * LINE_BYTES) + lane;
-  int sum = 0;
-  int small = 0;
+// The bytes H and L of 4 integers, to the place of a thread's terms in a line
+INLINE void put_bytes(const int x[4], uint32_t *line) {
+  uint32_t high = 0;
+  uint32_t low = 0;
   UNROLL
-  for (int half = 0; half < 2; half++) {
-    uint32_t high = 0;
-    uint32_t low = 0;
-    UNROLL
-    for (int i = 0; i < 4; i++) {
-      const int x = integer_of(v[half][i] * up);
-      const int rest = integer_of((v[half][i] * up - (float)x) * 0x1p11f);
-      if (64 * half + 4 * lane + i >= terms) continue;
-      small += x < SMALL && x > -SMALL && v[half][i] != 0.0f;
-      sum += rest;
-      high |= (uint32_t)(rest + 4096) / 64 << 8 * i;
-      low |= (uint32_t)(rest + 4096) % 64 << 8 * i;
-    }
-    line[half * LINE_FLOATS] = high;
-    line[half * LINE_FLOATS + 16] = low;
+  for (int i = 0; i < 4; i++) {
+    const int H = (x[i] + 32) >> 6;
+    high |= ((uint32_t)H & 255) << 8 * i;
+    low |= ((uint32_t)(x[i] - 64 * H) & 255) << 8 * i;
   }
-  const uint32_t offset = 4096u * (uint32_t)sum_of_lanes(sum) + ((uint32_t)terms << 23);
-  if (!lane) to->rest_offsets[(long)block * to->stride + row] = offset;
-  return 2 * sum_of_lanes(small) > terms;
+  line[0] = high;
+  line[LINE_FLOATS / 2] = low;
 }
 
-// 16 threads turn one block of a row into integers. Thread l has the terms 64 half + 4 l + i in v[half][i].
-// definition: product.integers
+// 16 threads turn one block of a row into integers. Thread l has the terms 64 half + 4 l + i in v[half][i],
+// and 0 beyond `terms`. definition: product.integers
 INLINE void split_block(float v[2][4], int terms, const SplitMatrix *to, int row, int block, int asked) {
   const int lane = thread_index() % LANES;
   uint32_t largest = 0;
@@ -86,39 +70,35 @@ INLINE void split_block(float v[2][4], int terms, const SplitMatrix *to, int row
   const int found = (int)(largest >> 23);
   const int exponent = found > LEAST_EXPONENT ? found : LEAST_EXPONENT;
   const float up = as_float((uint32_t)(127 + 127 + 11 - exponent) << 23);
-  uint32_t *line = (uint32_t *)(to->lines + ((long)row * to->blocks + block) * 2 * LINE_BYTES) + lane;
-  int sum = 0;
+  const long at = ((long)row * to->blocks + block) * 2 * LINE_BYTES + 4 * lane;
+  int small = 0;
   UNROLL
   for (int half = 0; half < 2; half++) {
-    uint32_t high = 0;
-    uint32_t low = 0;
+    int x[4];
     UNROLL
     for (int i = 0; i < 4; i++) {
-      const int x = integer_of(v[half][i] * up);
-      if (64 * half + 4 * lane + i >= terms) continue;
-      sum += x;
-      high |= (uint32_t)(x + 4096) / 64 << 8 * i;
-      low |= (uint32_t)(x + 4096) % 64 << 8 * i;
+      x[i] = integer_of(v[half][i] * up);
+      small += x[i] < SMALL && x[i] > -SMALL && v[half][i] != 0.0f;
     }
-    line[half * LINE_FLOATS] = high;
-    line[half * LINE_FLOATS + 16] = low;
+    put_bytes(x, (uint32_t *)(to->lines + at + half * LINE_BYTES));
+    if (!to->rest) continue;
+    UNROLL
+    for (int i = 0; i < 4; i++) x[i] = integer_of((v[half][i] * up - (float)x[i]) * 0x1p11f);
+    put_bytes(x, (uint32_t *)(to->rest + at + half * LINE_BYTES));
   }
-  sum = sum_of_lanes(sum);
-  const int small = to->rest && split_remainders(v, up, terms, to, row, block) && asked;
+  const int mostly_small = asked && 2 * sum_of_lanes(small) > terms;
   if (lane) return;
-  BlockScale scale = {.offset = 4096u * (uint32_t)sum + ((uint32_t)terms << 23)};
-  scale.scale = as_float(exponent >= REFUSED_EXPONENT ? 0x7fc00000u : (uint32_t)(exponent - 11) << 23);
-  if (small) scale.scale = -scale.scale;
-  to->scales[(long)block * to->stride + row] = scale;
+  const float scale = as_float(exponent >= REFUSED_EXPONENT ? 0x7fc00000u : (uint32_t)(exponent - 11) << 23);
+  to->scales[(long)block * to->room + row] = mostly_small ? -scale : scale;
 }
 
 // The rows of x, whose terms follow one another: 16 threads have a block of a row
 KERNEL(split_rows, SplitArguments) {
   const int block = thread_block_x() % a->to.blocks;
   const int row = thread_block_x() / a->to.blocks * (GPU_THREADS / LANES) + thread_index() / LANES;
-  if (row >= a->to.rows) return;
   const int begin = block * BLOCK;
   const int terms = least(BLOCK, a->terms - begin);
+  const int own = row < a->to.rows ? terms : 0;  // a row that fills up a tile is zeros
   const float *x = a->x + row * a->ld + begin;
   float v[2][4];
   UNROLL
@@ -126,7 +106,7 @@ KERNEL(split_rows, SplitArguments) {
     UNROLL
     for (int i = 0; i < 4; i++) {
       const int k = 64 * half + 4 * (thread_index() % LANES) + i;
-      v[half][i] = k < terms ? x[k] : 0.0f;
+      v[half][i] = k < own ? x[k] : 0.0f;
     }
   split_block(v, terms, &a->to, row, block, a->asked);
 }
@@ -151,7 +131,6 @@ KERNEL(split_columns, SplitArguments) {
   for (int c = 0; c < 32; c += 16) {
     // the two columns of a warp are 16 apart
     const int own = thread_index() / 32 + thread_index() / LANES % 2 * 16 + c / 2;
-    if (column + own >= a->to.rows) continue;
     float v[2][4];
     UNROLL
     for (int half = 0; half < 2; half++)
@@ -176,11 +155,14 @@ typedef struct {
   int n;
 } IntegerTile;
 
-// Which half of a block is fetched next, the one after the last, and the stage that is computed next
+// Which half of a block is fetched next, the one after the last, and the stage that is computed next; where
+// the thread's chunk of the next half is in its first rows of x and w
 typedef struct {
   int next;
   int after;
   int stage;
+  const signed char *x;
+  const signed char *w;
 } Halves;
 
 INLINE IntegerTile integer_tile_at(const SplitMatrix *x, const SplitMatrix *w, int m0, int n0,
@@ -189,26 +171,26 @@ INLINE IntegerTile integer_tile_at(const SplitMatrix *x, const SplitMatrix *w, i
   return (IntegerTile){x, w, m0, n0, warp / f.across * 16 * f.high, warp % f.across * 8 * f.wide};
 }
 
-// The lines of one half of the rows [first, first + count)
-INLINE void fetch_lines(const SplitMatrix *o, int first, const int count, int half, SHARED float *to) {
+// The lines of one half of `count` rows, from the thread's chunk on: 8 threads have a line
+INLINE void fetch_lines(const SplitMatrix *o, const signed char *from, const int count, SHARED float *to) {
   const int row = thread_index() / 8;
-  const int chunk = thread_index() % 8;
-  const long line = (long)(first + row) * 2 * o->blocks + half;
-  const unsigned char *from = o->lines + line * LINE_BYTES + 16 * chunk;
-  to += row * LINE_FLOATS + 4 * (chunk ^ row % 8);
+  to += row * LINE_FLOATS + 4 * (thread_index() % 8 ^ row % 8);
+  if (count < GPU_THREADS / 8 && row >= count) return;
   UNROLL
   for (int i = 0; i < count; i += GPU_THREADS / 8) {
-    if (count < GPU_THREADS / 8 && row >= count) continue;
-    copy16(to + i * LINE_FLOATS, (const float *)from, first + i + row < o->rows ? 16 : 0);
+    copy16(to + i * LINE_FLOATS, (const float *)from, 16);
     from += (long)2 * o->blocks * LINE_BYTES * (GPU_THREADS / 8);
   }
 }
 
+INLINE const signed char *own_chunk(const SplitMatrix *o, int first, int half) {
+  const long line = (long)(first + thread_index() / 8) * 2 * o->blocks + half;
+  return o->lines + line * LINE_BYTES + 16 * (thread_index() % 8);
+}
+
 INLINE void fetch_scales(const SplitMatrix *o, int first, const int count, int block, SHARED float *to) {
-  const int row = 2 * thread_index();  // 16 bytes are two scales
-  if (row >= count) return;
-  const float *from = (const float *)(o->scales + (long)block * o->stride + first + row);
-  copy16(to + 2 * row, from, first + row < o->rows ? 16 : 0);
+  const int row = 4 * thread_index();  // 16 bytes are four scales
+  if (row < count) copy16(to + row, o->scales + (long)block * o->room + first + row, 16);
 }
 
 INLINE void fetch_half(const IntegerTile *t, Halves *h, int stage, const IntegerForm f) {
@@ -216,12 +198,14 @@ INLINE void fetch_half(const IntegerTile *t, Halves *h, int stage, const Integer
   const int columns = form_columns(f);
   SHARED float *to = shared_memory + stage * integer_stage_floats(f);
   if (h->next < h->after) {
-    fetch_lines(t->x, t->m0, rows, h->next, to);
-    fetch_lines(t->w, t->n0, columns, h->next, to + rows * LINE_FLOATS);
+    fetch_lines(t->x, h->x, rows, to);
+    fetch_lines(t->w, h->w, columns, to + rows * LINE_FLOATS);
+    h->x += LINE_BYTES;
+    h->w += LINE_BYTES;
     if (h->next % 2) {
       SHARED float *scales = to + (rows + columns) * LINE_FLOATS;
       fetch_scales(t->x, t->m0, rows, h->next / 2, scales);
-      fetch_scales(t->w, t->n0, columns, h->next / 2, scales + 2 * rows);
+      fetch_scales(t->w, t->n0, columns, h->next / 2, scales + rows);
     }
     h->next++;
   }
@@ -231,6 +215,8 @@ INLINE void fetch_half(const IntegerTile *t, Halves *h, int stage, const Integer
 // Blocks [first, after) of the tile
 INLINE Halves begin_integer_tile(const IntegerTile *t, int first, int after, const IntegerForm f) {
   Halves h = {.next = 2 * first, .after = 2 * after};
+  h.x = own_chunk(t->x, t->m0, h.next);
+  h.w = own_chunk(t->w, t->n0, h.next);
   for (int stage = 0; stage < INTEGER_STAGES - 1; stage++) fetch_half(t, &h, stage, f);
   return h;
 }
@@ -238,7 +224,7 @@ INLINE Halves begin_integer_tile(const IntegerTile *t, int first, int after, con
 // The products of 32 terms, from chunk 2 k of the stage's lines on: sums[0] of HH', [1] of HL' and LH', [2]
 // of LL'
 INLINE void multiply_terms(const IntegerTile *t, SHARED const float *at, int k, const IntegerForm f,
-                           uint32_t sums[3][MOST_FOURS][4]) {
+                           int sums[3][MOST_FOURS][4]) {
   const int lane = thread_index() % 32;
   SHARED const float *x_line = at + (t->m + lane % 16) * LINE_FLOATS;
   SHARED const float *w_line = at + (form_rows(f) + t->n + lane % 8 + lane / 16 * 8) * LINE_FLOATS;
@@ -264,29 +250,14 @@ INLINE void multiply_terms(const IntegerTile *t, SHARED const float *at, int k, 
         multiply_bytes(sums[parts / 2 + parts % 2][i * f.wide + j], x[parts / 2][i], w[parts % 2][j]);
 }
 
-// Returns whether a block of the warp's rows or columns is mostly small: the same in all of its threads. 16
-// threads together have all columns and half of the rows, so each also looks at a row of the other half.
-INLINE int needs_remainders(SHARED const float *x_scales, SHARED const float *w_scales, const IntegerForm f) {
-  const int other = thread_index() / 4 % 8 < 4 ? 8 : -8;  // 4 rows on or back, in floats
-  uint32_t signs = 0;
-  UNROLL
-  for (int i = 0; i < 2 * f.high; i++) signs |= as_bits(x_scales[16 * i]) | as_bits(x_scales[16 * i + other]);
-  UNROLL
-  for (int j = 0; j < 2 * f.wide; j++) signs |= as_bits(w_scales[j / 2 * 16 + j % 2 * 2]);
-  UNROLL
-  for (int mask = LANES / 2; mask; mask /= 2) signs |= other_lane(signs, mask);
-  return signs >> 31;
-}
-
-// 4 bytes of a line in global memory; rows that do not exist have those of the last one, for nobody
-INLINE uint32_t bytes_of(const SplitMatrix *o, const unsigned char *lines, int row, int block, int byte) {
-  const long line = ((long)least(row, o->rows - 1) * o->blocks + block) * 2;
-  return *(const uint32_t *)(lines + line * LINE_BYTES + byte);
+// 4 bytes of a line in global memory
+INLINE uint32_t bytes_of(const SplitMatrix *o, const signed char *lines, int row, int block, int byte) {
+  return *(const uint32_t *)(lines + ((long)row * o->blocks + block) * 2 * LINE_BYTES + byte);
 }
 
 // The products of a block, from lines in global memory, for the four whose first row and column these are
-INLINE void multiply_lines(const IntegerTile *t, const unsigned char *x_lines, const unsigned char *w_lines,
-                           int row, int column, int block, uint32_t sums[3][4]) {
+INLINE void multiply_lines(const IntegerTile *t, const signed char *x_lines, const signed char *w_lines,
+                           int row, int column, int block, int sums[3][4]) {
   for (int k = 0; k < 4; k++) {  // of 32 terms each
     const int byte = k / 2 * LINE_BYTES + k % 2 * 32 + thread_index() % 4 * 4;
     uint32_t x[2][4];
@@ -306,30 +277,38 @@ INLINE void multiply_lines(const IntegerTile *t, const unsigned char *x_lines, c
   }
 }
 
-INLINE uint32_t rest_offset(const SplitMatrix *o, int row, int block) {
-  return o->rest_offsets[(long)block * o->stride + least(row, o->rows - 1)];
+INLINE int sum_of_bytes(int high, int middle, int low) { return 64 * (64 * high + middle) + low; }
+
+// The sums of remainders of four q
+INLINE void remainder_sums(const IntegerTile *t, int q, int block, const IntegerForm f, int rest[4]) {
+  const int row = t->m0 + t->m + q / f.wide * 16 + thread_index() % 32 / 4;
+  const int column = t->n0 + t->n + q % f.wide * 8 + thread_index() % 32 / 4;
+  int sums[3][4] = {{0}};
+  multiply_lines(t, t->x->lines, t->w->rest, row, column, block, sums);
+  multiply_lines(t, t->x->rest, t->w->lines, row, column, block, sums);
+  UNROLL
+  for (int c = 0; c < 4; c++) rest[c] = sum_of_bytes(sums[0][c], sums[1][c], sums[2][c]);
 }
 
-// The sums of remainders of four q, without the offsets of X and W
-INLINE void remainder_sums(const IntegerTile *t, int q, int block, const IntegerForm f, uint32_t rest[4]) {
-  const int row = t->m0 + t->m + q / f.wide * 16;
-  const int column = t->n0 + t->n + q % f.wide * 8;
-  const int lane = thread_index() % 32;
-  uint32_t sums[3][4] = {{0}};
-  multiply_lines(t, t->x->lines, t->w->rest, row + lane / 4, column + lane / 4, block, sums);
-  multiply_lines(t, t->x->rest, t->w->lines, row + lane / 4, column + lane / 4, block, sums);
+// y += block, for the four elements q, where a block of the warp's rows or columns is mostly small
+INLINE void add_with_remainders(const IntegerTile *t, int q, int block, const IntegerForm f,
+                                const float of_x[2], const float of_w[2], const int sums[4], float y[4]) {
+  int rest[4];
+  remainder_sums(t, q, block, f, rest);
   UNROLL
-  for (int c = 0; c < 4; c++)
-    rest[c] = 4096 * sums[0][c] + 64 * sums[1][c] + sums[2][c] -
-              rest_offset(t->x, row + lane / 4 + c / 2 * 8, block) -
-              rest_offset(t->w, column + lane % 4 * 2 + c % 2, block);
+  for (int c = 0; c < 4; c++) {
+    const float scale = abs32(of_x[c / 2] * of_w[c % 2]);
+    float sum = (float)sums[c] * scale;
+    if ((as_bits(of_x[c / 2]) | as_bits(of_w[c % 2])) >> 31) sum = sum + (float)rest[c] * (scale * 0x1p-11f);
+    y[c] = y[c] + sum;
+  }
 }
 
 // y += block, for the thread's elements: four i wide + j has rows m + 16 i and columns n + 8 j, see corner_of
 INLINE void add_integer_block(const IntegerTile *t, Halves *h, int block, const IntegerForm f,
                               const int is_product, float y[][4]) {
   const int rows = form_rows(f);
-  uint32_t sums[3][MOST_FOURS][4];
+  int sums[3][MOST_FOURS][4];
   UNROLL
   for (int part = 0; part < 3; part++)
     UNROLL
@@ -350,25 +329,34 @@ INLINE void add_integer_block(const IntegerTile *t, Halves *h, int block, const 
   }
   const int lane = thread_index() % 32;
   SHARED const float *scales = at + (rows + form_columns(f)) * LINE_FLOATS;
-  SHARED const float *x_scales = scales + 2 * (t->m + lane / 4);
-  SHARED const float *w_scales = scales + 2 * (rows + t->n + lane % 4 * 2);
-  const int with_rest = is_product && needs_remainders(x_scales, w_scales, f);
+  float of_x[2 * MOST_FOURS];  // the scales of the thread's rows, and columns; below 0 if mostly small
+  float of_w[2 * MOST_FOURS];
+  uint32_t signs = 0;
+  UNROLL
+  for (int i = 0; i < 2 * f.high; i++) {
+    of_x[i] = scales[t->m + lane / 4 + 8 * i];
+    signs |= as_bits(of_x[i]);
+  }
+  UNROLL
+  for (int j = 0; j < 2 * f.wide; j++) {
+    of_w[j] = scales[rows + t->n + lane % 4 * 2 + j / 2 * 8 + j % 2];
+    signs |= as_bits(of_w[j]);
+  }
+  const int with_rest = is_product && any_of_warp(signs >> 31);
   UNROLL
   for (int q = 0; q < f.high * f.wide; q++) {
-    uint32_t rest[4];
-    if (with_rest) remainder_sums(t, q, block, f, rest);
+    const float *x_scales = of_x + q / f.wide * 2;
+    const float *w_scales = of_w + q % f.wide * 2;
+    int four[4];
     UNROLL
-    for (int c = 0; c < 4; c++) {
-      SHARED const float *of_x = x_scales + 2 * (q / f.wide * 16 + c / 2 * 8);
-      SHARED const float *of_w = w_scales + 2 * (q % f.wide * 8 + c % 2);
-      const uint32_t bytes = 4096 * sums[0][q][c] + 64 * sums[1][q][c] + sums[2][q][c];
-      const uint32_t offset = as_bits(of_x[1]) + as_bits(of_w[1]);
-      const float scale = abs32(of_x[0] * of_w[0]);
-      float sum = (float)(int)(bytes - offset) * scale;
-      if (with_rest && (as_bits(of_x[0]) | as_bits(of_w[0])) >> 31)
-        sum = sum + (float)(int)(rest[c] - offset) * (scale * 0x1p-11f);
-      y[q][c] = y[q][c] + sum;
+    for (int c = 0; c < 4; c++) four[c] = sum_of_bytes(sums[0][q][c], sums[1][q][c], sums[2][q][c]);
+    if (with_rest) {
+      add_with_remainders(t, q, block, f, x_scales, w_scales, four, y[q]);
+      continue;
     }
+    UNROLL
+    for (int c = 0; c < 4; c++)  // of an exact product: a sum
+      y[q][c] = fma32((float)four[c] * x_scales[c / 2], w_scales[c % 2], y[q][c]);
   }
 }
 

@@ -11,6 +11,7 @@
 //   barrier                      waits for all threads of the thread block, and shows what they wrote
 //   meet_lanes                   the same for the 16 lanes that compute a row (lanes.h)
 //   other_lane(x, mask)          x of the lane whose number differs in the bits `mask`, of 16
+//   any_of_warp(x)               whether x is not 0 in one of the 32 threads of a warp, which all call it
 //   load_fixed(p)                *p in global memory, which no thread writes while the kernel runs
 //   copy16, copy4                start a copy from global to shared memory of 16 or 4 bytes, zeros after the
 //                                first `bytes`; commit_copies ends a group of copies, and wait_copies(n)
@@ -71,6 +72,8 @@ INLINE uint32_t other_lane(uint32_t x, int mask) {
   return (uint32_t)__nvvm_shfl_sync_bfly_i32(lanes_of_row(), (int)x, mask, 31);
 }
 
+INLINE int any_of_warp(uint32_t x) { return __nvvm_vote_any_sync(0xffffffffu, x != 0); }
+
 INLINE uint32_t shared_address(SHARED const float *p) { return (uint32_t)(__UINTPTR_TYPE__)p; }
 INLINE void copy16(SHARED float *to, const float *from, int bytes) {
   __asm__ volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -93,9 +96,9 @@ INLINE void load_matrices(SHARED const float *line, uint32_t m[4]) {
                    : "r"(shared_address(line))
                    : "memory");
 }
-// c += a b; sums wrap
-INLINE void multiply_bytes(uint32_t c[4], const uint32_t a[4], const uint32_t b[2]) {
-  __asm__("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+// c += a b, of signed bytes
+INLINE void multiply_bytes(int c[4], const uint32_t a[4], const uint32_t b[2]) {
+  __asm__("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
           "{%8, %9}, {%0, %1, %2, %3};"
           : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
@@ -137,7 +140,8 @@ void copy_later(float *to, const float *from, int size, int bytes);
 void commit_copies(void);
 void wait_copies(int groups);
 void load_matrices(const float *line, uint32_t m[4]);
-void multiply_bytes(uint32_t c[4], const uint32_t a[4], const uint32_t b[2]);
+void multiply_bytes(int c[4], const uint32_t a[4], const uint32_t b[2]);
+int any_of_warp(uint32_t x);
 
 INLINE int thread_index(void) { return emulated_thread; }
 INLINE int threads(void) { return emulated_threads; }

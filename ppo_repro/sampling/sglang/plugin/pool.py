@@ -22,7 +22,6 @@ class PoolCache:
         """Make the kernels' cache for SGLang's memory pool.
 
         Args:
-            network: the network that computes keys and values.
             table: [requests, positions], the location in the pool of each token.
             pool: SGLang's keys and values by location.
             width: positions of a request.

@@ -30,7 +30,7 @@ from ppo_repro.numerics.sequences import Ragged, ragged
 from ppo_repro.numerics.token_statistics import token_statistics
 
 IGNORED = -100  # the label of a position that does not count, as in transformers
-MAX_CONTEXT = 32768  # as in a configuration
+MAX_CONTEXT = 32768  # as of `numerics.max_context`
 
 
 @dataclass(frozen=True)

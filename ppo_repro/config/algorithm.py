@@ -237,7 +237,7 @@ AdvantagesConfig = Annotated[
 
 
 class LoraConfig(Section):
-    """Low-rank adapters instead of full weights; all forward passes use the merged weights. Hu et al., 2021."""
+    """Low-rank adapters instead of full weights; all forward passes use the merged weights. Hu et al., 2022."""
 
     rank: Count = Field(description="Rank r of the update.")
     alpha: Positive = Field(description="The update is scaled by alpha / r.")

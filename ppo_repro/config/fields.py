@@ -53,7 +53,7 @@ def groups(sections: Sequence[str] = ()) -> list[Group]:
     every = [
         *_groups(RunConfig, "run", "", "A file for PPO on a language model."),
         *_groups(ControlConfig, "control", "", "A file for PPO on a Gymnasium environment."),
-        *_groups(DPOConfig, "dpo", "", "A file for DPO on the responses of a recorded run."),
+        *_groups(DPOConfig, "dpo", "", "A file for DPO on the responses of a recorded run, or on a file of pairs."),
     ]
     found = []
     for section in sections:

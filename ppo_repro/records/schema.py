@@ -90,7 +90,7 @@ SEQUENCES = Table("sequences", "one row per response", ("iteration", "sequence")
     Column("finish_reason", "string", "", "`stop` after an end token, `length` at the limit."),
     Column("scores", "float64", "", "Weighted sum of the reward terms, after the rule for a missing end token."),
     Column("score_parts", "list<float64>", "", "Unweighted value of each reward term, in the order of the configuration."),
-    Column("is_correct", "bool", "", "Response equals the answer and ended by itself."),
+    Column("is_correct", "bool", "", "Right by the verifier, or equal to the answer; and ended by itself."),
     Column("kl_penalty_sum", "float64", "reward", "Sum of kl_penalties over the response."),
     Column("reward_sum", "float64", "", "Sum of rewards over the response."),
     Column("episode_ids", "list<int32>", "token id", "All tokens after the prompt, those that the environment put in included; only where task.max_turns is greater than 1.", nullable=True, only_with="turns"),

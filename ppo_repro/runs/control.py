@@ -67,7 +67,7 @@ class ControlExecution(Execution[ControlIteration]):
         return tables_at(item.index, schema.CONTROL_TABLES, columns, self.config.records.level)
 
     def progress(self, item: ControlIteration) -> str:
-        return f"return {self._last_mean():.2f}  KL {item.updates[-1].approx_kl:.4f}"
+        return f"return {self._last_mean():.2f}  approx_kl {item.updates[-1].approx_kl:.4f}"
 
     def _last_mean(self) -> float:
         last = self.returns[-LAST:]

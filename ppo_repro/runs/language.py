@@ -114,7 +114,7 @@ class LanguageExecution(Execution[Iteration]):
         task = self.prepared.task
         has_answers = task.problems.has_answers or task.judge.verifier is not None
         right = f"accuracy {accuracy:.3f}  " if has_answers and self.config.reward.judges else ""
-        return f"score {score:.3f}  {right}KL {last_kl(item.updates):.4f}"
+        return f"score {score:.3f}  {right}approx_kl {last_kl(item.updates):.4f}"
 
     def ending(self, clock: Clock) -> tuple[Final, Tables]:
         evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)

@@ -1,8 +1,9 @@
-// AMX on CPUs without it: clang's `-include` puts this before the kernels, whose instructions become functions of C.
+// AMX on CPUs without it: clang's `-include` puts this before the kernels, whose instructions become functions
+// of C.
 //
-// They do what Intel's manual says (volume 2, LDTILECFG to TILEZERO), for one thread: eight registers of 16 rows of
-// 64 bytes. Where the processor would fault, the process says why and aborts. It does so too without the system's
-// permission. Not emulated: time, and a fault for an address without memory.
+// They do what Intel's manual says (volume 2, LDTILECFG to TILEZERO), for one thread: eight registers of 16
+// rows of 64 bytes. Where the processor would fault, the process says why and aborts. It does so too without
+// the system's permission. Not emulated: time, and a fault for an address without memory.
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>

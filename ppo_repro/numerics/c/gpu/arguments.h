@@ -44,7 +44,7 @@ typedef struct {
   int each;  // with `partial`: blocks of terms of a thread block
 } ProductArguments;
 
-// Blocks of integers X = 64 H + L, see integers.c. Rows that fill up a tile have memory too, with any content.
+// Blocks of integers X = 64 H + L, see integers.c. Rows of zeros fill up the last tile.
 typedef struct {
   signed char *lines;  // [room][blocks][2][LINE_BYTES]: 64 H, then 64 L, of each half of a block
   float *scales;       // [blocks][room]: 2^-s, or NaN; -2^-s if the block is mostly small

@@ -155,8 +155,8 @@ INLINE void store_element(const Sums *s, long at, const Element *e) {
 
 // One column of one block: the sum over its rows in float64, rounded once.
 // definition: gradients.column_addends
-// `has_x`, `has_mean`: whether there are x and mean. They are constants, because nothing is loaded ahead over a
-// branch.
+// `has_x`, `has_mean`: whether there are x and mean. They are constants, because nothing is loaded ahead
+// over a branch.
 INLINE float column_sum(const Columns *a, int first, int rows, int c, const int has_x, const int has_mean) {
   enum { AT_ONCE = 8 };  // addends whose numbers are on their way together
   const int addends = rows * a->each;

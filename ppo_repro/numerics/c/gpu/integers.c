@@ -1,5 +1,5 @@
-// Precision high on tensor cores: blocks of integers as ../integers.c says, their exact sums from products of
-// bytes. Tensor cores multiply bytes, so X = 64 H + L, with H in -64..64 and L in -32..31:
+// Precision high on tensor cores: blocks of integers as ../integers.c says, their exact sums from products
+// of bytes. Tensor cores multiply bytes, so X = 64 H + L, with H in -64..64 and L in -32..31:
 //
 //   sum of X W = 4096 HH' + 64 (HL' + LH') + LL'
 //
@@ -277,7 +277,10 @@ INLINE void multiply_lines(const IntegerTile *t, const signed char *x_lines, con
   }
 }
 
-INLINE int sum_of_bytes(int high, int middle, int low) { return 64 * (64 * high + middle) + low; }
+// Without a sign: a refused block may overflow
+INLINE int sum_of_bytes(int high, int middle, int low) {
+  return (int)(64 * (64 * (uint32_t)high + (uint32_t)middle) + (uint32_t)low);
+}
 
 // The sums of remainders of four q
 INLINE void remainder_sums(const IntegerTile *t, int q, int block, const IntegerForm f, int rest[4]) {

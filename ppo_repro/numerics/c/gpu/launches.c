@@ -74,8 +74,8 @@ static SplitMatrix split(float *memory, const float *x, long ld, int rows, int t
   const int blocks = blocks_of_terms(terms);
   SplitArguments a = {.x = x, .ld = ld, .terms = terms, .asked = asked};
   a.to = factor_in(memory, rows, blocks);
-  if (by_columns) launch(split_columns, (Grid){.x = blocks * divided_up(rows, 32)}, 4L * 32 * BLOCK, &a);
-  else launch(split_rows, (Grid){.x = blocks * divided_up(rows, GPU_THREADS / LANES)}, 0, &a);
+  if (by_columns) launch(split_columns, (Grid){.x = blocks * (a.to.room / 32)}, 4L * 32 * BLOCK, &a);
+  else launch(split_rows, (Grid){.x = blocks * (a.to.room / (GPU_THREADS / LANES))}, 0, &a);
   return a.to;
 }
 
@@ -90,7 +90,7 @@ static SplitMatrix split_batch(ScratchArea area, const float *x, int columns, co
       .to = integers_in(memory, columns, blocks->count),
   };
   if (blocks->count)
-    launch(split_columns, (Grid){.x = blocks->count * divided_up(columns, 32)}, 4L * 32 * BLOCK, &a);
+    launch(split_columns, (Grid){.x = blocks->count * (a.to.room / 32)}, 4L * 32 * BLOCK, &a);
   return a.to;
 }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import shlex
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,8 +98,9 @@ def run_grid(
             if orders:
                 with closing(executor.run(orders)) as results:
                     for ended, result in enumerate(results, complete + 1):
-                        rows[result.name] = _cell_row(grid_dir, cells[result.name])
-                        _write(grid_dir / CELLS, pd.DataFrame([*rows.values()]))
+                        with suppress(UserError):  # of one cell; the tables at the end name it
+                            rows[result.name] = _cell_row(grid_dir, cells[result.name])
+                            _write(grid_dir / CELLS, pd.DataFrame([*rows.values()]))
                         outcome = f"ended with {result.exit_code}: {result.message}" if result.exit_code else "done"
                         say_anyway(f"{ended}/{len(grid.cells)} {result.name}: {outcome} ({result.seconds:.1f} s)")
         finally:

@@ -190,6 +190,23 @@ class Failing:
             self.seen.append(pd.read_parquet(self.path)["state"].tolist())
 
 
+class Damaging(Failing):
+    """Leaves the first cell without a readable manifest."""
+
+    def run(self, orders: Sequence[Order]) -> Results:
+        folder = Path(orders[0].folder) / "a" / "run"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{")
+        yield from super().run(orders)
+
+
+def test_a_cell_that_cannot_be_read_stops_no_other(tmp_path: Path) -> None:
+    executor = Damaging(tmp_path / "g" / "cells.parquet")
+    with pytest.raises(UserError, match=r"manifest\.json"):
+        finished(grid_file(tmp_path, {}, [1, 2]), tmp_path, executor)
+    assert executor.seen == [["missing", "missing"], ["missing", "failed"]]
+
+
 def test_the_table_of_cells_has_a_cell_when_it_ends(tmp_path: Path) -> None:
     executor = Failing(tmp_path / "g" / "cells.parquet")
     table = finished(grid_file(tmp_path, {}, [1, 2]), tmp_path, executor).table

@@ -133,18 +133,22 @@ def _texts(tree: Any, names: frozenset[str], prefix: str = "") -> Iterator[tuple
 def from_pyyaml(tree: Any) -> Any:
     """Return plain data of PyYAML as `parse_yaml` reads it: texts such as `1e-3` are numbers, dates are texts.
 
-    Values of a FOREIGN field stay as they are. A name may be dotted, as in overrides.
+    Texts in a FOREIGN field stay texts. A name may be dotted, as in overrides.
     """
+    return _from_pyyaml(tree, is_foreign=False)
+
+
+def _from_pyyaml(tree: Any, is_foreign: bool) -> Any:
     if isinstance(tree, Mapping):
         return {
-            name: from_pyyaml(value) if FOREIGN.isdisjoint(str(name).split(".")) else value
+            name: _from_pyyaml(value, is_foreign or not FOREIGN.isdisjoint(str(name).split(".")))
             for name, value in tree.items()
         }
     if isinstance(tree, list | tuple):
-        return [from_pyyaml(value) for value in tree]
+        return [_from_pyyaml(value, is_foreign) for value in tree]
     if isinstance(tree, date):
         return tree.isoformat()
-    return float(tree) if isinstance(tree, str) and WITH_EXPONENT.fullmatch(tree) else tree
+    return float(tree) if not is_foreign and isinstance(tree, str) and WITH_EXPONENT.fullmatch(tree) else tree
 
 
 def from_folder(tree: Any, folder: Path) -> None:

@@ -69,6 +69,8 @@ def test_texts_of_pyyaml_for_a_function_or_a_template_stay_texts() -> None:
     written: dict[str, Any] = {name: {"x": "1e5"} for name in ("settings", "parameters", "template_arguments")}
     written |= {"task.template_arguments.x": "1e5"}
     assert from_pyyaml({"ppo.learning_rate": "1e5", **written}) == {"ppo.learning_rate": 1e5, **written}
+    text = "{parameters: {day: 2026-11-28}}"
+    assert from_pyyaml(yaml.safe_load(text)) == parse_yaml(text) == {"parameters": {"day": "2026-11-28"}}
 
 
 @pytest.mark.parametrize(

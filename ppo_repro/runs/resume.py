@@ -311,6 +311,8 @@ def _require_own(only: range, begun: int, run_dir: Path, recorded: Manifest) -> 
     if begun <= only.start and only.stop <= recorded.num_iterations:
         return
     of_origin = f"; the {begun} iterations before them are of the run from which it was forked" if begun else ""
+    if begun == recorded.num_iterations:
+        raise UserError(f"--iterations: {run_dir} has recorded no iteration of its own{of_origin}")
     raise UserError(
         f"--iterations {only.start}:{only.stop - 1}: {run_dir} has recorded iterations {begun} to "
         f"{recorded.num_iterations - 1}{of_origin}; choose some of these"

@@ -153,6 +153,18 @@ def test_a_client_that_is_not_logged_in_is_one_line(deterministic_run: Path) -> 
     assert "WANDB_MODE=offline" in said
 
 
+@slow
+def test_a_client_that_is_not_logged_in_costs_a_run_nothing(tmp_path: Path) -> None:
+    done = command("run", TINY, "--out", tmp_path, "--track", "wandb", "--json")
+    run_dir = json.loads(done.stdout)["run_dir"]
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("tracking failed: wandb: ")]
+    assert done.returncode == 0
+    assert "No API key configured" in said
+    assert "WANDB_MODE=offline" in said
+    assert f"ppo-repro track {run_dir} --uri wandb" in said
+    assert manifest.load(Path(run_dir)).status == "complete"
+
+
 def test_without_the_package_nothing_begins(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_repro.tracking.follower.find_spec", lambda name: None)
     said = cli.refusal("run", TINY, "--out", tmp_path / "runs", "--track", "wandb")

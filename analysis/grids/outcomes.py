@@ -12,7 +12,7 @@ from ppo_repro.analysis.clipping.flags import band_out, clipped_at_start, record
 from ppo_repro.analysis.clipping.update_rows import ClipRule, column
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
-from ppo_repro.config.algorithm import ClipObjective, SequenceClipObjective, clip_band
+from ppo_repro.config.algorithm import ClipObjective, FunctionObjective, SequenceClipObjective, clip_band
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
@@ -37,11 +37,12 @@ def clip_shares(run_dir: Path) -> tuple[float, float]:
     """Return two shares of token visits: with a removed gradient, and with a ratio outside the band.
 
     The ratio is the recorded one, so `sequence_clip` counts the tokens of responses outside its band. Both shares are 0
-    if the objective clips nothing, as `cispo`, and NaN if it does not record which tokens it cut.
+    if the objective clips nothing, as `cispo`. With your own objective the second share is NaN, because its band is
+    unknown, and so is the first if the objective does not say which tokens it cut.
     """
     recorded, objective = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo.objective
     ranges = reader.read_iterations(run_dir, columns=["clip_range"], recorded=recorded)["clip_range"]
-    count, removed, outside = 0, 0, 0
+    count, removed, outside = 0, 0, math.nan if isinstance(objective, FunctionObjective) else 0.0
     for iteration, clip_range in enumerate(ranges):
         visits = reader.read_updates(
             run_dir, iterations=[iteration], columns=["clip_flag", "ratios"], recorded=recorded
@@ -54,7 +55,7 @@ def clip_shares(run_dir: Path) -> tuple[float, float]:
         else:
             band = clip_band(objective, float(clip_range))
         if band is not None:
-            outside += int(band_out(column(visits, "ratios"), *band).sum())
+            outside += float(band_out(column(visits, "ratios"), *band).sum())
     return removed / count, outside / count
 
 

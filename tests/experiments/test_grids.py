@@ -135,6 +135,15 @@ def test_an_objective_that_clips_nothing_has_no_band(kind: str, tmp_path: Path) 
     assert clip_shares(run_dir) == (0.0, 0.0)
 
 
+def test_the_band_of_an_objective_of_your_own_is_unknown(tmp_path: Path) -> None:
+    code = "def loss(batch):\n    return -batch.ratios * batch.advantages, batch.ratios > 1.01\n"
+    (tmp_path / "own.py").write_text(code)
+    run_dir = tiny_run(tmp_path, *GROUPS, f"ppo.objective={{kind: function, path: '{tmp_path}/own.py:loss'}}")
+    removed, outside = clip_shares(run_dir)
+    assert removed > 0
+    assert math.isnan(outside)
+
+
 def test_a_sequence_clip_has_a_band_of_the_response(tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path, *GROUPS, "ppo.objective={kind: sequence_clip, clip_range: 0.1, clip_range_high: 0.2}")
     ratios = reader.read_updates(run_dir)["ratios"].to_numpy(np.float64)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.clipping.flags import clipped_at_start, recorded_clipped
+from ppo_repro.analysis.clipping.flags import band_out, clipped_at_start, recorded_clipped
 from ppo_repro.analysis.clipping.update_rows import ClipRule, column
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
-from ppo_repro.config.algorithm import ClipObjective
+from ppo_repro.config.algorithm import ClipObjective, FunctionObjective, SequenceClipObjective, clip_band
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
@@ -36,19 +36,27 @@ MEASURES = {
 def clip_shares(run_dir: Path) -> tuple[float, float]:
     """Return two shares of token visits: with a removed gradient, and with a ratio outside the band.
 
-    Both are 0 without a clip, and NaN if the objective does not record which tokens it cut.
+    The ratio is the recorded one, so `sequence_clip` counts the tokens of responses outside its band. Both shares are 0
+    if the objective clips nothing, as `cispo`. With your own objective the second share is NaN, because its band is
+    unknown, and so is the first if the objective does not say which tokens it cut.
     """
-    recorded = reader.open_manifest(run_dir)
-    flags = [
-        reader.read_updates(run_dir, iterations=[i], columns=["clip_flag"], recorded=recorded).value_counts("clip_flag")
-        for i in range(recorded.num_iterations)
-    ]
-    counts = pd.concat(flags, axis=1).sum(axis=1)
-    if "unknown" in counts:
-        return math.nan, math.nan
-    removed = counts[recorded_clipped(counts.index.to_series())]
-    outside = counts.drop("none", errors="ignore")
-    return float(removed.sum() / counts.sum()), float(outside.sum() / counts.sum())
+    recorded, objective = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo.objective
+    ranges = reader.read_iterations(run_dir, columns=["clip_range"], recorded=recorded)["clip_range"]
+    count, removed, outside = 0, 0, math.nan if isinstance(objective, FunctionObjective) else 0.0
+    for iteration, clip_range in enumerate(ranges):
+        visits = reader.read_updates(
+            run_dir, iterations=[iteration], columns=["clip_flag", "ratios"], recorded=recorded
+        ).dropna(subset="clip_flag")
+        if (visits["clip_flag"] == "unknown").any():
+            return math.nan, math.nan
+        count, removed = count + len(visits), removed + int(recorded_clipped(visits["clip_flag"]).sum())
+        if isinstance(objective, SequenceClipObjective):
+            band: tuple[float, float] | None = objective.clip_range, objective.high
+        else:
+            band = clip_band(objective, float(clip_range))
+        if band is not None:
+            outside += float(band_out(column(visits, "ratios"), *band).sum())
+    return removed / count, outside / count
 
 
 def mismatch(run_dir: Path) -> tuple[float, float]:

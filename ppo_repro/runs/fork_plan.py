@@ -17,11 +17,11 @@ from ppo_repro.records.folder import CONFIG_NAME, FINAL_STATE, REFERENCE, starts
 from ppo_repro.records.located import located_tree
 from ppo_repro.records.manifest import Manifest, Origin
 
-# what decides the weights and the unit of values; held-out prompts, end tokens and tokenizer are compared by value when
-# the fork is prepared
+# what decides the weights and the unit of values, and the faults of the first iteration, which a fork does not compute;
+# held-out prompts, end tokens and tokenizer are compared by value when the fork is prepared
 FIXED = (
     "seed", "model", "lora", "value.kind", "value.init", "value.lora", "value.normalize_returns", "numerics.mode",
-    "mismatch.sampler.lag",
+    "mismatch.sampler.lag", "mismatch.flip",
 )  # fmt: skip
 
 

@@ -78,7 +78,8 @@ class LanguageExecution(Execution[Iteration]):
 
     def iterations(self) -> Iterator[Iteration]:
         config, task, state = self.config, self.prepared.task, self.prepared.state
-        engine = with_faults(config.mismatch, self.engine, state, task.tokenizer, self.ranks)
+        end_ids = self.prepared.engine.stop_ids
+        engine = with_faults(config.mismatch, self.engine, state, task.tokenizer, end_ids, self.ranks)
 
         def receive(rollout: Rollout) -> Rollout:
             return received(config.mismatch.trainer, rollout, task.tokenizer)

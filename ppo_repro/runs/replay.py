@@ -199,26 +199,41 @@ def _evaluation(records: Records) -> buffers.Evaluation | None:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A stage that was not computed in some iterations, because they did not record a column that it needs."""
+
+    column: str
+    iterations: int
+
+
+def _counted(iterations: int) -> str:
+    return f"{iterations} iteration{'s' if iterations != 1 else ''}"
+
+
+@dataclass(frozen=True)
 class Recomputed:
     """Stages of a run that were computed again."""
 
     iterations: int  # computed again, including the iteration with the difference
     compared: Mapping[Stage, int]  # values by stage, up to the difference
-    left_out: Mapping[Stage, str]  # the column that a stage needs and level lean did not record
+    left_out: Mapping[Stage, LeftOut]  # stages that were not computed in each iteration
     stage: Stage | None  # the stage that differs; None if no stage does
     difference: Difference | None  # left: the record; right: computed again
 
     def lines(self) -> list[str]:
         """Describe each stage in one line, and the difference if there is one."""
-        iterations = f"{self.iterations} iteration{'s' if self.iterations != 1 else ''}"
         described = list[str]()
-        for stage, count in self.compared.items():
+        for stage in STAGES:
             if stage == self.stage:
                 assert self.difference is not None
                 return [*described, f"{stage}: different: {self.difference.describe()}; the left is recorded"]
-            described.append(f"{stage}: {count:,} values identical in {iterations}")
-        missing = "not computed, because column {} is not recorded"
-        return [*described, *(f"{stage}: {missing.format(column)}" for stage, column in self.left_out.items())]
+            if stage in self.compared:
+                iterations = self.iterations - (self.left_out[stage].iterations if stage in self.left_out else 0)
+                described.append(f"{stage}: {self.compared[stage]:,} values identical in {_counted(iterations)}")
+        for stage, left in self.left_out.items():
+            because = f"because column {left.column} is not recorded"
+            described.append(f"{stage}: not computed in {_counted(left.iterations)}, {because}")
+        return described
 
 
 def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
@@ -241,15 +256,19 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     coefficients, functions = first_coefficients(config.kl, config.ppo.objective), load_functions(config.functions)
     if recorded.origin is not None:  # the iterations before have another configuration
         coefficients = checkpoint.load(run_dir / FORKED_FROM, recorded.files[FORKED_FROM]).coefficients
-    left_out = _left_out(config)
-    compared: dict[Stage, int] = {stage: 0 for stage in STAGES if stage not in left_out}
+    compared, left_out = dict[Stage, int](), dict[Stage, LeftOut]()
     for iteration in own:
         records = _read(run_dir, recorded, iteration)
+        missing = _unrecorded(config, records)
+        for stage, column in missing.items():
+            before = left_out[stage].iterations if stage in left_out else 0
+            left_out[stage] = LeftOut(column, before + 1)
+        stages = [stage for stage in STAGES if stage not in missing]
         item = _recorded_iteration(config, records, coefficients, functions)
-        tables = iteration_tables(_again(config, item, compared, functions), at_full)
-        for stage in compared:
+        tables = iteration_tables(_again(config, item, stages, functions), at_full)
+        for stage in stages:
             count, difference = _compare(config, recorded, records, tables, stage)
-            compared[stage] += count
+            compared[stage] = compared.get(stage, 0) + count
             if difference is not None:
                 return Recomputed(iteration + 1 - own.start, compared, left_out, stage, difference)
         coefficients = next_coefficients(
@@ -258,14 +277,15 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     return Recomputed(len(own), compared, left_out, None, None)
 
 
-def _left_out(config: RunConfig) -> dict[Stage, str]:
-    """Return the stages that need a column which level `lean` does not record, with the column."""
+def _unrecorded(config: RunConfig, records: Records) -> dict[Stage, str]:
+    """Return the stages that need a column which the iteration did not record, with the column.
+
+    The records decide, not `records.level`: a resumed run may change its level, and config.yaml has the first one.
+    """
     needs = dict[Stage, str]()
-    if config.records.level != "lean":
-        return needs
-    if config.kl.reverses_exactly:
+    if config.kl.reverses_exactly and not records.has("tokens", "reverse_ref_kl"):
         needs["rewards"] = "tokens.reverse_ref_kl"
-    if config.kl.differentiates_exactly:
+    if config.kl.differentiates_exactly and not records.has("updates", "kl_terms"):
         needs["losses"] = "updates.kl_terms"
     return needs
 
@@ -369,7 +389,7 @@ def _policy(
         kl_terms = kl_terms_of(batch, tokens, logprobs, None)
     else:
         kl_terms = records.tensor_or_none("updates", "kl_terms", rows)
-        if kl_terms is None:  # then no loss is compared
+        if kl_terms is None:  # then `_unrecorded` leaves out the losses of this iteration
             kl_terms = torch.zeros_like(logprobs)
     columns = policy_loss(batch, tokens, logprobs, entropies, kl_terms)
     return policy_update(batch, minibatch, columns, grad_norm)

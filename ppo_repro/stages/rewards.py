@@ -198,7 +198,9 @@ def _kl_penalties(
     if functions.estimator is not None:
         divergence = functions.estimator.estimate(forward.old_logprobs, forward.ref_logprobs)
     elif charged.estimator == "exact":
-        divergence = forward.ref_kl if forward.reverse_ref_kl is None else forward.reverse_ref_kl
+        exact = forward.reverse_ref_kl if reverse else forward.ref_kl
+        assert exact is not None
+        divergence = exact
     else:
         assert isinstance(charged.estimator, str)
         divergence = kl.estimate(charged.estimator, forward.old_logprobs - forward.ref_logprobs, reverse)

@@ -6,11 +6,14 @@ import math
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pandas as pd
 import pytest
 
+from ppo_repro.analysis.clipping.flags import token_flags
+from ppo_repro.analysis.clipping.update_rows import load_iterations, policy_rows
 from ppo_repro.analysis.figures import across, differences
-from ppo_repro.analysis.grids.outcomes import MEASURES, measures_of, outcomes
+from ppo_repro.analysis.grids.outcomes import MEASURES, clip_shares, measures_of, outcomes
 from ppo_repro.analysis.grids.table import comparisons, rank_correlation, report
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
@@ -106,9 +109,45 @@ def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Pa
         # training counts clipped tokens of each step in float32
         by_training = (steps["clip_fraction"] * steps["tokens"]).sum() / steps["tokens"].sum()
         assert made["removed"] == pytest.approx(by_training, rel=1e-5, abs=1e-9)
-        assert 0 < made["removed"] <= made["outside"]
+        assert made["removed"] > 0
         assert made["floor"] == 0.0, "mismatch below 1e-4 nats puts no ratio beyond 0.2 before a step"
         assert made["score"] == pytest.approx(iterations["score_mean"].tail(5).mean())
+
+
+GROUPS = (
+    *("value={kind: none}", "advantages={kind: group}", "kl={placement: none}", "rollout.samples_per_prompt=2"),
+    *("ppo.minibatch_size=5", "ppo.epochs=3", "ppo.learning_rate=1e-2"),
+)
+
+
+def test_a_ratio_is_outside_the_band_whatever_the_advantage(tmp_path: Path) -> None:
+    """In a group of equal scores every advantage is 0, and no gradient is there to be removed."""
+    run_dir = tiny_run(tmp_path, *GROUPS)
+    flags = pd.concat([token_flags(policy_rows(item), item.rule) for item in load_iterations(run_dir)])
+    assert flags["out_without_advantage"].any()
+    assert clip_shares(run_dir) == (flags["grad_zero"].mean(), flags["band_out"].mean())
+
+
+@pytest.mark.parametrize("kind", ["cispo, cap: 1.1, floor: 0.9", "unclipped"])
+def test_an_objective_that_clips_nothing_has_no_band(kind: str, tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path, *GROUPS, f"ppo.objective={{kind: {kind}}}")
+    assert reader.read_updates(run_dir)["clip_flag"].isin(["bound_high", "bound_low"]).any() == ("cispo" in kind)
+    assert clip_shares(run_dir) == (0.0, 0.0)
+
+
+def test_the_band_of_an_objective_of_your_own_is_unknown(tmp_path: Path) -> None:
+    code = "def loss(batch):\n    return -batch.ratios * batch.advantages, batch.ratios > 1.01\n"
+    (tmp_path / "own.py").write_text(code)
+    run_dir = tiny_run(tmp_path, *GROUPS, f"ppo.objective={{kind: function, path: '{tmp_path}/own.py:loss'}}")
+    removed, outside = clip_shares(run_dir)
+    assert removed > 0
+    assert math.isnan(outside)
+
+
+def test_a_sequence_clip_has_a_band_of_the_response(tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path, *GROUPS, "ppo.objective={kind: sequence_clip, clip_range: 0.1, clip_range_high: 0.2}")
+    ratios = reader.read_updates(run_dir)["ratios"].to_numpy(np.float64)
+    assert clip_shares(run_dir)[1] == ((ratios < 0.9) | (ratios > 1.2)).mean() > 0
 
 
 def test_the_commands(grid: Path, tmp_path: Path, cli: Cli) -> None:

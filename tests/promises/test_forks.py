@@ -140,6 +140,7 @@ def test_a_fork_can_be_forked(origin: Path, tmp_path: Path) -> None:
         (("--set", "seed=8"), "--set seed: "),
         (("--set", "lora={rank: 2, alpha: 2}"), "--set lora.rank: "),
         (("--set", "value.normalize_returns=true"), "--set value.normalize_returns: "),
+        (("--set", "mismatch.flip=token"), "--set mismatch.flip: "),
         (("--at", "3"), "--at 3: .* 2, 4"),
         (("--at", "4"), "ppo.iterations = 4: .*after 4 iterations"),
         (("--set", "reward.terms.1.weight=2"), "'1' must be .* 0 to 0"),

@@ -12,8 +12,10 @@ from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference
 from ppo_repro.records.schema import LEVELS
+from ppo_repro.runs.replay import STAGES, LeftOut, Stage
 from tests.support.language import resume, run, tiny_run
 from tests.support.paths import TINY
+from tests.support.runs import recomputed
 
 CUT = ("rollout.top_p=0.9", "rollout.temperature=1.3")
 
@@ -56,24 +58,55 @@ def test_the_files_have_the_columns_of_the_level(runs: dict[str, Path]) -> None:
     assert counts[0] < counts[1] < counts[2]
 
 
-@pytest.mark.slow
-def test_a_run_is_resumed_at_another_level(runs: dict[str, Path], tmp_path: Path) -> None:
+def resumed(out: Path, before: str, after: str, *overrides: str) -> tuple[Path, int]:
+    """The folder of a run of 3 iterations that is resumed at another level, and its iterations at the first level."""
+
     class Stopped(Silent):
         def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
             raise KeyboardInterrupt
 
-    config = load_config(TINY, [*CUT, "records.level=full", "ppo.iterations=3"])
+    config = load_config(TINY, [*CUT, f"records.level={before}", "ppo.iterations=3", *overrides])
     with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path, Stopped())
-    (run_dir,) = tmp_path.glob("tiny/*")
-    before = reader.open_manifest(run_dir, allow_incomplete=True).num_iterations
-    resume(run_dir, ["records.level=lean"])
+        run(config, out, Stopped())
+    (run_dir,) = out.glob("tiny/*")
+    count = reader.open_manifest(run_dir, allow_incomplete=True).num_iterations
+    assert 0 < count < 3
+    resume(run_dir, [f"records.level={after}"])
+    return run_dir, count
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_at_another_level(tmp_path: Path) -> None:
+    run_dir, before = resumed(tmp_path, "full", "lean")
     frame = reader.read_tokens(run_dir)
     is_full = frame["iteration"] < before
-    assert 0 < before < 3
     assert is_full.any()
     assert not is_full.all()
     assert frame["raw_rewards"].notna().equals(is_full)
     whole = recorded(tmp_path / "whole", "ppo.iterations=3")
     assert first_difference(run_dir, whole) is None
     assert results(run_dir)[0] == results(whole)[0]
+    assert recomputed(run_dir).difference is None
+
+
+EXACT: dict[Stage, tuple[str, str]] = {
+    "rewards": ("kl={placement: reward, estimator: exact, direction: reference_policy}", "tokens.reverse_ref_kl"),
+    "losses": ("kl={placement: loss, estimator: exact}", "updates.kl_terms"),
+}
+
+
+@pytest.mark.parametrize("stage", EXACT)
+@pytest.mark.parametrize("levels", [("full", "lean"), ("lean", "full")], ids=" then ".join)
+def test_verify_leaves_out_only_the_iterations_that_lack_a_column(
+    stage: Stage, levels: tuple[str, str], tmp_path: Path
+) -> None:
+    option, column = EXACT[stage]
+    run_dir, before = resumed(tmp_path, *levels, option)
+    found = recomputed(run_dir)
+    assert found.difference is None, found.lines()
+    lean = 3 - before if levels[0] == "full" else before
+    assert found.left_out == {stage: LeftOut(column, lean)}
+    assert set(found.compared) == set(STAGES)
+    (compared,) = [line for line in found.lines() if line.startswith(f"{stage}: {found.compared[stage]:,} ")]
+    assert f" in {3 - lean} iteration" in compared
+    assert f"{stage}: not computed in {lean} iteration" in found.lines()[-1]

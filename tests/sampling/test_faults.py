@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.ranks import ALONE
 from ppo_repro.base.seeding import words
 from ppo_repro.base.watcher import Watcher
-from ppo_repro.config.mismatch import TrainerFaults
+from ppo_repro.config.mismatch import MismatchConfig, TrainerFaults
 from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.sampling.faults.logits import biased
-from ppo_repro.sampling.faults.sampler import FlippingEngine
+from ppo_repro.sampling.faults.sampler import FlippingEngine, with_faults
 from ppo_repro.sampling.faults.trainer import dropout, received
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.bare import bare_rollout
@@ -90,7 +91,7 @@ def test_one_token_is_flipped_whatever_the_number_of_processes(processes: int, c
     def flipped(rank: Thread) -> list[tuple[int, ...]]:
         state: Any = SimpleNamespace(iteration=iteration)
         mine = [requests[i] for i in rank.mine(count)]
-        completions = FlippingEngine(Echo(), state, rank).generate(mine, Sampling())
+        completions = FlippingEngine(Echo(), state, rank, range(2, 40)).generate(mine, Sampling())
         return [tuple(completion.response_ids) for completion in completions]
 
     with ThreadPoolExecutor(processes) as pool:
@@ -99,6 +100,24 @@ def test_one_token_is_flipped_whatever_the_number_of_processes(processes: int, c
     if count and iteration == 0:
         expected[0] = (9, 20)
     assert found == expected
+
+
+def test_no_token_is_flipped_to_one_that_is_special_ends_a_response_or_is_unknown() -> None:
+    tokenizer = train_bpe(["12 12 12 3"], 8)
+    known = sorted(tokenizer.get_vocab().values())
+    assert known[:2] == sorted(tokenizer.all_special_ids) == [0, 1]
+    end, last = 4, known[-1]
+    state: Any = SimpleNamespace(iteration=0, policy=SimpleNamespace(config=SimpleNamespace(vocab_size=last)))
+    engine = with_faults(MismatchConfig(flip="token"), Echo(), state, tokenizer, {1, end}, ALONE)
+
+    def flipped(token: int) -> int:
+        (completion,) = engine.generate([Request((token, 0, 1), 0)], Sampling())
+        assert completion.response_ids[1:] == (0, 1)
+        return completion.response_ids[0]
+
+    found = {token: flipped(token) for token in range(last + 1)}
+    assert set(found.values()).isdisjoint({0, 1, end, last})
+    assert found == {token: max(token - 1, 2) for token in range(last + 1)} | {2: 3, end + 1: end - 1}
 
 
 TURNS = "task={kind: python, path: task.py, num_eval_prompts: 5, max_turns: 2}"

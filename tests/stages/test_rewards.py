@@ -71,8 +71,11 @@ def test_rewards_by_hand(option: str) -> None:
 
 
 def test_the_exact_divergence_of_the_other_direction_is_charged() -> None:
-    found = rewards("kl={estimator: exact, direction: reference_policy}", reverse_ref_kl=[1.0, 1.0, 1.0, 4.0])
+    reverse = "kl={estimator: exact, direction: reference_policy}"
+    found = rewards(reverse, reverse_ref_kl=[1.0, 1.0, 1.0, 4.0])
     assert found.rewards.tolist() == [-0.5, -0.5, 5.5, -3.0]
+    with pytest.raises(AssertionError):
+        rewards(reverse)  # the forward pass did not compute it
 
 
 PLAIN = [5.0, 4.0, 3.0, -5.0]  # the score less the values

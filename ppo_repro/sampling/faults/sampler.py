@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,16 +15,21 @@ from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
 from ppo_repro.models.state import TrainState
 from ppo_repro.sampling.faults.retokenizing import RetokenizingEngine
 
-FIRST_TEXT_ID = 2  # our tokenizers begin with <pad> and <eos>
-
 
 def with_faults(
-    mismatch: MismatchConfig, engine: Engine, state: TrainState, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+    mismatch: MismatchConfig,
+    engine: Engine,
+    state: TrainState,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Collection[int],
+    ranks: Ranks,
 ) -> Engine:
     """Return the run's sampler with the faults of the section `mismatch`.
 
     Args:
         state: the policy and its older versions; a flipped bit changes the policy at once.
+        tokenizer: names the special tokens, to which no token is flipped.
+        end_ids: the tokens that end a response, to which no token is flipped either.
         ranks: the processes of the run, of which one samples the first response.
 
     Returns:
@@ -34,7 +39,8 @@ def with_faults(
     if mismatch.flip == "bit" and state.iteration == 0:
         flip_bit(state.policy)
     if mismatch.flip == "token":
-        engine = FlippingEngine(engine, state, ranks)
+        known = {i for i in tokenizer.get_vocab().values() if i < state.policy.config.vocab_size}
+        engine = FlippingEngine(engine, state, ranks, known.difference(tokenizer.all_special_ids, end_ids))
     if lag:
         engine = LaggingEngine(engine, state, lag)
     # here and not in `received`: the records have the trainer's tokens, and the loop compares the log-prob of each
@@ -50,11 +56,15 @@ def flip_bit(policy: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class FlippingEngine:
-    """An engine that changes the run's first token, whichever process samples it, but reports the sampled log-prob."""
+    """An engine that changes the run's first token, whichever process samples it, but reports the sampled log-prob.
+
+    The new token is the next lower one of `text_ids`, or the next higher one if there is no lower one.
+    """
 
     engine: Engine
     state: TrainState
     ranks: Ranks
+    text_ids: Collection[int]  # neither special nor end tokens, and known to tokenizer and model
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
@@ -67,8 +77,9 @@ class FlippingEngine:
             return completions
         first, *others = completions
         token = first.response_ids[0]
-        token += -1 if token > FIRST_TEXT_ID else 1
-        return [replace(first, response_ids=(token, *first.response_ids[1:])), *others]
+        lower = [i for i in self.text_ids if i < token]
+        other = max(lower) if lower else min(i for i in self.text_ids if i > token)
+        return [replace(first, response_ids=(other, *first.response_ids[1:])), *others]
 
 
 @dataclass(frozen=True)

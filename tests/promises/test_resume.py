@@ -267,9 +267,7 @@ def test_a_layout_that_may_change_bits_is_refused(fields: tuple[str, ...], bound
     part = record(load_config(TINY, [*fields, "checkpoints.every=1"]), tmp_path).copy(1, tmp_path)
     before = (part / MANIFEST).read_bytes()
     for field, now, recorded in (("device", "cuda", "cpu"), ("threads", "2", "1")):
-        said = (
-            f"^--set layout.{field}={now}: the run has {recorded}, and with {bound} another layout may give other"
-        )
+        said = f"^--set layout.{field}={now}: the run has {recorded}, and with {bound} another layout may give other"
         with pytest.raises(UserError, match=said):
             resume(part, [f"layout.{field}={now}"])
     assert (part / MANIFEST).read_bytes() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from ppo_repro.base.output import tell
+from ppo_repro.numerics.library import cpu_words
 
 Name = TypeVar("Name")
 
@@ -138,14 +140,9 @@ def report(rows: Sequence[Measured], path: Path | None) -> None:
 
 def machine() -> dict[str, str | int]:
     """Return processor, cores and versions, for the head of a table."""
-    processors = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
     return {
-        "processor": processors[0] if processors else platform.processor(),
-        "cores": len(processors),
+        "processor": " ".join(cpu_words("model name")) or platform.processor(),
+        "cores": os.cpu_count() or 1,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

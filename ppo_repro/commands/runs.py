@@ -240,7 +240,7 @@ def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, 
 
 def rerun_command(arguments: argparse.Namespace) -> int:
     """Execute a recorded run again and compare every buffer, or cells of a study; exit 1 at a difference."""
-    folder: Path = arguments.run
+    folder: Path = arguments.run.resolve()  # `.` has no name
     is_study = not (folder / MANIFEST).exists() and (folder / f"{folder.name}.yaml").is_file()
     for option in ("set", "inputs", "iterations") if is_study else ("cells", "seed", "out", "workers"):
         if getattr(arguments, option) not in (None, []):

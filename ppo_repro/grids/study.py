@@ -50,7 +50,7 @@ def reproduce(study: Path, count: int, seed: int, out: Path, workers: int) -> Re
     Raises:
         UserError: the study's files are missing, wrong or incomplete.
     """
-    study = study.absolute()
+    study = study.resolve()
     grid, committed = load_grid(study / f"{study.name}.yaml"), read_results(study / RESULTS)
     if missing := [cell.name for cell in grid.cells if cell.name not in committed]:
         raise UserError(f"{study / RESULTS}: has no row for cell {missing[0]} of the grid; make it from runs again")

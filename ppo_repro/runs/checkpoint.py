@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -22,13 +24,14 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro import __version__
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME, check_sums, file_digest, make_folder, whole_file
+from ppo_repro.base.mode import Precision
 from ppo_repro.base.output import size
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.models.folders import load_value_parameters, named_weights, save_model, write_tensors
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.adamw import OptimizerState
-from ppo_repro.numerics.library import KNOWN_ANSWER
+from ppo_repro.numerics.library import KNOWN_ANSWER, KNOWN_ANSWER_HIGH
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.numerics.weights import copy_named
 from ppo_repro.records.folder import (
@@ -43,8 +46,12 @@ from ppo_repro.records.folder import (
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.reader import check_file
 
-# a checkpoint of another version, or of kernels with another known answer, would continue as another run
-_WRITTEN_BY = {"format": "6", "ppo_repro": __version__, "law": f"known answer {KNOWN_ANSWER:016x}"}
+FORMAT = "6"
+# of the kernels that wrote a checkpoint, by its run's precision; with another one it would continue as another run
+_KERNELS: dict[Precision, str] = {
+    "highest": f"known answer {KNOWN_ANSWER:016x}",
+    "high": f"known answer {KNOWN_ANSWER_HIGH:016x}",
+}
 NOTHING = OptimizerState(first={}, second={}, steps={})
 SMALL = 10_000_000  # parameters that a model trains; a checkpoint of two is 24 bytes for each, 1 s and 240 MB at most
 AUTO = 10  # iterations from one of its checkpoints to the next
@@ -63,6 +70,7 @@ class Checkpoint:
     policy_optimizer: OptimizerState
     value_optimizer: OptimizerState  # empty without a value model of its own
     coefficients: Coefficients
+    precision: Precision = "highest"  # of the run; in native numerics always the same
     versions: Mapping[str, Tensor] = field(default_factory=dict)  # older policies that the sampler needs
 
 
@@ -74,7 +82,7 @@ class Start:
     reference: Path | None  # the model that the run started as; None if its configuration makes or loads it
 
 
-def take(state: TrainState, chain: str, task: Mapping[str, str]) -> Checkpoint:
+def take(state: TrainState, chain: str, task: Mapping[str, str], precision: Precision) -> Checkpoint:
     """Make the checkpoint of a state. It refers to the live tensors, so save it before the next step."""
     return Checkpoint(
         iteration=state.iteration,
@@ -85,6 +93,7 @@ def take(state: TrainState, chain: str, task: Mapping[str, str]) -> Checkpoint:
         policy_optimizer=state.policy_optimizer.state(),
         value_optimizer=NOTHING if state.value_optimizer is None else state.value_optimizer.state(),
         coefficients=state.coefficients,
+        precision=precision,
         versions={} if state.versions is None else state.versions.tensors(),
     )
 
@@ -142,7 +151,8 @@ def save(saved: Checkpoint, path: Path) -> str:
         "steps": {name: dict(state.steps) for name, state in optimizers.items()},
     }
     tensors = {f"{group}:{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
-    metadata = {**_WRITTEN_BY, "checkpoint": json.dumps(content, sort_keys=True)}
+    written_by = {"format": FORMAT, "ppo_repro": __version__, "law": _KERNELS[saved.precision]}
+    metadata = {**written_by, "checkpoint": json.dumps(content, sort_keys=True)}
     with whole_file(path) as temporary:
         make_folder(path.parent)
         digest = write_tensors(temporary, tensors, metadata)
@@ -150,24 +160,25 @@ def save(saved: Checkpoint, path: Path) -> str:
 
 
 def load(path: Path, digest: str) -> Checkpoint:
-    """Read the checkpoint with this SHA-256. Raises UserError if it is missing, damaged or of another version."""
-    check_file(path, digest)
+    """Read the checkpoint with this SHA-256.
+
+    Raises UserError if it is missing or damaged, or if another version or kernels of other bits wrote it.
+    """
     tensors: dict[str, dict[str, Tensor]] = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-            for key in file.keys():  # noqa: SIM118 (no mapping)
-                group, _, name = key.partition(":")
-                tensors.setdefault(group, {})[name] = file.get_tensor(key)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); restore it") from error
-    for name, expected in _WRITTEN_BY.items():
-        if metadata[name] != expected:
-            found = f"{name} = {metadata[name]!r}, this ppo_repro has {expected!r}"
-            raise UserError(f"{path}: {found}; resume with the version that wrote it")
-    content = json.loads(metadata["checkpoint"])
-    kl_coef, clip_range, penalty_coef, mean, squares = map(float.fromhex, content["coefficients"]["numbers"])
-    returns = ReturnStatistics(content["coefficients"]["return_count"], mean, squares)
+    with _opened(path, digest) as file:
+        metadata, content = file.metadata(), _content(path, file)
+        for key in file.keys():  # noqa: SIM118 (no mapping)
+            group, _, name = key.partition(":")
+            tensors.setdefault(group, {})[name] = file.get_tensor(key)
+    if metadata["ppo_repro"] != __version__:
+        found = f"version {metadata['ppo_repro']} of ppo_repro wrote it, and this is version {__version__}"
+        raise UserError(f"{path}: {found}; resume with the version that wrote it")
+    precision = next((name for name, kernels in _KERNELS.items() if kernels == metadata["law"]), None)
+    if precision is None:
+        raise UserError(
+            f"{path}: the kernels of this ppo_repro give other bits than the kernels that wrote it; resume with the "
+            "version that wrote it"
+        )
 
     def optimizer(name: str) -> OptimizerState:
         first, second, factors = (tensors.get(f"{name}.{of}", {}) for of in ("first", "second", "factors"))
@@ -181,9 +192,45 @@ def load(path: Path, digest: str) -> Checkpoint:
         value_model=tensors.get("value_model", {}),
         policy_optimizer=optimizer("policy_optimizer"),
         value_optimizer=optimizer("value_optimizer"),
-        coefficients=Coefficients(kl_coef, clip_range, penalty_coef, returns),
+        coefficients=_coefficients(content),
+        precision=precision,
         versions=tensors.get("versions", {}),
     )
+
+
+def load_coefficients(path: Path, digest: str) -> Coefficients:
+    """Read only the coefficients, which are the same numbers to every version that reads the format.
+
+    Raises UserError if the file is missing or damaged, or has another format.
+    """
+    with _opened(path, digest) as file:
+        return _coefficients(_content(path, file))
+
+
+@contextmanager
+def _opened(path: Path, digest: str) -> Iterator[safe_open]:
+    check_file(path, digest)
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); restore it") from error
+
+
+def _content(path: Path, file: safe_open) -> dict[str, Any]:
+    """Return all of a checkpoint but its tensors. Raises UserError for another format."""
+    metadata = file.metadata()
+    if metadata["format"] != FORMAT:
+        found = f"has format {metadata['format']}, and this ppo_repro reads format {FORMAT}"
+        raise UserError(f"{path}: {found}; use the version that wrote it")
+    content: dict[str, Any] = json.loads(metadata["checkpoint"])
+    return content
+
+
+def _coefficients(content: Mapping[str, Any]) -> Coefficients:
+    kl_coef, clip_range, penalty_coef, mean, squares = map(float.fromhex, content["coefficients"]["numbers"])
+    returns = ReturnStatistics(content["coefficients"]["return_count"], mean, squares)
+    return Coefficients(kl_coef, clip_range, penalty_coef, returns)
 
 
 def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:
@@ -282,6 +329,9 @@ class Checkpoints:
         optimizers = self.state.policy_optimizer, self.state.value_optimizer
         return [optimizer.trained_count for optimizer in optimizers if optimizer is not None]
 
+    def _take(self, link: str) -> Checkpoint:
+        return take(self.state, link, self.task, self.config.numerics.precision)
+
     def is_due(self, iteration: int) -> bool:
         """Return whether a checkpoint is saved after `iteration` iterations."""
         return self.every > 0 and iteration % self.every == 0
@@ -305,7 +355,7 @@ class Checkpoints:
 
     def give_moments(self) -> None:
         """Send the first process what it lacks for a checkpoint; every other process calls this when it saves one."""
-        take(self.state, "", self.task)
+        self._take("")
 
     def save(self, run_dir: Path, head: Head, link: str) -> dict[str, str]:
         """Save the present state, and return the run's files with their digests, of checkpoints only the newest ones.
@@ -313,7 +363,7 @@ class Checkpoints:
         `link`: last link of the records' chain.
         """
         name = f"{CHECKPOINTS_NAME}/iteration-{self.state.iteration:06d}.safetensors"
-        digest = save(take(self.state, link, self.task), run_dir / name)
+        digest = save(self._take(link), run_dir / name)
         gc.collect()  # quick, because `language` hides all older objects from it
         files, keep = {**head.files, name: digest}, self.config.checkpoints.keep
         numbered = checkpoints_of(head.model_copy(update={"files": files}))
@@ -324,7 +374,7 @@ class Checkpoints:
         """Save the optimizers' state at the end if no checkpoint has it; return its digest."""
         if not self.keeps_final_state:
             return {}
-        saved = replace(take(self.state, link, self.task), policy={}, value_model={})
+        saved = replace(self._take(link), policy={}, value_model={})
         return {FINAL_STATE: save(saved, run_dir / FINAL_STATE)}
 
 

@@ -81,7 +81,9 @@ def _start(plan: Fork) -> Start:
     if any(field.startswith("ppo.objective") for field in plan.origin.changed):
         coefficients = replace(coefficients, clip_range=first.clip_range, penalty_coef=first.penalty_coef)
     task = {name: digest for name, digest in start.checkpoint.task.items() if name != PROMPTS}
-    return replace(start, checkpoint=replace(start.checkpoint, coefficients=coefficients, task=task))
+    precision = plan.config.numerics.precision
+    saved = replace(start.checkpoint, coefficients=coefficients, precision=precision, task=task)
+    return replace(start, checkpoint=saved)
 
 
 def _take_over(plan: Fork, start: Start, folder: Path) -> int:

@@ -255,7 +255,7 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
     at_full = config.model_copy(update={"records": RecordsConfig(level="full")})
     coefficients, functions = first_coefficients(config.kl, config.ppo.objective), load_functions(config.functions)
     if recorded.origin is not None:  # the iterations before have another configuration
-        coefficients = checkpoint.load(run_dir / FORKED_FROM, recorded.files[FORKED_FROM]).coefficients
+        coefficients = checkpoint.load_coefficients(run_dir / FORKED_FROM, recorded.files[FORKED_FROM])
     compared, left_out = dict[Stage, int](), dict[Stage, LeftOut]()
     for iteration in own:
         records = _read(run_dir, recorded, iteration)

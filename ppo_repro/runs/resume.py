@@ -132,7 +132,9 @@ def _to_resume(
     start = starts[max(starts)] if starts else None
     config, files = _inputs(kind, run_dir, recorded, overrides, elsewhere, start)
     if isinstance(config, RunConfig):
-        require_same_sampler(folder.load_recorded_config(run_dir), config)
+        before = folder.load_recorded_config(run_dir)
+        _require_same_layout(before, config)
+        require_same_sampler(before, config)
     return recorded, config, files
 
 
@@ -180,11 +182,22 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
     }
 
 
+def _require_same_layout(recorded: RunConfig, config: RunConfig) -> None:
+    """Raise UserError for another layout if a layout can change results: in native numerics, or if torch samples."""
+    before, now = recorded.layout.model_dump(), config.layout.model_dump()
+    changed = next((name for name in now if now[name] != before[name]), None)
+    if changed is not None and config.bound:
+        raise UserError(
+            f"--set layout.{changed}={now[changed]}: the run has {before[changed]}, and with {config.bound} "
+            "another layout may give other bits; leave it out, or use `ppo-repro run` for a run of its own"
+        )
+
+
 def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
     """Raise UserError if the engine of `config` would sample other bits than the engine of `recorded`.
 
     In deterministic numerics the built-in engine and SGLang give the same bits. In other numerics the engine, its
-    device, its arguments and the number of servers may each change a bit; addresses, transport and timeouts do not.
+    arguments and the number of servers may each change a bit; addresses and timeouts do not.
     """
     before, now = _sampler(recorded), _sampler(config)
     if before != now:

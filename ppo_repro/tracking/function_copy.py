@@ -26,16 +26,20 @@ def load(path: str) -> Callable[..., Any]:
     return load_callable(FIELD, path, ["metrics"])
 
 
-def copy(folder: Path, path: str, is_over: Callable[[float], bool]) -> tuple[list[str], dict[str, Any]]:
-    """Call the function with each iteration until the run or grid is over; return the printed lines and their fields.
+def copy(folder: Path, path: str, is_over: Callable[[float], bool]) -> tuple[list[str], dict[str, Any]] | None:
+    """Call the function with each iteration until the run or grid is over; None if nothing was recorded.
 
     The function gets a dict: `run`, the folder of the run, `iteration`, and every number of that row of the table
-    `iterations`. Raises UserError, which names file and line if the function raises.
+    `iterations`. Returns the printed lines and their fields. Raises UserError, which names file and line if the
+    function raises.
     """
     from ppo_repro.tracking.following import follow
 
     function = load(path)
-    count = sum(calls.count for calls in follow(folder, is_over, lambda run_dir, row: _Calls(run_dir, function)))
+    copies = follow(folder, is_over, lambda run_dir, row: _Calls(run_dir, function))
+    if not copies:
+        return None
+    count = sum(calls.count for calls in copies)
     return [f"told        {path} of {count} iterations"], {"path": path, "iterations": count}
 
 

@@ -21,6 +21,7 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_any
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.runs.language import LanguageKind
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT, SMALL_CONTROL, TINY
 from tests.support.synthetic_run import cut_back
@@ -215,6 +216,13 @@ def test_the_page_has_every_command_in_one_row(cli: Cli) -> None:
     rows = [set(re.findall(r"`ppo-repro (\w+)", row)) for row in page.split("\n\n")[1].splitlines()[2:]]
     assert sorted(name for row in rows for name in row) == sorted(commands)
     assert all(len(row) == 1 for row in rows)
+
+
+@pytest.mark.parametrize("command", ["resume", "rerun"])
+def test_the_help_names_every_group_that_a_recorded_run_may_change(cli: Cli, command: str) -> None:
+    said = " ".join(cli.done(command, "--help").split())
+    assert "another field of layout, records or rollout.engine, such as" in said
+    assert set(LanguageKind.changeable) == {"layout", "records", "rollout.engine"}
 
 
 def test_fields_takes_several_sections(cli: Cli) -> None:

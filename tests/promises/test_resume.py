@@ -255,6 +255,25 @@ def test_what_cannot_go_on_is_one_line_and_changes_nothing(recorded: Recorded, t
         resume(run_dir)
 
 
+@pytest.mark.parametrize(
+    ("fields", "bound"),
+    [
+        (("numerics.mode=native",), "numerics.mode = native"),
+        (("mismatch.sampler.stock=float32",), "mismatch.sampler.stock = float32"),
+    ],
+    ids=["native", "stock"],
+)
+def test_a_layout_that_may_change_bits_is_refused(fields: tuple[str, ...], bound: str, tmp_path: Path) -> None:
+    part = record(load_config(TINY, [*fields, "checkpoints.every=1"]), tmp_path).copy(1, tmp_path)
+    before = (part / MANIFEST).read_bytes()
+    for field, now, recorded in (("device", "cuda", "cpu"), ("threads", "2", "1")):
+        said = f"^--set layout.{field}={now}: the run has {recorded}, and with {bound} another layout may give other"
+        with pytest.raises(UserError, match=said):
+            resume(part, [f"layout.{field}={now}"])
+    assert (part / MANIFEST).read_bytes() == before
+    assert resume(part, ["layout.threads=1"]) == Resumed(1, 1)
+
+
 def test_a_link_out_of_the_folder_is_refused(recorded: Recorded, tmp_path: Path) -> None:
     run_dir = recorded.copy(3, tmp_path)
     (run_dir / "records" / "tokens" / "iteration=000003.parquet.tmp").symlink_to(tmp_path / "elsewhere")

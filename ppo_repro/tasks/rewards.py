@@ -58,7 +58,7 @@ def matches(response: str, answer: str) -> bool:
 def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
     """Return whether the answer in a response is the expected one.
 
-    Numbers are compared by value, so that 85.0 is 85.
+    With `last_number` numbers are compared by value, so that 85.0 is 85.
     """
     found = extracted(response, extraction)
     if found is None:

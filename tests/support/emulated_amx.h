@@ -1,5 +1,5 @@
-// AMX on CPUs without it: clang's `-include` puts this before the kernels, whose instructions become functions
-// of C.
+// AMX on CPUs without it: clang's `-include` puts this before the kernels, whose instructions become
+// functions of C.
 //
 // They do what Intel's manual says (volume 2, LDTILECFG to TILEZERO), for one thread: eight registers of 16
 // rows of 64 bytes. Where the processor would fault, the process says why and aborts. It does so too without

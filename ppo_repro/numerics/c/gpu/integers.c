@@ -5,8 +5,8 @@
 //
 // Where a block has no term, H = L = 0. The order of these sums is free, and the instruction's own.
 //
-// The sum of remainders, X W' + X' W, is computed in the same way, from two products. It is rare, so its lines
-// come straight from global memory.
+// The sum of remainders, X W' + X' W, is computed in the same way, from two products. It is rare, so its
+// lines come straight from global memory.
 //
 // A thread block of 8 warps computes a tile of y, and a warp 16 high x 8 wide elements of it. Halves of
 // blocks, 64 terms, come by asynchronous copies: of each row one line of 128 bytes, 64 H and then 64 L. Chunk

@@ -52,7 +52,7 @@ lint:  ## style, format and types; changes nothing
 
 notebooks:  ## records the runs that the notebooks show, where they are missing, and executes them; ARGS="clipping" only that one
 	@.ci/setup.sh notebook
-	OMP_NUM_THREADS=1 $(BIN)/python -m ppo_repro.analysis.notebooks $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m analysis.execute $(ARGS)
 
 docs:  ## pages from the docstrings of the public names: docs/index.html
 	@.ci/setup.sh docs

@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "ppo_repro"
 LIBRARY = (NAME, f"{NAME}.testing")  # `__all__` says what of them is public
-ANALYSES = ("ppo_repro.analysis", "!ppo_repro.analysis.notebooks")  # with every module below, and without the notebooks
+ANALYSES = "ppo_repro.analysis"  # with every module below
 
 
 # an array of one dtype, as numpy writes it, and the modules of a type; those of analysis are links
@@ -78,7 +78,7 @@ def main() -> None:
     pdoc.render.configure(
         docformat="google", show_source=False, footer_text=f"ppo_repro {import_module(NAME).__version__}"
     )
-    pdoc.pdoc(*LIBRARY, *ANALYSES, output_directory=Path(folder))
+    pdoc.pdoc(*LIBRARY, ANALYSES, output_directory=Path(folder))
     fields_of = import_module(f"{NAME}.config.fields")
     fields = escape("\n".join(fields_of.text(fields_of.groups())))
     page = f'<!doctype html><meta charset="utf-8"><title>All fields</title><h1>All fields</h1><pre>{fields}</pre>\n'

@@ -1,1 +1,1 @@
-"""Analyses of recorded runs: they read records only and compute every quantity a second time. Start with README.md."""
+"""Notebooks about recorded runs, and the program that executes them; README.md names them."""

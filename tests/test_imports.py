@@ -17,10 +17,10 @@ FACES = ("__init__", "__main__")  # of a whole package: they hand on what is in 
 README_ROW = re.compile(r"^\| \[`(\w+)(?:/|\.py)`\]\(", re.MULTILINE)
 
 # The folders of analysis, bottom to top. A folder imports from lines above its own only; folders in one line do not
-# import each other. A file directly in analysis/ counts as a folder.
+# import each other. A file directly in ppo_repro/analysis/ counts as a folder.
 ANALYSIS = """
     words stats pairs csv_text
-    clipping notebooks
+    clipping
     mismatch tokenization
     compare grids
     figures
@@ -60,9 +60,7 @@ def folder_of(path: Path, root: Path) -> str:
 
 def arrows(root: Path) -> dict[Path, set[Path]]:
     """The files of `root` that each of them imports."""
-    # `**` alone does not go into ppo_repro/analysis, which is a link
-    every = sorted([*root.glob("*.py"), *root.glob("*/**/*.py")])
-    paths = [path for path in every if folder_of(path, root) not in FACES]
+    paths = [path for path in sorted(root.glob("**/*.py")) if folder_of(path, root) not in FACES]
     home = next(folder for folder in root.parents if not (folder / "__init__.py").exists())
     modules = {".".join(path.relative_to(home).with_suffix("").parts): path for path in paths}
     modules |= {name.removesuffix(".__init__"): path for name, path in modules.items()}
@@ -173,7 +171,7 @@ def test_the_definition_of_the_numerics_stands_alone() -> None:
         assert top(imports(path)) <= STANDARD | {"numpy", "ppo_repro"}, path
         ours = {name for name in imports(path) if name.startswith("ppo_repro.")}
         assert all(name.startswith("ppo_repro.numerics.definition") for name in ours), path
-    for path in set(files("ppo_repro/**/*.py", "analysis/**/*.py")) - set(definition):
+    for path in set(files("ppo_repro/**/*.py", "analysis/*.py")) - set(definition):
         assert not [name for name in imports(path) if name.startswith("ppo_repro.numerics.definition")], path
 
 
@@ -213,7 +211,7 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.statistics",
     )
     allowed += ("ppo_repro.base.output",)  # their commands speak as the program does
-    for path in files("analysis/**/*.py"):
+    for path in files("ppo_repro/analysis/**/*.py", "analysis/*.py"):
         names = imports(path)
         assert not {"torch", "transformers", "mlflow"} & top(names), path
         assert all(name.startswith(allowed) for name in names if name.startswith("ppo_repro.")), path

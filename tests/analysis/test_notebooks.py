@@ -12,13 +12,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis import notebooks
+from analysis import recorded
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.support.paths import ROOT
 from tests.support.synthetic_run import cut_back
 
-NOTEBOOKS = ROOT / "analysis" / "notebooks"
+NOTEBOOKS = ROOT / "analysis"
 NAMES = ("ablation_grid", "clipping", "mismatch", "tokenization")
 MACHINE = re.compile(r"(?<![\w.])/(?:home|root|tmp|usr|var|opt|work|mnt|Users|private)/|[A-Z]:\\\\")
 
@@ -63,13 +63,11 @@ def written(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_executed_and_its_outputs_are_of_its_code(name: str) -> None:
     pytest.importorskip("nbclient", reason="the extra [notebook] is not installed")
-    from ppo_repro.analysis.notebooks.execute import sources_digest
+    from analysis.execute import sources_digest
 
     notebook = written(name)
     assert faults(notebook) == []
-    assert notebook["metadata"]["executed"] == sources_digest(notebook), (
-        "python -m ppo_repro.analysis.notebooks executes it again"
-    )
+    assert notebook["metadata"]["executed"] == sources_digest(notebook), "python -m analysis.execute executes it again"
     changed = json.loads(json.dumps(notebook))
     code_cells(changed)[-1]["source"].append("\n1")
     assert sources_digest(changed) != sources_digest(notebook)
@@ -93,13 +91,13 @@ def grid_of(runs: dict[tuple[float, int], Path], folder: Path) -> Path:
 def test_a_notebook_reads_a_complete_run_and_no_interrupted_one(
     native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notebooks, "RUNS", tmp_path)
+    monkeypatch.setattr(recorded, "RUNS", tmp_path)
     monkeypatch.delenv("PPO_RUN", raising=False)
     cut_back(shutil.copytree(native_run, tmp_path / "deterministic" / "quickstart" / "a"), 1, "interrupted")
     with pytest.raises(UserError, match="PPO_RUN: set it to the folder of a run, or record one"):
-        notebooks.folder_of("PPO_RUN")
+        recorded.folder_of("PPO_RUN")
     whole = shutil.copytree(native_run, tmp_path / "deterministic" / "quickstart" / "b")
-    assert notebooks.folder_of("PPO_RUN") == whole
+    assert recorded.folder_of("PPO_RUN") == whole
 
 
 @pytest.mark.slow
@@ -107,7 +105,7 @@ def test_a_notebook_reads_a_complete_run_and_no_interrupted_one(
 def test_a_notebook_runs_on_other_runs(
     name: str, deterministic_run: Path, native_run: Path, parted_run: Path, tmp_path: Path
 ) -> None:
-    from ppo_repro.analysis.notebooks.execute import executed
+    from analysis.execute import executed
 
     runs = {(0.1, 1): deterministic_run, (0.1, 2): native_run, (0.2, 1): parted_run, (0.2, 2): deterministic_run}
     grid = grid_of(runs, tmp_path / "grid")

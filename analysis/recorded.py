@@ -1,4 +1,4 @@
-"""Executed notebooks, one for each question; `python -m ppo_repro.analysis.notebooks` executes them."""
+"""The runs and the grid that notebooks show: those of environment variables, or those that execute.py recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ppo_repro.records import manifest
 
 # the environment variables of notebooks, and the folder below RUNS of the runs or the grid that each one replaces
 RECORDED = {"PPO_RUN": "deterministic", "PPO_OTHER_RUN": "native", "PPO_GRID": "clip"}
-RUNS = Path(__file__).resolve().parents[2] / "runs" / "notebooks"
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = ROOT / "runs" / "notebooks"
 
 
 def folder_of(variable: str) -> Path:
@@ -23,9 +24,7 @@ def folder_of(variable: str) -> Path:
         return Path(os.environ[variable])
     if (recorded := recorded_for(variable)) is None:
         what = "grid" if variable == "PPO_GRID" else "run"
-        raise UserError(
-            f"{variable}: set it to the folder of a {what}, or record one: python -m ppo_repro.analysis.notebooks"
-        )
+        raise UserError(f"{variable}: set it to the folder of a {what}, or record one: python -m analysis.execute")
     return recorded
 
 

@@ -20,7 +20,7 @@ fail() { echo "error: $*" >&2; exit 2; }
 stamp=$venv/.$name
 state=$(cat "$constraints" .ci/server.sh | cksum)
 [ "$name" = vllm ] ||
-    state="$state $(cat pyproject.toml hatch_build.py ppo_repro/numerics/build.py ppo_repro/numerics/c/*.[ch] | cksum) $PWD"
+    state="$state $(cat pyproject.toml hatch_build.py ppo_repro/numerics/build.py $(find ppo_repro/numerics/c -name "*.[ch]" | sort) | cksum) $PWD"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then exit 0; fi
 
 echo "$name: installing into $venv; takes some minutes"

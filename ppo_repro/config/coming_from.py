@@ -1,4 +1,6 @@
-"""A table of the fields of TRL, verl and OpenRLHF and their names here, for a page and for suggestions after mistakes.
+"""A table of the fields of TRL, verl and OpenRLHF and their names here, for readers and for suggestions after mistakes.
+
+verl's names are shortened: `actor.optim.lr` means `actor_rollout_ref.actor.optim.lr`.
 
 Sources, read in November 2026: GRPOConfig, DPOConfig, ModelConfig and the experimental PPOConfig of huggingface/trl;
 TrainingArguments of transformers; _generated_ppo_trainer.yaml and rollout_correction.yaml in verl/trainer/config of
@@ -7,7 +9,7 @@ volcengine/verl; openrlhf/cli/train_ppo_ray.py of OpenRLHF/OpenRLHF.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -43,7 +45,7 @@ ROWS = (
     Row("rollout.engine.kind", "use_vllm vllm_mode", "rollout.name", "vllm_num_engines"),
     Row("reward.terms", "reward_funcs reward_model_path", "custom_reward_function.path reward_model.path", "remote_rm_url reward_pretrain", "kinds `function`, `trl`, `verl`, `model`", "reward_function reward_model"),
     Row("reward.terms.weight", "reward_weights"),
-    Row("reward.whiten", "whiten_rewards", "", "normalize_reward"),
+    Row("reward.whiten", "whiten_rewards"),
     Row("kl.kl_coef", "beta kl_coef", "kl_ctrl.kl_coef kl_loss_coef", "init_kl_coef", "", "coef"),
     Row("kl.placement", "", "use_kl_in_reward use_kl_loss", "use_kl_loss", "TRL's GRPO: `loss`"),
     Row("kl.estimator", "kl_estimator", "kl_penalty kl_loss_type", "kl_estimator", "verl's `low_var_kl` is `k3`"),
@@ -56,7 +58,7 @@ ROWS = (
     Row("value.learning_rate", "", "critic.optim.lr", "critic_learning_rate", "", "lr critic.lr critic_lr"),
     Row("value.clip_range", "cliprange_value", "critic.cliprange_value", "value_clip"),
     Row("value.value_coef", "vf_coef", "", "", "`kind: head`"),
-    Row("ppo.iterations", "max_steps total_episodes", "trainer.total_training_steps total_epochs", "num_episodes", "counts rollouts, not passes over prompts", "steps num_steps"),
+    Row("ppo.iterations", "max_steps total_episodes", "trainer.total_training_steps total_epochs", "num_episodes", "counts rollouts, not optimizer steps (TRL's `max_steps`), episodes or passes over prompts", "steps num_steps"),
     Row("ppo.epochs", "num_iterations num_ppo_epochs", "ppo_epochs", "max_epochs", "", "update_epochs"),
     Row("ppo.minibatch_size", "mini_batch_size", "ppo_mini_batch_size", "train_batch_size", "responses; verl counts prompts", "minibatch batch_size"),
     Row("ppo.learning_rate", "learning_rate", "actor.optim.lr", "actor_learning_rate", "", "lr"),
@@ -114,6 +116,7 @@ NO_FIELD = {  # names that belong to nothing here by intention, and why
     "gradient_accumulation_steps": "a minibatch is one step; layout.update_micro_batch cuts it without changing a bit",
     "trust_remote_code": "code from a model's folder is never executed",
     "attn_implementation": "deterministic numerics have one attention; numerics.mode = native takes transformers' own",
+    "normalize_reward": "a reward model's scores are not scaled by a stored mean; reward.whiten takes an iteration's",
     "optimizer": "AdamW is the only one",
     "optim": "AdamW is the only one",
 }
@@ -138,14 +141,3 @@ def meant(path: str, known: Collection[str]) -> list[str]:
 def reason(path: str) -> str | None:
     """Return why there is deliberately no field of this name; None if there is no such reason."""
     return NO_FIELD.get(path.rpartition(".")[2].lower().replace("-", "_"))
-
-
-def table() -> Iterator[str]:
-    """Yield the lines of the page's table: fields that have another name in another framework."""
-    yield "| ppo_repro | TRL | verl | OpenRLHF | remark |"
-    yield "|---|---|---|---|---|"
-    for row in (row for row in ROWS if row.trl or row.verl or row.openrlhf):
-        names = (
-            " ".join(f"`{name}`" for name in group.split()) for group in (row.ours, row.trl, row.verl, row.openrlhf)
-        )
-        yield f"| {' | '.join((*names, row.differs))} |".replace("|  |", "| |").replace("|  |", "| |")

@@ -1,4 +1,4 @@
-"""Fields of TRL, verl and OpenRLHF: each is answered with the field here, and the page has the table of the code."""
+"""Fields of TRL, verl and OpenRLHF: each is answered with the field here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.coming_from import NO_FIELD, ROWS, table
+from ppo_repro.config.coming_from import NO_FIELD, ROWS
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.fields import field_paths
@@ -17,7 +17,6 @@ from ppo_repro.config.run import RunConfig
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 
 Model = type[RunConfig | DPOConfig | ControlConfig]
-PAGE = ROOT / "ppo_repro" / "config" / "README.md"
 DPO = ROOT / "experiments" / "dpo.yaml"
 FILES: dict[Model, Path] = {RunConfig: SMALL, DPOConfig: DPO, ControlConfig: SMALL_CONTROL}
 KNOWN = {model: [f"{path}." for path in field_paths(model)] for model in FILES}
@@ -86,7 +85,3 @@ def test_a_section_of_verl_has_a_line_for_each_field_that_has_one_here() -> None
 @pytest.mark.parametrize("name", NO_FIELD)
 def test_a_field_that_is_left_out_by_intention_has_a_reason(name: str) -> None:
     assert answer(f"model.{name}") == f"file: model.{name}: no such field: {NO_FIELD[name]}"
-
-
-def test_the_page_has_the_table_of_the_code() -> None:
-    assert "\n".join(table()) in PAGE.read_text(encoding="utf-8"), "put this there:\n" + "\n".join(table())

@@ -15,6 +15,7 @@ import pytest
 
 from ppo_repro.numerics import build
 from ppo_repro.numerics.build_ptx import compile_ptx
+from tests.gpu.emulator.ptx import translate
 
 # Every float instruction that the rules have. Comparisons and moves round nothing. `max` would be lawful only where no
 # NaN and no zero's sign can show, so it is not here: the kernels have none.
@@ -54,6 +55,13 @@ def test_every_kernel_names_its_most_threads(ptx: str) -> None:
     found = re.search(r"GPU_THREADS = (\d+)", (build.SOURCES / "gpu" / "arguments.h").read_text())
     assert found
     assert ptx.count(f".maxntid {found[1]}, 1, 1") == ptx.count(".entry") > 40
+
+
+def test_an_instruction_that_the_tests_cannot_read_is_refused() -> None:
+    kernel = ".visible .entry a(\n)\n{\n\tmul.lo.u32 \t%r1, %r2, %r3;\n}\n"
+    assert "r1 = " in translate(kernel)
+    with pytest.raises(ValueError, match=r"mul\.hi\.u32"):
+        translate(kernel.replace("mul.lo", "mul.hi"))
 
 
 @pytest.mark.slow

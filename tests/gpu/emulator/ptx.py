@@ -164,7 +164,7 @@ def _whole(name: str, parts: list[str], a: list[str]) -> str | None:
             else f"{'LESS' if name == 'min' else 'MORE'}({x[0]}, {x[1]})"
         )
         return _set(a[0], kind, call)
-    if name in _INFIX:
+    if name in _INFIX and parts[0] != "hi":  # the upper half of a product is another operation
         return _set(a[0], kind, f"{wrapping[0]} {_INFIX[name]} {wrapping[1]}")
     if name == "mad" and parts[0] == "lo":
         return _set(a[0], kind, f"{wrapping[0]} * {wrapping[1]} + {wrapping[2]}")

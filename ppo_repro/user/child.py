@@ -10,29 +10,24 @@ import functools
 import inspect
 import io
 import json
-import math
 import os
 import random
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from decimal import Decimal
 from multiprocessing.connection import Connection
-from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.float32 import FLOAT32_MAX
 from ppo_repro.base.interrupts import ends_with_parent
-from ppo_repro.base.output import did_you_mean, shown, visible
+from ppo_repro.base.output import shown, visible
+from ppo_repro.user.conventions import CALLS, CallRow, Function, check_signature
 from ppo_repro.user.file import (
     RefusedError,
     begin_of,
-    check_call,
     described,
     execute,
     line_of,
@@ -41,293 +36,7 @@ from ppo_repro.user.file import (
     uncopied,
 )
 
-CallRow = Mapping[str, Any]
-Function = Callable[..., Any]
 _functions: dict[tuple[str, str], Function] = {}  # by field of the configuration and name
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One turn of a transcript, by the model or the environment."""
-
-    role: Literal["model", "environment"]
-    text: str
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """Prompt and all turns after it; model and environment alternate, and the model begins."""
-
-    key: str  # key of the prompt
-    prompt: str
-    answer: str  # the expected answer; empty if the prompt has none
-    fields: dict[str, Any]  # the prompt's other fields, a copy
-    turns: tuple[Turn, ...]
-
-    @property
-    def last(self) -> str:
-        """Return the text of the last turn."""
-        return self.turns[-1].text
-
-    @property
-    def text(self) -> str:
-        """Return the joined text of all turns."""
-        return "".join(turn.text for turn in self.turns)
-
-    @property
-    def own(self) -> str:
-        """Return the joined text of the model's turns."""
-        return "".join(turn.text for turn in self.turns if turn.role == "model")
-
-
-def make_transcript(row: CallRow) -> Transcript:
-    """Return the transcript of a row, which `problems.row_of` made."""
-    turns = tuple(Turn("environment" if i % 2 else "model", text) for i, text in enumerate(row["turns"]))
-    return Transcript(row["key"], row["prompt"], row["answer"], json.loads(row["fields"]), turns)
-
-
-def number(value: Any) -> float:
-    """Convert a bool, a number, a scalar of NumPy or a 0-d tensor to a float.
-
-    Raises RefusedError for any other type, for NaN and infinities, and for numbers beyond float32.
-    """
-    plain = value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
-    try:
-        converted = float(plain) if isinstance(plain, Real | Decimal) else math.nan
-    except (OverflowError, ValueError):
-        converted = math.nan
-    if not abs(converted) <= FLOAT32_MAX:
-        raise RefusedError(f"returned {_value(plain)}; must be a finite number within float32 (3.4e+38)")
-    return converted
-
-
-def _value(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    of_shape = "" if shape is None else f" and shape {shown(repr(tuple(shape)))}"
-    return f"{shown(repr(value))} of type {type(value).__name__}{of_shape}"
-
-
-def _list(value: object, of: str) -> list[Any]:
-    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        raise RefusedError(f"returned a {type(value).__name__}; must be a list, {of}")
-    return list(value)
-
-
-def _step(function: Function, row: CallRow, options: CallRow) -> str | None:
-    value = function(make_transcript(row))
-    if value is not None and not isinstance(value, str):
-        raise RefusedError(f"returned {_value(value)}; must be a text or None")
-    if value == "":
-        raise RefusedError("returned an empty text; must be None where the episode is over")
-    return value
-
-
-def _named(function: Function, values: Mapping[str, Any]) -> Any:
-    """Call a function with the values that its parameters name, or with all values if it takes **others."""
-    parameters = _parameters(function).values()
-    lacking = [p.name for p in parameters if p.default is p.empty and p.kind in _BY_NAME and p.name not in values]
-    if lacking:
-        data = [name for name, value in values.items() if not (callable(value) or isinstance(value, _Withheld))]
-        is_answer = lacking[0] in ("answer", *PLAIN["answer"])
-        there = "no prompt of the task has one" if is_answer else f"there is only {', '.join(data)}"
-        raise RefusedError(f"asks for '{lacking[0]}', and {there}")
-    positions = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in values]
-    takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    asked = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    names = [name for name in values if (takes_others or name in asked) and name not in positions]
-    try:
-        return function(*(values[name] for name in positions), **{name: values[name] for name in names})
-    except TypeError as error:
-        if takes_others and "unexpected keyword" in str(error):
-            advice = "if a decorator hides the function's parameters, give the decorator functools.wraps"
-            raise RefusedError(f"raised {described(error)}; {advice}") from error
-        raise
-
-
-def _plain(function: Function, row: CallRow, options: CallRow) -> float:
-    """Call a reward with the values that its parameters name; PLAIN lists the names and aliases."""
-    transcript = make_transcript(row)
-    values = {
-        **{name: row[name] for name in ("prompt", "response", "full_text")},
-        **_answer(row, options),
-        "fields": transcript.fields,
-        "turns": list(transcript.turns),
-    }
-    asked = _parameters(function)
-    aliases = {
-        other: values[name] for name, others in PLAIN.items() if name in values for other in others if other in asked
-    }
-    return number(_named(function, {**values, **aliases}))
-
-
-def _answer(row: CallRow, options: CallRow) -> dict[str, str]:
-    """Return the argument `answer`, which no function gets if no prompt of the task has an answer."""
-    return {"answer": row["answer"]} if options.get("has_answers", True) else {}
-
-
-class _Withheld:
-    """Placeholder that raises RefusedError when used, for a value that no score may depend on."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        raise RefusedError(_WITHHELD.format(self._name))
-
-
-_WITHHELD = "asks for {}, which is not given: a score must follow from prompt and response alone"
-
-
-def _left_out(name: str) -> Callable[..., None]:
-    """Return a stand-in for TRL's function `name`; it prints once for each metric that runs do not record it."""
-
-    def log(key: str, *values: Any) -> None:
-        if (name, key) not in _said:
-            _said.add((name, key))
-            print(f"{name}('{shown(key)}'): is not recorded; a run records scores only", file=sys.stderr)
-
-    return log
-
-
-_said: set[tuple[str, str]] = set()
-
-
-def _trl(function: Function, row: CallRow, options: CallRow) -> float:
-    """Call TRL's `reward_func` with lists of one entry.
-
-    Each call has one response, because the layout of a run decides which responses are judged together.
-    """
-    return _trl_together(function, {"rows": [row]}, options)[0]
-
-
-def _trl_together(function: Function, row: CallRow, options: CallRow) -> list[float]:
-    """Call TRL's `reward_func(prompts=[...], completions=[...], **columns) -> [float]` with all rows in each list."""
-    rows = row["rows"]
-    prompts, completions = [one["prompt"] for one in rows], [one["response"] for one in rows]
-    if options["conversational"]:
-        prompts = [
-            [{"role": "user", "content": one["prompt"]}] if one["messages"] is None else json.loads(one["messages"])
-            for one in rows
-        ]
-        completions = [[{"role": "assistant", "content": completion}] for completion in completions]
-    fields = [{**_answer(one, options), **json.loads(one["fields"])} for one in rows]
-    values = {
-        **{name: [of.get(name) for of in fields] for name in fields[0]},
-        "prompts": prompts,
-        "completions": completions,
-        "completion_ids": [one["response_ids"] for one in rows],
-        **{name: _left_out(name) for name in ("log_extra", "log_metric")},
-        "trainer_state": _Withheld("trainer_state"),
-    }
-    scores = _list(_named(function, values), "one number for each completion")
-    if len(scores) != len(rows):
-        raise RefusedError(
-            f"returned {len(scores)} numbers; must return a list of {len(rows)}, for {len(rows)} completion"
-            + "s" * (len(rows) > 1)
-        )
-    return list(map(number, scores))
-
-
-def _verl(function: Function, row: CallRow, options: CallRow) -> float:
-    """Call verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`: a float or a dict's `score`."""
-    fields = json.loads(row["fields"])
-    source = fields.pop("data_source", options["data_source"])
-    extra = fields.get("extra_info", fields)
-    given = dict(data_source=source, solution_str=row["response"], ground_truth=row["answer"], extra_info=extra)
-    value = _named(function, given)
-    if isinstance(value, dict) and "score" not in value:
-        raise RefusedError(f"returned a dict with {sorted(value)}; must be a number or a dict with 'score'")
-    return number(value["score"] if isinstance(value, dict) else value)
-
-
-def _prompts(function: Function, row: CallRow, options: CallRow) -> list[dict[str, Any]]:
-    entries = _list(function(**row), "with a dict for each prompt")
-    for i, entry in enumerate(entries):
-        if not isinstance(entry, Mapping):
-            kind = type(entry).__name__
-            raise RefusedError(f"returned a {kind} as entry {i}; must be a dict with 'prompt', 'answer' and others")
-        try:
-            json.dumps(dict(entry), allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RefusedError(f"returned in entry {i} what JSON does not have ({shown(str(error))})") from None
-    return list(map(dict, entries))
-
-
-def _scores(function: Function, row: CallRow, options: CallRow) -> list[float]:
-    transcripts = [make_transcript(one) for one in row["transcripts"]]
-    values = _list(function(transcripts), "one number for each transcript")
-    if len(values) != len(transcripts):
-        raise RefusedError(f"returned {len(values)} numbers for {len(transcripts)} transcripts")
-    numbers = []
-    for transcript, value in zip(transcripts, values, strict=True):
-        try:
-            numbers.append(number(value))
-        except RefusedError as error:
-            raise RefusedError(f"{error}; prompt key '{shown(transcript.key)}'") from None
-    return numbers
-
-
-_CALLS: dict[str, Callable[[Function, CallRow, CallRow], object]] = {
-    "function": _plain,
-    "trl": _trl,
-    "trl_together": _trl_together,
-    "verl": _verl,
-    "prompts": _prompts,
-    "entries": _prompts,  # the row names a data set
-    "scores": _scores,
-    "step": _step,
-    "keywords": lambda function, row, options: number(function(**row)),
-    "text": lambda function, row, options: function(**row, **options),
-}
-# the values of a reward's parameters by name, with the aliases of each name; fields and turns are copies
-PLAIN = {
-    "prompt": ("question",),
-    "response": ("completion", "solution_str"),
-    "answer": ("ground_truth",),
-    "fields": ("extra_info",),
-    "turns": (),
-    "full_text": (),
-}
-# the parameters that show the kind of a reward
-_KINDS = {"function": {"prompt", "response"}, "trl": {"completions"}, "verl": {"data_source", "solution_str"}}
-_OF_RESPONSE = ("response", *PLAIN["response"], "turns", "full_text")
-_BY_NAME = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.KEYWORD_ONLY,
-)
-_POSITIONS = {"scores": ["transcripts"], "step": ["transcript"]}
-
-
-def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some built-in functions
-        return {}
-
-
-def _check_signature(name: str, function: Function, call: str) -> None:
-    """Raise RefusedError, which names the possible parameters, if a function cannot be called by its convention."""
-    parameters = _parameters(function)
-    if call in _POSITIONS:
-        check_call(name, function, _POSITIONS[call], {})
-    if call == "trl" and "trainer_state" in parameters:
-        raise RefusedError(f"{name} {_WITHHELD.format('trainer_state')}; remove the parameter")
-    kinds = [kind for kind, names in _KINDS.items() if names <= parameters.keys()]
-    if kinds and call in _KINDS and call not in kinds:
-        raise RefusedError(f"{name} has the parameters of a reward of kind {kinds[0]}; set kind: {kinds[0]}")
-    if call != "function":
-        return
-    gets = ", ".join(f"{one} ({', '.join(others)})" if others else one for one, others in PLAIN.items())
-    known = {*PLAIN, *(other for others in PLAIN.values() for other in others)}
-    for parameter in parameters.values():
-        if parameter.kind in _BY_NAME and parameter.name not in known:
-            meant = did_you_mean(parameter.name, sorted(known))
-            if meant or parameter.default is parameter.empty:
-                raise RefusedError(f"{name} has a parameter '{parameter.name}'; it gets by name {gets}{meant}")
-    takes_others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if not takes_others and not parameters.keys() & set(_OF_RESPONSE):
-        raise RefusedError(f"{name} has no parameter for the response; it gets by name {gets}")
 
 
 def _awaited(function: Function) -> Function:
@@ -365,7 +74,7 @@ def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[
             continue
         if not callable(function):
             raise RefusedError(f"{name} is no function; make it one or rename it")
-        _check_signature(name, function, call)
+        check_signature(name, function, call)
         lines[name] = begin_of(function, Path(file))
         _functions[field, name] = _awaited(function)
     return lines
@@ -394,7 +103,7 @@ def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
     field, file, name, line = (request[part] for part in ("field", "file", "name", "line"))
     try:
         seed_generators(request["seed"])
-        return {"value": _CALLS[request["call"]](_functions[field, name], row, request["options"])}
+        return {"value": CALLS[request["call"]](_functions[field, name], row, request["options"])}
     except UserError as error:  # of a file of this package
         return {"error": str(error)}
     except RefusedError as error:

@@ -40,11 +40,13 @@ def _git(*arguments: str) -> str:
 
 
 def code_digest() -> str:
-    """Return the SHA-256 of this package's source files, tracked by git or not."""
+    """Return the SHA-256 of this package's source files, tracked by git or not; a wheel's is the checkout's."""
     root = Path(__file__).resolve().parents[1]
+    found = [path.relative_to(root) for path in sorted([*root.rglob("*.py"), *root.rglob("*.[ch]")])]
     sums = [
-        f"{path.relative_to(root).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}"
-        for path in sorted([*root.rglob("*.py"), *root.rglob("*.[ch]")])
+        f"{path.as_posix()} {hashlib.sha256((root / path).read_bytes()).hexdigest()}"
+        for path in found
+        if path.parts[0] != "configurations"  # examples, which only a wheel has there
     ]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Completion, Request, Sampling, check_request
 from ppo_repro.numerics.families import decoder_layers, mixture_layers
-from ppo_repro.sampling.responses import EngineSampling, checked_response, shown_value
+from ppo_repro.sampling.responses import EngineSampling, Response, checked_response, shown_value
 from ppo_repro.sampling.sglang.plugin import kept_tokens
 from ppo_repro.user.file import RefusedError
 
@@ -135,22 +135,7 @@ def read_completions(
             raise ValueError(
                 f"read a prompt of {len(request.prompt_ids)} tokens as {shown_value(meta.get('prompt_tokens'))}"
             )
-        rows = _field(meta, "output_token_logprobs", list)
-        tokens = _field(item, "output_ids", list)
-        if any(not isinstance(row, list) or len(row) < 2 for row in rows) or [row[1] for row in rows] != tokens:
-            raise ValueError("returned log-probs of other tokens than those of the response")
-        ended = meta.get("finish_reason")
-        kind = ended.get("type") if isinstance(ended, dict) else None
-        if kind not in ("stop", "length"):
-            raise ValueError(f"ended a response with finish_reason {shown_value(ended)}; must be stop or length")
-        if tokens and tokens[-1] in end_ids:
-            kind = "stop"  # SGLang says `length` at a limit
-        try:
-            tokens, drawn, reason = checked_response((tokens, [row[0] for row in rows], kind), wanted)
-        except RefusedError as error:
-            raise ValueError(f"returned {error}") from error
-        if any(float(np.float32(logprob)) != logprob for logprob in drawn):
-            raise ValueError("returned a log-prob that is no float32; is this an SGLang server of a supported release?")
+        tokens, drawn, reason = _response(item, meta, wanted)
         latency, inputs = _field(meta, "e2e_latency", float), len(request.prompt_ids) + len(tokens) - 1
         if not math.isfinite(latency):
             raise ValueError(f"returned {latency!r} as e2e_latency; must be a finite number of seconds")
@@ -173,6 +158,27 @@ def read_completions(
         return [completion(item, request) for item, request in zip(answer, requests, strict=True)]
     except ValueError as error:
         raise UserError(f"{url}: {error}") from error
+
+
+def _response(item: dict[str, Any], meta: dict[str, Any], wanted: EngineSampling) -> Response:
+    """Return the tokens of a response, their log-probs, and why the response ended."""
+    rows = _field(meta, "output_token_logprobs", list)
+    tokens = _field(item, "output_ids", list)
+    if any(not isinstance(row, list) or len(row) < 2 for row in rows) or [row[1] for row in rows] != tokens:
+        raise ValueError("returned log-probs of other tokens than those of the response")
+    ended = meta.get("finish_reason")
+    kind = ended.get("type") if isinstance(ended, dict) else None
+    if kind not in ("stop", "length"):
+        raise ValueError(f"ended a response with finish_reason {shown_value(ended)}; must be stop or length")
+    if tokens and tokens[-1] in wanted.end_ids:
+        kind = "stop"  # SGLang says `length` at a limit
+    try:
+        tokens, drawn, reason = checked_response((tokens, [row[0] for row in rows], kind), wanted)
+    except RefusedError as error:
+        raise ValueError(f"returned {error}") from error
+    if any(float(np.float32(logprob)) != logprob for logprob in drawn):
+        raise ValueError("returned a log-prob that is no float32; is this an SGLang server of a supported release?")
+    return tokens, drawn, reason
 
 
 def _check_version(meta: dict[str, Any], version: str) -> None:

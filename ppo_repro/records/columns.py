@@ -6,6 +6,7 @@ No other module of records/ knows tensors and stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.clock import moment
 from ppo_repro.base.errors import UserError
-from ppo_repro.buffers import Episode, Evaluation, Iteration, WarmStartStep
+from ppo_repro.buffers import Episode, Evaluation, Iteration, PolicyUpdate, Spans, ValueUpdate, WarmStartStep
 from ppo_repro.config.algorithm import AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.layout import RecordLevel
 from ppo_repro.config.run import RunConfig
@@ -35,7 +36,7 @@ from ppo_repro.tasks.tokenizer import decode
 Columns = dict[str, Any]
 _MOST_IN_LISTS = 2**31 - 1  # elements of an Arrow column of lists
 _ROWS_AT_ONCE = 1024  # of kept tokens, which are whole vocabularies while they are unpacked
-SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
+SPANS = tuple(field.name for field in fields(Spans))
 
 
 def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
@@ -89,6 +90,21 @@ def fields_of(table: schema.Table, *stages: Any) -> Columns:
 def rows_of(table: schema.Table, items: Sequence[Any]) -> Columns:
     """Return the table's columns that are fields of the items; each item is a row."""
     return {c.name: [getattr(i, c.name) for i in items] for c in table.columns if hasattr(items[0], c.name)}
+
+
+def _model_columns(table: schema.Table) -> dict[str, tuple[str, str]]:
+    """Return model and field of each column of a table that is a field of a model's optimizer step, or null without it.
+
+    The column `policy_losses` is the policy's field `losses`, as both models have one.
+    """
+    found = {}
+    for model, step in (("value", ValueUpdate), ("policy", PolicyUpdate)):  # a name that both have is the policy's
+        names = {field.name for field in fields(step)}
+        for column in table.columns:
+            name = column.name.removeprefix(f"{model}_")
+            if name in names and column.nullable:
+                found[column.name] = model, name
+    return found
 
 
 def _by_step(item: Iteration, model: str, name: str) -> list[Any]:
@@ -198,22 +214,16 @@ def _lists(rows: Tensor) -> list[np.ndarray] | None:
 def _updates(item: Iteration) -> Columns:
     tokens = torch.cat([u.tokens for u in item.updates]).numpy()
     sequence, position = cells_of(item.rollout.lengths)
-    of_policy = (
-        "new_logprobs", "ratios", "new_entropies", "surrogates", "penalty_terms", "importance_weights", "kl_terms",
-    )  # fmt: skip
     clipped = [torch.zeros(len(u.tokens)).bool() if u.value is None else u.value.clipped for u in item.updates]
     return {
         "epoch": of_minibatches(item.updates, "epoch"),
         "minibatch": of_minibatches(item.updates, "minibatch"),
         "sequence": sequence[tokens],
         "position": position[tokens],
-        **{name: _by_token(item, "policy", name) for name in of_policy},
-        "policy_losses": _by_token(item, "policy", "losses"),
+        **{name: _by_token(item, *field) for name, field in _model_columns(schema.UPDATES).items()},
         "clip_flag": _in_words(item, "clip_flags", flag_names),
         "correction": _in_words(item, "corrections", correction_names),
-        "new_values": _by_token(item, "value", "new_values"),
         "value_clipped": torch.cat(clipped).numpy(),
-        "value_losses": _by_token(item, "value", "losses"),
         "loss_weights": torch.cat([u.loss_weights for u in item.updates]).numpy(),
     }
 
@@ -221,18 +231,11 @@ def _updates(item: Iteration) -> Columns:
 def _steps(item: Iteration, config: RunConfig) -> Columns:
     count = len(item.updates)
     learning_rate, value_learning_rate = learning_rates(config.ppo, config.value, item.index)
-    of_policy = (
-        "entropy", "approx_kl", "clip_fraction", "grad_norm",
-        "surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss",
-    )  # fmt: skip
     return {
         **rows_of(schema.STEPS, item.updates),
         **rows_of(schema.STEPS, item.digests),
         "tokens": int32([len(u.tokens) for u in item.updates]),
-        **{name: _by_step(item, "policy", name) for name in of_policy},
-        **{f"{model}_loss": _by_step(item, model, "loss") for model in ("policy", "value")},
-        "value_clip_fraction": _by_step(item, "value", "clip_fraction"),
-        "value_grad_norm": _by_step(item, "value", "grad_norm"),
+        **{name: _by_step(item, *field) for name, field in _model_columns(schema.STEPS).items()},
         "learning_rate": [learning_rate] * count,
         "value_learning_rate": [value_learning_rate] * count,
     }

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,7 @@ from ppo_repro.records.columns import SPANS, iteration_tables
 from ppo_repro.records.diff import Difference, first_table_difference
 from ppo_repro.records.folder import FORKED_FROM, load_recorded_config
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.schema import Stage
 from ppo_repro.runs import checkpoint
 from ppo_repro.sampling.faults.trainer import with_loss_mask
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
@@ -42,42 +43,8 @@ from ppo_repro.stages.updates import policy_update, value_update
 from ppo_repro.tasks.rewards import Judgement, weighted_scores
 from ppo_repro.user.functions import Functions, load_functions
 
-Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
-STAGES: tuple[Stage, ...] = ("rewards", "advantages", "losses", "coefficients", "summary")
+STAGES: tuple[Stage, ...] = get_args(Stage)
 SECONDS = ("rollout", "forward", "update", "evaluation", "digests", "other")
-
-# the columns that a stage computes, by table; a column that was not recorded is not compared
-COMPUTED: Mapping[Stage, Mapping[str, tuple[str, ...]]] = {
-    "rewards": {
-        "sequences": ("scores", "kl_penalty_sum", "reward_sum"),
-        "tokens": ("kl_penalties", "placed_scores", "raw_rewards", "rewards"),
-    },
-    "advantages": {"tokens": ("raw_advantages", "advantages", "returns")},
-    "losses": {
-        "updates": (
-            *("epoch", "minibatch", "sequence", "position", "ratios", "clip_flag", "value_clipped"),
-            *("loss_weights", "importance_weights", "correction", "policy_losses", "surrogates", "penalty_terms"),
-            *("kl_terms", "value_losses"),
-        ),
-        "steps": (
-            *("tokens", "policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "value_clip_fraction"),
-            *("surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss"),
-        ),
-    },
-    "coefficients": {
-        "steps": ("learning_rate", "value_learning_rate"),
-        "iterations": ("kl_coef", "clip_range", "penalty_coef", "return_mean", "return_scale", "policy_steps"),
-    },
-    "summary": {
-        "iterations": (
-            *("sequences", "tokens", "score_mean", "accuracy", "reward_mean", "response_length_mean"),
-            *("truncated_fraction", "entropy", "ref_kl_per_token", "ref_kl_per_sequence", "explained_variance"),
-            *("unequal_old_rollout_logprobs", "max_abs_old_rollout", "first_minibatch_tokens"),
-            *("unequal_first_ratios", "unequal_values", "eval_accuracy", "eval_score"),
-        )
-    },
-}
-
 
 @dataclass(frozen=True)
 class Records:
@@ -408,7 +375,7 @@ def _compare(
         compared = tuple(
             column
             for column in table.columns
-            if column.name in COMPUTED[stage].get(table.name, ())
+            if column.stage == stage
             and (table.name, column.name) not in skipped
             and (column.in_fingerprint or records.has(table.name, column.name))
         )

@@ -25,7 +25,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.records import reader
 from ppo_repro.records.listing import how_to_go_on
-from ppo_repro.runs.early import require_inputs
+from ppo_repro.runs.input_checks import require_inputs
 
 PLAIN = (bool, int, float, str, type(None))  # a subclass, such as NumPy's float64, need not compute the same
 Reward = Callable[[str, str, str], float]
@@ -145,7 +145,7 @@ def train(
     from ppo_repro.base.ranks import ALONE  # mistakes are reported before the slow import of torch
     from ppo_repro.runs import run as runner
     from ppo_repro.runs.language import LanguageKind
-    from ppo_repro.runs.plan import require_memory
+    from ppo_repro.runs.machine_memory import require_memory
 
     require_memory(checked, 1, 0)
     try:

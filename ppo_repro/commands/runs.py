@@ -116,13 +116,12 @@ def run_command(arguments: argparse.Namespace) -> int:
     label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
     with _working_together(partial(_plan_run, arguments)) as (ranks, watcher, (kind, config, folder)):
-        from ppo_repro.runs.brought import brought, files_of, moved
-        from ppo_repro.runs.plan import require_memory
+        from ppo_repro.runs.machine_memory import require_memory
+        from ppo_repro.runs.machines import files_of, on_every_machine
         from ppo_repro.runs.run import run
 
         files = partial(files_of, config.model_dump(mode="json"))
-        with _resumable(folder, ranks), brought(ranks, files) as there:
-            config = moved(config, there)
+        with _resumable(folder, ranks), on_every_machine(ranks, config, files) as (config, _):
             require_memory(config, ranks.size, ranks.rank)
             clock.lap("start")
             copying = followed(folder, copies, targets if ranks.is_first else ())
@@ -140,7 +139,7 @@ def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, RunConfig | ControlC
     from ppo_repro.config.files import load_any
     from ppo_repro.config.inputs import run_folder
     from ppo_repro.config.run import RunConfig
-    from ppo_repro.runs.early import require_inputs
+    from ppo_repro.runs.input_checks import require_inputs
 
     kind, config = load_any(arguments.config, arguments.set)
     if arguments.unchecked:
@@ -209,8 +208,8 @@ def _plan_fork(arguments: argparse.Namespace) -> Fork:
     """Plan a fork, and check what it would read and write."""
     from ppo_repro.base.files import require_new
     from ppo_repro.base.lock import require_no_writer
-    from ppo_repro.runs.early import require_inputs
     from ppo_repro.runs.fork_plan import plan_fork
+    from ppo_repro.runs.input_checks import require_inputs
 
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)
     config, first = plan.config, plan.origin.iteration
@@ -274,7 +273,7 @@ def _rerun(arguments: argparse.Namespace) -> int:
     what = "everything" if only is None else f"iterations {only.start} to {only.stop - 1}"
     say(f"{arguments.run}: computing {what} again, to compare every buffer")
     with _working_together(partial(_kind_of, arguments.run)) as (ranks, watcher, kind):
-        from ppo_repro.runs.resume import rerun
+        from ppo_repro.runs.rerun import rerun
 
         executed = _executed_by(kind, watcher, ranks)
         report = rerun(executed, arguments.run, arguments.set, arguments.inputs, only)

@@ -14,15 +14,15 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME, atomic_write
 from ppo_repro.config.inputs import gather, run_digest
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE, starts_of
+from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE
 from ppo_repro.records.label import UNLABELLED, Label
 from ppo_repro.runs import checkpoint
-from ppo_repro.runs.brought import brought, files_of, moved
-from ppo_repro.runs.checkpoint import Start, load_start, start_files
 from ppo_repro.runs.fork_plan import Fork
 from ppo_repro.runs.language import PROMPTS, LanguageKind
-from ppo_repro.runs.plan import require_memory
+from ppo_repro.runs.machine_memory import require_memory
+from ppo_repro.runs.machines import files_of, on_every_machine
 from ppo_repro.runs.run import NOTHING, compute_new, writing
+from ppo_repro.runs.start import Start, load_start, start_files
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.coefficients import first_coefficients
 
@@ -53,11 +53,11 @@ def fork(
     with (
         writing(kind.ranks, plan.folder),
         beside,
-        brought(kind.ranks, partial(_files, plan)) as there,
+        on_every_machine(kind.ranks, plan.config, partial(_files, plan)) as (config, here),
     ):
         if kind.ranks.is_first:
             verify(plan.source, plan.recorded)
-        plan = replace(plan, config=moved(plan.config, there), source=there(plan.source))
+        plan = replace(plan, config=config, source=here(plan.source))
         require_memory(plan.config, kind.ranks.size, kind.ranks.rank)
         start, inputs = _start(plan), gather(plan.config)
         digest = run_digest(inputs, plan.origin.fingerprint)
@@ -66,15 +66,14 @@ def fork(
 
 
 def _files(plan: Fork) -> list[Path]:
-    name = starts_of(plan.source, plan.recorded).get(plan.origin.iteration)
-    return [*files_of(plan.config.model_dump(mode="json")), *start_files(plan.source, plan.recorded, name)]
+    files = files_of(plan.config.model_dump(mode="json"))
+    return [*files, *start_files(plan.source, plan.recorded, plan.checkpoint)]
 
 
 def _start(plan: Fork) -> Start:
     """Return the origin's checkpoint; coefficients whose fields changed are reset, and prompts may differ."""
     first = first_coefficients(plan.config.kl, plan.config.ppo.objective)
-    name = starts_of(plan.source, plan.recorded).get(plan.origin.iteration)
-    start = load_start(plan.source, plan.recorded, name)
+    start = load_start(plan.source, plan.recorded, plan.checkpoint)
     coefficients = start.checkpoint.coefficients
     if any(field.startswith("kl.") for field in plan.origin.changed):
         coefficients = replace(coefficients, kl_coef=first.kl_coef)

@@ -35,6 +35,11 @@ class Fork:
     origin: Origin
     folder: Path  # of the fork
 
+    @property
+    def checkpoint(self) -> str | None:
+        """Return the name of the checkpoint with which the fork begins; None for the end of a complete run."""
+        return starts_of(self.source, self.recorded).get(self.origin.iteration)
+
 
 def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path, elsewhere: Path | None) -> Fork:
     """Plan a run that continues from a checkpoint of another run.

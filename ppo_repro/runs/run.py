@@ -26,9 +26,10 @@ from ppo_repro.records.label import UNLABELLED, Label, write_label
 from ppo_repro.records.listing import how_to_repair
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.checkpoint import Start, require_room
+from ppo_repro.runs.checkpoints import require_room
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind, Tables
+from ppo_repro.runs.start import Start
 from ppo_repro.stages.agreement import UnequalBits
 
 OUR_FILES = ("task.chat_template", "task.dataset")  # fields whose functions are of this package

@@ -145,9 +145,7 @@ def train(
     from ppo_repro.base.ranks import ALONE  # mistakes are reported before the slow import of torch
     from ppo_repro.runs import run as runner
     from ppo_repro.runs.language import LanguageKind
-    from ppo_repro.runs.machine_memory import require_memory
 
-    require_memory(checked, 1, 0)
     try:
         with _Progress(run_dir, on_iteration) as watcher:
             runner.run(LanguageKind(watcher, ALONE), checked, folder)

@@ -116,16 +116,12 @@ def run_command(arguments: argparse.Namespace) -> int:
     label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
     with _working_together(partial(_plan_run, arguments)) as (ranks, watcher, (kind, config, folder)):
-        from ppo_repro.runs.machine_memory import require_memory
-        from ppo_repro.runs.machines import files_of, on_every_machine
         from ppo_repro.runs.run import run
 
-        files = partial(files_of, config.model_dump(mode="json"))
-        with _resumable(folder, ranks), on_every_machine(ranks, config, files) as (config, _):
-            require_memory(config, ranks.size, ranks.rank)
-            clock.lap("start")
-            copying = followed(folder, copies, targets if ranks.is_first else ())
-            run(_executed_by(kind, watcher, ranks), config, arguments.out, clock, copying, label)
+        copying = followed(folder, copies, targets if ranks.is_first else ())
+        executed = _executed_by(kind, watcher, ranks)
+        with _resumable(folder, ranks):
+            run(executed, config, arguments.out, clock, copying, label)
         clock.lap("tracking" if targets else OTHER)
     if ranks.is_first:
         _report_run(folder, clock.with_total(), arguments.json, copies)

@@ -63,8 +63,6 @@ def run_grid(
     A second call runs only missing cells. A cell that fails or is killed is recorded, and the other cells go on.
 
     Args:
-        grid: the cells.
-        out: the folder that has one folder per grid.
         executor: runs cells, here or on a cluster.
         keep_changed: keep complete cells that other code, packages or input files computed.
         beside: a context that is open while this call has the grid's lock.

@@ -62,7 +62,6 @@ def tables_at(
 
     Args:
         index: of the iteration, in every row.
-        tables: their schemas.
         columns: by table and name.
         level: the level of the records; columns above it are not made.
     """
@@ -247,8 +246,6 @@ def count_disagreement(
     """Count the unequal bits between sampler and trainer log-probs, first-minibatch ratios and 1, old and new values.
 
     Args:
-        rollout: of a language or control run.
-        forward: of the same iteration.
         tokens: [M] int64, the tokens of the first minibatch.
         ratios: [M] float32, before any optimizer step.
         new_values: [M] float32, before any optimizer step; None without a value model.

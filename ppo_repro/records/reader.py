@@ -36,8 +36,6 @@ def read_moment(run_dir: Path, recorded: Manifest, iteration: int | None, verify
     """Read every table of one moment of a run, by name.
 
     Args:
-        run_dir: the recorded run.
-        recorded: its manifest.
         iteration: None is the moment before the first iteration; the number of iterations is after the last one.
         verify: whether bytes and values are compared with their digests.
 
@@ -54,9 +52,6 @@ def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) 
     """Read one file of any table in the schema's plain types. A column that the file lacks is null.
 
     Args:
-        path: the Parquet file.
-        table: its schema.
-        entry: digests and number of rows.
         verify: whether first its bytes, then its values are compared with the digests.
 
     Raises:
@@ -105,7 +100,6 @@ def read_table(
 
     Args:
         name: of the table, as in ppo_repro/records/README.md.
-        run_dir: the run folder.
         iterations: from 0; None: all that were recorded.
         columns: names; None: all.
         verify: compare every file with its digest.

@@ -41,24 +41,17 @@ def fork(
     If there are several processes, the first one records.
 
     Args:
-        kind: the kind of run, in this process.
-        plan: origin, checkpoint, configuration.
-        clock: gets the phases.
         beside: a context that is open while this process has the run's lock.
-        label: of the new run.
 
     Raises:
         UserError: a file of the origin is damaged.
     """
-    with (
-        writing(kind.ranks, plan.folder),
-        beside,
-        on_every_machine(kind.ranks, plan.config, partial(_files, plan)) as (config, here),
-    ):
-        if kind.ranks.is_first:
+    ranks, files = kind.ranks, partial(_files, plan)
+    with writing(ranks, plan.folder), beside, on_every_machine(ranks, plan.config, files) as (config, here):
+        if ranks.is_first:
             verify(plan.source, plan.recorded)
         plan = replace(plan, config=config, source=here(plan.source))
-        require_memory(plan.config, kind.ranks.size, kind.ranks.rank)
+        require_memory(config, ranks.size, ranks.rank)
         start, inputs = _start(plan), gather(plan.config)
         digest = run_digest(inputs, plan.origin.fingerprint)
         fill = partial(_take_over, plan, start)

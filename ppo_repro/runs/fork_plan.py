@@ -45,10 +45,8 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
     """Plan a run that continues from a checkpoint of another run.
 
     Args:
-        source: the recorded run.
         at: iterations of the checkpoint; None: the newest one.
         overrides: changed fields, as after --set.
-        out: the folder of runs.
         elsewhere: another folder to search for models that moved.
 
     Raises:

@@ -66,8 +66,6 @@ def on_every_machine(
     """Copy files of the first process's machine to the others; the copies are removed at the end of the block.
 
     Args:
-        ranks: the processes of the run.
-        config: names some of the files.
         files: lists the files, with absolute paths; the first process calls it.
 
     Yields:

@@ -54,10 +54,8 @@ class Shape:
         """Return the sizes of a policy, or of a value model, whose head is a score with a bias.
 
         Args:
-            name: name of the row in the plan.
             lora: the adapter, with which the trunk stays shared; None for no adapter.
             section: section of the configuration, for errors.
-            is_value: whether to count a value model.
         """
         head = self.struct.hidden + 1 if is_value else self.own_head
         packed = self.packed(1 if is_value else self.struct.vocabulary)

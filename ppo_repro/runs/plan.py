@@ -241,7 +241,6 @@ def step_seconds(config: RunConfig, plan: Plan, tokens: float, bandwidth: float)
 
     Args:
         config: the run; its sequences have the longest allowed length.
-        plan: of the run.
         tokens: that one process trains a second, as a run prints after `update`.
         bandwidth: bytes that one process sends a second.
     """

@@ -184,13 +184,11 @@ def prepare(
     """Load or make everything that a run begins with.
 
     Args:
-        config: the run.
         watcher: receives each step of a warm start.
         start_folder: the model that an earlier process of this run left as the start of policy, value model and
             reference; it replaces the model of the configuration and its warm start.
         share: let adapted models share the weights that they do not train with the reference, or with the reward model
             from which the value model starts. Only for callers that train by the optimizers in the state.
-        ranks: the processes of the run.
 
     Raises:
         UserError: names what the user has to correct.

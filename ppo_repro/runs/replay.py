@@ -141,14 +141,7 @@ def _unrecorded(config: RunConfig, records: Records) -> dict[Stage, str]:
 def _recorded_iteration(
     config: RunConfig, records: Records, coefficients: buffers.Coefficients, functions: Functions
 ) -> buffers.Iteration:
-    """Return a recorded iteration, with the losses computed from its records.
-
-    Args:
-        config: the run.
-        records: the tables of the iteration.
-        coefficients: the coefficients in force.
-        functions: the user's functions.
-    """
+    """Return a recorded iteration, with the losses computed from its records."""
     rollout, forward = rollout_of(records), forward_of(records)
     advantages = buffers.Advantages(
         raw_advantages=records.tensor("tokens", "raw_advantages"),

@@ -44,7 +44,6 @@ def rerun(
     first difference stops the rerun. If there are several processes, the first one compares and all return its result.
 
     Args:
-        kind: the kind of run.
         run_dir: the recorded run, which may be incomplete if `only` is given.
         overrides: fields, as after --set, that must not change a bit.
         elsewhere: another folder to search for models that moved.

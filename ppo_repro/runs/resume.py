@@ -52,8 +52,6 @@ def resume(
     If there are several processes, the first one records.
 
     Args:
-        kind: the kind of run.
-        run_dir: the recorded run.
         overrides: fields, as after --set, that must not change a bit.
         elsewhere: another folder to search for models that moved.
         beside: a context that is open while this process has the run's lock.

@@ -29,6 +29,8 @@ from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.checkpoints import require_room
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind, Tables
+from ppo_repro.runs.machine_memory import require_memory
+from ppo_repro.runs.machines import files_of, on_every_machine
 from ppo_repro.runs.start import Start
 from ppo_repro.stages.agreement import UnequalBits
 
@@ -46,15 +48,11 @@ def run(
 ) -> tuple[Path, dict[str, float]]:
     """Execute a configuration and record everything; a run that fails midway keeps its complete iterations.
 
-    If there are several processes, the first one records.
+    If there are several processes, the first one records; the others get copies of the files that the run reads.
 
     Args:
-        kind: the kind of run.
-        config: its configuration.
-        out: the folder of runs.
         clock: a running clock, whose phases count too.
         beside: a context that is open while this process has the run's lock.
-        label: of the run.
 
     Returns:
         The run folder, and wall seconds by phase and in total.
@@ -62,9 +60,13 @@ def run(
     Raises:
         UserError: names what the user has to correct.
     """
-    clock, inputs, run_dir = clock or Clock(), gather(config), run_folder(config, out)
-    with writing(kind.ranks, run_dir), beside:
-        compute_new(kind, config, run_dir, inputs, run_digest(inputs), clock, label)
+    clock, ranks = clock or Clock(), kind.ranks
+    with on_every_machine(ranks, config, partial(files_of, config.model_dump(mode="json"))) as (config, _):
+        require_memory(config, ranks.size, ranks.rank)
+        clock.lap("start")
+        inputs, run_dir = gather(config), run_folder(config, out)
+        with writing(ranks, run_dir), beside:
+            compute_new(kind, config, run_dir, inputs, run_digest(inputs), clock, label)
     return run_dir, clock.with_total()
 
 
@@ -87,13 +89,7 @@ def compute_new(
     """Make the folder of a new run, execute the run and record it; only the first process records.
 
     Args:
-        kind: the kind of run.
-        config: its configuration.
         run_dir: its folder, whose lock the caller has.
-        inputs: configuration and files.
-        digest: of configuration and inputs.
-        clock: gets the phases.
-        label: of the run.
         start: a checkpoint from which the run continues.
         fill: puts records of earlier iterations into the folder and returns their number.
 
@@ -181,13 +177,6 @@ def execute(
     clock: Clock,
 ) -> None:
     """Record an execution in its run folder until it is complete; `clock` assigns every second to a phase.
-
-    Args:
-        kind: the kind of run.
-        config: its configuration.
-        run_dir: its folder.
-        opened: the execution, which is entered here.
-        clock: gets the phases.
 
     Raises:
         PromiseBroken: an iteration that is already recorded differs when it is computed again; names the first cell.

@@ -87,11 +87,6 @@ def warm_start(
 
     Args:
         source: a float32 model.
-        tokenizer: encodes prompts and answers.
-        problems: to learn from.
-        config: steps, batch size, learning rate, accuracy.
-        numerics: of the training.
-        seed: of the order.
         progress: called with step, last step and loss as text after each step.
     """
     policy = make_policy(source, numerics.mode, numerics.max_context, numerics.precision)

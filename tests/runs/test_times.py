@@ -18,7 +18,7 @@ from ppo_repro.runs.run import run
 from tests.support.runs import small_config
 
 OF_ITERATIONS = {"evaluation", "rollout", "forward", "update", "digests", OTHER}
-OF_RUN = {"inputs", "records", "preparation", "models", "closing"}
+OF_RUN = {"start", "inputs", "records", "preparation", "models", "closing"}
 MUCH = 0.05
 
 

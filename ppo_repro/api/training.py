@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -150,7 +149,7 @@ def train(
         with _Progress(run_dir, on_iteration) as watcher:
             runner.run(LanguageKind(watcher, ALONE), checked, folder)
     except KeyboardInterrupt as error:
-        raise type(error)(how_to_go_on(run_dir, f"`ppo-repro resume {shlex.quote(str(run_dir))}`")) from None
+        raise type(error)(how_to_go_on(run_dir)) from None
     return open_run(run_dir)
 
 

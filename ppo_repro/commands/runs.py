@@ -85,7 +85,7 @@ def _resumable(begun: Path, ranks: Ranks) -> Iterator[None]:
     except KeyboardInterrupt as error:
         if not ranks.is_first:
             raise
-        kept = how_to_go_on(begun, f"`ppo-repro resume {shlex.quote(str(begun))}`")
+        kept = how_to_go_on(begun)
         raise type(error)(f"{error}; {kept}" if str(error) else kept) from error
 
 
@@ -130,12 +130,9 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig, Path]:
     """Read and check the configuration of a new run; return its kind, the configuration and the run's folder."""
-    from ppo_repro.base.files import require_new
-    from ppo_repro.base.lock import require_no_writer
     from ppo_repro.config.files import load_any
     from ppo_repro.config.inputs import run_folder
     from ppo_repro.config.run import RunConfig
-    from ppo_repro.runs.input_checks import require_inputs
 
     kind, config = load_any(arguments.config, arguments.set)
     if arguments.unchecked:
@@ -145,11 +142,21 @@ def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, RunConfig | ControlC
         kind, config = load_any(arguments.config, [*arguments.set, *(f"{f}.checked=false" for f in own)])
     folder = run_folder(config, arguments.out)
     say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
+    _require_startable(folder, config)
+    return kind, config, folder
+
+
+def _require_startable(folder: Path, config: RunConfig | ControlConfig | DPOConfig) -> None:
+    """Raise UserError if the folder of a new run is taken, or if the run could not use one of its files."""
+    from ppo_repro.base.files import require_new
+    from ppo_repro.base.lock import require_no_writer
+    from ppo_repro.config.run import RunConfig
+    from ppo_repro.runs.input_checks import require_inputs
+
     require_no_writer(folder)
     require_new(folder)
     if isinstance(config, RunConfig):
         require_inputs(config)
-    return kind, config, folder
 
 
 def resume_command(arguments: argparse.Namespace) -> int:
@@ -202,17 +209,12 @@ def fork_command(arguments: argparse.Namespace) -> int:
 
 def _plan_fork(arguments: argparse.Namespace) -> Fork:
     """Plan a fork, and check what it would read and write."""
-    from ppo_repro.base.files import require_new
-    from ppo_repro.base.lock import require_no_writer
     from ppo_repro.runs.fork_plan import plan_fork
-    from ppo_repro.runs.input_checks import require_inputs
 
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)
     config, first = plan.config, plan.origin.iteration
     say(f"iterations {first} to {config.iterations - 1} of {config.iterations} into {plan.folder}")
-    require_no_writer(plan.folder)
-    require_new(plan.folder)
-    require_inputs(config)
+    _require_startable(plan.folder, config)
     return plan
 
 

@@ -16,15 +16,7 @@ from pydantic import Field
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import (
-    GRID,
-    MODELS,
-    from_folder,
-    kind_of,
-    read_tree,
-    set_field,
-    validated,
-)
+from ppo_repro.config.files import GRID, MODELS, from_folder, kind_of, read_tree, set_field, validated
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import PathText, Section
 from ppo_repro.config.yaml_text import describe_value

@@ -44,15 +44,13 @@ def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
     level = config.records.level
     columns = {
         "sequences": _sequences(item),
-        "tokens": _tokens(item, with_kept=level != "lean"),
+        "tokens": _tokens(item, level),
         "updates": _updates(item),
         "steps": _steps(item, config),
         "iterations": _iteration(item, config),
     }
     tables = tables_at(item.index, schema.TABLES, columns, level)
-    if item.evaluation is not None and level != "lean":
-        tables |= evaluation_table(item.evaluation, item.index)
-    return tables
+    return tables if item.evaluation is None else tables | evaluation_table(item.evaluation, item.index, level)
 
 
 def tables_at(
@@ -63,10 +61,12 @@ def tables_at(
     Args:
         index: of the iteration, in every row.
         columns: by table and name.
-        level: the level of the records; columns above it are not made.
+        level: the level of the records; tables and columns above it are not made.
     """
     made = {}
     for table in tables:
+        if not schema.includes(level, table.level):
+            continue
         rows = len(next(iter(columns[table.name].values())))
         made[table.name] = to_arrow(table, {"iteration": np.full(rows, index), **columns[table.name]}, level)
     return made
@@ -164,7 +164,7 @@ def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
     return {"episode_ids": [episode.ids for episode in episodes], "is_forced": forced}
 
 
-def _tokens(item: Iteration, with_kept: bool) -> Columns:
+def _tokens(item: Iteration, level: RecordLevel) -> Columns:
     rollout, forward = item.rollout, item.forward
     sequence, position = cells_of(rollout.lengths)
     return {
@@ -173,7 +173,7 @@ def _tokens(item: Iteration, with_kept: bool) -> Columns:
         "position": position,
         "token_id": int32(rollout.response_ids),
         **{name: int32([value for s in rollout.spans for value in getattr(s, name)]) for name in SPANS},
-        "kept_tokens": _kept(rollout.kept_tokens.numpy()) if with_kept else None,
+        "kept_tokens": _kept(rollout.kept_tokens.numpy()) if schema.includes(level, "full") else None,
         "rollout_routes": _lists(rollout.token_routes()),
         "policy_routes": _lists(forward.routes),
     }
@@ -294,19 +294,22 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
     return {name: [value] for name, value in row.items()}
 
 
-def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Table]:
-    """Return the table `evaluations`, by name, of the evaluation before `iteration`."""
+def evaluation_table(evaluation: Evaluation, iteration: int, level: RecordLevel) -> dict[str, pa.Table]:
+    """Return the table `evaluations`, by name, of the evaluation before `iteration`; no table if `level` has none."""
     columns: Columns = {
         "sequence": range(len(evaluation.prompt_key)),
         "response_length": [len(ids) for ids in evaluation.response_ids],
         **fields_of(schema.EVALUATIONS, evaluation),
         **_episode_columns(evaluation.episodes),
     }
-    return tables_at(iteration, [schema.EVALUATIONS], {schema.EVALUATIONS.name: columns})
+    return tables_at(iteration, [schema.EVALUATIONS], {schema.EVALUATIONS.name: columns}, level)
 
 
 def preparation_tables(
-    warm_start: Sequence[WarmStartStep], training: RewardTraining | None, tokenizer: PreTrainedTokenizerBase
+    warm_start: Sequence[WarmStartStep],
+    training: RewardTraining | None,
+    tokenizer: PreTrainedTokenizerBase,
+    level: RecordLevel,
 ) -> dict[str, pa.Table]:
     """Return the tables of the training before PPO, by name; a training that did not take place has no table."""
     columns: dict[str, Columns] = {}
@@ -323,7 +326,8 @@ def preparation_tables(
         columns["pair_updates"] = _pair_updates(training.steps)
         digests = [step.digest for step in training.steps]
         columns["pair_steps"] = {**rows_of(schema.PAIR_STEPS, training.steps), "reward_digest": digests}
-    return {t.name: to_arrow(t, columns[t.name]) for t in schema.PREPARATION if t.name in columns}
+    tables = [t for t in schema.PREPARATION if t.name in columns and schema.includes(level, t.level)]
+    return {table.name: to_arrow(table, columns[table.name]) for table in tables}
 
 
 def pair_columns(pairs: Sequence[Preference], trained: int, tokenizer: PreTrainedTokenizerBase) -> Columns:

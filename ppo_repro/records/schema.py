@@ -16,7 +16,12 @@ SCHEMA_VERSION = 2
 # what a run may have that brings columns of its own: several turns, a sampler that is behind, responses encoded again
 Feature = Literal["turns", "lag", "retokenized"]
 Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
-LEVELS: tuple[RecordLevel, ...] = ("lean", "full", "deep")  # each level has the columns of the levels before it
+LEVELS: tuple[RecordLevel, ...] = ("lean", "full", "deep")  # each level has what the levels before it have
+
+
+def includes(level: RecordLevel, lowest: RecordLevel) -> bool:
+    """Return whether a run at `level` records a table or column whose lowest level is `lowest`."""
+    return LEVELS.index(lowest) <= LEVELS.index(level)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Table:
     grain: str
     key: tuple[str, ...]
     columns: tuple[Column, ...]
+    level: RecordLevel = "lean"  # the lowest that records it
 
     def named(self, *names: str) -> tuple[Column, ...]:
         """Return the columns with these names, in the order of this table, for use in another table."""
@@ -213,7 +219,7 @@ ITERATIONS = Table("iterations", "one row per iteration", ("iteration",), (
 # in the order in which the data is computed, in which differences are reported
 TABLES = (SEQUENCES, TOKENS, UPDATES, STEPS, ITERATIONS)
 
-# tables of what happens outside the iterations, from level `full` on; in the digests of a run, not in its fingerprint
+# side tables: what happens outside the iterations; in the digests of a run, not in its fingerprint
 _STEP = Column("step", "int32", "index", "Optimizer step, from 0.")
 _PAIR_EPOCH = Column("epoch", "int32", "index", "Pass over the pairs, from 0.")
 _PAIR_MINIBATCH = Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0.")
@@ -224,7 +230,7 @@ EVALUATIONS = Table("evaluations", "one row per held-out prompt and evaluation",
     Column("sequence", "int32", "index", "Held-out prompt, from 0, in the order of the task."),
     *SEQUENCES.named("prompt_key", "prompt", "response", "answer", "prompt_ids", "response_ids", "response_length"),
     *SEQUENCES.named("finish_reason", "scores", "score_parts", "is_correct", "episode_ids", "is_forced"),
-))
+), level="full")
 
 WARM_START_STEPS = Table("warm_start_steps", "one row per supervised step before PPO", ("step",), (
     _STEP,
@@ -235,7 +241,7 @@ WARM_START_STEPS = Table("warm_start_steps", "one row per supervised step before
     Column("learning_rate", "float64", "", "Learning rate of the step."),
     Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
     Column("accuracy", "float64", "", "Greedy accuracy on training prompts after the step; null where not measured.", nullable=True),
-))
+), level="full")
 
 PAIRS = Table("pairs", "one row per preference pair of the reward model's training", ("pair",), (
     Column("pair", "int32", "index", "Training pairs first, then held-out ones."),
@@ -248,13 +254,13 @@ PAIRS = Table("pairs", "one row per preference pair of the reward model's traini
     Column("rejected_ids", "list<int32>", "token id", "The other response."),
     Column("margin_before", "float32", "reward", "Score of the preferred response minus that of the other, before training; null for training pairs.", nullable=True),
     Column("margin_after", "float32", "reward", "The same after training.", nullable=True),
-))
+), level="full")
 
 PAIR_UPDATES = Table("pair_updates", "one row per training pair and epoch", ("epoch", "minibatch", "pair"), (
     _PAIR_EPOCH, _PAIR_MINIBATCH, _PAIR,
     Column("margins", "float32", "reward", "Score of the preferred response minus that of the other, before the step."),
     Column("losses", "float32", "nats", "Bradley-Terry loss before the step."),
-))
+), level="full")
 
 PAIR_STEPS = Table("pair_steps", "one row per optimizer step of the reward model", ("epoch", "minibatch"), (
     _PAIR_EPOCH, _PAIR_MINIBATCH,
@@ -264,7 +270,7 @@ PAIR_STEPS = Table("pair_steps", "one row per optimizer step of the reward model
     Column("accuracy", "float64", "", "Share of pairs with a positive margin; one half for a margin of 0."),
     Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
     Column("reward_digest", "string", "", "Digest of the reward model's weights after the step."),
-))
+), level="full")
 
 # in the order in which the data is computed: once before the first iteration; then at every evaluation
 PREPARATION = (WARM_START_STEPS, PAIRS, PAIR_UPDATES, PAIR_STEPS)

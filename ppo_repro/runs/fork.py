@@ -21,7 +21,7 @@ from ppo_repro.runs.fork_plan import Fork
 from ppo_repro.runs.language import PROMPTS, LanguageKind
 from ppo_repro.runs.machine_memory import require_memory
 from ppo_repro.runs.machines import files_of, on_every_machine
-from ppo_repro.runs.run import NOTHING, compute_new, writing
+from ppo_repro.runs.run import NO_TRACKING, compute_new, writing
 from ppo_repro.runs.start import Start, load_start, start_files
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.coefficients import first_coefficients
@@ -33,7 +33,7 @@ def fork(
     kind: LanguageKind,
     plan: Fork,
     clock: Clock,
-    beside: AbstractContextManager[object] = NOTHING,
+    tracking: AbstractContextManager[object] = NO_TRACKING,
     label: Label = UNLABELLED,
 ) -> None:
     """Make the run of a plan and compute it to its end.
@@ -41,13 +41,13 @@ def fork(
     If there are several processes, the first one records.
 
     Args:
-        beside: a context that is open while this process has the run's lock.
+        tracking: copies the run to trackers; this context is open while this process has the run's lock.
 
     Raises:
         UserError: a file of the origin is damaged.
     """
     ranks, files = kind.ranks, partial(_files, plan)
-    with writing(ranks, plan.folder), beside, on_every_machine(ranks, plan.config, files) as (config, here):
+    with writing(ranks, plan.folder), tracking, on_every_machine(ranks, plan.config, files) as (config, here):
         if ranks.is_first:
             verify(plan.source, plan.recorded)
         plan = replace(plan, config=config, source=here(plan.source))

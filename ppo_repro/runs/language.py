@@ -26,14 +26,8 @@ from ppo_repro.numerics.devices import Card, kernels_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
-from ppo_repro.records.folder import (
-    ACCURACY_NAME,
-    CARD_NAME,
-    FINAL,
-    VALUE_MODEL,
-    Accuracy,
-    OnCard,
-)
+from ppo_repro.records.folder import ACCURACY_NAME, CARD_NAME, FINAL, VALUE_MODEL
+from ppo_repro.records.notes import Accuracy, OnCard
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.accuracy import policy_accuracy
 from ppo_repro.runs.checkpoints import Checkpoints, listed, parameter_bytes
@@ -82,10 +76,8 @@ class LanguageExecution(Execution[Iteration]):
         yield from with_notices(items, config, task.tokenizer, state.policy.config.vocab_size, self.watcher)
 
     def preparation_tables(self) -> Tables:
-        if self.config.records.level == "lean":
-            return {}
-        prepared = self.prepared
-        return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer)
+        prepared, level = self.prepared, self.config.records.level
+        return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer, level)
 
     def tables(self, item: Iteration) -> Tables:
         return iteration_tables(item, self.config)
@@ -110,9 +102,7 @@ class LanguageExecution(Execution[Iteration]):
         }
         clock.lap("digests")
         results: Final = {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
-        if self.config.records.level == "lean":
-            return results, {}
-        return results, evaluation_table(evaluation, state.iteration)
+        return results, evaluation_table(evaluation, state.iteration, self.config.records.level)
 
     def bytes_to_keep(self) -> int:
         state, lora = self.prepared.state, self.prepared.lora

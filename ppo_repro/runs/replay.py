@@ -31,13 +31,7 @@ from ppo_repro.sampling.faults.trainer import with_loss_mask
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 from ppo_repro.stages.forward import kl_terms_of
 from ppo_repro.stages.rewards import compute_advantages, rewards_from
-from ppo_repro.stages.training_batch import (
-    Minibatch,
-    Schedule,
-    TrainingBatch,
-    minibatch_of,
-    training_batch,
-)
+from ppo_repro.stages.training_batch import Minibatch, Schedule, TrainingBatch, minibatch_of, training_batch
 from ppo_repro.stages.updates import policy_update, value_update
 from ppo_repro.tasks.rewards import Judgement, weighted_scores
 from ppo_repro.user.functions import Functions, load_functions

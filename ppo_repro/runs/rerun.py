@@ -91,27 +91,25 @@ def _compared(
     if isinstance(config, RunConfig) and isinstance(config.rollout.engine, OwnEngine):
         taken = config.rollout.engine_without_promise
     fingerprint = recorded.iterations[begun - 1].chain if begun else digests.FINGERPRINT_SEED
-    first = kind.ranks.first
+    first, done, end = kind.ranks.first, begun, config.iterations if only is None else only.stop
     with opened as execution:
         difference = first(from_recorded, run_dir, recorded, None, execution.preparation_tables())
-        if difference is not None:
-            return Rerun(difference, fingerprint, begun, 0, taken)
-        for item in execution.iterations():
-            tables = execution.tables(item)
+        items = execution.iterations()
+        while difference is None and done < end:
+            item = next(items)
+            tables, done = execution.tables(item), item.index + 1
             difference = first(from_recorded, run_dir, recorded, item.index, tables)
             results = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
             fingerprint = digests.chain(fingerprint, results)
-            done = item.index + 1
-            if difference is not None:
-                return Rerun(difference, fingerprint, begun, done - begun, taken)
-            kind.watcher.iteration(done, config.iterations, execution.progress(item), sum(item.seconds.values()))
-            if only is not None and done == only.stop:
-                return Rerun(None, fingerprint, begun, done - begun, taken)
-        final, side_tables = execution.ending(Clock())
-    difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
-    difference = difference or first_final_difference(recorded.final, final)
-    fingerprint = manifest.finished_fingerprint(fingerprint, final)
-    return Rerun(difference, fingerprint, begun, config.iterations - begun, taken)
+            if difference is None:
+                seconds = sum(item.seconds.values())
+                kind.watcher.iteration(done, config.iterations, execution.progress(item), seconds)
+        if difference is None and only is None:
+            final, side_tables = execution.ending(Clock())
+            difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
+            difference = difference or first_final_difference(recorded.final, final)
+            fingerprint = manifest.finished_fingerprint(fingerprint, final)
+    return Rerun(difference, fingerprint, begun, done - begun, taken)
 
 
 def _require_own(only: range, begun: int, run_dir: Path, recorded: Manifest) -> None:

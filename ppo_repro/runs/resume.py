@@ -15,19 +15,14 @@ from ppo_repro.config.rollout import OwnEngine, SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import folder, manifest
 from ppo_repro.records.manifest import Head, Manifest
+from ppo_repro.records.notes import resumed_notes
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.environment import describe_environment
+from ppo_repro.runs.execute import execute, work_along
 from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.machines import on_every_machine
 from ppo_repro.runs.recorded_inputs import inputs_of
-from ppo_repro.runs.run import (
-    NOTHING,
-    execute,
-    mark_ended,
-    raise_with_repair,
-    work_along,
-    writing,
-)
+from ppo_repro.runs.run import NO_TRACKING, mark_ended, raise_with_repair, writing
 from ppo_repro.runs.start import load_newest
 from ppo_repro.runs.verify import Verified, verify
 
@@ -45,7 +40,7 @@ def resume(
     run_dir: Path,
     overrides: Sequence[str] = (),
     elsewhere: Path | None = None,
-    beside: AbstractContextManager[object] = NOTHING,
+    tracking: AbstractContextManager[object] = NO_TRACKING,
 ) -> Resumed:
     """Continue a run from its newest checkpoint, or from the beginning, until it is complete.
 
@@ -54,7 +49,7 @@ def resume(
     Args:
         overrides: fields, as after --set, that must not change a bit.
         elsewhere: another folder to search for models that moved.
-        beside: a context that is open while this process has the run's lock.
+        tracking: copies the run to trackers; this context is open while this process has the run's lock.
 
     Raises:
         UserError: another process writes the run, the run is finished, one of its files is damaged, an input is missing
@@ -81,13 +76,13 @@ def resume(
         clock.lap("inputs")
         environment = {**describe_environment(config, ranks.size), folder.STARTED: as_text(clock.started)}
         tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}
-        with beside:
+        with tracking:
             try:
                 written = RunWriter(run_dir)
                 written.list_files(files)
                 written.mark("running")
                 remove_unfinished(run_dir, recorded, contents)
-                written.note(f"resumed-{len(folder.resumed_notes(recorded)) + 1:03d}.json", tree)
+                written.note(f"resumed-{len(resumed_notes(recorded)) + 1:03d}.json", tree)
                 clock.lap("records")
                 execute(kind, config, run_dir, opened, clock)
             except BaseException as error:

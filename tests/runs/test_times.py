@@ -12,7 +12,7 @@ from ppo_repro.base import clock as clocks
 from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.folder import by_phase, phases_of, read_times
+from ppo_repro.records.notes import by_phase, phases_of, read_times
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.run import run
 from tests.support.runs import small_config

@@ -25,10 +25,7 @@ from ppo_repro.tracking.follower import Copies, followed, targets_of
 if TYPE_CHECKING:
     from ppo_repro.base.ranks import Ranks
     from ppo_repro.base.watcher import Watcher
-    from ppo_repro.config.control import ControlConfig
-    from ppo_repro.config.dpo import DPOConfig
-    from ppo_repro.config.files import Kind
-    from ppo_repro.config.run import RunConfig
+    from ppo_repro.config.files import AnyConfig, Kind
     from ppo_repro.runs.fork_plan import Fork
     from ppo_repro.runs.kind import RunKind
 
@@ -128,7 +125,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig, Path]:
+def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, AnyConfig, Path]:
     """Read and check the configuration of a new run; return its kind, the configuration and the run's folder."""
     from ppo_repro.config.files import load_any
     from ppo_repro.config.inputs import run_folder
@@ -146,7 +143,7 @@ def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, RunConfig | ControlC
     return kind, config, folder
 
 
-def _require_startable(folder: Path, config: RunConfig | ControlConfig | DPOConfig) -> None:
+def _require_startable(folder: Path, config: AnyConfig) -> None:
     """Raise UserError if the folder of a new run is taken, or if the run could not use one of its files."""
     from ppo_repro.base.files import require_new
     from ppo_repro.base.lock import require_no_writer

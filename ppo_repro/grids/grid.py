@@ -21,11 +21,11 @@ from ppo_repro.base.files import atomic_write
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.output import say_anyway
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import dump_yaml, load_any
+from ppo_repro.config.files import AnyConfig, dump_yaml, load_any
 from ppo_repro.config.inputs import gather
 from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.cell import Executor, Order, last_result, run_of, state_of
-from ppo_repro.grids.spec import Cell, Config, Grid
+from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.changes import change_lines, config_changes
 from ppo_repro.records.grid import CELLS, GRID, RESULTS, axes_of
@@ -158,7 +158,7 @@ def check_unchanged(cell: Cell, folder: Path) -> None:
         )
 
 
-def _is_same_everywhere(config: Config) -> bool:
+def _is_same_everywhere(config: AnyConfig) -> bool:
     """Return whether every machine computes the same bits; environments of Gymnasium take sines from the C library."""
     if isinstance(config, RunConfig):
         return not config.bound and not config.rollout.engine_without_promise

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import LANGUAGE, MODELS, build_config, read_tree, validated
+from ppo_repro.config.files import LANGUAGE, MODELS, AnyConfig, build_config, read_tree, validated
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Head
@@ -62,7 +60,7 @@ def load_recorded_config(run_dir: Path | str) -> RunConfig:
     return build_config(read_tree(path, (), (LANGUAGE,)), str(path))
 
 
-def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig | DPOConfig:
+def load_config_of(run_dir: Path, recorded: Head) -> AnyConfig:
     """Load the configuration with which a run of any kind was started. Raises UserError if it is missing or damaged."""
     path = check_config(run_dir, recorded)
     return validated(MODELS[recorded.kind], read_tree(path), str(path))

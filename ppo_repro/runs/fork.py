@@ -12,7 +12,6 @@ from pathlib import Path
 from ppo_repro.base.clock import Clock
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME, atomic_write
-from ppo_repro.config.inputs import gather, run_digest
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE
 from ppo_repro.records.label import UNLABELLED, Label
@@ -21,7 +20,7 @@ from ppo_repro.runs.fork_plan import Fork
 from ppo_repro.runs.language import PROMPTS, LanguageKind
 from ppo_repro.runs.machine_memory import require_memory
 from ppo_repro.runs.machines import files_of, on_every_machine
-from ppo_repro.runs.run import NO_TRACKING, compute_new, writing
+from ppo_repro.runs.run import NO_TRACKING, Inherited, compute_new, writing
 from ppo_repro.runs.start import Start, load_start, start_files
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.coefficients import first_coefficients
@@ -52,10 +51,9 @@ def fork(
             verify(plan.source, plan.recorded)
         plan = replace(plan, config=config, source=here(plan.source))
         require_memory(config, ranks.size, ranks.rank)
-        start, inputs = _start(plan), gather(plan.config)
-        digest = run_digest(inputs, plan.origin.fingerprint)
-        fill = partial(_take_over, plan, start)
-        compute_new(kind, plan.config, plan.folder, inputs, digest, clock, label, start, fill)
+        start = _start(plan)
+        inherited = Inherited(start, plan.origin.fingerprint, partial(_take_over, plan, start))
+        compute_new(kind, config, plan.folder, clock, label, inherited)
 
 
 def _files(plan: Fork) -> list[Path]:

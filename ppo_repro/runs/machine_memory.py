@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say, size
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.files import AnyConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.devices import Card, device_count, kernels_of, torch_device
 from ppo_repro.runs.plan import Plan, plan_run
@@ -58,7 +57,7 @@ def _limit_files() -> list[Path]:
     return [*files, root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
 
 
-def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int, rank: int) -> None:
+def require_memory(config: AnyConfig, processes: int, rank: int) -> None:
     """Raise UserError if a language run certainly needs more memory than the machine, or the GPU of `rank`, has.
 
     Print a warning if only the estimate exceeds the memory.

@@ -22,16 +22,13 @@ from ppo_repro.base.beside import modules_beside
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import path_fields
+from ppo_repro.config.files import AnyConfig, path_fields
 from ppo_repro.config.inputs import decisive, file_of
-from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CHECKPOINTS_NAME, REFERENCE
 from ppo_repro.records.located import located_tree
 
-Config = TypeVar("Config", bound=RunConfig | ControlConfig | DPOConfig)
+Config = TypeVar("Config", bound=AnyConfig)
 PathHere = Callable[[Path], Path]  # from a path on the first machine to the path on this one
 CHUNK = 1 << 26  # bytes that are sent together
 NO_BYTES = torch.empty(0, dtype=torch.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ppo_repro.base.errors import FunctionFailed, UserError
 from ppo_repro.base.files import SUMS_NAME, file_digest, remove_folder
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.config.inputs import Inputs, gather, run_digest, run_folder
+from ppo_repro.config.inputs import gather, run_digest, run_folder
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.folder import STARTED, UNEQUAL
 from ppo_repro.records.label import UNLABELLED, Label, write_label
@@ -58,9 +59,9 @@ def run(
     with on_every_machine(ranks, config, partial(files_of, config.model_dump(mode="json"))) as (config, _):
         require_memory(config, ranks.size, ranks.rank)
         clock.lap("start")
-        inputs, run_dir = gather(config), run_folder(config, out)
+        run_dir = run_folder(config, out)
         with writing(ranks, run_dir), tracking:
-            compute_new(kind, config, run_dir, inputs, run_digest(inputs), clock, label)
+            compute_new(kind, config, run_dir, clock, label)
     return run_dir, clock.with_total()
 
 
@@ -69,28 +70,29 @@ def writing(ranks: Ranks, run_dir: Path) -> AbstractContextManager[None]:
     return only_writer(run_dir) if ranks.is_first else nullcontext()
 
 
+@dataclass(frozen=True)
+class Inherited:
+    """What a fork has from its origin."""
+
+    start: Start
+    fingerprint: str  # of the origin's records up to `start`
+    take_over: Callable[[Path], int]  # puts these records into the fork's folder, and returns the number of iterations
+
+
 def compute_new(
     kind: RunKind[Config, Item],
     config: Config,
     run_dir: Path,
-    inputs: Inputs,
-    digest: str,
     clock: Clock,
     label: Label,
-    start: Start | None = None,
-    fill: Callable[[Path], int] = lambda folder: 0,
+    inherited: Inherited | None = None,
 ) -> None:
-    """Make the folder of a new run, execute the run and record it; only the first process records.
+    """Make the folder of a new run, whose lock the caller has; execute and record the run in the first process.
 
-    Args:
-        run_dir: its folder, whose lock the caller has.
-        start: a checkpoint from which the run continues.
-        fill: puts records of earlier iterations into the folder and returns their number.
-
-    Raises:
-        PromiseBroken: names the process whose configuration or input files differ.
+    Raises PromiseBroken, naming the process, if its configuration or input files differ.
     """
-    ranks = kind.ranks
+    ranks, inputs = kind.ranks, gather(config)
+    start, origin = (None, "") if inherited is None else (inherited.start, inherited.fingerprint)
     opened = kind.open(config, run_dir if ranks.is_first else None, start)
     clock.lap("inputs")
     ranks.require_same("input files", sorted(inputs.digests.values()))
@@ -98,15 +100,15 @@ def compute_new(
         work_along(opened)
         return
     environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
-    temporary = writer.lay_out_run(run_dir, inputs, environment, digest, kind.name)
-    with _new_run(temporary, run_dir, label, fill):
+    temporary = writer.lay_out_run(run_dir, inputs, environment, run_digest(inputs, origin), kind.name)
+    with _new_run(temporary, run_dir, label, inherited):
         clock.lap("records")
         execute(kind, config, run_dir, opened, clock)
 
 
 @contextmanager
-def _new_run(temporary: Path, run_dir: Path, label: Label, fill: Callable[[Path], int]) -> Iterator[None]:
-    """Fill the folder of a new run, label it and rename it to `run_dir`.
+def _new_run(temporary: Path, run_dir: Path, label: Label, inherited: Inherited | None) -> Iterator[None]:
+    """Complete the folder of a new run, label it and rename it to `run_dir`.
 
     An exception such as Ctrl-C may come at any moment: it never leaves a folder whose status is "running". A run
     without a complete iteration of its own is removed, unless unequal bits ended it, which the user may want to
@@ -115,7 +117,8 @@ def _new_run(temporary: Path, run_dir: Path, label: Label, fill: Callable[[Path]
     begun = 0
     try:
         write_label(temporary, label)
-        begun = fill(temporary)
+        if inherited is not None:
+            begun = inherited.take_over(temporary)
         writer.publish_run(temporary, run_dir)
         yield
     except BaseException as error:

@@ -28,6 +28,7 @@ test-long:  ## the tests marked long, and every Hypothesis test with newly drawn
 	$(PYTEST) --dist worksteal -m "long or (hypothesis and not slow)" --hypothesis-profile=new $(ARGS)
 
 test-gpu:  ## what an NVIDIA GPU is to show, and how fast it is: ten minutes at most; ARGS="families" only that step
+	@.ci/setup.sh test
 	$(BIN)/python -m tests.gpu.device_check $(ARGS)
 
 SGLANG_VENV ?= .venv-sglang

@@ -83,3 +83,10 @@ def test_a_broken_link_would_be_found(tmp_path: Path, monkeypatch: pytest.Monkey
         "# Own\n[k](#own) [l [m]](gone2.md)\n"
     )
     assert broken(page) == ["gone.md", "gone.svg", "there.md#no", "#no", "../outside.md", "gone2.md"]
+
+
+@pytest.mark.parametrize("name", ["runs", "records", "grids", "tracking"])
+def test_the_page_of_a_folder_says_what_each_of_its_files_does(name: str) -> None:
+    folder = ROOT / "ppo_repro" / name
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert [p.name for p in folder.glob("*.py") if p.name != "__init__.py" and f"]({p.name})" not in text] == []

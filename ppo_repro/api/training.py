@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.records import reader
 from ppo_repro.records.listing import how_to_go_on
-from ppo_repro.runs.early import require_inputs
+from ppo_repro.runs.input_checks import require_inputs
 
 PLAIN = (bool, int, float, str, type(None))  # a subclass, such as NumPy's float64, need not compute the same
 Reward = Callable[[str, str, str], float]
@@ -145,14 +144,12 @@ def train(
     from ppo_repro.base.ranks import ALONE  # mistakes are reported before the slow import of torch
     from ppo_repro.runs import run as runner
     from ppo_repro.runs.language import LanguageKind
-    from ppo_repro.runs.plan import require_memory
 
-    require_memory(checked, 1, 0)
     try:
         with _Progress(run_dir, on_iteration) as watcher:
             runner.run(LanguageKind(watcher, ALONE), checked, folder)
     except KeyboardInterrupt as error:
-        raise type(error)(how_to_go_on(run_dir, f"`ppo-repro resume {shlex.quote(str(run_dir))}`")) from None
+        raise type(error)(how_to_go_on(run_dir)) from None
     return open_run(run_dir)
 
 

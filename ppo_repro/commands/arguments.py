@@ -19,13 +19,7 @@ from ppo_repro.commands.recorded import (
     verify_command,
     view_command,
 )
-from ppo_repro.commands.runs import (
-    SIZES,
-    fork_command,
-    rerun_command,
-    resume_command,
-    run_command,
-)
+from ppo_repro.commands.runs import SIZES, fork_command, rerun_command, resume_command, run_command
 from ppo_repro.commands.start import FETCHED, RECIPES, fields_command, init_command, plan_command
 from ppo_repro.commands.values import count, iterations, path, positive, rate, run_folder
 

@@ -196,8 +196,6 @@ def report_difference(
     """Print the result of a comparison and return the exit code.
 
     Args:
-        difference: the first difference, None if there is none.
-        as_json: whether to print one JSON object.
         identical: the line to print if there is no difference.
         more: more fields of the JSON object.
     """

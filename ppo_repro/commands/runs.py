@@ -25,10 +25,7 @@ from ppo_repro.tracking.follower import Copies, followed, targets_of
 if TYPE_CHECKING:
     from ppo_repro.base.ranks import Ranks
     from ppo_repro.base.watcher import Watcher
-    from ppo_repro.config.control import ControlConfig
-    from ppo_repro.config.dpo import DPOConfig
-    from ppo_repro.config.files import Kind
-    from ppo_repro.config.run import RunConfig
+    from ppo_repro.config.files import AnyConfig, Kind
     from ppo_repro.runs.fork_plan import Fork
     from ppo_repro.runs.kind import RunKind
 
@@ -85,7 +82,7 @@ def _resumable(begun: Path, ranks: Ranks) -> Iterator[None]:
     except KeyboardInterrupt as error:
         if not ranks.is_first:
             raise
-        kept = how_to_go_on(begun, f"`ppo-repro resume {shlex.quote(str(begun))}`")
+        kept = how_to_go_on(begun)
         raise type(error)(f"{error}; {kept}" if str(error) else kept) from error
 
 
@@ -116,31 +113,23 @@ def run_command(arguments: argparse.Namespace) -> int:
     label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
     with _working_together(partial(_plan_run, arguments)) as (ranks, watcher, (kind, config, folder)):
-        from ppo_repro.runs.brought import brought, files_of, moved
-        from ppo_repro.runs.plan import require_memory
         from ppo_repro.runs.run import run
 
-        files = partial(files_of, config.model_dump(mode="json"))
-        with _resumable(folder, ranks), brought(ranks, files) as there:
-            config = moved(config, there)
-            require_memory(config, ranks.size, ranks.rank)
-            clock.lap("start")
-            copying = followed(folder, copies, targets if ranks.is_first else ())
-            run(_executed_by(kind, watcher, ranks), config, arguments.out, clock, copying, label)
+        copying = followed(folder, copies, targets if ranks.is_first else ())
+        executed = _executed_by(kind, watcher, ranks)
+        with _resumable(folder, ranks):
+            run(executed, config, arguments.out, clock, copying, label)
         clock.lap("tracking" if targets else OTHER)
     if ranks.is_first:
         _report_run(folder, clock.with_total(), arguments.json, copies)
     return 0
 
 
-def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig, Path]:
+def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, AnyConfig, Path]:
     """Read and check the configuration of a new run; return its kind, the configuration and the run's folder."""
-    from ppo_repro.base.files import require_new
-    from ppo_repro.base.lock import require_no_writer
     from ppo_repro.config.files import load_any
     from ppo_repro.config.inputs import run_folder
     from ppo_repro.config.run import RunConfig
-    from ppo_repro.runs.early import require_inputs
 
     kind, config = load_any(arguments.config, arguments.set)
     if arguments.unchecked:
@@ -150,11 +139,21 @@ def _plan_run(arguments: argparse.Namespace) -> tuple[Kind, RunConfig | ControlC
         kind, config = load_any(arguments.config, [*arguments.set, *(f"{f}.checked=false" for f in own)])
     folder = run_folder(config, arguments.out)
     say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
+    _require_startable(folder, config)
+    return kind, config, folder
+
+
+def _require_startable(folder: Path, config: AnyConfig) -> None:
+    """Raise UserError if the folder of a new run is taken, or if the run could not use one of its files."""
+    from ppo_repro.base.files import require_new
+    from ppo_repro.base.lock import require_no_writer
+    from ppo_repro.config.run import RunConfig
+    from ppo_repro.runs.input_checks import require_inputs
+
     require_no_writer(folder)
     require_new(folder)
     if isinstance(config, RunConfig):
         require_inputs(config)
-    return kind, config, folder
 
 
 def resume_command(arguments: argparse.Namespace) -> int:
@@ -207,17 +206,12 @@ def fork_command(arguments: argparse.Namespace) -> int:
 
 def _plan_fork(arguments: argparse.Namespace) -> Fork:
     """Plan a fork, and check what it would read and write."""
-    from ppo_repro.base.files import require_new
-    from ppo_repro.base.lock import require_no_writer
-    from ppo_repro.runs.early import require_inputs
     from ppo_repro.runs.fork_plan import plan_fork
 
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)
     config, first = plan.config, plan.origin.iteration
     say(f"iterations {first} to {config.iterations - 1} of {config.iterations} into {plan.folder}")
-    require_no_writer(plan.folder)
-    require_new(plan.folder)
-    require_inputs(config)
+    _require_startable(plan.folder, config)
     return plan
 
 
@@ -274,7 +268,7 @@ def _rerun(arguments: argparse.Namespace) -> int:
     what = "everything" if only is None else f"iterations {only.start} to {only.stop - 1}"
     say(f"{arguments.run}: computing {what} again, to compare every buffer")
     with _working_together(partial(_kind_of, arguments.run)) as (ranks, watcher, kind):
-        from ppo_repro.runs.resume import rerun
+        from ppo_repro.runs.rerun import rerun
 
         executed = _executed_by(kind, watcher, ranks)
         report = rerun(executed, arguments.run, arguments.set, arguments.inputs, only)

@@ -28,7 +28,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.set)
     say(f"{config.experiment}: memory that a run needs, computed from sizes; no weights are loaded")
-    from ppo_repro.runs.plan import as_json, lines, memory_of, plan_run, room, savings, step_seconds
+    from ppo_repro.runs.machine_memory import memory_of, room
+    from ppo_repro.runs.plan import as_json, lines, plan_run, savings, step_seconds
 
     plan, smaller = plan_run(config, arguments.processes), savings(config, arguments.processes)
     value, text = as_json(plan), lines(plan)

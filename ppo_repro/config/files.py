@@ -25,9 +25,9 @@ LANGUAGE: Final = "language"  # PPO on a language model
 CONTROL: Final = "control"  # PPO on Gymnasium environments
 DPO: Final = "dpo"  # DPO on preference pairs
 
+AnyConfig = RunConfig | ControlConfig | DPOConfig
 Model = TypeVar("Model", bound=BaseModel)
-MODELS: dict[Kind, type[RunConfig | ControlConfig | DPOConfig]]
-MODELS = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
+MODELS: dict[Kind, type[AnyConfig]] = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
 # the names of fields, because a tree is searched before anything in it is checked: a name has one type in all sections
 _TYPES = [pair for model in MODELS.values() for pair in types_of_fields(model)]
 PATHS, PROGRAMS, FOREIGN = (
@@ -45,7 +45,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return build_config(read_tree(path, overrides, (LANGUAGE,)), str(path))
 
 
-def load_any(path: Path, overrides: Sequence[str] = ()) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig]:
+def load_any(path: Path, overrides: Sequence[str] = ()) -> tuple[Kind, AnyConfig]:
     """Return the configuration of a run of any kind, with its kind. Raises UserError if anything is wrong."""
     tree = read_tree(path, overrides, tuple(MODELS))
     kind = kind_of(tree)

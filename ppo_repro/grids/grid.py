@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import shlex
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +21,17 @@ from ppo_repro.base.files import atomic_write
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.output import say_anyway
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import dump_yaml, load_any
+from ppo_repro.config.files import AnyConfig, dump_yaml, load_any
 from ppo_repro.config.inputs import gather
 from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.cell import Executor, Order, last_result, run_of, state_of
-from ppo_repro.grids.spec import Cell, Config, Grid
+from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.changes import change_lines, config_changes
-from ppo_repro.records.folder import read_environments
 from ppo_repro.records.grid import CELLS, GRID, RESULTS, axes_of
+from ppo_repro.records.notes import read_environments
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.run import NOTHING
+from ppo_repro.runs.run import NO_TRACKING
 
 SHOWN = ("final.eval_accuracy", "final.eval_score")  # columns of the printed table
 SHOWN_FIELDS = 8  # of a configuration that has changed
@@ -55,7 +55,7 @@ def run_grid(
     out: Path,
     executor: Executor,
     keep_changed: bool = False,
-    beside: AbstractContextManager[object] = NOTHING,
+    tracking: AbstractContextManager[object] = NO_TRACKING,
     processes: int = 1,
 ) -> Outcome:
     """Run every cell that is not complete, and write the tables in OUT/<name of the grid file>.
@@ -63,11 +63,9 @@ def run_grid(
     A second call runs only missing cells. A cell that fails or is killed is recorded, and the other cells go on.
 
     Args:
-        grid: the cells.
-        out: the folder that has one folder per grid.
         executor: runs cells, here or on a cluster.
         keep_changed: keep complete cells that other code, packages or input files computed.
-        beside: a context that is open while this call has the grid's lock.
+        tracking: copies the grid to trackers; this context is open while this call has the grid's lock.
         processes: number of processes of each cell, on one machine.
 
     Raises:
@@ -76,36 +74,47 @@ def run_grid(
     """
     executor.check()
     grid_dir = out / grid.name
-    with only_writer(grid_dir), beside:
+    with only_writer(grid_dir), tracking:
         try:
             (grid_dir / "cells").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
         atomic_write(grid_dir / GRID, dump_yaml(grid.file).encode())
-        orders, cells = [], {cell.name: cell for cell in grid.cells}
-        for cell in grid.cells:
-            folder = grid_dir / "cells" / cell.name
-            lay_out(cell, folder)
-            if not keep_changed:
-                check_unchanged(cell, folder)
-            if state_of(folder) != "complete":
-                orders.append(Order(cell.name, str(folder.absolute()), cell.config.layout.threads, processes))
-        rows = {name: _cell_row(grid_dir, cell) for name, cell in cells.items()}
-        write_tables(grid_dir, rows)  # a tracker that copies the grid meanwhile reads the labels there
-        complete = len(grid.cells) - len(orders)
-        say_anyway(f"{complete} of {len(grid.cells)} cells are complete already")
+        orders = _orders(grid, grid_dir, keep_changed, processes)
+        write_tables(grid_dir, grid)  # a tracker that copies the grid meanwhile reads the labels there
+        say_anyway(f"{len(grid.cells) - len(orders)} of {len(grid.cells)} cells are complete already")
         try:
             if orders:
-                with closing(executor.run(orders)) as results:
-                    for ended, result in enumerate(results, complete + 1):
-                        with suppress(UserError):  # of one cell; the tables at the end name it
-                            rows[result.name] = _cell_row(grid_dir, cells[result.name])
-                            _write(grid_dir / CELLS, pd.DataFrame([*rows.values()]))
-                        outcome = f"ended with {result.exit_code}: {result.message}" if result.exit_code else "done"
-                        say_anyway(f"{ended}/{len(grid.cells)} {result.name}: {outcome} ({result.seconds:.1f} s)")
+                _run(grid, grid_dir, executor, orders)
         finally:
-            table = write_tables(grid_dir, {name: _cell_row(grid_dir, cell) for name, cell in cells.items()})
+            table = write_tables(grid_dir, grid)
     return Outcome(table, tuple(order.name for order in orders))
+
+
+def _orders(grid: Grid, grid_dir: Path, keep_changed: bool, processes: int) -> list[Order]:
+    """Lay out all cells, and return an order for each cell that is not complete."""
+    orders = []
+    for cell in grid.cells:
+        folder = grid_dir / "cells" / cell.name
+        lay_out(cell, folder)
+        if not keep_changed:
+            check_unchanged(cell, folder)
+        if state_of(folder) != "complete":
+            orders.append(Order(cell.name, str(folder.absolute()), cell.config.layout.threads, processes))
+    return orders
+
+
+def _run(grid: Grid, grid_dir: Path, executor: Executor, orders: Sequence[Order]) -> None:
+    """Run the cells; when one ends, write the table of cells and print a line."""
+    cells = {cell.name: cell for cell in grid.cells}
+    rows = {name: _cell_row(grid_dir, cell) for name, cell in cells.items()}
+    with closing(executor.run(orders)) as results:
+        for ended, result in enumerate(results, len(cells) - len(orders) + 1):
+            with suppress(UserError):  # of one cell; the tables at the end name it
+                rows[result.name] = _cell_row(grid_dir, cells[result.name])
+                _write(grid_dir / CELLS, pd.DataFrame([*rows.values()]))
+            outcome = f"ended with {result.exit_code}: {result.message}" if result.exit_code else "done"
+            say_anyway(f"{ended}/{len(cells)} {result.name}: {outcome} ({result.seconds:.1f} s)")
 
 
 def lay_out(cell: Cell, folder: Path) -> None:
@@ -149,19 +158,19 @@ def check_unchanged(cell: Cell, folder: Path) -> None:
         )
 
 
-def _is_same_everywhere(config: Config) -> bool:
+def _is_same_everywhere(config: AnyConfig) -> bool:
     """Return whether every machine computes the same bits; environments of Gymnasium take sines from the C library."""
     if isinstance(config, RunConfig):
         return not config.bound and not config.rollout.engine_without_promise
     return isinstance(config, DPOConfig) and config.numerics.mode == "deterministic"
 
 
-def write_tables(grid_dir: Path, rows: Mapping[str, CellRow]) -> pd.DataFrame:
+def write_tables(grid_dir: Path, grid: Grid) -> pd.DataFrame:
     """Write both tables, each completely or not at all, and return the table of cells.
 
     Raises UserError on damaged records.
     """
-    table = pd.DataFrame([*rows.values()])
+    table = pd.DataFrame([_cell_row(grid_dir, cell) for cell in grid.cells])
     _write(grid_dir / CELLS, table)
     _write(grid_dir / RESULTS, _results_table(grid_dir, table))
     return table

@@ -14,23 +14,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import (
-    GRID,
-    MODELS,
-    from_folder,
-    kind_of,
-    read_tree,
-    set_field,
-    validated,
-)
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.files import GRID, MODELS, AnyConfig, from_folder, kind_of, read_tree, set_field, validated
 from ppo_repro.config.section import PathText, Section
 from ppo_repro.config.yaml_text import describe_value
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-Config = RunConfig | ControlConfig | DPOConfig
 
 
 class GridFile(Section):
@@ -65,7 +53,7 @@ class Cell:
     name: str  # made of the labels and the seed
     labels: Mapping[str, str]
     seed: int
-    config: Config
+    config: AnyConfig
 
 
 @dataclass(frozen=True)

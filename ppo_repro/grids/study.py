@@ -43,8 +43,6 @@ def reproduce(study: Path, count: int, seed: int, out: Path, workers: int) -> Re
     Args:
         study: a folder with grid file, results and page.
         count: number of cells.
-        seed: seed of the choice of cells.
-        out: folder for the new runs.
         workers: cells at once.
 
     Raises:
@@ -86,10 +84,8 @@ def chosen_cells(grid: Grid, committed: Mapping[str, ResultRow], count: int, see
     """Choose cells in deterministic numerics, and add the cells with which their measures compare them.
 
     Args:
-        grid: all cells.
         committed: rows of the results by cell, with the column BESIDE.
         count: number of chosen cells, without the added cells.
-        seed: seed of the choice.
 
     Raises:
         UserError: the grid has fewer cells in deterministic numerics.

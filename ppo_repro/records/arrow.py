@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from ppo_repro.config.layout import RecordLevel
 from ppo_repro.records import digests, schema
-from ppo_repro.records.schema import LEVELS
+from ppo_repro.records.schema import includes
 
 
 def to_arrow(
@@ -27,7 +27,7 @@ def to_arrow(
     """
     if unknown := columns.keys() - {column.name for column in table.columns}:
         raise ValueError(f"table {table.name}, column {min(unknown)}: not in the schema")
-    above = {column.name for column in table.columns if LEVELS.index(column.level) > LEVELS.index(level)}
+    above = {column.name for column in table.columns if not includes(level, column.level)}
     names = columns.keys() - above
     arrays: list[pa.Array] = []
     for column in table.columns:

@@ -6,6 +6,7 @@ No other module of records/ knows tensors and stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.clock import moment
 from ppo_repro.base.errors import UserError
-from ppo_repro.buffers import Episode, Evaluation, Iteration, WarmStartStep
+from ppo_repro.buffers import Episode, Evaluation, Iteration, PolicyUpdate, Spans, ValueUpdate, WarmStartStep
 from ppo_repro.config.algorithm import AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.layout import RecordLevel
 from ppo_repro.config.run import RunConfig
@@ -35,7 +36,7 @@ from ppo_repro.tasks.tokenizer import decode
 Columns = dict[str, Any]
 _MOST_IN_LISTS = 2**31 - 1  # elements of an Arrow column of lists
 _ROWS_AT_ONCE = 1024  # of kept tokens, which are whole vocabularies while they are unpacked
-SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
+SPANS = tuple(field.name for field in fields(Spans))
 
 
 def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
@@ -43,15 +44,13 @@ def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
     level = config.records.level
     columns = {
         "sequences": _sequences(item),
-        "tokens": _tokens(item, with_kept=level != "lean"),
+        "tokens": _tokens(item, level),
         "updates": _updates(item),
         "steps": _steps(item, config),
         "iterations": _iteration(item, config),
     }
     tables = tables_at(item.index, schema.TABLES, columns, level)
-    if item.evaluation is not None and level != "lean":
-        tables |= evaluation_table(item.evaluation, item.index)
-    return tables
+    return tables if item.evaluation is None else tables | evaluation_table(item.evaluation, item.index, level)
 
 
 def tables_at(
@@ -61,12 +60,13 @@ def tables_at(
 
     Args:
         index: of the iteration, in every row.
-        tables: their schemas.
         columns: by table and name.
-        level: the level of the records; columns above it are not made.
+        level: the level of the records; tables and columns above it are not made.
     """
     made = {}
     for table in tables:
+        if not schema.includes(level, table.level):
+            continue
         rows = len(next(iter(columns[table.name].values())))
         made[table.name] = to_arrow(table, {"iteration": np.full(rows, index), **columns[table.name]}, level)
     return made
@@ -89,6 +89,21 @@ def fields_of(table: schema.Table, *stages: Any) -> Columns:
 def rows_of(table: schema.Table, items: Sequence[Any]) -> Columns:
     """Return the table's columns that are fields of the items; each item is a row."""
     return {c.name: [getattr(i, c.name) for i in items] for c in table.columns if hasattr(items[0], c.name)}
+
+
+def _model_columns(table: schema.Table) -> dict[str, tuple[str, str]]:
+    """Return model and field of each column of a table that is a field of a model's optimizer step, or null without it.
+
+    The column `policy_losses` is the policy's field `losses`, as both models have one.
+    """
+    found = {}
+    for model, step in (("value", ValueUpdate), ("policy", PolicyUpdate)):  # a name that both have is the policy's
+        names = {field.name for field in fields(step)}
+        for column in table.columns:
+            name = column.name.removeprefix(f"{model}_")
+            if name in names and column.nullable:
+                found[column.name] = model, name
+    return found
 
 
 def _by_step(item: Iteration, model: str, name: str) -> list[Any]:
@@ -149,7 +164,7 @@ def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
     return {"episode_ids": [episode.ids for episode in episodes], "is_forced": forced}
 
 
-def _tokens(item: Iteration, with_kept: bool) -> Columns:
+def _tokens(item: Iteration, level: RecordLevel) -> Columns:
     rollout, forward = item.rollout, item.forward
     sequence, position = cells_of(rollout.lengths)
     return {
@@ -158,7 +173,7 @@ def _tokens(item: Iteration, with_kept: bool) -> Columns:
         "position": position,
         "token_id": int32(rollout.response_ids),
         **{name: int32([value for s in rollout.spans for value in getattr(s, name)]) for name in SPANS},
-        "kept_tokens": _kept(rollout.kept_tokens.numpy()) if with_kept else None,
+        "kept_tokens": _kept(rollout.kept_tokens.numpy()) if schema.includes(level, "full") else None,
         "rollout_routes": _lists(rollout.token_routes()),
         "policy_routes": _lists(forward.routes),
     }
@@ -198,22 +213,16 @@ def _lists(rows: Tensor) -> list[np.ndarray] | None:
 def _updates(item: Iteration) -> Columns:
     tokens = torch.cat([u.tokens for u in item.updates]).numpy()
     sequence, position = cells_of(item.rollout.lengths)
-    of_policy = (
-        "new_logprobs", "ratios", "new_entropies", "surrogates", "penalty_terms", "importance_weights", "kl_terms",
-    )  # fmt: skip
     clipped = [torch.zeros(len(u.tokens)).bool() if u.value is None else u.value.clipped for u in item.updates]
     return {
         "epoch": of_minibatches(item.updates, "epoch"),
         "minibatch": of_minibatches(item.updates, "minibatch"),
         "sequence": sequence[tokens],
         "position": position[tokens],
-        **{name: _by_token(item, "policy", name) for name in of_policy},
-        "policy_losses": _by_token(item, "policy", "losses"),
+        **{name: _by_token(item, *field) for name, field in _model_columns(schema.UPDATES).items()},
         "clip_flag": _in_words(item, "clip_flags", flag_names),
         "correction": _in_words(item, "corrections", correction_names),
-        "new_values": _by_token(item, "value", "new_values"),
         "value_clipped": torch.cat(clipped).numpy(),
-        "value_losses": _by_token(item, "value", "losses"),
         "loss_weights": torch.cat([u.loss_weights for u in item.updates]).numpy(),
     }
 
@@ -221,18 +230,11 @@ def _updates(item: Iteration) -> Columns:
 def _steps(item: Iteration, config: RunConfig) -> Columns:
     count = len(item.updates)
     learning_rate, value_learning_rate = learning_rates(config.ppo, config.value, item.index)
-    of_policy = (
-        "entropy", "approx_kl", "clip_fraction", "grad_norm",
-        "surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss",
-    )  # fmt: skip
     return {
         **rows_of(schema.STEPS, item.updates),
         **rows_of(schema.STEPS, item.digests),
         "tokens": int32([len(u.tokens) for u in item.updates]),
-        **{name: _by_step(item, "policy", name) for name in of_policy},
-        **{f"{model}_loss": _by_step(item, model, "loss") for model in ("policy", "value")},
-        "value_clip_fraction": _by_step(item, "value", "clip_fraction"),
-        "value_grad_norm": _by_step(item, "value", "grad_norm"),
+        **{name: _by_step(item, *field) for name, field in _model_columns(schema.STEPS).items()},
         "learning_rate": [learning_rate] * count,
         "value_learning_rate": [value_learning_rate] * count,
     }
@@ -244,8 +246,6 @@ def count_disagreement(
     """Count the unequal bits between sampler and trainer log-probs, first-minibatch ratios and 1, old and new values.
 
     Args:
-        rollout: of a language or control run.
-        forward: of the same iteration.
         tokens: [M] int64, the tokens of the first minibatch.
         ratios: [M] float32, before any optimizer step.
         new_values: [M] float32, before any optimizer step; None without a value model.
@@ -294,19 +294,22 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
     return {name: [value] for name, value in row.items()}
 
 
-def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Table]:
-    """Return the table `evaluations`, by name, of the evaluation before `iteration`."""
+def evaluation_table(evaluation: Evaluation, iteration: int, level: RecordLevel) -> dict[str, pa.Table]:
+    """Return the table `evaluations`, by name, of the evaluation before `iteration`; no table if `level` has none."""
     columns: Columns = {
         "sequence": range(len(evaluation.prompt_key)),
         "response_length": [len(ids) for ids in evaluation.response_ids],
         **fields_of(schema.EVALUATIONS, evaluation),
         **_episode_columns(evaluation.episodes),
     }
-    return tables_at(iteration, [schema.EVALUATIONS], {schema.EVALUATIONS.name: columns})
+    return tables_at(iteration, [schema.EVALUATIONS], {schema.EVALUATIONS.name: columns}, level)
 
 
 def preparation_tables(
-    warm_start: Sequence[WarmStartStep], training: RewardTraining | None, tokenizer: PreTrainedTokenizerBase
+    warm_start: Sequence[WarmStartStep],
+    training: RewardTraining | None,
+    tokenizer: PreTrainedTokenizerBase,
+    level: RecordLevel,
 ) -> dict[str, pa.Table]:
     """Return the tables of the training before PPO, by name; a training that did not take place has no table."""
     columns: dict[str, Columns] = {}
@@ -323,7 +326,8 @@ def preparation_tables(
         columns["pair_updates"] = _pair_updates(training.steps)
         digests = [step.digest for step in training.steps]
         columns["pair_steps"] = {**rows_of(schema.PAIR_STEPS, training.steps), "reward_digest": digests}
-    return {t.name: to_arrow(t, columns[t.name]) for t in schema.PREPARATION if t.name in columns}
+    tables = [t for t in schema.PREPARATION if t.name in columns and schema.includes(level, t.level)]
+    return {table.name: to_arrow(table, columns[table.name]) for table in tables}
 
 
 def pair_columns(pairs: Sequence[Preference], trained: int, tokenizer: PreTrainedTokenizerBase) -> Columns:

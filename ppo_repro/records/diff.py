@@ -106,10 +106,7 @@ def from_recorded(
     """Find the first cell in which computed tables differ from the recorded tables of the same moment.
 
     Args:
-        run_dir: the recorded run.
-        recorded: its manifest.
         iteration: None is the moment before the first iteration; the number of iterations is after the last one.
-        computed: tables by name.
 
     Raises:
         UserError: the records are damaged.
@@ -126,9 +123,6 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
     """Find the lowest row of the first column whose bits differ, among the columns that both tables have.
 
     Args:
-        table: the schema.
-        left: rows of one run.
-        right: rows of the other run.
         iteration: for the report of the difference.
 
     Raises:

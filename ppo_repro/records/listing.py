@@ -14,11 +14,11 @@ def state_of(run_dir: Path, status: str) -> str:
     return "killed" if status == "running" and not has_writer(run_dir) else status
 
 
-def how_to_go_on(run_dir: Path, resume: str) -> str:
-    """Return a sentence: from which iteration the command `resume` continues a run, and what it computes again."""
+def how_to_go_on(run_dir: Path) -> str:
+    """Return a sentence: from which iteration `resume` continues a run, and what it computes again."""
     if not (run_dir / MANIFEST).exists():
         return "nothing was recorded; start it again"
-    start, done = _recorded(run_dir)
+    (start, done), resume = _recorded(run_dir), f"`ppo-repro resume {shlex.quote(str(run_dir))}`"
     if not start:
         return f"{done} iterations are recorded, without a checkpoint: {resume} computes all of them again"
     again = f"computes {done - start} again" if done > start else "computes none again"

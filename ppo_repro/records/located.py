@@ -28,8 +28,6 @@ def located_tree(
     relative path near the run folder, and below `elsewhere`.
 
     Args:
-        run_dir: the recorded run.
-        recorded: its manifest.
         elsewhere: another folder to search for models that moved.
         model_too: whether the model of the policy is needed.
 

@@ -223,7 +223,6 @@ def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[Iterati
     """Read the iterations that a manifest counts from the log beside it.
 
     Args:
-        run_dir: has the log.
         count: number of iterations.
         size: their bytes; later bytes belong to an unfinished iteration.
         digest: of these bytes.

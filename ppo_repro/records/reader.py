@@ -36,8 +36,6 @@ def read_moment(run_dir: Path, recorded: Manifest, iteration: int | None, verify
     """Read every table of one moment of a run, by name.
 
     Args:
-        run_dir: the recorded run.
-        recorded: its manifest.
         iteration: None is the moment before the first iteration; the number of iterations is after the last one.
         verify: whether bytes and values are compared with their digests.
 
@@ -50,13 +48,10 @@ def read_moment(run_dir: Path, recorded: Manifest, iteration: int | None, verify
     }
 
 
-def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) -> pa.Table:
+def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool = True) -> pa.Table:
     """Read one file of any table in the schema's plain types. A column that the file lacks is null.
 
     Args:
-        path: the Parquet file.
-        table: its schema.
-        entry: digests and number of rows.
         verify: whether first its bytes, then its values are compared with the digests.
 
     Raises:
@@ -97,7 +92,6 @@ def read_table(
     *,
     iterations: Sequence[int] | None = None,
     columns: Sequence[str] | None = None,
-    verify: bool = True,
     allow_incomplete: bool = False,
     recorded: Manifest | None = None,
 ) -> pd.DataFrame:
@@ -105,10 +99,8 @@ def read_table(
 
     Args:
         name: of the table, as in ppo_repro/records/README.md.
-        run_dir: the run folder.
         iterations: from 0; None: all that were recorded.
         columns: names; None: all.
-        verify: compare every file with its digest.
         allow_incomplete: read runs that are not complete.
         recorded: the manifest, for one of many reads: to read and check a long run's manifest takes tenths of a second.
 
@@ -125,7 +117,7 @@ def read_table(
         raise UserError(f"{folder}: no table '{name}'; there are {', '.join(manifest.table_names(recorded))}")
     chosen = _checked_columns(folder, table or files[0].table, columns)
     names = [column.name for column in chosen]
-    return to_frame(chosen, [read_file(f.path(folder), f.table, f.entry, verify).select(names) for f in files])
+    return to_frame(chosen, [read_file(f.path(folder), f.table, f.entry).select(names) for f in files])
 
 
 read_sequences = partial(read_table, "sequences")  # one row per response or fragment of an episode

@@ -15,7 +15,13 @@ SCHEMA_VERSION = 2
 
 # what a run may have that brings columns of its own: several turns, a sampler that is behind, responses encoded again
 Feature = Literal["turns", "lag", "retokenized"]
-LEVELS: tuple[RecordLevel, ...] = ("lean", "full", "deep")  # each level has the columns of the levels before it
+Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
+LEVELS: tuple[RecordLevel, ...] = ("lean", "full", "deep")  # each level has what the levels before it have
+
+
+def includes(level: RecordLevel, lowest: RecordLevel) -> bool:
+    """Return whether a run at `level` records a table or column whose lowest level is `lowest`."""
+    return LEVELS.index(lowest) <= LEVELS.index(level)
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class Column:
     level: RecordLevel = "lean"  # the lowest that records it
     only_with: Feature | None = None  # in the files, and in the fingerprint, of such runs alone; null: of all others
     also_compared: bool = False  # a result though outside the fingerprint: compared where both runs have it
+    stage: Stage | None = None  # of `verify`, in which it is computed again from other columns; None: it is not
 
     @property
     def may_be_missing(self) -> bool:
@@ -59,6 +66,7 @@ class Table:
     grain: str
     key: tuple[str, ...]
     columns: tuple[Column, ...]
+    level: RecordLevel = "lean"  # the lowest that records it
 
     def named(self, *names: str) -> tuple[Column, ...]:
         """Return the columns with these names, in the order of this table, for use in another table."""
@@ -74,6 +82,7 @@ _SEQUENCE = Column("sequence", "int32", "index", "Response within the iteration,
 _POSITION = Column("position", "int32", "index", "Token within the response, from 0.")
 EPOCH = Column("epoch", "int32", "index", "Pass over the rollout, from 0.")
 MINIBATCH = Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0.")
+_SCHEDULED = tuple(replace(column, stage="losses") for column in (EPOCH, MINIBATCH, _SEQUENCE, _POSITION))
 
 SEQUENCES = Table("sequences", "one row per response", ("iteration", "sequence"), (
     ITERATION, _SEQUENCE,
@@ -88,11 +97,11 @@ SEQUENCES = Table("sequences", "one row per response", ("iteration", "sequence")
     Column("prompt_length", "int32", "tokens", "Length of prompt_ids."),
     Column("response_length", "int32", "tokens", "Length of response_ids."),
     Column("finish_reason", "string", "", "`stop` after an end token, `length` at the limit."),
-    Column("scores", "float64", "", "Weighted sum of the reward terms, after the rule for a missing end token."),
+    Column("scores", "float64", "", "Weighted sum of the reward terms, after the rule for a missing end token.", stage="rewards"),
     Column("score_parts", "list<float64>", "", "Unweighted value of each reward term, in the order of the configuration."),
     Column("is_correct", "bool", "", "Right by the verifier, or equal to the answer; and ended by itself."),
-    Column("kl_penalty_sum", "float64", "reward", "Sum of kl_penalties over the response."),
-    Column("reward_sum", "float64", "", "Sum of rewards over the response."),
+    Column("kl_penalty_sum", "float64", "reward", "Sum of kl_penalties over the response.", stage="rewards"),
+    Column("reward_sum", "float64", "", "Sum of rewards over the response.", stage="rewards"),
     Column("episode_ids", "list<int32>", "token id", "All tokens after the prompt, those that the environment put in included; only where task.max_turns is greater than 1.", nullable=True, only_with="turns"),
     Column("is_forced", "list<int32>", "", "For each of episode_ids 1 where the environment put it in, 0 where it was sampled; only likewise.", nullable=True, only_with="turns"),
     Column("rollout_policy_versions", "list<int32>", "iterations", "Version of the policy that sampled each token: how many iterations it was trained for; only with mismatch.sampler.lag.", nullable=True, only_with="lag"),
@@ -119,85 +128,85 @@ TOKENS = Table("tokens", "one row per response token", ("iteration", "sequence",
     Column("prob_sq_sums", "float32", "", "Sum of squared probabilities of the policy."),
     Column("ref_kl", "float32", "nats", "KL(policy || reference) over the whole distribution."),
     Column("values", "float32", "reward", "Value model before the token; null without one.", nullable=True),
-    Column("kl_penalties", "float32", "reward", "kl_coef times the KL estimate, where it is charged; 0 if in no reward."),
-    Column("rewards", "float32", "reward", "Input of the advantages: score as placed, minus kl_penalties, whitened if configured."),
-    Column("raw_advantages", "float32", "reward", "Generalized advantage estimate, or the group-relative score."),
-    Column("advantages", "float32", "", "Advantage used in the loss."),
-    Column("returns", "float32", "reward", "Value target, raw_advantages + values; null without a value model.", nullable=True),
+    Column("kl_penalties", "float32", "reward", "kl_coef times the KL estimate, where it is charged; 0 if in no reward.", stage="rewards"),
+    Column("rewards", "float32", "reward", "Input of the advantages: score as placed, minus kl_penalties, whitened if configured.", stage="rewards"),
+    Column("raw_advantages", "float32", "reward", "Generalized advantage estimate, or the group-relative score.", stage="advantages"),
+    Column("advantages", "float32", "", "Advantage used in the loss.", stage="advantages"),
+    Column("returns", "float32", "reward", "Value target, raw_advantages + values; null without a value model.", nullable=True, stage="advantages"),
     full("kept_tokens", "list<int32>", "token id", "Tokens that top-k/top-p keep, by id, over which every log-prob of this token is normalised; null without them."),
     full("cumulative_probs", "float32", "", "Probability under the policy of the tokens at least as likely as this token, itself included; equally likely ones by id."),
     full("reverse_ref_kl", "float32", "nats", "KL(reference || policy) over the whole distribution; null unless the reward charges it."),
-    full("placed_scores", "float64", "reward", "The score where its placement puts it."),
-    full("raw_rewards", "float32", "reward", "placed_scores minus kl_penalties, before whitening."),
+    full("placed_scores", "float64", "reward", "The score where its placement puts it.", stage="rewards"),
+    full("raw_rewards", "float32", "reward", "placed_scores minus kl_penalties, before whitening.", stage="rewards"),
     deep("rollout_routes", "list<int32>", "index", "Experts that computed the sampler's distribution of the token: for each layer with a mixture of experts, in order, the chosen ones by rising index; null for dense models, an SGLang server, and tokens encoded again."),
     deep("policy_routes", "list<int32>", "index", "The same in the training forward before any update; null for dense models."),
 ))
 
 UPDATES = Table("updates", "one row per token, epoch and minibatch", ("iteration", "epoch", "minibatch", "sequence", "position"), (
-    ITERATION, EPOCH, MINIBATCH, _SEQUENCE, _POSITION,
+    ITERATION, *_SCHEDULED,
     Column("new_logprobs", "float32", "nats", "Log-prob under the policy before this step; null where it takes none.", nullable=True),
-    Column("ratios", "float32", "", "exp(new_logprobs - anchor), the anchor as configured, with sequence_clip exp of its mean over the response; null where the policy takes no step.", nullable=True),
-    Column("clip_flag", "string", "", "none; clip_high, clip_low, clip_dual (gradient zero); wrong_high, wrong_low (outside the band, gradient kept); bound_high, bound_low (CISPO's weight is its bound, gradient kept); unknown (your objective does not say); null where the policy takes no step.", nullable=True),
+    Column("ratios", "float32", "", "exp(new_logprobs - anchor), the anchor as configured, with sequence_clip exp of its mean over the response; null where the policy takes no step.", nullable=True, stage="losses"),
+    Column("clip_flag", "string", "", "none; clip_high, clip_low, clip_dual (gradient zero); wrong_high, wrong_low (outside the band, gradient kept); bound_high, bound_low (CISPO's weight is its bound, gradient kept); unknown (your objective does not say); null where the policy takes no step.", nullable=True, stage="losses"),
     Column("new_values", "float32", "reward", "Value model before this step; null where it takes none.", nullable=True),
-    Column("value_clipped", "bool", "", "The clipped branch decided the value loss."),
+    Column("value_clipped", "bool", "", "The clipped branch decided the value loss.", stage="losses"),
     Column("new_entropies", "float32", "nats", "Entropy of the policy before this step; null where it takes none.", nullable=True),
-    full("loss_weights", "float32", "", "Weight of the token's losses in those of the step, by the aggregation; 0 for tokens that rejected_tokens = left_out leaves out."),
-    full("importance_weights", "float32", "", "Factor on surrogates and penalty_terms, from old_logprobs - rollout_logprobs, 0 for rejected tokens; null unless configured."),
-    full("correction", "string", "", "What importance weights and rejection did to the token: none; truncated_high, truncated_low (the weight is a bound); masked_high, masked_low, rejected (the weight is 0); null unless configured."),
-    full("policy_losses", "float32", "", "Policy loss of the token, all terms: surrogates plus penalty_terms, times importance_weights, minus entropy_coef times new_entropies, plus kl_terms; null where the policy takes no step."),
-    full("surrogates", "float32", "", "The objective's term in ratio and advantage; null likewise."),
-    full("penalty_terms", "float32", "", "penalty_coef times KL(anchor || new), k3; null for other objectives."),
-    full("kl_terms", "float32", "", "kl_coef times the KL estimate to the reference; null unless the loss has it."),
-    full("value_losses", "float32", "", "Value loss of the token, before value_coef; null where the value model takes no step."),
+    full("loss_weights", "float32", "", "Weight of the token's losses in those of the step, by the aggregation; 0 for tokens that rejected_tokens = left_out leaves out.", stage="losses"),
+    full("importance_weights", "float32", "", "Factor on surrogates and penalty_terms, from old_logprobs - rollout_logprobs, 0 for rejected tokens; null unless configured.", stage="losses"),
+    full("correction", "string", "", "What importance weights and rejection did to the token: none; truncated_high, truncated_low (the weight is a bound); masked_high, masked_low, rejected (the weight is 0); null unless configured.", stage="losses"),
+    full("policy_losses", "float32", "", "Policy loss of the token, all terms: surrogates plus penalty_terms, times importance_weights, minus entropy_coef times new_entropies, plus kl_terms; null where the policy takes no step.", stage="losses"),
+    full("surrogates", "float32", "", "The objective's term in ratio and advantage; null likewise.", stage="losses"),
+    full("penalty_terms", "float32", "", "penalty_coef times KL(anchor || new), k3; null for other objectives.", stage="losses"),
+    full("kl_terms", "float32", "", "kl_coef times the KL estimate to the reference; null unless the loss has it.", stage="losses"),
+    full("value_losses", "float32", "", "Value loss of the token, before value_coef; null where the value model takes no step.", stage="losses"),
 ))
 
 STEPS = Table("steps", "one row per optimizer step", ("iteration", "epoch", "minibatch"), (
     ITERATION, EPOCH, MINIBATCH,
-    Column("tokens", "int32", "tokens", "Response tokens in the minibatch."),
-    Column("policy_loss", "float64", "", "All terms of the policy's loss, aggregated as configured; null where the policy takes no step.", nullable=True),
-    Column("value_loss", "float64", "", "Squared error times one half, clipped if configured, aggregated likewise; null without a step.", nullable=True),
-    Column("entropy", "float64", "nats", "Entropy before the step, token mean; null without a step.", nullable=True),
-    Column("approx_kl", "float64", "nats", "KL(anchor || new) by k3, token mean; null without a step.", nullable=True),
-    Column("clip_fraction", "float64", "", "Share of tokens whose policy gradient the clip removed; null without a step, and where that is unknown.", nullable=True),
-    Column("value_clip_fraction", "float64", "", "Share of tokens whose value loss the clip decided; null without a step.", nullable=True),
+    Column("tokens", "int32", "tokens", "Response tokens in the minibatch.", stage="losses"),
+    Column("policy_loss", "float64", "", "All terms of the policy's loss, aggregated as configured; null where the policy takes no step.", nullable=True, stage="losses"),
+    Column("value_loss", "float64", "", "Squared error times one half, clipped if configured, aggregated likewise; null without a step.", nullable=True, stage="losses"),
+    Column("entropy", "float64", "nats", "Entropy before the step, token mean; null without a step.", nullable=True, stage="losses"),
+    Column("approx_kl", "float64", "nats", "KL(anchor || new) by k3, token mean; null without a step.", nullable=True, stage="losses"),
+    Column("clip_fraction", "float64", "", "Share of tokens whose policy gradient the clip removed; null without a step, and where that is unknown.", nullable=True, stage="losses"),
+    Column("value_clip_fraction", "float64", "", "Share of tokens whose value loss the clip decided; null without a step.", nullable=True, stage="losses"),
     Column("grad_norm", "float64", "", "Global gradient norm of the policy (and of a value head on its trunk) before clipping; null without a step.", nullable=True),
     Column("value_grad_norm", "float64", "", "The same of a value model of its own; null without a step.", nullable=True),
-    Column("learning_rate", "float64", "", "Policy learning rate of this iteration."),
-    Column("value_learning_rate", "float64", "", "Value learning rate of this iteration; null without a value model of its own.", nullable=True),
+    Column("learning_rate", "float64", "", "Policy learning rate of this iteration.", stage="coefficients"),
+    Column("value_learning_rate", "float64", "", "Value learning rate of this iteration; null without a value model of its own.", nullable=True, stage="coefficients"),
     Column("policy_digest", "string", "", "Digest of the policy weights after the step."),
     Column("value_digest", "string", "", "Digest of the value weights, or of the value head, after the step; null without one.", nullable=True),
-    full("surrogate_loss", "float64", "", "Sum of surrogates, times importance_weights, with their loss_weights; null without a step."),
-    full("penalty_loss", "float64", "", "The same of penalty_terms; null for other objectives than PPO-Penalty."),
-    full("entropy_loss", "float64", "", "Minus entropy_coef times new_entropies, aggregated likewise; null without a step."),
-    full("kl_loss", "float64", "", "The same of kl_terms; null unless the loss has them."),
+    full("surrogate_loss", "float64", "", "Sum of surrogates, times importance_weights, with their loss_weights; null without a step.", stage="losses"),
+    full("penalty_loss", "float64", "", "The same of penalty_terms; null for other objectives than PPO-Penalty.", stage="losses"),
+    full("entropy_loss", "float64", "", "Minus entropy_coef times new_entropies, aggregated likewise; null without a step.", stage="losses"),
+    full("kl_loss", "float64", "", "The same of kl_terms; null unless the loss has them.", stage="losses"),
 ))
 
 ITERATIONS = Table("iterations", "one row per iteration", ("iteration",), (
     ITERATION,
-    Column("sequences", "int32", "count", "Responses sampled."),
-    Column("tokens", "int32", "tokens", "Response tokens sampled."),
-    Column("score_mean", "float64", "", "Mean score."),
-    Column("accuracy", "float64", "", "Share of correct responses, sampled."),
-    Column("reward_mean", "float64", "reward", "Mean over responses of the summed rewards."),
-    Column("response_length_mean", "float64", "tokens", "Mean response length."),
-    Column("truncated_fraction", "float64", "", "Share of responses cut at the length limit."),
-    Column("entropy", "float64", "nats", "Entropy before the update, token mean."),
-    Column("kl_coef", "float64", "", "Weight of the KL penalty or term; 0 without one."),
-    Column("clip_range", "float64", "", "Adaptive clip range in force; null where it is fixed or there is none.", nullable=True),
-    Column("penalty_coef", "float64", "", "Weight of KL(anchor || new) in PPO-Penalty; null for other objectives.", nullable=True),
-    Column("return_mean", "float64", "reward", "What predicted values are shifted by; null unless returns are normalised.", nullable=True),
-    Column("return_scale", "float64", "reward", "What predicted values are scaled by; null unless returns are normalised.", nullable=True),
-    Column("policy_steps", "int32", "count", "Optimizer steps the policy took; fewer than planned after an early stop."),
-    Column("ref_kl_per_token", "float64", "nats", "KL(policy || reference), exact, token mean."),
-    Column("ref_kl_per_sequence", "float64", "nats", "The same summed over each response, mean over responses."),
-    Column("explained_variance", "float64", "", "1 - Var(returns - values) / Var(returns); null where the returns do not vary.", nullable=True),
-    Column("unequal_old_rollout_logprobs", "int64", "tokens", "Tokens whose old and rollout log-prob differ in any bit."),
-    Column("max_abs_old_rollout", "float64", "nats", "Largest |old - rollout| log-prob difference."),
-    Column("first_minibatch_tokens", "int64", "tokens", "Tokens of the first minibatch of the update."),
-    Column("unequal_first_ratios", "int64", "tokens", "Tokens of the first minibatch whose ratio is not exactly 1."),
-    Column("unequal_values", "int64", "tokens", "Tokens of the first minibatch whose recomputed value differs in any bit; 0 without a value model."),
-    Column("eval_accuracy", "float64", "", "Greedy accuracy on held-out prompts before this update; null where not evaluated.", nullable=True),
-    Column("eval_score", "float64", "", "Mean score of the same responses.", nullable=True),
+    Column("sequences", "int32", "count", "Responses sampled.", stage="summary"),
+    Column("tokens", "int32", "tokens", "Response tokens sampled.", stage="summary"),
+    Column("score_mean", "float64", "", "Mean score.", stage="summary"),
+    Column("accuracy", "float64", "", "Share of correct responses, sampled.", stage="summary"),
+    Column("reward_mean", "float64", "reward", "Mean over responses of the summed rewards.", stage="summary"),
+    Column("response_length_mean", "float64", "tokens", "Mean response length.", stage="summary"),
+    Column("truncated_fraction", "float64", "", "Share of responses cut at the length limit.", stage="summary"),
+    Column("entropy", "float64", "nats", "Entropy before the update, token mean.", stage="summary"),
+    Column("kl_coef", "float64", "", "Weight of the KL penalty or term; 0 without one.", stage="coefficients"),
+    Column("clip_range", "float64", "", "Adaptive clip range in force; null where it is fixed or there is none.", nullable=True, stage="coefficients"),
+    Column("penalty_coef", "float64", "", "Weight of KL(anchor || new) in PPO-Penalty; null for other objectives.", nullable=True, stage="coefficients"),
+    Column("return_mean", "float64", "reward", "What predicted values are shifted by; null unless returns are normalised.", nullable=True, stage="coefficients"),
+    Column("return_scale", "float64", "reward", "What predicted values are scaled by; null unless returns are normalised.", nullable=True, stage="coefficients"),
+    Column("policy_steps", "int32", "count", "Optimizer steps the policy took; fewer than planned after an early stop.", stage="coefficients"),
+    Column("ref_kl_per_token", "float64", "nats", "KL(policy || reference), exact, token mean.", stage="summary"),
+    Column("ref_kl_per_sequence", "float64", "nats", "The same summed over each response, mean over responses.", stage="summary"),
+    Column("explained_variance", "float64", "", "1 - Var(returns - values) / Var(returns); null where the returns do not vary.", nullable=True, stage="summary"),
+    Column("unequal_old_rollout_logprobs", "int64", "tokens", "Tokens whose old and rollout log-prob differ in any bit.", stage="summary"),
+    Column("max_abs_old_rollout", "float64", "nats", "Largest |old - rollout| log-prob difference.", stage="summary"),
+    Column("first_minibatch_tokens", "int64", "tokens", "Tokens of the first minibatch of the update.", stage="summary"),
+    Column("unequal_first_ratios", "int64", "tokens", "Tokens of the first minibatch whose ratio is not exactly 1.", stage="summary"),
+    Column("unequal_values", "int64", "tokens", "Tokens of the first minibatch whose recomputed value differs in any bit; 0 without a value model.", stage="summary"),
+    Column("eval_accuracy", "float64", "", "Greedy accuracy on held-out prompts before this update; null where not evaluated.", nullable=True, stage="summary"),
+    Column("eval_score", "float64", "", "Mean score of the same responses.", nullable=True, stage="summary"),
     Column("seconds_rollout", "float64", "s", "Wall time of sampling.", in_fingerprint=False),
     Column("seconds_forward", "float64", "s", "Wall time of the scoring forwards.", in_fingerprint=False),
     Column("seconds_update", "float64", "s", "Wall time of the optimizer steps.", in_fingerprint=False),
@@ -210,7 +219,7 @@ ITERATIONS = Table("iterations", "one row per iteration", ("iteration",), (
 # in the order in which the data is computed, in which differences are reported
 TABLES = (SEQUENCES, TOKENS, UPDATES, STEPS, ITERATIONS)
 
-# tables of what happens outside the iterations, from level `full` on; in the digests of a run, not in its fingerprint
+# side tables: what happens outside the iterations; in the digests of a run, not in its fingerprint
 _STEP = Column("step", "int32", "index", "Optimizer step, from 0.")
 _PAIR_EPOCH = Column("epoch", "int32", "index", "Pass over the pairs, from 0.")
 _PAIR_MINIBATCH = Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0.")
@@ -221,7 +230,7 @@ EVALUATIONS = Table("evaluations", "one row per held-out prompt and evaluation",
     Column("sequence", "int32", "index", "Held-out prompt, from 0, in the order of the task."),
     *SEQUENCES.named("prompt_key", "prompt", "response", "answer", "prompt_ids", "response_ids", "response_length"),
     *SEQUENCES.named("finish_reason", "scores", "score_parts", "is_correct", "episode_ids", "is_forced"),
-))
+), level="full")
 
 WARM_START_STEPS = Table("warm_start_steps", "one row per supervised step before PPO", ("step",), (
     _STEP,
@@ -232,7 +241,7 @@ WARM_START_STEPS = Table("warm_start_steps", "one row per supervised step before
     Column("learning_rate", "float64", "", "Learning rate of the step."),
     Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
     Column("accuracy", "float64", "", "Greedy accuracy on training prompts after the step; null where not measured.", nullable=True),
-))
+), level="full")
 
 PAIRS = Table("pairs", "one row per preference pair of the reward model's training", ("pair",), (
     Column("pair", "int32", "index", "Training pairs first, then held-out ones."),
@@ -245,13 +254,13 @@ PAIRS = Table("pairs", "one row per preference pair of the reward model's traini
     Column("rejected_ids", "list<int32>", "token id", "The other response."),
     Column("margin_before", "float32", "reward", "Score of the preferred response minus that of the other, before training; null for training pairs.", nullable=True),
     Column("margin_after", "float32", "reward", "The same after training.", nullable=True),
-))
+), level="full")
 
 PAIR_UPDATES = Table("pair_updates", "one row per training pair and epoch", ("epoch", "minibatch", "pair"), (
     _PAIR_EPOCH, _PAIR_MINIBATCH, _PAIR,
     Column("margins", "float32", "reward", "Score of the preferred response minus that of the other, before the step."),
     Column("losses", "float32", "nats", "Bradley-Terry loss before the step."),
-))
+), level="full")
 
 PAIR_STEPS = Table("pair_steps", "one row per optimizer step of the reward model", ("epoch", "minibatch"), (
     _PAIR_EPOCH, _PAIR_MINIBATCH,
@@ -261,7 +270,7 @@ PAIR_STEPS = Table("pair_steps", "one row per optimizer step of the reward model
     Column("accuracy", "float64", "", "Share of pairs with a positive margin; one half for a margin of 0."),
     Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
     Column("reward_digest", "string", "", "Digest of the reward model's weights after the step."),
-))
+), level="full")
 
 # in the order in which the data is computed: once before the first iteration; then at every evaluation
 PREPARATION = (WARM_START_STEPS, PAIRS, PAIR_UPDATES, PAIR_STEPS)

@@ -33,10 +33,7 @@ def lay_out_run(
 
     Args:
         run_dir: the final name of the folder.
-        inputs: configuration, files to copy, digests.
         environment: for the note environment.json.
-        config_digest: of the configuration and its inputs.
-        kind: of the run.
 
     Raises:
         UserError: the folder exists or cannot be written.

@@ -20,7 +20,7 @@ from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.models.stock import float64, stock_model
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.records.folder import Accuracy
+from ppo_repro.records.notes import Accuracy
 
 LENGTH = 64  # tokens of a sequence that a run measures
 

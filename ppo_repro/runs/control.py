@@ -35,8 +35,8 @@ from ppo_repro.records.columns import (
     rows_of,
     tables_at,
 )
-from ppo_repro.runs.checkpoint import Start
 from ppo_repro.runs.kind import Execution, Final, RunKind, Tables
+from ppo_repro.runs.start import Start
 
 LAST = 100  # training episodes in the mean that CleanRL reports
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.base.clock import OTHER, Clock, moment
 from ppo_repro.base.errors import PromiseBroken, UserError
@@ -38,9 +38,10 @@ from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.columns import Columns, pair_columns, rows_of, tables_at
 from ppo_repro.records.folder import CONFIG_NAME, FINAL, REFERENCE
 from ppo_repro.records.located import located_tree
-from ppo_repro.runs.checkpoint import Start, listed, parameter_bytes
+from ppo_repro.runs.checkpoints import listed, parameter_bytes
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare, usable_device
+from ppo_repro.runs.start import Start
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rewards import evaluate
 from ppo_repro.stages.rollout import roll_out
@@ -183,48 +184,62 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         mode, max_context = config.numerics.mode, config.numerics.max_context
         library.use_threads(config.layout.threads, mode == "native")
         device = usable_device(config.layout.device, mode, self.ranks)
-        run: tuple[RunConfig, Prepared] | None = None
-        if config.run is not None:
-            run = _start_of_run(config, Path(config.run), self.watcher, self.ranks)
-            state, tokenizer = run[1].state, run[1].task.tokenizer
-            policy, frozen, temperature = state.policy, state.reference, run[0].rollout.temperature
-        else:
-            assert config.model is not None
-            source, tokenizer = load_folder(Path(config.model.path))
-            try_to_save(source, tokenizer, f"model.path = {config.model.path}")
-            nn.Module.to(source, device)
-            precision = config.numerics.precision
-            policy, frozen = (make_policy(source, mode, max_context, precision) for _ in range(2))
-            frozen, temperature = frozen.requires_grad_(False), 1.0
-        if config.pairs is None:
-            found = pairs_of_run(Path(str(config.run)))
-        else:
-            encode = encoder(tokenizer, config, section="")
-            found = pairs_of_file(Path(config.pairs), "pairs", tokenizer, encode, config.chat_template)
-            ends, prompts = frozenset({tokenizer.eos_token_id}), [pair.prompt_ids for pair in found]
-            if ended := end_token_warning(tokenizer, prompts, ends, config.chat_template):
-                self.watcher.warning(ended)
-        train, held_out = hold_out(found, config.num_eval_prompts, config.seed)
+        run = None if config.run is None else _start_of_run(config, Path(config.run), self.watcher, self.ranks)
+        models = _models_of_folder(config, device) if run is None else _models_of_run(*run)
+        train, held_out = hold_out(self._pairs(config, models.tokenizer), config.num_eval_prompts, config.seed)
         pairs = [*train, *held_out]
-        check_pairs(pairs, policy.config.vocab_size, max_context)
-        scorer, of_reference = (PairScorer(model, temperature, mode, config.layout) for model in (policy, frozen))
-        reference = of_reference.logprobs(pairs, self.ranks)
-        digest = weights_digest(policy.named_parameters())
+        check_pairs(pairs, models.policy.config.vocab_size, max_context)
+        scorer, of_reference = (
+            PairScorer(model, models.temperature, mode, config.layout) for model in (models.policy, models.reference)
+        )
         settings = AdamWSettings(learning_rate=config.dpo.learning_rate, beta2=0.95)
-        optimizer = Optimizer(policy, settings, mode, self.ranks)
         yield DPOExecution(
             config=config,
             scorer=scorer,
-            tokenizer=tokenizer,
+            tokenizer=models.tokenizer,
             pairs=pairs,
             trained=len(train),
             run=run,
-            optimizer=optimizer,
-            reference=reference,
-            initial_digest=digest,
+            reference=of_reference.logprobs(pairs, self.ranks),
+            initial_digest=weights_digest(models.policy.named_parameters()),
+            optimizer=Optimizer(models.policy, settings, mode, self.ranks),
             watcher=self.watcher,
             ranks=self.ranks,
         )
+
+    def _pairs(self, config: DPOConfig, tokenizer: PreTrainedTokenizerBase) -> list[Preference]:
+        """Return the pairs of the configured file or run; warn if prompts end with an end token."""
+        if config.pairs is None:
+            return pairs_of_run(Path(str(config.run)))
+        encode = encoder(tokenizer, config, section="")
+        found = pairs_of_file(Path(config.pairs), "pairs", tokenizer, encode, config.chat_template)
+        ends, prompts = frozenset({tokenizer.eos_token_id}), [pair.prompt_ids for pair in found]
+        if ended := end_token_warning(tokenizer, prompts, ends, config.chat_template):
+            self.watcher.warning(ended)
+        return found
+
+
+@dataclass(frozen=True)
+class _Models:
+    policy: PreTrainedModel
+    reference: PreTrainedModel  # frozen
+    tokenizer: PreTrainedTokenizerBase
+    temperature: float  # at which the policy is meant to sample
+
+
+def _models_of_folder(config: DPOConfig, device: torch.device) -> _Models:
+    assert config.model is not None
+    source, tokenizer = load_folder(Path(config.model.path))
+    try_to_save(source, tokenizer, f"model.path = {config.model.path}")
+    nn.Module.to(source, device)
+    numerics = config.numerics
+    policy, frozen = (make_policy(source, numerics.mode, numerics.max_context, numerics.precision) for _ in range(2))
+    return _Models(policy, frozen.requires_grad_(False), tokenizer, 1.0)
+
+
+def _models_of_run(config: RunConfig, prepared: Prepared) -> _Models:
+    state = prepared.state
+    return _Models(state.policy, state.reference, prepared.task.tokenizer, config.rollout.temperature)
 
 
 def pairs_of_run(run_dir: Path) -> list[Preference]:

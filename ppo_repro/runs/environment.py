@@ -18,7 +18,7 @@ from ppo_repro import __version__
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.files import AnyConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ReasoningGymTask
 from ppo_repro.numerics import build, library
@@ -62,7 +62,7 @@ def require_same_versions(ranks: Ranks) -> None:
         ranks.require_same(what, version, UserError)
 
 
-def describe_environment(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> dict[str, Any]:
+def describe_environment(config: AnyConfig, processes: int) -> dict[str, Any]:
     """Return all facts outside the configuration that can make two runs differ."""
     status, packages = _git("status", "--porcelain"), list(PACKAGES)
     if isinstance(config, RunConfig) and isinstance(config.task, ReasoningGymTask) and find_spec("reasoning_gym"):

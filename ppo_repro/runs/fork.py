@@ -12,17 +12,16 @@ from pathlib import Path
 from ppo_repro.base.clock import Clock
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME, atomic_write
-from ppo_repro.config.inputs import gather, run_digest
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE, starts_of
+from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE
 from ppo_repro.records.label import UNLABELLED, Label
 from ppo_repro.runs import checkpoint
-from ppo_repro.runs.brought import brought, files_of, moved
-from ppo_repro.runs.checkpoint import Start, load_start, start_files
 from ppo_repro.runs.fork_plan import Fork
 from ppo_repro.runs.language import PROMPTS, LanguageKind
-from ppo_repro.runs.plan import require_memory
-from ppo_repro.runs.run import NOTHING, compute_new, writing
+from ppo_repro.runs.machine_memory import require_memory
+from ppo_repro.runs.machines import files_of, on_every_machine
+from ppo_repro.runs.run import NO_TRACKING, Inherited, compute_new, writing
+from ppo_repro.runs.start import Start, load_start, start_files
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.coefficients import first_coefficients
 
@@ -33,7 +32,7 @@ def fork(
     kind: LanguageKind,
     plan: Fork,
     clock: Clock,
-    beside: AbstractContextManager[object] = NOTHING,
+    tracking: AbstractContextManager[object] = NO_TRACKING,
     label: Label = UNLABELLED,
 ) -> None:
     """Make the run of a plan and compute it to its end.
@@ -41,40 +40,31 @@ def fork(
     If there are several processes, the first one records.
 
     Args:
-        kind: the kind of run, in this process.
-        plan: origin, checkpoint, configuration.
-        clock: gets the phases.
-        beside: a context that is open while this process has the run's lock.
-        label: of the new run.
+        tracking: copies the run to trackers; this context is open while this process has the run's lock.
 
     Raises:
         UserError: a file of the origin is damaged.
     """
-    with (
-        writing(kind.ranks, plan.folder),
-        beside,
-        brought(kind.ranks, partial(_files, plan)) as there,
-    ):
-        if kind.ranks.is_first:
+    ranks, files = kind.ranks, partial(_files, plan)
+    with writing(ranks, plan.folder), tracking, on_every_machine(ranks, plan.config, files) as (config, here):
+        if ranks.is_first:
             verify(plan.source, plan.recorded)
-        plan = replace(plan, config=moved(plan.config, there), source=there(plan.source))
-        require_memory(plan.config, kind.ranks.size, kind.ranks.rank)
-        start, inputs = _start(plan), gather(plan.config)
-        digest = run_digest(inputs, plan.origin.fingerprint)
-        fill = partial(_take_over, plan, start)
-        compute_new(kind, plan.config, plan.folder, inputs, digest, clock, label, start, fill)
+        plan = replace(plan, config=config, source=here(plan.source))
+        require_memory(config, ranks.size, ranks.rank)
+        start = _start(plan)
+        inherited = Inherited(start, plan.origin.fingerprint, partial(_take_over, plan, start))
+        compute_new(kind, config, plan.folder, clock, label, inherited)
 
 
 def _files(plan: Fork) -> list[Path]:
-    name = starts_of(plan.source, plan.recorded).get(plan.origin.iteration)
-    return [*files_of(plan.config.model_dump(mode="json")), *start_files(plan.source, plan.recorded, name)]
+    files = files_of(plan.config.model_dump(mode="json"))
+    return [*files, *start_files(plan.source, plan.recorded, plan.checkpoint)]
 
 
 def _start(plan: Fork) -> Start:
     """Return the origin's checkpoint; coefficients whose fields changed are reset, and prompts may differ."""
     first = first_coefficients(plan.config.kl, plan.config.ppo.objective)
-    name = starts_of(plan.source, plan.recorded).get(plan.origin.iteration)
-    start = load_start(plan.source, plan.recorded, name)
+    start = load_start(plan.source, plan.recorded, plan.checkpoint)
     coefficients = start.checkpoint.coefficients
     if any(field.startswith("kl.") for field in plan.origin.changed):
         coefficients = replace(coefficients, kl_coef=first.kl_coef)

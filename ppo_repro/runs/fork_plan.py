@@ -35,15 +35,18 @@ class Fork:
     origin: Origin
     folder: Path  # of the fork
 
+    @property
+    def checkpoint(self) -> str | None:
+        """Return the name of the checkpoint with which the fork begins; None for the end of a complete run."""
+        return starts_of(self.source, self.recorded).get(self.origin.iteration)
+
 
 def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path, elsewhere: Path | None) -> Fork:
     """Plan a run that continues from a checkpoint of another run.
 
     Args:
-        source: the recorded run.
         at: iterations of the checkpoint; None: the newest one.
         overrides: changed fields, as after --set.
-        out: the folder of runs.
         elsewhere: another folder to search for models that moved.
 
     Raises:

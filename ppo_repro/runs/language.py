@@ -5,21 +5,18 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
-
-import torch
-from torch import Tensor
 
 from ppo_repro.base.clock import Clock
 from ppo_repro.base.files import whole_folder, write_sums
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.watcher import Watcher
-from ppo_repro.buffers import Iteration, Rollout
+from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import LANGUAGE
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.engine import Engine
@@ -29,27 +26,21 @@ from ppo_repro.numerics.devices import Card, kernels_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
-from ppo_repro.records.folder import (
-    ACCURACY_NAME,
-    CARD_NAME,
-    FINAL,
-    VALUE_MODEL,
-    Accuracy,
-    OnCard,
-)
+from ppo_repro.records.folder import ACCURACY_NAME, CARD_NAME, FINAL, VALUE_MODEL
+from ppo_repro.records.notes import Accuracy, OnCard
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.accuracy import policy_accuracy
-from ppo_repro.runs.checkpoint import Checkpoints, Start, listed, parameter_bytes
+from ppo_repro.runs.checkpoints import Checkpoints, listed, parameter_bytes
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
+from ppo_repro.runs.notices import with_notices
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
+from ppo_repro.runs.start import Start
 from ppo_repro.sampling.faults.sampler import with_faults
 from ppo_repro.sampling.faults.trainer import received
 from ppo_repro.sampling.recorded import Recorded
 from ppo_repro.sampling.rollout_engine import own_engine, rollout_engine
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.rewards import evaluate
-from ppo_repro.statistics.draws import NONE, Draws, draws_of
 
 PROMPTS = "prompts and answers"  # what a fork may change
 
@@ -80,32 +71,13 @@ class LanguageExecution(Execution[Iteration]):
         config, task, state = self.config, self.prepared.task, self.prepared.state
         end_ids = self.prepared.engine.stop_ids
         engine = with_faults(config.mismatch, self.engine, state, task.tokenizer, end_ids, self.ranks)
-
-        def receive(rollout: Rollout) -> Rollout:
-            return received(config.mismatch.trainer, rollout, task.tokenizer)
-
-        has_text = torch.zeros(state.policy.config.vocab_size, dtype=torch.bool)
-        has_text[[i for i in task.tokenizer.get_vocab().values() if i < len(has_text)]] = True
-        warnings_left = [_cut, lambda rollout: _without_text(rollout, has_text)]  # each is printed once
-        draws = NONE
-        for item in ppo_iterations(config, task, state, engine, self.ranks, receive):
-            for warning_of in warnings_left[:]:
-                if warning := warning_of(item.rollout):
-                    self.watcher.warning(f"iteration {item.index}: {warning}")
-                    warnings_left.remove(warning_of)
-            if not (draws.is_wrong or config.mismatch.trainer.retokenize):
-                draws += _draws(item)
-                if draws.is_wrong:
-                    self.watcher.warning(f"iteration {item.index}: {draws.sentence()}")
-            if item.index == 0 and config.functions and (said := _moved(item)):
-                self.watcher.note(said)
-            yield item
+        receive = partial(received, config.mismatch.trainer, tokenizer=task.tokenizer)
+        items = ppo_iterations(config, task, state, engine, self.ranks, receive)
+        yield from with_notices(items, config, task.tokenizer, state.policy.config.vocab_size, self.watcher)
 
     def preparation_tables(self) -> Tables:
-        if self.config.records.level == "lean":
-            return {}
-        prepared = self.prepared
-        return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer)
+        prepared, level = self.prepared, self.config.records.level
+        return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer, level)
 
     def tables(self, item: Iteration) -> Tables:
         return iteration_tables(item, self.config)
@@ -130,9 +102,7 @@ class LanguageExecution(Execution[Iteration]):
         }
         clock.lap("digests")
         results: Final = {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
-        if self.config.records.level == "lean":
-            return results, {}
-        return results, evaluation_table(evaluation, state.iteration)
+        return results, evaluation_table(evaluation, state.iteration, self.config.records.level)
 
     def bytes_to_keep(self) -> int:
         state, lora = self.prepared.state, self.prepared.lora
@@ -192,30 +162,21 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
             own = stack.enter_context(own_engine(config, self.ranks, self.recorded))
             reference = None if start is None else start.reference
             prepared = prepare(config, self.watcher, reference, share=True, ranks=self.ranks)
-            asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
-            if asked > prompts:
-                again = f"there are {prompts} prompts to train on; an iteration asks some of them again"
-                self.watcher.warning(f"rollout.prompts_per_iteration = {asked}: {again}")
-            networks = prepared.state.policy, prepared.state.own_value_module
-            digests = [weights_digest(module.named_parameters()) for module in networks]
-            self.ranks.require_same("initial weights", digests)
+            state, tokenizer, digests = prepared.state, prepared.task.tokenizer, _task_digests(prepared)
+            self._check_prepared(config, prepared)
             accuracy = None
             if run_dir is not None and start is None:
-                accuracy = policy_accuracy(config.numerics, prepared.task.prompt_ids, prepared.state.policy)
-                prepared.state.free_update_memory()
-            if accuracy is not None and accuracy.is_low:
-                self.watcher.warning(accuracy.sentence())
-            task = _task_digests(prepared)
+                accuracy = self._measured(config, prepared)
             if start is not None:
-                checkpoint.restore(start.checkpoint, prepared.state, task)
+                checkpoint.restore(start.checkpoint, state, digests)
             del start  # as large as weights and moments together
             stack.enter_context(_quick_collections())
             engine = stack.enter_context(
                 rollout_engine(
                     config,
                     built_in=prepared.engine,
-                    state=prepared.state,
-                    tokenizer=prepared.task.tokenizer,
+                    state=state,
+                    tokenizer=tokenizer,
                     own=own,
                     run_dir=run_dir,
                     recorded=self.recorded,
@@ -223,9 +184,26 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
                     ranks=self.ranks,
                 )
             )
-            is_adapted = prepared.lora is not None
-            checkpoints = Checkpoints(config, prepared.state, prepared.task.tokenizer, task, is_adapted)
+            checkpoints = Checkpoints(config, state, tokenizer, digests, is_adapted=prepared.lora is not None)
             yield LanguageExecution(config, prepared, engine, self.ranks, checkpoints, self.watcher, accuracy)
+
+    def _check_prepared(self, config: RunConfig, prepared: Prepared) -> None:
+        """Raise PromiseBroken if the ranks have other weights; warn if an iteration asks a prompt twice."""
+        asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
+        if asked > prompts:
+            again = f"there are {prompts} prompts to train on; an iteration asks some of them again"
+            self.watcher.warning(f"rollout.prompts_per_iteration = {asked}: {again}")
+        networks = prepared.state.policy, prepared.state.own_value_module
+        digests = [weights_digest(module.named_parameters()) for module in networks]
+        self.ranks.require_same("initial weights", digests)
+
+    def _measured(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
+        """Measure the accuracy of the policy before its first step, and warn if it is low."""
+        accuracy = policy_accuracy(config.numerics, prepared.task.prompt_ids, prepared.state.policy)
+        prepared.state.free_update_memory()
+        if accuracy is not None and accuracy.is_low:
+            self.watcher.warning(accuracy.sentence())
+        return accuracy
 
 
 @contextmanager
@@ -240,48 +218,6 @@ def _quick_collections() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _cut(rollout: Rollout) -> str | None:
-    cut = rollout.finish_reason.count("length") / len(rollout.finish_reason)
-    return cut_at_the_limit(cut) if cut > MANY_CUT else None
-
-
-def _moved(item: Iteration) -> str | None:
-    """Return a sentence on the change of log-probs since the first step; None if no token was seen again."""
-    steps = [step for step in item.updates if step.epoch and step.policy is not None]
-    if not steps:
-        return None
-    tokens = torch.cat([step.tokens for step in steps])
-    new = torch.cat([step.policy.new_logprobs for step in steps if step.policy is not None])
-    moved, advantages = (new - item.forward.old_logprobs[tokens]).tolist(), item.advantages.advantages[tokens].tolist()
-    up, down = ([x for x, a in zip(moved, advantages, strict=True) if a * sign > 0] for sign in (1, -1))
-    if not up or not down:
-        return None
-    higher, lower = math.fsum(up) / len(up), math.fsum(down) / len(down)
-    wrong = "" if higher > lower else "; does the loss, or the advantage, have the wrong sign?"
-    return (
-        f"iteration {item.index}: the steps moved log-probs by {higher:+.2g} nats where advantages are positive, by "
-        f"{lower:+.2g} where they are negative (mean over tokens){wrong}"
-    )
-
-
-def _draws(item: Iteration) -> Draws:
-    forward, owner = item.forward, item.rollout.sequence_of_token().numpy()
-    known = None if forward.cumulative_probs is None else forward.cumulative_probs.numpy()
-    return draws_of(forward.old_logprobs.numpy(), forward.entropies.numpy(), owner, known, seed=item.index)
-
-
-def _without_text(rollout: Rollout, has_text: Tensor) -> str | None:
-    """Return a sentence on how many sampled tokens the tokenizer lacks, as models often have more rows than tokens."""
-    ids = rollout.response_ids
-    lacking = ids[~has_text[ids]]
-    if not len(lacking):
-        return None
-    return (
-        f"{len(lacking):,} of {len(ids):,} sampled tokens have ids that the tokenizer lacks, such as {int(lacking[0])}"
-        "; they have no text, so rewards do not see them"
-    )
 
 
 def _task_digests(prepared: Prepared) -> dict[str, str]:

@@ -117,8 +117,24 @@ def _reward_model(
     return model.requires_grad_(False), training
 
 
-def _check_routes(config: RunConfig, source: PreTrainedModel) -> None:
-    """Raise UserError for a mixture of experts on stock servers, or replayed routes of a model without router."""
+def _encoded(
+    config: RunConfig,
+    problems: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    end_tokens: frozenset[int],
+    vocab_size: int,
+    watcher: Watcher,
+) -> tuple[Split, dict[str, tuple[int, ...]]]:
+    """Return the prompts, and the token ids of each by its key. Raises UserError for a prompt that cannot be used."""
+    problems, ids = encode_all(problems, encoder(tokenizer, config.task), config, vocab_size, watcher)
+    if ended := end_token_warning(tokenizer, list(ids.values()), end_tokens, config.task.chat_template):
+        watcher.warning(ended)
+    check_training_prompts(config, tokenizer, ids)
+    return problems, ids
+
+
+def _check_model(config: RunConfig, source: PreTrainedModel) -> None:
+    """Raise UserError if a run cannot sample or train this model as configured: its experts, or its vocabulary."""
     kind, mixture, engine = type(source).__name__, bool(routers(source)), config.rollout.engine
     if mixture and isinstance(engine, SGLangServers) and engine.numerics == "stock":
         raise UserError(
@@ -127,6 +143,9 @@ def _check_routes(config: RunConfig, source: PreTrainedModel) -> None:
         )
     if config.ppo.replay_routes and not mixture:
         raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
+    if config.rollout.top_k > source.config.vocab_size:
+        tokens = f"the vocabulary has {source.config.vocab_size} tokens"
+        raise UserError(f"rollout.top_k = {config.rollout.top_k}: {tokens}")
 
 
 def _engine(config: RunConfig, state: TrainState, end_tokens: frozenset[int]) -> BuiltInSampler:
@@ -165,13 +184,11 @@ def prepare(
     """Load or make everything that a run begins with.
 
     Args:
-        config: the run.
         watcher: receives each step of a warm start.
         start_folder: the model that an earlier process of this run left as the start of policy, value model and
             reference; it replaces the model of the configuration and its warm start.
         share: let adapted models share the weights that they do not train with the reference, or with the reward model
             from which the value model starts. Only for callers that train by the optimizers in the state.
-        ranks: the processes of the run.
 
     Raises:
         UserError: names what the user has to correct.
@@ -182,24 +199,18 @@ def prepare(
     disable_progress_bar()  # the run shows its own
     process = UserProcess()
     judge = load_judge(config.reward, process)
-    brought = load_source(config.task, config.seed, process)
-    problems = brought.problems
-    judge = for_source(judge, brought, config.task)
+    prompts = load_source(config.task, config.seed, process)
+    judge = for_source(judge, prompts, config.task)
     functions = load_functions(config.functions)
     try_functions(config, functions)
-    source, tokenizer = _source(config, problems, start_folder, device)
+    source, tokenizer = _source(config, prompts.problems, start_folder, device)
     # before the minutes that a warm start takes
-    vocab_size, ends = source.config.vocab_size, stop_ids(source, tokenizer)
-    problems, ids = encode_all(problems, encoder(tokenizer, config.task), config, vocab_size, watcher)
-    if ended := end_token_warning(tokenizer, list(ids.values()), ends, config.task.chat_template):
-        watcher.warning(ended)
-    check_training_prompts(config, tokenizer, ids)
-    rollout = config.rollout
-    spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *rollout.stop])
-    environment = Environment(config.task, rollout.stop, rollout.max_response_tokens, tokenizer, spelled, brought.step)
-    _check_routes(config, source)
-    if config.rollout.top_k > vocab_size:
-        raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {vocab_size} tokens")
+    ends = stop_ids(source, tokenizer)
+    problems, ids = _encoded(config, prompts.problems, tokenizer, ends, source.config.vocab_size, watcher)
+    stop, most = config.rollout.stop, config.rollout.max_response_tokens
+    spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *stop])
+    environment = Environment(config.task, stop, most, tokenizer, spelled, prompts.step)
+    _check_model(config, source)
     steps: tuple[WarmStartStep, ...] = ()
     if start_folder is None and isinstance(config.model, TinyModel):
         progress = partial(watcher.step, "warm start")

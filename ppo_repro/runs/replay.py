@@ -6,196 +6,38 @@ Each stage starts from the records of earlier stages and calls the same function
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import get_args
 
-import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
 
 from ppo_repro import buffers
-from ppo_repro.base.errors import PromiseBroken, UserError
+from ppo_repro.base.errors import PromiseBroken
 from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss, value_loss
-from ppo_repro.records import manifest, reader
-from ppo_repro.records.columns import SPANS, iteration_tables
+from ppo_repro.records import manifest
+from ppo_repro.records.columns import iteration_tables
 from ppo_repro.records.diff import Difference, first_table_difference
 from ppo_repro.records.folder import FORKED_FROM, load_recorded_config
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.schema import ITERATIONS, Stage
 from ppo_repro.runs import checkpoint
+from ppo_repro.runs.recorded_buffers import Records, evaluation_of, forward_of, read_records, rewards_of, rollout_of
 from ppo_repro.sampling.faults.trainer import with_loss_mask
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 from ppo_repro.stages.forward import kl_terms_of
 from ppo_repro.stages.rewards import compute_advantages, rewards_from
-from ppo_repro.stages.training_batch import (
-    Minibatch,
-    Schedule,
-    TrainingBatch,
-    minibatch_of,
-    training_batch,
-)
+from ppo_repro.stages.training_batch import Minibatch, Schedule, TrainingBatch, minibatch_of, training_batch
 from ppo_repro.stages.updates import policy_update, value_update
 from ppo_repro.tasks.rewards import Judgement, weighted_scores
 from ppo_repro.user.functions import Functions, load_functions
 
-Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
-STAGES: tuple[Stage, ...] = ("rewards", "advantages", "losses", "coefficients", "summary")
-SECONDS = ("rollout", "forward", "update", "evaluation", "digests", "other")
-
-# the columns that a stage computes, by table; a column that was not recorded is not compared
-COMPUTED: Mapping[Stage, Mapping[str, tuple[str, ...]]] = {
-    "rewards": {
-        "sequences": ("scores", "kl_penalty_sum", "reward_sum"),
-        "tokens": ("kl_penalties", "placed_scores", "raw_rewards", "rewards"),
-    },
-    "advantages": {"tokens": ("raw_advantages", "advantages", "returns")},
-    "losses": {
-        "updates": (
-            *("epoch", "minibatch", "sequence", "position", "ratios", "clip_flag", "value_clipped"),
-            *("loss_weights", "importance_weights", "correction", "policy_losses", "surrogates", "penalty_terms"),
-            *("kl_terms", "value_losses"),
-        ),
-        "steps": (
-            *("tokens", "policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "value_clip_fraction"),
-            *("surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss"),
-        ),
-    },
-    "coefficients": {
-        "steps": ("learning_rate", "value_learning_rate"),
-        "iterations": ("kl_coef", "clip_range", "penalty_coef", "return_mean", "return_scale", "policy_steps"),
-    },
-    "summary": {
-        "iterations": (
-            *("sequences", "tokens", "score_mean", "accuracy", "reward_mean", "response_length_mean"),
-            *("truncated_fraction", "entropy", "ref_kl_per_token", "ref_kl_per_sequence", "explained_variance"),
-            *("unequal_old_rollout_logprobs", "max_abs_old_rollout", "first_minibatch_tokens"),
-            *("unequal_first_ratios", "unequal_values", "eval_accuracy", "eval_score"),
-        )
-    },
-}
-
-
-@dataclass(frozen=True)
-class Records:
-    """Recorded tables of one iteration, by name."""
-
-    iteration: int
-    tables: Mapping[str, pa.Table]
-
-    def has(self, table: str, column: str) -> bool:
-        """Return whether a column was recorded; otherwise it is null in every row."""
-        values = self.tables[table].column(column)
-        return bool(values.null_count < len(values))
-
-    def tensor(self, table: str, column: str, rows: slice = slice(None)) -> Tensor:
-        """Return some rows of a column as a tensor; the column has no nulls."""
-        return torch.from_numpy(np.array(self.tables[table].column(column).to_numpy()[rows]))
-
-    def tensor_or_none(self, table: str, column: str, rows: slice = slice(None)) -> Tensor | None:
-        """Return some rows of a column as a tensor; None if one of these rows is null."""
-        is_there = self.tables[table].column(column).is_valid().to_numpy()[rows].all()
-        return self.tensor(table, column, rows) if is_there else None
-
-    def values(self, table: str, column: str) -> tuple[Any, ...]:
-        """Return a column as Python values; lists become tuples."""
-        values = self.tables[table].column(column).to_pylist()
-        return tuple(tuple(value) if isinstance(value, list) else value for value in values)
-
-    def values_or_none(self, table: str, column: str) -> tuple[Any, ...] | None:
-        return self.values(table, column) if self.has(table, column) else None
-
-
-def _read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
-    """Read the tables of an iteration, side tables included, without comparing digests.
-
-    Raises UserError if they cannot be read or do not fit together.
-    """
-    tables = reader.read_moment(run_dir, recorded, iteration, verify=False)
-    records = Records(iteration, tables)
-    lengths = records.tensor("sequences", "response_length")
-    tokens = tables["tokens"].num_rows
-    if len(lengths) == 0 or lengths.min() < 1 or int(lengths.sum()) != tokens:
-        path = manifest.table_path(run_dir, "tokens", iteration)
-        raise UserError(f"{path}: has {tokens} rows; the responses have {int(lengths.sum())} tokens; restore the file")
-    return records
-
-
-def _rollout(records: Records) -> buffers.Rollout:
-    """Return the sampled responses; the sets of kept tokens are absent, because no later stage reads them."""
-    count = records.tables["tokens"].num_rows
-
-    def of(column: str) -> tuple[Any, ...]:
-        return records.values("sequences", column)
-
-    lengths = records.tensor("sequences", "response_length").to(torch.int64)
-    columns = [records.tensor("tokens", name).split(lengths.tolist()) for name in SPANS]
-    as_sampled = records.values_or_none("sequences", "is_as_sampled")
-    return buffers.Rollout(
-        prompts=buffers.Prompts(**{field.name: of(field.name) for field in fields(buffers.Prompts)}),
-        response_ids=records.tensor("tokens", "token_id").to(torch.int64),
-        lengths=lengths,
-        temperature=1.0,
-        rollout_logprobs=records.tensor("tokens", "rollout_logprobs"),
-        log_kept_mass=records.tensor("tokens", "log_kept_mass"),
-        kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
-        finish_reason=of("finish_reason"),
-        response=of("response"),
-        server=(None,) * len(lengths),
-        latency=(None,) * len(lengths),
-        spans=tuple(buffers.Spans(*(part.tolist() for part in parts)) for parts in zip(*columns, strict=True)),
-        episodes=_episodes(records, "sequences"),
-        rollout_policy_versions=records.values_or_none("sequences", "rollout_policy_versions"),
-        sampled_ids=records.values_or_none("sequences", "sampled_ids"),
-        is_as_sampled=None if as_sampled is None else tuple(tuple(map(bool, row)) for row in as_sampled),
-    )
-
-
-def _episodes(records: Records, table: str) -> tuple[buffers.Episode, ...] | None:
-    """Return the episodes, without the unrecorded texts of turns; None if the run has no environment."""
-    if not records.has(table, "episode_ids"):
-        return None
-    rows = zip(records.values(table, "episode_ids"), records.values(table, "is_forced"), strict=True)
-    return tuple(buffers.Episode(ids, tuple(map(bool, forced)), ()) for ids, forced in rows)
-
-
-def _forward(records: Records) -> buffers.ForwardPass:
-    """Return the outputs of the networks before the update."""
-    names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
-    return buffers.ForwardPass(
-        **{name: records.tensor("tokens", name) for name in names},
-        cumulative_probs=records.tensor_or_none("tokens", "cumulative_probs"),
-        reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
-        routes=torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32),
-        values=records.tensor_or_none("tokens", "values"),
-    )
-
-
-def _rewards(records: Records) -> buffers.Rewards:
-    """Return scores and rewards; a column without records is 0, and is not compared."""
-    zeros = torch.zeros(records.tables["tokens"].num_rows)
-    placed, raw = (records.tensor_or_none("tokens", name) for name in ("placed_scores", "raw_rewards"))
-    return buffers.Rewards(
-        scores=records.tensor("sequences", "scores"),
-        score_parts=records.values("sequences", "score_parts"),
-        is_correct=torch.tensor(records.values("sequences", "is_correct")),
-        kl_penalties=records.tensor("tokens", "kl_penalties"),
-        placed_scores=zeros.to(torch.float64) if placed is None else placed,
-        raw_rewards=zeros if raw is None else raw,
-        rewards=records.tensor("tokens", "rewards"),
-    )
-
-
-def _evaluation(records: Records) -> buffers.Evaluation | None:
-    """Return the held-out responses; None if the run has no evaluation, or did not record its responses."""
-    if "evaluations" not in records.tables:
-        return None
-    names = [field.name for field in fields(buffers.Evaluation) if field.name != "episodes"]
-    columns: dict[str, Any] = {name: records.values("evaluations", name) for name in names}
-    return buffers.Evaluation(**columns, episodes=_episodes(records, "evaluations"))
+STAGES: tuple[Stage, ...] = get_args(Stage)
+SECONDS = tuple(c.name.removeprefix("seconds_") for c in ITERATIONS.columns if c.name.startswith("seconds_"))
 
 
 @dataclass(frozen=True)
@@ -258,7 +100,7 @@ def recompute(run_dir: Path, recorded: Manifest) -> Recomputed | None:
         coefficients = checkpoint.load_coefficients(run_dir / FORKED_FROM, recorded.files[FORKED_FROM])
     compared, left_out = dict[Stage, int](), dict[Stage, LeftOut]()
     for iteration in own:
-        records = _read(run_dir, recorded, iteration)
+        records = read_records(run_dir, recorded, iteration)
         missing = _unrecorded(config, records)
         for stage, column in missing.items():
             before = left_out[stage].iterations if stage in left_out else 0
@@ -293,15 +135,8 @@ def _unrecorded(config: RunConfig, records: Records) -> dict[Stage, str]:
 def _recorded_iteration(
     config: RunConfig, records: Records, coefficients: buffers.Coefficients, functions: Functions
 ) -> buffers.Iteration:
-    """Return a recorded iteration, with the losses computed from its records.
-
-    Args:
-        config: the run.
-        records: the tables of the iteration.
-        coefficients: the coefficients in force.
-        functions: the user's functions.
-    """
-    rollout, forward = _rollout(records), _forward(records)
+    """Return a recorded iteration, with the losses computed from its records."""
+    rollout, forward = rollout_of(records), forward_of(records)
     advantages = buffers.Advantages(
         raw_advantages=records.tensor("tokens", "raw_advantages"),
         advantages=records.tensor("tokens", "advantages"),
@@ -312,11 +147,11 @@ def _recorded_iteration(
     batch = training_batch(config, coefficients, received, forward, advantages, functions)
     return buffers.Iteration(
         index=records.iteration,
-        evaluation=_evaluation(records),
+        evaluation=evaluation_of(records),
         coefficients=coefficients,
         rollout=rollout,
         forward=forward,
-        rewards=_rewards(records),
+        rewards=rewards_of(records),
         advantages=advantages,
         updates=tuple(_updates(config, records, batch)),
         digests=tuple(buffers.WeightDigests(policy, value) for policy, value in digests),
@@ -408,7 +243,7 @@ def _compare(
         compared = tuple(
             column
             for column in table.columns
-            if column.name in COMPUTED[stage].get(table.name, ())
+            if column.stage == stage
             and (table.name, column.name) not in skipped
             and (column.in_fingerprint or records.has(table.name, column.name))
         )

@@ -1,4 +1,4 @@
-"""Resume a run, to the fingerprint of the uninterrupted run, and execute a recorded run again to compare."""
+"""Resume a run, to the fingerprint of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -7,32 +7,23 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
 
 from ppo_repro.base.clock import Clock, as_text
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import SUMS_NAME
-from ppo_repro.config.files import MODELS, apply_overrides, validated
 from ppo_repro.config.inputs import digest_of
 from ppo_repro.config.rollout import OwnEngine, SGLangServers
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records import digests, folder, manifest, reader
-from ppo_repro.records.diff import Difference, first_final_difference, from_recorded
-from ppo_repro.records.located import located_tree
+from ppo_repro.records import folder, manifest
 from ppo_repro.records.manifest import Head, Manifest
+from ppo_repro.records.notes import resumed_notes
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.brought import brought, files_of, moved
-from ppo_repro.runs.checkpoint import load_newest, load_start, start_files
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.kind import Config, Execution, Item, RunKind
-from ppo_repro.runs.run import (
-    NOTHING,
-    execute,
-    mark_ended,
-    raise_with_repair,
-    work_along,
-    writing,
-)
+from ppo_repro.runs.execute import execute, work_along
+from ppo_repro.runs.kind import Config, Item, RunKind
+from ppo_repro.runs.machines import on_every_machine
+from ppo_repro.runs.recorded_inputs import inputs_of
+from ppo_repro.runs.run import NO_TRACKING, mark_ended, raise_with_repair, writing
+from ppo_repro.runs.start import load_newest
 from ppo_repro.runs.verify import Verified, verify
 
 
@@ -49,18 +40,16 @@ def resume(
     run_dir: Path,
     overrides: Sequence[str] = (),
     elsewhere: Path | None = None,
-    beside: AbstractContextManager[object] = NOTHING,
+    tracking: AbstractContextManager[object] = NO_TRACKING,
 ) -> Resumed:
     """Continue a run from its newest checkpoint, or from the beginning, until it is complete.
 
     If there are several processes, the first one records.
 
     Args:
-        kind: the kind of run.
-        run_dir: the recorded run.
         overrides: fields, as after --set, that must not change a bit.
         elsewhere: another folder to search for models that moved.
-        beside: a context that is open while this process has the run's lock.
+        tracking: copies the run to trackers; this context is open while this process has the run's lock.
 
     Raises:
         UserError: another process writes the run, the run is finished, one of its files is damaged, an input is missing
@@ -71,10 +60,9 @@ def resume(
     ranks.first(manifest.load, run_dir)  # before a lock is put beside a folder that is no run
     with ExitStack() as stack:
         stack.enter_context(writing(ranks, run_dir))
-        recorded, config, files_to_bring = ranks.first(_to_resume, kind, run_dir, overrides, elsewhere)
-        there = stack.enter_context(brought(ranks, lambda: files_to_bring))
-        config = moved(config, there)
-        start = load_newest(there(run_dir), recorded)
+        recorded, config, needed = ranks.first(_to_resume, kind, run_dir, overrides, elsewhere)
+        config, here = stack.enter_context(on_every_machine(ranks, config, lambda: needed))
+        start = load_newest(here(run_dir), recorded)
         resumed = Resumed(0 if start is None else start.checkpoint.iteration, recorded.num_iterations)
         again = kind.over(run_dir, recorded.num_iterations)
         opened = again.open(config, run_dir if ranks.is_first else None, start)
@@ -88,13 +76,13 @@ def resume(
         clock.lap("inputs")
         environment = {**describe_environment(config, ranks.size), folder.STARTED: as_text(clock.started)}
         tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}
-        with beside:
+        with tracking:
             try:
                 written = RunWriter(run_dir)
                 written.list_files(files)
                 written.mark("running")
                 remove_unfinished(run_dir, recorded, contents)
-                written.note(f"resumed-{len(folder.resumed_notes(recorded)) + 1:03d}.json", tree)
+                written.note(f"resumed-{len(resumed_notes(recorded)) + 1:03d}.json", tree)
                 clock.lap("records")
                 execute(kind, config, run_dir, opened, clock)
             except BaseException as error:
@@ -130,42 +118,12 @@ def _to_resume(
         raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {shlex.quote(str(run_dir))}`")
     starts = folder.starts_of(run_dir, recorded)
     start = starts[max(starts)] if starts else None
-    config, files = _inputs(kind, run_dir, recorded, overrides, elsewhere, start)
+    config, files = inputs_of(kind, run_dir, recorded, overrides, elsewhere, start)
     if isinstance(config, RunConfig):
         before = folder.load_recorded_config(run_dir)
         _require_same_layout(before, config)
         require_same_sampler(before, config)
     return recorded, config, files
-
-
-def _inputs(
-    kind: RunKind[Config, Item],
-    run_dir: Path,
-    recorded: Manifest,
-    overrides: Sequence[str],
-    elsewhere: Path | None,
-    start: str | None,
-) -> tuple[Config, list[Path]]:
-    """Return the configuration of a run that goes on from the checkpoint `start`, and the files for every machine.
-
-    These include the model unless the checkpoint has it. Raises UserError if an input is missing, or if an override
-    names a field that may not change.
-    """
-    groups = " and ".join(kind.changeable)
-    for override in overrides:
-        if not override.startswith(tuple(f"{group}{end}" for group in kind.changeable for end in ".=")):
-            raise UserError(
-                f"--set {override}: a recorded run may change fields of {groups} only; for another field "
-                f"start a run of its own, or go on from a checkpoint with `ppo-repro fork {shlex.quote(str(run_dir))}`"
-            )
-    model_too = start is None or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files
-    tree = located_tree(run_dir, recorded, elsewhere, model_too)
-    apply_overrides(tree, overrides)
-    config: Config = validated(MODELS[kind.name], tree, str(run_dir / folder.CONFIG_NAME))  # type: ignore[assignment]
-    named: dict[str, Any] = config.model_dump(mode="json")
-    if not model_too:
-        del named["model"]
-    return config, [*files_of(named), *(start_files(run_dir, recorded, start) if start else ())]
 
 
 def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str, str]:
@@ -221,112 +179,3 @@ def _sampler(config: RunConfig) -> str:
         return f"SGLang's own numerics (servers that run already: {len(engine.urls)})"
     arguments = " ".join(engine.arguments) or "none"
     return f"SGLang's own numerics (servers: {engine.servers}, arguments: {arguments})"
-
-
-@dataclass(frozen=True)
-class Rerun:
-    """The result of executing a run again."""
-
-    difference: Difference | None
-    fingerprint: str  # of the records and of the new execution after them, as far as it went
-    begun: int  # iterations of the checkpoint from which it went on, 0 without one
-    iterations: int  # computed again
-    taken: str = ""  # the engine whose samples were taken from the records; empty where all were drawn again
-
-
-def rerun(
-    kind: RunKind[Config, Item],
-    run_dir: Path,
-    overrides: Sequence[str] = (),
-    elsewhere: Path | None = None,
-    only: range | None = None,
-) -> Rerun:
-    """Execute a recorded configuration again, in memory, and compare every buffer with the files.
-
-    For a fork, only its own iterations are computed. Samples of a user's own engine are read from the records. The
-    first difference stops the rerun. If there are several processes, the first one compares and all return its result.
-
-    Args:
-        kind: the kind of run.
-        run_dir: the recorded run, which may be incomplete if `only` is given.
-        overrides: fields, as after --set, that must not change a bit.
-        elsewhere: another folder to search for models that moved.
-        only: indices from 0 of the iterations to compare; iterations since the newest checkpoint before them are
-            computed too. None: all iterations, and the final results.
-
-    Raises:
-        UserError: the run is incomplete or damaged, an input is missing, iterations of `only` are not recorded, or an
-            override could change a result.
-    """
-    recorded, config, files, begun, name = kind.ranks.first(_to_rerun, kind, run_dir, overrides, elsewhere, only)
-    with brought(kind.ranks, lambda: files) as there:
-        config = moved(config, there)
-        start = load_start(there(run_dir), recorded, name) if name else None
-        opened = kind.over(run_dir, config.iterations).open(config, None, start)
-        del start  # as large as weights and moments together
-        return _compared(kind, config, run_dir, recorded, opened, begun, only)
-
-
-def _to_rerun(
-    kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str], elsewhere: Path | None, only: range | None
-) -> tuple[Manifest, Config, list[Path], int, str | None]:
-    """Return manifest, configuration, the files that every machine needs, iterations and name of the checkpoint."""
-    recorded = reader.open_manifest(run_dir, allow_incomplete=only is not None)
-    begun = recorded.own_iterations.start
-    names = folder.starts_of(run_dir, recorded)
-    if only is not None:
-        _require_own(only, begun, run_dir, recorded)
-        begun = max([number for number in names if number <= only.start], default=begun)
-    name = names.get(begun, folder.FORKED_FROM) if begun else None
-    config, files = _inputs(kind, run_dir, recorded, overrides, elsewhere, name)
-    return recorded, config, files, begun, name
-
-
-def _compared(
-    kind: RunKind[Config, Item],
-    config: Config,
-    run_dir: Path,
-    recorded: Manifest,
-    opened: AbstractContextManager[Execution[Item]],
-    begun: int,
-    only: range | None,
-) -> Rerun:
-    """Execute a run after its first `begun` iterations, and compare it with its records; see `rerun`."""
-    taken = ""
-    if isinstance(config, RunConfig) and isinstance(config.rollout.engine, OwnEngine):
-        taken = config.rollout.engine_without_promise
-    fingerprint = recorded.iterations[begun - 1].chain if begun else digests.FINGERPRINT_SEED
-    first = kind.ranks.first
-    with opened as execution:
-        difference = first(from_recorded, run_dir, recorded, None, execution.preparation_tables())
-        if difference is not None:
-            return Rerun(difference, fingerprint, begun, 0, taken)
-        for item in execution.iterations():
-            tables = execution.tables(item)
-            difference = first(from_recorded, run_dir, recorded, item.index, tables)
-            results = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
-            fingerprint = digests.chain(fingerprint, results)
-            done = item.index + 1
-            if difference is not None:
-                return Rerun(difference, fingerprint, begun, done - begun, taken)
-            kind.watcher.iteration(done, config.iterations, execution.progress(item), sum(item.seconds.values()))
-            if only is not None and done == only.stop:
-                return Rerun(None, fingerprint, begun, done - begun, taken)
-        final, side_tables = execution.ending(Clock())
-    difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
-    difference = difference or first_final_difference(recorded.final, final)
-    fingerprint = manifest.finished_fingerprint(fingerprint, final)
-    return Rerun(difference, fingerprint, begun, config.iterations - begun, taken)
-
-
-def _require_own(only: range, begun: int, run_dir: Path, recorded: Manifest) -> None:
-    """Raise UserError unless all iterations of `only` are recorded and none of the `begun` ones of a fork's origin."""
-    if begun <= only.start and only.stop <= recorded.num_iterations:
-        return
-    of_origin = f"; the {begun} iterations before them are of the run from which it was forked" if begun else ""
-    if begun == recorded.num_iterations:
-        raise UserError(f"--iterations: {run_dir} has recorded no iteration of its own{of_origin}")
-    raise UserError(
-        f"--iterations {only.start}:{only.stop - 1}: {run_dir} has recorded iterations {begun} to "
-        f"{recorded.num_iterations - 1}{of_origin}; choose some of these"
-    )

@@ -1,38 +1,36 @@
-"""Run from the first iteration to the last: compute, record, save models."""
+"""Run a configuration from an empty folder to the final results."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from ppo_repro.base import interrupts
-from ppo_repro.base.clock import OTHER, Clock, as_text
-from ppo_repro.base.errors import FunctionFailed, PromiseBroken, UserError
-from ppo_repro.base.files import SUMS_NAME, file_digest, remove_folder, whole_folder, write_sums
+from ppo_repro.base.clock import Clock, as_text
+from ppo_repro.base.errors import FunctionFailed, UserError
+from ppo_repro.base.files import SUMS_NAME, file_digest, remove_folder
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.config.inputs import Inputs, gather, run_digest, run_folder
+from ppo_repro.config.inputs import gather, run_digest, run_folder
 from ppo_repro.records import manifest, writer
-from ppo_repro.records.diff import Difference, from_recorded
-from ppo_repro.records.folder import STARTED, TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
+from ppo_repro.records.folder import STARTED, UNEQUAL
 from ppo_repro.records.label import UNLABELLED, Label, write_label
 from ppo_repro.records.listing import how_to_repair
-from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.checkpoint import Start, require_room
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.kind import Config, Execution, Item, RunKind, Tables
+from ppo_repro.runs.execute import execute, work_along
+from ppo_repro.runs.kind import Config, Item, RunKind
+from ppo_repro.runs.machine_memory import require_memory
+from ppo_repro.runs.machines import files_of, on_every_machine
+from ppo_repro.runs.start import Start
 from ppo_repro.stages.agreement import UnequalBits
 
 OUR_FILES = ("task.chat_template", "task.dataset")  # fields whose functions are of this package
-NOTHING: AbstractContextManager[object] = nullcontext()
+NO_TRACKING: AbstractContextManager[object] = nullcontext()
 
 
 def run(
@@ -40,20 +38,16 @@ def run(
     config: Config,
     out: Path,
     clock: Clock | None = None,
-    beside: AbstractContextManager[object] = NOTHING,
+    tracking: AbstractContextManager[object] = NO_TRACKING,
     label: Label = UNLABELLED,
 ) -> tuple[Path, dict[str, float]]:
     """Execute a configuration and record everything; a run that fails midway keeps its complete iterations.
 
-    If there are several processes, the first one records.
+    If there are several processes, the first one records; the others get copies of the files that the run reads.
 
     Args:
-        kind: the kind of run.
-        config: its configuration.
-        out: the folder of runs.
         clock: a running clock, whose phases count too.
-        beside: a context that is open while this process has the run's lock.
-        label: of the run.
+        tracking: copies the run to trackers; this context is open while this process has the run's lock.
 
     Returns:
         The run folder, and wall seconds by phase and in total.
@@ -61,9 +55,13 @@ def run(
     Raises:
         UserError: names what the user has to correct.
     """
-    clock, inputs, run_dir = clock or Clock(), gather(config), run_folder(config, out)
-    with writing(kind.ranks, run_dir), beside:
-        compute_new(kind, config, run_dir, inputs, run_digest(inputs), clock, label)
+    clock, ranks = clock or Clock(), kind.ranks
+    with on_every_machine(ranks, config, partial(files_of, config.model_dump(mode="json"))) as (config, _):
+        require_memory(config, ranks.size, ranks.rank)
+        clock.lap("start")
+        run_dir = run_folder(config, out)
+        with writing(ranks, run_dir), tracking:
+            compute_new(kind, config, run_dir, clock, label)
     return run_dir, clock.with_total()
 
 
@@ -72,34 +70,29 @@ def writing(ranks: Ranks, run_dir: Path) -> AbstractContextManager[None]:
     return only_writer(run_dir) if ranks.is_first else nullcontext()
 
 
+@dataclass(frozen=True)
+class Inherited:
+    """What a fork has from its origin."""
+
+    start: Start
+    fingerprint: str  # of the origin's records up to `start`
+    take_over: Callable[[Path], int]  # puts these records into the fork's folder, and returns the number of iterations
+
+
 def compute_new(
     kind: RunKind[Config, Item],
     config: Config,
     run_dir: Path,
-    inputs: Inputs,
-    digest: str,
     clock: Clock,
     label: Label,
-    start: Start | None = None,
-    fill: Callable[[Path], int] = lambda folder: 0,
+    inherited: Inherited | None = None,
 ) -> None:
-    """Make the folder of a new run, execute the run and record it; only the first process records.
+    """Make the folder of a new run, whose lock the caller has; execute and record the run in the first process.
 
-    Args:
-        kind: the kind of run.
-        config: its configuration.
-        run_dir: its folder, whose lock the caller has.
-        inputs: configuration and files.
-        digest: of configuration and inputs.
-        clock: gets the phases.
-        label: of the run.
-        start: a checkpoint from which the run continues.
-        fill: puts records of earlier iterations into the folder and returns their number.
-
-    Raises:
-        PromiseBroken: names the process whose configuration or input files differ.
+    Raises PromiseBroken, naming the process, if its configuration or input files differ.
     """
-    ranks = kind.ranks
+    ranks, inputs = kind.ranks, gather(config)
+    start, origin = (None, "") if inherited is None else (inherited.start, inherited.fingerprint)
     opened = kind.open(config, run_dir if ranks.is_first else None, start)
     clock.lap("inputs")
     ranks.require_same("input files", sorted(inputs.digests.values()))
@@ -107,27 +100,15 @@ def compute_new(
         work_along(opened)
         return
     environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
-    temporary = writer.lay_out_run(run_dir, inputs, environment, digest, kind.name)
-    with _new_run(temporary, run_dir, label, fill):
+    temporary = writer.lay_out_run(run_dir, inputs, environment, run_digest(inputs, origin), kind.name)
+    with _new_run(temporary, run_dir, label, inherited):
         clock.lap("records")
         execute(kind, config, run_dir, opened, clock)
 
 
-def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
-    """Compute a run without recording it; every process except the first one does this."""
-    with opened as execution:
-        kept = execution.checkpoints
-        for item in execution.iterations():
-            if kept is not None and kept.is_due(item.index + 1):
-                kept.give_moments()
-        execution.ending(Clock())
-        if kept is not None and kept.keeps_final_state:
-            kept.give_moments()
-
-
 @contextmanager
-def _new_run(temporary: Path, run_dir: Path, label: Label, fill: Callable[[Path], int]) -> Iterator[None]:
-    """Fill the folder of a new run, label it and rename it to `run_dir`.
+def _new_run(temporary: Path, run_dir: Path, label: Label, inherited: Inherited | None) -> Iterator[None]:
+    """Complete the folder of a new run, label it and rename it to `run_dir`.
 
     An exception such as Ctrl-C may come at any moment: it never leaves a folder whose status is "running". A run
     without a complete iteration of its own is removed, unless unequal bits ended it, which the user may want to
@@ -136,7 +117,8 @@ def _new_run(temporary: Path, run_dir: Path, label: Label, fill: Callable[[Path]
     begun = 0
     try:
         write_label(temporary, label)
-        begun = fill(temporary)
+        if inherited is not None:
+            begun = inherited.take_over(temporary)
         writer.publish_run(temporary, run_dir)
         yield
     except BaseException as error:
@@ -170,139 +152,3 @@ def raise_with_repair(run_dir: Path, error: BaseException) -> None:
     """Raise `error` again; if a function of the user failed, the message also says what to do."""
     if isinstance(error, FunctionFailed) and error.field not in OUR_FILES:
         raise FunctionFailed(f"{error}; {how_to_repair(run_dir, error.field)}", error.field) from error
-
-
-def execute(
-    kind: RunKind[Config, Item],
-    config: Config,
-    run_dir: Path,
-    opened: AbstractContextManager[Execution[Item]],
-    clock: Clock,
-) -> None:
-    """Record an execution in its run folder until it is complete; `clock` assigns every second to a phase.
-
-    Args:
-        kind: the kind of run.
-        config: its configuration.
-        run_dir: its folder.
-        opened: the execution, which is entered here.
-        clock: gets the phases.
-
-    Raises:
-        PromiseBroken: an iteration that is already recorded differs when it is computed again; names the first cell.
-        UnequalBits: an iteration breaks a promise of deterministic numerics; it is not recorded.
-        UserError: the disk lacks room for the run's models and checkpoints.
-    """
-    recorded, written, computed = manifest.load(run_dir), RunWriter(run_dir), 0
-    # where an error ends the block, the thread writes what it has begun
-    with opened as execution, ThreadPoolExecutor(1, "records") as thread, _keeping_unequal(run_dir, execution):
-        require_room(run_dir, execution.bytes_to_keep())
-        _begin(recorded, written, execution)
-        kept = execution.checkpoints
-        clock.lap("preparation")
-        beside = _RecordingBeside(recorded, written, thread)
-        for item in execution.iterations():
-            clock.divide(item.seconds)
-            computed, done, seconds = computed + 1, item.index + 1, sum(item.seconds.values())
-            tell = partial(kind.watcher.iteration, done, config.iterations, execution.progress(item), seconds)
-            beside.record(item.index, execution.tables(item), tell)
-            is_due = kept is not None and kept.is_due(done)
-            if kept is not None and is_due:
-                link = beside.link(item.index)
-                clock.lap("records")
-                written.keep_only(kept.save(run_dir, written.head, link))
-                clock.lap("checkpoints")
-            if computed == 1 or is_due:  # the first iteration says how long the others may take
-                beside.settle()
-            clock.lap("records")
-        clock.lap(OTHER)
-        beside.settle()
-        clock.lap("records")
-        results, side_tables = execution.ending(clock)
-        clock.lap(OTHER)
-        models = execution.keep_models(run_dir, written.head.fingerprint)
-        written.list_files({**written.head.files, **models})
-        clock.lap("models")
-    clock.lap("closing")
-    for name, tree in execution.closing_notes().items():
-        written.note(name, tree)
-    written.note(TIMES_NAME, {"iterations": computed, "seconds": clock.seconds})
-    written.finish(results, side_tables)
-    clock.lap("records")
-
-
-class _RecordingBeside:
-    """Writes the tables of an iteration in a thread while the next iteration is computed, or compares its record."""
-
-    def __init__(self, recorded: Manifest, written: RunWriter, thread: ThreadPoolExecutor) -> None:
-        self._recorded, self._written, self._thread = recorded, written, thread
-        self._begun: Future[None] | None = None
-        self._tell: Callable[[], None] = lambda: None
-
-    def record(self, index: int, tables: Tables, tell: Callable[[], None]) -> None:
-        """Begin to write iteration `index`, or compare it with its record; call `tell` once it is on disk."""
-        self.settle()
-        if index < self._recorded.num_iterations:
-            require_as_recorded(from_recorded(self._written.run_dir, self._recorded, index, tables))
-            tell()
-        else:
-            self._begun, self._tell = self._thread.submit(self._written.append, index, tables), tell
-
-    def link(self, index: int) -> str:
-        """Return the link of the records' chain at iteration `index`, the last one, once it is on disk."""
-        if self._begun is None:
-            return self._recorded.iterations[index].chain
-        self._begun.result()
-        return self._written.head.fingerprint  # of a run that is not complete: the last link
-
-    def settle(self) -> None:
-        """Wait until the begun iteration is on disk, and call its `tell` once. Raises what the thread raised."""
-        if self._begun is not None:
-            self._begun.result()
-            self._begun = None
-            self._tell()
-
-
-def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -> None:
-    """Record the preparation tables; if they are recorded already, compare them."""
-    for name, tree in execution.notes().items():
-        written.note(name, tree)
-    if execution.checkpoints is not None:
-        written.list_files({**written.head.files, **execution.checkpoints.keep_start(written.run_dir)})
-    tables = execution.preparation_tables()
-    require_as_recorded(from_recorded(written.run_dir, recorded, None, tables))
-    if new := {name: table for name, table in tables.items() if name not in recorded.preparation}:
-        written.prepare(new)
-
-
-def require_as_recorded(difference: Difference | None) -> None:
-    """Raise PromiseBroken, naming the cell, unless `difference` is None."""
-    if difference is not None:
-        raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
-
-
-@contextmanager
-def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None]:
-    """Save tokens and policy if UnequalBits is raised in this block, and name the files in its message."""
-    try:
-        yield
-    except UnequalBits as error:
-        interrupts.ending()  # other processes may find the same, and end
-        folder, found = run_dir / UNEQUAL, error.found
-        columns = {
-            "iteration": [found.iteration] * len(found.sequence),
-            "sequence": found.sequence.numpy(),
-            "position": found.position.numpy(),
-            found.left.name: found.left.values.numpy(),
-            found.right.name: found.right.values.numpy(),
-        }
-        try:
-            with whole_folder(folder) as temporary:
-                pq.write_table(pa.table(columns), temporary / UNEQUAL_TOKENS)
-                execution.put_policy(temporary)
-                write_sums(temporary)
-        except UserError as failure:
-            hint = str(failure)
-        else:
-            hint = f"all of them: {folder / UNEQUAL_TOKENS}"
-        raise UnequalBits(f"{error}; {hint}", found) from error

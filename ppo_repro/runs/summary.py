@@ -17,15 +17,9 @@ from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ExactMatch, Verifier
 from ppo_repro.records import reader
-from ppo_repro.records.folder import (
-    by_phase,
-    load_config_of,
-    load_recorded_config,
-    phases_of,
-    read_accuracy,
-    read_card,
-)
+from ppo_repro.records.folder import load_config_of, load_recorded_config
 from ppo_repro.records.manifest import Head, Manifest, load, load_head
+from ppo_repro.records.notes import by_phase, phases_of, read_accuracy, read_card
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 
 PHASES = ("rollout", "forward", "update")  # phases that handle tokens
@@ -41,6 +35,7 @@ COLUMNS: Mapping[Kind, tuple[str, ...]] = {
 DRAWN = ("old_logprobs", "entropies", "sequence", "cumulative_probs")  # columns that say how a token was drawn
 
 Figures = dict[str, Any]
+Described = tuple[Figures, list[str]]  # figures by name, and sentences
 
 
 @dataclass(frozen=True)
@@ -64,9 +59,9 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary
         "tokens": int(rows["pairs" if recorded.kind == DPO else "tokens"].sum()),
         "seconds": by_phase(run_dir, recorded, phases_of(rows)) if seconds is None else seconds,
     }
-    describe = {LANGUAGE: _language, CONTROL: _control, DPO: _dpo}[recorded.kind]
-    sentences = describe(run_dir, recorded, rows, figures)
-    return Summary(figures, sentences, _speeds(figures, UNITS[recorded.kind]))
+    described = {LANGUAGE: _language, CONTROL: _control, DPO: _dpo}[recorded.kind](run_dir, recorded, rows)
+    speeds = _speeds(figures["seconds"], figures["tokens"], UNITS[recorded.kind])
+    return Summary({**figures, **described[0]}, described[1], speeds)
 
 
 def score_of(run_dir: Path, head: Head) -> float | None:
@@ -91,29 +86,29 @@ def _is_number(value: float | int | str | None) -> TypeGuard[float]:
     return value is not None and not isinstance(value, str) and not math.isnan(value)
 
 
-def _speeds(figures: Figures, unit: str) -> list[str]:
+def _speeds(by_phase: Mapping[str, float], tokens: int, unit: str) -> list[str]:
     """Return lines of seconds by phase, with tokens per second for phases that handle tokens.
 
     Phases that would show 0.0 s are left out.
     """
     lines = []
-    for phase, seconds in figures["seconds"].items():
+    for phase, seconds in by_phase.items():
         if seconds >= SHOWN or phase in PHASES:
-            speed = f"{figures['tokens'] / seconds:,.0f} {unit}/s" if phase in PHASES and seconds else ""
+            speed = f"{tokens / seconds:,.0f} {unit}/s" if phase in PHASES and seconds else ""
             lines.append(f"{phase:<12}{seconds:8.1f} s  {speed}".rstrip())
     return lines
 
 
-def _agreement(own: pd.DataFrame, figures: Figures, anchor: str, has_value_model: bool) -> list[str]:
-    """Return lines on how far sampler and trainer agree in a run's own iterations, with values if it has a model."""
-    for name in ("unequal_old_rollout_logprobs", "first_minibatch_tokens", "unequal_values", "unequal_first_ratios"):
-        figures[name] = int(own[name].sum())
+def _agreement(own: pd.DataFrame, anchor: str, has_value_model: bool) -> Described:
+    """Describe how far sampler and trainer agree in a run's own iterations, with values if it has a value model."""
+    counts = ("unequal_old_rollout_logprobs", "first_minibatch_tokens", "unequal_values", "unequal_first_ratios")
+    figures: Figures = {name: int(own[name].sum()) for name in counts}
     figures["max_abs_old_rollout"] = float(own["max_abs_old_rollout"].max())
     first = f"of {figures['first_minibatch_tokens']:,}"
     exact = figures["first_minibatch_tokens"] - figures["unequal_first_ratios"]
     differ = f"{figures['unequal_old_rollout_logprobs']:,} of {own['tokens'].sum():,} training log-probs differ"
     values = f"{figures['unequal_values']:,} {first} recomputed values differ from the recorded ones"
-    return [
+    return figures, [
         f"{differ} from the sampler's",
         f"{exact:,} {first} first-minibatch ratios (anchor {anchor}) are exactly 1",
         *([values] if has_value_model else []),
@@ -121,11 +116,11 @@ def _agreement(own: pd.DataFrame, figures: Figures, anchor: str, has_value_model
     ]
 
 
-def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
+def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> Described:
     config, judged, measured = load_recorded_config(run_dir), is_judged(run_dir), read_accuracy(run_dir, recorded)
     card = read_card(run_dir, recorded)
     own = rows[rows["iteration"].isin(recorded.own_iterations)]  # a fork's origin has another configuration
-    agreement = _agreement(own, figures, config.ppo.ratio_anchor, config.value.kind != "none")
+    figures, agreement = _agreement(own, config.ppo.ratio_anchor, config.value.kind != "none")
     cut = cut_fraction(own)
     # tokens that were encoded again were not drawn
     draws = NONE if config.mismatch.trainer.retokenize else _draws(run_dir, recorded)
@@ -149,12 +144,12 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
     # what was trained is the score, if it is not only whether the response equals the answer
     has_score = not judged or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
     penalty = isinstance(config.kl, KLInReward) and config.kl.kl_coef > 0
-    return [
+    return figures, [
         *([_change("score", figures)] if has_score else []),
         *([_change("accuracy", figures)] if judged else []),
         f"sampled responses: {_sampled(figures, penalty)}",
         *([cut_at_the_limit(cut)] if cut > MANY_CUT else []),
-        f"{figures['iterations']} iterations, {figures['tokens']:,} response tokens",
+        f"{len(rows)} iterations, {rows['tokens'].sum():,} response tokens",
         *agreement,
         *([draws.sentence()] if draws.tokens else []),
         *not_promised(config),
@@ -230,9 +225,9 @@ def not_promised(config: RunConfig) -> list[str]:
     return [f"{engine}: sampled tokens and their log-probs are recorded, not promised{follows}"]
 
 
-def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
+def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> Described:
     """Describe a control run, whose tokens are environment steps; returns are undiscounted."""
-    final, agreement = recorded.final, _agreement(rows, figures, "rollout", has_value_model=True)
+    final, (figures, agreement) = recorded.final, _agreement(rows, "rollout", has_value_model=True)
     before, after = float(rows["eval_return"].iloc[0]), float(final["eval_return"])
     figures |= {
         "episodes": int(rows["episodes"].sum()),
@@ -240,21 +235,21 @@ def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fig
         "eval_before": before,  # likeliest actions; NaN where no episodes are configured
         "eval_after": after,
     }
-    return [
+    return figures, [
         f"mean return of the last 100 training episodes {figures['last_100_return']:.2f}",
         *([] if math.isnan(after) else [f"likeliest actions: return {before:.2f} -> {after:.2f}"]),
-        f"{len(rows)} iterations, {figures['tokens']:,} environment steps, {figures['episodes']:,} episodes",
+        f"{len(rows)} iterations, {rows['tokens'].sum():,} environment steps, {figures['episodes']:,} episodes",
         *agreement,
     ]
 
 
-def _dpo(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
+def _dpo(run_dir: Path, recorded: Manifest, rows: pd.DataFrame) -> Described:
     """Describe a DPO run, whose tokens are the pairs of all epochs."""
     final = recorded.final
     loss = reader.read_steps(run_dir, columns=["loss"])["loss"]
     held_out = reader.read_table("margins", run_dir, iterations=[0], columns=["held_out"])["held_out"]
     has_task = "eval_accuracy" in final
-    figures |= {
+    f = {
         "steps": len(loss),
         "loss_first": float(loss.iloc[0]),  # nats, mean over the pairs of a minibatch
         "loss_last": float(loss.iloc[-1]),
@@ -264,16 +259,16 @@ def _dpo(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures
         "accuracy_after": float(final["eval_accuracy"]) if has_task else None,
         "ref_kl_per_sequence": float(final["ref_kl_per_sequence"]) if has_task else None,  # nats
     }
-    f, epochs = figures, len(rows)
+    epochs, pairs = len(rows), rows["pairs"].sum() // len(rows)
     lines = [
         f"held-out pairs in the right order 0.500 -> {f['eval_pair_accuracy']:.3f} ({f['eval_pairs']:,} pairs)",
-        f"loss {f['loss_first']:.4f} -> {f['loss_last']:.4f} nats, {f['tokens'] // epochs:,} pairs, {epochs} epochs, "
+        f"loss {f['loss_first']:.4f} -> {f['loss_last']:.4f} nats, {pairs:,} pairs, {epochs} epochs, "
         f"{f['steps']} steps",
     ]
     if has_task:
         lines.insert(0, f"held-out accuracy {f['accuracy_before']:.3f} -> {f['accuracy_after']:.3f} (greedy)")
         lines.append(f"KL(policy || reference) {f['ref_kl_per_sequence']:.4f} nats per response")
-    return lines
+    return f, lines
 
 
 def iteration_lines(run_dir: Path, kind: Kind, count: int) -> str:

@@ -30,11 +30,8 @@ def train_state(
     """Make the state before the first step, and the policy's adapters.
 
     Args:
-        config: the run.
         source: policy, reference, and a value model that does not start as the reward model, are copies of it.
-        reward_model: the frozen reward model; None without one.
         share: let adapted models use the weights of frozen models for all weights that they do not train.
-        ranks: the processes of the run, which take each step together.
     """
     numerics = config.numerics
     mode, max_context, precision = numerics.mode, numerics.max_context, numerics.precision

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from ppo_repro.base.seeding import permutation
 from ppo_repro.buffers import WarmStartStep
 from ppo_repro.config.run import NumericsConfig, TinyModel
 from ppo_repro.engine import Request, Sampling
-from ppo_repro.models.batches import TokenBatch, lay_out
+from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.adamw import AdamWSettings
 from ppo_repro.numerics.optimizer import SLOTS, Optimizer
@@ -30,9 +31,11 @@ Pair = tuple[list[int], list[int]]  # prompt tokens, answer tokens with the end 
 
 
 def _cross_entropy_step(
-    policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: Mode
+    policy: PreTrainedModel, optimizer: Optimizer, minibatch: Sequence[Pair], mode: Mode
 ) -> tuple[float, float]:
     """Take one step on -log p(answer token), token mean; return the loss before the step and the gradient norm."""
+    slots = slots_of(range(len(minibatch)), len(minibatch), SLOTS)
+    batch = lay_out([p for p, _ in minibatch], [a for _, a in minibatch], slots=slots).with_sums(optimizer.sink)
     losses: list[torch.Tensor] = []
 
     def backward() -> None:
@@ -53,10 +56,18 @@ def _accuracy(engine: BuiltInSampler, pairs: Sequence[Pair]) -> float:
     return sum(hits) / len(hits)
 
 
-def _batches(pairs: Sequence[Pair], size: int, seed: int, epoch: int) -> list[list[Pair]]:
-    """Cut a random permutation of the pairs into batches of `size`; an incomplete last batch is left out."""
-    order = permutation(len(pairs), "warm start", seed, epoch)
-    return [[pairs[i] for i in order[k : k + size]] for k in range(0, len(pairs) - size + 1, size)]
+def _minibatches(pairs: Sequence[Pair], size: int, seed: int) -> Iterator[tuple[int, list[Pair]]]:
+    """Yield epoch and minibatch without end: `size` pairs of a random order; an epoch's last pairs may be left out."""
+    for epoch in count():
+        order = permutation(len(pairs), "warm start", seed, epoch)
+        for k in range(0, len(pairs) - size + 1, size):
+            yield epoch, [pairs[i] for i in order[k : k + size]]
+
+
+def _pairs(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
+    prompts = tokenizer([p.prompt for p in problems])["input_ids"]
+    answers = tokenizer([p.solution for p in problems])["input_ids"]
+    return [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def warm_start(
@@ -76,34 +87,21 @@ def warm_start(
 
     Args:
         source: a float32 model.
-        tokenizer: encodes prompts and answers.
-        problems: to learn from.
-        config: steps, batch size, learning rate, accuracy.
-        numerics: of the training.
-        seed: of the order.
         progress: called with step, last step and loss as text after each step.
     """
     policy = make_policy(source, numerics.mode, numerics.max_context, numerics.precision)
     settings = AdamWSettings(learning_rate=config.warm_start_learning_rate, beta2=0.98, weight_decay=0.01)
     optimizer = Optimizer(policy, settings, numerics.mode)
-    prompts = tokenizer([p.prompt for p in problems])["input_ids"]
-    answers = tokenizer([p.solution for p in problems])["input_ids"]
-    pairs = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers, strict=True)]
-    stop = frozenset([tokenizer.eos_token_id])
+    pairs, stop = _pairs(problems, tokenizer), frozenset([tokenizer.eos_token_id])
     engine = BuiltInSampler(policy, stop, numerics.mode, numerics.max_context, CHECK_PROMPTS, 0)
-    size = min(config.warm_start_batch_size, len(pairs))
-    remaining: list[list[Pair]] = []
-    step, epoch, end = 0, 0, config.warm_start_steps
+    minibatches = _minibatches(pairs, min(config.warm_start_batch_size, len(pairs)), seed)
     steps: list[WarmStartStep] = []
+    step, end = 0, config.warm_start_steps
     while step < end:
-        if not remaining:
-            remaining, epoch = _batches(pairs, size, seed, epoch), epoch + 1
-        minibatch = remaining.pop(0)
+        epoch, minibatch = next(minibatches)
         scale = min(1.0, (step + 1) / WARM_UP, (end - step) / COOL_DOWN)
         optimizer.settings = replace(settings, learning_rate=settings.learning_rate * scale)
-        slots = slots_of(range(len(minibatch)), len(minibatch), SLOTS)
-        batch = lay_out([p for p, _ in minibatch], [a for _, a in minibatch], slots=slots).with_sums(optimizer.sink)
-        loss, grad_norm = _cross_entropy_step(policy, optimizer, batch, numerics.mode)
+        loss, grad_norm = _cross_entropy_step(policy, optimizer, minibatch, numerics.mode)
         step += 1
         due = step % CHECK_EVERY == 0 and step + COOL_DOWN < end
         accuracy = _accuracy(engine, pairs[:CHECK_PROMPTS]) if due else None
@@ -111,9 +109,9 @@ def warm_start(
             end = step + COOL_DOWN
         steps.append(
             WarmStartStep(
-                epoch=epoch - 1,
+                epoch=epoch,
                 examples=len(minibatch),
-                tokens=len(batch.targets),
+                tokens=sum(len(answer) for _, answer in minibatch),
                 loss=loss,
                 learning_rate=optimizer.settings.learning_rate,
                 grad_norm=grad_norm,

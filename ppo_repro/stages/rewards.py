@@ -72,12 +72,13 @@ def compute_rewards(
 
 
 def check_rewards(task: Task, rollout: Rollout, ranks: Ranks) -> None:
-    """Raise UserError if a user's reward gives one of the first responses two scores, or compares responses.
+    """Raise UserError if a user's reward or verifier gives one of the first responses two scores.
 
-    The start of a run checks rewards on answers; a reward may be wrong only on texts that a model writes.
+    Also raise it if a reward compares responses. The start of a run checks these functions on answers; they may be
+    wrong only on texts that a model writes.
     """
     rows = [sample.row for sample in samples_of(task, rollout, CHECKED)]
-    ranks.first(check_functions, task.judge.functions, rows)
+    ranks.first(check_functions, task.judge.called, rows)
 
 
 def samples_of(task: Task, rollout: Rollout, count: int) -> list[Sample]:

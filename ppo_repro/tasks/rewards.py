@@ -113,10 +113,19 @@ class Judge:
     verifier: UserFunction | None = None  # the task's verifier
 
     @property
+    def called(self) -> tuple[UserFunction | None, ...]:
+        """Return the functions that judge responses: one entry per term, and the verifier if a term asks it."""
+        return (*self.functions, self.verifier if _asks_verifier(self.config) else None)
+
+    @property
     def asked_texts(self) -> tuple[str, ...]:
         """Return the tags that the reward looks for in a response."""
         has_format = any(isinstance(term, FormatReward) for term in self.config.terms)
         return TAGS if has_format or self.extraction == "answer_tags" else ()
+
+
+def _asks_verifier(config: RewardConfig) -> bool:
+    return any(isinstance(term, Verifier) for term in config.terms)
 
 
 def formatted_answer(response: str) -> str | None:
@@ -144,8 +153,7 @@ def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
     Raises UserError if a term needs a verifier or answers that the task does not have, or if `check_functions` refuses
     a user's function; the texts are answer, prompt and the empty text of two prompts, and the answer again.
     """
-    asks_verifier = any(isinstance(term, Verifier) for term in judge.config.terms)
-    if isinstance(task, PythonTask) and source.verifier is None and asks_verifier:
+    if isinstance(task, PythonTask) and source.verifier is None and _asks_verifier(judge.config):
         raise UserError(
             f"task.path: {task.path} has no function score, which the reward term of kind verifier calls; add it, or "
             "give other reward.terms"

@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
 from ppo_repro.records import reader
-from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
+from ppo_repro.records.folder import ENVIRONMENT_NAME
 from ppo_repro.records.manifest import has_responses
+from ppo_repro.records.notes import read_note
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
 from ppo_repro.testing.dumps import Names, impossible, read_dump
 from ppo_repro.testing.pairs import KEY, tokens_of, with_mismatch

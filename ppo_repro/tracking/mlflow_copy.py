@@ -28,19 +28,15 @@ from ppo_repro.base.output import masked
 from ppo_repro.config.files import read_tree
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import (
-    ACCURACY_NAME,
     CONFIG_NAME,
     ENVIRONMENT_NAME,
     REPORT_NAME,
-    TIMES_NAME,
-    end_time,
     load_config_of,
-    read_note,
-    start_time,
 )
 from ppo_repro.records.grid import CELLS, GRID, RESULTS
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Head
+from ppo_repro.records.notes import end_time, read_note, start_time
 from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow, labels_of, write_page
 from ppo_repro.tracking.numbers import Scalar, sentences
 
@@ -48,8 +44,6 @@ from ppo_repro.tracking.numbers import Scalar, sentences
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 METRICS_PER_CALL, PARAMS_PER_CALL, VALUE_CHARACTERS = 1000, 100, 6000  # MLflow's limits
 FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
-NOTES = (ENVIRONMENT_NAME, ACCURACY_NAME, TIMES_NAME)
-ARTIFACTS = (MANIFEST, manifest.LOG_NAME, CONFIG_NAME, *NOTES)
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
 
 
@@ -188,7 +182,7 @@ class _RunCopy(_Copy):
         self.log(last)
         tags = {"fingerprint": head.fingerprint, "config_digest": head.config_digest}
         tags[MLFLOW_RUN_NOTE] = sentences(self.run_dir, head)
-        files = [self.run_dir / name for name in ARTIFACTS]
+        files = [self.run_dir / name for name in (MANIFEST, manifest.LOG_NAME, CONFIG_NAME, *head.notes)]
         self.close(tags, files, ENDED[head.status], end_time(self.run_dir, head))
 
 

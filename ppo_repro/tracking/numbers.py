@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.folder import end_time, read_accuracy, read_times
 from ppo_repro.records.manifest import Head
+from ppo_repro.records.notes import end_time, read_accuracy, read_times
 from ppo_repro.runs.summary import summarise
 
 KEYS = ["iteration", "epoch", "minibatch", "ended_at"]

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import read_tree
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import CONFIG_NAME, check_config, end_time, start_time
+from ppo_repro.records.folder import CONFIG_NAME, check_config
 from ppo_repro.records.manifest import Head
+from ppo_repro.records.notes import end_time, start_time
 from ppo_repro.tracking.following import IsOver, follow
 from ppo_repro.tracking.numbers import Scalar, sentences
 

@@ -21,10 +21,11 @@ from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.output import masked
 from ppo_repro.config.files import read_tree
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_config_of, read_note
+from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_config_of
 from ppo_repro.records.grid import GRID
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Head
+from ppo_repro.records.notes import read_note
 from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, follow, labels_of, write_page
 from ppo_repro.tracking.numbers import Scalar, sentences
 

@@ -21,7 +21,7 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.run import RunConfig
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.runs.resume import rerun
+from ppo_repro.runs.rerun import rerun
 from tests.support.paths import TINY
 from tests.support.runs import small_config
 

@@ -30,7 +30,7 @@ from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records import manifest
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.dpo import DPOKind
-from ppo_repro.runs.resume import rerun as run_again
+from ppo_repro.runs.rerun import rerun as run_again
 from ppo_repro.runs.summary import summarise
 from ppo_repro.sampling.built_in import BuiltInSampler
 from tests.gpu import twins

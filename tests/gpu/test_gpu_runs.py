@@ -184,9 +184,9 @@ def test_every_step_for_a_card_finds_the_bits_of_the_cpu(driver_of_emulated_card
 ON_CPU = """
 from ppo_repro.commands import cli
 from ppo_repro.numerics.devices import CPU
-from ppo_repro.runs import plan, prepare
+from ppo_repro.runs import machine_memory, prepare
 
-plan.torch_device = prepare.torch_device = lambda *arguments: CPU
+machine_memory.torch_device = prepare.torch_device = lambda *arguments: CPU
 cli.main()
 """
 

@@ -45,14 +45,15 @@ def test_a_poisoned_file_is_refused_and_runs_nothing(deterministic_run: Path, tm
 
     run_dir = Path(shutil.copytree(deterministic_run, tmp_path / "run"))
     model, table = run_dir / "checkpoints" / "final", run_dir / "records" / "tokens" / "iteration=000000.parquet"
+    recorded = manifest.load(run_dir)
     (model / SUMS_NAME).unlink()  # an attacker's digests would be right
-    reader.read_tokens(run_dir, verify=False)
+    reader.read_moment(run_dir, recorded, 0, verify=False)
     load_folder(model)
     for poison in poisons(mark):
         for path in (table, model / "model.safetensors", tmp_path / "iteration-000001.safetensors"):
             path.write_bytes(poison)
         with pytest.raises(UserError, match=r"tokens/iteration=000000\.parquet: cannot be read"):
-            reader.read_tokens(run_dir, verify=False)
+            reader.read_moment(run_dir, recorded, 0, verify=False)
         with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
             load_folder(model)
         with pytest.raises(UserError, match=r"iteration-000001\.safetensors: cannot be read"):

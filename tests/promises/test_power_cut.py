@@ -15,7 +15,7 @@ from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.records import manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs import checkpoint
-from ppo_repro.runs.checkpoint import NOTHING, Checkpoint
+from ppo_repro.runs.checkpoint import NO_STATE, Checkpoint
 from ppo_repro.runs.resume import remove_unfinished
 from ppo_repro.runs.verify import verify
 from tests.support import synthetic_run
@@ -43,7 +43,7 @@ def test_without_fsync_a_power_cut_leaves_an_empty_file(tmp_path: Path, monkeypa
 
 def saved(iteration: int, chain: str) -> Checkpoint:
     weights, coefficients = {"weight": torch.full((3,), float(iteration))}, Coefficients(0.1, 0.2, 0.0, NO_RETURNS)
-    return Checkpoint(iteration, chain, {"prompts": "task"}, weights, {}, NOTHING, NOTHING, coefficients)
+    return Checkpoint(iteration, chain, {"prompts": "task"}, weights, {}, NO_STATE, NO_STATE, coefficients)
 
 
 def record(run_dir: Path, disk: Disk | None = None) -> None:

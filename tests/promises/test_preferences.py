@@ -13,7 +13,7 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import read_tree, validated
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.dpo import DPOKind
-from ppo_repro.runs.resume import rerun
+from ppo_repro.runs.rerun import rerun
 from ppo_repro.runs.run import run
 from tests.support import language
 from tests.support.ranks import torchrun

@@ -8,7 +8,7 @@ from pytest import mark
 from experiments.benchmarks.float64 import compare
 from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.rounding import Rounding
-from ppo_repro.records.folder import LARGEST_RATIO
+from ppo_repro.records.notes import LARGEST_RATIO
 from ppo_repro.runs.accuracy import LENGTH, Text, measure, text_of
 from tests.support.models import CONTEXT, FAMILIES, VOCAB, source_model
 

@@ -25,7 +25,8 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import TinyModel
 from ppo_repro.runs import run as runner
-from ppo_repro.runs.plan import FLOAT, PHASES, PROCESS, as_json, memory_limit, plan_run, require_memory
+from ppo_repro.runs.machine_memory import memory_limit, require_memory
+from ppo_repro.runs.plan import FLOAT, PHASES, PROCESS, as_json, plan_run
 from ppo_repro.runs.prepare import prepare
 from tests.support.cli import Cli, sets
 from tests.support.models import CLASSES, CONFIGS
@@ -168,7 +169,7 @@ def test_the_page_has_the_memory_of_each_size_on_one_card(tmp_path: Path) -> Non
 
 def test_the_memory_of_a_card_stands_beside_the_plan(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     on_card = sets("layout.device=cuda")
-    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config, rank=0: 24 * 10**9)
+    monkeypatch.setattr("ppo_repro.runs.machine_memory.memory_of", lambda config, rank=0: 24 * 10**9)
     assert "this GPU has 24.0 GB, enough\n" in cli.done("plan", SMALL, *on_card)
     monkeypatch.undo()
     if not torch.cuda.is_available():
@@ -188,7 +189,7 @@ def test_the_memory_of_a_card_stands_beside_the_plan(cli: Cli, monkeypatch: pyte
 def test_the_plan_says_how_many_processes_have_room_on_this_machine(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, memory: float, processes: int, words: str
 ) -> None:
-    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config, rank=0: int(memory * 1e9))
+    monkeypatch.setattr("ppo_repro.runs.machine_memory.memory_of", lambda config, rank=0: int(memory * 1e9))
     assert f"this machine has {words}\n" in cli.done("plan", SMALL, "--processes", processes)
 
 
@@ -199,10 +200,10 @@ def test_processes_on_one_card_share_its_memory(
     config = small_config(f"layout.device={device}")
     plan = plan_run(config, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
-    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config, rank=0: plan.peak)
+    monkeypatch.setattr("ppo_repro.runs.machine_memory.memory_of", lambda config, rank=0: plan.peak)
     said = cli.done("plan", SMALL, "--processes", 2, *sets(f"layout.device={device}"))
     assert f", enough for {fit} of 2 processes\n" in said
-    monkeypatch.setattr("ppo_repro.runs.plan.memory_of", lambda config, rank=0: plan.certain)
+    monkeypatch.setattr("ppo_repro.runs.machine_memory.memory_of", lambda config, rank=0: plan.certain)
     with nullcontext() if fit == 2 else pytest.raises(UserError, match="in each of 2 processes here"):
         require_memory(config, 2, 0)
 
@@ -213,7 +214,7 @@ def test_a_process_asks_for_the_memory_of_its_own_card(
 ) -> None:
     asked: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("ppo_repro.runs.plan.kernels_of", asked.append)
+    monkeypatch.setattr("ppo_repro.runs.machine_memory.kernels_of", asked.append)
     for rank in range(3):
         require_memory(small_config(f"layout.device={device}"), 4, rank)
     assert [card.index for card in asked] == opened
@@ -287,14 +288,14 @@ def test_what_cannot_fit_is_refused_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cli: Cli
 ) -> None:
     config, plan = small_config(), plan_run(small_config())
-    monkeypatch.setattr("ppo_repro.runs.plan.memory_limit", lambda: plan.certain - 1)
+    monkeypatch.setattr("ppo_repro.runs.machine_memory.memory_limit", lambda: plan.certain - 1)
     assert cli.refusal("run", SMALL, "--out", tmp_path).startswith("error: not enough memory: ")
     assert not list(tmp_path.iterdir())
     for limit, warned in ((plan.peak - 1, True), (plan.peak, False)):
-        monkeypatch.setattr("ppo_repro.runs.plan.memory_limit", lambda limit=limit: limit)
+        monkeypatch.setattr("ppo_repro.runs.machine_memory.memory_limit", lambda limit=limit: limit)
         require_memory(config, 1, 0)
         assert capsys.readouterr().err.startswith("memory may run out: ") is warned
-    monkeypatch.setattr("ppo_repro.runs.plan.memory_limit", lambda: plan.certain)
+    monkeypatch.setattr("ppo_repro.runs.machine_memory.memory_limit", lambda: plan.certain)
     with pytest.raises(UserError, match="in each of 2 processes"):
         require_memory(config, 2, 0)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import ACCURACY_NAME, Accuracy, read_accuracy
+from ppo_repro.records.folder import ACCURACY_NAME
+from ppo_repro.records.notes import Accuracy, read_accuracy
 from ppo_repro.runs.summary import summarise
 from tests.support.language import small_run
 from tests.support.runs import manifests_read, small_config

@@ -12,13 +12,13 @@ from ppo_repro.base import clock as clocks
 from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.folder import by_phase, phases_of, read_times
+from ppo_repro.records.notes import by_phase, phases_of, read_times
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.run import run
 from tests.support.runs import small_config
 
 OF_ITERATIONS = {"evaluation", "rollout", "forward", "update", "digests", OTHER}
-OF_RUN = {"inputs", "records", "preparation", "models", "closing"}
+OF_RUN = {"start", "inputs", "records", "preparation", "models", "closing"}
 MUCH = 0.05
 
 

@@ -13,6 +13,7 @@ from gymnasium.spaces import Box, Discrete
 from ppo_repro.base.watcher import Silent, Watcher
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import read_tree, validated
+from ppo_repro.runs import rerun as again
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.control import ControlKind
@@ -66,8 +67,8 @@ def run(config: ControlConfig, out: Path, watcher: Watcher = SILENT) -> tuple[Pa
     return runner.run(ControlKind(watcher), config, out)
 
 
-def rerun(run_dir: Path, overrides: Sequence[str] = ()) -> resumer.Rerun:
-    return resumer.rerun(ControlKind(SILENT), run_dir, overrides)
+def rerun(run_dir: Path, overrides: Sequence[str] = ()) -> again.Rerun:
+    return again.rerun(ControlKind(SILENT), run_dir, overrides)
 
 
 def resume(run_dir: Path, overrides: Sequence[str] = ()) -> resumer.Resumed:

@@ -10,6 +10,7 @@ from ppo_repro.base.watcher import Silent, Watcher
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.runs import fork as forks
+from ppo_repro.runs import rerun as again
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.fork_plan import plan_fork
@@ -33,8 +34,8 @@ def small_run(out: Path, *overrides: str) -> Path:
     return run(load_config(SMALL, overrides), out)[0]
 
 
-def rerun(run_dir: Path, overrides: Sequence[str] = (), only: range | None = None) -> resumer.Rerun:
-    return resumer.rerun(LanguageKind(SILENT), run_dir, overrides, only=only)
+def rerun(run_dir: Path, overrides: Sequence[str] = (), only: range | None = None) -> again.Rerun:
+    return again.rerun(LanguageKind(SILENT), run_dir, overrides, only=only)
 
 
 def resume(run_dir: Path, overrides: Sequence[str] = ()) -> resumer.Resumed:

@@ -225,6 +225,20 @@ def test_a_reward_that_follows_from_more_than_the_response_is_refused(
     assert re.search(words, cli.refusal("run", config, "--out", tmp_path / "runs"))
 
 
+def test_a_verifier_that_gives_a_response_of_the_model_two_scores_is_refused(
+    cli: Cli, tmp_path: Path, model: Path
+) -> None:
+    (tmp_path / "task.py").write_text(
+        "seen = []\n"
+        "def prompts(): return [{'prompt': 'ab ' * n, 'answer': 'a'} for n in range(1, 9)]\n"
+        "def score(transcripts):\n"
+        "    seen.append(0)\n"
+        f"    return [len(seen) if {WRITTEN} else 0 for text in (t.text for t in transcripts)]\n"
+    )
+    tree = chat_tree(model, {"kind": "python", "path": "task.py", **PLAIN}, {"kind": "verifier"})
+    assert re.search(REPEATS, cli.refusal("run", write_tree(tmp_path, tree), "--out", tmp_path / "runs"))
+
+
 @pytest.mark.parametrize(
     ("kind", "signature"),
     [

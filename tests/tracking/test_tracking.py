@@ -13,9 +13,11 @@ import pandas as pd
 import pytest
 
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.folder import read_accuracy, read_times
+from ppo_repro.records.notes import read_accuracy, read_times
+from ppo_repro.records.writer import RunWriter
 from tests.grids.small_grids import written_grid
 from tests.support.cli import Cli, one_line
+from tests.support.synthetic_run import cut_back
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -88,6 +90,16 @@ def test_a_copy_has_what_the_run_recorded(deterministic_run: Path, store: str, c
     (again,) = runs_of(client, "small")
     assert told["run_id"] == again.info.run_id != run_id, "a second copy takes the place of the first"
     assert (again.data.metrics, again.data.params) == (found.data.metrics, found.data.params)
+
+
+def test_a_copy_in_mlflow_has_every_note(deterministic_run: Path, store: str, tmp_path: Path, cli: Cli) -> None:
+    run_dir = Path(shutil.copytree(deterministic_run, tmp_path / "run"))
+    cut_back(run_dir, 2, "interrupted")
+    RunWriter(run_dir).note("card.json", {"name": "H200", "capability": "9.0", "driver": "580", "cross_checked": 7})
+    cli.done("track", run_dir, "--uri", store)
+    client = mlflow_client(store)
+    (copy,) = runs_of(client, "small")
+    assert "card.json" in {artifact.path for artifact in client.list_artifacts(copy.info.run_id)}
 
 
 @pytest.mark.parametrize(

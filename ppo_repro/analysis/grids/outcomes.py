@@ -10,6 +10,7 @@ import pandas as pd
 
 from ppo_repro.analysis.clipping.flags import band_out, clipped_at_start, recorded_clipped
 from ppo_repro.analysis.clipping.update_rows import ClipRule, column
+from ppo_repro.analysis.pairs.runs import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.config.algorithm import ClipObjective, FunctionObjective, SequenceClipObjective, clip_band
@@ -34,16 +35,17 @@ MEASURES = {
 
 
 def clip_shares(run_dir: Path) -> tuple[float, float]:
-    """Return two shares of token visits: with a removed gradient, and with a ratio outside the band.
+    """Return two shares of a run's own token visits: with a removed gradient, and with a ratio outside the band.
 
     The ratio is the recorded one, so `sequence_clip` counts the tokens of responses outside its band. Both shares are 0
     if the objective clips nothing, as `cispo`. With your own objective the second share is NaN, because its band is
     unknown, and so is the first if the objective does not say which tokens it cut.
     """
     recorded, objective = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo.objective
-    ranges = reader.read_iterations(run_dir, columns=["clip_range"], recorded=recorded)["clip_range"]
+    own = own_iterations(run_dir, recorded, None)
+    ranges = reader.read_iterations(run_dir, iterations=own, columns=["clip_range"], recorded=recorded)["clip_range"]
     count, removed, outside = 0, 0, math.nan if isinstance(objective, FunctionObjective) else 0.0
-    for iteration, clip_range in enumerate(ranges):
+    for iteration, clip_range in zip(own, ranges, strict=True):
         visits = reader.read_updates(
             run_dir, iterations=[iteration], columns=["clip_flag", "ratios"], recorded=recorded
         ).dropna(subset="clip_flag")
@@ -60,7 +62,7 @@ def clip_shares(run_dir: Path) -> tuple[float, float]:
 
 
 def mismatch(run_dir: Path) -> tuple[float, float]:
-    """Return the mean of k3 and the clip floor over the run's response tokens, one iteration in memory at a time.
+    """Return the mean of k3 and the clip floor over a run's own response tokens, one iteration in memory at a time.
 
     The floor is the share of tokens whose gradient the clip would remove before any step. It is 0 with the anchor
     `old`, whose first ratio is 1, and NaN if the objective has no fixed clip range.
@@ -69,7 +71,7 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
     if isinstance(clip := ppo.objective, ClipObjective):
         rule = ClipRule(ppo.ratio_anchor, clip.clip_range, clip.high, clip.dual_clip, None)
     recorded, count, divergence, removed = reader.open_manifest(run_dir), 0, 0.0, 0.0
-    for iteration in range(recorded.num_iterations):
+    for iteration in own_iterations(run_dir, recorded, None):
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
         delta = column(tokens, "old_logprobs") - column(tokens, "rollout_logprobs")
         count, divergence = count + len(tokens), divergence + float(k3(delta).sum())

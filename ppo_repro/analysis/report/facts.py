@@ -18,18 +18,10 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.changes import change_lines, forked_from
-from ppo_repro.records.folder import (
-    CONFIG_NAME,
-    ENVIRONMENT_NAME,
-    STARTED,
-    Accuracy,
-    load_config_of,
-    read_accuracy,
-    read_card,
-    read_note,
-)
+from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, STARTED, load_config_of
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.notes import Accuracy, read_accuracy, read_card, read_note
 from ppo_repro.runs.summary import is_judged
 
 

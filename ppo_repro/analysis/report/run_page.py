@@ -36,7 +36,7 @@ from ppo_repro.analysis.report.token_html import token_section
 from ppo_repro.analysis.words import terms
 from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records.folder import by_phase, phases_of
+from ppo_repro.records.notes import by_phase, phases_of
 from ppo_repro.testing.diagnosis import evidence
 from ppo_repro.testing.diagnosis.diagnose import diagnose_sums
 from ppo_repro.testing.diagnosis.evidence import MismatchSums

@@ -28,8 +28,8 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
-from ppo_repro.records.folder import read_accuracy
 from ppo_repro.records.label import Label, write_label
+from ppo_repro.records.notes import read_accuracy
 from ppo_repro.runs.summary import change
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli

@@ -22,19 +22,16 @@ from ppo_repro.base.beside import modules_beside
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import path_fields
+from ppo_repro.config.files import AnyConfig, path_fields
 from ppo_repro.config.inputs import decisive, file_of
-from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CHECKPOINTS_NAME, REFERENCE
 from ppo_repro.records.located import located_tree
 
-Config = TypeVar("Config", bound=RunConfig | ControlConfig | DPOConfig)
-There = Callable[[Path], Path]  # from a path on the first machine to the path on this one
+Config = TypeVar("Config", bound=AnyConfig)
+PathHere = Callable[[Path], Path]  # from a path on the first machine to the path on this one
 CHUNK = 1 << 26  # bytes that are sent together
-NOTHING = torch.empty(0, dtype=torch.uint8)
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 def files_of(tree: object) -> list[Path]:
@@ -59,23 +56,17 @@ def _files_of_run(run_dir: Path) -> list[Path]:
     return [*inside, *files_of(located_tree(run_dir, manifest.load(run_dir), None, not kept.is_dir()))]
 
 
-def moved(config: Config, there: There) -> Config:
-    """Return the configuration with the paths of its files on this machine."""
-    tree = config.model_dump(mode="json")
-    for _, section, name in path_fields(tree):
-        path, function = file_of(section[name])
-        section[name] = f"{there(path)}{function}"
-    changed: Config = type(config).model_validate(tree)  # type: ignore[assignment]
-    return changed
-
-
 @contextmanager
-def brought(ranks: Ranks, files: Callable[[], Sequence[Path]]) -> Iterator[There]:
-    """Bring files of the first process's machine to the others, and yield where each file is on this machine.
+def on_every_machine(
+    ranks: Ranks, config: Config, files: Callable[[], Sequence[Path]]
+) -> Iterator[tuple[Config, PathHere]]:
+    """Copy files of the first process's machine to the others; the copies are removed at the end of the block.
 
     Args:
-        ranks: the processes of the run.
         files: lists the files, with absolute paths; the first process calls it.
+
+    Yields:
+        The configuration with the paths of its files on this machine, and the function that gives the path of a file.
 
     Raises:
         UserError: a file cannot be read or written.
@@ -91,10 +82,23 @@ def brought(ranks: Ranks, files: Callable[[], Sequence[Path]]) -> Iterator[There
                 root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppo-repro-")))
             _copy(ranks, receivers, named, root)
         mine = ranks.everyone(root)[machines.index(machines[ranks.rank])]
-        yield (lambda path: path) if mine is None else partial(_below, mine)
+        here: PathHere = partial(_below, mine)
+        yield _with_paths(config, here), here
 
 
-def _below(root: Path, path: Path) -> Path:
+def _with_paths(config: Config, here: PathHere) -> Config:
+    tree = config.model_dump(mode="json")
+    for _, section, name in path_fields(tree):
+        path, function = file_of(section[name])
+        section[name] = f"{here(path)}{function}"
+    changed: Config = type(config).model_validate(tree)  # type: ignore[assignment]
+    return changed
+
+
+def _below(root: Path | None, path: Path) -> Path:
+    """Return the path of a copy below `root`; None is the machine of the first process, whose files stay."""
+    if root is None:
+        return path
     path = Path(os.path.abspath(path))
     return root / path.relative_to(path.anchor)
 
@@ -110,7 +114,7 @@ def _copy(ranks: Ranks, receivers: Sequence[int], files: Sequence[tuple[Path, in
         for chunk in _read(files):
             total.update(chunk.numpy().data)
             for receiver in receivers:
-                ranks.swap(chunk, NOTHING, receiver)
+                ranks.swap(chunk, NO_BYTES, receiver)
     elif root is not None:
         for path, size in files:
             target = _below(root, path)
@@ -119,7 +123,7 @@ def _copy(ranks: Ranks, receivers: Sequence[int], files: Sequence[tuple[Path, in
                 with target.open("wb") as file:
                     for start in range(0, size, CHUNK):
                         chunk = torch.empty(min(CHUNK, size - start), dtype=torch.uint8)
-                        ranks.swap(NOTHING, chunk, 0)
+                        ranks.swap(NO_BYTES, chunk, 0)
                         total.update(chunk.numpy().data)
                         file.write(chunk.numpy().data)
             except OSError as error:

@@ -1,0 +1,135 @@
+"""Make the buffers of an iteration from its records, as they were when the iteration was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ppo_repro import buffers
+from ppo_repro.base.errors import UserError
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.columns import SPANS
+from ppo_repro.records.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Records:
+    """Recorded tables of one iteration, by name."""
+
+    iteration: int
+    tables: Mapping[str, pa.Table]
+
+    def has(self, table: str, column: str) -> bool:
+        """Return whether a column was recorded; otherwise it is null in every row."""
+        values = self.tables[table].column(column)
+        return bool(values.null_count < len(values))
+
+    def tensor(self, table: str, column: str, rows: slice = slice(None)) -> Tensor:
+        """Return some rows of a column as a tensor; the column has no nulls."""
+        return torch.from_numpy(np.array(self.tables[table].column(column).to_numpy()[rows]))
+
+    def tensor_or_none(self, table: str, column: str, rows: slice = slice(None)) -> Tensor | None:
+        """Return some rows of a column as a tensor; None if one of these rows is null."""
+        is_there = self.tables[table].column(column).is_valid().to_numpy()[rows].all()
+        return self.tensor(table, column, rows) if is_there else None
+
+    def values(self, table: str, column: str) -> tuple[Any, ...]:
+        """Return a column as Python values; lists become tuples."""
+        values = self.tables[table].column(column).to_pylist()
+        return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+
+    def values_or_none(self, table: str, column: str) -> tuple[Any, ...] | None:
+        return self.values(table, column) if self.has(table, column) else None
+
+
+def read_records(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
+    """Read the tables of an iteration, side tables included, without comparing digests.
+
+    Raises UserError if they cannot be read or do not fit together.
+    """
+    tables = reader.read_moment(run_dir, recorded, iteration, verify=False)
+    records = Records(iteration, tables)
+    lengths = records.tensor("sequences", "response_length")
+    tokens = tables["tokens"].num_rows
+    if len(lengths) == 0 or lengths.min() < 1 or int(lengths.sum()) != tokens:
+        path = manifest.table_path(run_dir, "tokens", iteration)
+        raise UserError(f"{path}: has {tokens} rows; the responses have {int(lengths.sum())} tokens; restore the file")
+    return records
+
+
+def rollout_of(records: Records) -> buffers.Rollout:
+    """Return the sampled responses; the sets of kept tokens are absent, because no later stage reads them."""
+    count, of = records.tables["tokens"].num_rows, partial(records.values, "sequences")
+    lengths = records.tensor("sequences", "response_length").to(torch.int64)
+    columns = [records.tensor("tokens", name).split(lengths.tolist()) for name in SPANS]
+    as_sampled = records.values_or_none("sequences", "is_as_sampled")
+    return buffers.Rollout(
+        prompts=buffers.Prompts(**{field.name: of(field.name) for field in fields(buffers.Prompts)}),
+        response_ids=records.tensor("tokens", "token_id").to(torch.int64),
+        lengths=lengths,
+        temperature=1.0,
+        rollout_logprobs=records.tensor("tokens", "rollout_logprobs"),
+        log_kept_mass=records.tensor("tokens", "log_kept_mass"),
+        kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
+        finish_reason=of("finish_reason"),
+        response=of("response"),
+        server=(None,) * len(lengths),
+        latency=(None,) * len(lengths),
+        spans=tuple(buffers.Spans(*(part.tolist() for part in parts)) for parts in zip(*columns, strict=True)),
+        episodes=_episodes(records, "sequences"),
+        rollout_policy_versions=records.values_or_none("sequences", "rollout_policy_versions"),
+        sampled_ids=records.values_or_none("sequences", "sampled_ids"),
+        is_as_sampled=None if as_sampled is None else tuple(tuple(map(bool, row)) for row in as_sampled),
+    )
+
+
+def _episodes(records: Records, table: str) -> tuple[buffers.Episode, ...] | None:
+    """Return the episodes, without the unrecorded texts of turns; None if the run has no environment."""
+    if not records.has(table, "episode_ids"):
+        return None
+    rows = zip(records.values(table, "episode_ids"), records.values(table, "is_forced"), strict=True)
+    return tuple(buffers.Episode(ids, tuple(map(bool, forced)), ()) for ids, forced in rows)
+
+
+def forward_of(records: Records) -> buffers.ForwardPass:
+    """Return the outputs of the networks before the update."""
+    names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
+    return buffers.ForwardPass(
+        **{name: records.tensor("tokens", name) for name in names},
+        cumulative_probs=records.tensor_or_none("tokens", "cumulative_probs"),
+        reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
+        routes=torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32),
+        values=records.tensor_or_none("tokens", "values"),
+    )
+
+
+def rewards_of(records: Records) -> buffers.Rewards:
+    """Return scores and rewards; a column without records is 0, and is not compared."""
+    zeros = torch.zeros(records.tables["tokens"].num_rows)
+    placed, raw = (records.tensor_or_none("tokens", name) for name in ("placed_scores", "raw_rewards"))
+    return buffers.Rewards(
+        scores=records.tensor("sequences", "scores"),
+        score_parts=records.values("sequences", "score_parts"),
+        is_correct=torch.tensor(records.values("sequences", "is_correct")),
+        kl_penalties=records.tensor("tokens", "kl_penalties"),
+        placed_scores=zeros.to(torch.float64) if placed is None else placed,
+        raw_rewards=zeros if raw is None else raw,
+        rewards=records.tensor("tokens", "rewards"),
+    )
+
+
+def evaluation_of(records: Records) -> buffers.Evaluation | None:
+    """Return the held-out responses; None if the run has no evaluation, or did not record its responses."""
+    if "evaluations" not in records.tables:
+        return None
+    names = [field.name for field in fields(buffers.Evaluation) if field.name != "episodes"]
+    columns: dict[str, Any] = {name: records.values("evaluations", name) for name in names}
+    return buffers.Evaluation(**columns, episodes=_episodes(records, "evaluations"))

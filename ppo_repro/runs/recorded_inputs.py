@@ -1,0 +1,48 @@
+"""The configuration and input files with which a recorded run is computed on, or again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import SUMS_NAME
+from ppo_repro.config.files import MODELS, apply_overrides, validated
+from ppo_repro.records import folder
+from ppo_repro.records.located import located_tree
+from ppo_repro.records.manifest import Manifest
+from ppo_repro.runs.kind import Config, Item, RunKind
+from ppo_repro.runs.machines import files_of
+from ppo_repro.runs.start import start_files
+
+
+def inputs_of(
+    kind: RunKind[Config, Item],
+    run_dir: Path,
+    recorded: Manifest,
+    overrides: Sequence[str],
+    elsewhere: Path | None,
+    start: str | None,
+) -> tuple[Config, list[Path]]:
+    """Return the configuration of a run that goes on from the checkpoint `start`, and the files for every machine.
+
+    These include the model unless the checkpoint has it. Raises UserError if an input is missing, or if an override
+    names a field that may not change.
+    """
+    groups = " and ".join(kind.changeable)
+    for override in overrides:
+        if not override.startswith(tuple(f"{group}{end}" for group in kind.changeable for end in ".=")):
+            raise UserError(
+                f"--set {override}: a recorded run may change fields of {groups} only; for another field "
+                f"start a run of its own, or go on from a checkpoint with `ppo-repro fork {shlex.quote(str(run_dir))}`"
+            )
+    model_too = start is None or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files
+    tree = located_tree(run_dir, recorded, elsewhere, model_too)
+    apply_overrides(tree, overrides)
+    config: Config = validated(MODELS[kind.name], tree, str(run_dir / folder.CONFIG_NAME))  # type: ignore[assignment]
+    named: dict[str, Any] = config.model_dump(mode="json")
+    if not model_too:
+        del named["model"]
+    return config, [*files_of(named), *(start_files(run_dir, recorded, start) if start else ())]

@@ -209,6 +209,7 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.testing.dumps",  # the audit's reader of dumps
         "ppo_repro.testing.pairs",
         "ppo_repro.testing.diagnosis",
+        "ppo_repro.testing.evidence",
         "ppo_repro.statistics",
     )
     allowed += ("ppo_repro.base.output",)  # their commands speak as the program does
@@ -225,7 +226,7 @@ def test_statistics_need_numpy_alone() -> None:
 
 
 def test_the_diagnosis_needs_no_torch_and_no_run() -> None:
-    for path in files("ppo_repro/testing/diagnosis/*.py", "ppo_repro/testing/causes.py"):
+    for path in files(*(f"ppo_repro/testing/{name}.py" for name in ("causes", "diagnosis", "evidence"))):
         ours = {name for name in imports(path) if name.startswith("ppo_repro.")}
         assert not {"torch", "transformers"} & top(imports(path)), path
         below = ("ppo_repro.testing", "ppo_repro.statistics", "ppo_repro.base.errors")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import require_ours, whole_file
@@ -16,19 +16,12 @@ from ppo_repro.commands.values import count, number, path, positive, run_folder
 
 if TYPE_CHECKING:
     from ppo_repro.testing.audit.recorded_run import RunDump
-    from ppo_repro.testing.audit.subject import Subject
+    from ppo_repro.testing.audit.stack import StackModel, StackSampling
     from ppo_repro.testing.dumps import DumpedResponse
 
 FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
 MEANS = ("auto", "raw", "tempered", "processed")
-
-
-# of the sampling settings, by their names in StackSampling
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # options, as StackSampling names them
 
 
 def add_options(add: Callable[..., argparse.Action]) -> None:
@@ -56,28 +49,36 @@ def add_options(add: Callable[..., argparse.Action]) -> None:
     add("--out", metavar="PARQUET", type=path, help="write the tokens, with the log-probs of the model in float64")
 
 
-def _complete(options: argparse.Namespace) -> RunDump | None:
-    """Fill in model and sampling from a run folder, or the defaults of a dump; return the run's data, None for a dump.
+def _run_of(options: argparse.Namespace) -> RunDump | None:
+    """Return the data of a run folder, None for a dump.
 
     Raises UserError for an option that the run's configuration answers, and for a dump without a model.
     """
-    found = None
-    if options.dump.is_dir():
-        from ppo_repro.testing.audit.recorded_run import dump_of_run
+    if not options.dump.is_dir():
+        if options.model is None:
+            raise UserError("--model FOLDER: missing; give the weights that the dump was made with")
+        return None
+    from ppo_repro.testing.audit.recorded_run import dump_of_run
 
-        for name in ("model", "format", *DEFAULTS):
-            if getattr(options, name) is not None:
-                raise UserError(f"{_option(name)}: {options.dump} is a run, which has it; leave it out")
-        found = dump_of_run(options.dump)
-        rollout, options.model, options.format = found.config.rollout, found.model, "ppo_repro"
-        options.temperature, options.top_p, options.top_k = rollout.temperature, rollout.top_p, rollout.top_k
-    if options.model is None:
-        raise UserError("--model FOLDER: missing; give the weights that the dump was made with")
-    options.is_temperature_given = options.temperature is not None
-    for name, default in DEFAULTS.items():
-        if getattr(options, name) is None:
-            setattr(options, name, default)
-    return found
+    for name in ("model", "format", *SAMPLING):
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option}: {options.dump} is a run, which has it; leave it out")
+    return dump_of_run(options.dump)
+
+
+def _sampling(options: argparse.Namespace, run: RunDump | None) -> StackSampling:
+    """Return how the stack sampled: as the run's configuration says, or as the user says."""
+    from ppo_repro.testing.audit.stack import StackSampling
+
+    source = options if run is None else run.config.rollout
+    given: dict[str, Any] = {n: value for n in SAMPLING if (value := getattr(source, n, None)) is not None}
+    return StackSampling(
+        **given,
+        sampler_logprobs=options.sampler_logprobs,
+        trainer_logprobs=options.trainer_logprobs,
+        is_temperature_given="temperature" in given,
+    )
 
 
 def _check_out(options: argparse.Namespace) -> None:
@@ -100,7 +101,7 @@ def _is_audit(path: Path) -> bool:
         return False
 
 
-def _responses(options: argparse.Namespace, run: RunDump | None) -> tuple[list[DumpedResponse], int, int]:
+def _responses(options: argparse.Namespace, model: Path, run: RunDump | None) -> tuple[list[DumpedResponse], int, int]:
     """Return the responses to audit, and how many others were skipped before them and are left after them.
 
     Raises UserError if a model folder cannot be used, or if no response has a token that counts.
@@ -108,68 +109,57 @@ def _responses(options: argparse.Namespace, run: RunDump | None) -> tuple[list[D
     from ppo_repro.models.folder_files import check_config, check_weights
     from ppo_repro.testing.dumps import read_dump
 
-    for option, folder in (("--model", options.model), *(("--also", folder) for folder in options.also)):
+    for option, folder in (("--model", model), *(("--also", folder) for folder in options.also)):
         check_config(folder, f"{option} {folder}")
         check_weights(folder, f"{option} {folder}")
-    rows = read_dump(options.dump if run is None else run.rows, options.format)
+    rows = read_dump(options.dump, options.format) if run is None else read_dump(run.rows, "ppo_repro")
     responses = list(islice(rows, options.responses))
     if not responses:
         raise UserError(f"{options.dump}: has no response with a token that counts; there is nothing to audit")
     return responses, responses[-1].row - len(responses), sum(1 for _ in rows)
 
 
-def _subject(options: argparse.Namespace, run: RunDump | None) -> Subject:
+def _stack_model(options: argparse.Namespace, folder: Path, run: RunDump | None) -> StackModel:
     """Load the model, the other weights to try, and the tokenizer."""
     import torch
 
     from ppo_repro.testing.audit.load_model import last_matrices, load_model, load_tokenizer
-    from ppo_repro.testing.audit.subject import Subject
+    from ppo_repro.testing.audit.stack import StackModel
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; take cpu")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model, tokenizer = load_model("--model", options.model, options.device), load_tokenizer(options.model)
+    model, tokenizer = load_model("--model", folder, options.device), load_tokenizer(folder)
     padding = None
     if tokenizer is not None:
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     begin, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id"))
-    others = {f"weights of {folder}": load_model("--also", folder, options.device) for folder in options.also}
+    others = {f"weights of {other}": load_model("--also", other, options.device) for other in options.also}
     if run is not None and run.checkpoint is not None:
         others["weights that the run started with"], model = model, run.weights(model)
     # a sampler may take over new weights but for the last matrix, of which it has a copy in another layout
     others |= {f"the last matrix of the {name}": of for name, of in last_matrices(model, others).items()}
-    return Subject(model, others, begin, end, padding, tokenizer)
+    return StackModel(model, others, begin, end, padding, tokenizer)
 
 
 def audit_command(options: argparse.Namespace) -> int:
     """Say which side of a run, or of another stack's dump, is wrong, by the model in float64; exit 1 if one is."""
-    run = _complete(options)
+    run = _run_of(options)
+    model = options.model if run is None else run.model
     _check_out(options)
     which = "" if run is None else f"iteration {run.iteration}, "
-    say(f"{options.dump}: {which}both sides beside the model of {options.model} in float64")
-    responses, skipped, unread = _responses(options, run)
+    say(f"{options.dump}: {which}both sides beside the model of {model} in float64")
+    responses, skipped, unread = _responses(options, model, run)
 
     from ppo_repro.testing.audit.audit import audit
-    from ppo_repro.testing.audit.report import draw_fields, fields, lines, verdict
-    from ppo_repro.testing.audit.subject import StackSampling
+    from ppo_repro.testing.audit.report import as_fields, lines
 
-    sampling = StackSampling(
-        **{name: getattr(options, name) for name in DEFAULTS},
-        sampler_logprobs=options.sampler_logprobs,
-        trainer_logprobs=options.trainer_logprobs,
-        is_temperature_given=options.is_temperature_given,
-    )
-    found = audit(_subject(options, run), responses, sampling)
+    found = audit(_stack_model(options, model, run), responses, _sampling(options, run))
     said = lines(found, skipped, unread)
     if options.out is not None:
         with whole_file(options.out) as path:
             found.tokens.to_parquet(path)
         said.append(f"tokens  {options.out}")
-    described = {
-        **{"verdict": verdict(found), "responses": found.responses, "skipped": skipped, "tokens": len(found.tokens)},
-        **{"float32_rms": found.floor, "sampler": fields(found.sampler), "trainer": fields(found.trainer)},
-        "draws": draw_fields(found),
-    }
-    print_result(options.json, described, said)
+    print_result(options.json, as_fields(found, skipped), said)
     return 0 if found.is_right else 1

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Cause = Literal[
+CauseName = Literal[
     "none", "floating_point_noise", "reduced_precision", "temperature", "truncated_sampling", "penalty",
     "logit_cap", "banned_token", "padded_vocabulary", "epsilon_in_log", "coarse_logits", "coarse_weights",
     "coarse_records", "other_architecture", "other_quantity", "other_number", "other_pairs", "off_by_one",
@@ -32,7 +32,7 @@ class About:
         return f"{self.what}; {self.mend}."
 
 
-CAUSES: Mapping[Cause, About] = {
+CAUSES: Mapping[CauseName, About] = {
     "none": About("Every log-prob has the same bits", "nothing to do"),
     "floating_point_noise": About(
         "Rounding in another order of additions", "harmless alone, gone in deterministic numerics"

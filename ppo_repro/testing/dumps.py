@@ -184,43 +184,25 @@ def _response(where: str, number: int, row: DumpRow, names: Names) -> DumpedResp
         return name is not None and row.get(name) is not None
 
     sides = {name: array(name, "log-probs in nats") for name in (names.sampler, names.trainer)}
-    has_tokens = has(names.tokens)
+    has_tokens, mask = has(names.tokens), str(names.mask)
     tokens = array(str(names.tokens), "token ids") if has_tokens else np.full(len(sides[names.sampler]), -1)
     real = array(str(names.padding_mask), "0 and 1").astype(bool) if has(names.padding_mask) else None
     prompt, padding = np.empty(0, np.int64), np.empty(0, np.int64)
     is_whole = names.prompt is None and names.response_length is None and has_tokens
     if has(names.prompt):
-        prompt = array(str(names.prompt), "token ids")
-        if real is not None:
-            if len(real) < len(prompt):
-                raise UserError(f"{where}: {names.padding_mask} is shorter than {names.prompt}")
-            real = real[: len(prompt)]
-            padding, prompt = prompt[: int(real.argmax()) if real.any() else len(prompt)], prompt[real]
+        padding, prompt = _padding_and_prompt(where, names, array(str(names.prompt), "token ids"), real)
     elif has_tokens and names.response_length is not None:
         length = _response_length(where, row, names.response_length, len(tokens))
         prompt, tokens = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
-    mask = str(names.mask)
     lists = sides | {mask: array(mask, "0 and 1") if has(names.mask) else np.ones(len(tokens), np.int64)}
     for name, values in lists.items():
         if len(values) != len(tokens):
             raise UserError(f"{where}: {name} has {len(values)} entries for {len(tokens)} response tokens")
-    for name, spelled in EXTRA.items():
-        values = next((row[n] for n in spelled if isinstance(row.get(n), list | tuple | np.ndarray)), ())
-        if 0 < len(values) != len(tokens):
-            raise UserError(f"{where}: {name} has {len(values)} entries for {len(tokens)} response tokens")
-        if len(values):
-            lists[name] = _array(where, name, values, "log-probs in nats")
+    lists |= _extra(where, row, len(tokens))
     if is_whole:
         ahead = lists.keys() if has(names.all_ahead_with) else names.ahead
         lists = {name: np.roll(values, 1) if name in ahead else values for name, values in lists.items()}
-        if real is not None:
-            if len(real) != len(tokens):
-                raise UserError(f"{where}: {names.padding_mask} has {len(real)} entries for {len(tokens)} tokens")
-            tokens, lists = tokens[real], {name: values[real] for name, values in lists.items()}
-        # the response begins with the first token that counts; nothing predicts the very first
-        start = 1 + int(np.argmax(lists[mask][1:])) if lists[mask][1:].any() else len(tokens)
-        prompt, tokens = tokens[:start], tokens[start:]
-        lists = {name: values[start:] for name, values in lists.items()}
+        prompt, tokens, lists = _split_whole(where, names, tokens, lists, real)
     counting = np.flatnonzero(lists[mask])
     if not counting.size:
         return None
@@ -239,6 +221,41 @@ def _response(where: str, number: int, row: DumpRow, names: Names) -> DumpedResp
         masked=len(lists[mask]) - counting.size,
         extra={name: arrays[name] for name in EXTRA if name in arrays},
     )
+
+
+def _padding_and_prompt(where: str, names: Names, prompt: Array, real: Array | None) -> tuple[Array, Array]:
+    """Split a padded prompt into the padding before it and its tokens; `real` says which entries are no padding."""
+    if real is None:
+        return np.empty(0, np.int64), prompt
+    if len(real) < len(prompt):
+        raise UserError(f"{where}: {names.padding_mask} is shorter than {names.prompt}")
+    real = real[: len(prompt)]
+    return prompt[: int(real.argmax()) if real.any() else len(prompt)], prompt[real]
+
+
+def _extra(where: str, row: DumpRow, tokens: int) -> dict[str, Array]:
+    """Return the other numbers of each token that a row has."""
+    found = {}
+    for name, spelled in EXTRA.items():
+        values = next((row[n] for n in spelled if isinstance(row.get(n), list | tuple | np.ndarray)), ())
+        if 0 < len(values) != tokens:
+            raise UserError(f"{where}: {name} has {len(values)} entries for {tokens} response tokens")
+        if len(values):
+            found[name] = _array(where, name, values, "log-probs in nats")
+    return found
+
+
+def _split_whole(
+    where: str, names: Names, tokens: Array, lists: dict[str, Array], real: Array | None
+) -> tuple[Array, Array, dict[str, Array]]:
+    """Split a whole sequence at the first token that counts into prompt, response, and the lists of the response."""
+    if real is not None:
+        if len(real) != len(tokens):
+            raise UserError(f"{where}: {names.padding_mask} has {len(real)} entries for {len(tokens)} tokens")
+        tokens, lists = tokens[real], {name: values[real] for name, values in lists.items()}
+    counts = lists[str(names.mask)][1:]  # nothing predicts the very first token
+    start = 1 + int(np.argmax(counts)) if counts.any() else len(tokens)
+    return tokens[:start], tokens[start:], {name: values[start:] for name, values in lists.items()}
 
 
 def _response_length(where: str, row: DumpRow, name: str, tokens: int) -> int:

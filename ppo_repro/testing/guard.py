@@ -59,6 +59,15 @@ def pairs_of_dump(source: Path | str | pd.DataFrame, names: Names | None = None)
     return pd.concat(frames or [pd.DataFrame(columns=COLUMNS)], ignore_index=True)
 
 
+def _pairs(run_or_file: Path | str | pd.DataFrame, names: Names | None) -> pd.DataFrame:
+    """Return the pairs of a run folder or a dump. Raises UserError for names of a run's columns."""
+    if isinstance(run_or_file, pd.DataFrame) or not Path(run_or_file).is_dir():
+        return pairs_of_dump(run_or_file, names)
+    if names is not None:
+        raise UserError(f"{run_or_file}: is a run folder, whose names are fixed; leave names out")
+    return pairs_of_run(run_or_file)
+
+
 def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
     """Return each measure of `assert_mismatch_below`, with the row of its worst token; a mean of no token is NaN."""
     tokens = with_mismatch(pairs)
@@ -134,12 +143,7 @@ def assert_mismatch_below(
         if not limit >= 0:
             raise UserError(f"assert_mismatch_below: {name} = {limit!r}: must be 0 or more")
     where = "the frame" if isinstance(run_or_file, pd.DataFrame) else run_or_file
-    if not isinstance(run_or_file, pd.DataFrame) and Path(run_or_file).is_dir():
-        if names is not None:
-            raise UserError(f"{where}: is a run folder, whose names are fixed; leave names out")
-        pairs = pairs_of_run(run_or_file)
-    else:
-        pairs = pairs_of_dump(run_or_file, names)
+    pairs = _pairs(run_or_file, names)
     if not len(pairs):
         raise UserError(f"{where}: has no token that counts; there is nothing to compare")
     if why := _suspicious(pairs):

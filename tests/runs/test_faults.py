@@ -20,7 +20,7 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest, reader
-from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
+from ppo_repro.testing.diagnosis import diagnose_chunks
 from tests.support.language import resume, run, tiny_run
 from tests.support.paths import TINY
 from tests.support.runs import recomputed

@@ -37,9 +37,8 @@ from ppo_repro.analysis.words import terms
 from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.notes import by_phase, phases_of
-from ppo_repro.testing.diagnosis import evidence
-from ppo_repro.testing.diagnosis.diagnose import diagnose_sums
-from ppo_repro.testing.diagnosis.evidence import MismatchSums
+from ppo_repro.testing.diagnosis import diagnose_sums
+from ppo_repro.testing.evidence import MismatchSums, mismatch_sums
 
 
 def run_page(facts: Facts, responses: int) -> str:
@@ -94,7 +93,7 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     measured, sums = list[Measured](), list[MismatchSums]()
     for pairs in run_evidence(facts.run_dir, allow_incomplete=True):
         measured += measure([pairs])
-        sums.append(evidence.measure(pairs))
+        sums.append(mismatch_sums(pairs))
     update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
     divergences = update[update["metric"].isin(["k1", "k3"]) & (update["reduction"] == "token_mean")]
     cause = diagnose_sums(sums)

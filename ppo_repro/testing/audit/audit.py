@@ -1,36 +1,116 @@
-"""Judge each side against the unmodified model in float64, and search the cause of wrong log-probs.
+"""Say which side of a dump is wrong, and why. `audit` is the algorithm:
 
-A side is right if its rms distance is at most 10 times the distance of stock float32, and no token is far off. Stock
-float32 is measured on the first responses, up to 2,048 tokens. If a side is wrong, every cause (`causes`) predicts
-numbers. A cause is named only if the remaining error is rounding: of float32, or of the 16-bit format of the
-computation or of the file. Else the verdict is `unknown`, with facts about the numbers.
+1. Compute the right log-probs of the dumped tokens in float64, and the rounding of stock float32 (`reference`).
+2. Choose the distribution that the log-probs of each side are of: of all tokens, or after penalties and cuts.
+3. Measure how far each side is from the right log-probs. A side is right if it is about as near as float32.
+4. Search the causes of a wrong side (`search`): each cause predicts numbers, and explains the side if what remains of
+   the errors is rounding (`measure.explains`).
+5. Name the causes if at most three explanations are equally good; else the cause is `unknown`, and `facts` describes
+   the errors.
+6. If the sampler's log-probs are right, judge whether the tokens were drawn from them (`draws`).
+
+`limits` has every number that decides, `report` the sentences.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.models.stock import float64
 from ppo_repro.statistics.draws import Draws
-from ppo_repro.testing.audit.causes.variant import Numbers
-from ppo_repro.testing.audit.choose_distribution import definitions_of, different_orders, order_of
-from ppo_repro.testing.audit.distributions import DEFINITIONS
-from ppo_repro.testing.audit.draws import DrawCauses, Tally, drawn_from, left_out_of, sampled_definitions
-from ppo_repro.testing.audit.one_side import Explained, Side, Unknown, judged
-from ppo_repro.testing.audit.reference import RecordedSide, numbers_of, pieces_of, references_of
-from ppo_repro.testing.audit.rounding import RIGHT, rms
-from ppo_repro.testing.audit.subject import StackSampling, Subject, positions, vocabulary
-from ppo_repro.testing.dumps import DumpedResponse
+from ppo_repro.testing.audit import limits
+from ppo_repro.testing.audit.causes.cause import Cause, Numbers
+from ppo_repro.testing.audit.distributions import DEFINITIONS, PROCESSED, sampled_from
+from ppo_repro.testing.audit.draws import DrawCauses, Tally, drawn_from, left_out_of
+from ppo_repro.testing.audit.facts import facts, of_format
+from ppo_repro.testing.audit.measure import rms
+from ppo_repro.testing.audit.reference import (
+    RecordedSide,
+    definitions_of,
+    different_orders,
+    distances,
+    largest_error,
+    numbers_of,
+    pieces_of,
+    references_of,
+)
+from ppo_repro.testing.audit.search import Explanation, causes_after_logits, causes_before_logits, search
+from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
+from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
+from ppo_repro.testing.dumps import DumpedResponse, impossible
 
 TOKENS = ("row", "turn", "position", "token_id", "reference", "sampler", "trainer")
-AGREE = 0.1  # sides that are nearer to each other than this part of their distance say the same
+FILL = "record a log-prob for every token that counts, and leave padding out by the mask"
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far the usable log-probs of a side are from the model in float64, nats."""
+
+    tokens: int  # usable log-probs
+    rms: float
+    largest: float
+    wrong: tuple[int, ...]  # responses with a wrong log-prob; () if the side is right
+
+
+@dataclass(frozen=True)
+class Right:
+    """Finding: the side is right."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """Finding: the side is wrong by a known cause."""
+
+    words: str
+    advice: str
+    left: float  # rms of what the cause leaves, nats, on the tokens that were tried
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Finding: the side is wrong, and no cause fits."""
+
+    advice: str  # about tokens without a log-prob
+
+
+@dataclass(frozen=True)
+class Side:
+    """Verdict about sampler or trainer."""
+
+    name: str
+    definition: str  # of DEFINITIONS, by which it was judged
+    distance: Distance
+    empty: int  # log-probs that are not finite, or exactly 0 where the model's probability is below limits.SURE
+    finding: Right | Explained | Unknown
+    known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
+    tried: tuple[Explanation, ...] = ()  # the best first, each once
+    temperature: float | None = None  # one that explains it
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether the side is right."""
+        return isinstance(self.finding, Right)
+
+    @property
+    def cause(self) -> str:
+        """Return the cause in words; "" if the side is right."""
+        match self.finding:
+            case Right():
+                return ""
+            case Explained(words):
+                return words
+            case Unknown():
+                return "unknown"
 
 
 @dataclass(frozen=True)
@@ -57,40 +137,159 @@ class Audit:
 
 
 @torch.no_grad()
-def audit(subject: Subject, responses: Sequence[DumpedResponse], sampling: StackSampling) -> Audit:
+def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: StackSampling) -> Audit:
     """Judge both sides of a dump. Raises UserError if the dump cannot come from this model."""
-    _check(subject, responses)
-    tallies = {name: Tally(left_out_of(subject, responses)) for name in sampled_definitions(sampling)}
-    references = references_of(subject, responses, sampling, tallies)
+    _check_model(stack, responses)
+    tallies = {name: Tally(left_out_of(stack, responses)) for name in sampled_from(sampling)}
+    references = references_of(stack.model, responses, sampling, tallies)
     orders = different_orders(responses, references, sampling)
     definitions = orders or definitions_of(responses, references, sampling)
-    numbers = {name: numbers_of(name, responses, references[d]) for name, d in definitions.items()}
-    sides = {
-        name: judged(subject, RecordedSide(name, responses, sampling, d, references[d], numbers[name]))
+    recorded = [
+        RecordedSide(name, responses, sampling, d, references[d], numbers_of(name, responses, references[d]))
         for name, d in definitions.items()
-    }
-    are_comparable = not orders or not all(side.is_right for side in sides.values())
+    ]
+    sampler, trainer = _judged(stack, recorded)
+    are_comparable = not (orders and sampler.is_right and trainer.is_right)
     if not are_comparable:
-        sides = {
-            name: replace(side, finding=Explained(order_of(side.definition), "", side.distance.rms))
-            for name, side in sides.items()
-        }
+        sampler, trainer = _of_its_order(sampler), _of_its_order(trainer)
     reference = references[definitions["sampler"]]
     if not sampling.is_temperature_given:
-        _check_temperature(sides.values())
-    _check_unexplained(sides, numbers, reference.floor)
-    tally = tallies[drawn_from(tallies)] if sides["sampler"].is_right else Tally()
+        _check_temperature([sampler, trainer])
+    _check_unexplained(sampler, trainer, recorded, reference.floor)
+    tally = tallies[drawn_from(tallies)] if sampler.is_right else Tally()
     return Audit(
         responses=len(responses),
         floor=reference.floor,
-        sampler=sides["sampler"],
-        trainer=sides["trainer"],
+        sampler=sampler,
+        trainer=trainer,
         tokens=_tokens(responses, reference.logprobs),
         draws=tally.draws(),
         are_drawn=not tally.is_wrong(),
-        drawn_by=_causes(subject, responses, sampling, tallies) if tally.is_wrong() else "",
+        drawn_by=_causes_of_draws(stack.model, responses, sampling, tallies) if tally.is_wrong() else "",
         are_comparable=are_comparable,
     )
+
+
+# is a side right, and if not, why
+
+
+def _judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[Side]:
+    """Judge each side by its distance, and search the causes of a wrong one."""
+    found, before_logits = list[Side](), list[Cause]()
+    for side in recorded:
+        distance = _distance(stack.model, side)
+        if not distance.wrong:
+            found.append(_near(side, distance))
+            continue
+        say(f"audit: {side.name} is wrong; looks for the cause")
+        before_logits = before_logits or causes_before_logits(stack, side.responses)  # once for both sides
+        causes = [*before_logits, *causes_after_logits(side.sampling, DEFINITIONS[side.definition])]
+        wrong = wrong_side_of(stack.model, side, distance.wrong, causes)
+        found.append(_far(side, distance, wrong, search(wrong)))
+    return found
+
+
+def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
+    """Measure how far a side is; it is right up to limits.RIGHT times stock float32 if no token is further off."""
+    of_responses, limit = distances(side.numbers), limits.RIGHT * side.reference.floor
+    every = torch.cat(of_responses)
+    largest = float(every.abs().max()) if len(every) else math.nan
+    far = [i for i, d in enumerate(of_responses) if bool((d.abs() > limits.FAR * limit).any())]
+    is_right = rms(every) <= limit
+    if is_right and far:
+        is_right = largest <= limits.STOCK_LARGEST * largest_error(model, side, far)
+    wrong = [] if is_right else [i for i, d in enumerate(of_responses) if rms(d) > limit or i in far]
+    return Distance(len(every), rms(every), largest, tuple(wrong))
+
+
+def _near(side: RecordedSide, distance: Distance) -> Side:
+    """Return the verdict about a side whose log-probs are right; tokens without a log-prob make it wrong."""
+    empty, gaps = _gaps(side.numbers)
+    finding = Explained(gaps, FILL, distance.rms) if gaps else Right()
+    return Side(side.name, side.definition, distance, empty, finding)
+
+
+def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, tried: Sequence[Explanation]) -> Side:
+    """Return the verdict about a wrong side from the explanations that were tried, the best first."""
+    best = [t for t in tried if t.explains]
+    empty, gaps = _gaps(side.numbers, are_zeros_explained=bool(best) and best[0].explains_zeros)
+    finding = _finding(best, gaps)
+    plain = next(t.left for t in tried if not t.deviations)
+    shown = [t for t in tried if t.explains or not t.deviations or t.left <= limits.HALF * plain]
+    fits = [*best, *(t for t in tried if t.left <= wrong.tolerance)]
+    return Side(
+        name=side.name,
+        definition=side.definition,
+        distance=distance,
+        empty=empty,
+        finding=finding,
+        known=tuple(_known(finding, wrong, side, gaps)),
+        tried=tuple(shown[: limits.SHOWN]),
+        temperature=next((t.temperature for t in fits if t.temperature is not None), None),
+    )
+
+
+def _finding(best: Sequence[Explanation], gaps: str) -> Explained | Unknown:
+    """Return the best explanations as one, with the tokens without a log-prob."""
+    if not 0 < len(best) <= limits.NAMED:
+        return Unknown(FILL if gaps else "")
+    words, advice = " or ".join(t.words for t in best), best[0].advice
+    if gaps:
+        words, advice = f"{gaps} and {words}", f"{FILL}; {advice}"
+    return Explained(words, advice, best[0].left)
+
+
+def _known(finding: Explained | Unknown, wrong: WrongSide, side: RecordedSide, gaps: str) -> list[str]:
+    """Return sentences about the numbers; if a cause is named, only about the format of a computation."""
+    if isinstance(finding, Explained):
+        return of_format(wrong.stored) if wrong.stored.mantissa else []  # decimals are no format of a computation
+    why = gaps or impossible(_counted(side.numbers).float().numpy())
+    found = facts(side.responses, side.numbers, wrong.tolerance)
+    return [*filter(None, [why]), *of_format(wrong.stored), *found]
+
+
+def _gaps(numbers: Sequence[Numbers], are_zeros_explained: bool = False) -> tuple[int, str]:
+    """Return the number of tokens without a log-prob, and a sentence about them, "" if there are none."""
+    values, usable = _counted(numbers), sum(int(of.usable.sum()) for of in numbers)
+    missing = int((~values.isfinite()).sum()) if are_zeros_explained else len(values) - usable
+    if not missing:
+        return 0, ""
+    finite = values[values.isfinite()]
+    if len(finite) and not bool(finite.any()) and not are_zeros_explained:
+        return missing, impossible(values.float().numpy())
+    or_zero = "" if are_zeros_explained else " or a 0"
+    return missing, f"{missing:,} of {len(values):,} tokens have no log-prob{or_zero}"
+
+
+def _counted(numbers: Sequence[Numbers]) -> Tensor:
+    return torch.cat([of.recorded[of.counts] for of in numbers])
+
+
+def _of_its_order(side: Side) -> Side:
+    """Return a side that is right for another order of cuts than the other side."""
+    words = f"{PROCESSED}, each cut of all tokens" if side.definition == PROCESSED else side.definition
+    return replace(side, finding=Explained(words, "", side.distance.rms))
+
+
+# were the tokens drawn from the log-probs
+
+
+def _causes_of_draws(
+    model: PreTrainedModel,
+    responses: Sequence[DumpedResponse],
+    sampling: StackSampling,
+    tallies: Mapping[str, Tally],
+) -> str:
+    """Return the causes that explain tokens that were not drawn from the likeliest of the distributions."""
+    say("audit: tokens were not drawn from the log-probs; looks for the cause")
+    name = drawn_from(tallies)
+    if not tallies[name].draws().tokens:
+        return ""  # no drawn token is possible at all
+    causes = DrawCauses(tallies[name], sampling.temperature)
+    with float64(model):
+        for _, piece, counts in pieces_of(model, responses, is_wide=True):
+            causes.add(DEFINITIONS[name](piece, sampling, piece.logits, 0.0), piece.targets, counts)
+    return causes.words()
 
 
 def _tokens(responses: Sequence[DumpedResponse], logprobs: Sequence[Tensor]) -> pd.DataFrame:
@@ -101,29 +300,18 @@ def _tokens(responses: Sequence[DumpedResponse], logprobs: Sequence[Tensor]) -> 
     return pd.concat(frames, ignore_index=True).astype({"sampler": "float64", "trainer": "float64"})
 
 
-def _causes(
-    subject: Subject, responses: Sequence[DumpedResponse], sampling: StackSampling, tallies: Mapping[str, Tally]
-) -> str:
-    """Return the causes that explain tokens that were not drawn from the likeliest of the distributions."""
-    say("audit: tokens were not drawn from the log-probs; looks for the cause")
-    name = drawn_from(tallies)
-    if not tallies[name].draws().tokens:
-        return ""  # no drawn token is possible at all
-    causes = DrawCauses(tallies[name], sampling.temperature)
-    with float64(subject.model):
-        for _, piece, counts in pieces_of(subject.model, responses, is_wide=True):
-            causes.add(DEFINITIONS[name].change(piece, sampling, piece.logits, 0.0), piece.targets, counts)
-    return causes.words()
+# what cannot be judged
 
 
-def _check(subject: Subject, responses: Sequence[DumpedResponse]) -> None:
+def _check_model(stack: StackModel, responses: Sequence[DumpedResponse]) -> None:
+    """Raise UserError if a model cannot compute a response."""
     for r in responses:
         if not r.prompt_ids or not r.response_ids:
             what = "response tokens" if not r.response_ids else "prompt token, so nothing predicts its first token"
             raise UserError(f"row {r.row}: has no {what}; an audit needs the ids of prompt and response")
         worst, length = max(*r.prompt_ids, *r.response_ids), len(r.prompt_ids) + len(r.response_ids)
         advice = "give the folder of the model that the dump was made with"
-        for name, model in subject.models.items():
+        for name, model in stack.models.items():
             if worst >= (size := vocabulary(model)):
                 raise UserError(
                     f"row {r.row}: token {worst} is not in the vocabulary of {size} of the {name}; {advice}"
@@ -144,17 +332,17 @@ def _check_temperature(sides: Iterable[Side]) -> None:
         )
 
 
-def _check_unexplained(sides: Mapping[str, Side], numbers: Mapping[str, Sequence[Numbers]], floor: float) -> None:
+def _check_unexplained(sampler: Side, trainer: Side, recorded: Sequence[RecordedSide], floor: float) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
-    if any(not isinstance(side.finding, Unknown) for side in sides.values()):
+    if not (isinstance(sampler.finding, Unknown) and isinstance(trainer.finding, Unknown)):
         return
-    pairs = zip(*numbers.values(), strict=True)
+    pairs = zip(*(side.numbers for side in recorded), strict=True)
     apart = rms(torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs]))
-    nearer = min(side.distance.rms for side in sides.values())
-    if apart <= max(RIGHT * floor, AGREE * nearer):
-        known = sides["sampler"].known
+    nearer = min(sampler.distance.rms, trainer.distance.rms)
+    if apart <= max(limits.RIGHT * floor, limits.AGREE * nearer):
+        known = f" ({sampler.known[0]})" if sampler.known else ""
         raise UserError(
             f"--model: sampler and trainer are {apart:.2g} nats (rms) from each other and {nearer:.2g} from this "
-            f"model, and no fault explains it{f' ({known[0]})' if known else ''}; give the folder of the weights that "
-            "the dump was made with, and its --temperature and cuts"
+            f"model, and no fault explains it{known}; give the folder of the weights that the dump was made with, and "
+            "its --temperature and cuts"
         )

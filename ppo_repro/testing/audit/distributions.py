@@ -5,14 +5,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.causes.variant import Piece
-from ppo_repro.testing.audit.subject import StackSampling
+from ppo_repro.testing.audit.stack import StackSampling
 
 HEAD = 1024  # tokens that top-p is looked for in, before all are sorted
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Logits of k neighbouring tokens of one response."""
+
+    logits: Tensor  # [k, V]
+    targets: Tensor  # [k]
+    prompt: tuple[int, ...]  # the ids before the response
+    before: tuple[int, ...]  # the response's ids before the first target
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """Count how often each token occurs before each target, in prompt and response, int32 [k, V]."""
+        return self.seen_in_response + self._counted(self.prompt)
+
+    @cached_property
+    def seen_in_response(self) -> Tensor:
+        """Count how often each token occurs before each target in the response, int32 [k, V]."""
+        counts = torch.zeros_like(self.logits, dtype=torch.int32)
+        counts[range(1, len(counts)), self.targets[:-1]] = 1
+        return counts.cumsum(0, dtype=torch.int32) + self._counted(self.before)
+
+    def _counted(self, ids: tuple[int, ...]) -> Tensor:
+        on = torch.tensor(ids, dtype=torch.long, device=self.logits.device)
+        return torch.bincount(on, minlength=self.logits.shape[-1]).int()
+
+
 # of a piece and its logits [k, V]: logits whose softmax is the distribution; the number is the parameter of a variant
 Processing = Callable[[Piece, StackSampling, Tensor, float], Tensor]
 
@@ -80,57 +108,48 @@ def _processed(first: Collection[str] = (), is_cut_first: bool = False) -> Proce
     return change
 
 
-def is_tempered(sampling: StackSampling) -> bool:
-    """Return whether the temperature changes the distribution."""
-    return sampling.temperature != 1.0
+def _has_min_and_top_p(s: StackSampling) -> bool:
+    return s.min_p > 0.0 and s.top_p < 1.0
 
 
-def has_both(s: StackSampling) -> bool:
-    """Return whether top-p may count only the tokens of top-k."""
-    return s.top_k > 0 and s.top_p < 1.0
-
-
-def _is_last(s: StackSampling) -> bool:
+def _is_temperature_last(s: StackSampling) -> bool:
     """Return whether it matters that the temperature comes after the cuts."""
-    return is_tempered(s) and (s.top_p < 1.0 or s.min_p > 0.0)
+    return s.is_tempered() and (s.top_p < 1.0 or s.min_p > 0.0)
+
+
+def _is_temperature_last_of_both(s: StackSampling) -> bool:
+    return s.has_top_k_and_p() and _is_temperature_last(s)
 
 
 @dataclass(frozen=True)
-class Definition:
-    """A distribution that log-probs may be of."""
+class Order:
+    """Processing of logits in one order of cuts, as in some engines, which `words` name."""
 
+    words: str
     change: Processing
-    differs: Callable[[StackSampling], bool]  # with these settings from those before it
-    order: str | None = None  # of the cuts, after PROCESSED, in what engines sample from
+    differs: Callable[[StackSampling], bool]  # with these settings from the orders before it
 
 
 PROCESSED = "processed"
 OF_TOP_K = ", top-p of what top-k leaves"
 ORDERS = (
-    Definition(_processed(), lambda s: s.is_cut, ""),
-    Definition(_processed(("top-k",)), has_both, f"{OF_TOP_K} (Transformers, vLLM)"),
-    Definition(
-        _processed(("min-p", "top-k")),
-        lambda s: s.min_p > 0.0 and s.top_p < 1.0,
-        ", top-p of what min-p and top-k leave (vLLM)",
-    ),
-    Definition(_processed(is_cut_first=True), _is_last, ", the cuts before the temperature (MLX)"),
-    Definition(
-        _processed(("top-k",), True),
-        lambda s: has_both(s) and _is_last(s),
-        f"{OF_TOP_K}, before the temperature (llama.cpp)",
+    Order("", _processed(), StackSampling.is_cut),
+    Order(f"{OF_TOP_K} (Transformers, vLLM)", _processed(("top-k",)), StackSampling.has_top_k_and_p),
+    Order(", top-p of what min-p and top-k leave (vLLM)", _processed(("min-p", "top-k")), _has_min_and_top_p),
+    Order(", the cuts before the temperature (MLX)", _processed(is_cut_first=True), _is_temperature_last),
+    Order(
+        f"{OF_TOP_K}, before the temperature (llama.cpp)", _processed(("top-k",), True), _is_temperature_last_of_both
     ),
 )
-DEFINITIONS: dict[str, Definition] = {
-    "tempered": Definition(tempered, lambda s: True),
-    **{f"{PROCESSED}{definition.order}": definition for definition in ORDERS},
-    "raw": Definition(raw, lambda s: False),  # which only a user can ask for
-}
+# "raw" is only for a user who asks for it
+DEFINITIONS: dict[str, Processing] = {
+    "tempered": tempered, **{f"{PROCESSED}{order.words}": order.change for order in ORDERS}, "raw": raw,
+}  # fmt: skip
 
 
-def distinct(sampling: StackSampling) -> list[str]:
-    """Return the definitions that differ with these settings."""
-    return [name for name, definition in DEFINITIONS.items() if definition.differs(sampling)]
+def sampled_from(sampling: StackSampling) -> list[str]:
+    """Return the distributions that a stack with these settings may sample from."""
+    return [f"{PROCESSED}{order.words}" for order in ORDERS if order.differs(sampling)] or ["tempered"]
 
 
 def target_logprobs(targets: Tensor, logits: Tensor) -> Tensor:

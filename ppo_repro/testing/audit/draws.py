@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.statistics.draws import CHANCE, NONE, Draws, draws_of
-from ppo_repro.testing.audit.distributions import DEFINITIONS, cut, target_logprobs
-from ppo_repro.testing.audit.subject import StackSampling, Subject
+from ppo_repro.testing.audit.distributions import cut, target_logprobs
+from ppo_repro.testing.audit.stack import StackModel
 from ppo_repro.testing.dumps import DumpedResponse
 
 # a cause explains wrong draws if it makes them e^10 times as likely; one within e^3 of the best is named beside it
@@ -92,7 +92,7 @@ def among_others(logits: Tensor, left_out: Sequence[int]) -> Tensor:
     return logits.index_fill(-1, torch.tensor(left_out, dtype=torch.long, device=logits.device), -math.inf)
 
 
-def left_out_of(subject: Subject, responses: Sequence[DumpedResponse]) -> tuple[int, ...]:
+def left_out_of(stack: StackModel, responses: Sequence[DumpedResponse]) -> tuple[int, ...]:
     """Return the end tokens if no response has one, as in a dump of texts.
 
     Several responses of one length ended at a limit, so that their end tokens were never drawn; texts of one token did
@@ -101,19 +101,13 @@ def left_out_of(subject: Subject, responses: Sequence[DumpedResponse]) -> tuple[
     lengths = {len(r.response_ids) for r in responses}
     if len(responses) > 1 and len(lengths) == 1 and lengths != {1}:
         return ()
-    model = subject.model
+    model = stack.model
     others = (getattr(of, "eos_token_id", None) for of in (model.config, model.generation_config))
     ends = {
-        i for ids in (subject.eos_token_id, *others) for i in (ids if isinstance(ids, list) else [ids]) if i is not None
+        i for ids in (stack.eos_token_id, *others) for i in (ids if isinstance(ids, list) else [ids]) if i is not None
     }
     there = {token for r in responses for token, counts in zip(r.response_ids, r.counts, strict=True) if counts}
     return () if ends & there else tuple(sorted(ends))
-
-
-def sampled_definitions(sampling: StackSampling) -> list[str]:
-    """Return the distributions that a stack with these settings may sample from."""
-    orders = [name for name, d in DEFINITIONS.items() if d.order is not None and d.differs(sampling)]
-    return orders or ["tempered"]
 
 
 class DrawCauses:

@@ -13,14 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.causes.variant import Numbers, RecordedPiece, Variant
+from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Numbers, RecordedPiece
 from ppo_repro.testing.audit.distributions import Processing, target_logprobs
 from ppo_repro.testing.audit.forward import Pass, States, pass_over, pieces, states
-from ppo_repro.testing.audit.subject import StackSampling
+from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
 
-Steps = tuple[tuple[Variant, float], ...]  # causes of different stages, each with its parameter
-AS_IT_SHOULD_BE = Variant("", "weights", "none")  # in place of the variant of a stage
+Combination = tuple[tuple[Cause, float], ...]  # causes of different stages, each with the value of its parameter
 
 
 @dataclass(frozen=True)
@@ -57,16 +56,16 @@ class Predictor:
     ) -> None:
         self.model, self.responses, self.numbers = model, responses, numbers
         self.sampling, self.definition = sampling, definition
-        self._made: tuple[Variant, PreTrainedModel] = (AS_IT_SHOULD_BE, model)
+        self._made: tuple[Cause, PreTrainedModel] = (UNCHANGED, model)
         self._states: dict[Hashable, list[tuple[States, Tensor]]] = {}
-        self._pieces: dict[tuple[Variant, Variant, Tokens], list[list[RecordedPiece]]] = {}  # by window, in pieces
+        self._pieces: dict[tuple[Cause, Cause, Tokens], list[list[RecordedPiece]]] = {}  # by window, in pieces
         self._logprobs: dict[Hashable, list[Tensor]] = {}  # log-probs of the targets, by window
         self._logp: tuple[Hashable, list[list[Tensor]]] = (None, [])  # of all tokens, the last ones
 
-    def __call__(self, steps: Steps, tokens: Tokens) -> list[Tensor]:
+    def __call__(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the predicted numbers of each window, float64; NaN for tokens without a prediction."""
-        stage = {cause.stage: (cause, x) for cause, x in steps}
-        unit, x = stage.pop("unit", (AS_IT_SHOULD_BE, 0.0))
+        stage = {cause.stage: (cause, x) for cause, x in combination}
+        unit, x = stage.pop("unit", (UNCHANGED, 0.0))
         parts = self._quantities(stage, tokens) if stage else None
         found = []
         for k, w in enumerate(tokens.windows):
@@ -75,16 +74,14 @@ class Predictor:
                 values = torch.full_like(values, math.nan)
                 values[at] = parts[k]
             if unit.change is not None:
-                values = unit.change(
-                    self.pieces(AS_IT_SHOULD_BE, AS_IT_SHOULD_BE, tokens)[k][0], self.sampling, values, x
-                )
+                values = unit.change(self.pieces(UNCHANGED, UNCHANGED, tokens)[k][0], self.sampling, values, x)
             found.append(values[at])
         return found
 
-    def _quantities(self, stage: dict[Any, tuple[Variant, float]], tokens: Tokens) -> list[Tensor]:
+    def _quantities(self, stage: dict[Any, tuple[Cause, float]], tokens: Tokens) -> list[Tensor]:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
         (weights, _), (inputs, _), (changed, x), (wanted, y) = (
-            stage.get(name, (AS_IT_SHOULD_BE, 0.0)) for name in ("weights", "input", "distribution", "quantity")
+            stage.get(name, (UNCHANGED, 0.0)) for name in ("weights", "input", "distribution", "quantity")
         )
         change, pick = changed.change or self.definition, wanted.change
         key = weights, inputs, tokens, changed, x
@@ -108,11 +105,11 @@ class Predictor:
             for parts, logps in zip(windows, self._logp[1], strict=True)
         ]
 
-    def pieces(self, weights: Variant, inputs: Variant, tokens: Tokens) -> list[list[RecordedPiece]]:
+    def pieces(self, weights: Cause, inputs: Cause, tokens: Tokens) -> list[list[RecordedPiece]]:
         """Return the pieces of logits of each window."""
         key = weights, inputs, tokens
         if key not in self._pieces:
-            for other in [k for k in self._pieces if k[:2] != (AS_IT_SHOULD_BE, AS_IT_SHOULD_BE)]:
+            for other in [k for k in self._pieces if k[:2] != (UNCHANGED, UNCHANGED)]:
                 del self._pieces[other]
             of_windows, windows = self._hidden(weights, inputs, tokens), tokens.windows
             joined = replace(of_windows[0][0], values=torch.cat([x.values for x, _ in of_windows]))
@@ -129,7 +126,7 @@ class Predictor:
             before = r.response_ids[: w.start + at.start]
             yield RecordedPiece(logits[at], targets[at], r.prompt_ids, before, self.numbers[w.response])
 
-    def _hidden(self, weights: Variant, inputs: Variant, tokens: Tokens) -> list[tuple[States, Tensor]]:
+    def _hidden(self, weights: Cause, inputs: Cause, tokens: Tokens) -> list[tuple[States, Tensor]]:
         """Return the states that predict each window's tokens, and the targets, which another input may change."""
         key = weights, inputs, tokens
         if key in self._states:
@@ -156,20 +153,20 @@ class Predictor:
             self._states[key] = found
         return found
 
-    def _as_computed(self, weights: Variant, inputs: Variant, tokens: Tokens) -> AbstractContextManager[Any]:
+    def _as_computed(self, weights: Cause, inputs: Cause, tokens: Tokens) -> AbstractContextManager[Any]:
         """Compute the model in float64 while the block runs, unless 16 bits are the cause or float32 suffices."""
-        is_narrow = weights.rounding == "computed" or _precision(weights, inputs, tokens) == torch.float32
+        is_narrow = weights.rounds("computed") or _precision(weights, inputs, tokens) == torch.float32
         return nullcontext() if is_narrow else float64(self._of(weights))
 
-    def _of(self, weights: Variant) -> PreTrainedModel:
+    def _of(self, weights: Cause) -> PreTrainedModel:
         if weights.make is None:
             return self.model
         if weights is not self._made[0]:
-            self._made = AS_IT_SHOULD_BE, self.model
+            self._made = UNCHANGED, self.model
             self._made = weights, weights.make()
         return self._made[1]
 
 
-def _precision(weights: Variant, inputs: Variant, tokens: Tokens) -> torch.dtype:
-    is_changed = (weights, inputs) != (AS_IT_SHOULD_BE, AS_IT_SHOULD_BE)
+def _precision(weights: Cause, inputs: Cause, tokens: Tokens) -> torch.dtype:
+    is_changed = (weights, inputs) != (UNCHANGED, UNCHANGED)
     return torch.float32 if tokens.is_screening and is_changed else torch.float64

@@ -1,4 +1,4 @@
-"""Compute the right log-probs of a dump by each definition, and the rounding of stock float32 around them."""
+"""Right log-probs of a dump by each distribution, the rounding of stock float32, and which distribution is meant."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.causes.variant import Numbers, Piece
-from ppo_repro.testing.audit.distributions import DEFINITIONS, distinct, target_logprobs
+from ppo_repro.testing.audit import limits
+from ppo_repro.testing.audit.causes.cause import Numbers
+from ppo_repro.testing.audit.distributions import DEFINITIONS, PROCESSED, Piece, sampled_from, target_logprobs
 from ppo_repro.testing.audit.draws import Tally
 from ppo_repro.testing.audit.forward import Progress, pass_over, pieces, states
-from ppo_repro.testing.audit.rounding import MOST, rms
-from ppo_repro.testing.audit.subject import StackSampling, Subject
+from ppo_repro.testing.audit.measure import rms
+from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
 
-SURE = 0.99  # a token of this probability may have a log-prob that rounds to 0
-FLOOR_TOKENS = 2048  # response tokens on which stock float32 is measured
 AT_ONCE = 128  # response tokens whose logits are in memory
 
 
@@ -48,7 +47,10 @@ class RecordedSide:
 
 
 def references_of(
-    subject: Subject, responses: Sequence[DumpedResponse], sampling: StackSampling, tallies: Mapping[str, Tally]
+    model: PreTrainedModel,
+    responses: Sequence[DumpedResponse],
+    sampling: StackSampling,
+    tallies: Mapping[str, Tally],
 ) -> dict[str, Reference]:
     """Return the reference of each definition that the settings distinguish, or that the user asked for.
 
@@ -56,12 +58,12 @@ def references_of(
     its rounding error.
     """
     asked = {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto"}
-    names = list(dict.fromkeys([*distinct(sampling), *sorted(asked)]))
+    names = list(dict.fromkeys(["tempered", *sampled_from(sampling), *sorted(asked)]))
     sizes = [len(r.response_ids) for r in responses]
-    first = [i for i, size in enumerate(accumulate(sizes)) if i == 0 or size <= FLOOR_TOKENS]
-    with float64(subject.model):
-        wide = _logprobs(subject.model, responses, sampling, names, tallies)
-    stock = _logprobs(subject.model, [responses[i] for i in first], sampling, names)
+    first = [i for i, size in enumerate(accumulate(sizes)) if i == 0 or size <= limits.FLOOR_TOKENS]
+    with float64(model):
+        wide = _logprobs(model, responses, sampling, names, tallies)
+    stock = _logprobs(model, [responses[i] for i in first], sampling, names)
     references = {}
     for name in names:
         pairs = zip(wide[name], stock[name], (responses[i].counts for i in first), strict=False)
@@ -110,7 +112,7 @@ def _logprobs(
     found: dict[str, list[list[Tensor]]] = {name: [[] for _ in responses] for name in names}
     for i, piece, counts in pieces_of(model, responses, tallies is not None):
         for name in names:
-            logits = DEFINITIONS[name].change(piece, sampling, piece.logits, 0.0)
+            logits = DEFINITIONS[name](piece, sampling, piece.logits, 0.0)
             found[name][i].append(target_logprobs(piece.targets, logits).cpu())
             if tallies and name in tallies:
                 tallies[name].add(i, logits, piece.targets, counts)
@@ -122,11 +124,71 @@ def numbers_of(name: str, responses: Sequence[DumpedResponse], reference: Refere
     found = []
     for r, right in zip(responses, reference.logprobs, strict=True):
         recorded, counts = torch.tensor(getattr(r, name)).double(), torch.tensor(r.counts)
-        is_empty = ~recorded.isfinite() | ((recorded == 0) & (right < math.log(SURE)))
+        is_empty = ~recorded.isfinite() | ((recorded == 0) & (right < math.log(limits.SURE)))
         found.append(Numbers(recorded, counts & ~is_empty, counts, right))
     return found
 
 
 def distances(numbers: Sequence[Numbers]) -> list[Tensor]:
-    """Return recorded minus right log-probs of the usable tokens of each response, at most MOST nats."""
-    return [(of.recorded - of.reference)[of.usable].clamp(-MOST, MOST) for of in numbers]
+    """Return recorded minus right log-probs of the usable tokens of each response, at most limits.MOST nats."""
+    return [(of.recorded - of.reference)[of.usable].clamp(-limits.MOST, limits.MOST) for of in numbers]
+
+
+def _rms(name: str, responses: Sequence[DumpedResponse], reference: Reference) -> float:
+    return rms(torch.cat(distances(numbers_of(name, responses, reference))))
+
+
+# which distribution is meant
+
+
+def definitions_of(
+    responses: Sequence[DumpedResponse], references: Mapping[str, Reference], sampling: StackSampling
+) -> dict[str, str]:
+    """Choose the definition of each side's log-probs: the user's, or else the nearest one to both sides.
+
+    Both sides must have the same definition. Tokens were sampled at the temperature, so log-probs at temperature 1 are
+    right only if the user declared them.
+    """
+    asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
+    free = [name for name, said in asked.items() if said == "auto"]
+    rounding = limits.RIGHT * max(reference.floor for reference in references.values())  # the same for all: no reason
+
+    def distance(definition: str, sides: Sequence[str]) -> float:
+        reference, total = references[definition], 1.0 * (definition != "tempered")
+        for name in sides:
+            total += math.log(_rms(name, responses, reference) + rounding)
+        return total
+
+    def nearest(names: Sequence[str], sides: Sequence[str]) -> str:
+        return min(names, key=lambda definition: distance(definition, sides))
+
+    found = {}
+    for name, said in asked.items():
+        if said == "auto":
+            found[name] = nearest([definition for definition in references if definition != "raw"], free)
+        elif said == PROCESSED:
+            found[name] = nearest(_of_engines(references), [name])
+        else:
+            found[name] = said
+    return found
+
+
+def different_orders(
+    responses: Sequence[DumpedResponse], references: Mapping[str, Reference], sampling: StackSampling
+) -> dict[str, str]:
+    """Return the order of cuts that each side is right for if no order serves both sides, else nothing."""
+    if {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto", PROCESSED}:
+        return {}
+    right: dict[str, list[str]] = {}
+    for name in ("sampler", "trainer"):
+        of_orders = {definition: references[definition] for definition in _of_engines(references)}
+        far = {definition: _rms(name, responses, of) / of.floor for definition, of in of_orders.items()}
+        right[name] = sorted((d for d, distance in far.items() if distance <= limits.RIGHT), key=lambda d: far[d])
+    if not all(right.values()) or set(right["sampler"]) & set(right["trainer"]):
+        return {}
+    return {name: found[0] for name, found in right.items()}
+
+
+def _of_engines(references: Mapping[str, Reference]) -> list[str]:
+    """Return the definitions of what engines sample from, in different orders of cuts."""
+    return [name for name in references if name.startswith(PROCESSED)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ppo_repro.testing.audit.audit import Audit
-from ppo_repro.testing.audit.one_side import Explained, Right, Side, Unknown
+from ppo_repro.testing.audit.audit import Audit, Explained, Right, Side, Unknown
 
 
 def verdict(found: Audit) -> str:
@@ -49,8 +48,21 @@ def _drawn(found: Audit) -> list[str]:
     return lines
 
 
-def fields(side: Side) -> dict[str, Any]:
-    """Return the verdict about one side as fields of JSON."""
+def as_fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
+    """Return the verdict as fields of JSON."""
+    return {
+        "verdict": verdict(found),
+        "responses": found.responses,
+        "skipped": skipped,
+        "tokens": len(found.tokens),
+        "float32_rms": found.floor,
+        "sampler": _side_fields(found.sampler),
+        "trainer": _side_fields(found.trainer),
+        "draws": _draw_fields(found),
+    }
+
+
+def _side_fields(side: Side) -> dict[str, Any]:
     return {
         "name": side.name,
         "definition": side.definition,
@@ -69,9 +81,8 @@ def fields(side: Side) -> dict[str, Any]:
     }
 
 
-def draw_fields(found: Audit) -> dict[str, Any]:
-    """Return the verdict about the draws as fields of JSON; `tokens` is 0 where draws were not judged."""
-    draws = found.draws
+def _draw_fields(found: Audit) -> dict[str, Any]:
+    draws = found.draws  # without tokens if they were not judged
     return {
         "tokens": draws.tokens,
         "mean": draws.mean if draws.tokens else None,

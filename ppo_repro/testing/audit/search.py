@@ -1,13 +1,14 @@
 """Search the causes of one wrong side: predict numbers from each cause, and measure whether the error left is rounding.
 
-All causes, then all pairs of causes of different stages, are computed on a few tokens of the wrong side. The causes
-that leave small errors are computed on more tokens.
+Every cause is a row (`causes.cause.Cause`). All rows, and then all pairs of rows of different stages, go through one
+loop: predict a few tokens of the wrong side; predict more tokens from the rows that leave small errors there; measure
+what they leave (`measure.explains`). The search ends as soon as something explains the numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -17,251 +18,301 @@ import torch
 from scipy.optimize import least_squares
 from torch import Tensor
 
-from ppo_repro.testing.audit.causes.variant import Rounding, Variant
+from ppo_repro.testing.audit import limits
+from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Rounded, RoundedPart
+from ppo_repro.testing.audit.causes.distribution import DISTRIBUTIONS
+from ppo_repro.testing.audit.causes.inputs import of_inputs
+from ppo_repro.testing.audit.causes.recorded import RECORDED
+from ppo_repro.testing.audit.causes.weights import of_weights
+from ppo_repro.testing.audit.distributions import Processing
 from ppo_repro.testing.audit.forward import Progress
-from ppo_repro.testing.audit.predict import AS_IT_SHOULD_BE, Steps, Tokens, Window
-from ppo_repro.testing.audit.rounding import (
-    ALIKE,
-    FAR,
-    FEW,
-    FORMATS_APART,
-    HALF,
-    MOST,
-    correlation,
-    explains,
-    likeness,
-    rms,
-    sizes_apart,
-)
-from ppo_repro.testing.audit.wrong_side import WrongSide
+from ppo_repro.testing.audit.measure import correlation, explains, likeness, rms, sizes_apart
+from ppo_repro.testing.audit.predict import Combination, Tokens, Window
+from ppo_repro.testing.audit.stack import StackModel, StackSampling
+from ppo_repro.testing.audit.tried_tokens import WrongSide
 from ppo_repro.testing.causes import CAUSES
-
-NEAR = 3.0  # times the largest rounding may be left by a cause on a few tokens: their rms is not that of all tokens
-ON_ALL, WORST = 12, 3  # explanations of each level that are computed on all tokens, and if none is near
+from ppo_repro.testing.dumps import DumpedResponse
 
 
 @dataclass(frozen=True)
-class Tried:
-    """One explanation: its causes and a remedy in words, and the rms of the remaining error, nats."""
+class Explanation:
+    """What was tried: causes and a remedy in words, and the rms of the error that they leave, nats."""
 
     words: str
     advice: str
     left: float
     explains: bool  # whether what it leaves is rounding
-    deviations: float  # causes; one with a fitted parameter counts half more
+    deviations: float  # causes; one with a parameter counts half more
     explains_zeros: bool = False  # whether every log-prob of exactly 0 is predicted
     temperature: float | None = None  # one that all logits were divided by, if that is among the causes
     is_option: bool = False  # a single option of the model's architecture
 
 
-def search(side: WrongSide) -> list[Tried]:
+def causes_before_logits(stack: StackModel, responses: Sequence[DumpedResponse]) -> list[Cause]:
+    """Return the causes that change the model or its input; they are the same for both sides."""
+    return [*of_weights(stack.model, stack.others), *of_inputs(responses, stack)]
+
+
+def causes_after_logits(sampling: StackSampling, definition: Processing) -> list[Cause]:
+    """Return the causes that follow the logits and whose presumption holds; `definition` is what is right."""
+    rows = (*DISTRIBUTIONS, *RECORDED)
+    return [cause for cause in rows if cause.presumes(sampling) and cause.change is not definition]
+
+
+def search(side: WrongSide) -> list[Explanation]:
     """Return explanations of all tried tokens, or else of the wrong tokens only; the best come first."""
-    whole = _ordered(_levels(side))
+    whole = _best_first(_tried(side))
     if any(t.explains for t in whole):
         return whole
-    of_wrong, part = side.wrong_alone, list[Tried]()
-    if FEW <= of_wrong.count < 0.95 * side.count:  # else the wrong tokens are all of them, but for chance
+    of_wrong, part = side.wrong_alone, list[Explanation]()
+    if limits.FEW <= of_wrong.count < limits.SOME * side.count:
         words = f"at {of_wrong.count} of {side.count} tokens"
-        part = [replace(t, words=f"{words} {t.words}", temperature=None) for t in _levels(of_wrong) if t.explains]
-    return [*_ordered(part), *whole]
+        part = [replace(t, words=f"{words} {t.words}", temperature=None) for t in _tried(of_wrong) if t.explains]
+    return [*_best_first(part), *whole]
 
 
-def _levels(side: WrongSide) -> list[Tried]:
+def _tried(side: WrongSide) -> list[Explanation]:
     """Try no cause, other orders, single causes, 16-bit rounding, pairs of causes, until something explains."""
-    singles, near = _level(side, "causes", [(row,) for row in side.rows])
-    tried = [_judged(side, (), side.plain), *_reordered(side), *singles]
+    singles, near = _explained(side, "causes", [(cause,) for cause in side.causes])
+    tried = [_explanation(side, (), side.plain), *_reordered(side), *singles]
     if not any(t.explains for t in tried):
-        tried += _as_half(side, (), side.plain)
+        tried += _like_rounding(side, (), side.plain)
     if not any(t.explains for t in tried):
-        pairs = [pair for pair in combinations(side.rows, 2) if _is_pair(*pair, near)]
-        tried += _level(side, "pairs of causes", pairs)[0]
+        pairs = [pair for pair in combinations(side.causes, 2) if _is_pair(*pair, near)]
+        tried += _explained(side, "pairs of causes", pairs)[0]
     return tried
 
 
-def _reordered(side: WrongSide) -> list[Tried]:
-    """Explain the numbers as log-probs of other responses, or of other tokens of the same response."""
-    recorded = {i: side.numbers[i].recorded[side.numbers[i].usable].cpu() for i in side.wrong}
-    expected = [numbers.reference[numbers.usable].cpu() for numbers in side.numbers]
-
-    def fits(i: int, left: Tensor) -> bool:  # and what is right but for few tokens has no other order
-        return explains(left, rms(recorded[i] - expected[i]), side.tolerance)
-
-    def elsewhere(i: int) -> Tensor | None:
-        a = recorded[i]
-        others = (a - b for j, b in enumerate(expected) if j != i and len(a) == len(b) > 1)
-        return next((left for left in others if fits(i, left)), None)
-
-    def exchanged(i: int) -> Tensor | None:
-        left = recorded[i].sort().values - expected[i].sort().values
-        return left if len(left) > 2 and fits(i, left) else None
-
-    def tried(words: str, left_of: Callable[[int], Tensor | None]) -> list[Tried]:
-        parts = list[Tensor]()
-        for i in side.wrong:
-            if (left := left_of(i)) is None:
-                return []
-            parts.append(left)
-        return [Tried(words, CAUSES["shuffled"].mend, rms(torch.cat(parts)), True, 1.5)]
-
-    return [
-        *tried("the log-probs of other responses", elsewhere),
-        *tried("the right numbers in another order within the response", exchanged),
-    ]
+def _is_pair(a: Cause, b: Cause, near: Set[Cause]) -> bool:
+    """Return whether to try both causes together; a 16-bit error is small, so its partner must come near alone."""
+    parameters = [cause.parameter for cause in (a, b) if cause.parameter is not None]
+    is_far = a.rounds("computed", "weights") and b not in near
+    if a.is_option and (b.stage != "distribution" or (b.parameter is not None and b.parameter.in_pairs == 0)):
+        return False
+    is_fitting = not parameters or (len(parameters) == 1 and parameters[0].in_pairs > 0)
+    return a.stage != b.stage and not is_far and is_fitting
 
 
-def _level(side: WrongSide, what: str, level: Sequence[tuple[Variant, ...]]) -> tuple[list[Tried], set[Variant]]:
-    """Fit each combination of causes on a few tokens, and compute the best ones on all tried tokens.
+# the loop
+
+
+def _explained(
+    side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]
+) -> tuple[list[Explanation], set[Cause]]:
+    """Screen causes, or pairs, on a few tokens, and measure what the best leave on all tried tokens.
 
     Returns the explanations, and the single causes that came near on the few tokens.
     """
-    screened = _screened(side, what, level)
-    rounding = (side.scale * rms(side.rounding(row, side.few)) for row in side.rows if _is_half(row))
-    limit = NEAR * max(FAR * side.tolerance, *rounding)
-    passing = [steps for left, steps in screened if left <= limit]
-    tried = []
-    for some in passing[:ON_ALL] or [steps for _, steps in screened[:WORST]]:
-        steps = _refined(side, some, side.some)
-        left = side.left(steps, side.some)
+    screened = _screened(side, what, combined)
+    halves = (cause for cause in side.causes if cause.rounds("computed", "weights"))
+    rounding = (side.scale * rms(side.rounding(cause, side.few)) for cause in halves)
+    limit = limits.NEAR * max(limits.FAR * side.tolerance, *rounding)
+    passing = [combination for left, combination in screened if left <= limit]
+    found = []
+    for some in passing[: limits.ON_ALL] or [combination for _, combination in screened[: limits.WORST]]:
+        combination = _fitted(side, some, side.some)
+        left = side.left(combination, side.some)
         if left is not None:
-            tried += [_judged(side, steps, left), *_as_half(side, steps, left)]
-    return tried, {steps[0][0] for steps in passing if len(steps) == 1}
+            found += [_explanation(side, combination, left), *_like_rounding(side, combination, left)]
+    return found, {combination[0][0] for combination in passing if len(combination) == 1}
 
 
-def _screened(side: WrongSide, what: str, level: Sequence[tuple[Variant, ...]]) -> list[tuple[float, Steps]]:
-    """Return the rms that each combination leaves on a few tokens, with its causes and their parameters, in order."""
-    screened: list[tuple[float, Steps]] = []
-    progress = Progress(f"{side.name}, {what}", len(level))
-    # in this order logits and their softmax are computed once
-    order = "weights", "input", "distribution"
-    for rows in sorted(level, key=lambda rows: [[row.words for row in rows if row.stage == s] for s in order]):
-        steps = _with_parameters(side, rows)
-        left = None if steps is None else side.left(steps, side.few)
-        if steps is not None and left is not None:
-            screened.append((rms(left), steps))
+def _screened(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]) -> list[tuple[float, Combination]]:
+    """Return the rms that each combination leaves on a few tokens, with the values of its parameters, in order."""
+    screened: list[tuple[float, Combination]] = []
+    progress = Progress(f"{side.name}, {what}", len(combined))
+    for causes in sorted(combined, key=_by_logits):
+        combination = _with_values(side, causes)
+        left = None if combination is None else side.left(combination, side.few)
+        if combination is not None and left is not None:
+            screened.append((rms(left), combination))
         progress.step()
-    return sorted(screened, key=lambda item: item[0])
+    return sorted(screened, key=_rms_left)
 
 
-def _with_parameters(side: WrongSide, rows: tuple[Variant, ...]) -> Steps | None:
+def _by_logits(causes: tuple[Cause, ...]) -> list[list[str]]:
+    """Return the key of an order in which logits and their softmax are computed once."""
+    return [[cause.words for cause in causes if cause.stage == stage] for stage in ("weights", "input", "distribution")]
+
+
+def _rms_left(screened: tuple[float, Combination]) -> float:
+    return screened[0]
+
+
+def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | None:
     """Return the causes with the parameter that fits best on a few tokens; None if no value is proposed."""
-    plain = tuple((row, 0.0) for row in rows)
-    index = next((k for k, row in enumerate(rows) if row.candidates is not None), None)
+    plain = tuple((cause, 0.0) for cause in causes)
+    index = next((k for k, cause in enumerate(causes) if cause.parameter is not None), None)
     if index is None:
         return plain
-    fitted, stage = rows[index], {row.stage: row for row in rows}
-    assert fitted.candidates is not None
-    windows = side.predictor.pieces(
-        stage.get("weights", AS_IT_SHOULD_BE), stage.get("input", AS_IT_SHOULD_BE), side.few
-    )
+    parameter, stage = causes[index].parameter, {cause.stage: cause for cause in causes}
+    assert parameter is not None
+    windows = side.predictor.pieces(stage.get("weights", UNCHANGED), stage.get("input", UNCHANGED), side.few)
     pairs = zip(windows, side.few.windows, strict=True)
-    logits = [replace(piece, numbers=side.numbers[w.response]) for of_window, w in pairs for piece in of_window]
-    values = fitted.candidates(logits, side.predictor.sampling)[: fitted.in_pairs if len(rows) > 1 else None]
-    options = [(*plain[:index], (fitted, x), *plain[index + 1 :]) for x in values]
-    left = [(rms(r), k) for k, steps in enumerate(options) if (r := side.left(steps, side.few)) is not None]
-    return _refined(side, options[min(left)[1]], side.few) if left else None
+    pieces = [replace(piece, numbers=side.numbers[w.response]) for of_window, w in pairs for piece in of_window]
+    values = parameter.values(pieces, side.predictor.sampling)[: parameter.in_pairs if len(causes) > 1 else None]
+    options = [_at(plain, index, x) for x in values]
+    left = [(rms(r), k) for k, option in enumerate(options) if (r := side.left(option, side.few)) is not None]
+    return _fitted(side, options[min(left)[1]], side.few) if left else None
 
 
-def _refined(side: WrongSide, steps: Steps, tokens: Tokens) -> Steps:
-    """Return the steps after a least-squares fit of the parameter that has `refine`, if it predicts numbers."""
-    index = next((k for k, (row, _) in enumerate(steps) if row.refine), None)
-    first = None if index is None else side.left(steps, tokens)
+def _at(combination: Combination, index: int, x: float) -> Combination:
+    """Return the combination with another value of one parameter."""
+    return (*combination[:index], (combination[index][0], x), *combination[index + 1 :])
+
+
+def _fitted(side: WrongSide, combination: Combination, tokens: Tokens) -> Combination:
+    """Return the combination after a least-squares fit of its parameter, if that is fitted and predicts numbers."""
+    fitted = (
+        k for k, (cause, _) in enumerate(combination) if cause.parameter is not None and cause.parameter.is_fitted
+    )
+    index = next(fitted, None)
+    first = None if index is None else side.left(combination, tokens)
     if index is None or first is None:
-        return steps
+        return combination
     size = len(first)
 
-    def at(x: float) -> Steps:
-        return (*steps[:index], (steps[index][0], x), *steps[index + 1 :])
-
     def residuals(x: Any) -> Any:
-        left = side.left(at(float(x[0])), tokens)
+        left = side.left(_at(combination, index, float(x[0])), tokens)
         # a value that predicts other tokens than the first value is refused
-        return left.numpy() if left is not None and len(left) == size else np.full(size, MOST)
+        return left.numpy() if left is not None and len(left) == size else np.full(size, limits.MOST)
 
-    fit = least_squares(residuals, [steps[index][1]], method="lm", diff_step=1e-4, ftol=1e-2, xtol=1e-10)
-    return at(float(fit.x[0]))
+    fit = least_squares(residuals, [combination[index][1]], method="lm", diff_step=1e-4, ftol=1e-2, xtol=1e-10)
+    return _at(combination, index, float(fit.x[0]))
 
 
-def _judged(side: WrongSide, steps: Steps, left: Tensor) -> Tried:
-    """Return an explanation of causes that leave the errors `left`, in words."""
+# what is explained
+
+
+def _explanation(side: WrongSide, combination: Combination, left: Tensor) -> Explanation:
+    """Return the explanation by causes that leave the errors `left`, in words."""
     given = f"{side.predictor.sampling.temperature:.4g}"
-    words = [row.words.format(x=x, given=given) if row.change else row.words for row, x in steps]
-    before = rms(side.plain) if steps else math.inf
-    does = explains(left, before, side.tolerance)
-    if side.stored.name and (does or not steps):
+    words = [cause.words.format(x=x, given=given) if cause.change else cause.words for cause, x in combination]
+    before = rms(side.plain) if combination else math.inf
+    if side.stored.name and (explains(left, before, side.tolerance) or not combination):
         words.append(f"rounded to {side.stored.name}")
-    rounded = [rms(side.rounding(row, side.some)) for row, _ in steps if row.rounding not in ("", "weights")]
+    rounded = [rms(side.rounding(c, side.some)) for c, _ in combination if c.rounds("computed", "part", "logits")]
     does = explains(left, before, side.tolerance, max(rounded, default=0.0))
-    predicted = zip(side.predictor(steps, side.some), side.some.windows, strict=True)
-    return Tried(
+    temperatures = (x for cause, x in combination if cause.parameter is not None and cause.parameter.is_temperature)
+    return Explanation(
         words=" and ".join(words) or "as it is",
-        advice="; ".join(dict.fromkeys(row.advice for row, _ in steps)) or CAUSES["coarse_records"].mend,
+        advice="; ".join(dict.fromkeys(cause.advice for cause, _ in combination)) or CAUSES["coarse_records"].mend,
         left=rms(left),
         explains=does,
-        deviations=sum(row.deviations for row, _ in steps),
-        explains_zeros=does and all(_explains_zeros(side, values, w) for values, w in predicted),
-        temperature=next((x for row, x in steps if row.is_temperature), None),
-        is_option=len(steps) == 1 and steps[0][0].option_advice != "",
+        deviations=sum(cause.deviations for cause, _ in combination),
+        explains_zeros=does and _explains_zeros(side, combination),
+        temperature=next(temperatures, None),
+        is_option=len(combination) == 1 and combination[0][0].is_option,
     )
 
 
-def _explains_zeros(side: WrongSide, values: Tensor, w: Window) -> bool:
+def _explains_zeros(side: WrongSide, combination: Combination) -> bool:
+    predicted = zip(side.predictor(combination, side.some), side.some.windows, strict=True)
+    return all(_are_zeros_right(side, values, w) for values, w in predicted)
+
+
+def _are_zeros_right(side: WrongSide, values: Tensor, w: Window) -> bool:
     at, numbers = slice(w.start, w.end), side.numbers[w.response]
     return bool((values[numbers.counts[at] & (numbers.recorded[at] == 0)].abs() <= side.tolerance).all())
 
 
-def _as_half(side: WrongSide, steps: Steps, left: Tensor) -> list[Tried]:
+def _like_rounding(side: WrongSide, combination: Combination, left: Tensor) -> list[Explanation]:
     """Return an explanation with 16-bit rounding added, if the remaining errors have its size and its pattern.
 
     With experts there is none: a small error of any cause may choose other experts, which gives the same pattern.
     """
-    judged = _judged(side, steps, left)
-    is_excluded = side.has_experts or any(_is_half(row) for row, _ in steps)
-    if judged.explains or is_excluded or (steps and rms(left) > HALF * rms(side.plain)):
+    without = _explanation(side, combination, left)
+    is_excluded = side.has_experts or any(cause.rounds("computed", "weights") for cause, _ in combination)
+    if without.explains or is_excluded or (combination and rms(left) > limits.HALF * rms(side.plain)):
         return []
-    for row in [row for row in side.rows if row.rounding == "computed"]:
-        rounding, weights = side.rounding(row, side.some), _of_same_format(side.rows, row, "weights")[0]
+    for cause in [cause for cause in side.causes if cause.rounds("computed")]:
+        rounding, weights = side.rounding(cause, side.some), _of_same_format(side.causes, cause, "weights")[0]
         like = likeness(left, rounding, side.rounding(weights, side.some))
         if not like:
             continue
-        parts = _of_same_format(side.rows, row, "part")
-        alike = [r.words for r in parts if correlation(left, side.rounding(r, side.some)) > ALIKE * like]
-        kind = row.format if sizes_apart(left, rounding) <= FORMATS_APART ** (1 / 3) else "16-bit"
-        size = f"as large as {kind} rounding ({rms(rounding):.2g} nats rms)"
-        what = f"{' or '.join([size, *alike])}, with other bits"
-        words = f"{judged.words} and {what}" if steps else what
-        advice = f"{judged.advice}; " * bool(steps) + CAUSES["reduced_precision"].mend
-        found = [Tried(words, advice, rms(left), True, judged.deviations + 1.5)]
-        computed: Steps = ((row, 0.0), *steps)
-        exact = side.left(computed, side.some) if steps else None
-        return found if exact is None else [_judged(side, computed, exact), *found]
+        what = f"{_as_large_as(side, cause, left, like)}, with other bits"
+        words = f"{without.words} and {what}" if combination else what
+        advice = f"{without.advice}; " * bool(combination) + CAUSES["reduced_precision"].mend
+        found = [Explanation(words, advice, rms(left), True, without.deviations + 1.5)]
+        computed: Combination = ((cause, 0.0), *combination)
+        exact = side.left(computed, side.some) if combination else None
+        return found if exact is None else [_explanation(side, computed, exact), *found]
     return []
 
 
-def _is_half(row: Variant) -> bool:
-    return row.rounding in ("computed", "weights")
+def _as_large_as(side: WrongSide, cause: Cause, left: Tensor, like: float) -> str:
+    """Say which rounding errors are as large as, and which parts of the model give errors that correlate as well."""
+    assert cause.rounded is not None
+    rounding, parts = side.rounding(cause, side.some), _of_same_format(side.causes, cause, "part")
+    alike = [p.words for p in parts if correlation(left, side.rounding(p, side.some)) > limits.ALIKE * like]
+    kind = cause.rounded.to if sizes_apart(left, rounding) <= limits.FORMATS_APART ** (1 / 3) else "16-bit"
+    return " or ".join([f"as large as {kind} rounding ({rms(rounding):.2g} nats rms)", *alike])
 
 
-def _of_same_format(rows: Sequence[Variant], row: Variant, rounding: Rounding) -> list[Variant]:
-    """Return the causes that round to the format of `row`, of those that round what `rounding` says."""
-    return [r for r in rows if r.rounding == rounding and r.format == row.format]
+def _of_same_format(causes: Sequence[Cause], cause: Cause, what: RoundedPart) -> list[Cause]:
+    """Return the causes that round `what` to the format of `cause`."""
+    assert cause.rounded is not None
+    return [other for other in causes if other.rounded == Rounded(what, cause.rounded.to)]
 
 
-def _is_pair(a: Variant, b: Variant, near: Set[Variant]) -> bool:
-    """Return whether to try both causes together; a 16-bit error is small, so its partner must come near alone."""
-    fitted = [row for row in (a, b) if row.candidates is not None]
-    is_far = _is_half(a) and b not in near
-    if a.option_advice and (b.stage != "distribution" or (fitted and b.in_pairs == 0)):
-        return False
-    return a.stage != b.stage and not is_far and (not fitted or (len(fitted) == 1 and fitted[0].in_pairs > 0))
+# other orders of the right numbers
 
 
-def _ordered(tried: Sequence[Tried]) -> list[Tried]:
+def _reordered(side: WrongSide) -> Iterator[Explanation]:
+    """Explain the numbers as log-probs of other responses, or of other tokens of the same response."""
+    orders: dict[str, Callable[[WrongSide, int], Tensor | None]] = {
+        "the log-probs of other responses": _elsewhere,
+        "the right numbers in another order within the response": _exchanged,
+    }
+    for words, order in orders.items():
+        parts = list[Tensor]()
+        for i in side.wrong:
+            if (left := order(side, i)) is None:
+                break
+            parts.append(left)
+        else:
+            yield Explanation(words, CAUSES["shuffled"].mend, rms(torch.cat(parts)), True, 1.5)
+
+
+def _recorded(side: WrongSide, i: int) -> Tensor:
+    return side.numbers[i].recorded[side.numbers[i].usable].cpu()
+
+
+def _right(side: WrongSide, i: int) -> Tensor:
+    return side.numbers[i].reference[side.numbers[i].usable].cpu()
+
+
+def _elsewhere(side: WrongSide, i: int) -> Tensor | None:
+    """Return the errors of a response's numbers as those of another response that they fit; None if there is none."""
+    recorded = _recorded(side, i)
+    for j in range(len(side.numbers)):
+        other = _right(side, j)
+        if j != i and len(recorded) == len(other) > 1 and _fits(side, i, recorded - other):
+            return recorded - other
+    return None
+
+
+def _exchanged(side: WrongSide, i: int) -> Tensor | None:
+    """Return the errors of a response's sorted numbers; None if there are others than the right ones."""
+    left = _recorded(side, i).sort().values - _right(side, i).sort().values
+    return left if len(left) > 2 and _fits(side, i, left) else None
+
+
+def _fits(side: WrongSide, i: int, left: Tensor) -> bool:
+    # what is right but for few tokens has no other order
+    return explains(left, rms(_recorded(side, i) - _right(side, i)), side.tolerance)
+
+
+# the best explanations
+
+
+def _best_first(tried: Sequence[Explanation]) -> list[Explanation]:
     """Sort explanations, the best first, without duplicates; those with more deviations lose `explains`.
 
     An option of the model may predict the same numbers as a fitted parameter (a divisor of the logits acts as a
     temperature). Then both explain.
     """
-    once: dict[str, Tried] = {}
+    once: dict[str, Explanation] = {}
     for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
         # another cause beside one that leaves the same is not another explanation
         if t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):

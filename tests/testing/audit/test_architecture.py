@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.audit import Audit, audit
-from ppo_repro.testing.audit.subject import StackSampling, Subject
+from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from tests.testing.audit.families import FAMILIES, made
 from tests.testing.audit.material import Material
 
@@ -200,7 +200,7 @@ GIVEN = StackSampling(0.8)
 
 def judged(m: Material, sampler: PreTrainedModel, trainer: PreTrainedModel) -> Audit:
     sides = (m.logprobs(m.logits(model)) for model in (sampler, trainer))
-    return audit(Subject(m.model, {}), m.dump(*sides), GIVEN)
+    return audit(StackModel(m.model, {}), m.dump(*sides), GIVEN)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
@@ -292,6 +292,6 @@ def test_rotary_positions_in_bfloat16_are_named(family: str, fault: Any, words: 
 def test_a_log_softmax_in_bfloat16_has_no_other_cause(logprobs: Callable[[Tensor], Tensor]) -> None:
     m = made("qwen3")
     values = [logprobs(x)[range(len(r)), r].double() for x, r in zip(m.plain, m.responses, strict=True)]
-    found = audit(Subject(m.model, {}), m.dump(values, m.logprobs()), GIVEN)
+    found = audit(StackModel(m.model, {}), m.dump(values, m.logprobs()), GIVEN)
     assert found.trainer.is_right
     assert found.sampler.cause == "unknown" or found.sampler.cause.startswith("logits rounded to bfloat16")

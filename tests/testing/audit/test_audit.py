@@ -28,20 +28,19 @@ from transformers import (
 )
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.audit import forward, one_side, reference, rounding, search, wrong_side
-from ppo_repro.testing.audit.audit import Audit, audit
-from ppo_repro.testing.audit.causes.after_logits import VARIANTS
-from ppo_repro.testing.audit.causes.table import table
-from ppo_repro.testing.audit.causes.variant import Numbers, Piece, Variant
-from ppo_repro.testing.audit.distributions import DEFINITIONS
+from ppo_repro.testing.audit import forward, limits, reference, search
+from ppo_repro.testing.audit.audit import Audit, Explained, audit
+from ppo_repro.testing.audit.causes.cause import Cause, Numbers, Parameter
+from ppo_repro.testing.audit.causes.distribution import DISTRIBUTIONS
+from ppo_repro.testing.audit.causes.recorded import RECORDED
+from ppo_repro.testing.audit.distributions import DEFINITIONS, Piece
 from ppo_repro.testing.audit.draws import left_out_of
-from ppo_repro.testing.audit.one_side import Explained
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
 from ppo_repro.testing.audit.report import lines
-from ppo_repro.testing.audit.subject import StackSampling, Subject
-from ppo_repro.testing.audit.wrong_side import wrong_side_of
+from ppo_repro.testing.audit.stack import StackModel, StackSampling
+from ppo_repro.testing.audit.tried_tokens import wrong_side_of
 from ppo_repro.testing.causes import CAUSES
-from ppo_repro.testing.diagnosis.diagnose import ROWS
+from ppo_repro.testing.diagnosis import ROWS
 from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
 from tests.testing.audit.families import made as made_family
 from tests.testing.audit.material import (
@@ -72,15 +71,15 @@ def made() -> Material:
 
 
 @pytest.fixture(scope="module")
-def subject(made: Material) -> Subject:
-    return Subject(made.model, {"weights of old": old()}, BOS_ID, EOS_ID, PAD_ID)
+def subject(made: Material) -> StackModel:
+    return StackModel(made.model, {"weights of old": old()}, BOS_ID, EOS_ID, PAD_ID)
 
 
-def judged(made: Material, subject: Subject, sampler: Values, trainer: Values) -> Audit:
+def judged(made: Material, subject: StackModel, sampler: Values, trainer: Values) -> Audit:
     return audit(subject, made.dump(sampler, trainer), GIVEN)
 
 
-def test_stock_float32_is_right_on_both_sides(made: Material, subject: Subject) -> None:
+def test_stock_float32_is_right_on_both_sides(made: Material, subject: StackModel) -> None:
     good = made.logprobs()
     found = judged(made, subject, good, good)
     assert found.sampler.is_right
@@ -96,7 +95,7 @@ EVERY = FAULTS | OUTSIDER
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in EVERY])
-def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject: Subject, name: str) -> None:
+def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject: StackModel, name: str) -> None:
     fault, cause = EVERY[name]
     bad, good = fault(made), made.logprobs()
     is_sampler = len(name) % 2 == 0  # either side may be the wrong one
@@ -117,7 +116,7 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject
     assert lines(found)[-1] == f"verdict: the {wrong.name} is wrong"
 
 
-def test_numbers_in_another_order_leave_rounding(made: Material, subject: Subject) -> None:
+def test_numbers_in_another_order_leave_rounding(made: Material, subject: StackModel) -> None:
     found = judged(made, subject, *(FAULTS[name][0](made) for name in ("sorted", "rows exchanged")))
     for side in (found.sampler, found.trainer):
         assert isinstance(side.finding, Explained)
@@ -145,7 +144,7 @@ def prompts() -> Material:
     ],
 )
 def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
-    prompts: Material, subject: Subject, sampler: StackSampling | Sequence[int], cause: str
+    prompts: Material, subject: StackModel, sampler: StackSampling | Sequence[int], cause: str
 ) -> None:
     """Right log-probs of all tokens on both sides; only what the sampler drew from differs."""
     generator = seeded(3)
@@ -156,8 +155,8 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
             changed = row.logits.clone() / TEMPERATURE
             changed[0, list(sampler)] = -math.inf
         else:
-            name = "processed" if sampler.is_cut else "tempered"
-            changed = DEFINITIONS[name].change(row, sampler, row.logits, 0.0)
+            name = "processed" if sampler.is_cut() else "tempered"
+            changed = DEFINITIONS[name](row, sampler, row.logits, 0.0)
         return int(torch.multinomial(changed[0].softmax(-1), 1, generator=generator))
 
     made = sampled_by(prompts, draw)
@@ -180,7 +179,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
 
 def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> None:
     """A cause that nothing here shows is not tested: these few are shown in tests of their own."""
-    shown = {c.words.partition("{")[0].strip() for c in VARIANTS}
+    shown = {c.words.partition("{")[0].strip() for c in (*DISTRIBUTIONS, *RECORDED)}
     expected = [f" and {cause}" for _, cause in EVERY.values()]  # two causes are joined by it
     missing = {name for name in shown if not any(f" and {name}" in causes for causes in expected)}
     assert missing <= {
@@ -191,18 +190,23 @@ def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> N
     }
 
 
-def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, subject: Subject) -> None:
-    rows = table(subject, made.dump(made.logprobs(), made.logprobs()), ALL_CUTS, DEFINITIONS["raw"].change)
+def causes(made: Material, subject: StackModel, sampling: StackSampling, definition: str) -> list[Cause]:
+    before = search.causes_before_logits(subject, made.dump(made.logprobs(), made.logprobs()))
+    return [*before, *search.causes_after_logits(sampling, DEFINITIONS[definition])]
+
+
+def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, subject: StackModel) -> None:
+    rows = causes(made, subject, ALL_CUTS, "raw")
     assert len({row.words for row in rows}) == len(rows)  # by which logits are remembered
     without_a_row = {"none", "floating_point_noise", "non_finite", "unknown", "coarse_records"}
-    assert {row.cause for row in (*rows, *ROWS)} | without_a_row == set(CAUSES)
+    assert {row.name for row in rows} | {row.cause for row in ROWS} | without_a_row == set(CAUSES)
 
 
 @pytest.mark.parametrize(("name", "parts"), [("bfloat16", {"output matrix", "rotary table"}), ("float16", set[str]())])
 def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
-    made: Material, subject: Subject, name: str, parts: set[str]
+    made: Material, subject: StackModel, name: str, parts: set[str]
 ) -> None:
-    rows = table(subject, made.dump(made.logprobs(), made.logprobs()), GIVEN, DEFINITIONS["tempered"].change)
+    rows = causes(made, subject, GIVEN, "tempered")
     computed = next(row for row in rows if row.words == f"computed in {name}")
     of_kind = {kind: search._of_same_format(rows, computed, kind) for kind in ("computed", "weights", "part")}
     assert [row.words for row in of_kind["computed"]] == [f"computed in {name}"]
@@ -220,18 +224,18 @@ def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float,
     numbers = [Numbers(torch.tensor(r.sampler).double(), x < 1, x < 1, x) for r, x in pairs]
     known = Reference(right, 1e-7, 0.0, 0)
     recorded = RecordedSide("sampler", responses, StackSampling(TEMPERATURE), "tempered", known, numbers)
-    side = wrong_side_of(Subject(made.model, {}), recorded, range(len(numbers)))
+    side = wrong_side_of(made.model, recorded, range(len(numbers)), [])
 
     def change(piece: Piece, sampling: StackSampling, logits: Tensor, x: float) -> Tensor:
         return logits / x if x >= least else torch.full_like(logits, math.nan)
 
-    row = Variant("a temperature", "distribution", "temperature", change, candidates=lambda *_: (1.0,), refine=True)
-    x = search._refined(side, ((row, 1.0),), side.few)[0][1]
+    row = Cause("a temperature", "distribution", "temperature", change, parameter=Parameter((1.0,), is_fitted=True))
+    x = search._fitted(side, ((row, 1.0),), side.few)[0][1]
     assert low <= x <= high
 
 
 @pytest.mark.slow
-def test_a_single_wrong_token_among_many_is_seen(made: Material, subject: Subject) -> None:
+def test_a_single_wrong_token_among_many_is_seen(made: Material, subject: StackModel) -> None:
     good = made.logprobs()
     bad = [v.clone() for v in good]
     bad[3][7] -= 2e-4  # of the rms it is 2e-5
@@ -239,10 +243,9 @@ def test_a_single_wrong_token_among_many_is_seen(made: Material, subject: Subjec
 
 
 def test_a_single_token_that_hardly_changes_the_rms_has_no_cause(
-    made: Material, subject: Subject, monkeypatch: pytest.MonkeyPatch
+    made: Material, subject: StackModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (one_side, rounding):  # as in a response of a thousand tokens
-        monkeypatch.setattr(module, "FAR", 1.0)
+    monkeypatch.setattr(limits, "FAR", 1.0)  # as in a response of a thousand tokens
     good = made.logprobs()
     bad = [v.clone() for v in good]
     bad[1][7] -= 30 * judged(made, subject, good, good).floor
@@ -258,10 +261,10 @@ def test_other_weights_without_the_tokens_of_the_dump_are_refused(made: Material
         (qwen3_config(max_position_embeddings=20), "the weights of other has 20 positions"),
     ):
         with pytest.raises(UserError, match=words):
-            judged(made, Subject(made.model, {"weights of other": small_model(config, 4)}), good, good)
+            judged(made, StackModel(made.model, {"weights of other": small_model(config, 4)}), good, good)
 
 
-def test_end_tokens_are_judged_where_a_limit_ended_the_responses(made: Material, subject: Subject) -> None:
+def test_end_tokens_are_judged_where_a_limit_ended_the_responses(made: Material, subject: StackModel) -> None:
     """Several responses of one length, longer than one token; other dumps without end tokens are of texts."""
     values = made.logprobs()
 
@@ -272,7 +275,7 @@ def test_end_tokens_are_judged_where_a_limit_ended_the_responses(made: Material,
     assert [left_out(2, 5), left_out(1, 5), left_out(2, 1)] == [False, True, True]
 
 
-def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Material, subject: Subject) -> None:
+def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Material, subject: StackModel) -> None:
     good = made.logprobs()
     bad = [torch.cat([torch.tensor([0.0, math.nan]), v[2:]]) for v in good]
     found = judged(made, subject, bad, good)
@@ -325,19 +328,19 @@ ALL_CUTS = StackSampling(0.8, 0.8, 6, 0.1)
     ],
 )
 def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_them(
-    made: Material, subject: Subject, sampling: StackSampling, order: str
+    made: Material, subject: StackModel, sampling: StackSampling, order: str
 ) -> None:
     cuts, is_last = ORDERS[order]
     values, mask = in_order(made, sampling, cuts, 1.0 if is_last else sampling.temperature)
     found = audit(subject, made.dump(values, values, mask), sampling)
     assert found.sampler.is_right
     assert found.trainer.is_right
-    assert found.sampler.definition == f"processed{order}" if sampling.is_cut else "tempered"
+    assert found.sampler.definition == f"processed{order}" if sampling.is_cut() else "tempered"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_order_of_cuts_on_one_side_is_named(made: Material, subject: Subject, order: str) -> None:
+def test_the_order_of_cuts_on_one_side_is_named(made: Material, subject: StackModel, order: str) -> None:
     cuts, is_last = ORDERS[order]
     values, mask = in_order(made, ALL_CUTS, cuts, 1.0 if is_last else 0.8)
     found = audit(subject, made.dump(values, made.logprobs(), mask), ALL_CUTS)
@@ -349,7 +352,7 @@ def test_the_order_of_cuts_on_one_side_is_named(made: Material, subject: Subject
 
 @pytest.mark.parametrize("said", ["auto", "processed"])
 def test_sides_with_different_orders_of_cuts_are_of_different_distributions(
-    made: Material, subject: Subject, said: str
+    made: Material, subject: StackModel, said: str
 ) -> None:
     sampling = replace(ALL_CUTS, sampler_logprobs=said, trainer_logprobs=said)
     names = ", top-p of what top-k leaves (Transformers, vLLM)", ""
@@ -363,7 +366,7 @@ def test_sides_with_different_orders_of_cuts_are_of_different_distributions(
 
 
 @pytest.mark.slow
-def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, subject: Subject) -> None:
+def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, subject: StackModel) -> None:
     raw, tempered, kept = made.logprobs(temperature=1.0), made.logprobs(), cut("top-k", 8)(made)
     dump, said = made.dump(raw, tempered), replace(GIVEN, sampler_logprobs="raw", trainer_logprobs="tempered")
     assert audit(subject, dump, said).sampler.is_right
@@ -379,7 +382,7 @@ def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: M
 
 @pytest.mark.slow
 def test_logits_in_pieces_give_the_same_verdict(
-    made: Material, subject: Subject, monkeypatch: pytest.MonkeyPatch
+    made: Material, subject: StackModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = FAULTS["repetition penalty"][0](made)
     whole = judged(made, subject, bad, made.logprobs())
@@ -405,11 +408,11 @@ def test_logits_in_pieces_give_the_same_verdict(
 )
 @pytest.mark.parametrize("start", [0, 30])
 def test_causes_of_long_responses_are_found_in_windows(
-    made: Material, subject: Subject, monkeypatch: pytest.MonkeyPatch, fault: str, cause: str, start: int
+    made: Material, subject: StackModel, monkeypatch: pytest.MonkeyPatch, fault: str, cause: str, start: int
 ) -> None:
     long = material(made.model, ((5, 55), (6, 50), (4, 58)))
     for name, size in {"WINDOW": 6, "SCREENED": 12, "TRIED": 27}.items():
-        monkeypatch.setattr(wrong_side, name, size)
+        monkeypatch.setattr(limits, name, size)
     bad = [
         torch.cat([good[:start], b[start:]]) for good, b in zip(long.logprobs(), FAULTS[fault][0](long), strict=True)
     ]
@@ -419,7 +422,7 @@ def test_causes_of_long_responses_are_found_in_windows(
     assert found.trainer.is_right
 
 
-def test_a_temperature_that_nobody_gave_is_a_question(made: Material, subject: Subject) -> None:
+def test_a_temperature_that_nobody_gave_is_a_question(made: Material, subject: StackModel) -> None:
     values = made.logprobs()
     with pytest.raises(UserError, match=r"temperature 0.8 explains the sampler; did you forget --temperature 0.8\?"):
         audit(subject, made.dump(values, made.logprobs(temperature=1.0)), StackSampling(is_temperature_given=False))
@@ -440,7 +443,7 @@ def test_a_temperature_that_nobody_gave_is_a_question(made: Material, subject: S
     ],
 )
 def test_context_that_a_later_turn_does_not_see(
-    made: Material, subject: Subject, words: str, keep: Callable[[int, int, bool], bool]
+    made: Material, subject: StackModel, words: str, keep: Callable[[int, int, bool], bool]
 ) -> None:
     """Three turns: 3 sampled tokens, 2 of a tool, 3 sampled, 1 of a tool, the others sampled."""
     counts = [[(t not in (3, 4, 8)) for t in range(len(r))] for r in made.responses]
@@ -477,7 +480,7 @@ def test_errors_like_16_bit_rounding_have_a_format_by_their_size_and_no_cause_wi
     m = first(3, made_family(family))
     good, rounded = m.logprobs(), m.logprobs(m.logits(half(m.model, torch.bfloat16)))
     bad = [g + factor * (r - g) for g, r in zip(good, rounded, strict=True)]
-    found = judged(m, Subject(m.model, {}), good, bad)
+    found = judged(m, StackModel(m.model, {}), good, bad)
     assert found.sampler.is_right
     assert found.trainer.cause.startswith(cause)
 
@@ -508,7 +511,7 @@ def test_an_architecture_that_the_kernels_do_not_know(name: str) -> None:
             if parameter.dim() > 1:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     other = material(model, ((6, 9), (4, 12), (5, 10)))
-    alone = Subject(model, {}, BOS_ID, EOS_ID, PAD_ID)
+    alone = StackModel(model, {}, BOS_ID, EOS_ID, PAD_ID)
     good = other.logprobs()
     assert judged(other, alone, good, good).sampler.is_right
     with_bos = other.logprobs(other.logits(prompt=lambda i: [BOS_ID, *other.prompts[i]]))
@@ -517,7 +520,7 @@ def test_an_architecture_that_the_kernels_do_not_know(name: str) -> None:
     assert found.trainer.cause == "temperature 1 instead of 0.8"
 
 
-def test_the_lines_list_each_explanation_once_the_best_first(made: Material, subject: Subject) -> None:
+def test_the_lines_list_each_explanation_once_the_best_first(made: Material, subject: StackModel) -> None:
     found = judged(made, subject, FAULTS["no temperature"][0](made), made.logprobs())
     said = lines(found)
     assert said[1].startswith("sampler is wrong")

@@ -16,7 +16,7 @@ from ppo_repro.testing.audit.causes.chat_templates import (
     TWICE,
     UNCUED,
 )
-from ppo_repro.testing.audit.subject import StackSampling, Subject
+from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from tests.support.models import qwen3_config, small_model
 from tests.testing.audit.material import TEMPERATURE, Material, material
 
@@ -65,7 +65,7 @@ def test_a_fault_of_the_chat_template_is_named(tokenizer: PreTrainedTokenizerBas
     drawn = material(model, [(5, 9)] * len(QUESTIONS))
     dump = Material(model, right, drawn.responses)
     bad = dump.logprobs(dump.logits(prompt=lambda i: wrong[i]))
-    subject = Subject(model, {}, BOS_ID, tokenizer=tokenizer)
+    subject = StackModel(model, {}, BOS_ID, tokenizer=tokenizer)
     found = audit(subject, dump.dump(bad, dump.logprobs()), StackSampling(TEMPERATURE))
     assert found.sampler.cause == words
     assert found.trainer.is_right

@@ -19,7 +19,7 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.records import reader
 from ppo_repro.records.folder import FINAL, REFERENCE
 from ppo_repro.testing import assert_mismatch_below
-from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
+from ppo_repro.testing.diagnosis import diagnose_chunks
 from tests.support import sglang_dumps
 from tests.support.cli import Cli, one_line
 from tests.support.language import run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -19,8 +21,9 @@ from ppo_repro.testing.audit.causes.chat_templates import (
     Template,
     parsed,
 )
-from ppo_repro.testing.audit.causes.inputs import other_inputs
-from ppo_repro.testing.audit.subject import Subject
+from ppo_repro.testing.audit.causes.inputs import of_inputs
+from ppo_repro.testing.audit.forward import Pass
+from ppo_repro.testing.audit.stack import StackModel
 from ppo_repro.testing.dumps import DumpedResponse
 from tests.support.models import qwen3_config, small_model
 
@@ -41,10 +44,15 @@ def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
     return found
 
 
+def inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> dict[str, Sequence[Sequence[Pass]]]:
+    """The passes of each response, by the words of an input."""
+    return {cause.words: cause.passes for cause in of_inputs(responses, stack)}
+
+
 def prompts(of: PreTrainedTokenizerBase, text: str) -> dict[str, str]:
     """By the words of an input, the text that it makes of a prompt."""
     one = response(tuple(of(text).input_ids), (3,))
-    found = other_inputs([one], Subject(small_model(qwen3_config(), 4), {}, tokenizer=of))
+    found = inputs([one], StackModel(small_model(qwen3_config(), 4), {}, tokenizer=of))
     return {words: of.decode(list(fed[0][0].ids)) for words, fed in found.items() if fed[0][0].positions is None}
 
 
@@ -77,7 +85,7 @@ def test_a_template_is_parsed_into_the_texts_around_those_of_a_prompt() -> None:
 
 def test_a_second_bos_token_has_its_own_words() -> None:
     model = small_model(qwen3_config(), 4)
-    found = [other_inputs([response(ids, (3,))], Subject(model, {}, 7)) for ids in ((4, 5), (7, 4, 5))]
+    found = [inputs([response(ids, (3,))], StackModel(model, {}, 7)) for ids in ((4, 5), (7, 4, 5))]
     assert found[0]["prompt with a BOS token before it"][0][0].ids == (7, 4, 5)
     assert found[1]["prompt with a second BOS token before it"][0][0].ids == (7, 7, 4, 5)
     assert found[1]["prompt without its BOS token"][0][0].ids == (4, 5)
@@ -91,13 +99,13 @@ def test_a_token_that_the_model_does_not_have_is_in_no_input() -> None:
     words.append("attention to the padding before the prompt")
     for missing, outside in enumerate(words):
         special = [size if k == missing else size - 1 for k in range(3)]
-        found = other_inputs([one, two], Subject(model, {}, *special))
+        found = inputs([one, two], StackModel(model, {}, *special))
         assert set(words) - found.keys() == {outside}
 
 
 def test_of_many_lengths_those_that_stacks_cut_at_are_tried() -> None:
     one, model = response(tuple(k % 80 for k in range(600)), (3,)), qwen3_config(max_position_embeddings=1024)
-    found = other_inputs([one], Subject(small_model(model, 4), {}))
+    found = inputs([one], StackModel(small_model(model, 4), {}))
     tried = {words for words in found if words.startswith("prompt cut to its last ")}
     assert {f"prompt cut to its last {n} tokens" for n in (1, 128, 256, 512)} <= tried
     assert len(tried) == 12

@@ -1,22 +1,18 @@
-"""What is audited: the model that a dump was made with, and how the stack sampled."""
+"""The stack that is audited: the model that its dump was made with, and how it samples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.audit.causes.architecture import all_options
-from ppo_repro.testing.audit.causes.architecture.option import Option
-
 
 @dataclass(frozen=True)
 class StackSampling:
-    """How a stack samples, and the definition of each side's log-probs; with "auto" the audit chooses it."""
+    """How a stack samples, and the distribution of each side's log-probs; with "auto" the audit chooses it."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -27,15 +23,22 @@ class StackSampling:
     trainer_logprobs: str = "auto"
     is_temperature_given: bool = True
 
-    @property
+    def is_tempered(self) -> bool:
+        """Return whether the temperature changes the distribution."""
+        return self.temperature != 1.0
+
     def is_cut(self) -> bool:
         """Return whether an option beside the temperature changes the distribution."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0 or self.repetition_penalty != 1.0
 
+    def has_top_k_and_p(self) -> bool:
+        """Return whether top-p may count only the tokens of top-k."""
+        return self.top_k > 0 and self.top_p < 1.0
+
 
 @dataclass(frozen=True)
-class Subject:
-    """Model of an audit, other weights by name, and the tokens and tokenizer that may have changed its prompts."""
+class StackModel:
+    """Model of a dump, other weights by description, and the tokens and tokenizer that may have changed its prompts."""
 
     model: PreTrainedModel
     others: Mapping[str, PreTrainedModel]
@@ -43,11 +46,6 @@ class Subject:
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     tokenizer: Any = None  # of transformers; None: without the causes that need one
-
-    @cached_property
-    def options(self) -> dict[str, Option]:
-        """Return each change of the model's architecture that can be built, by its description."""
-        return all_options(self.model)
 
     @property
     def models(self) -> dict[str, PreTrainedModel]:

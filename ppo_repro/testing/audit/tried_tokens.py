@@ -1,4 +1,4 @@
-"""What is known of one wrong side, and the tokens that causes are tried on.
+"""A wrong side on the tokens that causes are tried on, and the errors that causes leave there.
 
 The tokens are windows of neighbouring tokens that begin shortly before the first wrong token of a response: a few for
 all causes, some more for the causes that leave small errors.
@@ -13,33 +13,30 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ppo_repro.testing.audit.causes.table import table
-from ppo_repro.testing.audit.causes.variant import Numbers, Variant
+from ppo_repro.testing.audit import limits
+from ppo_repro.testing.audit.causes.cause import Cause, Numbers
 from ppo_repro.testing.audit.distributions import DEFINITIONS, tempered
-from ppo_repro.testing.audit.predict import Predictor, Steps, Tokens, Window
+from ppo_repro.testing.audit.measure import Stored, errors, rms, stored_as
+from ppo_repro.testing.audit.predict import Combination, Predictor, Tokens, Window
 from ppo_repro.testing.audit.reference import RecordedSide
-from ppo_repro.testing.audit.rounding import FEW, RIGHT, Stored, errors, rms, stored_as
-from ppo_repro.testing.audit.subject import Subject
 from ppo_repro.testing.dumps import DumpedResponse
 
-TRIED = 256  # response tokens that causes are tried on
-WINDOW = FEW  # tokens of a window for screening, and at most so many right ones before its first wrong one
-SCREENED = 3 * WINDOW  # response tokens that causes are screened on, unless WINDOW wrong ones come first
-EXACT_LOGITS = Variant("logits", "distribution", "none", tempered)  # beside which logits are rounded
+EXACT_LOGITS = Cause("logits", "distribution", "none", tempered)  # beside which logits are rounded
 
 
 @dataclass(frozen=True)
 class WrongSide:
-    """What is known of a wrong side, on the tokens that causes are tried on."""
+    """A wrong side, on the tokens that causes are tried on."""
 
     name: str
-    rows: tuple[Variant, ...]
+    causes: tuple[Cause, ...]  # to try
     predictor: Predictor
     numbers: Sequence[Numbers]
     wrong: Sequence[int]  # responses with a wrong log-prob
-    few: Tokens
-    some: Tokens
+    few: Tokens  # for all causes
+    some: Tokens  # for the best causes
     stored: Stored
     scale: float  # of the numbers: sums of many log-probs round more
     tolerance: float  # rms of rounding, nats
@@ -63,48 +60,44 @@ class WrongSide:
         numbers = [replace(of, usable=_wrong_tokens(of, self.tolerance)) for of in self.numbers]
         return replace(self, numbers=numbers)
 
-    def left(self, steps: Steps, tokens: Tokens) -> Tensor | None:
+    def left(self, combination: Combination, tokens: Tokens) -> Tensor | None:
         """Return the errors that causes leave; None if fewer than a third of the tokens have a prediction."""
         left, usable = [], 0
-        for values, w in zip(self.predictor(steps, tokens), tokens.windows, strict=True):
+        for values, w in zip(self.predictor(combination, tokens), tokens.windows, strict=True):
             at, numbers = slice(w.start, w.end), self.numbers[w.response]
             there = numbers.usable[at] & ~values.isnan()
             usable += int(numbers.usable[at].sum())
             left.append(errors(numbers.recorded[at][there], values[there], self.stored).cpu())
         joined = torch.cat(left)
-        return joined if not steps or len(joined) >= max(4, usable / 3) else None
+        return joined if not combination or len(joined) >= max(4, usable / 3) else None
 
-    def rounding(self, row: Variant, tokens: Tokens) -> Tensor:
+    def rounding(self, cause: Cause, tokens: Tokens) -> Tensor:
         """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
-        exact: Steps = ((EXACT_LOGITS, 0.0),) if row.rounding == "logits" else ()
-        both = zip(self.predictor(((row, 0.0),), tokens), self.predictor(exact, tokens), tokens.windows, strict=True)
+        exact: Combination = ((EXACT_LOGITS, 0.0),) if cause.rounds("logits") else ()
+        both = zip(self.predictor(((cause, 0.0),), tokens), self.predictor(exact, tokens), tokens.windows, strict=True)
         return torch.cat([(a - b)[self.numbers[w.response].usable[w.start : w.end]].cpu() for a, b, w in both])
 
 
-def wrong_side_of(subject: Subject, side: RecordedSide, wrong: Sequence[int]) -> WrongSide:
-    """Return what is known of a wrong side; `wrong` are the indices of the responses with a wrong log-prob."""
-    responses, numbers, sampling = side.responses, side.numbers, side.sampling
-    definition = DEFINITIONS[side.definition].change
+def wrong_side_of(
+    model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], causes: Sequence[Cause]
+) -> WrongSide:
+    """Return a wrong side with the tokens to try `causes` on.
+
+    `wrong` are the indices of the responses with a wrong log-prob. A cause of the input is left out if it predicts none
+    of the tokens.
+    """
+    responses, numbers = side.responses, side.numbers
     every = torch.cat([numbers[i].recorded[numbers[i].usable] for i in wrong])
     ideal = torch.cat([numbers[i].reference[numbers[i].usable] for i in wrong])
     scale = max(1.0, rms(every) / max(rms(ideal), 1e-9))
-    tolerance = RIGHT * side.reference.floor * scale + 2.0**-22 * rms(every)
-    device = subject.model.device
+    tolerance = limits.RIGHT * side.reference.floor * scale + 2.0**-22 * rms(every)
+    device = model.device
     numbers = [Numbers(*(x.to(device) for x in (of.recorded, of.usable, of.counts, of.reference))) for of in numbers]
-    bad = [_wrong_tokens(of, tolerance) for of in numbers]
-    few = _windows(responses, numbers, bad, wrong, WINDOW, SCREENED, WINDOW)
-    some = _windows(responses, numbers, bad, wrong, max(4 * WINDOW, math.ceil(TRIED / len(wrong))), TRIED, TRIED)
-    last, size = some[-1], len(responses[some[-1].response].response_ids)
-    if size > last.end:  # a cause has to be right at the end of a response too
-        some += (Window(last.response, max(last.end, size - 4 * WINDOW), size),)
-
-    def is_predicted(row: Variant) -> bool:
-        return row.stage != "input" or any(f.within(w.start, w.end) for w in few for f in row.passes[w.response])
-
+    few, some = _tokens(responses, numbers, [_wrong_tokens(of, tolerance) for of in numbers], wrong)
     return WrongSide(
         name=side.name,
-        rows=tuple(filter(is_predicted, table(subject, responses, sampling, definition))),
-        predictor=Predictor(subject.model, responses, numbers, sampling, definition),
+        causes=tuple(cause for cause in causes if _is_predicted(cause, few)),
+        predictor=Predictor(model, responses, numbers, side.sampling, DEFINITIONS[side.definition]),
         numbers=numbers,
         wrong=wrong,
         few=Tokens(few, is_screening=True),
@@ -112,13 +105,32 @@ def wrong_side_of(subject: Subject, side: RecordedSide, wrong: Sequence[int]) ->
         stored=stored_as(every),
         scale=scale,
         tolerance=tolerance,
-        has_experts=any(name.endswith("experts") for name, _ in subject.model.named_modules()),
+        has_experts=any(name.endswith("experts") for name, _ in model.named_modules()),
     )
+
+
+def _is_predicted(cause: Cause, windows: Sequence[Window]) -> bool:
+    if cause.stage != "input":
+        return True
+    return any(one.within(w.start, w.end) for w in windows for one in cause.passes[w.response])
 
 
 def _wrong_tokens(numbers: Numbers, tolerance: float) -> Tensor:
     """Return which tokens [n] of a response are wrong."""
     return numbers.usable & ~((numbers.recorded - numbers.reference).abs() <= tolerance)
+
+
+def _tokens(
+    responses: Sequence[DumpedResponse], numbers: Sequence[Numbers], bad: Sequence[Tensor], wrong: Sequence[int]
+) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
+    """Return the windows for all causes, and the windows for the best causes; `bad`: which tokens [n] are wrong."""
+    window, tried = limits.WINDOW, limits.TRIED
+    few = _windows(responses, numbers, bad, wrong, window, limits.SCREENED, window)
+    some = _windows(responses, numbers, bad, wrong, max(4 * window, math.ceil(tried / len(wrong))), tried, tried)
+    last, size = some[-1], len(responses[some[-1].response].response_ids)
+    if size > last.end:  # a cause has to be right at the end of a response too
+        some += (Window(last.response, max(last.end, size - 4 * window), size),)
+    return few, some
 
 
 def _windows(
@@ -141,11 +153,11 @@ def _windows(
         tokens: usable tokens that are enough.
         most: wrong tokens that are enough.
     """
-    found, usable, count = list[Window](), 0, 0
+    found, usable, count, most_right = list[Window](), 0, 0, limits.WINDOW
     first = {i: (bad[i].nonzero()[:1, 0].tolist() or [0])[0] for i in wrong}
-    for i in sorted(wrong, key=lambda i: max(first[i], WINDOW) + len(responses[i].prompt_ids)):
+    for i in sorted(wrong, key=lambda i: max(first[i], most_right) + len(responses[i].prompt_ids)):
         if usable < tokens and count < most:
-            start, whole = max(0, first[i] - min(WINDOW, length // 2)), len(responses[i].response_ids)
+            start, whole = max(0, first[i] - min(most_right, length // 2)), len(responses[i].response_ids)
             end = whole if whole - start <= 2 * length else start + length
             found.append(Window(i, start, end))
             usable += int(numbers[i].usable[start:end].sum())

@@ -25,7 +25,7 @@ from ppo_repro.testing.pairs import KEY, PAIR, with_mismatch
 MismatchSums = defaultdict[str, float]
 
 
-def measure(pairs: pd.DataFrame) -> MismatchSums:
+def mismatch_sums(pairs: pd.DataFrame) -> MismatchSums:
     """Return the sums of one iteration.
 
     Raises UserError on missing columns, log-probs not in float32, or repeated tokens.

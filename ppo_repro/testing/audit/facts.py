@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.causes.variant import Numbers
-from ppo_repro.testing.audit.rounding import Stored
+from ppo_repro.testing.audit import limits
+from ppo_repro.testing.audit.causes.cause import Numbers
+from ppo_repro.testing.audit.measure import Stored
 from ppo_repro.testing.dumps import DumpedResponse
-
-MANY = 0.8  # of the tokens after a point that have to differ
 
 
 def facts(responses: Sequence[DumpedResponse], numbers: Sequence[Numbers], tolerance: float) -> list[str]:
@@ -65,7 +64,9 @@ def _where(wrong: Sequence[tuple[int, Tensor, Tensor]]) -> list[str]:
     first = [int(bad.nonzero()[0]) for _, _, bad in wrong]
     if len(wrong) > 1 and all(k == len(bad) - 1 for k, (_, _, bad) in zip(first, wrong, strict=True)):
         return ["wrong at the last token of the response alone"]
-    if not all(k and float(bad[k:].double().mean()) >= MANY for k, (_, _, bad) in zip(first, wrong, strict=True)):
+    if not all(
+        k and float(bad[k:].double().mean()) >= limits.MANY for k, (_, _, bad) in zip(first, wrong, strict=True)
+    ):
         return []
     starts = [int(positions[k]) for k, (_, positions, _) in zip(first, wrong, strict=True)]
     before = {start + prompt for start, (prompt, _, _) in zip(starts, wrong, strict=True)}

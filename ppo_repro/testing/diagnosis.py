@@ -1,9 +1,10 @@
-"""Name the cause of a mismatch from the pattern of `delta = logprobs_b - logprobs_a`.
+"""Name the cause of a mismatch from the differences of sampler and trainer alone, without a model.
 
-Each cause is one row of `ROWS`: the columns that it needs, and the test that it passes if its prediction fits. The
-first row that passes is the verdict. A prediction fits if it leaves at most 1 % of the sum of delta^2, or if one group
-of sequences differs 10 times as much as the others. If no row passes, the verdict is `unknown`, and `untested` has the
-causes that the columns cannot tell. The diagnosis needs no model; `ppo-repro audit` has a model and names more causes.
+The pattern of `delta = logprobs_b - logprobs_a` decides. Each cause is one row of `ROWS`: its test, and the columns
+that the test needs. The first row that fits is the verdict. A row fits if its prediction leaves at most 1 % of the sum
+of delta^2, or if one group of sequences differs 10 times as much as the others. If no row fits, the verdict is
+`unknown`, and `untested` has the causes that the columns cannot tell. `ppo-repro audit`, which has the model, says
+which side is wrong. It has the same names of causes, and the same advice (`testing.causes`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.causes import CAUSES, Cause
-from ppo_repro.testing.diagnosis.evidence import MismatchSums, added, measure, require_columns
+from ppo_repro.testing.causes import CAUSES, CauseName
+from ppo_repro.testing.evidence import MismatchSums, added, mismatch_sums, require_columns
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,19 @@ LEFT_BY_TOKEN = 0.5
 ENOUGH_TOKENS = 50
 
 
+Evidence = dict[str, float]  # by name; NaN if a column is missing
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """Verdict: the cause whose prediction fits, or `unknown` with the causes that the columns cannot tell."""
 
-    verdict: Cause
-    untested: tuple[Cause, ...]
+    verdict: CauseName
+    untested: tuple[CauseName, ...]
     tier: str  # T0 (bitwise) to T4, or `beyond T4`
     advice: str
     needed: str  # the columns that would test them
-    evidence: dict[str, float]
+    evidence: Evidence
 
 
 def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
@@ -78,12 +82,12 @@ def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
     sums = list[MismatchSums]()
     for chunk in chunks:
         require_columns(chunk)
-        sums += [measure(frame) for _, frame in chunk.groupby("iteration", sort=True)]
+        sums += [mismatch_sums(frame) for _, frame in chunk.groupby("iteration", sort=True)]
     return diagnose_sums(sums)
 
 
 def diagnose_sums(sums: Sequence[MismatchSums]) -> Diagnosis:
-    """Diagnose the sums of `evidence.measure` of all iterations. Raises UserError if they have no token."""
+    """Diagnose the sums of `evidence.mismatch_sums` of all iterations. Raises UserError if they have no token."""
     if not sum(frame["tokens"] for frame in sums):
         raise UserError("pairs have no token with two finite log-probs; there is nothing to compare")
     m = added(sums)
@@ -114,7 +118,7 @@ def _tier(sums: MismatchSums) -> str:
     return BEYOND
 
 
-def _evidence(sums: MismatchSums) -> dict[str, float]:
+def _evidence(sums: MismatchSums) -> Evidence:
     n = sums["tokens"]
     covariance = sums["ab"] - sums["a"] * sums["b"] / n
     spread = (sums["a_sq"] - sums["a"] ** 2 / n) * (sums["b_sq"] - sums["b"] ** 2 / n)
@@ -163,11 +167,6 @@ def _temperature(sums: MismatchSums) -> tuple[float, float]:
     return float(best), float(residual(best)) / sums["delta_sq"]
 
 
-def _is_group(sums: MismatchSums, clean: str, dirty: str) -> bool:
-    """Return whether the mismatch of group `dirty` is clearly 10 times that of group `clean`, or `clean` has none."""
-    return _ten_times(sums, clean, dirty) or _only_one_group(sums, clean, dirty)
-
-
 def _only_one_group(sums: MismatchSums, clean: str, dirty: str) -> bool:
     """Return whether, beyond chance, no sequence of `clean` differs and some sequences of `dirty` do.
 
@@ -190,34 +189,58 @@ def _ten_times(sums: MismatchSums, clean: str, dirty: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One cause: whether its prediction fits the sums and the evidence, and what it needs to be tested.
+class Remainder:
+    """Row of a cause whose prediction leaves at most `limit` of the sum of delta^2."""
 
-    Evidence is NaN if a column is missing; NaN never fits.
-    """
-
-    cause: Cause
-    fits: Callable[[MismatchSums, dict[str, float]], bool]
+    cause: CauseName
+    evidence: str  # the share of the sum that is left; NaN, which never fits, if a column is missing
+    limit: float = LEFT
+    has: str = "tokens"
     needs: str = ""
-    is_tested: Callable[[MismatchSums], bool] = lambda sums: True
+
+    def fits(self, sums: MismatchSums, evidence: Evidence) -> bool:
+        """Return whether the prediction fits."""
+        return evidence[self.evidence] <= self.limit
+
+    def is_tested(self, sums: MismatchSums) -> bool:
+        """Return whether the columns test the cause."""
+        return sums[self.has] > 0
 
 
-def _left(cause: Cause, name: str, limit: float, needs: str = "", has: str = "tokens") -> Row:
-    """Return the row of a cause that leaves at most `limit` of the sum of delta^2."""
-    return Row(cause, lambda sums, evidence: evidence[name] <= limit, needs, lambda sums: sums[has] > 0)
+@dataclass(frozen=True)
+class OneGroup:
+    """Row of a cause in the sequences `dirty` alone; if all have it, nothing tells it from another cause."""
+
+    cause: CauseName
+    clean: str
+    dirty: str
+    has: str
+    needs: str
+
+    def fits(self, sums: MismatchSums, evidence: Evidence) -> bool:
+        """Return whether the mismatch of `dirty` is clearly 10 times that of `clean`, or `clean` has none."""
+        return _ten_times(sums, self.clean, self.dirty) or _only_one_group(sums, self.clean, self.dirty)
+
+    def is_tested(self, sums: MismatchSums) -> bool:
+        """Return whether the columns test the cause."""
+        return sums[self.has] > 0 and (sums[self.clean] > 0 or not sums[self.dirty])
 
 
-def _group(cause: Cause, clean: str, dirty: str, needs: str, has: str) -> Row:
-    """Return the row of a cause in some sequences alone; if all have it, nothing tells it from another cause."""
-    return Row(
-        cause,
-        lambda sums, evidence: _is_group(sums, clean, dirty),
-        needs,
-        lambda sums: sums[has] > 0 and (sums[clean] > 0 or not sums[dirty]),
-    )
+def _always(sums: MismatchSums) -> bool:
+    return True
 
 
-def _fits_zeros(sums: MismatchSums, evidence: dict[str, float]) -> bool:
+@dataclass(frozen=True)
+class Pattern:
+    """Row of a cause with a test of its own."""
+
+    cause: CauseName
+    fits: Callable[[MismatchSums, Evidence], bool]
+    is_tested: Callable[[MismatchSums], bool] = _always
+    needs: str = ""
+
+
+def _fits_zeros(sums: MismatchSums, evidence: Evidence) -> bool:
     return evidence["left_without_zeros"] <= LEFT and _tells_zeros(sums)
 
 
@@ -225,51 +248,60 @@ def _tells_zeros(sums: MismatchSums) -> bool:
     return sums["has_mass"] > 0 or sums["zeros"] < sums["tokens"]  # greedy sampling has log-probs of 0 too
 
 
-def _fits_shuffled(sums: MismatchSums, evidence: dict[str, float]) -> bool:
+def _fits_shuffled(sums: MismatchSums, evidence: Evidence) -> bool:
     # log-probs that agree well are nearly the same multiset too, so they must also be uncorrelated
     return evidence["left_by_sorting"] <= LEFT and evidence["pearson_logp"] < 0.5
 
 
-def _fits_format(sums: MismatchSums, evidence: dict[str, float]) -> bool:
+def _fits_dropout(sums: MismatchSums, evidence: Evidence) -> bool:
+    # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias of sqrt(7) sigma at most
+    return 0.5 <= evidence["repeat_over_delta"] <= 2.0
+
+
+def _has_second_pass(sums: MismatchSums) -> bool:
+    return sums["any_again"] > 0
+
+
+def _fits_format(sums: MismatchSums, evidence: Evidence) -> bool:
     # a float32 value is by chance a bfloat16 number with probability 2^-16, a float16 number with 2^-13
     return _tier(sums) != BEYOND and max(evidence["frac_bfloat16"], evidence["frac_float16"]) >= 0.99
 
 
-def _fits_tokens(sums: MismatchSums, evidence: dict[str, float]) -> bool:
+def _fits_tokens(sums: MismatchSums, evidence: Evidence) -> bool:
     # old weights may favour some tokens everywhere too
-    is_fresh = sums["has_steps"] > 0 and not sums["behind"]
+    is_fresh = _has_lag(sums) and not sums["behind"]
     return is_fresh and sums["repeated"] >= ENOUGH_TOKENS and evidence["left_by_token"] <= LEFT_BY_TOKEN
 
 
-ROWS = (
-    _group("retokenization", "same_ids", "other_ids", "token_id_b, the ids that the trainer scored", "has_ids"),
-    _group("other_prompt", "same_prompt", "other_prompt", "prompt_differs, 0 for some sequences", "has_prompts"),
-    _left("truncated_sampling", "left_by_kept_mass", LEFT, "log_kept_mass", "has_mass"),
-    Row("zero_filled", _fits_zeros, "log_kept_mass", _tells_zeros),
-    _left("off_by_one", "left_by_shift", LEFT),
-    Row("shuffled", _fits_shuffled),
-    _left(
-        *("temperature", "left_by_temperature", LEFT_BY_TEMPERATURE),
-        needs="entropies and prob_sq_sums of the trainer",
-        has="has_entropies",
+def _has_lag(sums: MismatchSums) -> bool:
+    return sums["has_steps"] > 0
+
+
+ROWS: tuple[Remainder | OneGroup | Pattern, ...] = (
+    OneGroup("retokenization", "same_ids", "other_ids", "has_ids", "token_id_b, the ids that the trainer scored"),
+    OneGroup("other_prompt", "same_prompt", "other_prompt", "has_prompts", "prompt_differs, 0 for some sequences"),
+    Remainder("truncated_sampling", "left_by_kept_mass", LEFT, "has_mass", "log_kept_mass"),
+    Pattern("zero_filled", _fits_zeros, _tells_zeros, "log_kept_mass"),
+    Remainder("off_by_one", "left_by_shift"),
+    Pattern("shuffled", _fits_shuffled),
+    Remainder(
+        "temperature",
+        "left_by_temperature",
+        LEFT_BY_TEMPERATURE,
+        "has_entropies",
+        "entropies and prob_sq_sums of the trainer",
     ),
-    _group("padding_leak", "unpadded", "padded", "pad_length of each row, some of them 0", "has_padding"),
-    Row(
-        "dropout",
-        # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias of sqrt(7) sigma at most
-        lambda sums, evidence: 0.5 <= evidence["repeat_over_delta"] <= 2.0,
-        "logprobs_b_again, a second pass of the trainer",
-        lambda sums: sums["any_again"] > 0,
-    ),
-    _group("stale_weights", "fresh", "behind", "steps_since_sync, some of them 0", "has_steps"),
-    Row("reduced_precision", _fits_format),
-    Row("token_bias", _fits_tokens, "steps_since_sync, 0 everywhere", lambda sums: sums["has_steps"] > 0),
+    OneGroup("padding_leak", "unpadded", "padded", "has_padding", "pad_length of each row, some of them 0"),
+    Pattern("dropout", _fits_dropout, _has_second_pass, "logprobs_b_again, a second pass of the trainer"),
+    OneGroup("stale_weights", "fresh", "behind", "has_steps", "steps_since_sync, some of them 0"),
+    Pattern("reduced_precision", _fits_format),
+    Pattern("token_bias", _fits_tokens, _has_lag, "steps_since_sync, 0 everywhere"),
 )
 
 
-def _named(sums: MismatchSums, evidence: dict[str, float], tier: str) -> Cause:
+def _named(sums: MismatchSums, evidence: dict[str, float], tier: str) -> CauseName:
     """Return the first cause whose prediction fits."""
     if tier in ("T0", "T1", "T2"):
-        agree: Cause = "none" if tier == "T0" else "floating_point_noise"
+        agree: CauseName = "none" if tier == "T0" else "floating_point_noise"
         return "non_finite" if sums["nonfinite"] else agree
     return next((row.cause for row in ROWS if row.fits(sums, evidence)), "unknown")

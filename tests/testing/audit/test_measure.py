@@ -10,11 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.testing.audit.rounding import (
-    FAR,
-    FORMATS_APART,
-    NO_CHANCE,
-    OF_ROUNDING,
+from ppo_repro.testing.audit.limits import FAR, FORMATS_APART, NO_CHANCE, OF_ROUNDING
+from ppo_repro.testing.audit.measure import (
     Stored,
     errors,
     explains,

@@ -1,7 +1,6 @@
-"""Decide whether what a cause leaves of the errors is rounding: the audit's one measure, and its limits.
+"""The audit's one measure: is what a cause leaves of the errors only rounding?
 
-`one_side` and `search` say how many explanations are tried and named, `draws` what explains wrong draws.
-Errors are recorded minus predicted log-probs, in nats.
+Errors are recorded minus predicted log-probs, in nats. `limits` has the numbers and their reasons.
 """
 
 from __future__ import annotations
@@ -13,24 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# a side or a cause is right up to 10 times stock float32's distance: other kernels of float32 are 1 to 3 times as far
-RIGHT = 10.0
-# and no token may be further off than 10 times that, 100 times stock float32: the errors of rounding have short tails
-FAR = 10.0
-# a cause leaves less than half of what was there: near rounding another cause could leave less by chance
-HALF = 0.5
-# a cause that rounds to 16 bits leaves at most this part of its rounding: another order of sums rounds otherwise.
-# Dumps of the cause leave up to 0.26, dumps of another cause 0.64 and more
-OF_ROUNDING = 0.4
-# bfloat16 has 3 bits less than float16, so their errors are 8 times apart
-FORMATS_APART = 8.0
-# standard errors of a correlation that are no chance
-NO_CHANCE = 3.0
-# another part in bfloat16 is named too if its errors correlate nearly as well; parts of one layer are that alike
-ALIKE = 0.8
-# numbers from which a pattern shows: fewer have a format, or a cause of their own, by chance
-FEW = 8
-MOST = 1e3  # nats that an error has at most
+from ppo_repro.testing.audit import limits
+
 Format = Literal["bfloat16", "float16"]
 FORMATS: dict[Format, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,7 +38,7 @@ class Stored:
 def stored_as(values: Tensor) -> Stored:
     """Return the narrowest format that holds all these numbers, `Stored()` if they need float32."""
     numbers = values[values.isfinite() & (values != 0)].float()
-    if len(numbers) < FEW:
+    if len(numbers) < limits.FEW:
         return Stored()
     if not (numbers.view(torch.int32) & 0xFFFF).any():
         return Stored("bfloat16", 7)
@@ -73,8 +56,8 @@ def rms(x: Tensor) -> float:
 
 
 def errors(recorded: Tensor, predicted: Tensor, stored: Stored) -> Tensor:
-    """Return recorded - predicted, less what rounding to the stored format explains; at most MOST nats."""
-    apart = (recorded - predicted).nan_to_num(MOST, MOST, -MOST).clamp(-MOST, MOST)
+    """Return recorded - predicted, less what rounding to the stored format explains; at most limits.MOST nats."""
+    apart = (recorded - predicted).nan_to_num(limits.MOST, limits.MOST, -limits.MOST).clamp(-limits.MOST, limits.MOST)
     return apart.sign() * (apart.abs() - stored.half_spacing(recorded)).clamp_min(0.0)
 
 
@@ -84,11 +67,15 @@ def explains(left: Tensor, before: float, tolerance: float, rounding: float = 0.
     Args:
         left: the errors [n] that the cause leaves, in nats.
         before: rms of the errors without the cause; infinity if there is nothing to compare with.
-        tolerance: rms of the rounding of float32, times RIGHT.
+        tolerance: rms of the rounding of float32, times limits.RIGHT.
         rounding: rms of the 16-bit rounding that is the cause, or a part of the cause; 0 without such a cause.
     """
-    is_float32 = rms(left) <= tolerance and float(left.abs().amax()) <= FAR * tolerance and rms(left) < HALF * before
-    return is_float32 or (rounding > 0.0 and rms(left) <= OF_ROUNDING * rounding)
+    is_float32 = (
+        rms(left) <= tolerance
+        and float(left.abs().amax()) <= limits.FAR * tolerance
+        and rms(left) < limits.HALF * before
+    )
+    return is_float32 or (rounding > 0.0 and rms(left) <= limits.OF_ROUNDING * rounding)
 
 
 def sizes_apart(a: Tensor, b: Tensor) -> float:
@@ -105,10 +92,10 @@ def likeness(left: Tensor, computed: Tensor, rounded: Tensor) -> float:
         computed: errors of the model that computes in 16 bits.
         rounded: errors of the model whose weights alone are rounded.
     """
-    if len(left) != len(computed) or sizes_apart(left, computed) > FORMATS_APART**0.5:
+    if len(left) != len(computed) or sizes_apart(left, computed) > limits.FORMATS_APART**0.5:
         return 0.0
     like = max(correlation(left, computed), correlation(left, rounded))
-    return like if like >= NO_CHANCE / len(left) ** 0.5 else 0.0
+    return like if like >= limits.NO_CHANCE / len(left) ** 0.5 else 0.0
 
 
 def correlation(a: Tensor, b: Tensor) -> float:

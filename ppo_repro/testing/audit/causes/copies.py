@@ -1,4 +1,7 @@
-"""Copy a model with other weights, modules or functions; a copy shares all other weights with the model."""
+"""Copy a model with other weights, modules, functions or precision; a copy shares all other weights with the model.
+
+Nobody may write to the weights of a copy.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,42 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+
+from ppo_repro.base.errors import is_out_of_memory
+
+# how torch, transformers and Python refuse what cannot be computed
+REFUSED = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    StrictDataclassError,
+)
+PROBE = 4  # tokens that show whether a model computes
+
+
+@torch.no_grad()
+def computed(make: Callable[[], PreTrainedModel]) -> Tensor | None:
+    """Return logits [1, PROBE, V] of some tokens; None if the model cannot be built or its forward fails."""
+    try:
+        made: Any = make()
+        ids = torch.arange(PROBE, device=made.device)[None] % int(made.config.get_text_config().vocab_size)
+        logits: Tensor = made(ids, use_cache=False).logits
+    except REFUSED as error:
+        if is_out_of_memory(error):
+            raise
+        return None
+    return logits
+
+
+def is_finite(make: Callable[[], PreTrainedModel]) -> bool:
+    """Return whether a model can be built and gives finite logits."""
+    logits = computed(make)
+    return logits is not None and bool(logits.isfinite().all())
 
 
 def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
@@ -40,6 +76,13 @@ def with_weights(model: PreTrainedModel, change: Callable[[str, Tensor], Tensor 
 def copied(model: PreTrainedModel) -> PreTrainedModel:
     """Copy the model; all weights are shared."""
     return with_weights(model, lambda name, x: None)
+
+
+def with_parameters_in(model: PreTrainedModel, narrow: torch.dtype, last: torch.dtype) -> PreTrainedModel:
+    """Copy the model with parameters rounded to a format of 16 bits, in the dtype `last`."""
+    # parameters only: from_pretrained leaves rotary frequencies in float32
+    memo: dict[int, Any] = {id(p): Parameter(p.detach().to(narrow).to(last), False) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
 
 
 def with_modules(model: PreTrainedModel, names: Sequence[str], make: Callable[[], Module]) -> PreTrainedModel:
@@ -79,3 +122,28 @@ def with_function(model: PreTrainedModel, name: str, change: Callable[[Any], Any
 
     found.forward = forward_so
     return found
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return x rounded to bfloat16, in its own dtype."""
+    return x.bfloat16().to(x.dtype)
+
+
+def with_narrow_products(model: PreTrainedModel, names: Sequence[str]) -> PreTrainedModel:
+    """Copy the model; some modules compute their matrix products in bfloat16."""
+    return with_forward(model, names, _in_bfloat16)
+
+
+class _Narrow(TorchFunctionMode):
+    """Run matrix products in bfloat16 while the block runs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not linear:
+            return func(*args, **(kwargs or {}))
+        narrow = [x.bfloat16() if isinstance(x, Tensor) else x for x in (*args, *(kwargs or {}).values())]
+        return func(*narrow).to(args[0].dtype)
+
+
+def _in_bfloat16(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Narrow():
+        return forward(*args, **kwargs)

@@ -1,0 +1,140 @@
+"""What a cause of wrong log-probs is: one row, which replaces one stage of the computation of a log-prob.
+
+    weights, input -> logits -> distribution (temperature, penalties, cuts) -> quantity (whose log-prob) -> unit (what
+    is recorded)
+
+A row predicts the numbers that a side with this fault records, float64 [n] for each response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.testing.audit.distributions import Piece
+from ppo_repro.testing.audit.forward import Pass
+from ppo_repro.testing.audit.measure import Format
+from ppo_repro.testing.audit.stack import StackSampling
+from ppo_repro.testing.causes import CAUSES, CauseName
+
+Stage = Literal["weights", "input", "distribution", "quantity", "unit"]
+RoundedPart = Literal["computed", "weights", "part", "logits"]  # the whole computation, all weights, a module, logits
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Recorded and right log-probs of one response of n tokens: float64 [n] in nats, bool [n]."""
+
+    recorded: Tensor
+    usable: Tensor  # finite, and judged
+    counts: Tensor
+    reference: Tensor  # the log-probs of the model as they should be
+
+
+@dataclass(frozen=True)
+class RecordedPiece(Piece):
+    """Logits of k neighbouring tokens, and the recorded numbers of the whole response."""
+
+    numbers: Numbers
+
+    @property
+    def here(self) -> slice:
+        """Return the positions of the k tokens in the response."""
+        return slice(len(self.before), len(self.before) + len(self.targets))
+
+    @property
+    def wanted(self) -> Tensor:
+        """Return the recorded numbers [k] of the tokens."""
+        return self.numbers.recorded[self.here]
+
+    @property
+    def usable(self) -> Tensor:
+        """Return which of the k tokens are judged, bool [k]."""
+        return self.numbers.usable[self.here]
+
+
+# (piece, sampling, values, parameter) -> what is computed instead. By stage, values and result are
+#   distribution: the piece's logits [k, V] -> logits whose softmax is the distribution [k, V]
+#   quantity: the piece's log-probs [k, V] -> the quantity of each token [k]
+#   unit: the quantity of the whole response [n], NaN where it is not known -> what is recorded [n]
+Change = Callable[[RecordedPiece, StackSampling, Tensor, float], Tensor]
+Proposal = Callable[[Sequence[RecordedPiece], StackSampling], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The number that a cause leaves open, such as a temperature: the value with the smallest error is taken."""
+
+    usual: Sequence[float] = ()  # values to try
+    propose: Proposal | None = None  # in place of `usual`: finds the values in the recorded numbers
+    is_fitted: bool = False  # least squares improve the best of these values
+    in_pairs: int = 0  # so many of these values are tried together with another cause
+    is_temperature: bool = False  # all logits are divided by it
+
+    def values(self, pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+        """Return the values to try on some tokens."""
+        return self.usual if self.propose is None else self.propose(pieces, sampling)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """What a cause rounds to a format of 16 bits."""
+
+    what: RoundedPart
+    to: Format
+
+
+def always(sampling: StackSampling) -> bool:
+    """Presume nothing."""
+    return True
+
+
+@dataclass(frozen=True, eq=False)  # two causes are never the same: what one predicts is kept under the cause
+class Cause:
+    """One cause: how the audit says it, what it computes in one stage, and what that presumes.
+
+    `words` may contain {x}, the parameter, and {given}, the user's temperature.
+    """
+
+    words: str
+    stage: Stage
+    name: CauseName  # under which the diagnosis lists it too
+    change: Change | None = None  # of a distribution, a quantity or a unit
+    make: Callable[[], PreTrainedModel] | None = None  # of weights: the model that computes the logits
+    passes: Sequence[Sequence[Pass]] = ()  # of an input: the forward passes of each response
+    presumes: Callable[[StackSampling], bool] = always
+    parameter: Parameter | None = None
+    rounded: Rounded | None = None
+    changes: int = 1  # that the cause consists of
+    own_advice: str = ""
+
+    @property
+    def advice(self) -> str:
+        """Return what to do about the cause."""
+        return self.own_advice or CAUSES[self.name].mend
+
+    @property
+    def deviations(self) -> float:
+        """Return the number of changes; a parameter counts half a change more."""
+        return self.changes + 0.5 * (self.parameter is not None)
+
+    @property
+    def is_option(self) -> bool:
+        """Return whether an option of the model's architecture is computed otherwise."""
+        return self.name == "other_architecture"
+
+    def rounds(self, *what: RoundedPart) -> bool:
+        """Return whether the cause rounds one of these to 16 bits."""
+        return self.rounded is not None and self.rounded.what in what
+
+
+def option(words: str, advice: str, make: Callable[[], PreTrainedModel], changes: int = 1) -> Cause:
+    """Return the cause that computes an option of the model's architecture otherwise."""
+    return Cause(words, "weights", "other_architecture", make=make, changes=changes, own_advice=advice)
+
+
+UNCHANGED = Cause("", "weights", "none")  # stands for a stage that no cause replaces

@@ -1,0 +1,245 @@
+"""Give a field of a model's configuration each value that another stack may have instead.
+
+Nothing here knows a family: the fields are those that the model's code reads.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+
+from ppo_repro.models.reading import quiet
+from ppo_repro.models.stock import with_config
+from ppo_repro.testing.audit.causes.cause import Cause, option
+from ppo_repro.testing.audit.causes.copies import computed, is_finite
+
+WITHOUT = {  # what a field that is left out means; other fields are named by themselves
+    "attention_bias": "attention without its biases",
+    "attn_logit_softcapping": "attention without its soft cap",
+    "clip_qkv": "queries, keys and values without their limit",
+    "embedding_multiplier": "embeddings without their factor",
+    "final_logit_softcapping": "logits without their soft cap",
+    "logit_scale": "logits without their factor",
+    "logits_scaling": "logits without their divisor",
+    "residual_multiplier": "residuals without their factor",
+    "rope_parameters.partial_rotary_factor": "rotary positions in whole heads",
+    "rope_parameters.rope_type": "rotary positions without their scaling",
+    "routed_scaling_factor": "experts without their factor",
+    "sliding_window": "attention without its sliding window",
+}
+# fields of training, of tokens and of what is returned: no log-prob depends on them
+_OTHER_FIELDS = re.compile(
+    r"dropout|pdrop|initializ|init_|token_id|^output_|^return_|^use_cache$|^_|aux_loss|jitter|^dtype$|vocab_size|"
+    r"is_encoder_decoder|max_position_embeddings|problem_type|label|^num_hidden_layers$|^n_layer$"
+)
+_USUAL: Mapping[str, Sequence[float]] = {  # of fields that end so; 0 and 1 say nothing there
+    "eps": (1e-5, 1e-6, 1e-8, 1e-12),
+    "epsilon": (1e-5, 1e-6, 1e-8, 1e-12),
+    "theta": (1e4, 5e5, 1e6),
+    "softcapping": (30.0, 50.0),
+}
+_SCALES = re.compile("scal|multiplier")  # their usual values are powers of a head's width
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "quick_gelu")
+FEW = 16  # experts, groups or kinds of layers, of which others may be taken
+# what a configuration may ask for, and the class of a model may ignore
+ASKED = (
+    "alibi", "attention_multiplier", "attn_logit_softcapping", "clip_qkv", "embedding_multiplier",
+    "final_logit_softcapping", "logit_scale", "logits_scaling", "parallel_attn", "qk_layernorm",
+    "query_pre_attn_scalar", "residual_multiplier", "routed_scaling_factor", "scale_attn_by_inverse_layer_idx",
+    "sliding_window", "use_parallel_residual", "use_qk_norm",
+)  # fmt: skip
+SHOWN = 60  # characters of a value
+
+
+def of_fields(model: PreTrainedModel) -> Iterator[Cause]:
+    """Yield changes of each field that the model reads, and of all options together that can be turned off."""
+    text, read = model.config.get_text_config(), fields_read(model)
+    defaults = {f.name: f.default for f in dataclasses.fields(text) if f.default is not dataclasses.MISSING}
+    left: dict[str, FieldChange] = {}
+    for field, value in sorted(text.to_dict().items()):
+        if field in read and not _OTHER_FIELDS.search(field):
+            for change in _changes(text, field, value, defaults.get(field)):
+                yield _with_fields(model, [change])
+                if change.is_off and change.field not in left and is_finite(partial(_made, model, [change])):
+                    left[change.field] = change
+    for count in sorted({2, len(left)} - {0, 1}):
+        for some in itertools.combinations(left.values(), count):
+            yield _with_fields(model, some)
+
+
+def _changes(config: PretrainedConfig, field: str, value: Any, default: Any) -> Iterator[FieldChange]:
+    """Yield the alternatives of a field; if its value is a dict, the alternatives of each entry."""
+    if not isinstance(value, dict):
+        yield from (FieldChange((field,), value, other) for other in _others(config, field, value, default))
+        return
+    if value.get("rope_type", "default") != "default" and "attention_factor" not in value:
+        yield FieldChange((field, "attention_factor"), None, 1.0)
+    for key, inner in sorted(value.items()):
+        if not _OTHER_FIELDS.search(key):
+            standard = "default" if key == "rope_type" else 1.0 if key.endswith("factor") else None
+            for change in _changes(config, key, inner, standard):
+                yield FieldChange((field, *change.path), change.old, change.new)
+    nested = {key: inner for key, inner in value.items() if isinstance(inner, dict)}
+    for key, inner in nested.items():
+        others = (other for name, other in nested.items() if name != key and other != inner)
+        yield from (FieldChange((field, key), inner, other) for other in others)
+
+
+def _others(config: PretrainedConfig, field: str, value: Any, default: Any) -> list[Any]:
+    usual = next((list(values) for end, values in _USUAL.items() if field.endswith(end)), None)
+    candidates: list[Any] = []
+    if isinstance(value, bool):
+        candidates = [not value]
+    elif isinstance(value, str):
+        candidates = [*(ACTIVATIONS if value in ACT2FN else ()), default]
+    elif isinstance(value, list) and value:
+        kinds = [x for i, x in enumerate(value) if x not in value[:i]]
+        whole = kinds if len(kinds) <= FEW else [1.0]  # as a factor of each frequency
+        candidates = [[x] * len(value) for x in whole]
+        candidates += [[*value[1:], *value[:1]], [*value[-1:], *value[:-1]], value[::-1]] * (len(kinds) <= FEW)
+    elif isinstance(value, int | float):
+        candidates = [default, *usual, None] if usual else [default, None, 1, 1.0, 0, 0.0]
+        if _SCALES.search(field) and getattr(config, "num_attention_heads", None):
+            own = config.hidden_size // config.num_attention_heads
+            widths = {getattr(config, "head_dim", None) or own, own}
+            candidates += [scale for w in widths for scale in (w, w**0.5, w**-0.5, 1 / w)]
+        if field.endswith("window"):
+            candidates = [None, value - 1, value + 1]
+        elif isinstance(value, int) and value <= FEW:
+            candidates += [value - 1, value + 1]
+    else:
+        candidates = [default, *(usual or ())] if value is None else []
+    found: list[Any] = []
+    for other in candidates:
+        if other != value and not any(other == x and type(other) is type(x) for x in found):
+            found.append(other)
+    return [x for x in found if x is not None or value is not None]
+
+
+def _is_off(value: object) -> bool:
+    """Return whether a value of a field turns an option off."""
+    return value in (None, False, 0, 1, "default")
+
+
+@dataclass(frozen=True)
+class FieldChange:
+    """Another value of a field, or of an entry of a field; the value None removes the entry."""
+
+    path: tuple[str, ...]
+    old: Any
+    new: Any
+
+    @property
+    def field(self) -> str:
+        """Return the path with dots, as in `rope_parameters.factor`."""
+        return ".".join(self.path)
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether the change turns off an option of WITHOUT."""
+        return self.field in WITHOUT and _is_off(self.new)
+
+    @property
+    def words(self) -> str:
+        """Describe the change."""
+        if self.is_off:
+            return f"{WITHOUT[self.field]} ({self.field})"
+        if isinstance(self.new, list):
+            return f"{self.field} {self._order(self.new)}"
+        return f"{self.field} {_short(self.new)} instead of {_short(self.old)}"
+
+    def _order(self, new: list[Any]) -> str:
+        if all(x == new[0] for x in new):
+            return f"{_short(new[0])} everywhere"
+        if new == self.old[::-1]:
+            return "in the opposite order"
+        return f"moved {'back' if new == [*self.old[1:], self.old[0]] else 'on'} by one place"
+
+    def apply(self, config: PretrainedConfig) -> None:
+        """Write the value into the configuration without its validation."""
+        if len(self.path) == 1:
+            setattr(config, self.path[0], self.new)
+            return
+        entry = copy.deepcopy(getattr(config, self.path[0]))
+        inner = entry
+        for key in self.path[1:-1]:
+            inner = inner[key]
+        if isinstance(inner, PretrainedConfig):
+            setattr(inner, self.path[-1], self.new)
+        elif self.new is None:
+            del inner[self.path[-1]]
+        else:
+            inner[self.path[-1]] = self.new
+        setattr(config, self.path[0], entry)
+
+
+def _with_fields(model: PreTrainedModel, changes: Sequence[FieldChange]) -> Cause:
+    said = " and ".join(f"{change.field} {_short(change.old)}" for change in changes)
+    words = " and ".join(change.words for change in changes)
+    advice = f"compute with {said} on both sides, as config.json says"
+    return option(words, advice, partial(_made, model, changes), len(changes))
+
+
+def _made(model: PreTrainedModel, changes: Sequence[FieldChange]) -> PreTrainedModel:
+    """Return the model with some changes of its configuration."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"
+    with quiet(), warnings.catch_warnings(action="ignore"):  # of matrices without elements
+        for change in changes:
+            change.apply(config.get_text_config())
+        return with_config(model, config)
+
+
+def _short(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def fields_read(model: PreTrainedModel) -> set[str]:
+    """Return the names of the configuration's fields that a model reads in its constructor and its forward."""
+    config, read = copy.deepcopy(model.config), set[str]()
+    text = config.get_text_config()
+    kind: Any = type(text)
+
+    def reading(self: object, name: str) -> Any:
+        read.add(kind.attribute_map.get(name, name))
+        return kind.__getattribute__(self, name)
+
+    text.__class__ = type(kind.__name__, (kind,), {"__getattribute__": reading})
+    read.clear()
+    with quiet(), torch.no_grad():
+        stock: Any = with_config(model, config)
+        stock(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+    return read
+
+
+def not_computed(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the architecture's options that the configuration sets but the model's code never reads.
+
+    transformers accepts unknown fields in config.json, and rotary factors that a type of scaling does not use.
+    """
+    config, read = model.config.get_text_config(), fields_read(model)
+    asked = {field: getattr(config, field, None) for field in ASKED}
+    if getattr(config, "layer_types", None):  # which say that no layer has a window
+        del asked["sliding_window"]
+    found = {field: value for field, value in asked.items() if not _is_off(value) and field not in read}
+    rope = config.to_dict().get("rope_parameters") or {}
+    of_kinds = {key: inner for key, inner in rope.items() if isinstance(inner, dict)} or {"": rope}
+    for kind, inner in of_kinds.items():
+        for key in [key for key, value in inner.items() if key.endswith("factor") and not _is_off(value)]:
+            change = FieldChange(("rope_parameters", *([kind] if kind else []), key), inner[key], None)
+            without, whole = computed(partial(_made, model, [change])), computed(lambda: model)
+            if without is not None and whole is not None and torch.equal(without, whole):
+                found[change.field] = inner[key]
+    return found

@@ -1,0 +1,220 @@
+"""Causes after the softmax: which quantity of a token is recorded, in which unit, at which position.
+
+A function of a quantity gets log-probs [k, V] and returns a number for each token [k]. A function of a unit gets the
+numbers of a whole response [n], NaN where they are not known, and returns what is recorded [n].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ppo_repro.testing.audit.causes.cause import Cause, Parameter, RecordedPiece
+from ppo_repro.testing.audit.distributions import target_logprobs
+from ppo_repro.testing.audit.stack import StackSampling
+from ppo_repro.testing.causes import CauseName
+
+VARIED = 6  # numbers above a lower limit, without which it would explain any constant
+STEPS = (1, -1, 2, -2, 3, -3)
+MOST_SHIFTED = 64  # places
+
+# another quantity than the token's log-prob
+
+
+def _likeliest(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+    return logp.max(-1).values
+
+
+def _entropy(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+    return -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
+
+
+def _minus_entropy(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+    return -_entropy(piece, s, logp, x)
+
+
+def _logit(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+    return piece.logits.gather(-1, piece.targets[:, None])[:, 0]
+
+
+def _of_one_token(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+    return logp[:, int(x)]
+
+
+def _nearest_token(pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+    """Find the token whose log-probs are nearest to the recorded ones."""
+    piece = max(pieces, key=lambda r: int(r.usable.sum()))
+    logp = (piece.logits / sampling.temperature).log_softmax(-1)[piece.usable]
+    return [float((logp - piece.wanted[piece.usable][:, None]).abs().mean(0).argmin())]
+
+
+def _of_other_token(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+    return _paired(piece, logp, int(x), 0)
+
+
+def _by_other_logits(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+    return _paired(piece, logp, 0, int(x))
+
+
+def _paired(piece: RecordedPiece, logp: Tensor, token: int, logits: int) -> Tensor:
+    """Return at position i the log-prob of target i + `token` by the logits at i + `logits`; NaN outside."""
+    index = torch.arange(len(logp), dtype=torch.float64, device=logp.device)
+    of_token, of_logits = moved(index, token), moved(index, logits)
+    values = logp[of_logits.nan_to_num(0.0).long(), piece.targets[of_token.nan_to_num(0.0).long()]]
+    return values.masked_fill((of_token + of_logits).isnan(), torch.nan)
+
+
+# another unit than nats of one token
+
+
+def _to_the_end(y: Tensor) -> Tensor:
+    return y.flip(0).cumsum(0).flip(0)
+
+
+def _running_mean(y: Tensor) -> Tensor:
+    return y.cumsum(0) / torch.arange(1, len(y) + 1, device=y.device)
+
+
+def _sum(y: Tensor) -> Tensor:
+    return y.sum().expand_as(y)
+
+
+def _mean(y: Tensor) -> Tensor:
+    return y.mean().expand_as(y)
+
+
+def _by_length(y: Tensor) -> Tensor:
+    return y / len(y)
+
+
+def _divided_by_temperature(piece: RecordedPiece, s: StackSampling, v: Tensor, x: float) -> Tensor:
+    return v / s.temperature
+
+
+def _shifted(piece: RecordedPiece, s: StackSampling, v: Tensor, x: float) -> Tensor:
+    return moved(v, int(x))
+
+
+def _shifts(pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+    """Propose the shifts that leave a token, the short ones first."""
+    longest = min(max(len(r.numbers.counts) for r in pieces) - 1, MOST_SHIFTED)
+    return [float(k) for n in range(1, longest + 1) for k in (n, -n)]
+
+
+def _limited(piece: RecordedPiece, s: StackSampling, v: Tensor, x: float) -> Tensor:
+    return v.clamp(min=x)
+
+
+def _lower_limit(pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+    """Propose the lowest number, if it occurs twice and others are above it."""
+    of_responses = {id(r.numbers): r.numbers for r in pieces}.values()  # pieces of one response have the same
+    values = torch.cat([n.recorded[n.usable] for n in of_responses])
+    low = values.min() if len(values) else torch.tensor(0.0)
+    return [float(low)] if int((values == low).sum()) >= 2 and int((values > low).sum()) >= VARIED else []
+
+
+def _with_added(piece: RecordedPiece, s: StackSampling, v: Tensor, x: float) -> Tensor:
+    return (v.exp() + x).clamp_min(1e-30).log()
+
+
+def _added_probability(pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+    """Find the median of recorded minus right probability."""
+    scaled = ((piece, target_logprobs(piece.targets, piece.logits / sampling.temperature)) for piece in pieces)
+    added = float(torch.cat([(piece.wanted.exp() - logp.exp())[piece.usable] for piece, logp in scaled]).median())
+    return [added] if added > 0.0 else []
+
+
+def moved(x: Tensor, by: int) -> Tensor:
+    """Return y with y[i] = x[i + by], NaN if x has no such entry."""
+    found = torch.full_like(x, torch.nan)
+    if by >= 0:
+        found[: max(len(x) - by, 0)] = x[by:]
+    else:
+        found[-by:] = x[:by]
+    return found
+
+
+# the rows
+
+
+def _counted(piece: RecordedPiece, s: StackSampling, v: Tensor, x: float, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `change` to the numbers of the tokens that count; others are not predicted."""
+    found, counts = torch.full_like(v, torch.nan), piece.numbers.counts
+    found[counts] = change(v[counts])
+    return found
+
+
+def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "other_number") -> Cause:
+    return Cause(words, "unit", name, partial(_counted, change=change))
+
+
+RECORDED: tuple[Cause, ...] = (
+    Cause("log-prob of the likeliest token", "quantity", "other_quantity", _likeliest),
+    Cause("minus the entropy", "quantity", "other_quantity", _minus_entropy),
+    Cause("the entropy", "quantity", "other_quantity", _entropy),
+    Cause("the logit, not normalised", "quantity", "other_quantity", _logit),
+    Cause(
+        "log-prob of token id {x:.0f} at every position",
+        "quantity",
+        "other_quantity",
+        _of_one_token,
+        parameter=Parameter(propose=_nearest_token),
+    ),
+    Cause(
+        "log-prob of the token {x:+.0f} places on, by the right logits",
+        "quantity",
+        "other_pairs",
+        _of_other_token,
+        parameter=Parameter(STEPS, in_pairs=2),
+    ),
+    Cause(
+        "log-prob of the right token, by the logits {x:+.0f} places on",
+        "quantity",
+        "other_pairs",
+        _by_other_logits,
+        parameter=Parameter(STEPS, in_pairs=2),
+    ),
+    _unit("in base 2, not in nats", partial(torch.div, other=math.log(2))),
+    _unit("in base 10, not in nats", partial(torch.div, other=math.log(10))),
+    _unit("minus the log-prob (a loss)", torch.neg),
+    _unit("the probability, not its logarithm", torch.exp),
+    Cause(
+        "divided by the temperature {given} after the softmax",
+        "unit",
+        "temperature",
+        _divided_by_temperature,
+        presumes=StackSampling.is_tempered,
+    ),
+    Cause(
+        "each entry is of the token {x:+.0f} places on",
+        "unit",
+        "off_by_one",
+        _shifted,
+        parameter=Parameter(propose=_shifts, in_pairs=4),
+    ),
+    _unit("cumulative sums", partial(torch.cumsum, dim=0)),
+    _unit("sums from each token to the end", _to_the_end),
+    _unit("running means", _running_mean),
+    _unit("the sum over the response at every token", _sum),
+    _unit("the mean over the response at every token", _mean),
+    _unit("divided by the number of tokens of the response", _by_length),
+    _unit("in the opposite order", partial(torch.flip, dims=(0,)), "shuffled"),
+    Cause(
+        "cut off below {x:.4g}",
+        "unit",
+        "other_number",
+        _limited,
+        parameter=Parameter(propose=_lower_limit, in_pairs=1),
+    ),
+    Cause(
+        "the logarithm of the probability + {x:.3g}",
+        "unit",
+        "epsilon_in_log",
+        _with_added,
+        parameter=Parameter(propose=_added_probability, is_fitted=True),
+    ),
+)

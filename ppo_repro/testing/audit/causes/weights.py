@@ -1,0 +1,48 @@
+"""Every cause that changes the model: numbers of 16 bits, other weights, options of the architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import chain
+
+import torch
+from transformers import PreTrainedModel
+
+from ppo_repro.testing.audit.causes.cause import Cause, Rounded
+from ppo_repro.testing.audit.causes.copies import computed, is_finite, with_parameters_in
+from ppo_repro.testing.audit.causes.fields import of_fields
+from ppo_repro.testing.audit.causes.modules import of_modules
+from ppo_repro.testing.audit.measure import FORMATS
+
+
+def of_weights(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> Iterator[Cause]:
+    """Yield the causes that change the model; `others` are other weights, by description."""
+    for name, dtype in FORMATS.items():
+        make = partial(with_parameters_in, model, dtype, dtype)
+        if computed(make) is not None:
+            yield Cause(
+                f"computed in {name}", "weights", "reduced_precision", make=make, rounded=Rounded("computed", name)
+            )
+    for name, dtype in FORMATS.items():
+        make = partial(with_parameters_in, model, dtype, torch.float32)
+        yield Cause(
+            f"weights rounded to {name}", "weights", "coarse_weights", make=make, rounded=Rounded("weights", name)
+        )
+    for words, other in others.items():
+        yield Cause(words, "weights", "stale_weights", make=partial(_itself, other))
+    yield from _options(model)
+
+
+def _itself(model: PreTrainedModel) -> PreTrainedModel:
+    return model
+
+
+def _options(model: PreTrainedModel) -> Iterator[Cause]:
+    """Yield each option of the architecture that can be computed otherwise and gives finite logits, once."""
+    seen = set[str]()
+    for cause in chain(of_fields(model), of_modules(model)):
+        assert cause.make is not None
+        if cause.words not in seen and is_finite(cause.make):
+            seen.add(cause.words)
+            yield cause

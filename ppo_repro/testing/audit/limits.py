@@ -1,0 +1,58 @@
+"""Every limit of the audit, with its reason. Errors are recorded minus right or predicted log-probs, in nats."""
+
+from __future__ import annotations
+
+# Is a side right, and does a cause explain it? (`measure.explains`)
+# up to 10 times stock float32's rms distance: other kernels of float32 are 1 to 3 times as far
+RIGHT = 10.0
+# and no token may be further off than 10 times that, 100 times stock float32: the errors of rounding have short tails
+FAR = 10.0
+# unless stock float32 has such a token too: then up to 3 times its largest error
+STOCK_LARGEST = 3.0
+# a cause leaves less than half of what was there: near rounding another cause could leave less by chance
+HALF = 0.5
+# a cause that rounds to 16 bits leaves at most this part of its rounding: another order of sums rounds otherwise.
+# Dumps of the cause leave up to 0.26, dumps of another cause 0.64 and more
+OF_ROUNDING = 0.4
+# an error has at most so many nats, so that an infinite one can be summed
+MOST = 1e3
+
+# Are errors 16-bit rounding with other bits? (`measure.likeness`)
+# bfloat16 has 3 bits less than float16, so their errors are 8 times apart
+FORMATS_APART = 8.0
+# standard errors of a correlation that are no chance
+NO_CHANCE = 3.0
+# another part in bfloat16 is named too if its errors correlate nearly as well; parts of one layer are that alike
+ALIKE = 0.8
+
+# Which tokens can be judged?
+# a token of this probability may have a log-prob that rounds to 0; any other 0 was not recorded
+SURE = 0.99
+# numbers from which a pattern shows: fewer have a format, or a cause of their own, by chance
+FEW = 8
+# response tokens on which stock float32 is measured: its rms has an error of about 2 %
+FLOOR_TOKENS = 2048
+
+# On which tokens are causes tried? All causes on a few tokens, the best ones on some more.
+# tokens of a window, and at most so many right ones before its first wrong one
+WINDOW = FEW
+# tokens that causes are screened on, unless WINDOW wrong ones come first
+SCREENED = 3 * WINDOW
+# tokens that the best causes are tried on, and wrong ones that suffice
+TRIED = 256
+# a cause passes the screening if it leaves at most so many times the largest rounding: a few tokens have another rms
+NEAR = 3.0
+# so many of the causes that pass are tried on more tokens, and so many if none passes: the rows of the report
+ON_ALL, WORST = 12, 3
+# wrong tokens get a cause of their own only if they are fewer than this part: else they are all of them, but for chance
+SOME = 0.95
+
+# What is said?
+# so many explanations that are equally good are named; with more the cause is unknown
+NAMED = 3
+# explanations that are listed
+SHOWN = 8
+# sides that are nearer to each other than this part of their distance have the same numbers
+AGREE = 0.1
+# "right up to a token, then not" needs this part of the later tokens to be wrong
+MANY = 0.8

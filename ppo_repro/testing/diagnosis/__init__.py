@@ -1,1 +1,0 @@
-"""Find the fault that explains the differences between the log-probs of sampler and trainer."""

@@ -82,6 +82,7 @@ def _state(index: Index, asked: Asked) -> Answer:
     damaged = [line for run in index.present() for line in run.damaged]
     return {
         "version": index.version, "runs": runs, "finishes": finishes, "damaged": damaged, "others": index.others,
+        "failure": index.failure,
     }  # fmt: skip
 
 

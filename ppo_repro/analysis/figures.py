@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.grids.outcomes import MEASURES, outcomes
-from ppo_repro.analysis.grids.table import comparisons, rank_correlation
-from ppo_repro.analysis.pairs.runs import own_iterations
+from ppo_repro.analysis.grids.grid_outcomes import MEASURES, outcomes
+from ppo_repro.analysis.grids.grid_table import comparisons, rank_correlation
+from ppo_repro.analysis.pairs.run_pairs import deltas, own_iterations
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
@@ -130,8 +130,7 @@ def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
         recorded, columns = reader.open_manifest(folder), ["rollout_logprobs", "old_logprobs"]
         own = own_iterations(folder, recorded, None)
         tokens = reader.read_tokens(folder, iterations=own, columns=columns, recorded=recorded)
-        rollout, old = (tokens[name].to_numpy(np.float64) for name in ("rollout_logprobs", "old_logprobs"))
-        apart, name = np.abs(old - rollout), sampler_of(load_recorded_config(folder))
+        apart, name = np.abs(deltas(tokens)), sampler_of(load_recorded_config(folder))
         # one point per token that differs; a logarithmic axis has no place for the others
         drawn = np.sort(apart[np.isfinite(apart) & (apart > 0)])[::-1]
         most = f", by {drawn[0]:.2g} at most" if len(drawn) else ""

@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.mismatch.bucket import bucket_table
+from ppo_repro.analysis.mismatch.mismatch_buckets import bucket_table
+from ppo_repro.analysis.mismatch.mismatch_tables import measure, whole
 from ppo_repro.analysis.mismatch.parity import parity
-from ppo_repro.analysis.mismatch.tables import measure, whole
-from ppo_repro.analysis.pairs.places import ROUTE, ROUTES
-from ppo_repro.analysis.pairs.runs import run_pairs
-from ppo_repro.analysis.report.figures import bucket_figure
+from ppo_repro.analysis.pairs.lag_turn_route import ROUTE, ROUTES
+from ppo_repro.analysis.pairs.run_pairs import run_pairs
+from ppo_repro.analysis.report.run_figures import bucket_figure
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig

@@ -18,8 +18,8 @@ from typing import Any
 import duckdb
 import pandas as pd
 
-from ppo_repro.analysis.report import token_data
-from ppo_repro.analysis.tokenization.tokenizer import PATHS, load_tokenizer
+from ppo_repro.analysis.html import token_data
+from ppo_repro.analysis.tokenization.recorded_tokenizer import PATHS, load_tokenizer
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
 from ppo_repro.base.output import one_line, say

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.pairs.places import LAG, ROUTE, ROUTES, TURN
+from ppo_repro.analysis.pairs.lag_turn_route import LAG, ROUTE, ROUTES, TURN
 from ppo_repro.analysis.stats.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
 from ppo_repro.analysis.stats.clusters import log_bins, quantile, sequence_starts
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.mismatch.bucket import bucket_sums, bucket_table
-from ppo_repro.analysis.mismatch.metrics import Sums, merged, sums_of, update_table
+from ppo_repro.analysis.mismatch.mismatch_buckets import bucket_sums, bucket_table
+from ppo_repro.analysis.mismatch.mismatch_metrics import Sums, merged, sums_of, update_table
 from ppo_repro.analysis.mismatch.remedies import NO_TOKEN, remedy_table
-from ppo_repro.analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
-from ppo_repro.analysis.pairs.runs import PAIRS, run_pairs
+from ppo_repro.analysis.pairs.dump_pairs import imported_pairs, iteration_of, masked_tokens
+from ppo_repro.analysis.pairs.run_pairs import PAIRS, run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
@@ -71,7 +71,7 @@ class Tables:
 
 
 def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
-    """Yield the sums of each chunk of pairs (`pairs.runs`). Raises UserError if a chunk cannot be read."""
+    """Yield the sums of each chunk of pairs (`run_pairs`). Raises UserError if a chunk cannot be read."""
     for chunk in pairs:
         tokens = with_mismatch(chunk)
         yield Measured(iteration_of(chunk), sums_of(tokens, masked_tokens(chunk)), bucket_sums(tokens))

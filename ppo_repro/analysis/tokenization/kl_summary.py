@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.stats.clusters import Floats, ratio_of_sums
-from ppo_repro.analysis.tokenization.kl import METRICS
+from ppo_repro.analysis.tokenization.token_kl import METRICS
 
 UNITS = {"token": "n_tok", "word": "n_word", "char": "n_char", "byte": "n_byte"}
 SUMMARY_COLUMNS = ["metric", "unit", "reduction", "value", "se", "n_units", "n_sequences", "n_undefined", "n_nonfinite"]

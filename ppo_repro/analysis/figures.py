@@ -18,10 +18,13 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import matplotlib
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ppo_repro.analysis.grids.grid_outcomes import MEASURES, outcomes
 from ppo_repro.analysis.grids.grid_table import comparisons, rank_correlation
@@ -36,9 +39,6 @@ from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import require_responses
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 GOOD = (0.1, 0.4)  # shares of clipped tokens that are called good
 RUN, MEAN, SHADE = "#0072b2", "#d55e00", "#00835f"
 STYLE: Any = {
@@ -52,19 +52,13 @@ STYLE: Any = {
 
 
 def use_style() -> None:
-    """Set the style of all later figures of matplotlib. Raises UserError if matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError("figures need matplotlib; install it with pip install 'ppo_repro[notebook]'") from error
+    """Set the style of all later figures of matplotlib."""
     matplotlib.rcParams.update(STYLE)
 
 
 def new_axes(width: float = 4.5, height: float = 3.3, columns: int = 1) -> list[Axes]:
     """Return `columns` empty axes side by side in a new figure without a window; width and height are in inches."""
     use_style()
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(width, height))
     return [figure.add_subplot(1, columns, k + 1) for k in range(columns)]
 

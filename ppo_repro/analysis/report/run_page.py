@@ -22,7 +22,7 @@ from ppo_repro.analysis.html.page import (
 from ppo_repro.analysis.html.token_data import token_data
 from ppo_repro.analysis.html.token_section import select, token_section
 from ppo_repro.analysis.mismatch.mismatch_buckets import bucket_table
-from ppo_repro.analysis.mismatch.mismatch_tables import Measured, measure, tables, whole
+from ppo_repro.analysis.mismatch.mismatch_tables import Measured, measure, tables
 from ppo_repro.analysis.mismatch.parity import Parity
 from ppo_repro.analysis.pairs.run_evidence import run_evidence
 from ppo_repro.analysis.report import curves, run_figures, run_verdicts
@@ -87,7 +87,7 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     for pairs in run_evidence(facts.run_dir, allow_incomplete=True):
         measured += measure([pairs])
         sums.append(evidence.measure(pairs))
-    update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
+    update, buckets = tables(measured).update, bucket_table([part.buckets for part in measured])
     divergences = update[update["metric"].isin(["k1", "k3"]) & (update["reduction"] == "token_mean")]
     cause = diagnose_sums(sums)
     untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""

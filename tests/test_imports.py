@@ -19,11 +19,12 @@ README_ROW = re.compile(r"^\| \[`(\w+)(?:/|\.py)`\]\(", re.MULTILINE)
 # The folders of analysis, bottom to top. A folder imports from lines above its own only; folders in one line do not
 # import each other. A file directly in ppo_repro/analysis/ counts as a folder.
 ANALYSIS = """
-    words stats pairs csv_text
+    terms stats csv_text
+    pairs
     clipping
     mismatch tokenization
     compare grids
-    figures
+    figures html
     report
     view
 """

@@ -18,14 +18,17 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import matplotlib
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from ppo_repro.analysis.grids.outcomes import MEASURES, outcomes
-from ppo_repro.analysis.grids.table import comparisons, rank_correlation
-from ppo_repro.analysis.pairs.runs import own_iterations
+from ppo_repro.analysis.grids.grid_outcomes import MEASURES, outcomes
+from ppo_repro.analysis.grids.grid_table import comparisons, rank_correlation
+from ppo_repro.analysis.pairs.run_pairs import deltas, own_iterations
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
@@ -35,9 +38,6 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import require_responses
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 GOOD = (0.1, 0.4)  # shares of clipped tokens that are called good
 RUN, MEAN, SHADE = "#0072b2", "#d55e00", "#00835f"
@@ -52,19 +52,13 @@ STYLE: Any = {
 
 
 def use_style() -> None:
-    """Set the style of all later figures of matplotlib. Raises UserError if matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError("figures need matplotlib; install it with pip install 'ppo_repro[notebook]'") from error
+    """Set the style of all later figures of matplotlib."""
     matplotlib.rcParams.update(STYLE)
 
 
 def new_axes(width: float = 4.5, height: float = 3.3, columns: int = 1) -> list[Axes]:
     """Return `columns` empty axes side by side in a new figure without a window; width and height are in inches."""
     use_style()
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(width, height))
     return [figure.add_subplot(1, columns, k + 1) for k in range(columns)]
 
@@ -130,8 +124,7 @@ def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
         recorded, columns = reader.open_manifest(folder), ["rollout_logprobs", "old_logprobs"]
         own = own_iterations(folder, recorded, None)
         tokens = reader.read_tokens(folder, iterations=own, columns=columns, recorded=recorded)
-        rollout, old = (tokens[name].to_numpy(np.float64) for name in ("rollout_logprobs", "old_logprobs"))
-        apart, name = np.abs(old - rollout), sampler_of(load_recorded_config(folder))
+        apart, name = np.abs(deltas(tokens)), sampler_of(load_recorded_config(folder))
         # one point per token that differs; a logarithmic axis has no place for the others
         drawn = np.sort(apart[np.isfinite(apart) & (apart > 0)])[::-1]
         most = f", by {drawn[0]:.2g} at most" if len(drawn) else ""

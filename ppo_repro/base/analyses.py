@@ -18,8 +18,4 @@ def analysis(module: str, *packages: str) -> Any:
     for package in packages:
         if find_spec(package) is None:
             raise UserError(f"{command}: needs {package}; install it with pip install 'ppo_repro[{command}]'")
-    try:
-        import_module("ppo_repro.analysis")
-    except ImportError as error:  # ppo_repro/analysis is a link, which leads nowhere if the package alone was copied
-        raise UserError(f"{command}: {error}; install the wheel, or a whole checkout") from error
     return import_module(f"ppo_repro.analysis.{module}")

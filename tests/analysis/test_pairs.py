@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.analysis.clipping.update_rows import load_iterations
-from ppo_repro.analysis.grids import outcomes
+from ppo_repro.analysis.grids.grid_outcomes import clip_shares, mismatch
 from ppo_repro.analysis.mismatch.parity import parity
-from ppo_repro.analysis.pairs import runs
-from ppo_repro.analysis.pairs.places import PLACES, routes_of, turns_of, with_places
+from ppo_repro.analysis.pairs.lag_turn_route import LAG_TURN_ROUTE, routes_of, turns_of, with_lag_turn_route
 from ppo_repro.analysis.pairs.run_evidence import run_evidence
-from ppo_repro.analysis.pairs.runs import run_pairs
-from ppo_repro.analysis.report.facts import read_facts
-from ppo_repro.analysis.report.scan import scan_run, summary_tables
-from ppo_repro.analysis.tokenization.tables import run_summary
+from ppo_repro.analysis.pairs.run_pairs import OPTIONAL, run_pairs
+from ppo_repro.analysis.report.run_facts import read_facts
+from ppo_repro.analysis.report.run_scan import scan_run, summary_tables
+from ppo_repro.analysis.tokenization.tokenization_tables import run_summary
 from ppo_repro.records import manifest, reader
 from ppo_repro.testing.pairs import KEY, PAIR
 from tests.support.synthetic_run import bits
@@ -34,7 +33,7 @@ def test_the_pairs_of_a_run_are_the_recorded_bits(native_run: Path) -> None:
     chunks = list(run_pairs(native_run))
     assert [chunk["iteration"].unique().tolist() for chunk in chunks] == [[0], [1], [2]]
     found, tokens = joined(chunks), reader.read_tokens(native_run)
-    assert set(found) == {*PAIR, *runs.OPTIONAL}, "a run without lags, turns and routes has no such column"
+    assert set(found) == {*PAIR, *OPTIONAL}, "a run without lags, turns and routes has no such column"
     names = {"logprobs_a": "rollout_logprobs", "logprobs_b": "old_logprobs"}
     for name in found:
         assert bits(found[name].to_numpy()) == bits(tokens[names.get(name, name)].to_numpy())
@@ -58,8 +57,8 @@ def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
         lambda run: list(load_iterations(run)),
         lambda run: run_summary(run, boundary="leading", iterations=None),
         parity,
-        outcomes.clip_shares,
-        outcomes.mismatch,
+        clip_shares,
+        mismatch,
     ],
 )
 def test_a_reader_of_three_iterations_does_not_read_the_manifest_for_each(
@@ -93,5 +92,5 @@ def test_lags_turns_and_routes_by_hand() -> None:
     sequences = pd.DataFrame(
         {"sequence": [0, 1], "rollout_policy_versions": [[0, 1, 2], [2]], "is_forced": [[0, 0, 1, 0], [0]]}
     )
-    found = with_places(tokens, sequences)
-    assert found[list(PLACES)].to_numpy().T.tolist() == [[2, 1, 0, 0], [0, 0, 1, 0], [0, 2, 1, 0]]
+    found = with_lag_turn_route(tokens, sequences)
+    assert found[list(LAG_TURN_ROUTE)].to_numpy().T.tolist() == [[2, 1, 0, 0], [0, 0, 1, 0], [0, 2, 1, 0]]

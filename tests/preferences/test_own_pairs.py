@@ -15,7 +15,7 @@ import pytest
 import yaml
 from tokenizers.normalizers import NFC
 
-from ppo_repro.analysis.report.kinds import KINDS
+from ppo_repro.analysis.report.run_kinds import KINDS
 from ppo_repro.base.errors import UserError
 from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.config.dpo import DPOConfig

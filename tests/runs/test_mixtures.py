@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.mismatch.bucket import bucket_table
+from ppo_repro.analysis.mismatch.mismatch_buckets import bucket_table
+from ppo_repro.analysis.mismatch.mismatch_tables import measure
 from ppo_repro.analysis.mismatch.parity import parity
-from ppo_repro.analysis.mismatch.tables import measure, whole
-from ppo_repro.analysis.pairs.places import ROUTE, ROUTES
-from ppo_repro.analysis.pairs.runs import run_pairs
-from ppo_repro.analysis.report.figures import bucket_figure
+from ppo_repro.analysis.pairs.lag_turn_route import ROUTE, ROUTES
+from ppo_repro.analysis.pairs.run_pairs import run_pairs
+from ppo_repro.analysis.report.run_figures import bucket_figure
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
@@ -46,6 +46,11 @@ def record(out: Path, family: str, *more: str) -> Path:
 def routes(folder: Path, column: str) -> np.ndarray:
     """[N, M k] of all iterations."""
     return np.stack(reader.read_tokens(folder)[column].to_list())
+
+
+def buckets_of(folder: Path) -> pd.DataFrame:
+    """The table of mismatch by bucket over all iterations."""
+    return bucket_table([measured.buckets for measured in measure(run_pairs(folder))])
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +129,13 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
     assert (routes(replayed, "policy_routes") == routes(replayed, "rollout_routes")).all()
     assert rms(replayed) < rms(own)
     flipped = (routes(own, "policy_routes") != routes(own, "rollout_routes")).any(-1)
-    buckets = bucket_table(whole(measure(run_pairs(own))).buckets)
+    buckets = buckets_of(own)
     by_route = by_kind_of_route(buckets)
     assert by_route.loc["flipped", "n"] == flipped.sum()
     assert by_route["n"].sum() == len(flipped)
     assert by_route.loc["flipped", "abs_mean"] > by_route.loc["same", "abs_mean"] > 0
     assert all(route in bucket_figure(buckets, ROUTE).chart for route in ("same", "flipped"))
-    assert by_kind_of_route(bucket_table(whole(measure(run_pairs(replayed))).buckets)).index.tolist() == ["same"]
+    assert by_kind_of_route(buckets_of(replayed)).index.tolist() == ["same"]
 
 
 @pytest.mark.parametrize(

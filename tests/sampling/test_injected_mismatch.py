@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_repro.analysis.mismatch.metrics import update_table
-from ppo_repro.analysis.mismatch.tables import measure, whole
-from ppo_repro.analysis.pairs.runs import run_pairs
+from ppo_repro.analysis.mismatch.mismatch_metrics import merged, update_table
+from ppo_repro.analysis.mismatch.mismatch_tables import measure
+from ppo_repro.analysis.pairs.run_pairs import run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Mode
 from ppo_repro.engine import Sampling
@@ -64,7 +64,8 @@ def test_the_sampler_sees_the_disturbed_logits_and_reports_their_log_probs(mode:
 
 def test_the_mismatch_of_a_run_is_the_chosen_one(tmp_path: Path) -> None:
     disturbed_run = small_run(tmp_path, f"rollout.mismatch_sigma={SIGMA}", "ppo.iterations=2")
-    table = update_table(whole(measure(run_pairs(disturbed_run))).mismatch).set_index(["metric", "reduction"])["value"]
+    sums = merged([measured.mismatch for measured in measure(run_pairs(disturbed_run))])
+    table = update_table(sums).set_index(["metric", "reduction"])["value"]
     tokens = reader.read_tokens(disturbed_run)
     uncertain = float((1.0 - tokens["prob_sq_sums"]).mean())
     deltas = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).to_numpy(float)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ppo_repro.analysis.clipping.flags import ratios_of
+from ppo_repro.analysis.clipping.clip_flags import ratios_of
 from ppo_repro.analysis.clipping.update_rows import Bool, Floats
 from ppo_repro.config.algorithm import ImportanceWeights, Rejection
 from ppo_repro.statistics.kl import k2, k3

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.pairs.runs import own_iterations
+from ppo_repro.analysis.pairs.run_pairs import own_iterations
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ClipObjective, NoValue, clip_band

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.clipping.corrections import WEIGHTLESS, applied
+from ppo_repro.analysis.mismatch.mismatch_metrics import NO_TOKEN
 from ppo_repro.analysis.stats.clusters import Floats, effective_share, exact_sum, mean
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Rejection, VetoRejection
@@ -52,7 +53,6 @@ PUBLISHED = (
     Remedy("Geo-RS", None, (RatioRejection(kind="ratio", level="geometric", low=0.999, high=1.001),)),
     Remedy("veto", None, (VetoRejection(kind="veto"),)),
 )
-NO_TOKEN = "there is no token to compare; give a run or a file with responses"
 # per response: tokens whose weight is bounded or 0; tokens whose weight is 0; sums of the weights, of their squares, of
 # k3, and of k3 over the tokens whose weight is not 0
 _SUMS = ("changed", "weightless", "weight", "weight_sq", "k3", "k3_kept")

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.pairs.places import LAG
-from ppo_repro.analysis.pairs.runs import own_iterations, rollout_and_old
+from ppo_repro.analysis.pairs.lag_turn_route import LAG
+from ppo_repro.analysis.pairs.run_pairs import own_iterations, rollout_and_old
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.report.charts import Line, Rule, axis_for, line_chart
-from ppo_repro.analysis.report.markup import number
-from ppo_repro.analysis.report.metrics import Metric, Range
-from ppo_repro.analysis.report.page import Figure
+from ppo_repro.analysis.html.charts import Line, Rule, axis_for, legend, line_chart
+from ppo_repro.analysis.html.markup import number
+from ppo_repro.analysis.html.page import Figure, Section
+from ppo_repro.analysis.report.curve_metrics import Metric, Range
+from ppo_repro.analysis.report.run_facts import Facts
+from ppo_repro.analysis.report.run_kinds import KINDS
 from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
@@ -206,6 +208,30 @@ def curve_chart(
     x = axis_for("iteration", [line.x for line in lines])
     rules = () if forked_at is None else (Rule(forked_at, "forked here", along="x"),)
     return line_chart(lines, x, axis_for(unit, ranges), f"{title} by iteration. {ends}.", rules, has_legend)
+
+
+def run_chart(facts: Facts, found: pd.DataFrame) -> str:
+    """Return the chart of the first screen from the curves of a run."""
+    main = KINDS[facts.manifest.kind].main
+    drawn, unit = [(Curve(line.name, found), line.metric) for line in main], main[-1].unit
+    return curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
+
+
+def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:
+    """Return a chart with the evaluated curve of each run, or with the sampled curve if nothing was evaluated."""
+    for main in KINDS[facts.manifest.kind].main:
+        if any((line.frame["metric"] == main.metric).any() for line in lines):
+            return curve_chart(main.unit.capitalize(), main.unit, [(line, main.metric) for line in lines])
+    return ""
+
+
+def curve_sections(facts: Facts, lines: Sequence[Curve], notes: Sequence[str], band: str) -> list[Section]:
+    """Return the sections Learning and Optimisation: figures of `lines` below `notes`; `band` explains the bands."""
+    kind, names = KINDS[facts.manifest.kind], legend([line.name for line in lines])
+    return [
+        Section("learning", "Learning", notes, metric_figures(kind.learning, lines, band), (), names),
+        Section("optimisation", "Optimisation", notes, metric_figures(kind.optimisation, lines, band), (), names),
+    ]
 
 
 def _columns(frame: pd.DataFrame, metric: str) -> tuple[Floats, Floats, Floats, Floats]:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.report import figures
-from ppo_repro.analysis.report.curves import Curve, metric_figures, step_figure
-from ppo_repro.analysis.report.facts import Facts, repeating
-from ppo_repro.analysis.report.kinds import KINDS
-from ppo_repro.analysis.report.markup import table
-from ppo_repro.analysis.report.page import (
+from ppo_repro.analysis.html.markup import table
+from ppo_repro.analysis.html.page import (
     Card,
     Section,
     Verdict,
@@ -20,9 +16,12 @@ from ppo_repro.analysis.report.page import (
     page,
     scrolled,
 )
-from ppo_repro.analysis.report.run_page import run_chart
-from ppo_repro.analysis.report.scan import run_curves, summary_tables
-from ppo_repro.analysis.words import terms
+from ppo_repro.analysis.report import run_figures
+from ppo_repro.analysis.report.curves import Curve, metric_figures, run_chart, step_figure
+from ppo_repro.analysis.report.run_facts import Facts, repeating
+from ppo_repro.analysis.report.run_kinds import KINDS
+from ppo_repro.analysis.report.run_scan import run_curves, summary_tables
+from ppo_repro.analysis.terms import terms
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
 
@@ -44,7 +43,7 @@ def dpo_page(facts: Facts) -> str:
     both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
     margins = {group: rows["margins"].to_numpy(np.float64) for group, rows in both.items() if len(rows)}
     caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."
-    after = figures.distribution_figure("Margins after training", margins, "margin", kind.samples, caption)
+    after = run_figures.distribution_figure("Margins after training", margins, "margin", kind.samples, caption)
     rows = [
         *((name, len(rows)) for name, rows in both.items()),
         ("optimizer steps", len(steps)),

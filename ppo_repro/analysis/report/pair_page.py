@@ -8,16 +8,16 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_repro.analysis.report import verdicts
-from ppo_repro.analysis.report.curves import Curve, telling
-from ppo_repro.analysis.report.facts import Facts, repeating
-from ppo_repro.analysis.report.kinds import KINDS
-from ppo_repro.analysis.report.markup import Html, differences, element, escape, number, share, table
-from ppo_repro.analysis.report.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
+from ppo_repro.analysis.html.markup import Html, differences, element, escape, number, share, table
+from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
+from ppo_repro.analysis.report import run_verdicts
+from ppo_repro.analysis.report.curves import Curve, curve_sections, main_chart, telling
+from ppo_repro.analysis.report.held_out import card, evaluations, shortened
+from ppo_repro.analysis.report.run_facts import Facts, repeating
+from ppo_repro.analysis.report.run_kinds import KINDS
 from ppo_repro.analysis.report.run_page import first_and_last
-from ppo_repro.analysis.report.samples import card, evaluations, shortened
-from ppo_repro.analysis.report.several import OneRun, curve_sections, main_chart, read_run
-from ppo_repro.analysis.words import terms
+from ppo_repro.analysis.report.run_scan import OneRun, read_run
+from ppo_repro.analysis.terms import terms
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.changes import shown
 from ppo_repro.records.diff import RUN, first_difference, setup_changes
@@ -96,7 +96,7 @@ def _first(facts: Sequence[Facts]) -> Verdict:
 
 
 def _agreement(name: str, run: OneRun) -> list[Verdict]:
-    found = [Verdict(v.kind, v.text.replace("The run", name)) for v in verdicts.state(run.facts)]
+    found = [Verdict(v.kind, v.text.replace("The run", name)) for v in run_verdicts.state(run.facts)]
     if run.unequal:
         text = f"{name}: {share(run.unequal, run.tokens)} of log-probs differ between sampler and trainer."
         return [*found, Verdict("differs", text)]

@@ -7,17 +7,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.mismatch.bucket import bucket_table
-from ppo_repro.analysis.mismatch.parity import Parity
-from ppo_repro.analysis.mismatch.tables import Measured, measure, tables, whole
-from ppo_repro.analysis.pairs.run_evidence import run_evidence
-from ppo_repro.analysis.report import curves, figures, verdicts
-from ppo_repro.analysis.report.curves import Curve
-from ppo_repro.analysis.report.facts import Facts, clip_bounds, repeating
-from ppo_repro.analysis.report.kinds import KINDS
-from ppo_repro.analysis.report.markup import element, table
-from ppo_repro.analysis.report.metrics import Metric
-from ppo_repro.analysis.report.page import (
+from ppo_repro.analysis.html.markup import element, table
+from ppo_repro.analysis.html.page import (
     Card,
     Figure,
     Section,
@@ -28,12 +19,20 @@ from ppo_repro.analysis.report.page import (
     page,
     scrolled,
 )
-from ppo_repro.analysis.report.response_choice import select
-from ppo_repro.analysis.report.samples import samples_section
-from ppo_repro.analysis.report.scan import DELTA_EDGES, Scan, scan_run, summary_tables
-from ppo_repro.analysis.report.token_data import token_data
-from ppo_repro.analysis.report.token_html import token_section
-from ppo_repro.analysis.words import terms
+from ppo_repro.analysis.html.token_data import token_data
+from ppo_repro.analysis.html.token_section import select, token_section
+from ppo_repro.analysis.mismatch.mismatch_buckets import bucket_table
+from ppo_repro.analysis.mismatch.mismatch_tables import Measured, measure, tables
+from ppo_repro.analysis.mismatch.parity import Parity
+from ppo_repro.analysis.pairs.run_evidence import run_evidence
+from ppo_repro.analysis.report import curves, run_figures, run_verdicts
+from ppo_repro.analysis.report.curve_metrics import Metric
+from ppo_repro.analysis.report.curves import Curve
+from ppo_repro.analysis.report.held_out import samples_section
+from ppo_repro.analysis.report.run_facts import Facts, repeating
+from ppo_repro.analysis.report.run_kinds import KINDS
+from ppo_repro.analysis.report.run_scan import DELTA_EDGES, Scan, scan_run, summary_tables
+from ppo_repro.analysis.terms import terms
 from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.notes import by_phase, phases_of
@@ -50,16 +49,16 @@ def run_page(facts: Facts, responses: int) -> str:
     cards = (
         Card(
             "Did it learn?",
-            [*verdicts.origin(facts), *verdicts.learning(facts, iterations)],
-            chart=run_chart(facts, scan.curves),
+            [*run_verdicts.origin(facts), *run_verdicts.learning(facts, iterations)],
+            chart=curves.run_chart(facts, scan.curves),
         ),
-        Card("Is it on-policy?", [*verdicts.on_policy(facts, counted, scan.draws), *cause]),
-        Card("What went wrong?", verdicts.troubles(facts, own, scan.nonfinite_ratios, scan.nonfinite_deltas)),
+        Card("Is it on-policy?", [*run_verdicts.on_policy(facts, counted, scan.draws), *cause]),
+        Card("What went wrong?", run_verdicts.troubles(facts, own, scan.nonfinite_ratios, scan.nonfinite_deltas)),
         Card("How to repeat it", (), [facts_html(repeating(facts))]),
     )
     named, forked = [Curve("this run", scan.curves)], facts.forked_at
     kind = KINDS[facts.manifest.kind]
-    distributions = figures.change_figures(scan.values, kind.main[-1].unit, kind.samples)
+    distributions = run_figures.change_figures(scan.values, kind.main[-1].unit, kind.samples)
     learning, optimisation, agreement = (
         curves.metric_figures(wanted, named, forked_at=forked)
         for wanted in (kind.learning, kind.optimisation, kind.agreement)
@@ -81,27 +80,21 @@ def run_page(facts: Facts, responses: int) -> str:
     return page(facts.name, cards, sections, data)
 
 
-def run_chart(facts: Facts, found: pd.DataFrame) -> str:
-    """Return the chart of the first screen from the curves of a run."""
-    main = KINDS[facts.manifest.kind].main
-    drawn, unit = [(Curve(line.name, found), line.metric) for line in main], main[-1].unit
-    return curves.curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
-
-
 def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     """Diagnose why sampler and trainer differ, and draw the mismatch by probability, position, lag, turn and route."""
     measured, sums = list[Measured](), list[MismatchSums]()
     for pairs in run_evidence(facts.run_dir, allow_incomplete=True):
         measured += measure([pairs])
         sums.append(mismatch_sums(pairs))
-    update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
+    update, buckets = tables(measured).update, bucket_table([part.buckets for part in measured])
     divergences = update[update["metric"].isin(["k1", "k3"]) & (update["reduction"] == "token_mean")]
     cause = diagnose_sums(sums)
     untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""
     text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
     text = f"{text} {cause.advice}"
-    drawn = [figures.bucket_figure(buckets, kind) for kind in figures.BUCKETS if (buckets["kind"] == kind).any()]
-    divergence = figures.divergence_figure(divergences[["iteration", "metric", "value", "se"]])
+    kinds = [kind for kind in run_figures.BUCKETS if (buckets["kind"] == kind).any()]
+    drawn = [run_figures.bucket_figure(buckets, kind) for kind in kinds]
+    divergence = run_figures.divergence_figure(divergences[["iteration", "metric", "value", "se"]])
     return [Verdict("fact", text)], [*drawn, divergence]
 
 
@@ -113,7 +106,7 @@ def _mismatch(scan: Scan, counted: Parity, found: list[Figure], draws: list[Figu
         which = f"All {equal:,} finite" if scan.nonfinite_deltas else f"All {equal:,}"
         note = f"{which} differences are exactly 0, so there is no distribution of them to draw."
         return Section("mismatch", title, (note,), draws)
-    return Section("mismatch", title, (), [figures.delta_figure(scan.deltas, DELTA_EDGES, equal), *found, *draws])
+    return Section("mismatch", title, (), [run_figures.delta_figure(scan.deltas, DELTA_EDGES, equal), *found, *draws])
 
 
 def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:
@@ -121,10 +114,10 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
     title = "Ratios and clipping"
     if not len(scan.ratios):
         return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
-    bounds = clip_bounds(facts.ppo, iterations, steps)
-    drawn = figures.ratio_figures(scan.ratios, bounds)
-    if scan.flags[list(figures.FLAG_WORDS)].to_numpy().any():
-        drawn.append(figures.flag_figure(scan.flags))
+    bounds = run_figures.clip_bounds(facts.ppo, iterations, steps)
+    drawn = run_figures.ratio_figures(scan.ratios, bounds)
+    if scan.flags[list(run_figures.FLAG_WORDS)].to_numpy().any():
+        drawn.append(run_figures.flag_figure(scan.flags))
     notes: tuple[str, ...] = ()
     if isinstance(facts.config, RunConfig) and isinstance(facts.config.ppo.objective, FunctionObjective):
         name = Path(facts.config.ppo.objective.path).name

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.grids.outcomes import incomplete_cells
-from ppo_repro.analysis.grids.table import SPREAD
+from ppo_repro.analysis.grids.grid_outcomes import incomplete_cells
+from ppo_repro.analysis.grids.grid_table import SPREAD
+from ppo_repro.analysis.html.markup import Html, element, escape, share, table
+from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, page, scrolled
 from ppo_repro.analysis.report import curves
-from ppo_repro.analysis.report.curves import Curve
+from ppo_repro.analysis.report.curve_metrics import ANY, score_range
+from ppo_repro.analysis.report.curves import Curve, curve_sections, main_chart
 from ppo_repro.analysis.report.grid_answer import answer_cards, spread
-from ppo_repro.analysis.report.kinds import KINDS
-from ppo_repro.analysis.report.markup import Html, element, escape, share, table
-from ppo_repro.analysis.report.metrics import ANY, score_range
-from ppo_repro.analysis.report.page import Card, Section, Verdict, folded_table, page, scrolled
-from ppo_repro.analysis.report.several import OneRun, curve_sections, main_chart, read_run
-from ppo_repro.analysis.words import terms
+from ppo_repro.analysis.report.run_kinds import KINDS
+from ppo_repro.analysis.report.run_scan import OneRun, read_run
+from ppo_repro.analysis.terms import terms
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
 from ppo_repro.config.files import DPO

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.stats.clusters import mean
-from ppo_repro.analysis.tokenization.tokenizer import RecordedTokenizer
+from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer
 from ppo_repro.base.errors import UserError
 
 AUDIT_COLUMNS = ["iteration", "sequence", "response", "response_ids", "finish_reason", "episode_ids"]

@@ -18,10 +18,11 @@ from typing import Any
 import duckdb
 import pandas as pd
 
-from ppo_repro.analysis.report import token_data
-from ppo_repro.analysis.tokenization.tokenizer import PATHS, load_tokenizer
+from ppo_repro.analysis.html import token_data
+from ppo_repro.analysis.tokenization.recorded_tokenizer import PATHS, load_tokenizer
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
+from ppo_repro.base.output import one_line, say
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.label import UNLABELLED, Label, read_label
@@ -109,11 +110,12 @@ def responses_of(run_dir: Path, iterations: Sequence[int]) -> str:
 class Index:
     """Table of the responses of all language runs in and below `targets`; `version` changes whenever the table does.
 
-    `runs` has the runs by their number in the table, removed runs too, so that no number changes its run.
+    `runs` has the runs by their number in the table, removed runs too, so that no number changes its run. `failure` is
+    one line about the error of the last look at the runs, "" without an error.
     """
 
     def __init__(self, targets: Sequence[Path]) -> None:
-        self.targets, self.runs, self.version, self.others = targets, list[Run](), 0, 0
+        self.targets, self.runs, self.version, self.others, self.failure = targets, list[Run](), 0, 0, ""
         self._described: tuple[list[Setup], list[Setting]] = [], []
         self._folder = TemporaryDirectory(prefix="ppo-repro-view-")
         self._database = duckdb.connect(str(Path(self._folder.name) / "responses.duckdb"), config=CONFIG)
@@ -136,8 +138,17 @@ class Index:
 
     def _follow(self) -> None:
         while not self._ended.is_set():
-            self.look()
+            try:
+                self.look()
+                self.failure = ""
+            except Exception as error:  # whatever it is, the page must say that its rows may be old
+                self._failed(f"the responses may be old: {type(error).__name__}: {one_line(error)}")
             self._ended.wait(LOOK_SECONDS)
+
+    def _failed(self, failure: str) -> None:
+        if failure != self.failure and not self._ended.is_set():  # `close` interrupts what the thread reads
+            self.failure = failure
+            say(f"view: {failure}")
 
     def look(self) -> None:
         """Read the complete iterations that are not in the table; `damaged` gets the iterations that cannot be read."""

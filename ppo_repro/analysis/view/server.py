@@ -20,16 +20,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ppo_repro.analysis.csv_text import cell
-from ppo_repro.analysis.report.markup import differences
-from ppo_repro.analysis.report.page import document
-from ppo_repro.analysis.report.token_html import token_area
+from ppo_repro.analysis.html.markup import differences
+from ppo_repro.analysis.html.page import document
+from ppo_repro.analysis.html.token_section import token_area
 from ppo_repro.analysis.view.index import TIMEOUT_SECONDS, Index, Slow
 from ppo_repro.analysis.view.query import COLUMNS, parsed, place, snippet
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import finite, one_line
 
 HERE = Path(__file__).parent
-REPORT = HERE.parent / "report"
+HTML = HERE.parent / "html"
 # no page of another origin may frame, embed or open the pages: their address holds the token
 HEADERS = {
     "Cache-Control": "no-store",
@@ -82,6 +82,7 @@ def _state(index: Index, asked: Asked) -> Answer:
     damaged = [line for run in index.present() for line in run.damaged]
     return {
         "version": index.version, "runs": runs, "finishes": finishes, "damaged": damaged, "others": index.others,
+        "failure": index.failure,
     }  # fmt: skip
 
 
@@ -131,7 +132,7 @@ API = {"state": _state, "responses": _responses, "response": _response, "diff": 
 
 def application(index: Index, token: str) -> ASGIApp:
     """Return the application that serves the page and answers its requests; an error is one line of JSON."""
-    assets = ([REPORT / "style.css", HERE / "view.css"], [REPORT / "token_view.js", HERE / "view.js"])
+    assets = ([HTML / "style.css", HERE / "view.css"], [HTML / "token_view.js", HERE / "view.js"])
     body = (HERE / "view.html").read_text(encoding="utf-8").replace("<!-- tokens -->", token_area())
     html = document("ppo-repro view", body, *assets, connect="'self'")
 

@@ -201,6 +201,7 @@
   async function look() {
     const found = await ask("state");
     if (found) {
+      wrong("index", found.failure);
       state.runs = new Map(found.runs.map((run) => [run.number, run]));
       const works = found.runs.filter((run) => run.state === "running").length;
       const read = found.runs.reduce((sum, run) => sum + run.read, 0);

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.clipping.flags import flags_of_ratios, token_flags, value_flags
+from ppo_repro.analysis.clipping.clip_flags import flags_of_ratios, token_flags, value_flags
 from ppo_repro.analysis.clipping.update_rows import clip_rule, load_iterations, policy_rows
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader

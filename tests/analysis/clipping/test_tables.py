@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.clipping.step import clip_bucket, clip_step, effective_samples, kl_estimates
-from ppo_repro.analysis.clipping.tables import clip_tables, early_stop, overview
+from ppo_repro.analysis.clipping.clip_steps import clip_bucket, clip_step, effective_samples, kl_estimates
+from ppo_repro.analysis.clipping.clip_tables import clip_tables, early_stop, overview
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from tests.analysis.clipping.rows import RULE, make_item, single

@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.compare import paired, verdicts
-from ppo_repro.analysis.compare.rows import run_compare
+from ppo_repro.analysis.compare.compare_runs import compare_runs
+from ppo_repro.analysis.compare.comparison_table import run_compare
+from ppo_repro.analysis.compare.paired_responses import hazard, numeric_rows, paired_responses
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import diff, reader
 from tests.support.cli import Cli
@@ -19,7 +20,7 @@ from tests.support.statistics import rng
 
 @pytest.fixture(scope="module")
 def both(deterministic_run: Path, native_run: Path) -> pd.DataFrame:
-    return verdicts.compare_runs(deterministic_run, native_run, rng())
+    return compare_runs(deterministic_run, native_run, rng())
 
 
 def row(table: pd.DataFrame, level: str, metric: str, method: str = "") -> pd.Series:
@@ -29,7 +30,7 @@ def row(table: pd.DataFrame, level: str, metric: str, method: str = "") -> pd.Se
 
 
 def test_a_run_is_the_same_as_itself(deterministic_run: Path) -> None:
-    table = verdicts.compare_runs(deterministic_run, deterministic_run, rng())
+    table = compare_runs(deterministic_run, deterministic_run, rng())
     assert (table[table["level"] == "bitwise"]["verdict"] == "identical").all()
     assert (table[table["level"] == "bitwise"]["stat"] == 1.0).all()
     tests = table[table["p_value"].notna()]
@@ -75,7 +76,7 @@ def test_the_printed_comparison_fits_a_terminal_and_keeps_every_word(
 
 
 def test_paired_responses_by_definition(deterministic_run: Path, parted_run: Path) -> None:
-    found = paired.paired_responses(deterministic_run, parted_run)
+    found = paired_responses(deterministic_run, parted_run)
     assert 0.05 < found["diverged"].mean() < 0.95
     found = found.set_index(["iteration", "sequence"])
     runs = [
@@ -117,7 +118,7 @@ def responses(delta_sums: list[float], iterations: list[int] | None = None) -> p
 
 
 def numeric(frame: pd.DataFrame, margin: float = 1.0) -> pd.DataFrame:
-    rows = paired.numeric_rows(frame, rng(), column="old_logprobs", margin=margin, alpha=0.05)
+    rows = numeric_rows(frame, rng(), column="old_logprobs", margin=margin, alpha=0.05)
     return run_compare("a", "b", rows, 0.05)
 
 
@@ -140,9 +141,9 @@ def test_numeric_rows_by_hand() -> None:
 
 def test_the_hazard_by_hand() -> None:
     # one event in five tokens: exp(-m) = 0.975, and (1 + m) exp(-m) = 0.025 at m = 5.5716
-    found = paired.hazard(np.array([2, 3]), np.array([True, False]))
+    found = hazard(np.array([2, 3]), np.array([True, False]))
     assert found == pytest.approx((0.2, -math.log(0.975) / 5, 5.5716434 / 5))
-    assert paired.hazard(np.array([4]), np.array([False]))[:2] == (0.0, 0.0)
+    assert hazard(np.array([4]), np.array([False]))[:2] == (0.0, 0.0)
 
 
 def test_a_grid_is_refused(tmp_path: Path, cli: Cli) -> None:
@@ -161,6 +162,6 @@ def test_wrong_input(deterministic_run: Path, tmp_path: Path) -> None:
         ({"iterations": [9]}, "no iteration 9"),
     ):
         with pytest.raises(UserError, match=said):
-            verdicts.compare_runs(deterministic_run, deterministic_run, rng(), **change)  # type: ignore[arg-type]
+            compare_runs(deterministic_run, deterministic_run, rng(), **change)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no such folder"):
-        verdicts.compare_runs(deterministic_run, tmp_path / "none", rng())
+        compare_runs(deterministic_run, tmp_path / "none", rng())

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.mismatch.bucket import bucket_sums, bucket_table
-from ppo_repro.analysis.mismatch.metrics import merged, sums_of, update_table
+from ppo_repro.analysis.mismatch.mismatch_buckets import bucket_sums, bucket_table
+from ppo_repro.analysis.mismatch.mismatch_metrics import merged, sums_of, update_table
 from ppo_repro.analysis.stats.buckets import bucket_of
 from ppo_repro.testing.pairs import with_mismatch
 from tests.analysis.mismatch.chunks import chunk

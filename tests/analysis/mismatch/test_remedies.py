@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis.mismatch.remedies import PUBLISHED, Remedy, remedy_table
-from ppo_repro.analysis.pairs.runs import run_pairs
+from ppo_repro.analysis.pairs.run_pairs import run_pairs
 from ppo_repro.config.algorithm import ImportanceWeights
 from ppo_repro.records import reader
 from tests.support.cli import Cli

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.analysis.report.charts import (
+from ppo_repro.analysis.html.charts import (
     CHARACTER,
     LEFT,
     PLOT_HEIGHT,
@@ -27,8 +27,8 @@ from ppo_repro.analysis.report.charts import (
     line_chart,
     ticks,
 )
-from ppo_repro.analysis.report.markup import element, escape, share
-from ppo_repro.analysis.report.page import csv_link
+from ppo_repro.analysis.html.markup import element, escape, share
+from ppo_repro.analysis.html.page import csv_link
 
 FINITE = st.floats(-1e12, 1e12)
 

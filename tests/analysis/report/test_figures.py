@@ -10,14 +10,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.report import charts, curves, figures, metrics
-from ppo_repro.analysis.report.facts import read_facts
-from ppo_repro.analysis.report.figures import ClipBounds
-from ppo_repro.analysis.report.page import Figure, figure_html
-from ppo_repro.analysis.report.response_choice import select
-from ppo_repro.analysis.report.scan import delta_counts, ratio_quantiles, scan_run, summary_tables
-from ppo_repro.analysis.report.token_data import token_data
-from ppo_repro.analysis.report.verdicts import on_purpose
+from ppo_repro.analysis.html import charts
+from ppo_repro.analysis.html.page import Figure, figure_html
+from ppo_repro.analysis.html.token_data import token_data
+from ppo_repro.analysis.html.token_section import select
+from ppo_repro.analysis.report import curve_metrics, curves, run_figures
+from ppo_repro.analysis.report.run_facts import read_facts
+from ppo_repro.analysis.report.run_figures import ClipBounds
+from ppo_repro.analysis.report.run_scan import delta_counts, ratio_quantiles, scan_run, summary_tables
+from ppo_repro.analysis.report.run_verdicts import on_purpose
 from ppo_repro.records import reader
 from tests.support.runs import small_config
 
@@ -38,7 +39,7 @@ def test_intervals_over_seeds_by_hand() -> None:
         return pd.DataFrame({"iteration": iterations, "metric": "score", "value": value, "low": 0.0, "high": 0.0})
 
     def frame(values: list[float], score: tuple[float, float]) -> pd.DataFrame:
-        return curves.over_seeds([seed(value, [0]) for value in values], metrics.LEARNING, score)
+        return curves.over_seeds([seed(value, [0]) for value in values], curve_metrics.LEARNING, score)
 
     few = frame([1.0, 3.0, math.nan], (0.0, 9.0))
     assert few.iloc[0].tolist() == [0, "score", 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"
@@ -61,14 +62,14 @@ def test_intervals_over_seeds_by_hand() -> None:
     ],
 )
 def test_the_possible_range_of_scores(reward: str, possible: tuple[float, float]) -> None:
-    assert metrics.score_range(small_config(f"reward={reward}")) == possible
+    assert curve_metrics.score_range(small_config(f"reward={reward}")) == possible
 
 
 def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve() -> None:
     both = pd.DataFrame({"iteration": [0, 1] * 2, "metric": ["score"] * 2 + ["entropy"] * 2, "value": 0.5})
     both[["low", "high"]] = math.nan
     drawn = [curves.Curve("first", both[both["metric"] == "score"]), curves.Curve("second", both, (both, both))]
-    wanted = [metric for metric in metrics.LEARNING if metric.key in ("score", "entropy")]
+    wanted = [metric for metric in curve_metrics.LEARNING if metric.key in ("score", "entropy")]
     score, entropy = (figure.chart for figure in curves.metric_figures(wanted, drawn))
     assert 'class="line stroke0"' in score
     assert 'class="line stroke1"' in score
@@ -87,7 +88,7 @@ def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
     both = pd.DataFrame({"iteration": [0, 1], "metric": ["score"] * 2, "value": [0.5, 0.6], "low": 0.0, "high": 1.0})
     other = both.assign(value=[0.5, 0.7])
     drawn = [curves.Curve("a", both), curves.Curve("b", other), curves.Curve("c", both.copy())]
-    wanted = [metric for metric in metrics.LEARNING if metric.key == "score"]
+    wanted = [metric for metric in curve_metrics.LEARNING if metric.key == "score"]
     (figure,) = curves.metric_figures(wanted, drawn)
     assert figure.caption.endswith("the same line: `a` and `c`.")
     (figure,) = curves.metric_figures(wanted, drawn[:2])
@@ -103,8 +104,8 @@ def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: 
 
     def has_figure(*runs: list[float]) -> bool:
         tables = [iterations.assign(**{column: values}) for values in runs]
-        lines = [curves.Curve("", curves.recorded_rows(t, steps, {}, metrics.OPTIMISATION)) for t in tables]
-        return title in {figure.title for figure in curves.metric_figures(metrics.OPTIMISATION, lines)}
+        lines = [curves.Curve("", curves.recorded_rows(t, steps, {}, curve_metrics.OPTIMISATION)) for t in tables]
+        return title in {figure.title for figure in curves.metric_figures(curve_metrics.OPTIMISATION, lines)}
 
     assert has_figure([0.2, 0.2, 0.4])
     assert has_figure([0.2, 0.2, 0.2], [0.2, 0.2, 0.4])
@@ -173,15 +174,15 @@ def test_clipping_figures() -> None:
     updates = pd.DataFrame(
         {"epoch": [0, 0, 1, 1], "minibatch": 0, "ratios": np.array([1.0, 1.0, 1.0, 7.25], np.float32)}
     )
-    within, extremes = (drawn(figure) for figure in figures.ratio_figures(ratio_quantiles(0, updates), BOUNDS))
+    within, extremes = (drawn(figure) for figure in run_figures.ratio_figures(ratio_quantiles(0, updates), BOUNDS))
     assert "bounds 0.8 and 1.2" in within[1]
     assert "the median ratio is 4.125" in within[1]
     assert "Largest ratio of all: 7.25." in extremes[1], "two, and the legend's"
     assert count(extremes[0], "rule") == 3, "two, and the legend's"
-    counts = {**dict.fromkeys(figures.FLAG_WORDS, 0), "token_updates": 100}
+    counts = {**dict.fromkeys(run_figures.FLAG_WORDS, 0), "token_updates": 100}
     flags = pd.DataFrame([{"iteration": i, **counts} for i in range(2)])
     flags["clip_high"], flags["wrong_low"] = [10, 20], [0, 5]
-    chart, said = drawn(figures.flag_figure(flags))
+    chart, said = drawn(run_figures.flag_figure(flags))
     assert "Of 200 token updates the clip removed the gradient of 15 %; 2.5 % were outside" in said
     assert count(chart, "line") == 2, "flags that never occur have no line"
 
@@ -207,6 +208,6 @@ def test_a_bucket_is_named_by_its_own_ends() -> None:
     """Between the two buckets lies an empty one."""
     rows = [("prob", 0.01, 0.1, 5), ("prob", 0.1, 0.9, 0), ("prob", 0.9, 1.0, 5)]
     buckets = pd.DataFrame(rows, columns=["kind", "lo", "hi", "n"]).assign(abs_mean=0.1, abs_p99=0.2, abs_max=0.3)
-    chart = figures.bucket_figure(buckets, "prob").chart
+    chart = run_figures.bucket_figure(buckets, "prob").chart
     assert "0.01 to 0.1" in chart
     assert "0.01 to 0.9" not in chart

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.analysis.tokenization.clip import clip_table, word_ratios
-from ppo_repro.analysis.tokenization.kl import METRICS, estimators, sequence_table, token_table, word_table
-from ppo_repro.analysis.tokenization.summary import summary_table
-from ppo_repro.analysis.tokenization.words import BOUNDARIES, Boundary
+from ppo_repro.analysis.tokenization.kl_summary import summary_table
+from ppo_repro.analysis.tokenization.token_kl import METRICS, estimators, sequence_table, token_table, word_table
+from ppo_repro.analysis.tokenization.word_boundaries import BOUNDARIES, Boundary
+from ppo_repro.analysis.tokenization.word_clip import clip_table, word_ratios
 from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 
 boundaries = st.sampled_from(BOUNDARIES)

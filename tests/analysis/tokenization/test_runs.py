@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.tokenization.summary import SUMMARY_COLUMNS
-from ppo_repro.analysis.tokenization.tables import iteration_tables, report, run_drift, run_summary
-from ppo_repro.analysis.tokenization.tokenizer import recorded_tokenizer
+from ppo_repro.analysis.tokenization.kl_summary import SUMMARY_COLUMNS
+from ppo_repro.analysis.tokenization.recorded_tokenizer import recorded_tokenizer
+from ppo_repro.analysis.tokenization.tokenization_tables import iteration_tables, report, run_drift, run_summary
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 

@@ -8,7 +8,7 @@ import pandas as pd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.analysis.tokenization.words import BOUNDARIES, Boundary, find_words, text_of
+from ppo_repro.analysis.tokenization.word_boundaries import BOUNDARIES, Boundary, find_words, text_of
 from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 
 boundaries = st.sampled_from(BOUNDARIES)

@@ -282,6 +282,25 @@ def test_a_run_that_is_removed_leaves_the_list_and_its_number_to_no_other_run(na
         assert set(space["found"]["run"]) == {"a", "b"}
 
 
+def test_an_unforeseen_error_is_on_the_page_and_on_stderr_once_and_the_index_goes_on(
+    native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(target: Path, name: str) -> None:
+        raise PermissionError(13, "Permission denied", str(target))
+
+    said = f"the responses may be old: PermissionError: [Errno 13] Permission denied: '{tmp_path}'"
+    monkeypatch.setattr(index_module, "LOOK_SECONDS", 0.05)
+    with served(tmp_path) as server:
+        assert api(server, "state")["failure"] == ""
+        with monkeypatch.context() as broken:
+            broken.setattr(index_module, "folders_with", fail)
+            until(lambda: api(server, "state")["failure"] == said, "the error")
+        shutil.copytree(native_run, tmp_path / "run")
+        until(lambda: api(server, "responses")["total"] > 0, "the run")
+        assert api(server, "state")["failure"] == ""
+    assert capsys.readouterr().err == f"view: {said}\n"
+
+
 def test_a_file_that_is_gone_is_one_line(native_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(native_run, tmp_path / "run")
     with served(run) as server:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ppo_repro.analysis.view import index
 from ppo_repro.records import manifest
 from ppo_repro.records.label import Label, write_label
 from tests.analysis.report.hostile_run import make_hostile_run
@@ -74,6 +75,21 @@ def test_search_filter_tokens_and_diff_by_keyboard_alone(browser: Any, native_ru
         assert "score_max" in browser.current_url, "the address holds the query"
         found = [entry for entry in browser.get_log("browser") if "status of 400" not in entry["message"]]
         assert found == []
+
+
+def test_the_page_says_that_its_rows_may_be_old(
+    browser: Any, native_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(target: Path, name: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with served(native_run) as server:
+        browser.get(server.address)
+        until(lambda: shown(browser), "responses")
+        with monkeypatch.context() as broken:
+            broken.setattr(index, "folders_with", fail)
+            until(lambda: "the responses may be old: PermissionError" in text(browser, "#said"), "the error")
+        until(lambda: text(browser, "#said") == "", "its end")
 
 
 # controls that are below their labels instead of beside them

@@ -3,7 +3,7 @@
 A setting is one combination of the axes' labels; a cell is a setting with a seed, which is one run.
 
 1. A row per setting: mean and 95 % Student interval over seeds of one measure (`--measure`, by default the accuracy),
-   means of the other measures of `outcomes.MEASURES`, and the number of fingerprints.
+   means of the other measures of `grid_outcomes.MEASURES`, and the number of fingerprints.
 2. The differences of the measure from one setting (`--against`, by default the first), paired by seed, with Holm's
    correction.
 3. The rank correlation of each clipped share and the measure, unless a setting lacks one of them or all are equal.
@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from ppo_repro.analysis.grids.outcomes import MEASURES, outcomes
+from ppo_repro.analysis.grids.grid_outcomes import MEASURES, outcomes
 from ppo_repro.analysis.stats.significance import Estimate, holm, one_sample, t_interval, t_test, with_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell

@@ -1,7 +1,7 @@
 """Are two runs the same? `ppo-repro analyse compare A B --seed 0` asks four nested questions, with a verdict on each.
 
 The level `bitwise` compares every recorded bit, `numeric` the log-probs of the same tokens, `distribution` scores and
-lengths (`paired`), and `outcome` the final results.
+lengths (`paired_responses`), and `outcome` the final results.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.compare.paired import COLUMNS, distribution_rows, manifests, numeric_rows, paired_responses
-from ppo_repro.analysis.compare.rows import Row, run_compare
+from ppo_repro.analysis.compare.comparison_table import Row, run_compare
+from ppo_repro.analysis.compare.paired_responses import (
+    COLUMNS,
+    distribution_rows,
+    manifests,
+    numeric_rows,
+    paired_responses,
+)
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
@@ -44,7 +50,7 @@ def compare_runs(
     Args:
         rng: draws sign changes.
         margin: mean |delta| of `column` below which log-probs count as the same, nats.
-        column: the log-probs to compare, one of `paired.COLUMNS`.
+        column: the log-probs to compare, one of `paired_responses.COLUMNS`.
         iterations: iterations for the levels numeric and distribution; None for all.
 
     Returns:

@@ -11,9 +11,12 @@ import pandas as pd
 
 from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.clusters import Floats, Ratio
+from ppo_repro.base.errors import UserError
 from ppo_repro.statistics.bits import has_steps
 from ppo_repro.statistics.kl import k1, k3
 
+NO_TOKEN = "there is no token to compare; give a run or a file with responses"
+Metric = tuple[str, str, float, float]  # the first four of UPDATE_COLUMNS
 UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
 # token means with a standard error clustered by response
 TOKEN_MEANS = ("frac_bitwise_equal", "abs_mean", "prob_abs_mean", "k1", "k3", "kl_pg_nonneg", "tv", "rho_mean")
@@ -43,9 +46,8 @@ def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
         "finite": clusters.segment_sums(finite.astype(float), starts),
     }
     rows["diverged"] = clusters.segment_sums((~tokens["bitwise_equal"].to_numpy()).astype(float), starts) > 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for name, values in _summed(tokens).items():
-            rows[name] = clusters.segment_sums(np.where(finite, values, 0.0), starts)
+    for name, values in quantities(tokens).items():
+        rows[name] = clusters.segment_sums(np.where(finite, values, 0.0), starts)
     large = finite & has_steps(a, b)
     ulp = tokens["ulp"].to_numpy().astype(np.float64)
     for name, values, where in (
@@ -57,33 +59,39 @@ def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
         for side, ufunc, nothing in (("min", np.minimum, math.inf), ("max", np.maximum, -math.inf)):
             chosen = np.where(where, values, nothing)
             rows[f"{name}_{side}"] = ufunc.reduceat(chosen, starts) if len(starts) else np.zeros(0)
-    return Sums(pd.DataFrame(rows), _counts(tokens["abs_delta"].to_numpy()[finite]), _counts(ulp[large]), masked)
+    return Sums(pd.DataFrame(rows), _binned(tokens["abs_delta"].to_numpy()[finite]), _binned(ulp[large]), masked)
 
 
-def _summed(tokens: pd.DataFrame) -> dict[str, Floats]:
-    """Return the quantities [N] to sum over tokens; x = rho - 1 keeps digits that rho would lose near 1."""
+def quantities(tokens: pd.DataFrame) -> dict[str, Floats]:
+    """Return each quantity of `with_mismatch` rows whose mean is a metric, float64 [N], by the name of the metric.
+
+    x = rho - 1 keeps digits that rho would lose near 1.
+    """
     delta, rho, prob_diff = (tokens[name].to_numpy() for name in ("delta", "rho", "prob_diff"))
-    x = np.expm1(delta)
-    return {
-        "frac_bitwise_equal": tokens["bitwise_equal"].to_numpy().astype(np.float64),
-        "abs_mean": tokens["abs_delta"].to_numpy(),
-        "prob_abs_mean": np.abs(prob_diff),
-        "k1": k1(delta),
-        "k3": tokens["k3"].to_numpy(),
-        # rho delta - (rho - 1) in a form that is never negative
-        "kl_pg_nonneg": rho * k3(-delta),
-        "tv": 0.5 * np.abs(x),
-        "x": x,
-        "x_sq": x * x,
-    }
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = np.expm1(delta)
+        return {
+            "frac_bitwise_equal": tokens["bitwise_equal"].to_numpy().astype(np.float64),
+            "abs_mean": tokens["abs_delta"].to_numpy(),
+            "prob_abs_mean": np.abs(prob_diff),
+            "k1": k1(delta),
+            "k3": tokens["k3"].to_numpy(),
+            # rho delta - (rho - 1) in a form that is never negative
+            "kl_pg_nonneg": rho * k3(-delta),
+            "tv": 0.5 * np.abs(x),
+            "x": x,
+            "x_sq": x * x,
+        }
 
 
-def _counts(values: Floats) -> pd.Series:
+def _binned(values: Floats) -> pd.Series:
     return pd.Series(clusters.log_bins(values)).value_counts().sort_index()
 
 
 def merged(parts: Sequence[Sums]) -> Sums:
-    """Return the sums over the responses of all parts."""
+    """Return the sums over the responses of all parts. Raises UserError if there is no part."""
+    if not parts:
+        raise UserError(NO_TOKEN)
     counts = [
         pd.concat([getattr(part, name) for part in parts]).groupby(level=0).sum()
         for name in ("abs_counts", "ulp_counts")
@@ -107,25 +115,31 @@ def update_table(sums: Sums) -> pd.DataFrame:
     (relative error 2**-8) and extremes, without se; count is a number. n_nonfinite counts tokens that are not finite;
     no metric includes them, and seq_mean and seq leave out their responses.
     """
-    seq = sums.sequences
-    some = seq[seq["finite"] > 0]
-    n = some["finite"].to_numpy()
-    whole = seq[seq["finite"] == seq["length"]]
-    log_rho = -whole["k1"].to_numpy()
-    with np.errstate(over="ignore"):
-        x_seq = np.expm1(log_rho)
-    rows: list[tuple[str, str, float, float]] = []
+    some = sums.sequences[sums.sequences["finite"] > 0]
+    whole = sums.sequences[sums.sequences["finite"] == sums.sequences["length"]]
+    rows = [*_means_over_tokens(some), *_of_tokens(sums, some), *_of_responses(whole), *_counts(sums)]
+    table = pd.DataFrame(rows, columns=UPDATE_COLUMNS[:4])
+    table["tokens"] = int(some["finite"].sum())
+    table["sequences"] = np.where(table["reduction"].isin(["seq_mean", "seq"]), len(whole), len(some))
+    return table
+
+
+def _means_over_tokens(some: pd.DataFrame) -> list[Metric]:
+    """Return the metrics that have a standard error clustered by response, from the rows with a finite token."""
+    n, rows = some["finite"].to_numpy(), list[Metric]()
     for metric in TOKEN_MEANS:
         values = some["x" if metric == "rho_mean" else metric].to_numpy()
         value, se = clusters.ratio_of_sums(values, n)
         rows.append((metric, "token_mean", 1.0 + value if metric == "rho_mean" else value, se))
-    rows.append(("k3", "seq_mean_token_sum", *clusters.mean(some["k3"].to_numpy())))
-    moments = (clusters.ratio_of_sums(some[name].to_numpy(), n) for name in ("x", "x_sq"))
-    _, ess = weight_moments(*moments)
-    with np.errstate(over="ignore"):
-        chi2_seq, ess_seq = weight_moments(clusters.mean(x_seq), clusters.mean(x_seq**2))
+    return [*rows, ("k3", "seq_mean_token_sum", *clusters.mean(some["k3"].to_numpy()))]
+
+
+def _of_tokens(sums: Sums, some: pd.DataFrame) -> list[Metric]:
+    """Return effective sample size, extremes and quantiles of tokens."""
+    seq, n = sums.sequences, some["finite"].to_numpy()
+    _, ess = weight_moments(*(clusters.ratio_of_sums(some[name].to_numpy(), n) for name in ("x", "x_sq")))
     largest = {name: _largest(seq[f"{name}_max"]) for name in ("abs", "prob", "ulp", "rho")}
-    plain = {
+    values = {
         "ess_frac": ess, "rho_max": largest["rho"],
         "rho_min": -_largest(-seq["rho_min"]), "abs_max": largest["abs"], "prob_abs_max": largest["prob"],
         "ulp_max": largest["ulp"],
@@ -133,25 +147,27 @@ def update_table(sums: Sums) -> pd.DataFrame:
         "abs_p99": min(clusters.quantile(sums.abs_counts, 0.99), largest["abs"]),
         "ulp_p99": float(np.floor(clusters.quantile(sums.ulp_counts, 0.99))),
     }  # fmt: skip
-    rows += [(metric, "token", value, math.nan) for metric, value in plain.items()]
-    rows.append(("log_ppl_abs_diff", "seq_mean", *clusters.mean(np.abs(log_rho) / whole["length"])))
-    by_response = {
-        "chi2_seq": chi2_seq,
-        "ess_seq": ess_seq,
-        "frac_diverged": clusters.mean(whole["diverged"].to_numpy(float))[0],
-    }
-    rows += [(metric, "seq", value, math.nan) for metric, value in by_response.items()]
-    counts = {
-        "n_tokens": seq["length"].sum(),
-        "n_masked": sums.masked,
-        "n_nonfinite": (seq["length"] - seq["finite"]).sum(),
-    }
-    rows += [(metric, "count", float(count), math.nan) for metric, count in counts.items()]
-    table = pd.DataFrame(rows, columns=UPDATE_COLUMNS[:4])
-    table["tokens"] = int(n.sum())
-    of_whole = table["reduction"].isin(["seq_mean", "seq"])
-    table["sequences"] = np.where(of_whole, len(whole), len(some))
-    return table
+    return [(metric, "token", value, math.nan) for metric, value in values.items()]
+
+
+def _of_responses(whole: pd.DataFrame) -> list[Metric]:
+    """Return the metrics of whole responses, from the rows without a token that is not finite."""
+    log_rho = -whole["k1"].to_numpy()
+    with np.errstate(over="ignore"):
+        x = np.expm1(log_rho)
+        chi2, ess = weight_moments(clusters.mean(x), clusters.mean(x**2))
+    return [
+        ("log_ppl_abs_diff", "seq_mean", *clusters.mean(np.abs(log_rho) / whole["length"])),
+        ("chi2_seq", "seq", chi2, math.nan),
+        ("ess_seq", "seq", ess, math.nan),
+        ("frac_diverged", "seq", clusters.mean(whole["diverged"].to_numpy(float)).value, math.nan),
+    ]
+
+
+def _counts(sums: Sums) -> list[Metric]:
+    length, finite = sums.sequences["length"].sum(), sums.sequences["finite"].sum()
+    counts = {"n_tokens": length, "n_masked": sums.masked, "n_nonfinite": length - finite}
+    return [(metric, "count", float(count), math.nan) for metric, count in counts.items()]
 
 
 def _largest(values: pd.Series) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ppo_repro.analysis.report.metrics import (
+from ppo_repro.analysis.report.curve_metrics import (
     CONTROL_LEARNING,
     CONTROL_OPTIMISATION,
     DPO_LEARNING,

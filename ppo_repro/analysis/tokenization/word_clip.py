@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clipping.flags import recorded_clipped
+from ppo_repro.analysis.clipping.clip_flags import recorded_clipped
 from ppo_repro.analysis.stats.clusters import Ratio, ratio_of_sums
 
 UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "new_logprobs", "clip_flag"]
@@ -23,7 +23,7 @@ def word_ratios(
     Ratios are exp(new - anchor) in float64, compared strictly.
 
     Args:
-        token_table: the frame of `kl.token_table`, one row for each of N tokens.
+        token_table: the frame of `token_kl.token_table`, one row for each of N tokens.
         anchor_logprobs: [N], the denominator of the run's ratio.
         updates: UPDATE_COLUMNS; rows of steps that the policy did not take (null) are left out.
         clip_low: lower width of the band [1 - clip_low, 1 + clip_high].

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.clipping.flags import band_out, clipped_at_start, recorded_clipped
+from ppo_repro.analysis.clipping.clip_flags import band_out, clipped_at_start, recorded_clipped
 from ppo_repro.analysis.clipping.update_rows import ClipRule, column
-from ppo_repro.analysis.pairs.runs import own_iterations
+from ppo_repro.analysis.pairs.run_pairs import deltas, own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.config.algorithm import ClipObjective, FunctionObjective, SequenceClipObjective, clip_band
@@ -73,8 +73,7 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
     recorded, count, divergence, removed = reader.open_manifest(run_dir), 0, 0.0, 0.0
     for iteration in own_iterations(run_dir, recorded, None):
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
-        delta = column(tokens, "old_logprobs") - column(tokens, "rollout_logprobs")
-        count, divergence = count + len(tokens), divergence + float(k3(delta).sum())
+        count, divergence = count + len(tokens), divergence + float(k3(deltas(tokens)).sum())
         if rule is not None:
             removed += float(clipped_at_start(tokens, rule).sum())
     return divergence / count, math.nan if rule is None else removed / count

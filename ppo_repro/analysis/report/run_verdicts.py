@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from ppo_repro.analysis.html.markup import number, share
+from ppo_repro.analysis.html.page import Verdict
 from ppo_repro.analysis.mismatch.parity import Parity
-from ppo_repro.analysis.report.facts import Facts
-from ppo_repro.analysis.report.markup import number, share
-from ppo_repro.analysis.report.page import Verdict
+from ppo_repro.analysis.report.run_facts import Facts
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults

@@ -8,19 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.clipping.flags import recorded_clipped
+from ppo_repro.analysis.clipping.clip_flags import recorded_clipped
 from ppo_repro.analysis.mismatch import parity
 from ppo_repro.analysis.mismatch.parity import Parity, parity_of
+from ppo_repro.analysis.pairs.run_pairs import deltas
 from ppo_repro.analysis.report import curves
-from ppo_repro.analysis.report.facts import Facts
-from ppo_repro.analysis.report.figures import FLAG_WORDS
-from ppo_repro.analysis.report.kinds import KINDS
+from ppo_repro.analysis.report.run_facts import Facts, read_facts
+from ppo_repro.analysis.report.run_figures import FLAG_WORDS
+from ppo_repro.analysis.report.run_kinds import KINDS
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.config.files import LANGUAGE
 from ppo_repro.records import reader
@@ -70,11 +72,6 @@ def read_sampled(facts: Facts, iteration: int) -> tuple[pd.DataFrame, pd.DataFra
         reader.read_sequences(facts.run_dir, columns=SEQUENCES, **which),
         reader.read_tokens(facts.run_dir, columns=TOKENS, **which),
     )
-
-
-def deltas(tokens: pd.DataFrame) -> Floats:
-    """Return old_logprobs - rollout_logprobs of each token, nats, float64."""
-    return tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
 
 
 def delta_counts(delta: Floats) -> Counts:
@@ -164,6 +161,32 @@ def _with_recorded(
     recorded = curves.recorded_rows(iterations, steps, facts.manifest.final, kind.metrics)
     found = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
     return found if facts.is_judged else found[~found["metric"].isin(kind.accuracies)]
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """One run of a page about several: its facts, the table `iterations`, and its curves."""
+
+    facts: Facts
+    iterations: pd.DataFrame
+    curves: pd.DataFrame
+
+    @property
+    def unequal(self) -> int:
+        """Return the number of log-probs that differ between sampler and trainer."""
+        return int(self.iterations["unequal_old_rollout_logprobs"].sum())
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of response tokens, or of environment steps."""
+        return int(self.iterations["tokens"].sum())
+
+
+def read_run(run_dir: Path) -> OneRun:
+    """Read a run of any kind. Raises UserError if it is damaged or has no complete iteration."""
+    facts = read_facts(run_dir)
+    iterations, steps = summary_tables(facts)
+    return OneRun(facts, iterations, run_curves(facts, iterations, steps))
 
 
 def returns_of(facts: Facts) -> dict[int, Floats]:

@@ -13,11 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.pairs.places import LAG, ROUTE, ROUTES, TURN
-from ppo_repro.analysis.report.charts import Axis, Line, Rule, axis_for, bar_chart, line_chart
-from ppo_repro.analysis.report.markup import number, share
-from ppo_repro.analysis.report.page import Figure
+from ppo_repro.analysis.html.charts import Axis, Line, Rule, axis_for, bar_chart, line_chart
+from ppo_repro.analysis.html.markup import number, share
+from ppo_repro.analysis.html.page import Figure
+from ppo_repro.analysis.pairs.lag_turn_route import LAG, ROUTE, ROUTES, TURN
 from ppo_repro.analysis.stats.clusters import Floats
+from ppo_repro.config.algorithm import clip_band
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.run import RunConfig
 
 FLAG_WORDS = {
     "clip_high": "clipped high", "clip_low": "clipped low", "clip_dual": "clipped dual",
@@ -43,10 +46,18 @@ class ClipBounds:
         return Rule(self.low, f"bounds {self.low:g} and {self.high:g}{when}"), Rule(self.high)
 
 
+def clip_bounds(config: RunConfig | ControlConfig, iterations: pd.DataFrame, steps: pd.DataFrame) -> ClipBounds | None:
+    """Return the bounds of the ratio in the last iteration; None for an objective that does not clip the ratio."""
+    ranges = (steps if isinstance(config, ControlConfig) else iterations)["clip_range"]
+    last = float(ranges.iloc[-1])
+    band = (last, last) if isinstance(config, ControlConfig) else clip_band(config.ppo.objective, last)
+    return None if band is None else ClipBounds(1.0 - band[0], 1.0 + band[1], bool(ranges.nunique() > 1))
+
+
 def delta_figure(counted: npt.NDArray[np.int64], edges: Floats, equal: int) -> Figure:
     """Draw a histogram of |delta| for each sign.
 
-    `counted` is the result of `scan.delta_counts`; `equal` tokens have delta = 0.
+    `counted` is the result of `run_scan.delta_counts`; `equal` tokens have delta = 0.
     """
     used = np.flatnonzero(counted.sum(axis=0))
     edges, counted = edges[used[0] : used[-1] + 2], counted[:, used[0] : used[-1] + 1]

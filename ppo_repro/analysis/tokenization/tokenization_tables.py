@@ -1,7 +1,7 @@
 """Tokenization and KL of a recorded run, iteration by iteration: `ppo-repro analyse tokenization RUN`.
 
-`words` finds the words; `kl` has tables by token, word and response; `summary` has units, shares and standard errors;
-`clip` has the clip band for words; `retokenize` decodes and encodes the responses again.
+`word_boundaries` finds the words; `token_kl` makes tables by token, word and response; `kl_summary` averages them in
+every unit; `word_clip` computes the clip band for words; `retokenize` decodes and encodes the responses again.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_repro.analysis.pairs.runs import chosen_iterations
-from ppo_repro.analysis.tokenization.clip import UPDATE_COLUMNS, clip_table, word_ratios
-from ppo_repro.analysis.tokenization.kl import SEQUENCE_COLUMNS, TOKEN_COLUMNS, sequence_table, token_table, word_table
+from ppo_repro.analysis.pairs.run_pairs import chosen_iterations
+from ppo_repro.analysis.tokenization.kl_summary import summary_table
+from ppo_repro.analysis.tokenization.recorded_tokenizer import RecordedTokenizer, recorded_tokenizer
 from ppo_repro.analysis.tokenization.retokenize import AUDIT_COLUMNS, drift_summary, retokenization
-from ppo_repro.analysis.tokenization.summary import summary_table
-from ppo_repro.analysis.tokenization.tokenizer import RecordedTokenizer, recorded_tokenizer
-from ppo_repro.analysis.tokenization.words import BOUNDARIES, Boundary
+from ppo_repro.analysis.tokenization.token_kl import (
+    SEQUENCE_COLUMNS,
+    TOKEN_COLUMNS,
+    sequence_table,
+    token_table,
+    word_table,
+)
+from ppo_repro.analysis.tokenization.word_boundaries import BOUNDARIES, Boundary
+from ppo_repro.analysis.tokenization.word_clip import UPDATE_COLUMNS, clip_table, word_ratios
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.config.algorithm import clip_band

@@ -2,7 +2,7 @@
 
 A source is an iterator of chunks, one per iteration. A chunk is a frame of pairs (`testing.pairs`) with the recorded
 bits and, if the source has them, `entropies` and `log_kept_mass` (float32, nats), `prob_sq_sums` (sums of the squared
-probabilities), `advantages` (float32), `policy_lag`, `turn` and `route` (int32, `pairs.places`). Side `a` sampled the
+probabilities), `advantages` (float32), `policy_lag`, `turn` and `route` (int32, `lag_turn_route`). Side `a` sampled the
 token or came first.
 
 Rows are in the order of (iteration, sequence, position). `chunk.attrs["masked"]` counts the tokens that a mask removed
@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.pairs.places import PLACES_OF_SEQUENCES, ROUTE_COLUMNS, with_places
+from ppo_repro.analysis.pairs.lag_turn_route import ROUTE_COLUMNS, SEQUENCE_COLUMNS, with_lag_turn_route
+from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import Manifest, require_responses
@@ -71,13 +73,18 @@ def run_pairs(
     return (read(run_dir, recorded, iteration) for iteration in chosen_iterations(recorded, iterations))
 
 
+def deltas(tokens: pd.DataFrame) -> Floats:
+    """Return old_logprobs - rollout_logprobs of each row of the table `tokens`, nats, float64."""
+    return tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
+
+
 def rollout_and_old(run_dir: Path | str, recorded: Manifest, iteration: int) -> pd.DataFrame:
     """Return the pairs `rollout_vs_old` of one iteration."""
     columns, one = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", *OPTIONAL, *ROUTE_COLUMNS], [iteration]
     tokens = reader.read_tokens(run_dir, iterations=one, columns=columns, recorded=recorded)
-    sequences = reader.read_sequences(run_dir, iterations=one, columns=PLACES_OF_SEQUENCES, recorded=recorded)
+    sequences = reader.read_sequences(run_dir, iterations=one, columns=SEQUENCE_COLUMNS, recorded=recorded)
     renamed = tokens.rename(columns={"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"})
-    return with_places(renamed, sequences)
+    return with_lag_turn_route(renamed, sequences)
 
 
 def _old_and_first_new(run_dir: Path | str, recorded: Manifest, iteration: int) -> pd.DataFrame:

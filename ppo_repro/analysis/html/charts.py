@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ppo_repro.analysis.report.markup import element, escape, evenly_spread, number
+from ppo_repro.analysis.html.markup import element, escape, evenly_spread, number
 from ppo_repro.analysis.stats.clusters import Floats
 
 WIDTH, PLOT_HEIGHT = 400.0, 200.0
@@ -26,7 +26,7 @@ CHARACTER = 7.9  # an upper bound of the width of a character at the size of the
 PLAIN = (1e-2, 1e5)  # magnitudes that ticks show as they are; others are divided by a power of 1000
 COLOURS = 8
 FEW_POINTS = 30  # a line with at most this many points also shows each point
-PLACES = 320  # the plot is about this wide in pixels, so that more values could not be told apart
+MAX_X_VALUES = 320  # the plot is about this wide in pixels, so that more values could not be told apart
 DIGITS = 6
 
 
@@ -300,11 +300,11 @@ def _open(x: Floats, y: Floats) -> str:
 
 
 def _values(plot: Plot, lines: Sequence[Line]) -> dict[str, object]:
-    """Return the values of every line at up to PLACES values of x, which the page shows under the pointer."""
+    """Return the values of every line at up to MAX_X_VALUES values of x, which the page shows under the pointer."""
     every = np.unique(np.concatenate([line.x for line in lines])) if lines else np.zeros(0)
     rows = [{float(x): k for k, x in enumerate(line.x)} for line in lines]
     places = []
-    for x in every[evenly_spread(len(every), PLACES)].tolist():
+    for x in every[evenly_spread(len(every), MAX_X_VALUES)].tolist():
         words = [f"{plot.x.label} {number(x, DIGITS)}"]
         for line, row in zip(lines, rows, strict=True):
             if x in row:

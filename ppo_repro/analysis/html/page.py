@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from ppo_repro.analysis.csv_text import csv_text
-from ppo_repro.analysis.report.markup import element, escape, prose, table
+from ppo_repro.analysis.html.markup import element, escape, prose, table
 
 HERE = Path(__file__).parent
 _START = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8" />'

@@ -16,7 +16,7 @@ from ppo_repro.testing.pairs import tokens_of
 def imported_pairs(
     paths: Path | str | Sequence[Path | str], names: Names | str | None = None
 ) -> Iterator[pd.DataFrame]:
-    """Yield one chunk (`pairs.runs`) for consecutive rows of the same iteration.
+    """Yield one chunk (`run_pairs`) for consecutive rows of the same iteration.
 
     `names` is a `Names`, one of FORMATS, or None to recognise the stack by its columns. The column sequence numbers the
     responses of all files; position is the index in the response, which counts masked tokens. Log-probs are in nats;

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.mismatch.bucket import bucket_sums, bucket_table
-from ppo_repro.analysis.mismatch.metrics import Sums, merged, sums_of, update_table
-from ppo_repro.analysis.mismatch.remedies import NO_TOKEN, remedy_table
-from ppo_repro.analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
-from ppo_repro.analysis.pairs.runs import PAIRS, run_pairs
+from ppo_repro.analysis.mismatch.mismatch_buckets import bucket_sums, bucket_table
+from ppo_repro.analysis.mismatch.mismatch_metrics import NO_TOKEN, Sums, merged, sums_of, update_table
+from ppo_repro.analysis.mismatch.remedies import remedy_table
+from ppo_repro.analysis.pairs.dump_pairs import imported_pairs, iteration_of, masked_tokens
+from ppo_repro.analysis.pairs.run_pairs import PAIRS, run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
@@ -55,7 +55,7 @@ IMPORTANT = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Sums of one iteration, or of a run (iteration -1), for `update_table` and `bucket_table`."""
+    """Sums of one iteration; `merged` and `update_table` take `mismatch`, `bucket_table` takes `buckets`."""
 
     iteration: int
     mismatch: Sums
@@ -71,7 +71,7 @@ class Tables:
 
 
 def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
-    """Yield the sums of each chunk of pairs (`pairs.runs`). Raises UserError if a chunk cannot be read."""
+    """Yield the sums of each chunk of pairs (`run_pairs`). Raises UserError if a chunk cannot be read."""
     for chunk in pairs:
         tokens = with_mismatch(chunk)
         yield Measured(iteration_of(chunk), sums_of(tokens, masked_tokens(chunk)), bucket_sums(tokens))
@@ -79,24 +79,12 @@ def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
 
 def tables(measured: Iterable[Measured]) -> Tables:
     """Return the tables of all iterations. Raises UserError if there is no token."""
-    update: list[pd.DataFrame] = []
-    bucket: list[pd.DataFrame] = []
-    for sums in measured:
-        for tables_of_all, table in ((update, update_table(sums.mismatch)), (bucket, bucket_table(sums.buckets))):
-            table.insert(0, "iteration", sums.iteration)
-            tables_of_all.append(table)
-    if not update:
-        raise UserError(NO_TOKEN)
-    return Tables(pd.concat(update, ignore_index=True), pd.concat(bucket, ignore_index=True))
-
-
-def whole(measured: Iterable[Measured]) -> Measured:
-    """Return the sums over all iterations, as iteration -1. Raises UserError if there is no token."""
     parts = list(measured)
     if not parts:
         raise UserError(NO_TOKEN)
-    buckets = pd.concat([part.buckets for part in parts], ignore_index=True)
-    return Measured(-1, merged([part.mismatch for part in parts]), buckets)
+    update = pd.concat([update_table(sums.mismatch).assign(iteration=sums.iteration) for sums in parts])
+    bucket = pd.concat([bucket_table([sums.buckets]).assign(iteration=sums.iteration) for sums in parts])
+    return Tables(*(table.set_index("iteration").reset_index() for table in (update, bucket)))
 
 
 def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
@@ -106,8 +94,6 @@ def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
     of log-probs are in nats. Raises UserError if there is no token.
     """
     parts = [sums_of(with_mismatch(chunk), masked_tokens(chunk)) for chunk in pairs]
-    if not parts:
-        raise UserError(NO_TOKEN)
     metrics = update_table(merged(parts)).set_index(["metric", "reduction"])
     rows = [
         (metric, reduction, *metrics.loc[(metric, reduction), ["value", "se"]], ideal, meaning)

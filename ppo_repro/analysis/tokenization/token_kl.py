@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.stats.clusters import Floats, segment_sums
-from ppo_repro.analysis.tokenization.words import Boundary, find_words, text_of
+from ppo_repro.analysis.tokenization.word_boundaries import Boundary, find_words, text_of
 from ppo_repro.statistics.kl import k3
 from ppo_repro.testing.pairs import KEY
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.pairs.places import LAG, ROUTE, ROUTES, TURN
+from ppo_repro.analysis.mismatch.mismatch_metrics import quantities
+from ppo_repro.analysis.pairs.lag_turn_route import LAG, ROUTE, ROUTES, TURN
 from ppo_repro.analysis.stats.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
 from ppo_repro.analysis.stats.clusters import log_bins, quantile, sequence_starts
 
@@ -47,18 +48,9 @@ def bucket_sums(tokens: pd.DataFrame) -> pd.DataFrame:
     }
     if "entropies" in tokens:
         columns["entropy"] = tokens["entropies"].to_numpy().astype(np.float64)
-    summed = pd.DataFrame(
-        {
-            "bin": log_bins(tokens["abs_delta"].to_numpy()),
-            "abs_max": tokens["abs_delta"],
-            "n": 1,
-            "abs_mean": tokens["abs_delta"],
-            "prob_abs_mean": tokens["prob_diff"].abs(),
-            "k1": -tokens["delta"],
-            "k3": tokens["k3"],
-            "frac_eq": tokens["bitwise_equal"].astype(np.float64),
-        }
-    )
+    size, means = tokens["abs_delta"].to_numpy(), quantities(tokens)
+    means["frac_eq"] = means["frac_bitwise_equal"]
+    summed = pd.DataFrame({"bin": log_bins(size), "abs_max": size, "n": 1, **{name: means[name] for name in _MEANS}})
     frames = []
     for kind, values in columns.items():
         placed = summed.assign(kind=kind, bucket=bucket_of(values, EDGES[kind]))
@@ -71,7 +63,7 @@ def _added(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return groups[_SUMS].sum().assign(abs_max=groups["abs_max"].max()).reset_index()
 
 
-def bucket_table(parts: pd.DataFrame | Sequence[pd.DataFrame]) -> pd.DataFrame:
+def bucket_table(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Return one row per kind and bucket that has tokens, from frames of `bucket_sums`.
 
     Columns: kind, lo, hi (the bucket [lo, hi) in the unit of the kind), n (tokens, int64), and over these tokens the
@@ -79,7 +71,7 @@ def bucket_table(parts: pd.DataFrame | Sequence[pd.DataFrame]) -> pd.DataFrame:
     and k3 (estimates of KL(a || b)) and the share of equal bits. The table has no rows of a kind if the source
     lacks its column.
     """
-    sums = _added([parts] if isinstance(parts, pd.DataFrame) else parts)
+    sums = _added(parts)
     rows = []
     for kind, edges in EDGES.items():
         for place, group in sums[sums["kind"] == kind].groupby("bucket"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clipping.flags import FLAGS, clipped_at_start, ratios_of, token_flags, value_flags
+from ppo_repro.analysis.clipping.clip_flags import FLAGS, clipped_at_start, ratios_of, token_flags, value_flags
 from ppo_repro.analysis.clipping.update_rows import ClipRule, Floats, IterationRows, column, policy_rows, steps_of
 from ppo_repro.analysis.stats.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
 from ppo_repro.analysis.stats.clusters import effective_share

@@ -14,11 +14,11 @@ import pandas as pd
 LAG = "policy_lag"  # how many iterations older the weights were that sampled a token
 TURN = "turn"  # of the model, from 0: how often the environment spoke before
 ROUTE = "route"  # an index into ROUTES
-PLACES = (LAG, TURN, ROUTE)
+LAG_TURN_ROUTE = (LAG, TURN, ROUTE)
 # "flipped": sampler and trainer chose different experts; after that, their later tokens see different pasts
 ROUTES = ("same", "same after a flip", "flipped")
 ROUTE_COLUMNS = ["rollout_routes", "policy_routes"]
-PLACES_OF_SEQUENCES = ["sequence", "rollout_policy_versions", "is_forced"]
+SEQUENCE_COLUMNS = ["sequence", "rollout_policy_versions", "is_forced"]
 
 
 def turns_of(is_forced: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -36,13 +36,13 @@ def routes_of(tokens: pd.DataFrame) -> npt.NDArray[np.int32]:
     return np.where(flipped, 2, np.where(so_far, 1, 0)).astype(np.int32)
 
 
-def with_places(tokens: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
-    """Return the tokens of one iteration with the recorded columns of PLACES, and without ROUTE_COLUMNS.
+def with_lag_turn_route(tokens: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
+    """Return the tokens of one iteration with the recorded columns of LAG_TURN_ROUTE, and without ROUTE_COLUMNS.
 
-    `sequences` has PLACES_OF_SEQUENCES of the same iteration.
+    `sequences` has SEQUENCE_COLUMNS of the same iteration.
     """
     found = {}
-    _, versions, forced = (sequences[name] for name in PLACES_OF_SEQUENCES)
+    _, versions, forced = (sequences[name] for name in SEQUENCE_COLUMNS)
     if versions.notna().any():
         found[LAG] = (tokens["iteration"].to_numpy() - np.concatenate(versions.to_list())).astype(np.int32)
     if forced.notna().any():

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from ppo_repro.analysis.compare.rows import Row
-from ppo_repro.analysis.pairs.runs import chosen_iterations
+from ppo_repro.analysis.compare.comparison_table import Row
+from ppo_repro.analysis.pairs.run_pairs import chosen_iterations
 from ppo_repro.analysis.stats import significance
 from ppo_repro.analysis.stats.clusters import ratio_of_sums, segment_sums
 from ppo_repro.analysis.stats.significance import Floats

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clipping.step import clip_bucket, clip_step
+from ppo_repro.analysis.clipping.clip_steps import clip_bucket, clip_step
 from ppo_repro.analysis.clipping.update_rows import load_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named

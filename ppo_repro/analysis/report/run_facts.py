@@ -1,4 +1,4 @@
-"""Read the facts about a recorded run: configuration, environment, bounds of the ratio, how to repeat the run."""
+"""Read the facts about a recorded run: configuration, environment, how to repeat the run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_repro.analysis.report.figures import ClipBounds
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.algorithm import clip_band
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
@@ -89,14 +87,6 @@ def read_facts(run_dir: Path) -> Facts:
     measured = read_accuracy(run_dir, manifest) if isinstance(config, RunConfig) else None
     judged = not isinstance(config, RunConfig) or is_judged(run_dir)
     return Facts(run_dir, name, manifest, config, text, environment, measured, judged)
-
-
-def clip_bounds(config: RunConfig | ControlConfig, iterations: pd.DataFrame, steps: pd.DataFrame) -> ClipBounds | None:
-    """Return the bounds of the ratio in the last iteration; None for an objective that does not clip the ratio."""
-    ranges = (steps if isinstance(config, ControlConfig) else iterations)["clip_range"]
-    last = float(ranges.iloc[-1])
-    band = (last, last) if isinstance(config, ControlConfig) else clip_band(config.ppo.objective, last)
-    return None if band is None else ClipBounds(1.0 - band[0], 1.0 + band[1], bool(ranges.nunique() > 1))
 
 
 def repeating(facts: Facts) -> list[tuple[str, str]]:

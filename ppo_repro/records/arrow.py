@@ -63,18 +63,16 @@ def to_arrow(
 
 def to_parquet(data: pa.Table) -> memoryview:
     """Return the content of a Parquet file with every bit of every value of the table."""
-
-    def of_types(*kinds: str) -> list[str]:
-        return [field.name for field in data.schema if str(field.type) in kinds]
-
+    texts = [field.name for field in data.schema if pa.types.is_string(field.type)]
+    whole = [field.name for field in data.schema if pa.types.is_integer(field.type)]
     sink = pa.BufferOutputStream()
     pq.write_table(
         data,
         sink,
         compression="zstd",
         # dictionaries and statistics compare floats by value: all NaNs are one, and zeros have no sign
-        use_dictionary=of_types("string"),
-        write_statistics=of_types("int32", "int64"),
+        use_dictionary=texts,
+        write_statistics=whole,
         write_page_checksum=True,
     )
     return memoryview(sink.getvalue())

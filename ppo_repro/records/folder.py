@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ppo_repro.base.files import SUMS_NAME
 from ppo_repro.config.files import LANGUAGE, MODELS, AnyConfig, build_config, read_tree, validated
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
@@ -43,6 +44,11 @@ def starts_of(run_dir: Path, head: Head) -> dict[int, str]:
     """Return the checkpoints from which a run can continue, by iteration; a fork also has the one it began with."""
     forked = {} if head.origin is None else {head.origin.iteration: FORKED_FROM}
     return {number: name for number, name in (forked | checkpoints_of(head)).items() if (run_dir / name).exists()}
+
+
+def has_reference(head: Head) -> bool:
+    """Return whether the run folder has the model that the run started as."""
+    return f"{REFERENCE}/{SUMS_NAME}" in head.files
 
 
 def check_config(run_dir: Path, recorded: Head) -> Path:

@@ -222,7 +222,6 @@ TABLES = (SEQUENCES, TOKENS, UPDATES, STEPS, ITERATIONS)
 # side tables: what happens outside the iterations; in the digests of a run, not in its fingerprint
 _STEP = Column("step", "int32", "index", "Optimizer step, from 0.")
 _PAIR_EPOCH = Column("epoch", "int32", "index", "Pass over the pairs, from 0.")
-_PAIR_MINIBATCH = Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0.")
 _PAIR = Column("pair", "int32", "index", "Row of the table `pairs`.")
 
 EVALUATIONS = Table("evaluations", "one row per held-out prompt and evaluation", ("iteration", "sequence"), (
@@ -257,13 +256,13 @@ PAIRS = Table("pairs", "one row per preference pair of the reward model's traini
 ), level="full")
 
 PAIR_UPDATES = Table("pair_updates", "one row per training pair and epoch", ("epoch", "minibatch", "pair"), (
-    _PAIR_EPOCH, _PAIR_MINIBATCH, _PAIR,
+    _PAIR_EPOCH, MINIBATCH, _PAIR,
     Column("margins", "float32", "reward", "Score of the preferred response minus that of the other, before the step."),
     Column("losses", "float32", "nats", "Bradley-Terry loss before the step."),
 ), level="full")
 
 PAIR_STEPS = Table("pair_steps", "one row per optimizer step of the reward model", ("epoch", "minibatch"), (
-    _PAIR_EPOCH, _PAIR_MINIBATCH,
+    _PAIR_EPOCH, MINIBATCH,
     Column("pairs", "int32", "count", "Pairs in the minibatch."),
     Column("loss", "float64", "nats", "Loss before the step, Bradley-Terry or DPO, mean over pairs."),
     Column("margin", "float64", "reward", "Difference of the two scores, or implicit rewards, before the step, mean over pairs."),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import SUMS_NAME
 from ppo_repro.config.files import MODELS, apply_overrides, validated
 from ppo_repro.records import folder
 from ppo_repro.records.located import located_tree
@@ -38,7 +37,7 @@ def inputs_of(
                 f"--set {override}: a recorded run may change fields of {groups} only; for another field "
                 f"start a run of its own, or go on from a checkpoint with `ppo-repro fork {shlex.quote(str(run_dir))}`"
             )
-    model_too = start is None or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files
+    model_too = start is None or not folder.has_reference(recorded)
     tree = located_tree(run_dir, recorded, elsewhere, model_too)
     apply_overrides(tree, overrides)
     config: Config = validated(MODELS[kind.name], tree, str(run_dir / folder.CONFIG_NAME))  # type: ignore[assignment]

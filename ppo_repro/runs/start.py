@@ -8,9 +8,9 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import SUMS_NAME, check_sums
+from ppo_repro.base.files import check_sums
 from ppo_repro.models.folders import load_value_parameters
-from ppo_repro.records.folder import FINAL, FINAL_STATE, REFERENCE, VALUE_MODEL, starts_of
+from ppo_repro.records.folder import FINAL, FINAL_STATE, REFERENCE, VALUE_MODEL, has_reference, starts_of
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.checkpoint import Checkpoint, load
 
@@ -57,15 +57,15 @@ def load_start(run_dir: Path, recorded: Manifest, name: str | None) -> Start:
         saved = replace(state, policy=policy, value_model=value_model)
     else:
         saved = load(run_dir / name, recorded.files[name])
-    is_kept = f"{REFERENCE}/{SUMS_NAME}" in recorded.files
-    if is_kept:
-        check_sums(run_dir / REFERENCE)
-    return Start(saved, run_dir / REFERENCE if is_kept else None)
+    if not has_reference(recorded):
+        return Start(saved, None)
+    check_sums(run_dir / REFERENCE)
+    return Start(saved, run_dir / REFERENCE)
 
 
 def start_files(run_dir: Path, recorded: Manifest, name: str | None) -> list[Path]:
     """Return the files that `load_start` reads."""
-    folders = [run_dir / REFERENCE] if f"{REFERENCE}/{SUMS_NAME}" in recorded.files else []
+    folders = [run_dir / REFERENCE] if has_reference(recorded) else []
     if name is None:
         folders += [run_dir / FINAL, run_dir / VALUE_MODEL]
     inside = [path for folder in folders for path in folder.rglob("*") if path.is_file()]

@@ -38,7 +38,7 @@ def train_state(
     policy = networks.make_policy(source, mode, max_context, precision)
     reference = networks.make_policy(source, mode, max_context, precision).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
-    sampler = networks.rounded_view(policy, networks.rounding_of(config.mismatch.sampler.precision))
+    sampler, versions = _sampler(config, policy, source, lora)
     if config.layout.gradient_checkpointing:
         networks.checkpoint_gradients(trunk_of(policy))
     trained: nn.Module = policy
@@ -51,12 +51,6 @@ def train_state(
         value_model, adapters = _value_model(config, config.value, source, reference, reward_model, share)
         settings = _adamw(config.ppo, config.value.learning_rate)
         value_optimizer = Optimizer(value_model, settings, mode, ranks, adapters)
-    lag, versions = config.mismatch.sampler.lag, None
-    if lag:
-        parameters = dict(policy.named_parameters())
-        versions = Versions(parameters, lag) if lora is None else Versions(lora.trained(), lag, lora.merge)
-    if stock := config.mismatch.sampler.stock:
-        sampler = networks.in_dtype(networks.make_policy(source, "native", max_context), getattr(torch, stock))
     on_card = mode == "deterministic" and isinstance(kernels_of(source.device), Card)
     state = TrainState(
         policy=policy,
@@ -66,11 +60,26 @@ def train_state(
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config.kl, config.ppo.objective),
         versions=versions,
-        sampler=None if sampler is policy else sampler,
+        sampler=sampler,
         hidden_hook=dropout(config.mismatch.trainer.dropout, config.seed),
         cpu_policy=nn.Module.to(deepcopy(policy), CPU) if on_card and config.numerics.cross_check else None,
     )
     return state, lora
+
+
+def _sampler(
+    config: RunConfig, policy: PreTrainedModel, source: PreTrainedModel, lora: Lora | None
+) -> tuple[PreTrainedModel | None, Versions | None]:
+    """Make the model, or the older versions, that sample in place of the policy in a deliberate mismatch; else None."""
+    faults, versions = config.mismatch.sampler, None
+    if lag := faults.lag:
+        parameters = dict(policy.named_parameters())
+        versions = Versions(parameters, lag) if lora is None else Versions(lora.trained(), lag, lora.merge)
+    if faults.stock:
+        stock = networks.make_policy(source, "native", config.numerics.max_context)
+        return networks.in_dtype(stock, getattr(torch, faults.stock)), versions
+    sampler = networks.rounded_view(policy, networks.rounding_of(faults.precision))
+    return None if sampler is policy else sampler, versions
 
 
 def _value_model(

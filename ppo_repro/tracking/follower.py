@@ -179,15 +179,16 @@ def _later(folder: Path, target: Target) -> str:
     return f"copy the records later with `ppo-repro track {shlex.quote(str(folder))} {target.option}`"
 
 
+def _tell_end(ended: threading.Event) -> None:
+    """Wait until stdin closes, which is when the run ends, and set the event."""
+    os.read(0, 1)
+    ended.set()
+
+
 def main(folder: Path, target: Target) -> None:
     """Copy the run or grid until stdin closes; if that fails, print the reason on stdout and exit with 1."""
     ended = threading.Event()
-
-    def wait() -> None:
-        os.read(0, 1)
-        ended.set()
-
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=_tell_end, args=(ended,), daemon=True).start()
     try:
         copies = copy(folder, target, ended.wait)
     except UserError as error:

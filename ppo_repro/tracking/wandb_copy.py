@@ -139,7 +139,7 @@ class _RunCopy:
             self._run.log(row)
 
     def _keep(self) -> None:
-        """Save manifest, configuration, notes and report as files of the W&B run."""
+        """Save manifest, configuration, environment and report as files of the W&B run."""
         folder = Path(self._run.dir) / FILES
         folder.mkdir(parents=True)
         for name in KEPT:

@@ -1,4 +1,7 @@
-"""Every limit of the audit, with its reason. Errors are recorded minus right or predicted log-probs, in nats."""
+"""Every limit by which the audit judges log-probs, with its reason; `draws` has the limits of draws.
+
+Errors are recorded minus right or predicted log-probs, in nats.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +51,11 @@ ON_ALL, WORST = 12, 3
 SOME = 0.95
 
 # What is said?
-# so many explanations that are equally good are named; with more the cause is unknown
+# so many hypotheses that explain a side equally well are named; with more the cause is unknown
 NAMED = 3
-# explanations that are listed
+# hypotheses that are listed
 SHOWN = 8
 # sides that are nearer to each other than this part of their distance have the same numbers
 AGREE = 0.1
 # "right up to a token, then not" needs this part of the later tokens to be wrong
-MANY = 0.8
+WRONG_AFTER = 0.8

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Numbers, RecordedPiece
+from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Numbers, RecordedChunk
 from ppo_repro.testing.audit.distributions import Processing, target_logprobs
-from ppo_repro.testing.audit.forward import Pass, States, pass_over, pieces, states
+from ppo_repro.testing.audit.forward import Pass, States, chunks, pass_over, states
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
 
@@ -58,7 +58,7 @@ class Predictor:
         self.sampling, self.definition = sampling, definition
         self._made: tuple[Cause, PreTrainedModel] = (UNCHANGED, model)
         self._states: dict[Hashable, list[tuple[States, Tensor]]] = {}
-        self._pieces: dict[tuple[Cause, Cause, Tokens], list[list[RecordedPiece]]] = {}  # by window, in pieces
+        self._chunks: dict[tuple[Cause, Cause, Tokens], list[list[RecordedChunk]]] = {}  # by window, in chunks
         self._logprobs: dict[Hashable, list[Tensor]] = {}  # log-probs of the targets, by window
         self._logp: tuple[Hashable, list[list[Tensor]]] = (None, [])  # of all tokens, the last ones
 
@@ -74,7 +74,7 @@ class Predictor:
                 values = torch.full_like(values, math.nan)
                 values[at] = parts[k]
             if unit.change is not None:
-                values = unit.change(self.pieces(UNCHANGED, UNCHANGED, tokens)[k][0], self.sampling, values, x)
+                values = unit.change(self.chunks(UNCHANGED, UNCHANGED, tokens)[k][0], self.sampling, values, x)
             found.append(values[at])
         return found
 
@@ -86,45 +86,45 @@ class Predictor:
         change, pick = changed.change or self.definition, wanted.change
         key = weights, inputs, tokens, changed, x
 
-        def scaled(piece: RecordedPiece) -> Tensor:
-            return change(piece, self.sampling, piece.logits, x)
+        def scaled(chunk: RecordedChunk) -> Tensor:
+            return change(chunk, self.sampling, chunk.logits, x)
 
         if pick is None:
             if key not in self._logprobs:
-                windows = self.pieces(weights, inputs, tokens)
+                windows = self.chunks(weights, inputs, tokens)
                 self._logprobs[key] = [
-                    torch.cat([target_logprobs(piece.targets, scaled(piece)).double() for piece in parts])
+                    torch.cat([target_logprobs(chunk.targets, scaled(chunk)).double() for chunk in parts])
                     for parts in windows
                 ]
             return self._logprobs[key]
-        windows = self.pieces(weights, inputs, tokens)
+        windows = self.chunks(weights, inputs, tokens)
         if self._logp[0] != key:
-            self._logp = key, [[scaled(piece).log_softmax(-1) for piece in parts] for parts in windows]
+            self._logp = key, [[scaled(chunk).log_softmax(-1) for chunk in parts] for parts in windows]
         return [
-            torch.cat([pick(piece, self.sampling, logp, y).double() for piece, logp in zip(parts, logps, strict=True)])
+            torch.cat([pick(chunk, self.sampling, logp, y).double() for chunk, logp in zip(parts, logps, strict=True)])
             for parts, logps in zip(windows, self._logp[1], strict=True)
         ]
 
-    def pieces(self, weights: Cause, inputs: Cause, tokens: Tokens) -> list[list[RecordedPiece]]:
-        """Return the pieces of logits of each window."""
+    def chunks(self, weights: Cause, inputs: Cause, tokens: Tokens) -> list[list[RecordedChunk]]:
+        """Return the chunks of logits of each window."""
         key = weights, inputs, tokens
-        if key not in self._pieces:
-            for other in [k for k in self._pieces if k[:2] != (UNCHANGED, UNCHANGED)]:
-                del self._pieces[other]
+        if key not in self._chunks:
+            for other in [k for k in self._chunks if k[:2] != (UNCHANGED, UNCHANGED)]:
+                del self._chunks[other]
             of_windows, windows = self._hidden(weights, inputs, tokens), tokens.windows
             joined = replace(of_windows[0][0], values=torch.cat([x.values for x, _ in of_windows]))
             with self._as_computed(weights, inputs, tokens):
                 logits = joined.logits(self._of(weights))
             by_window = logits.to(_precision(weights, inputs, tokens)).split([w.end - w.start for w in windows])
             triples = zip(windows, by_window, of_windows, strict=True)
-            self._pieces[key] = [list(self._cut(w, x, targets)) for w, x, (_, targets) in triples]
-        return self._pieces[key]
+            self._chunks[key] = [list(self._cut(w, x, targets)) for w, x, (_, targets) in triples]
+        return self._chunks[key]
 
-    def _cut(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[RecordedPiece]:
+    def _cut(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[RecordedChunk]:
         r = self.responses[w.response]
-        for at in pieces(*logits.shape):
+        for at in chunks(*logits.shape):
             before = r.response_ids[: w.start + at.start]
-            yield RecordedPiece(logits[at], targets[at], r.prompt_ids, before, self.numbers[w.response])
+            yield RecordedChunk(logits[at], targets[at], r.prompt_ids, before, self.numbers[w.response])
 
     def _hidden(self, weights: Cause, inputs: Cause, tokens: Tokens) -> list[tuple[States, Tensor]]:
         """Return the states that predict each window's tokens, and the targets, which another input may change."""

@@ -110,7 +110,7 @@ def _rotates_by_length(model: PreTrainedModel) -> bool:
     return any(isinstance(of, dict) and of.get("rope_type") == "longrope" for of in (rope, *rope.values()))
 
 
-def chunks(length: int, vocabulary: int) -> Iterator[slice]:
+def slices(length: int, vocabulary: int) -> Iterator[slice]:
     """Split `length` tokens into slices of at most CHUNK logits."""
     size = max(1, CHUNK // vocabulary)
     return (slice(start, min(start + size, length)) for start in range(0, length, size))

@@ -16,7 +16,7 @@ from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Numbers
 from ppo_repro.testing.audit.distributions import DEFINITIONS, PROCESSED, Chunk, sampled_from, target_logprobs
 from ppo_repro.testing.audit.draws import Tally
-from ppo_repro.testing.audit.forward import Progress, chunks, pass_over, states
+from ppo_repro.testing.audit.forward import Progress, pass_over, slices, states
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
@@ -94,7 +94,7 @@ def chunks_of(
         ids, counts = (torch.tensor(values, device=model.device) for values in (r.response_ids, r.counts))
         for start in range(0, length, AT_ONCE):
             logits = of_tokens.logits(model, start, start + AT_ONCE)
-            for at in chunks(*logits.shape):
+            for at in slices(*logits.shape):
                 here = slice(start + at.start, start + at.stop)
                 before = r.response_ids[: here.start]
                 yield i, Chunk(logits[at].double(), ids[here], r.prompt_ids, before), counts[here]

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Rounded, RoundedPart
-from ppo_repro.testing.audit.causes.distribution import DISTRIBUTIONS
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.causes.recorded import RECORDED
+from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.causes.weights import of_weights
 from ppo_repro.testing.audit.distributions import Processing
 from ppo_repro.testing.audit.forward import Progress

@@ -31,8 +31,8 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.testing.audit import forward, limits, reference, search
 from ppo_repro.testing.audit.audit import Audit, Explained, audit
 from ppo_repro.testing.audit.causes.cause import Cause, Numbers, Parameter
-from ppo_repro.testing.audit.causes.distribution import DISTRIBUTIONS
 from ppo_repro.testing.audit.causes.recorded import RECORDED
+from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.distributions import DEFINITIONS, Chunk
 from ppo_repro.testing.audit.draws import left_out_of
 from ppo_repro.testing.audit.reference import RecordedSide, Reference

@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, Parameter, RecordedChunk
 from ppo_repro.testing.audit.distributions import target_logprobs
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.causes import CauseName
 
-VARIED = 6  # numbers above a lower limit, without which it would explain any constant
 STEPS = (1, -1, 2, -2, 3, -3)
 MOST_SHIFTED = 64  # places
 
@@ -114,7 +114,7 @@ def _lower_limit(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Se
     of_responses = {id(r.numbers): r.numbers for r in chunks}.values()  # chunks of one response have the same
     values = torch.cat([n.recorded[n.usable] for n in of_responses])
     low = values.min() if len(values) else torch.tensor(0.0)
-    return [float(low)] if int((values == low).sum()) >= 2 and int((values > low).sum()) >= VARIED else []
+    return [float(low)] if int((values == low).sum()) >= 2 and int((values > low).sum()) >= limits.VARIED else []
 
 
 def _with_added(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:

@@ -1,12 +1,12 @@
-"""Say which side of a dump is wrong, and why. `audit` is the algorithm:
+"""Say which side of a dump, sampler or trainer, is wrong, and why. `audit` is the algorithm:
 
 1. Compute the right log-probs of the dumped tokens in float64, and the rounding of stock float32 (`reference`).
 2. Choose the distribution that the log-probs of each side are of: of all tokens, or after penalties and cuts.
 3. Measure how far each side is from the right log-probs. A side is right if it is about as near as float32.
 4. Search the causes of a wrong side (`search`): each cause predicts numbers, and explains the side if what remains of
    the errors is rounding (`measure.explains`).
-5. Name the causes if at most three explanations are equally good; else the cause is `unknown`, and `facts` describes
-   the errors.
+5. Name the causes if at most three hypotheses explain the side equally well; else the cause is `unknown`, and `facts`
+   describes the errors.
 6. If the sampler's log-probs are right, judge whether the tokens were drawn from them (`draws`).
 
 `limits` has every number that decides, `report` the sentences.
@@ -35,15 +35,15 @@ from ppo_repro.testing.audit.facts import facts, of_format
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.reference import (
     RecordedSide,
+    chunks_of,
     definitions_of,
     different_orders,
     distances,
     largest_error,
     numbers_of,
-    pieces_of,
     references_of,
 )
-from ppo_repro.testing.audit.search import Explanation, causes_after_logits, causes_before_logits, search
+from ppo_repro.testing.audit.search import Hypothesis, causes_after_logits, causes_before_logits, search
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
 from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
 from ppo_repro.testing.dumps import DumpedResponse, impossible
@@ -93,7 +93,7 @@ class Side:
     empty: int  # log-probs that are not finite, or exactly 0 where the model's probability is below limits.SURE
     finding: Right | Explained | Unknown
     known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
-    tried: tuple[Explanation, ...] = ()  # the best first, each once
+    tried: tuple[Hypothesis, ...] = ()  # the best first, each once
     temperature: float | None = None  # one that explains it
 
     @property
@@ -209,8 +209,8 @@ def _near(side: RecordedSide, distance: Distance) -> Side:
     return Side(side.name, side.definition, distance, empty, finding)
 
 
-def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, tried: Sequence[Explanation]) -> Side:
-    """Return the verdict about a wrong side from the explanations that were tried, the best first."""
+def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, tried: Sequence[Hypothesis]) -> Side:
+    """Return the verdict about a wrong side from the hypotheses that were tried, the best first."""
     best = [t for t in tried if t.explains]
     empty, gaps = _gaps(side.numbers, are_zeros_explained=bool(best) and best[0].explains_zeros)
     finding = _finding(best, gaps)
@@ -229,8 +229,8 @@ def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, tried: Sequen
     )
 
 
-def _finding(best: Sequence[Explanation], gaps: str) -> Explained | Unknown:
-    """Return the best explanations as one, with the tokens without a log-prob."""
+def _finding(best: Sequence[Hypothesis], gaps: str) -> Explained | Unknown:
+    """Name the best hypotheses, and the tokens without a log-prob."""
     if not 0 < len(best) <= limits.NAMED:
         return Unknown(FILL if gaps else "")
     words, advice = " or ".join(t.words for t in best), best[0].advice
@@ -287,8 +287,8 @@ def _causes_of_draws(
         return ""  # no drawn token is possible at all
     causes = DrawCauses(tallies[name], sampling.temperature)
     with float64(model):
-        for _, piece, counts in pieces_of(model, responses, is_wide=True):
-            causes.add(DEFINITIONS[name](piece, sampling, piece.logits, 0.0), piece.targets, counts)
+        for _, chunk, counts in chunks_of(model, responses, is_wide=True):
+            causes.add(DEFINITIONS[name](chunk, sampling, chunk.logits, 0.0), chunk.targets, counts)
     return causes.words()
 
 

@@ -16,7 +16,7 @@ HEAD = 1024  # tokens that top-p is looked for in, before all are sorted
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Logits of k neighbouring tokens of one response."""
 
     logits: Tensor  # [k, V]
@@ -41,8 +41,8 @@ class Piece:
         return torch.bincount(on, minlength=self.logits.shape[-1]).int()
 
 
-# of a piece and its logits [k, V]: logits whose softmax is the distribution; the number is the parameter of a variant
-Processing = Callable[[Piece, StackSampling, Tensor, float], Tensor]
+# of a chunk and its logits [k, V]: logits whose softmax is the distribution; the number is the parameter of a variant
+Processing = Callable[[Chunk, StackSampling, Tensor, float], Tensor]
 
 
 def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, first: Collection[str] = ()) -> Tensor:
@@ -86,12 +86,12 @@ def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def tempered(piece: Piece, s: StackSampling, logits: Tensor, x: float = 0.0) -> Tensor:
+def tempered(chunk: Chunk, s: StackSampling, logits: Tensor, x: float = 0.0) -> Tensor:
     """Return logits / temperature."""
     return logits / s.temperature
 
 
-def raw(piece: Piece, s: StackSampling, logits: Tensor, x: float = 0.0) -> Tensor:
+def raw(chunk: Chunk, s: StackSampling, logits: Tensor, x: float = 0.0) -> Tensor:
     """Return the logits, whose softmax is the model's distribution at temperature 1."""
     return logits
 
@@ -99,9 +99,9 @@ def raw(piece: Piece, s: StackSampling, logits: Tensor, x: float = 0.0) -> Tenso
 def _processed(first: Collection[str] = (), is_cut_first: bool = False) -> Processing:
     """Return the function that applies penalty, temperature and cuts to logits; if `is_cut_first`, cuts come first."""
 
-    def change(piece: Piece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+    def change(chunk: Chunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
         if s.repetition_penalty != 1.0:
-            logits = penalised(logits, piece.seen, s.repetition_penalty)
+            logits = penalised(logits, chunk.seen, s.repetition_penalty)
         cuts = s.top_k, s.top_p, s.min_p, first
         return cut(logits, *cuts) / s.temperature if is_cut_first else cut(logits / s.temperature, *cuts)
 

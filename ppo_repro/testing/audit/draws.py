@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ppo_repro.statistics.draws import CHANCE, NONE, Draws, draws_of
+from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.distributions import cut, target_logprobs
 from ppo_repro.testing.audit.stack import StackModel
 from ppo_repro.testing.dumps import DumpedResponse
 
-# a cause explains wrong draws if it makes them e^10 times as likely; one within e^3 of the best is named beside it
-ENOUGH, AS_GOOD = 10.0, 3.0
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)  # in units of the given temperature
 
 
@@ -152,6 +151,7 @@ class DrawCauses:
     def words(self) -> str:
         """Return the causes that make the draws much likelier, the best first; "" if none does."""
         top = max(self.gains.values(), default=0.0)
-        if top < ENOUGH:
+        if top < limits.LIKELIER:
             return ""
-        return " or ".join(n for n, g in sorted(self.gains.items(), key=lambda item: -item[1]) if g >= top - AS_GOOD)
+        best_first = sorted(self.gains, key=lambda name: -self.gains[name])
+        return " or ".join(name for name in best_first if self.gains[name] >= top - limits.AS_LIKELY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +13,17 @@ from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Numbers
 from ppo_repro.testing.audit.measure import Stored
 from ppo_repro.testing.dumps import DumpedResponse
+
+
+@dataclass(frozen=True)
+class _Response:
+    """The usable tokens [n] of a response with a wrong log-prob."""
+
+    prompt: int  # tokens of the prompt
+    positions: Tensor  # in the response
+    right: Tensor  # log-probs as they should be
+    off: Tensor  # recorded minus right log-probs
+    is_wrong: Tensor
 
 
 def facts(responses: Sequence[DumpedResponse], numbers: Sequence[Numbers], tolerance: float) -> list[str]:
@@ -25,27 +37,23 @@ def facts(responses: Sequence[DumpedResponse], numbers: Sequence[Numbers], toler
     Returns:
         Sentences; the first ones narrow the cause most.
     """
-    found = list[str]()
-    # responses with a wrong token, and of their usable tokens: positions, log-probs as they should be, how far they are
-    # off, whether they are wrong
-    wrong: list[tuple[DumpedResponse, Tensor, Tensor, Tensor, Tensor]] = []
-    for r, of in zip(responses, numbers, strict=True):
-        off, usable = of.recorded - of.reference, of.usable
-        bad = usable & ~(off.abs() <= tolerance)
-        if bool(bad.any()):
-            wrong.append((r, usable.nonzero()[:, 0], of.reference[usable], off[usable], bad[usable]))
+    every = [_response(r, of, tolerance) for r, of in zip(responses, numbers, strict=True)]
+    wrong = [of for of in every if bool(of.is_wrong.any())]
     if not wrong:
-        return found
-    if len(wrong) < len(responses):
-        found.append(f"wrong in {len(wrong)} of {len(responses)} responses, right in the others")
-    found += _where([(len(r.prompt_ids), positions, bad) for r, positions, _, _, bad in wrong])
-    ideal, off, bad = (torch.cat(parts) for parts in list(zip(*wrong, strict=True))[2:])
-    if min(int(bad.sum()), int((~bad).sum())) >= 3:  # a threshold of the log-prob tells right from wrong
-        if float(ideal[bad].max()) < float(ideal[~bad].min()):
-            found.append(f"wrong where the log-prob should be below {float(ideal[~bad].min()):.3g}, right above")
-        elif float(ideal[bad].min()) > float(ideal[~bad].max()):
-            found.append(f"wrong where the log-prob should be above {float(ideal[~bad].max()):.3g}, right below")
-    return [*found, *_how(ideal[bad], off[bad], tolerance)]
+        return []
+    found = []
+    if len(wrong) < len(every):
+        found.append(f"wrong in {len(wrong)} of {len(every)} responses, right in the others")
+    right, off = torch.cat([of.right for of in wrong]), torch.cat([of.off for of in wrong])
+    bad = torch.cat([of.is_wrong for of in wrong])
+    return [*found, *_where(wrong), *_threshold(right, bad), *_how(right[bad], off[bad], tolerance)]
+
+
+def _response(r: DumpedResponse, of: Numbers, tolerance: float) -> _Response:
+    off, usable = of.recorded - of.reference, of.usable
+    is_wrong = usable & ~(off.abs() <= tolerance)
+    positions = usable.nonzero()[:, 0]
+    return _Response(len(r.prompt_ids), positions, of.reference[usable], off[usable], is_wrong[usable])
 
 
 def of_format(stored: Stored) -> list[str]:
@@ -56,25 +64,32 @@ def of_format(stored: Stored) -> list[str]:
     return [f"every number is a {stored.name} number{of_bits}"] if stored.name else []
 
 
-def _where(wrong: Sequence[tuple[int, Tensor, Tensor]]) -> list[str]:
-    """Say up to which token all responses are right.
-
-    `wrong`: (tokens of the prompt, positions [n], is wrong [n] bool).
-    """
-    first = [int(bad.nonzero()[0]) for _, _, bad in wrong]
-    if len(wrong) > 1 and all(k == len(bad) - 1 for k, (_, _, bad) in zip(first, wrong, strict=True)):
+def _where(wrong: Sequence[_Response]) -> list[str]:
+    """Say up to which token all responses are right."""
+    first = [int(of.is_wrong.nonzero()[0]) for of in wrong]
+    if len(wrong) > 1 and all(k == len(of.is_wrong) - 1 for k, of in zip(first, wrong, strict=True)):
         return ["wrong at the last token of the response alone"]
-    if not all(
-        k and float(bad[k:].double().mean()) >= limits.MANY for k, (_, _, bad) in zip(first, wrong, strict=True)
-    ):
+    after = [float(of.is_wrong[k:].double().mean()) for k, of in zip(first, wrong, strict=True)]
+    if not all(first) or min(after) < limits.WRONG_AFTER:
         return []
-    starts = [int(positions[k]) for k, (_, positions, _) in zip(first, wrong, strict=True)]
-    before = {start + prompt for start, (prompt, _, _) in zip(starts, wrong, strict=True)}
+    starts = [int(of.positions[k]) for k, of in zip(first, wrong, strict=True)]
+    before = {start + of.prompt for start, of in zip(starts, wrong, strict=True)}
     if len(set(starts)) == 1:
         return [f"right up to token {starts[0]} of each response, then not"]
     if len(before) == 1:
         return [f"right where at most {min(before) - 1} tokens come before, then not"]
     return [f"right up to some token of each response ({min(starts)} to {max(starts)}), then not"]
+
+
+def _threshold(right: Tensor, bad: Tensor) -> list[str]:
+    """Say which threshold of the log-prob tells the wrong tokens `bad` from the others."""
+    if min(int(bad.sum()), int((~bad).sum())) < 3:
+        return []
+    if float(right[bad].max()) < float(right[~bad].min()):
+        return [f"wrong where the log-prob should be below {float(right[~bad].min()):.3g}, right above"]
+    if float(right[bad].min()) > float(right[~bad].max()):
+        return [f"wrong where the log-prob should be above {float(right[~bad].max()):.3g}, right below"]
+    return []
 
 
 def _how(ideal: Tensor, off: Tensor, tolerance: float) -> list[str]:

@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from ppo_repro.base.output import say
 
 TOGETHER = 4096  # tokens that are computed together
-PIECE = 1 << 21  # logits that are computed with at once: larger blocks cost the system more than the arithmetic
+CHUNK = 1 << 21  # logits that are computed with at once: larger blocks cost the system more than the arithmetic
 EVERY = 10.0  # seconds between two lines of progress
 
 
@@ -110,9 +110,9 @@ def _rotates_by_length(model: PreTrainedModel) -> bool:
     return any(isinstance(of, dict) and of.get("rope_type") == "longrope" for of in (rope, *rope.values()))
 
 
-def pieces(length: int, vocabulary: int) -> Iterator[slice]:
-    """Split `length` tokens into slices of at most PIECE logits."""
-    size = max(1, PIECE // vocabulary)
+def slices(length: int, vocabulary: int) -> Iterator[slice]:
+    """Split `length` tokens into slices of at most CHUNK logits."""
+    size = max(1, CHUNK // vocabulary)
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 

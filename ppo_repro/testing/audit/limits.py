@@ -1,4 +1,7 @@
-"""Every limit of the audit, with its reason. Errors are recorded minus right or predicted log-probs, in nats."""
+"""Every limit by which the audit judges, with its reason.
+
+Errors are recorded minus right or predicted log-probs, in nats.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,8 @@ ALIKE = 0.8
 SURE = 0.99
 # numbers from which a pattern shows: fewer have a format, or a cause of their own, by chance
 FEW = 8
+# a lower limit is tried only if so many numbers are above it: else it would explain any constant
+VARIED = 6
 # response tokens on which stock float32 is measured: its rms has an error of about 2 %
 FLOOR_TOKENS = 2048
 
@@ -42,17 +47,23 @@ SCREENED = 3 * WINDOW
 TRIED = 256
 # a cause passes the screening if it leaves at most so many times the largest rounding: a few tokens have another rms
 NEAR = 3.0
-# so many of the causes that pass are tried on more tokens, and so many if none passes: the rows of the report
+# at most so many of the causes that pass are tried on more tokens; if none passes, so many of the nearest
 ON_ALL, WORST = 12, 3
 # wrong tokens get a cause of their own only if they are fewer than this part: else they are all of them, but for chance
 SOME = 0.95
 
+# What explains wrong draws? (`draws.DrawCauses`)
+# a cause makes them e^10 times as likely
+LIKELIER = 10.0
+# a cause within e^3 of the best is named beside it
+AS_LIKELY = 3.0
+
 # What is said?
-# so many explanations that are equally good are named; with more the cause is unknown
+# so many hypotheses that explain a side equally well are named; with more the cause is unknown
 NAMED = 3
-# explanations that are listed
+# hypotheses that are listed
 SHOWN = 8
 # sides that are nearer to each other than this part of their distance have the same numbers
 AGREE = 0.1
 # "right up to a token, then not" needs this part of the later tokens to be wrong
-MANY = 0.8
+WRONG_AFTER = 0.8

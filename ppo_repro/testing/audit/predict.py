@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Numbers, RecordedPiece
+from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Numbers, RecordedChunk, Stage
 from ppo_repro.testing.audit.distributions import Processing, target_logprobs
-from ppo_repro.testing.audit.forward import Pass, States, pass_over, pieces, states
+from ppo_repro.testing.audit.forward import Pass, States, pass_over, slices, states
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
 
@@ -39,6 +39,17 @@ class Tokens:
     is_screening: bool = False
 
 
+@dataclass(frozen=True)
+class _Softmax:
+    """The distributions of some tokens: by which model and input, and with which cause between logits and softmax."""
+
+    weights: Cause
+    inputs: Cause
+    tokens: Tokens
+    cause: Cause
+    x: float  # its parameter
+
+
 class Predictor:
     """Predict numbers by the stages of a log-prob, of which causes replace some.
 
@@ -57,10 +68,10 @@ class Predictor:
         self.model, self.responses, self.numbers = model, responses, numbers
         self.sampling, self.definition = sampling, definition
         self._made: tuple[Cause, PreTrainedModel] = (UNCHANGED, model)
-        self._states: dict[Hashable, list[tuple[States, Tensor]]] = {}
-        self._pieces: dict[tuple[Cause, Cause, Tokens], list[list[RecordedPiece]]] = {}  # by window, in pieces
-        self._logprobs: dict[Hashable, list[Tensor]] = {}  # log-probs of the targets, by window
-        self._logp: tuple[Hashable, list[list[Tensor]]] = (None, [])  # of all tokens, the last ones
+        self._states: dict[tuple[Cause, Cause, Tokens], list[tuple[States, Tensor]]] = {}
+        self._chunks: dict[tuple[Cause, Cause, Tokens], list[list[RecordedChunk]]] = {}  # by window, in chunks
+        self._logprobs: dict[_Softmax, list[Tensor]] = {}  # log-probs of the targets, by window
+        self._logp: tuple[_Softmax | None, list[list[Tensor]]] = (None, [])  # of all tokens, the last ones
 
     def __call__(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the predicted numbers of each window, float64; NaN for tokens without a prediction."""
@@ -74,57 +85,66 @@ class Predictor:
                 values = torch.full_like(values, math.nan)
                 values[at] = parts[k]
             if unit.change is not None:
-                values = unit.change(self.pieces(UNCHANGED, UNCHANGED, tokens)[k][0], self.sampling, values, x)
+                values = unit.change(self.chunks(UNCHANGED, UNCHANGED, tokens)[k][0], self.sampling, values, x)
             found.append(values[at])
         return found
 
-    def _quantities(self, stage: dict[Any, tuple[Cause, float]], tokens: Tokens) -> list[Tensor]:
+    def _quantities(self, stage: Mapping[Stage, tuple[Cause, float]], tokens: Tokens) -> list[Tensor]:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
-        (weights, _), (inputs, _), (changed, x), (wanted, y) = (
-            stage.get(name, (UNCHANGED, 0.0)) for name in ("weights", "input", "distribution", "quantity")
-        )
-        change, pick = changed.change or self.definition, wanted.change
-        key = weights, inputs, tokens, changed, x
+        weights, _ = stage.get("weights", (UNCHANGED, 0.0))
+        inputs, _ = stage.get("input", (UNCHANGED, 0.0))
+        softmax = _Softmax(weights, inputs, tokens, *stage.get("distribution", (UNCHANGED, 0.0)))
+        wanted, x = stage.get("quantity", (UNCHANGED, 0.0))
+        if wanted.change is None:
+            return self._of_targets(softmax)
+        found = []
+        for chunks, logprobs in zip(self.chunks(weights, inputs, tokens), self._of_all(softmax), strict=True):
+            pairs = zip(chunks, logprobs, strict=True)
+            found.append(torch.cat([wanted.change(chunk, self.sampling, logp, x).double() for chunk, logp in pairs]))
+        return found
 
-        def scaled(piece: RecordedPiece) -> Tensor:
-            return change(piece, self.sampling, piece.logits, x)
+    def _of_targets(self, softmax: _Softmax) -> list[Tensor]:
+        """Return the log-probs of the targets, by window."""
+        if softmax not in self._logprobs:
+            windows = self.chunks(softmax.weights, softmax.inputs, softmax.tokens)
+            self._logprobs[softmax] = [
+                torch.cat([target_logprobs(chunk.targets, self._scaled(softmax, chunk)).double() for chunk in chunks])
+                for chunks in windows
+            ]
+        return self._logprobs[softmax]
 
-        if pick is None:
-            if key not in self._logprobs:
-                windows = self.pieces(weights, inputs, tokens)
-                self._logprobs[key] = [
-                    torch.cat([target_logprobs(piece.targets, scaled(piece)).double() for piece in parts])
-                    for parts in windows
-                ]
-            return self._logprobs[key]
-        windows = self.pieces(weights, inputs, tokens)
-        if self._logp[0] != key:
-            self._logp = key, [[scaled(piece).log_softmax(-1) for piece in parts] for parts in windows]
-        return [
-            torch.cat([pick(piece, self.sampling, logp, y).double() for piece, logp in zip(parts, logps, strict=True)])
-            for parts, logps in zip(windows, self._logp[1], strict=True)
-        ]
+    def _of_all(self, softmax: _Softmax) -> list[list[Tensor]]:
+        """Return the log-probs of all tokens, by window and chunk; they are large, so only the last ones are kept."""
+        windows = self.chunks(softmax.weights, softmax.inputs, softmax.tokens)
+        if self._logp[0] != softmax:
+            logprobs = [[self._scaled(softmax, chunk).log_softmax(-1) for chunk in chunks] for chunks in windows]
+            self._logp = softmax, logprobs
+        return self._logp[1]
 
-    def pieces(self, weights: Cause, inputs: Cause, tokens: Tokens) -> list[list[RecordedPiece]]:
-        """Return the pieces of logits of each window."""
+    def _scaled(self, softmax: _Softmax, chunk: RecordedChunk) -> Tensor:
+        change = softmax.cause.change or self.definition
+        return change(chunk, self.sampling, chunk.logits, softmax.x)
+
+    def chunks(self, weights: Cause, inputs: Cause, tokens: Tokens) -> list[list[RecordedChunk]]:
+        """Return the chunks of logits of each window."""
         key = weights, inputs, tokens
-        if key not in self._pieces:
-            for other in [k for k in self._pieces if k[:2] != (UNCHANGED, UNCHANGED)]:
-                del self._pieces[other]
+        if key not in self._chunks:
+            for other in [k for k in self._chunks if k[:2] != (UNCHANGED, UNCHANGED)]:
+                del self._chunks[other]
             of_windows, windows = self._hidden(weights, inputs, tokens), tokens.windows
             joined = replace(of_windows[0][0], values=torch.cat([x.values for x, _ in of_windows]))
             with self._as_computed(weights, inputs, tokens):
                 logits = joined.logits(self._of(weights))
             by_window = logits.to(_precision(weights, inputs, tokens)).split([w.end - w.start for w in windows])
             triples = zip(windows, by_window, of_windows, strict=True)
-            self._pieces[key] = [list(self._cut(w, x, targets)) for w, x, (_, targets) in triples]
-        return self._pieces[key]
+            self._chunks[key] = [list(self._cut(w, x, targets)) for w, x, (_, targets) in triples]
+        return self._chunks[key]
 
-    def _cut(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[RecordedPiece]:
+    def _cut(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[RecordedChunk]:
         r = self.responses[w.response]
-        for at in pieces(*logits.shape):
+        for at in slices(*logits.shape):
             before = r.response_ids[: w.start + at.start]
-            yield RecordedPiece(logits[at], targets[at], r.prompt_ids, before, self.numbers[w.response])
+            yield RecordedChunk(logits[at], targets[at], r.prompt_ids, before, self.numbers[w.response])
 
     def _hidden(self, weights: Cause, inputs: Cause, tokens: Tokens) -> list[tuple[States, Tensor]]:
         """Return the states that predict each window's tokens, and the targets, which another input may change."""

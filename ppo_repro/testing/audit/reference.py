@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Numbers
-from ppo_repro.testing.audit.distributions import DEFINITIONS, PROCESSED, Piece, sampled_from, target_logprobs
+from ppo_repro.testing.audit.distributions import DEFINITIONS, PROCESSED, Chunk, sampled_from, target_logprobs
 from ppo_repro.testing.audit.draws import Tally
-from ppo_repro.testing.audit.forward import Progress, pass_over, pieces, states
+from ppo_repro.testing.audit.forward import Progress, pass_over, slices, states
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
@@ -83,10 +83,10 @@ def largest_error(model: PreTrainedModel, side: RecordedSide, some: Sequence[int
     return max([reference.largest, *(float(x[x.isfinite()].abs().amax(0)) for x in apart if len(x[x.isfinite()]))])
 
 
-def pieces_of(
+def chunks_of(
     model: PreTrainedModel, responses: Sequence[DumpedResponse], is_wide: bool
-) -> Iterator[tuple[int, Piece, Tensor]]:
-    """Yield the tokens of each response in pieces: its index, the piece, and which of its tokens count."""
+) -> Iterator[tuple[int, Chunk, Tensor]]:
+    """Yield the tokens of each response in chunks: its index, the chunk, and which of its tokens count."""
     progress = Progress(f"responses in float{64 if is_wide else 32}", len(responses))
     passes = [pass_over(r.prompt_ids, r.response_ids) for r in responses]
     for i, of_tokens in states(model, passes, is_wide):
@@ -94,10 +94,10 @@ def pieces_of(
         ids, counts = (torch.tensor(values, device=model.device) for values in (r.response_ids, r.counts))
         for start in range(0, length, AT_ONCE):
             logits = of_tokens.logits(model, start, start + AT_ONCE)
-            for at in pieces(*logits.shape):
+            for at in slices(*logits.shape):
                 here = slice(start + at.start, start + at.stop)
                 before = r.response_ids[: here.start]
-                yield i, Piece(logits[at].double(), ids[here], r.prompt_ids, before), counts[here]
+                yield i, Chunk(logits[at].double(), ids[here], r.prompt_ids, before), counts[here]
         progress.step()
 
 
@@ -110,12 +110,12 @@ def _logprobs(
 ) -> dict[str, list[Tensor]]:
     """Return the log-probs [n] float64 of each response by each definition; with `tallies` the model is in float64."""
     found: dict[str, list[list[Tensor]]] = {name: [[] for _ in responses] for name in names}
-    for i, piece, counts in pieces_of(model, responses, tallies is not None):
+    for i, chunk, counts in chunks_of(model, responses, tallies is not None):
         for name in names:
-            logits = DEFINITIONS[name](piece, sampling, piece.logits, 0.0)
-            found[name][i].append(target_logprobs(piece.targets, logits).cpu())
+            logits = DEFINITIONS[name](chunk, sampling, chunk.logits, 0.0)
+            found[name][i].append(target_logprobs(chunk.targets, logits).cpu())
             if tallies and name in tallies:
-                tallies[name].add(i, logits, piece.targets, counts)
+                tallies[name].add(i, logits, chunk.targets, counts)
     return {name: [torch.cat(parts) for parts in of] for name, of in found.items()}
 
 

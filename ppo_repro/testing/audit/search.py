@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Rounded, RoundedPart
-from ppo_repro.testing.audit.causes.distribution import DISTRIBUTIONS
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.causes.recorded import RECORDED
+from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.causes.weights import of_weights
 from ppo_repro.testing.audit.distributions import Processing
 from ppo_repro.testing.audit.forward import Progress
@@ -35,8 +36,8 @@ from ppo_repro.testing.dumps import DumpedResponse
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """What was tried: causes and a remedy in words, and the rms of the error that they leave, nats."""
+class Hypothesis:
+    """Causes that were tried: in words, with a remedy, and the rms of the error that they leave, nats."""
 
     words: str
     advice: str
@@ -59,49 +60,47 @@ def causes_after_logits(sampling: StackSampling, definition: Processing) -> list
     return [cause for cause in rows if cause.presumes(sampling) and cause.change is not definition]
 
 
-def search(side: WrongSide) -> list[Explanation]:
-    """Return explanations of all tried tokens, or else of the wrong tokens only; the best come first."""
+def search(side: WrongSide) -> list[Hypothesis]:
+    """Return hypotheses about all tried tokens, or else about the wrong tokens only; the best come first."""
     whole = _best_first(_tried(side))
     if any(t.explains for t in whole):
         return whole
-    of_wrong, part = side.wrong_alone, list[Explanation]()
+    of_wrong, part = side.wrong_alone, list[Hypothesis]()
     if limits.FEW <= of_wrong.count < limits.SOME * side.count:
         words = f"at {of_wrong.count} of {side.count} tokens"
         part = [replace(t, words=f"{words} {t.words}", temperature=None) for t in _tried(of_wrong) if t.explains]
     return [*_best_first(part), *whole]
 
 
-def _tried(side: WrongSide) -> list[Explanation]:
+def _tried(side: WrongSide) -> list[Hypothesis]:
     """Try no cause, other orders, single causes, 16-bit rounding, pairs of causes, until something explains."""
-    singles, near = _explained(side, "causes", [(cause,) for cause in side.causes])
-    tried = [_explanation(side, (), side.plain), *_reordered(side), *singles]
+    singles, near = _measured(side, "causes", [(cause,) for cause in side.causes])
+    tried = [_hypothesis(side, (), side.plain), *_reordered(side), *singles]
     if not any(t.explains for t in tried):
         tried += _like_rounding(side, (), side.plain)
     if not any(t.explains for t in tried):
         pairs = [pair for pair in combinations(side.causes, 2) if _is_pair(*pair, near)]
-        tried += _explained(side, "pairs of causes", pairs)[0]
+        tried += _measured(side, "pairs of causes", pairs)[0]
     return tried
 
 
 def _is_pair(a: Cause, b: Cause, near: Set[Cause]) -> bool:
-    """Return whether to try both causes together; a 16-bit error is small, so its partner must come near alone."""
+    """Return whether to try both causes together: they replace different stages, and one has few values or none."""
     parameters = [cause.parameter for cause in (a, b) if cause.parameter is not None]
-    is_far = a.rounds("computed", "weights") and b not in near
-    if a.is_option and (b.stage != "distribution" or (b.parameter is not None and b.parameter.in_pairs == 0)):
+    if a.stage == b.stage or len(parameters) > 1 or any(p.in_pairs == 0 for p in parameters):
         return False
-    is_fitting = not parameters or (len(parameters) == 1 and parameters[0].in_pairs > 0)
-    return a.stage != b.stage and not is_far and is_fitting
+    if a.rounds("computed", "weights"):
+        return b in near  # a 16-bit error is small, so its partner must come near alone
+    return not a.is_option or b.stage == "distribution"  # options are many
 
 
 # the loop
 
 
-def _explained(
-    side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]
-) -> tuple[list[Explanation], set[Cause]]:
+def _measured(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]) -> tuple[list[Hypothesis], set[Cause]]:
     """Screen causes, or pairs, on a few tokens, and measure what the best leave on all tried tokens.
 
-    Returns the explanations, and the single causes that came near on the few tokens.
+    Returns the hypotheses, and the single causes that came near on the few tokens.
     """
     screened = _screened(side, what, combined)
     halves = (cause for cause in side.causes if cause.rounds("computed", "weights"))
@@ -110,10 +109,10 @@ def _explained(
     passing = [combination for left, combination in screened if left <= limit]
     found = []
     for some in passing[: limits.ON_ALL] or [combination for _, combination in screened[: limits.WORST]]:
-        combination = _fitted(side, some, side.some)
-        left = side.left(combination, side.some)
+        combination = _fitted(side, some, side.many)
+        left = side.left(combination, side.many)
         if left is not None:
-            found += [_explanation(side, combination, left), *_like_rounding(side, combination, left)]
+            found += [_hypothesis(side, combination, left), *_like_rounding(side, combination, left)]
     return found, {combination[0][0] for combination in passing if len(combination) == 1}
 
 
@@ -127,16 +126,12 @@ def _screened(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]])
         if combination is not None and left is not None:
             screened.append((rms(left), combination))
         progress.step()
-    return sorted(screened, key=_rms_left)
+    return sorted(screened, key=itemgetter(0))
 
 
 def _by_logits(causes: tuple[Cause, ...]) -> list[list[str]]:
     """Return the key of an order in which logits and their softmax are computed once."""
     return [[cause.words for cause in causes if cause.stage == stage] for stage in ("weights", "input", "distribution")]
-
-
-def _rms_left(screened: tuple[float, Combination]) -> float:
-    return screened[0]
 
 
 def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | None:
@@ -147,10 +142,10 @@ def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | No
         return plain
     parameter, stage = causes[index].parameter, {cause.stage: cause for cause in causes}
     assert parameter is not None
-    windows = side.predictor.pieces(stage.get("weights", UNCHANGED), stage.get("input", UNCHANGED), side.few)
+    windows = side.predictor.chunks(stage.get("weights", UNCHANGED), stage.get("input", UNCHANGED), side.few)
     pairs = zip(windows, side.few.windows, strict=True)
-    pieces = [replace(piece, numbers=side.numbers[w.response]) for of_window, w in pairs for piece in of_window]
-    values = parameter.values(pieces, side.predictor.sampling)[: parameter.in_pairs if len(causes) > 1 else None]
+    chunks = [replace(chunk, numbers=side.numbers[w.response]) for of_window, w in pairs for chunk in of_window]
+    values = parameter.values(chunks, side.predictor.sampling)[: parameter.in_pairs if len(causes) > 1 else None]
     options = [_at(plain, index, x) for x in values]
     left = [(rms(r), k) for k, option in enumerate(options) if (r := side.left(option, side.few)) is not None]
     return _fitted(side, options[min(left)[1]], side.few) if left else None
@@ -181,20 +176,20 @@ def _fitted(side: WrongSide, combination: Combination, tokens: Tokens) -> Combin
     return _at(combination, index, float(fit.x[0]))
 
 
-# what is explained
+# does a hypothesis explain the numbers
 
 
-def _explanation(side: WrongSide, combination: Combination, left: Tensor) -> Explanation:
-    """Return the explanation by causes that leave the errors `left`, in words."""
+def _hypothesis(side: WrongSide, combination: Combination, left: Tensor) -> Hypothesis:
+    """Return the hypothesis of causes that leave the errors `left`."""
     given = f"{side.predictor.sampling.temperature:.4g}"
     words = [cause.words.format(x=x, given=given) if cause.change else cause.words for cause, x in combination]
     before = rms(side.plain) if combination else math.inf
     if side.stored.name and (explains(left, before, side.tolerance) or not combination):
         words.append(f"rounded to {side.stored.name}")
-    rounded = [rms(side.rounding(c, side.some)) for c, _ in combination if c.rounds("computed", "part", "logits")]
+    rounded = [rms(side.rounding(c, side.many)) for c, _ in combination if c.rounds("computed", "part", "logits")]
     does = explains(left, before, side.tolerance, max(rounded, default=0.0))
     temperatures = (x for cause, x in combination if cause.parameter is not None and cause.parameter.is_temperature)
-    return Explanation(
+    return Hypothesis(
         words=" and ".join(words) or "as it is",
         advice="; ".join(dict.fromkeys(cause.advice for cause, _ in combination)) or CAUSES["coarse_records"].mend,
         left=rms(left),
@@ -207,7 +202,7 @@ def _explanation(side: WrongSide, combination: Combination, left: Tensor) -> Exp
 
 
 def _explains_zeros(side: WrongSide, combination: Combination) -> bool:
-    predicted = zip(side.predictor(combination, side.some), side.some.windows, strict=True)
+    predicted = zip(side.predictor(combination, side.many), side.many.windows, strict=True)
     return all(_are_zeros_right(side, values, w) for values, w in predicted)
 
 
@@ -216,35 +211,35 @@ def _are_zeros_right(side: WrongSide, values: Tensor, w: Window) -> bool:
     return bool((values[numbers.counts[at] & (numbers.recorded[at] == 0)].abs() <= side.tolerance).all())
 
 
-def _like_rounding(side: WrongSide, combination: Combination, left: Tensor) -> list[Explanation]:
-    """Return an explanation with 16-bit rounding added, if the remaining errors have its size and its pattern.
+def _like_rounding(side: WrongSide, combination: Combination, left: Tensor) -> list[Hypothesis]:
+    """Return the hypothesis of 16-bit rounding besides, if the remaining errors have its size and its pattern.
 
     With experts there is none: a small error of any cause may choose other experts, which gives the same pattern.
     """
-    without = _explanation(side, combination, left)
+    without = _hypothesis(side, combination, left)
     is_excluded = side.has_experts or any(cause.rounds("computed", "weights") for cause, _ in combination)
     if without.explains or is_excluded or (combination and rms(left) > limits.HALF * rms(side.plain)):
         return []
     for cause in [cause for cause in side.causes if cause.rounds("computed")]:
-        rounding, weights = side.rounding(cause, side.some), _of_same_format(side.causes, cause, "weights")[0]
-        like = likeness(left, rounding, side.rounding(weights, side.some))
+        rounding, weights = side.rounding(cause, side.many), _of_same_format(side.causes, cause, "weights")[0]
+        like = likeness(left, rounding, side.rounding(weights, side.many))
         if not like:
             continue
         what = f"{_as_large_as(side, cause, left, like)}, with other bits"
         words = f"{without.words} and {what}" if combination else what
         advice = f"{without.advice}; " * bool(combination) + CAUSES["reduced_precision"].mend
-        found = [Explanation(words, advice, rms(left), True, without.deviations + 1.5)]
+        found = [Hypothesis(words, advice, rms(left), True, without.deviations + 1.5)]
         computed: Combination = ((cause, 0.0), *combination)
-        exact = side.left(computed, side.some) if combination else None
-        return found if exact is None else [_explanation(side, computed, exact), *found]
+        exact = side.left(computed, side.many) if combination else None
+        return found if exact is None else [_hypothesis(side, computed, exact), *found]
     return []
 
 
 def _as_large_as(side: WrongSide, cause: Cause, left: Tensor, like: float) -> str:
     """Say which rounding errors are as large as, and which parts of the model give errors that correlate as well."""
     assert cause.rounded is not None
-    rounding, parts = side.rounding(cause, side.some), _of_same_format(side.causes, cause, "part")
-    alike = [p.words for p in parts if correlation(left, side.rounding(p, side.some)) > limits.ALIKE * like]
+    rounding, parts = side.rounding(cause, side.many), _of_same_format(side.causes, cause, "part")
+    alike = [p.words for p in parts if correlation(left, side.rounding(p, side.many)) > limits.ALIKE * like]
     kind = cause.rounded.to if sizes_apart(left, rounding) <= limits.FORMATS_APART ** (1 / 3) else "16-bit"
     return " or ".join([f"as large as {kind} rounding ({rms(rounding):.2g} nats rms)", *alike])
 
@@ -258,8 +253,8 @@ def _of_same_format(causes: Sequence[Cause], cause: Cause, what: RoundedPart) ->
 # other orders of the right numbers
 
 
-def _reordered(side: WrongSide) -> Iterator[Explanation]:
-    """Explain the numbers as log-probs of other responses, or of other tokens of the same response."""
+def _reordered(side: WrongSide) -> Iterator[Hypothesis]:
+    """Yield the hypotheses that the numbers are log-probs of other responses, or of other tokens of the response."""
     orders: dict[str, Callable[[WrongSide, int], Tensor | None]] = {
         "the log-probs of other responses": _elsewhere,
         "the right numbers in another order within the response": _exchanged,
@@ -271,7 +266,7 @@ def _reordered(side: WrongSide) -> Iterator[Explanation]:
                 break
             parts.append(left)
         else:
-            yield Explanation(words, CAUSES["shuffled"].mend, rms(torch.cat(parts)), True, 1.5)
+            yield Hypothesis(words, CAUSES["shuffled"].mend, rms(torch.cat(parts)), True, 1.5)
 
 
 def _recorded(side: WrongSide, i: int) -> Tensor:
@@ -303,18 +298,18 @@ def _fits(side: WrongSide, i: int, left: Tensor) -> bool:
     return explains(left, rms(_recorded(side, i) - _right(side, i)), side.tolerance)
 
 
-# the best explanations
+# which hypotheses are the best
 
 
-def _best_first(tried: Sequence[Explanation]) -> list[Explanation]:
-    """Sort explanations, the best first, without duplicates; those with more deviations lose `explains`.
+def _best_first(tried: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Sort hypotheses, the best first, without duplicates; those with more deviations lose `explains`.
 
     An option of the model may predict the same numbers as a fitted parameter (a divisor of the logits acts as a
     temperature). Then both explain.
     """
-    once: dict[str, Explanation] = {}
+    once: dict[str, Hypothesis] = {}
     for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
-        # another cause beside one that leaves the same is not another explanation
+        # another cause beside one that leaves the same explains nothing more
         if t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):
             once.setdefault(t.words, t)
     most = min((t.deviations for t in tried if t.explains), default=0.0)

@@ -1,7 +1,7 @@
 """A wrong side on the tokens that causes are tried on, and the errors that causes leave there.
 
 The tokens are windows of neighbouring tokens that begin shortly before the first wrong token of a response: a few for
-all causes, some more for the causes that leave small errors.
+all causes, many for the causes that leave small errors there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WrongSide:
     numbers: Sequence[Numbers]
     wrong: Sequence[int]  # responses with a wrong log-prob
     few: Tokens  # for all causes
-    some: Tokens  # for the best causes
+    many: Tokens  # for the best causes
     stored: Stored
     scale: float  # of the numbers: sums of many log-probs round more
     tolerance: float  # rms of rounding, nats
@@ -45,14 +45,14 @@ class WrongSide:
     @cached_property
     def plain(self) -> Tensor:
         """Return the errors of the tokens that causes are tried on, without a cause."""
-        left = self.left((), self.some)
+        left = self.left((), self.many)
         assert left is not None
         return left
 
     @property
     def count(self) -> int:
         """Return the number of usable tokens that causes are tried on."""
-        return sum(int(self.numbers[w.response].usable[w.start : w.end].sum()) for w in self.some.windows)
+        return sum(int(self.numbers[w.response].usable[w.start : w.end].sum()) for w in self.many.windows)
 
     @property
     def wrong_alone(self) -> WrongSide:
@@ -93,7 +93,7 @@ def wrong_side_of(
     tolerance = limits.RIGHT * side.reference.floor * scale + 2.0**-22 * rms(every)
     device = model.device
     numbers = [Numbers(*(x.to(device) for x in (of.recorded, of.usable, of.counts, of.reference))) for of in numbers]
-    few, some = _tokens(responses, numbers, [_wrong_tokens(of, tolerance) for of in numbers], wrong)
+    few, many = _tokens(responses, numbers, [_wrong_tokens(of, tolerance) for of in numbers], wrong)
     return WrongSide(
         name=side.name,
         causes=tuple(cause for cause in causes if _is_predicted(cause, few)),
@@ -101,7 +101,7 @@ def wrong_side_of(
         numbers=numbers,
         wrong=wrong,
         few=Tokens(few, is_screening=True),
-        some=Tokens(some),
+        many=Tokens(many),
         stored=stored_as(every),
         scale=scale,
         tolerance=tolerance,
@@ -126,11 +126,11 @@ def _tokens(
     """Return the windows for all causes, and the windows for the best causes; `bad`: which tokens [n] are wrong."""
     window, tried = limits.WINDOW, limits.TRIED
     few = _windows(responses, numbers, bad, wrong, window, limits.SCREENED, window)
-    some = _windows(responses, numbers, bad, wrong, max(4 * window, math.ceil(tried / len(wrong))), tried, tried)
-    last, size = some[-1], len(responses[some[-1].response].response_ids)
+    many = _windows(responses, numbers, bad, wrong, max(4 * window, math.ceil(tried / len(wrong))), tried, tried)
+    last, size = many[-1], len(responses[many[-1].response].response_ids)
     if size > last.end:  # a cause has to be right at the end of a response too
-        some += (Window(last.response, max(last.end, size - 4 * window), size),)
-    return few, some
+        many += (Window(last.response, max(last.end, size - 4 * window), size),)
+    return few, many
 
 
 def _windows(

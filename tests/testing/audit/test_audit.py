@@ -31,9 +31,9 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.testing.audit import forward, limits, reference, search
 from ppo_repro.testing.audit.audit import Audit, Explained, audit
 from ppo_repro.testing.audit.causes.cause import Cause, Numbers, Parameter
-from ppo_repro.testing.audit.causes.distribution import DISTRIBUTIONS
 from ppo_repro.testing.audit.causes.recorded import RECORDED
-from ppo_repro.testing.audit.distributions import DEFINITIONS, Piece
+from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
+from ppo_repro.testing.audit.distributions import DEFINITIONS, Chunk
 from ppo_repro.testing.audit.draws import left_out_of
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
 from ppo_repro.testing.audit.report import lines
@@ -71,17 +71,17 @@ def made() -> Material:
 
 
 @pytest.fixture(scope="module")
-def subject(made: Material) -> StackModel:
+def stack(made: Material) -> StackModel:
     return StackModel(made.model, {"weights of old": old()}, BOS_ID, EOS_ID, PAD_ID)
 
 
-def judged(made: Material, subject: StackModel, sampler: Values, trainer: Values) -> Audit:
-    return audit(subject, made.dump(sampler, trainer), GIVEN)
+def judged(made: Material, stack: StackModel, sampler: Values, trainer: Values) -> Audit:
+    return audit(stack, made.dump(sampler, trainer), GIVEN)
 
 
-def test_stock_float32_is_right_on_both_sides(made: Material, subject: StackModel) -> None:
+def test_stock_float32_is_right_on_both_sides(made: Material, stack: StackModel) -> None:
     good = made.logprobs()
-    found = judged(made, subject, good, good)
+    found = judged(made, stack, good, good)
     assert found.sampler.is_right
     assert found.trainer.is_right
     assert found.sampler.cause == found.trainer.cause == ""
@@ -95,11 +95,11 @@ EVERY = FAULTS | OUTSIDER
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in EVERY])
-def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject: StackModel, name: str) -> None:
+def test_the_cause_is_named_or_unknown_and_never_another(made: Material, stack: StackModel, name: str) -> None:
     fault, cause = EVERY[name]
     bad, good = fault(made), made.logprobs()
     is_sampler = len(name) % 2 == 0  # either side may be the wrong one
-    found = judged(made, subject, *((bad, good) if is_sampler else (good, bad)))
+    found = judged(made, stack, *((bad, good) if is_sampler else (good, bad)))
     wrong, right = (found.sampler, found.trainer) if is_sampler else (found.trainer, found.sampler)
     assert right.is_right
     assert right.cause == ""
@@ -116,8 +116,8 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject
     assert lines(found)[-1] == f"verdict: the {wrong.name} is wrong"
 
 
-def test_numbers_in_another_order_leave_rounding(made: Material, subject: StackModel) -> None:
-    found = judged(made, subject, *(FAULTS[name][0](made) for name in ("sorted", "rows exchanged")))
+def test_numbers_in_another_order_leave_rounding(made: Material, stack: StackModel) -> None:
+    found = judged(made, stack, *(FAULTS[name][0](made) for name in ("sorted", "rows exchanged")))
     for side in (found.sampler, found.trainer):
         assert isinstance(side.finding, Explained)
         assert 0 < side.finding.left == side.tried[0].left < 1e-5 < side.distance.rms
@@ -144,13 +144,13 @@ def prompts() -> Material:
     ],
 )
 def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
-    prompts: Material, subject: StackModel, sampler: StackSampling | Sequence[int], cause: str
+    prompts: Material, stack: StackModel, sampler: StackSampling | Sequence[int], cause: str
 ) -> None:
     """Right log-probs of all tokens on both sides; only what the sampler drew from differs."""
     generator = seeded(3)
 
     def draw(logits: Tensor) -> int:
-        row = Piece(logits[None].double(), torch.zeros(1, dtype=torch.int64), (), ())
+        row = Chunk(logits[None].double(), torch.zeros(1, dtype=torch.int64), (), ())
         if not isinstance(sampler, StackSampling):
             changed = row.logits.clone() / TEMPERATURE
             changed[0, list(sampler)] = -math.inf
@@ -160,7 +160,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
         return int(torch.multinomial(changed[0].softmax(-1), 1, generator=generator))
 
     made = sampled_by(prompts, draw)
-    found = audit(subject, made.dump(made.logprobs(), made.logprobs()), StackSampling(TEMPERATURE))
+    found = audit(stack, made.dump(made.logprobs(), made.logprobs()), StackSampling(TEMPERATURE))
     assert found.sampler.is_right
     assert found.trainer.is_right
     assert found.is_right == (not cause)
@@ -170,7 +170,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
     if cause.startswith(("top", "min")):  # both sides know the cut
         assert isinstance(sampler, StackSampling)
         told = audit(
-            subject,
+            stack,
             made.dump(made.logprobs(), made.logprobs()),
             replace(sampler, sampler_logprobs="tempered", trainer_logprobs="tempered"),
         )
@@ -190,13 +190,13 @@ def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> N
     }
 
 
-def causes(made: Material, subject: StackModel, sampling: StackSampling, definition: str) -> list[Cause]:
-    before = search.causes_before_logits(subject, made.dump(made.logprobs(), made.logprobs()))
+def causes(made: Material, stack: StackModel, sampling: StackSampling, definition: str) -> list[Cause]:
+    before = search.causes_before_logits(stack, made.dump(made.logprobs(), made.logprobs()))
     return [*before, *search.causes_after_logits(sampling, DEFINITIONS[definition])]
 
 
-def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, subject: StackModel) -> None:
-    rows = causes(made, subject, ALL_CUTS, "raw")
+def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, stack: StackModel) -> None:
+    rows = causes(made, stack, ALL_CUTS, "raw")
     assert len({row.words for row in rows}) == len(rows)  # by which logits are remembered
     without_a_row = {"none", "floating_point_noise", "non_finite", "unknown", "coarse_records"}
     assert {row.name for row in rows} | {row.cause for row in ROWS} | without_a_row == set(CAUSES)
@@ -204,9 +204,9 @@ def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, subject: St
 
 @pytest.mark.parametrize(("name", "parts"), [("bfloat16", {"output matrix", "rotary table"}), ("float16", set[str]())])
 def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
-    made: Material, subject: StackModel, name: str, parts: set[str]
+    made: Material, stack: StackModel, name: str, parts: set[str]
 ) -> None:
-    rows = causes(made, subject, GIVEN, "tempered")
+    rows = causes(made, stack, GIVEN, "tempered")
     computed = next(row for row in rows if row.words == f"computed in {name}")
     of_kind = {kind: search._of_same_format(rows, computed, kind) for kind in ("computed", "weights", "part")}
     assert [row.words for row in of_kind["computed"]] == [f"computed in {name}"]
@@ -226,7 +226,7 @@ def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float,
     recorded = RecordedSide("sampler", responses, StackSampling(TEMPERATURE), "tempered", known, numbers)
     side = wrong_side_of(made.model, recorded, range(len(numbers)), [])
 
-    def change(piece: Piece, sampling: StackSampling, logits: Tensor, x: float) -> Tensor:
+    def change(chunk: Chunk, sampling: StackSampling, logits: Tensor, x: float) -> Tensor:
         return logits / x if x >= least else torch.full_like(logits, math.nan)
 
     row = Cause("a temperature", "distribution", "temperature", change, parameter=Parameter((1.0,), is_fitted=True))
@@ -235,21 +235,21 @@ def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float,
 
 
 @pytest.mark.slow
-def test_a_single_wrong_token_among_many_is_seen(made: Material, subject: StackModel) -> None:
+def test_a_single_wrong_token_among_many_is_seen(made: Material, stack: StackModel) -> None:
     good = made.logprobs()
     bad = [v.clone() for v in good]
     bad[3][7] -= 2e-4  # of the rms it is 2e-5
-    assert not judged(made, subject, bad, good).sampler.is_right
+    assert not judged(made, stack, bad, good).sampler.is_right
 
 
 def test_a_single_token_that_hardly_changes_the_rms_has_no_cause(
-    made: Material, subject: StackModel, monkeypatch: pytest.MonkeyPatch
+    made: Material, stack: StackModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "FAR", 1.0)  # as in a response of a thousand tokens
     good = made.logprobs()
     bad = [v.clone() for v in good]
-    bad[1][7] -= 30 * judged(made, subject, good, good).floor
-    found = judged(made, subject, bad, good).sampler
+    bad[1][7] -= 30 * judged(made, stack, good, good).floor
+    found = judged(made, stack, bad, good).sampler
     assert (found.is_right, found.cause, len(found.distance.wrong)) == (False, "unknown", 1)
 
 
@@ -264,26 +264,26 @@ def test_other_weights_without_the_tokens_of_the_dump_are_refused(made: Material
             judged(made, StackModel(made.model, {"weights of other": small_model(config, 4)}), good, good)
 
 
-def test_end_tokens_are_judged_where_a_limit_ended_the_responses(made: Material, subject: StackModel) -> None:
+def test_end_tokens_are_judged_where_a_limit_ended_the_responses(made: Material, stack: StackModel) -> None:
     """Several responses of one length, longer than one token; other dumps without end tokens are of texts."""
     values = made.logprobs()
 
     def left_out(tokens: int, responses: int) -> bool:
         ids = {"response_ids": (68,) * tokens, "counts": np.ones(tokens, bool)}
-        return EOS_ID in left_out_of(subject, [replace(r, **ids) for r in made.dump(values, values)[:responses]])
+        return EOS_ID in left_out_of(stack, [replace(r, **ids) for r in made.dump(values, values)[:responses]])
 
     assert [left_out(2, 5), left_out(1, 5), left_out(2, 1)] == [False, True, True]
 
 
-def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Material, subject: StackModel) -> None:
+def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Material, stack: StackModel) -> None:
     good = made.logprobs()
     bad = [torch.cat([torch.tensor([0.0, math.nan]), v[2:]]) for v in good]
-    found = judged(made, subject, bad, good)
+    found = judged(made, stack, bad, good)
     assert found.sampler.empty == 16
     assert not found.sampler.is_right
     assert found.sampler.distance.rms < 2e-6
     assert found.sampler.cause == "16 of 109 tokens have no log-prob or a 0"
-    zeros = judged(made, subject, [0 * v for v in good], good)
+    zeros = judged(made, stack, [0 * v for v in good], good)
     assert zeros.sampler.cause == "all 109 numbers are exactly 0; nothing was recorded"
 
 
@@ -328,11 +328,11 @@ ALL_CUTS = StackSampling(0.8, 0.8, 6, 0.1)
     ],
 )
 def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_them(
-    made: Material, subject: StackModel, sampling: StackSampling, order: str
+    made: Material, stack: StackModel, sampling: StackSampling, order: str
 ) -> None:
     cuts, is_last = ORDERS[order]
     values, mask = in_order(made, sampling, cuts, 1.0 if is_last else sampling.temperature)
-    found = audit(subject, made.dump(values, values, mask), sampling)
+    found = audit(stack, made.dump(values, values, mask), sampling)
     assert found.sampler.is_right
     assert found.trainer.is_right
     assert found.sampler.definition == f"processed{order}" if sampling.is_cut() else "tempered"
@@ -340,25 +340,25 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_order_of_cuts_on_one_side_is_named(made: Material, subject: StackModel, order: str) -> None:
+def test_the_order_of_cuts_on_one_side_is_named(made: Material, stack: StackModel, order: str) -> None:
     cuts, is_last = ORDERS[order]
     values, mask = in_order(made, ALL_CUTS, cuts, 1.0 if is_last else 0.8)
-    found = audit(subject, made.dump(values, made.logprobs(), mask), ALL_CUTS)
+    found = audit(stack, made.dump(values, made.logprobs(), mask), ALL_CUTS)
     assert found.sampler.cause == f"of the processed distribution{order}, not of all tokens"
     assert found.trainer.is_right
     said = replace(ALL_CUTS, sampler_logprobs="processed", trainer_logprobs="tempered")
-    assert audit(subject, made.dump(values, made.logprobs(), mask), said).sampler.is_right
+    assert audit(stack, made.dump(values, made.logprobs(), mask), said).sampler.is_right
 
 
 @pytest.mark.parametrize("said", ["auto", "processed"])
 def test_sides_with_different_orders_of_cuts_are_of_different_distributions(
-    made: Material, subject: StackModel, said: str
+    made: Material, stack: StackModel, said: str
 ) -> None:
     sampling = replace(ALL_CUTS, sampler_logprobs=said, trainer_logprobs=said)
     names = ", top-p of what top-k leaves (Transformers, vLLM)", ""
     (sampler, a), (trainer, b) = (in_order(made, ALL_CUTS, ORDERS[name][0], 0.8) for name in names)
     both = [[u and v for u, v in zip(*masks, strict=True)] for masks in zip(a, b, strict=True)]
-    found = audit(subject, made.dump(sampler, trainer, both), sampling)
+    found = audit(stack, made.dump(sampler, trainer, both), sampling)
     assert (found.sampler.cause, found.trainer.cause) == (f"processed{names[0]}", "processed, each cut of all tokens")
     assert not found.sampler.is_right
     assert not found.trainer.is_right
@@ -366,13 +366,13 @@ def test_sides_with_different_orders_of_cuts_are_of_different_distributions(
 
 
 @pytest.mark.slow
-def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, subject: StackModel) -> None:
+def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, stack: StackModel) -> None:
     raw, tempered, kept = made.logprobs(temperature=1.0), made.logprobs(), cut("top-k", 8)(made)
     dump, said = made.dump(raw, tempered), replace(GIVEN, sampler_logprobs="raw", trainer_logprobs="tempered")
-    assert audit(subject, dump, said).sampler.is_right
-    assert not audit(subject, dump, GIVEN).sampler.is_right
+    assert audit(stack, dump, said).sampler.is_right
+    assert not audit(stack, dump, GIVEN).sampler.is_right
     processed = replace(GIVEN, sampler_logprobs="processed", trainer_logprobs="processed")
-    found = audit(subject, made.dump(kept, tempered), processed)
+    found = audit(stack, made.dump(kept, tempered), processed)
     assert found.sampler.is_right
     assert found.trainer.cause == "of all tokens, not of the processed distribution"
 
@@ -381,15 +381,15 @@ def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: M
 
 
 @pytest.mark.slow
-def test_logits_in_pieces_give_the_same_verdict(
-    made: Material, subject: StackModel, monkeypatch: pytest.MonkeyPatch
+def test_logits_in_chunks_give_the_same_verdict(
+    made: Material, stack: StackModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = FAULTS["repetition penalty"][0](made)
-    whole = judged(made, subject, bad, made.logprobs())
-    monkeypatch.setattr(forward, "PIECE", 5 * VOCAB)
+    whole = judged(made, stack, bad, made.logprobs())
+    monkeypatch.setattr(forward, "CHUNK", 5 * VOCAB)
     monkeypatch.setattr(forward, "TOGETHER", 30)
     monkeypatch.setattr(reference, "AT_ONCE", 7)
-    parts = judged(made, subject, bad, made.logprobs())
+    parts = judged(made, stack, bad, made.logprobs())
     assert parts.sampler.cause == whole.sampler.cause == "repetition penalty 1.3"
     assert (parts.tokens["reference"] - whole.tokens["reference"]).abs().max() < 1e-12
 
@@ -408,7 +408,7 @@ def test_logits_in_pieces_give_the_same_verdict(
 )
 @pytest.mark.parametrize("start", [0, 30])
 def test_causes_of_long_responses_are_found_in_windows(
-    made: Material, subject: StackModel, monkeypatch: pytest.MonkeyPatch, fault: str, cause: str, start: int
+    made: Material, stack: StackModel, monkeypatch: pytest.MonkeyPatch, fault: str, cause: str, start: int
 ) -> None:
     long = material(made.model, ((5, 55), (6, 50), (4, 58)))
     for name, size in {"WINDOW": 6, "SCREENED": 12, "TRIED": 27}.items():
@@ -416,17 +416,17 @@ def test_causes_of_long_responses_are_found_in_windows(
     bad = [
         torch.cat([good[:start], b[start:]]) for good, b in zip(long.logprobs(), FAULTS[fault][0](long), strict=True)
     ]
-    found = judged(long, subject, bad, long.logprobs())
+    found = judged(long, stack, bad, long.logprobs())
     part = re.sub(r"^at \d+ of \d+ tokens", "in part:", found.sampler.cause)
     assert part in ({f"in part: {cause}", "unknown"} if start else {cause})
     assert found.trainer.is_right
 
 
-def test_a_temperature_that_nobody_gave_is_a_question(made: Material, subject: StackModel) -> None:
+def test_a_temperature_that_nobody_gave_is_a_question(made: Material, stack: StackModel) -> None:
     values = made.logprobs()
     with pytest.raises(UserError, match=r"temperature 0.8 explains the sampler; did you forget --temperature 0.8\?"):
-        audit(subject, made.dump(values, made.logprobs(temperature=1.0)), StackSampling(is_temperature_given=False))
-    found = audit(subject, made.dump(values, made.logprobs(temperature=1.0)), StackSampling())
+        audit(stack, made.dump(values, made.logprobs(temperature=1.0)), StackSampling(is_temperature_given=False))
+    found = audit(stack, made.dump(values, made.logprobs(temperature=1.0)), StackSampling())
     assert found.sampler.cause == "temperature 0.8 instead of 1"
 
 
@@ -443,7 +443,7 @@ def test_a_temperature_that_nobody_gave_is_a_question(made: Material, subject: S
     ],
 )
 def test_context_that_a_later_turn_does_not_see(
-    made: Material, subject: StackModel, words: str, keep: Callable[[int, int, bool], bool]
+    made: Material, stack: StackModel, words: str, keep: Callable[[int, int, bool], bool]
 ) -> None:
     """Three turns: 3 sampled tokens, 2 of a tool, 3 sampled, 1 of a tool, the others sampled."""
     counts = [[(t not in (3, 4, 8)) for t in range(len(r))] for r in made.responses]
@@ -458,7 +458,7 @@ def test_context_that_a_later_turn_does_not_see(
                 logits = made.model(torch.tensor([ids])).logits[0, -1].double()
             row.append(float((logits / TEMPERATURE).log_softmax(-1)[token]))
         values.append(torch.tensor(row))
-    found = audit(subject, made.dump(values, made.logprobs(), counts), GIVEN)
+    found = audit(stack, made.dump(values, made.logprobs(), counts), GIVEN)
     assert found.sampler.cause == words
     assert found.trainer.is_right
 
@@ -520,8 +520,8 @@ def test_an_architecture_that_the_kernels_do_not_know(name: str) -> None:
     assert found.trainer.cause == "temperature 1 instead of 0.8"
 
 
-def test_the_lines_list_each_explanation_once_the_best_first(made: Material, subject: StackModel) -> None:
-    found = judged(made, subject, FAULTS["no temperature"][0](made), made.logprobs())
+def test_the_lines_list_each_explanation_once_the_best_first(made: Material, stack: StackModel) -> None:
+    found = judged(made, stack, FAULTS["no temperature"][0](made), made.logprobs())
     said = lines(found)
     assert said[1].startswith("sampler is wrong")
     assert "temperature 1 instead of 0.8" in said[1]

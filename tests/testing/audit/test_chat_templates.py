@@ -65,7 +65,7 @@ def test_a_fault_of_the_chat_template_is_named(tokenizer: PreTrainedTokenizerBas
     drawn = material(model, [(5, 9)] * len(QUESTIONS))
     dump = Material(model, right, drawn.responses)
     bad = dump.logprobs(dump.logits(prompt=lambda i: wrong[i]))
-    subject = StackModel(model, {}, BOS_ID, tokenizer=tokenizer)
-    found = audit(subject, dump.dump(bad, dump.logprobs()), StackSampling(TEMPERATURE))
+    stack = StackModel(model, {}, BOS_ID, tokenizer=tokenizer)
+    found = audit(stack, dump.dump(bad, dump.logprobs()), StackSampling(TEMPERATURE))
     assert found.sampler.cause == words
     assert found.trainer.is_right

@@ -10,7 +10,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit import forward
-from ppo_repro.testing.audit.forward import Pass, Progress, States, pass_over, pieces, states
+from ppo_repro.testing.audit.forward import Pass, Progress, States, pass_over, slices, states
 from tests.support.models import CONFIGS, MIXTURES, VOCAB, small_model
 
 MODELS = {**CONFIGS, **MIXTURES}
@@ -78,10 +78,10 @@ def test_a_pass_for_some_tokens_ends_with_them() -> None:
     assert one.within(4, 9) is None
 
 
-def test_pieces_cover_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "PIECE", 20)
-    assert list(pieces(5, 10)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert list(pieces(2, 100)) == [slice(0, 1), slice(1, 2)]
+def test_chunks_cover_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "CHUNK", 20)
+    assert list(slices(5, 10)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert list(slices(2, 100)) == [slice(0, 1), slice(1, 2)]
 
 
 def test_progress_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

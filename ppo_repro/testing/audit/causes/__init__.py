@@ -1,1 +1,1 @@
-"""Say what may be wrong on one side: a row of one table for each cause, with the numbers that it predicts."""
+"""Every cause of wrong log-probs that the audit tries: one row for each, with the numbers that it predicts."""

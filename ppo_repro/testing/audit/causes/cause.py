@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.audit.distributions import Piece
+from ppo_repro.testing.audit.distributions import Chunk
 from ppo_repro.testing.audit.forward import Pass
 from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.stack import StackSampling
@@ -36,7 +36,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class RecordedPiece(Piece):
+class RecordedChunk(Chunk):
     """Logits of k neighbouring tokens, and the recorded numbers of the whole response."""
 
     numbers: Numbers
@@ -57,12 +57,12 @@ class RecordedPiece(Piece):
         return self.numbers.usable[self.here]
 
 
-# (piece, sampling, values, parameter) -> what is computed instead. By stage, values and result are
-#   distribution: the piece's logits [k, V] -> logits whose softmax is the distribution [k, V]
-#   quantity: the piece's log-probs [k, V] -> the quantity of each token [k]
+# (chunk, sampling, values, parameter) -> what is computed instead. By stage, values and result are
+#   distribution: the chunk's logits [k, V] -> logits whose softmax is the distribution [k, V]
+#   quantity: the chunk's log-probs [k, V] -> the quantity of each token [k]
 #   unit: the quantity of the whole response [n], NaN where it is not known -> what is recorded [n]
-Change = Callable[[RecordedPiece, StackSampling, Tensor, float], Tensor]
-Proposal = Callable[[Sequence[RecordedPiece], StackSampling], Sequence[float]]
+Change = Callable[[RecordedChunk, StackSampling, Tensor, float], Tensor]
+Proposal = Callable[[Sequence[RecordedChunk], StackSampling], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Parameter:
     in_pairs: int = 0  # so many of these values are tried together with another cause
     is_temperature: bool = False  # all logits are divided by it
 
-    def values(self, pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+    def values(self, chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
         """Return the values to try on some tokens."""
-        return self.usual if self.propose is None else self.propose(pieces, sampling)
+        return self.usual if self.propose is None else self.propose(chunks, sampling)
 
 
 @dataclass(frozen=True)

@@ -13,58 +13,58 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.causes.cause import Cause, Parameter, RecordedPiece
+from ppo_repro.testing.audit import limits
+from ppo_repro.testing.audit.causes.cause import Cause, Parameter, RecordedChunk
 from ppo_repro.testing.audit.distributions import target_logprobs
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.causes import CauseName
 
-VARIED = 6  # numbers above a lower limit, without which it would explain any constant
 STEPS = (1, -1, 2, -2, 3, -3)
 MOST_SHIFTED = 64  # places
 
 # another quantity than the token's log-prob
 
 
-def _likeliest(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+def _likeliest(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
     return logp.max(-1).values
 
 
-def _entropy(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+def _entropy(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
     return -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
 
 
-def _minus_entropy(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
-    return -_entropy(piece, s, logp, x)
+def _minus_entropy(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+    return -_entropy(chunk, s, logp, x)
 
 
-def _logit(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
-    return piece.logits.gather(-1, piece.targets[:, None])[:, 0]
+def _logit(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+    return chunk.logits.gather(-1, chunk.targets[:, None])[:, 0]
 
 
-def _of_one_token(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+def _of_one_token(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
     return logp[:, int(x)]
 
 
-def _nearest_token(pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+def _nearest_token(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
     """Find the token whose log-probs are nearest to the recorded ones."""
-    piece = max(pieces, key=lambda r: int(r.usable.sum()))
-    logp = (piece.logits / sampling.temperature).log_softmax(-1)[piece.usable]
-    return [float((logp - piece.wanted[piece.usable][:, None]).abs().mean(0).argmin())]
+    chunk = max(chunks, key=lambda r: int(r.usable.sum()))
+    logp = (chunk.logits / sampling.temperature).log_softmax(-1)[chunk.usable]
+    return [float((logp - chunk.wanted[chunk.usable][:, None]).abs().mean(0).argmin())]
 
 
-def _of_other_token(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
-    return _paired(piece, logp, int(x), 0)
+def _of_other_token(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+    return _paired(chunk, logp, int(x), 0)
 
 
-def _by_other_logits(piece: RecordedPiece, s: StackSampling, logp: Tensor, x: float) -> Tensor:
-    return _paired(piece, logp, 0, int(x))
+def _by_other_logits(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+    return _paired(chunk, logp, 0, int(x))
 
 
-def _paired(piece: RecordedPiece, logp: Tensor, token: int, logits: int) -> Tensor:
+def _paired(chunk: RecordedChunk, logp: Tensor, token: int, logits: int) -> Tensor:
     """Return at position i the log-prob of target i + `token` by the logits at i + `logits`; NaN outside."""
     index = torch.arange(len(logp), dtype=torch.float64, device=logp.device)
     of_token, of_logits = moved(index, token), moved(index, logits)
-    values = logp[of_logits.nan_to_num(0.0).long(), piece.targets[of_token.nan_to_num(0.0).long()]]
+    values = logp[of_logits.nan_to_num(0.0).long(), chunk.targets[of_token.nan_to_num(0.0).long()]]
     return values.masked_fill((of_token + of_logits).isnan(), torch.nan)
 
 
@@ -91,40 +91,40 @@ def _by_length(y: Tensor) -> Tensor:
     return y / len(y)
 
 
-def _divided_by_temperature(piece: RecordedPiece, s: StackSampling, v: Tensor, x: float) -> Tensor:
+def _divided_by_temperature(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:
     return v / s.temperature
 
 
-def _shifted(piece: RecordedPiece, s: StackSampling, v: Tensor, x: float) -> Tensor:
+def _shifted(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:
     return moved(v, int(x))
 
 
-def _shifts(pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+def _shifts(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
     """Propose the shifts that leave a token, the short ones first."""
-    longest = min(max(len(r.numbers.counts) for r in pieces) - 1, MOST_SHIFTED)
+    longest = min(max(len(r.numbers.counts) for r in chunks) - 1, MOST_SHIFTED)
     return [float(k) for n in range(1, longest + 1) for k in (n, -n)]
 
 
-def _limited(piece: RecordedPiece, s: StackSampling, v: Tensor, x: float) -> Tensor:
+def _limited(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:
     return v.clamp(min=x)
 
 
-def _lower_limit(pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+def _lower_limit(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
     """Propose the lowest number, if it occurs twice and others are above it."""
-    of_responses = {id(r.numbers): r.numbers for r in pieces}.values()  # pieces of one response have the same
+    of_responses = {id(r.numbers): r.numbers for r in chunks}.values()  # chunks of one response have the same
     values = torch.cat([n.recorded[n.usable] for n in of_responses])
     low = values.min() if len(values) else torch.tensor(0.0)
-    return [float(low)] if int((values == low).sum()) >= 2 and int((values > low).sum()) >= VARIED else []
+    return [float(low)] if int((values == low).sum()) >= 2 and int((values > low).sum()) >= limits.VARIED else []
 
 
-def _with_added(piece: RecordedPiece, s: StackSampling, v: Tensor, x: float) -> Tensor:
+def _with_added(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:
     return (v.exp() + x).clamp_min(1e-30).log()
 
 
-def _added_probability(pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+def _added_probability(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
     """Find the median of recorded minus right probability."""
-    scaled = ((piece, target_logprobs(piece.targets, piece.logits / sampling.temperature)) for piece in pieces)
-    added = float(torch.cat([(piece.wanted.exp() - logp.exp())[piece.usable] for piece, logp in scaled]).median())
+    scaled = ((chunk, target_logprobs(chunk.targets, chunk.logits / sampling.temperature)) for chunk in chunks)
+    added = float(torch.cat([(chunk.wanted.exp() - logp.exp())[chunk.usable] for chunk, logp in scaled]).median())
     return [added] if added > 0.0 else []
 
 
@@ -141,9 +141,9 @@ def moved(x: Tensor, by: int) -> Tensor:
 # the rows
 
 
-def _counted(piece: RecordedPiece, s: StackSampling, v: Tensor, x: float, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _counted(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `change` to the numbers of the tokens that count; others are not predicted."""
-    found, counts = torch.full_like(v, torch.nan), piece.numbers.counts
+    found, counts = torch.full_like(v, torch.nan), chunk.numbers.counts
     found[counts] = change(v[counts])
     return found
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, Proposal, RecordedPiece, Rounded, always
+from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, Proposal, RecordedChunk, Rounded, always
 from ppo_repro.testing.audit.distributions import (
     OF_TOP_K,
     ORDERS,
@@ -43,15 +43,15 @@ def _least(x: float) -> float:
 # temperature
 
 
-def _tempered_twice(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+def _tempered_twice(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
     return logits / s.temperature**2
 
 
-def _multiplied(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+def _multiplied(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
     return logits * s.temperature
 
 
-def _divided(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+def _divided(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
     return logits / _least(x)
 
 
@@ -59,7 +59,7 @@ def _divided(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float) -
 
 
 def _cut_at_temperature_1(
-    piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float, first: tuple[str, ...] = ()
+    chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float, first: tuple[str, ...] = ()
 ) -> Tensor:
     return cut(logits, s.top_k, s.top_p, s.min_p, first)
 
@@ -72,7 +72,7 @@ def _is_tempered_and_cut_twice(s: StackSampling) -> bool:
     return _is_tempered_and_cut(s) and s.has_top_k_and_p()
 
 
-def _kept(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float, option: str) -> Tensor:
+def _kept(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float, option: str) -> Tensor:
     cuts = {"top-k": (int(x), 1.0, 0.0), "top-p": (0, x, 0.0), "min-p": (0, 1.0, x)}
     return cut(logits / s.temperature, *cuts[option])
 
@@ -80,59 +80,59 @@ def _kept(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float, opti
 # penalties
 
 
-def _repetition(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return penalised(piece.logits, piece.seen, _least(x)) / s.temperature
+def _repetition(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+    return penalised(chunk.logits, chunk.seen, _least(x)) / s.temperature
 
 
-def _repetition_in_response(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return penalised(piece.logits, piece.seen_in_response, _least(x)) / s.temperature
+def _repetition_in_response(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+    return penalised(chunk.logits, chunk.seen_in_response, _least(x)) / s.temperature
 
 
-def _presence(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return (piece.logits - x * (piece.seen_in_response > 0)) / s.temperature
+def _presence(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+    return (chunk.logits - x * (chunk.seen_in_response > 0)) / s.temperature
 
 
-def _frequency(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return (piece.logits - x * piece.seen_in_response.to(piece.logits)) / s.temperature
+def _frequency(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+    return (chunk.logits - x * chunk.seen_in_response.to(chunk.logits)) / s.temperature
 
 
 # the logits
 
 
-def _rounded(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float, dtype: torch.dtype) -> Tensor:
+def _rounded(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float, dtype: torch.dtype) -> Tensor:
     return logits.to(dtype).to(logits) / s.temperature
 
 
-def _capped(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return _least(x) * (piece.logits / _least(x)).tanh() / s.temperature
+def _capped(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+    return _least(x) * (chunk.logits / _least(x)).tanh() / s.temperature
 
 
-def _with_zeros(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+def _with_zeros(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
     return torch.cat([logits / s.temperature, torch.full_like(logits[:, :1], math.log(x))], -1)
 
 
-def _count_of_zeros(pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+def _count_of_zeros(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
     """Find the count of extra zero logits that lower every log-prob by log(1 + count / sum exp(logits))."""
     counts = []
-    for piece in pieces:
-        scaled = piece.logits / sampling.temperature
-        off = target_logprobs(piece.targets, scaled) - piece.wanted
-        counts.append((off.expm1() * scaled.logsumexp(-1).exp())[piece.usable])
+    for chunk in chunks:
+        scaled = chunk.logits / sampling.temperature
+        off = target_logprobs(chunk.targets, scaled) - chunk.wanted
+        counts.append((off.expm1() * scaled.logsumexp(-1).exp())[chunk.usable])
     count = float(torch.cat(counts).median().round())
     return [count] if 1.0 <= count < 1e6 else []
 
 
-def _without_token(piece: RecordedPiece, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+def _without_token(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
     return (logits / s.temperature).index_fill(-1, torch.tensor([int(x)], device=logits.device), -math.inf)
 
 
-def _missing_token(pieces: Sequence[RecordedPiece], sampling: StackSampling) -> Sequence[float]:
+def _missing_token(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
     """Find the token q that fits recorded - log p = -log(1 - p_q) best."""
     left, off = [], []
-    for piece in pieces:
-        logp = (piece.logits / sampling.temperature).log_softmax(-1)
-        left.append((-logp[piece.usable].exp()).log1p())
-        off.append((target_logprobs(piece.targets, logp) - piece.wanted)[piece.usable])
+    for chunk in chunks:
+        logp = (chunk.logits / sampling.temperature).log_softmax(-1)
+        left.append((-logp[chunk.usable].exp()).log1p())
+        off.append((target_logprobs(chunk.targets, logp) - chunk.wanted)[chunk.usable])
     return [float((torch.cat(left) - torch.cat(off)[:, None]).abs().nan_to_num(math.inf).sum(0).argmin())]
 
 

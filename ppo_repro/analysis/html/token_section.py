@@ -103,7 +103,7 @@ def token_section(view: dict[str, Any], recorded: int) -> Section:
         f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. ppo-repro view "
         "shows every response."
     )
-    return Section("tokens", "Tokens", (note,), (), (needs, token_area()))
+    return Section("tokens", "Tokens", (note,), blocks=(needs, token_area()))
 
 
 def _labelled(text: str, target: str) -> str:

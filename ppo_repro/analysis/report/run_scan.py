@@ -125,10 +125,10 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
         flags.append({"iteration": iteration, "token_updates": int(counts.sum()), **counts_of})
     if facts.is_control:
         sampled = curves.return_rows(values)
-    found = _with_recorded(facts, sampled, iterations, steps)
+    all_curves = _with_recorded(facts, sampled, iterations, steps)
     of_responses = pd.concat(responses, ignore_index=True) if responses else pd.DataFrame()
     return Scan(
-        curves=found,
+        curves=all_curves,
         deltas=counted,
         nonfinite_deltas=nonfinite_deltas,
         nonfinite_ratios=nonfinite_ratios,
@@ -159,8 +159,8 @@ def _with_recorded(
     """Return sampled and recorded curves; no accuracies if responses cannot be right or wrong."""
     kind = KINDS[facts.manifest.kind]
     recorded = curves.recorded_rows(iterations, steps, facts.manifest.final, kind.metrics)
-    found = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
-    return found if facts.is_judged else found[~found["metric"].isin(kind.accuracies)]
+    metrics = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
+    return metrics if facts.is_judged else metrics[~metrics["metric"].isin(kind.accuracies)]
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ def read_run(run_dir: Path) -> OneRun:
 def returns_of(facts: Facts) -> dict[int, Floats]:
     """Return the returns of a control run's ended episodes, by iteration."""
     names = ["iteration", "episode_return"]
-    found = reader.read_sequences(facts.run_dir, columns=names, recorded=facts.manifest)
-    ended = found[found["episode_return"].notna()]
+    episodes = reader.read_sequences(facts.run_dir, columns=names, recorded=facts.manifest)
+    ended = episodes[episodes["episode_return"].notna()]
     groups = ended.groupby("iteration", sort=True)["episode_return"]
     return {int(str(iteration)): values.to_numpy(np.float64) for iteration, values in groups}
 

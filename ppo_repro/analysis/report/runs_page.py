@@ -58,8 +58,8 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     kinds = {manifest.load_head(run_dir).kind for run_dir in complete}
     if len(kinds) > 1:
         raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
-    kept, doubles = (complete, []) if (folder / GRID).exists() else _without_doubles(complete)
-    settings = _settings(folder, [read_run(run_dir) for run_dir in kept])
+    unique, copies = (complete, []) if (folder / GRID).exists() else _without_copies(complete)
+    settings = _settings(folder, [read_run(run_dir) for run_dir in unique])
     ordered = [(setting, run) for setting, group in settings.items() for run in group]
     runs, labels = [run for _, run in ordered], [setting.short for setting, _ in ordered]
     finals = _finals(runs, labels)
@@ -72,12 +72,12 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     cards = [
         *_result_cards(folder, runs, list(settings), finals, lines),
         Card("Are the runs on-policy?", _verdicts(runs)),
-        *_left_out(folder, states, doubles),
+        *_left_out(folder, states, copies),
     ]
     sections = [
         _list_of_runs(folder, linked_from, runs, list(settings), finals),
         *curve_sections(runs[0].facts, lines, notes, _band(finals)),
-        Section("terms", "Terms", (), (), (folded_table("Terms in words", terms()),)),
+        Section("terms", "Terms", blocks=[folded_table("Terms in words", terms())]),
     ]
     return page(f"{folder.resolve().name}: {len(runs)} runs", cards, sections)
 
@@ -95,18 +95,18 @@ def _result_cards(
     drawn = [(line, KINDS[runs[0].facts.manifest.kind].measures.get(measure, "")) for line in lines]
     chart = curves.curve_chart(measure.capitalize(), measure, drawn) or main_chart(runs[0].facts, lines)
     equal = curves.equal_curves(drawn)
-    about_lines = [Verdict("fact", f"{equal[0].upper()}{equal[1:]}.")] if equal else []
-    about_lines += [Verdict("fact", FORKS)] * any(run.facts.forked_at is not None for run in runs)
-    about = _means(finals, measures, {setting.short: setting.whole for setting in settings})
+    on_lines = [Verdict("fact", f"{equal[0].upper()}{equal[1:]}.")] if equal else []
+    on_lines += [Verdict("fact", FORKS)] * any(run.facts.forked_at is not None for run in runs)
+    means = _means(finals, measures, {setting.short: setting.whole for setting in settings})
     sizes = finals.groupby("point").size()
-    said = SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
-    results = scrolled(table(about, said if sizes.max() > 1 else "one run of each setting"))
-    reach = _widest(runs, measure), _seen(runs, measure)
-    compared = answer_cards(folder, finals, measure, chart, *reach) if is_grid else []
+    spread_of_seeds = SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
+    results = scrolled(table(means, spread_of_seeds if sizes.max() > 1 else "one run of each setting"))
+    differences = _largest_possible(runs, measure), _largest_recorded(runs, measure)
+    compared = answer_cards(folder, finals, measure, chart, *differences) if is_grid else []
     if compared:  # the card that has the chart
-        compared[1] = replace(compared[1], verdicts=[*compared[1].verdicts, *about_lines])
-    of_settings = () if is_grid else about_lines
-    named = Card(f"{measure.capitalize()} of each setting", of_settings, [results], "" if is_grid else chart)
+        compared[1] = replace(compared[1], verdicts=[*compared[1].verdicts, *on_lines])
+    of_settings = () if is_grid else on_lines
+    named = Card(f"{measure.capitalize()} of each setting", of_settings, [results], chart="" if is_grid else chart)
     return [*compared[:2], named, *compared[2:]]
 
 
@@ -123,35 +123,35 @@ def _list_of_runs(
     if any(setting.whole for setting in settings):
         wholes = [(setting.short, setting.whole) for setting in settings]
         listed.append(folded_table("All that the settings differ in", pd.DataFrame(wholes, columns=["setting", "is"])))
-    return Section("runs", "Runs", (), (), listed)
+    return Section("runs", "Runs", blocks=listed)
 
 
-def _without_doubles(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, Path]]]:
+def _without_copies(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, Path]]]:
     """Return one run per fingerprint, and each other run paired with the returned run of the same fingerprint."""
     first: dict[str, Path] = {}
-    doubles = []
+    copies = []
     for run_dir in sorted(complete, key=lambda path: (len(path.parts), path)):  # the run, not its copy further down
-        kept = first.setdefault(manifest.load_head(run_dir).fingerprint, run_dir)
-        if kept != run_dir:
-            doubles.append((run_dir, kept))
-    return list(first.values()), doubles
+        unique = first.setdefault(manifest.load_head(run_dir).fingerprint, run_dir)
+        if unique != run_dir:
+            copies.append((run_dir, unique))
+    return list(first.values()), copies
 
 
-def _left_out(folder: Path, states: Mapping[Path, str], doubles: Sequence[tuple[Path, Path]]) -> list[Card]:
+def _left_out(folder: Path, states: Mapping[Path, str], copies: Sequence[tuple[Path, Path]]) -> list[Card]:
     """Return a card about the runs that are not in the page; [] if all runs are."""
     missing = [f"{run.relative_to(folder)} ({state})" for run, state in states.items() if state != "complete"]
     if (folder / CELLS).exists() and "state" in (cells := read_grid_table(folder / CELLS)):
         missing += incomplete_cells(cells[cells["run_dir"] == ""])  # a run that failed at its start has no folder
-    said = [Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}.")] if missing else []
-    for double, kept in doubles:
-        text = f"{double.relative_to(folder)} has the fingerprint of {kept.relative_to(folder)}: they count as one run."
-        said.append(Verdict("fact", text))
-    return [Card("Which runs are left out?", said)] if said else []
+    verdicts = [Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}.")] if missing else []
+    for copy, unique in copies:
+        text = f"{copy.relative_to(folder)} has the fingerprint of {unique.relative_to(folder)}: they count as one run."
+        verdicts.append(Verdict("fact", text))
+    return [Card("Which runs are left out?", verdicts)] if verdicts else []
 
 
 def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun]]:
     """Return the runs of each setting, named by the labels of the grid's axes, or by the differences of setups."""
-    found = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
+    setting_of_run = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
     if (folder / CELLS).exists():
         cells = read_grid_table(folder / CELLS)
         axes = axes_of(cells)
@@ -160,17 +160,17 @@ def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun
         order = {label: k for k, label in enumerate(named.values())}
         if all(path in named for path in paths) and axes:
             pairs = sorted(zip(paths, runs, strict=True), key=lambda pair: order[named[pair[0]]])
-            found, runs = [Setting(named[path], "") for path, _ in pairs], [run for _, run in pairs]
+            setting_of_run, runs = [Setting(named[path], "") for path, _ in pairs], [run for _, run in pairs]
     settings: dict[Setting, list[OneRun]] = {}
-    for setting, run in zip(found, runs, strict=True):
+    for setting, run in zip(setting_of_run, runs, strict=True):
         settings.setdefault(setting, []).append(run)
-    named_by = {setting: _called(setting, group) for setting, group in settings.items()}
+    named_by = {setting: _renamed(setting, group) for setting, group in settings.items()}
     if len({setting.short for setting in named_by.values()}) == len(settings):
         settings = {named_by[setting]: group for setting, group in settings.items()}
     return settings
 
 
-def _called(setting: Setting, group: Sequence[OneRun]) -> Setting:
+def _renamed(setting: Setting, group: Sequence[OneRun]) -> Setting:
     """Rename a setting after the label that all its runs have, or after the experiment if nothing differs."""
     names = {read_label(run.facts.run_dir).name for run in group}
     name = names.pop() if len(names) == 1 else ""
@@ -204,21 +204,21 @@ def _band(finals: pd.DataFrame) -> str:
 def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
     """Return point, seed and the final results that all runs have, or else the last mean score or return."""
     kind, judged = KINDS[runs[0].facts.manifest.kind], all(run.facts.is_judged for run in runs)
-    found = {
+    results = {
         name: [float(run.facts.manifest.final[key]) for run in runs]
         for name, key in kind.measures.items()
         if all(key in run.facts.manifest.final for run in runs) and (judged or key not in kind.accuracies)
     }
-    if not found:
+    if not results:
         name, column = kind.last
-        found = {name: [float(run.iterations[column].iloc[-1]) for run in runs]}
+        results = {name: [float(run.iterations[column].iloc[-1]) for run in runs]}
     # scores that are 1 for right answers and 0 for others are accuracies
-    first = next(iter(found))
-    found = {name: values for name, values in found.items() if name == first or values != found[first]}
-    return pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **found})
+    first = next(iter(results))
+    results = {name: values for name, values in results.items() if name == first or values != results[first]}
+    return pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **results})
 
 
-def _widest(runs: Sequence[OneRun], measure: str) -> float:
+def _largest_possible(runs: Sequence[OneRun], measure: str) -> float:
     """Return the largest difference of a measure that two runs can have; infinite without a limit."""
     kind = KINDS[runs[0].facts.manifest.kind]
     key = kind.measures.get(measure) or kind.last[1]
@@ -229,7 +229,7 @@ def _widest(runs: Sequence[OneRun], measure: str) -> float:
     return max(high for _, high in ends) - min(low for low, _ in ends)
 
 
-def _seen(runs: Sequence[OneRun], measure: str) -> float:
+def _largest_recorded(runs: Sequence[OneRun], measure: str) -> float:
     """Return the largest difference of two scores of sampled responses; infinite for a measure that is no score."""
     kind = KINDS[runs[0].facts.manifest.kind]
     if "score" not in (kind.measures.get(measure) or kind.last[1]):
@@ -266,14 +266,14 @@ def _verdicts(runs: Sequence[OneRun]) -> list[Verdict]:
     if runs[0].facts.manifest.kind == DPO:
         return [Verdict("fact", "DPO trains on pairs that are given; nothing is sampled.")]
     equal = [run for run in runs if not run.unequal]
-    found = []
+    verdicts = []
     if equal:
         tokens = sum(run.tokens for run in equal)
         text = f"Sampler and trainer agree on every bit in {len(equal)} of {len(runs)} runs ({tokens:,} tokens)."
-        found.append(Verdict("holds", text))
+        verdicts.append(Verdict("holds", text))
     if len(equal) < len(runs):
         unequal, tokens = (sum(n) for n in zip(*((r.unequal, r.tokens) for r in runs if r.unequal), strict=True))
         where = f"in the other {len(runs) - len(equal)}" if equal else f"in all {len(runs)} runs"
         text = f"{share(unequal, tokens)} of log-probs differ {where} ({unequal:,} of {tokens:,} tokens)."
-        found.append(Verdict("differs", text))
-    return found
+        verdicts.append(Verdict("differs", text))
+    return verdicts

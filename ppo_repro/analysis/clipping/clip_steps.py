@@ -66,10 +66,14 @@ def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Floats, rule: ClipRu
 def clip_step(item: IterationRows) -> pd.DataFrame:
     """Return one row per step and subset of tokens: rates of flags, ratios, KL, effective sample size, gradient mass.
 
-    A rate is a share of the subset's tokens (all, A > 0, A < 0); NaN if the subset is empty or the policy took no
-    step. gm_clip: share of the sum of `surrogate_mass` that the clip removed. beyond_twice: share of tokens beyond
-    twice the clip range. clip_floor: share of `clipped_at_start`.
-    FLAGS, `value_flags` and `kl_estimates` define the other columns.
+    The subsets are all tokens, tokens with A > 0 and tokens with A < 0. A rate is a share of the subset's tokens. It is
+    NaN if the subset is empty or the policy took no step. Other columns are
+
+        gm_clip: share of the sum of `surrogate_mass` that the clip removed
+        beyond_twice: share of tokens beyond twice the clip range
+        clip_floor: share of tokens in `clipped_at_start`
+        kl_k1, kl_k3: `kl_estimates`
+        vf_band_out, vf_grad_zero: `value_flags`
     """
     policy = policy_rows(item)
     flags, mass = token_flags(policy, item.rule), surrogate_mass(policy)

@@ -103,8 +103,9 @@ def _row(iteration: int, metric: str, estimate: tuple[float, float]) -> dict[str
 def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Metric], score: Range) -> pd.DataFrame:
     """Return the mean over seeds as a frame of curves; an iteration's mean is over the seeds that have the iteration.
 
-    low and high are the 95 % Student interval, clipped to the possible values. From fewer than MANY_SEEDS values, low
-    and high are the smallest and the largest, because an interval says little. `score` is the possible range of scores.
+    low and high are the ends of the 95 % Student interval, clipped to the possible values. With fewer than MANY_SEEDS
+    seeds an interval says little, so low and high are the smallest and the largest value. `score` is the possible range
+    of scores.
     """
     ranges = {metric.key: score if metric.possible is None else metric.possible for metric in metrics}
     rows = []
@@ -123,7 +124,7 @@ def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def informative(wanted: Sequence[Metric], curves: Sequence[Curve]) -> list[Metric]:
-    """Return the metrics that tell something: none that equals its twin, and no setting that stays constant."""
+    """Return the metrics without those that equal their twin, and without settings that never change."""
     return [metric for metric in wanted if _is_informative(metric, curves)]
 
 
@@ -144,7 +145,7 @@ def metric_figures(
 
     Args:
         curves: the curves; each has one colour in all figures.
-        band: what lines and bands are; without it, each metric says so for the page of one run.
+        band: what lines and bands are on a page of several runs; "" takes each metric's text for the page of one run.
         forked_at: the iteration that a dotted line marks.
     """
     figures = []

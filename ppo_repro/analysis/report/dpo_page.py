@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.html.markup import table
+from ppo_repro.analysis.html.markup import sentence, table
 from ppo_repro.analysis.html.page import (
     Card,
     Section,
@@ -35,7 +35,7 @@ def dpo_page(facts: Facts) -> str:
     iterations, steps = summary_tables(facts)
     metrics, last = run_curves(facts, iterations, steps), [recorded.num_iterations - 1]
     pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
-    learning = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in summarise(folder).sentences]
+    learning = [Verdict("fact", sentence(line)) for line in summarise(folder).sentences]
     cards = (
         Card("Did it learn?", learning, chart=run_chart(facts, metrics)),
         Card("How to repeat it", blocks=[facts_html(repeating(facts))]),

@@ -78,11 +78,19 @@ def main_effects(folder: Path, finals: pd.DataFrame, measure: str) -> pd.DataFra
         {
             "axis": rows["axis"],
             "difference of": [f"{row.point} minus {row.first}" for row in rows.itertuples()],
-            measure: [f"{row.difference:+.3f}" for row in rows.itertuples()],
-            "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in rows.itertuples()],
-            "p": [number(p, 3) for p in rows["Holm"]],
+            **_columns(rows, measure),
         }
     ).reset_index(drop=True)
+
+
+def _columns(compared: pd.DataFrame, name: str) -> dict[str, list[str]]:
+    """Return the columns `name`, 95 % interval and p of a table, from a frame of `comparisons`."""
+    return {
+        name: [f"{difference:+.3f}" for difference in compared["difference"]],
+        # NaN if all seeds have the same difference
+        "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
+        "p": [number(p, 3) for p in compared["Holm"]],
+    }
 
 
 def _answer(finals: pd.DataFrame, measure: str, possible: float, largest: float) -> tuple[list[Verdict], pd.DataFrame]:
@@ -118,10 +126,7 @@ def _answer(finals: pd.DataFrame, measure: str, possible: float, largest: float)
     differences = pd.DataFrame(
         {
             "setting": compared["point"],
-            f"minus {points[0]}": [f"{row.difference:+.3f}" for row in compared.itertuples()],
-            # NaN if all seeds have the same difference
-            "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
-            "p": [number(p, 3) for p in compared["Holm"]],
+            **_columns(compared, f"minus {points[0]}"),
             "seen from": ["too few seeds" if effect > largest else number(effect, 2) for effect in detected],
         }
     )

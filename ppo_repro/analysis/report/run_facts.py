@@ -42,7 +42,7 @@ class Facts:
     config_text: str
     environment: Mapping[str, Any]
     accuracy: Accuracy | None  # of the log-probs at the start; None if it was not measured
-    is_judged: bool  # whether responses are right or wrong; without that, an accuracy means nothing
+    is_judged: bool  # whether responses are right or wrong; otherwise an accuracy means nothing
 
     @property
     def iterations(self) -> range:

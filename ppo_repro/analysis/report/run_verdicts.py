@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.html.markup import number, share
+from ppo_repro.analysis.html.markup import number, sentence, share
 from ppo_repro.analysis.html.page import Verdict
 from ppo_repro.analysis.mismatch.parity import Parity
 from ppo_repro.analysis.report.run_facts import Facts
@@ -99,8 +99,7 @@ def on_policy(facts: Facts, counted: Parity, draws: Draws) -> list[Verdict]:
         verdicts.append(_counted(other, right, wrong))
     # tokens that were encoded again were not drawn
     if draws.tokens and not (isinstance(config, RunConfig) and config.mismatch.trainer.retokenize):
-        sentence = draws.sentence()
-        verdicts.append(_counted(int(draws.is_wrong), f"{sentence[0].upper()}{sentence[1:]}.", sentence))
+        verdicts.append(_counted(int(draws.is_wrong), sentence(draws.sentence()), draws.sentence()))
     if isinstance(config, RunConfig):
         verdicts += [Verdict("fact", f"{text}.") for text in not_promised(config)]
     measured = facts.accuracy

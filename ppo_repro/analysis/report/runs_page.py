@@ -11,7 +11,7 @@ import pandas as pd
 
 from ppo_repro.analysis.grids.grid_outcomes import incomplete_cells
 from ppo_repro.analysis.grids.grid_table import SPREAD
-from ppo_repro.analysis.html.markup import Html, element, escape, share, table
+from ppo_repro.analysis.html.markup import Html, element, escape, sentence, share, table
 from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, page, scrolled
 from ppo_repro.analysis.report import curves
 from ppo_repro.analysis.report.curve_metrics import ANY, score_range
@@ -62,7 +62,7 @@ def _result_cards(runs: FolderRuns, lines: Sequence[Curve], forks: Sequence[str]
     drawn = [(line, runs.kind.measures.get(measure, "")) for line in lines]
     chart = curves.curve_chart(measure.capitalize(), measure, drawn) or main_chart(runs.listed[0].facts, lines)
     equal = curves.equal_curves(drawn)
-    on_lines = [Verdict("fact", text) for text in ([f"{equal[0].upper()}{equal[1:]}."] if equal else []) + [*forks]]
+    on_lines = [Verdict("fact", text) for text in ([sentence(equal)] if equal else []) + [*forks]]
     sizes = runs.finals.groupby("point").size()
     spread_of_seeds = SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
     results = scrolled(table(_means(runs), spread_of_seeds if sizes.max() > 1 else "one run of each setting"))

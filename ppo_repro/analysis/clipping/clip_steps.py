@@ -82,11 +82,12 @@ def clip_step(item: IterationRows) -> pd.DataFrame:
     policy_steps, value_steps = steps_of(policy), steps_of(moved)
     table = []
     for inner, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
-        of_policy, of_value = (found.get(step, np.zeros(0, np.intp)) for found in (policy_steps, value_steps))
-        advantages, of_all = column(policy.iloc[of_policy], "advantages"), column(moved.iloc[of_value], "advantages")
+        of_policy, of_value = (steps.get(step, np.zeros(0, np.intp)) for steps in (policy_steps, value_steps))
+        advantages = column(policy.iloc[of_policy], "advantages")
+        advantages_of_value = column(moved.iloc[of_value], "advantages")
         for subset, sign in zip(SUBSETS, (0, 1, -1), strict=True):
             chosen = of_policy[(sign * advantages > 0) | (sign == 0)]
-            stepped = of_value[(sign * of_all > 0) | (sign == 0)]
+            stepped = of_value[(sign * advantages_of_value > 0) | (sign == 0)]
             key = {"iteration": item.iteration, "epoch": step[0], "minibatch": step[1], "step": inner, "subset": subset}
             numbers = _numbers(policy.iloc[chosen], flags.iloc[chosen], mass[chosen], item.rule)
             rates = {name: values[name].iloc[stepped].mean() for name in VALUE_FLAGS}
@@ -115,8 +116,8 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
             where = scope & (codes >= 0)
             groups = flags[where].groupby(codes[where])
             table = groups.mean()
-            places = table.index.to_numpy(np.int64)
+            bins = table.index.to_numpy(np.int64)
             table = table.assign(iteration=item.iteration, kind=kind, adv_sign=sign, n=groups.size())
-            tables.append(table.assign(lo=lows[places], hi=lows[places + 1]))
+            tables.append(table.assign(lo=lows[bins], hi=lows[bins + 1]))
     names = ["iteration", "kind", "adv_sign", "lo", "hi", "n", *FLAGS]
     return pd.concat(tables, ignore_index=True)[names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -86,7 +87,7 @@ def read_facts(run_dir: Path) -> Facts:
     """Read the facts of a run, complete or not. Raises UserError if it completed no iteration itself."""
     manifest = reader.open_manifest(run_dir, allow_incomplete=True)
     if not manifest.own_iterations:
-        advice = f"go on with `ppo-repro resume {run_dir}`"
+        advice = f"go on with `ppo-repro resume {shlex.quote(str(run_dir))}`"
         raise UserError(f"{run_dir}: the run is {manifest.status} and has no complete iteration to report; {advice}")
     environment, config = read_note(run_dir, manifest, ENVIRONMENT_NAME), load_config_of(run_dir, manifest)
     text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")

@@ -28,8 +28,8 @@ def summary_table(table: pd.DataFrame, word_table: pd.DataFrame) -> pd.DataFrame
     `n_undefined` counts responses without the unit; mean_of_ratios leaves them out. `n_nonfinite` counts responses
     whose sum is not finite; every reduction includes them.
 
-    `<metric>_first_share` is the share of the words' first tokens in the sum over all words of text. Terms of k1 cancel,
-    so its share is NaN if the sum is below 3 standard errors.
+    `<metric>_first_share` is the share of the words' first tokens in the sum over all words of text. Terms of k1 cancel
+    out, so its share is NaN if the sum is below 3 standard errors.
     """
     words = word_table[~word_table["is_special"].to_numpy(bool)]
     rows = [*_of_units(table), *_first_shares(table, words), *_of_words(table, words)]

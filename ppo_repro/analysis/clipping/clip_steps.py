@@ -66,10 +66,14 @@ def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Floats, rule: ClipRu
 def clip_step(item: IterationRows) -> pd.DataFrame:
     """Return one row per step and subset of tokens: rates of flags, ratios, KL, effective sample size, gradient mass.
 
-    A rate is a share of the subset's tokens (all, A > 0, A < 0); NaN if the subset is empty or the policy took no
-    step. gm_clip: share of the sum of `surrogate_mass` that the clip removed. beyond_twice: share of tokens beyond
-    twice the clip range. clip_floor: share of `clipped_at_start`.
-    FLAGS, `value_flags` and `kl_estimates` define the other columns.
+    The subsets are all tokens, tokens with A > 0 and tokens with A < 0. A rate is a share of the subset's tokens. It is
+    NaN if the subset is empty or the policy took no step. Other columns are
+
+        gm_clip: share of the sum of `surrogate_mass` that the clip removed
+        beyond_twice: share of tokens beyond twice the clip range
+        clip_floor: share of tokens in `clipped_at_start`
+        kl_k1, kl_k3: `kl_estimates`
+        vf_band_out, vf_grad_zero: `value_flags`
     """
     policy = policy_rows(item)
     flags, mass = token_flags(policy, item.rule), surrogate_mass(policy)
@@ -78,11 +82,12 @@ def clip_step(item: IterationRows) -> pd.DataFrame:
     policy_steps, value_steps = steps_of(policy), steps_of(moved)
     table = []
     for inner, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
-        of_policy, of_value = (found.get(step, np.zeros(0, np.intp)) for found in (policy_steps, value_steps))
-        advantages, of_all = column(policy.iloc[of_policy], "advantages"), column(moved.iloc[of_value], "advantages")
+        of_policy, of_value = (steps.get(step, np.zeros(0, np.intp)) for steps in (policy_steps, value_steps))
+        advantages = column(policy.iloc[of_policy], "advantages")
+        advantages_of_value = column(moved.iloc[of_value], "advantages")
         for subset, sign in zip(SUBSETS, (0, 1, -1), strict=True):
             chosen = of_policy[(sign * advantages > 0) | (sign == 0)]
-            stepped = of_value[(sign * of_all > 0) | (sign == 0)]
+            stepped = of_value[(sign * advantages_of_value > 0) | (sign == 0)]
             key = {"iteration": item.iteration, "epoch": step[0], "minibatch": step[1], "step": inner, "subset": subset}
             numbers = _numbers(policy.iloc[chosen], flags.iloc[chosen], mass[chosen], item.rule)
             rates = {name: values[name].iloc[stepped].mean() for name in VALUE_FLAGS}
@@ -111,8 +116,8 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
             where = scope & (codes >= 0)
             groups = flags[where].groupby(codes[where])
             table = groups.mean()
-            places = table.index.to_numpy(np.int64)
+            bins = table.index.to_numpy(np.int64)
             table = table.assign(iteration=item.iteration, kind=kind, adv_sign=sign, n=groups.size())
-            tables.append(table.assign(lo=lows[places], hi=lows[places + 1]))
+            tables.append(table.assign(lo=lows[bins], hi=lows[bins + 1]))
     names = ["iteration", "kind", "adv_sign", "lo", "hi", "n", *FLAGS]
     return pd.concat(tables, ignore_index=True)[names]

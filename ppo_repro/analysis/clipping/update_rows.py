@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,14 +113,14 @@ def load_iterations(
     for _, row in overview.iterrows():
         index = int(row["iteration"])
         rule = clip_rule(config, row, band)
-        which: dict[str, Any] = {"iterations": [index], "recorded": recorded}
-        tokens = reader.read_tokens(run_dir, columns=TOKEN_COLUMNS, **which)
-        updates = reader.read_updates(run_dir, **which).drop(columns="iteration")
+        one = [index]
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=TOKEN_COLUMNS, recorded=recorded)
+        updates = reader.read_updates(run_dir, iterations=one, recorded=recorded).drop(columns="iteration")
         yield IterationRows(
             iteration=index,
             rule=rule,
             tokens=tokens,
-            steps=reader.read_steps(run_dir, columns=STEP, **which),
+            steps=reader.read_steps(run_dir, iterations=one, columns=STEP, recorded=recorded),
             rows=join_tokens(tokens, updates, rule.anchor),
         )
 

@@ -52,9 +52,12 @@ def paired_responses(
         iterations: the iterations to compare; None for all.
 
     Returns:
-        iteration, sequence; diverged: whether a token differs; compared: tokens up to and including the first
-        different one, or all. delta_sum and abs_sum: sums over tokens of delta and |delta|, nats, float64, NaN for a
-        pair that diverged; unequal: tokens whose log-probs differ in any bit, 0 for a pair that diverged.
+        The columns iteration, sequence, and
+
+        diverged: whether a token differs
+        compared: number of tokens up to and including the first different token, or of all
+        delta_sum, abs_sum: sums of delta and |delta| over the tokens, nats, float64; NaN for a pair that diverged
+        unequal: number of tokens whose log-probs differ in any bit; 0 for a pair that diverged
 
     Raises:
         UserError: another column, runs without responses, damaged records, or, without `iterations`, different

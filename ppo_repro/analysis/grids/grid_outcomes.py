@@ -38,8 +38,8 @@ def clip_shares(run_dir: Path) -> tuple[float, float]:
     """Return two shares of a run's own token visits: with a removed gradient, and with a ratio outside the band.
 
     The ratio is the recorded one, so `sequence_clip` counts the tokens of responses outside its band. Both shares are 0
-    if the objective clips nothing, as `cispo`. With your own objective the second share is NaN, because its band is
-    unknown, and so is the first if the objective does not say which tokens it cut.
+    if the objective clips nothing, as `cispo`. Your own objective has no known band, so its second share is NaN. Its
+    first share is NaN if the objective does not say which tokens it cut.
     """
     recorded, objective = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo.objective
     own = own_iterations(run_dir, recorded, None)

@@ -1,7 +1,7 @@
 """Draw charts as inline SVG: lines with bands, and bars. Colours are classes of style.css.
 
-A page has thirty charts. They open without a network, in light and dark colours, at the width of a phone, and show the
-values under the pointer. SVG of matplotlib has fixed colours and no values; scripts of plotly or vega are megabytes.
+The charts need no network. They follow light and dark colours and the width of a phone, and show the values under the
+pointer. Matplotlib's SVG has style attributes, which the page's security policy forbids, fixed colours, and no values.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Axis:
 class Line:
     """Line over x, with an optional band from `low` to `high`; NaN makes a gap.
 
-    `parts` are thin lines in place of the band. The legend shows `about` under the pointer.
+    `parts` are thin lines in place of the band. The legend shows `tooltip` under the pointer.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Line:
     high: Floats | None = None
     colour: int = 0
     parts: tuple[tuple[Floats, Floats], ...] = ()
-    about: str = ""
+    tooltip: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ class Plot:
         """Return the y positions of values."""
         return self.top + (1.0 - self.y.at(values)) * PLOT_HEIGHT
 
-    def picture(self, content: Sequence[str], rules: Sequence[Rule], about: str, hover: dict[str, object]) -> str:
-        """Return the SVG element of the plot; `about` is its text alternative, and charts.js shows `hover`."""
+    def picture(self, content: Sequence[str], rules: Sequence[Rule], alt: str, hover: dict[str, object]) -> str:
+        """Return the SVG element of the plot; `alt` is its text alternative, and charts.js shows `hover`."""
         height = self.top + PLOT_HEIGHT + BOTTOM
         inside = self.above + _frame(self) + "".join(content) + _rules(self, rules)
         values = json.dumps(hover, ensure_ascii=True, separators=(",", ":"))
         box = f"0 0 {WIDTH:g} {height:g}"
-        return element("svg", inside, class_="chart", viewBox=box, role="img", aria_label=about, data_hover=values)
+        return element("svg", inside, class_="chart", viewBox=box, role="img", aria_label=alt, data_hover=values)
 
 
 def axis_for(label: str, values: Iterable[object], log: bool = False, include: Sequence[float] = ()) -> Axis:
@@ -167,18 +167,18 @@ def legend(names: Sequence[str]) -> str:
 
 
 def line_chart(
-    lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = (), has_legend: bool = True
+    lines: Sequence[Line], x: Axis, y: Axis, alt: str, rules: Sequence[Rule] = (), has_legend: bool = True
 ) -> str:
     """Return a chart of lines with their bands, distinguished by colour and dashes."""
-    plot = _plot(x, y, [(line.name, line.colour, line.about) for line in lines if has_legend], rules)
+    plot = _plot(x, y, [(line.name, line.colour, line.tooltip) for line in lines if has_legend], rules)
     content = [_band(plot, line) for line in lines]
     content += [_thin_line(plot, *part, line.colour) for line in lines for part in line.parts]
     content += [_line(plot, line) for line in lines]
-    return plot.picture(content, rules, about, _values(plot, lines))
+    return plot.picture(content, rules, alt, _values(plot, lines))
 
 
 def bar_chart(
-    edges: Floats, groups: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str, names: Sequence[str] = ()
+    edges: Floats, groups: Sequence[tuple[str, Floats]], x: Axis, y: Axis, alt: str, names: Sequence[str] = ()
 ) -> str:
     """Return a chart of bars; the bars of several groups stand side by side in each bin.
 
@@ -195,11 +195,11 @@ def bar_chart(
         bars = zip(start + 0.4, start + width - 0.4, plot.down(heights), strict=True)
         d = "".join(f"M{a:.1f} {bottom:.1f}V{t:.1f}H{b:.1f}V{bottom:.1f}Z" for a, b, t in bars if t < bottom)
         content.append(f'<path class="bar fill{i % COLOURS}" d="{d}"></path>')
-    places = [
+    labels = [
         [round(float(at[k] + at[k + 1]) / 2, 1), "\n".join([name, *(_labelled(group, v[k]) for group, v in groups)])]
         for k, name in enumerate(names or _between(x.label, edges))
     ]
-    return plot.picture(content, (), about, {"at": places})
+    return plot.picture(content, (), alt, {"at": labels})
 
 
 def _plot(x: Axis, y: Axis, names: Sequence[tuple[str, int, str]], rules: Sequence[Rule] = ()) -> Plot:
@@ -207,18 +207,18 @@ def _plot(x: Axis, y: Axis, names: Sequence[tuple[str, int, str]], rules: Sequen
 
     Long names wrap.
     """
-    marks = [(name, f"fill{i % COLOURS}", about) for name, i, about in names] if len(names) > 1 else []
+    marks = [(name, f"fill{i % COLOURS}", tooltip) for name, i, tooltip in names] if len(names) > 1 else []
     marks += [(rule.name, "rule", "") for rule in rules if rule.name]
     if not marks:
         return Plot(x, y, "", TOP)
     elements, left, top = [], 0.0, TOP + 4.0
-    for name, mark, about in marks:
+    for name, mark, tooltip in marks:
         rows = textwrap.wrap(name, math.floor((WIDTH - 19) / CHARACTER)) or [""]
         width = 24 + CHARACTER * max(map(len, rows))
         if left > 0 and (left + width > WIDTH or len(rows) > 1):
             left, top = 0.0, top + LEGEND_ROW
         d = f"M{left:.1f} {top - 4:.1f}h14" if mark == "rule" else f"M{left:.1f} {top - 8:.1f}h14v8h-14z"
-        entry = [f'<path class="{mark}" d="{d}"></path>', *([element("title", escape(about))] if about else [])]
+        entry = [f'<path class="{mark}" d="{d}"></path>', *([element("title", escape(tooltip))] if tooltip else [])]
         for k, row in enumerate(rows):
             entry.append(f'<text x="{left + 19:.1f}" y="{top + k * LEGEND_ROW:.1f}">{escape(row)}</text>')
         elements.append(element("g", "".join(entry)))
@@ -303,7 +303,7 @@ def _values(plot: Plot, lines: Sequence[Line]) -> dict[str, object]:
     """Return the values of every line at up to MAX_X_VALUES values of x, which the page shows under the pointer."""
     every = np.unique(np.concatenate([line.x for line in lines])) if lines else np.zeros(0)
     rows = [{float(x): k for k, x in enumerate(line.x)} for line in lines]
-    places = []
+    labels = []
     for x in every[evenly_spread(len(every), MAX_X_VALUES)].tolist():
         words = [f"{plot.x.label} {number(x, DIGITS)}"]
         for line, row in zip(lines, rows, strict=True):
@@ -312,8 +312,8 @@ def _values(plot: Plot, lines: Sequence[Line]) -> dict[str, object]:
                 if line.low is not None and line.high is not None and math.isfinite(line.low[k] + line.high[k]):
                     band = f" ({number(float(line.low[k]))} to {number(float(line.high[k]))})"
                 words.append(_labelled(line.name, line.y[k]) + band)
-        places.append([round(float(plot.across(x)), 1), "\n".join(words)])
-    return {"at": places}
+        labels.append([round(float(plot.across(x)), 1), "\n".join(words)])
+    return {"at": labels}
 
 
 def _labelled(name: str, value: float) -> str:

@@ -30,6 +30,11 @@ def prose(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
+def sentence(text: str) -> str:
+    """Return text with a capital first letter and a full stop."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def element(tag: str, content: str = "", **attributes: str | float | bool) -> str:
     """Return `<tag name="value">content</tag>`. Values are escaped, content is not. `class_` is written as class."""
     words = [tag]

@@ -36,7 +36,7 @@ class Card:
     """Question of the first screen, with a chart and sentences as its answer, and `blocks` of HTML below."""
 
     question: str
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[Verdict] = ()
     blocks: Sequence[str] = ()
     chart: str = ""
 

@@ -59,10 +59,10 @@ def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
     responses: list[dict[str, Any]] = []
     names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
     for iteration, rows in selected.groupby("iteration", sort=True):
-        which: dict[str, Any] = {"iterations": [int(str(iteration))], "allow_incomplete": True}
-        sequences = reader.read_sequences(run_dir, columns=_READ_SEQUENCES, **which)
-        tokens = reader.read_tokens(run_dir, columns=_READ, **which)
-        updates = reader.read_updates(run_dir, columns=names, **which)
+        one = [int(str(iteration))]
+        sequences = reader.read_sequences(run_dir, iterations=one, columns=_READ_SEQUENCES, allow_incomplete=True)
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=_READ, allow_incomplete=True)
+        updates = reader.read_updates(run_dir, iterations=one, columns=names, allow_incomplete=True)
         responses += responses_of(sequences, tokens, updates, rows, f"{run_dir}: iteration {iteration}")
     return described(responses)
 

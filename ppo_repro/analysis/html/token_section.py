@@ -24,8 +24,8 @@ REASONS = {
 def select(summary: pd.DataFrame, count: int) -> pd.DataFrame:
     """Choose up to `count` responses, and add `why`: the keys of REASONS that chose each response.
 
-    The reasons take turns: each chooses its next best response, until `count` or MAX_TOKENS is reached. `summary` has
-    the rows of `Scan.responses`; the returned rows stay in this order.
+    The reasons take turns. Each reason chooses its next best response until `count` or MAX_TOKENS is reached. `summary`
+    has the rows of `Scan.responses`. The returned rows are in the order of `summary`.
     """
     rows = summary.reset_index(drop=True)
     latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")
@@ -103,7 +103,7 @@ def token_section(view: dict[str, Any], recorded: int) -> Section:
         f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. ppo-repro view "
         "shows every response."
     )
-    return Section("tokens", "Tokens", (note,), (), (needs, token_area()))
+    return Section("tokens", "Tokens", (note,), blocks=(needs, token_area()))
 
 
 def _labelled(text: str, target: str) -> str:

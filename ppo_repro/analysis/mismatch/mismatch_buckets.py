@@ -66,10 +66,14 @@ def _added(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
 def bucket_table(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Return one row per kind and bucket that has tokens, from frames of `bucket_sums`.
 
-    Columns: kind, lo, hi (the bucket [lo, hi) in the unit of the kind), n (tokens, int64), and over these tokens the
-    99th percentile (relative error 2**-8), largest and mean |delta| in nats, the mean |difference of probabilities|, k1
-    and k3 (estimates of KL(a || b)) and the share of equal bits. The table has no rows of a kind if the source
-    lacks its column.
+    The table has no rows of a kind if the source lacks its column. The columns are
+
+        kind, lo, hi: the bucket [lo, hi) in the unit of the kind
+        n: number of tokens
+        abs_p99, abs_max, abs_mean: |delta| in nats; the percentile has a relative error of 2**-8
+        prob_abs_mean: mean |difference of probabilities|
+        k1, k3: KL(a || b), nats, token mean
+        frac_eq: share of tokens with equal bits
     """
     sums = _added(parts)
     rows = []

@@ -110,10 +110,15 @@ def update_table(sums: Sums) -> pd.DataFrame:
         total variation: tv = E|rho - 1| / 2
         chi^2(b || a): chi2_seq = E[product of rho over a response, squared] - 1, which may be negative in a sample
 
-    ess_frac = 1 / (1 + Var(rho) / E[rho]^2). The reductions token_mean and seq_mean_token_sum do what their names say;
-    seq_mean is the mean over responses of a quantity of the response; token and seq are functions of moments, quantiles
-    (relative error 2**-8) and extremes, without se; count is a number. n_nonfinite counts tokens that are not finite;
-    no metric includes them, and seq_mean and seq leave out their responses.
+    The effective sample size is ess_frac = 1 / (1 + Var(rho) / E[rho]^2). The reductions are
+
+        token_mean: mean over tokens, with se
+        seq_mean_token_sum, seq_mean: mean over responses of a sum, or of another number of the response, with se
+        token, seq: moments, quantiles (relative error 2**-8) and extremes of tokens or responses, without se
+        count: a number of tokens
+
+    n_nonfinite counts tokens that are not finite. No metric includes these tokens; seq_mean and seq also leave out
+    their responses.
     """
     some = sums.sequences[sums.sequences["finite"] > 0]
     whole = sums.sequences[sums.sequences["finite"] == sums.sequences["length"]]

@@ -51,9 +51,9 @@ def parity(run_dir: Path | str) -> Parity:
     recorded = reader.open_manifest(run_dir)
 
     def of_one(iteration: int) -> Parity:
-        which: dict[str, Any] = {"iterations": [iteration], "recorded": recorded}
-        tokens = reader.read_tokens(run_dir, columns=TOKENS, **which)
-        return parity_of(tokens, reader.read_updates(run_dir, columns=UPDATES, **which))
+        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
+        updates = reader.read_updates(run_dir, iterations=[iteration], columns=UPDATES, recorded=recorded)
+        return parity_of(tokens, updates)
 
     return reduce(add, map(of_one, range(recorded.num_iterations)))
 

@@ -71,11 +71,16 @@ def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> lis
 def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUBLISHED) -> pd.DataFrame:
     """Return one row per remedy, over all tokens. Raises UserError if there is no token.
 
-    Columns: remedy; bounds; tokens_changed, the share of tokens whose weight is bounded or 0; tokens_weightless, the
-    share whose weight is 0; responses_changed, the share of responses with a changed token; responses_weightless, the
-    share whose tokens all have weight 0; weight_mean; ess_frac = (sum w)^2 / (n sum w^2), the effective sample size per
-    token; k3, an estimate of KL(a || b), nats, token mean; k3_kept, k3 over tokens whose weight is not 0. Responses
-    with a token that is not finite are left out.
+    Responses with a token that is not finite are left out. The columns are remedy, bounds, and
+
+        tokens_changed: share of tokens whose weight is bounded or 0
+        tokens_weightless: share of tokens whose weight is 0
+        responses_changed: share of responses with a changed token
+        responses_weightless: share of responses in which every weight is 0
+        weight_mean: mean weight w
+        ess_frac: effective sample size per token, (sum w)^2 / (n sum w^2)
+        k3: KL(a || b), nats, token mean
+        k3_kept: k3 over tokens whose weight is not 0
     """
     lengths, sums = [], []
     for chunk in pairs:

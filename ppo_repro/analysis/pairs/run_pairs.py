@@ -1,12 +1,15 @@
 """Read pairs of log-probs of the same token from recorded runs, in the frame that every source of pairs yields.
 
-A source is an iterator of chunks, one per iteration. A chunk is a frame of pairs (`testing.pairs`) with the recorded
-bits and, if the source has them, `entropies` and `log_kept_mass` (float32, nats), `prob_sq_sums` (sums of the squared
-probabilities), `advantages` (float32), `policy_lag`, `turn` and `route` (int32, `lag_turn_route`). Side `a` sampled the
-token or came first.
+A source is an iterator of chunks, one per iteration. A chunk is a frame of pairs (`testing.pairs`) with one row per
+token, in the order of (iteration, sequence, position). Side `a` sampled the token or came first. If the source has
+them, a chunk also has the columns
 
-Rows are in the order of (iteration, sequence, position). `chunk.attrs["masked"]` counts the tokens that a mask removed
-from the chunk, possibly all; runs have no mask.
+    entropies, log_kept_mass: float32, nats
+    prob_sq_sums: float32, sums of the squared probabilities
+    advantages: float32
+    policy_lag, turn, route: int32, see `lag_turn_route`
+
+`chunk.attrs["masked"]` counts the tokens that a mask removed from the chunk, possibly all. Runs have no mask.
 """
 
 from __future__ import annotations

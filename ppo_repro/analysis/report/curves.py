@@ -26,13 +26,13 @@ class Curve:
     """Source of one line in every chart of a page: a run, or a setting with several seeds.
 
     `frame` has all metrics: iteration, metric, value, low, high. `seeds` are the frames of single runs, which the
-    charts draw as thin lines. `about` is a longer text than `name`.
+    charts draw as thin lines. `tooltip` is a longer text than `name`.
     """
 
     name: str
     frame: pd.DataFrame
     seeds: tuple[pd.DataFrame, ...] = ()
-    about: str = ""
+    tooltip: str = ""
 
 
 MANY_SEEDS = 5  # charts show fewer seeds one by one
@@ -92,7 +92,7 @@ def recorded_rows(
 
 def return_rows(returns: Mapping[int, Floats]) -> list[dict[str, float | str]]:
     """Return the mean return of the episodes that ended, by iteration, as rows of `sampled_rows`."""
-    return [_row(iteration, "episode_return", clusters.mean(found)) for iteration, found in returns.items()]
+    return [_row(iteration, "episode_return", clusters.mean(values)) for iteration, values in returns.items()]
 
 
 def _row(iteration: int, metric: str, estimate: tuple[float, float]) -> dict[str, float | str]:
@@ -103,8 +103,9 @@ def _row(iteration: int, metric: str, estimate: tuple[float, float]) -> dict[str
 def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Metric], score: Range) -> pd.DataFrame:
     """Return the mean over seeds as a frame of curves; an iteration's mean is over the seeds that have the iteration.
 
-    low and high are the 95 % Student interval, clipped to the possible values. From fewer than MANY_SEEDS values, low
-    and high are the smallest and the largest, because an interval says little. `score` is the possible range of scores.
+    low and high are the ends of the 95 % Student interval, clipped to the possible values. With fewer than MANY_SEEDS
+    seeds an interval says little, so low and high are the smallest and the largest value. `score` is the possible range
+    of scores.
     """
     ranges = {metric.key: score if metric.possible is None else metric.possible for metric in metrics}
     rows = []
@@ -122,18 +123,18 @@ def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     return frame[frame["metric"] == metric].sort_values("iteration")
 
 
-def telling(wanted: Sequence[Metric], curves: Sequence[Curve]) -> list[Metric]:
-    """Return the metrics that tell something: none that equals its twin, and no setting that stays constant."""
-    return [metric for metric in wanted if _says_something(metric, curves)]
+def informative(wanted: Sequence[Metric], curves: Sequence[Curve]) -> list[Metric]:
+    """Return the metrics without those that equal their twin, and without settings that never change."""
+    return [metric for metric in wanted if _is_informative(metric, curves)]
 
 
-def _says_something(metric: Metric, curves: Sequence[Curve]) -> bool:
+def _is_informative(metric: Metric, curves: Sequence[Curve]) -> bool:
     values, twins = (
         [curve.frame.loc[curve.frame["metric"] == name, "value"].to_numpy(np.float64) for curve in curves]
         for name in (metric.key, metric.twin)
     )
     if metric.is_setting:
-        return any(len(np.unique(found)) > 1 for found in values)
+        return any(len(np.unique(recorded)) > 1 for recorded in values)
     return not all(map(np.array_equal, values, twins))
 
 
@@ -144,18 +145,18 @@ def metric_figures(
 
     Args:
         curves: the curves; each has one colour in all figures.
-        band: what lines and bands are; without it, each metric says so for the page of one run.
+        band: what lines and bands are on a page of several runs; "" takes each metric's text for the page of one run.
         forked_at: the iteration that a dotted line marks.
     """
     figures = []
-    for metric in telling(wanted, curves):
-        found = [(curve.name, rows) for curve in curves if len(rows := _rows(curve.frame, metric.key))]
-        if found:
+    for metric in informative(wanted, curves):
+        drawable = [(curve.name, rows) for curve in curves if len(rows := _rows(curve.frame, metric.key))]
+        if drawable:
             drawn = [(curve, metric.key) for curve in curves]
             hidden = equal_curves(drawn)
             caption = "; ".join(filter(None, [metric.caption, band or metric.band, hidden])) + "."
-            numbers = pd.concat([frame.drop(columns="metric").assign(line=name) for name, frame in found])
-            numbers = numbers.reset_index(drop=True) if len(found) > 1 else numbers.drop(columns="line")
+            numbers = pd.concat([frame.drop(columns="metric").assign(line=name) for name, frame in drawable])
+            numbers = numbers.reset_index(drop=True) if len(drawable) > 1 else numbers.drop(columns="line")
             chart = curve_chart(metric.title, metric.unit, drawn, forked_at, has_legend=False)
             figures.append(Figure(metric.title, chart, caption, numbers))
     return figures
@@ -164,8 +165,8 @@ def metric_figures(
 def step_figure(metric: Metric, steps: pd.DataFrame) -> Figure:
     """Return the figure of a metric of the table `steps` by step, not by iteration."""
     at, values = np.arange(len(steps), dtype=np.float64), steps[metric.key].to_numpy(np.float64)
-    about = f"{metric.title} by step: {number(float(values[0]))} to {number(float(values[-1]))}."
-    chart = line_chart([Line("this run", at, values)], axis_for("step", [at]), axis_for(metric.unit, [values]), about)
+    alt = f"{metric.title} by step: {number(float(values[0]))} to {number(float(values[-1]))}."
+    chart = line_chart([Line("this run", at, values)], axis_for("step", [at]), axis_for(metric.unit, [values]), alt)
     numbers = steps[["iteration", "minibatch", "pairs", metric.key]]
     return Figure(metric.title, chart, f"{metric.caption}.", numbers)
 
@@ -200,7 +201,7 @@ def curve_chart(
         at, values, low, high = _columns(curve.frame, metric)
         parts = tuple(_columns(frame, metric)[:2] for frame in curve.seeds)
         if len(at):
-            lines.append(Line(curve.name, at, values, low, high, colour, parts, curve.about))
+            lines.append(Line(curve.name, at, values, low, high, colour, parts, curve.tooltip))
     if not lines:
         return ""
     ends = "; ".join(f"{line.name}: {number(float(line.y[0]))} to {number(float(line.y[-1]))}" for line in lines)
@@ -210,10 +211,10 @@ def curve_chart(
     return line_chart(lines, x, axis_for(unit, ranges), f"{title} by iteration. {ends}.", rules, has_legend)
 
 
-def run_chart(facts: Facts, found: pd.DataFrame) -> str:
+def run_chart(facts: Facts, metrics: pd.DataFrame) -> str:
     """Return the chart of the first screen from the curves of a run."""
     main = KINDS[facts.manifest.kind].main
-    drawn, unit = [(Curve(line.name, found), line.metric) for line in main], main[-1].unit
+    drawn, unit = [(Curve(line.name, metrics), line.metric) for line in main], main[-1].unit
     return curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
 
 
@@ -229,8 +230,8 @@ def curve_sections(facts: Facts, lines: Sequence[Curve], notes: Sequence[str], b
     """Return the sections Learning and Optimisation: figures of `lines` below `notes`; `band` explains the bands."""
     kind, names = KINDS[facts.manifest.kind], legend([line.name for line in lines])
     return [
-        Section("learning", "Learning", notes, metric_figures(kind.learning, lines, band), (), names),
-        Section("optimisation", "Optimisation", notes, metric_figures(kind.optimisation, lines, band), (), names),
+        Section("learning", "Learning", notes, metric_figures(kind.learning, lines, band), legend=names),
+        Section("optimisation", "Optimisation", notes, metric_figures(kind.optimisation, lines, band), legend=names),
     ]
 
 

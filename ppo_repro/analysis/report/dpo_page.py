@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.html.markup import table
+from ppo_repro.analysis.html.markup import sentence, table
 from ppo_repro.analysis.html.page import (
     Card,
     Section,
@@ -33,12 +33,12 @@ def dpo_page(facts: Facts) -> str:
     """
     folder, recorded, kind = facts.run_dir, facts.manifest, KINDS[facts.manifest.kind]
     iterations, steps = summary_tables(facts)
-    found, last = run_curves(facts, iterations, steps), [recorded.num_iterations - 1]
+    metrics, last = run_curves(facts, iterations, steps), [recorded.num_iterations - 1]
     pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
-    learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in summarise(folder).sentences]
+    learning = [Verdict("fact", sentence(line)) for line in summarise(folder).sentences]
     cards = (
-        Card("Did it learn?", learnt, chart=run_chart(facts, found)),
-        Card("How to repeat it", (), [facts_html(repeating(facts))]),
+        Card("Did it learn?", learning, chart=run_chart(facts, metrics)),
+        Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
     )
     both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
     margins = {group: rows["margins"].to_numpy(np.float64) for group, rows in both.items() if len(rows)}
@@ -55,8 +55,8 @@ def dpo_page(facts: Facts) -> str:
         folded_table("Terms in words", terms()),
     )
     sections = (
-        Section("learning", "Learning", (), [*metric_figures(kind.learning, [Curve("this run", found)]), after]),
-        Section("steps", "Steps", (), [step_figure(metric, steps) for metric in kind.by_step]),
-        Section("numbers", "Numbers and configuration", (), (), blocks),
+        Section("learning", "Learning", figures=[*metric_figures(kind.learning, [Curve("this run", metrics)]), after]),
+        Section("steps", "Steps", figures=[step_figure(metric, steps) for metric in kind.by_step]),
+        Section("numbers", "Numbers and configuration", blocks=blocks),
     )
     return page(facts.name, cards, sections)

@@ -18,7 +18,7 @@ from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 
 
 def answer_cards(
-    folder: Path, finals: pd.DataFrame, measure: str, chart: str, widest: float, seen: float = math.inf
+    folder: Path, finals: pd.DataFrame, measure: str, chart: str, possible: float, recorded: float = math.inf
 ) -> list[Card]:
     """Return the cards of a grid: question and expectation, answer, and the tables of differences if there are any.
 
@@ -26,21 +26,21 @@ def answer_cards(
         finals: point, seed and results of each run.
         measure: the column of `finals` that answers the question.
         chart: SVG of the measure by iteration.
-        widest: the largest possible difference of the measure.
-        seen: the largest difference of two recorded values that the measure averages.
+        possible: the largest possible difference of the measure.
+        recorded: the largest difference of two recorded values that the measure averages.
     """
     tree = read_tree(folder / GRID)
-    said = [str(tree["question"]), f"Expected: {tree['expectation']}"]
+    sentences = [str(tree["question"]), f"Expected: {tree['expectation']}"]
     if axes := [axis for axis in tree.get("axes") or () if axis != "setting"]:
-        said.append(f"Settings are named by {', '.join(axes)}.")
-    answer, compared = _answer(finals, measure, widest, min(widest, seen))
+        sentences.append(f"Settings are named by {', '.join(axes)}.")
+    answer, compared = _answer(finals, measure, possible, min(possible, recorded))
     cards = [
-        Card("What was the question?", [Verdict("fact", text) for text in said]),
+        Card("What was the question?", [Verdict("fact", text) for text in sentences]),
         Card("What is the answer?", answer, chart=chart),
     ]
     if len(compared):
         caption = "p with Holm's correction; seen from: found with probability 0.8"
-        cards.append(Card("Differences, paired by seed", (), [scrolled(table(compared, caption))]))
+        cards.append(Card("Differences, paired by seed", blocks=[scrolled(table(compared, caption))]))
         effects = main_effects(folder, finals, measure)
         if len(effects):
             how = [Verdict("fact", "Each row averages a seed over the settings of the other axes.")]
@@ -61,7 +61,7 @@ def main_effects(folder: Path, finals: pd.DataFrame, measure: str) -> pd.DataFra
     joined = finals.merge(labels.assign(point=labels.agg(", ".join, axis=1)), on="point")
     if len(axes) < 2 or len(joined) < len(finals):  # a setting may have a name of its own
         return pd.DataFrame()
-    found = []
+    compared_axes = []
     for axis in axes:
         others = joined[[name for name in axes if name != axis]].agg(", ".join, axis=1)
         if others.groupby(joined[axis]).apply(lambda names: tuple(sorted(names))).nunique() > 1:
@@ -69,8 +69,8 @@ def main_effects(folder: Path, finals: pd.DataFrame, measure: str) -> pd.DataFra
         means = pd.DataFrame(joined.groupby([axis, "seed"], as_index=False, sort=False)[measure].mean())
         first = str(means[axis].iloc[0])
         compared = comparisons(means.rename(columns={axis: "point"}), measure, first)
-        found.append(compared.assign(axis=axis.removeprefix("axis."), first=first))
-    rows = pd.concat(found) if found else pd.DataFrame(columns=["p"])
+        compared_axes.append(compared.assign(axis=axis.removeprefix("axis."), first=first))
+    rows = pd.concat(compared_axes) if compared_axes else pd.DataFrame(columns=["p"])
     if rows.empty:
         return pd.DataFrame()
     rows["Holm"] = holm(rows["p"].tolist())
@@ -78,14 +78,22 @@ def main_effects(folder: Path, finals: pd.DataFrame, measure: str) -> pd.DataFra
         {
             "axis": rows["axis"],
             "difference of": [f"{row.point} minus {row.first}" for row in rows.itertuples()],
-            measure: [f"{row.difference:+.3f}" for row in rows.itertuples()],
-            "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in rows.itertuples()],
-            "p": [number(p, 3) for p in rows["Holm"]],
+            **_columns(rows, measure),
         }
     ).reset_index(drop=True)
 
 
-def _answer(finals: pd.DataFrame, measure: str, widest: float, reach: float) -> tuple[list[Verdict], pd.DataFrame]:
+def _columns(compared: pd.DataFrame, name: str) -> dict[str, list[str]]:
+    """Return the columns `name`, 95 % interval and p of a table, from a frame of `comparisons`."""
+    return {
+        name: [f"{difference:+.3f}" for difference in compared["difference"]],
+        # NaN if all seeds have the same difference
+        "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
+        "p": [number(p, 3) for p in compared["Holm"]],
+    }
+
+
+def _answer(finals: pd.DataFrame, measure: str, possible: float, largest: float) -> tuple[list[Verdict], pd.DataFrame]:
     """Return sentences about the differences from the first setting, and the table of all differences."""
     points = [str(point) for point in finals["point"].unique()]
     seeds = finals.groupby("point")["seed"].apply(frozenset)
@@ -95,9 +103,9 @@ def _answer(finals: pd.DataFrame, measure: str, widest: float, reach: float) -> 
         text = "No differences with intervals: they need the same seeds, at least two, in every setting."
         return [Verdict("fact", text)], pd.DataFrame()
     compared, count = comparisons(finals, measure, points[0]), len(seeds.iloc[0])
-    compared[["low", "high"]] = compared[["low", "high"]].clip(-widest, widest)
+    compared[["low", "high"]] = compared[["low", "high"]].clip(-possible, possible)
     is_clear = compared["Holm"] < 0.05
-    said = [
+    differing = [
         Verdict(
             "differs",
             f"`{row.point}`: {row.difference:+.3f}, between {row.low:+.3f} and {row.high:+.3f} (p {row.Holm:.2g})",
@@ -105,30 +113,27 @@ def _answer(finals: pd.DataFrame, measure: str, widest: float, reach: float) -> 
         for row in compared[is_clear].itertuples()
     ]
     test = f"paired t-tests over {count} seeds, Holm's correction, p below 0.05"
-    found = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {measure} ({test})."
-    seen = _seen(finals, measure, points)
-    could = float(pd.Series(seen)[~is_clear].max())
-    if could > reach:
-        found += (
-            f" {count} seeds can show nothing here: with probability 0.8 they find a difference of {number(could, 2)} "
-            f"or more, and two values differ by {number(reach, 2)} at most."
+    answer = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {measure} ({test})."
+    detected = _detectable(finals, measure, points)
+    undetected = float(pd.Series(detected)[~is_clear].max())
+    if undetected > largest:
+        answer += (
+            f" {count} seeds can show nothing here: with probability 0.8 they find a difference of "
+            f"{number(undetected, 2)} or more, and two values differ by {number(largest, 2)} at most."
         )
-    elif could > 0:
-        found += f" A difference of {number(could, 2)} or more would have been found with probability 0.8."
-    shown = pd.DataFrame(
+    elif undetected > 0:
+        answer += f" A difference of {number(undetected, 2)} or more would have been found with probability 0.8."
+    differences = pd.DataFrame(
         {
             "setting": compared["point"],
-            f"minus {points[0]}": [f"{row.difference:+.3f}" for row in compared.itertuples()],
-            # NaN if all seeds have the same difference
-            "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
-            "p": [number(p, 3) for p in compared["Holm"]],
-            "seen from": ["too few seeds" if effect > reach else number(effect, 2) for effect in seen],
+            **_columns(compared, f"minus {points[0]}"),
+            "seen from": ["too few seeds" if effect > largest else number(effect, 2) for effect in detected],
         }
     )
-    return [Verdict("fact", found), *said], shown
+    return [Verdict("fact", answer), *differing], differences
 
 
-def _seen(finals: pd.DataFrame, measure: str, points: Sequence[str]) -> list[float]:
+def _detectable(finals: pd.DataFrame, measure: str, points: Sequence[str]) -> list[float]:
     """Return the difference that Holm's first test detects with probability 0.8, for each setting but the first."""
     first, *others = (finals[finals["point"] == point].set_index("seed")[measure] for point in points)
     return [detectable(float((values - first).std(ddof=1)), len(first), 0.05 / len(others)) for values in others]

@@ -28,19 +28,19 @@ def evaluations(run_dir: Path, recorded: Manifest) -> pd.DataFrame | None:
 
 def samples_section(facts: Facts) -> list[Section]:
     """Return the section of held-out prompts whose score rose, fell or stayed; [] if no evaluation was recorded."""
-    found = evaluations(facts.run_dir, facts.manifest)
-    if found is None:
+    evaluated = evaluations(facts.run_dir, facts.manifest)
+    if evaluated is None:
         return []
-    cards = "".join(_held_out(rows, facts) for rows in _chosen(found, HELD_OUT_PROMPTS))
+    cards = "".join(_held_out(rows, facts) for rows in _chosen(evaluated, HELD_OUT_PROMPTS))
     note = (
         f"Held-out prompts whose score rose, fell or stayed, in turn; greedy responses at up to {MOMENTS} evaluations."
     )
-    return [Section("samples", "Samples over time", (note,), (), [element("div", cards, class_="cards")])]
+    return [Section("samples", "Samples over time", (note,), blocks=[element("div", cards, class_="cards")])]
 
 
-def _chosen(found: pd.DataFrame, count: int) -> list[pd.DataFrame]:
+def _chosen(evaluated: pd.DataFrame, count: int) -> list[pd.DataFrame]:
     """Return the rows of up to `count` prompts; prompts with a rising, a falling and an equal score take turns."""
-    groups = {str(key): rows for key, rows in found.groupby("prompt_key", sort=False)}
+    groups = {str(key): rows for key, rows in evaluated.groupby("prompt_key", sort=False)}
     change = {key: np.sign(rows["scores"].iloc[-1] - rows["scores"].iloc[0]) for key, rows in groups.items()}
     kinds = [[key for key in groups if change[key] == sign] for sign in (1.0, -1.0, 0.0)]
     # scores that are not numbers have no sign

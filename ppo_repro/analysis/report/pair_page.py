@@ -11,7 +11,7 @@ import pandas as pd
 from ppo_repro.analysis.html.markup import Html, differences, element, escape, number, share, table
 from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
 from ppo_repro.analysis.report import run_verdicts
-from ppo_repro.analysis.report.curves import Curve, curve_sections, main_chart, telling
+from ppo_repro.analysis.report.curves import Curve, curve_sections, informative, main_chart
 from ppo_repro.analysis.report.held_out import card, evaluations, shortened
 from ppo_repro.analysis.report.run_facts import Facts, repeating
 from ppo_repro.analysis.report.run_kinds import KINDS
@@ -39,17 +39,17 @@ def pair_page(a: Path, b: Path) -> str:
     if kinds[0] != kinds[1]:
         raise UserError(f"{a} is a {kinds[0]} run, {b} a {kinds[1]} run; put runs of one kind side by side")
     facts = [run.facts for run in runs]
-    lines = [Curve(name, run.curves) for name, run in zip(_called(facts), runs, strict=True)]
+    lines = [Curve(name, run.curves) for name, run in zip(_line_names(facts), runs, strict=True)]
     changed = scrolled(table(_different(facts), "Configuration and inputs"))
     cards = (
         Card("Which learned more?", _learning(runs), chart=main_chart(facts[0], lines)),
-        Card("What differs?", (), [changed]),
+        Card("What differs?", blocks=[changed]),
         Card("Where do they first differ?", [_first(facts)]),
         Card("Are they on-policy?", [v for name, run in zip(NAMES, runs, strict=True) for v in _agreement(name, run)]),
-        Card("How to repeat them", (), [scrolled(table(_about(facts), "The runs"), "words")]),
+        Card("How to repeat them", blocks=[scrolled(table(_about(facts), "The runs"), "words")]),
     )
     kind = KINDS[kinds[0]]
-    metrics = telling(kind.metrics, lines)
+    metrics = informative(kind.metrics, lines)
     last = [first_and_last(metrics, run.curves).set_index(["quantity", "unit"])["last"] for run in runs]
     numbers = pd.DataFrame(dict(zip(NAMES, last, strict=True))).reset_index()[["quantity", *NAMES, "unit"]]
     folded = [folded_text(f"Configuration of {name}", f.config_text) for name, f in zip(NAMES, facts, strict=True)]
@@ -57,29 +57,29 @@ def pair_page(a: Path, b: Path) -> str:
     sections = [
         *curve_sections(facts[0], lines, (), ""),
         *_responses(facts),
-        Section("numbers", "Numbers and configuration", (), (), blocks),
+        Section("numbers", "Numbers and configuration", blocks=blocks),
     ]
     return page(f"A: {facts[0].name}, B: {facts[1].name}", cards, sections)
 
 
-def _called(facts: Sequence[Facts]) -> list[str]:
+def _line_names(facts: Sequence[Facts]) -> list[str]:
     """Return A and B, each with the label of its run or with what it differs in."""
     settings = settings_of([setup_of(one.run_dir, one.manifest) for one in facts])
-    called = [read_label(one.run_dir).name or setting.short for one, setting in zip(facts, settings, strict=True)]
-    return [f"{name}: {text}" if text else name for name, text in zip(NAMES, called, strict=True)]
+    labels = [read_label(one.run_dir).name or setting.short for one, setting in zip(facts, settings, strict=True)]
+    return [f"{name}: {text}" if text else name for name, text in zip(NAMES, labels, strict=True)]
 
 
 def _learning(runs: Sequence[OneRun]) -> list[Verdict]:
     """Return a sentence about the first and last score or return of each run, and a warning about its weight."""
-    found = []
+    verdicts = []
     for name, run in zip(NAMES, runs, strict=True):
         for main in KINDS[run.facts.manifest.kind].main:
             values = run.curves[run.curves["metric"] == main.metric].sort_values("iteration")["value"].tolist()
             if values:
-                found.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({main.unit})."))
+                verdicts.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({main.unit})."))
                 break
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."
-    return [*found, Verdict("fact", alone)]
+    return [*verdicts, Verdict("fact", alone)]
 
 
 def _first(facts: Sequence[Facts]) -> Verdict:
@@ -96,12 +96,12 @@ def _first(facts: Sequence[Facts]) -> Verdict:
 
 
 def _agreement(name: str, run: OneRun) -> list[Verdict]:
-    found = [Verdict(v.kind, v.text.replace("The run", name)) for v in run_verdicts.state(run.facts)]
+    verdicts = [Verdict(v.kind, v.text.replace("The run", name)) for v in run_verdicts.state(run.facts)]
     if run.unequal:
         text = f"{name}: {share(run.unequal, run.tokens)} of log-probs differ between sampler and trainer."
-        return [*found, Verdict("differs", text)]
+        return [*verdicts, Verdict("differs", text)]
     text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.unit}."
-    return [*found, Verdict("holds", text)]
+    return [*verdicts, Verdict("holds", text)]
 
 
 def _different(facts: Sequence[Facts]) -> pd.DataFrame:
@@ -120,10 +120,10 @@ def _about(facts: Sequence[Facts]) -> pd.DataFrame:
 
 def _responses(facts: Sequence[Facts]) -> list[Section]:
     """Return the section of both runs' last responses to the same held-out prompts; [] if a run recorded none."""
-    found = [rows for one in facts if (rows := evaluations(one.run_dir, one.manifest)) is not None]
-    if len(found) < len(facts):
+    evaluated = [rows for one in facts if (rows := evaluations(one.run_dir, one.manifest)) is not None]
+    if len(evaluated) < len(facts):
         return []
-    a, b = (rows[rows["iteration"] == rows["iteration"].max()].set_index("prompt_key") for rows in found)
+    a, b = (rows[rows["iteration"] == rows["iteration"].max()].set_index("prompt_key") for rows in evaluated)
     pairs = [(a.loc[key], b.loc[key]) for key in a.index if key in b.index]
     if not pairs:
         return []
@@ -135,20 +135,22 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
         both: dict[str, Any] = {"run": NAMES, "response": [_side(parts, "-", "only-a"), _side(parts, "+", "only-b")]}
         both["score"] = [float(row["scores"]) for row in (x, y)]
         cards.append(card(str(x["prompt"]), str(x["answer"]), pd.DataFrame(both, dtype=object)))
-    moments = " and ".join(f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, found, strict=True))
+    moments = " and ".join(
+        f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, evaluated, strict=True)
+    )
     note = (
         f"Greedy responses of the last evaluation ({moments}): {number(different)} of {number(len(pairs))} held-out "
         f"prompts have different ones. {len(cards)} are shown, different ones first."
     )
-    return [Section("samples", "Last responses", (note,), (), (element("div", "".join(cards), class_="cards"),))]
+    return [Section("samples", "Last responses", (note,), blocks=[element("div", "".join(cards), class_="cards")])]
 
 
 def _side(parts: Sequence[tuple[str, str]], kind: str, class_: str) -> Html:
     """Return one of two texts as HTML; `mark` with `class_` has the parts that the other text does not have."""
     return Html(
         "".join(
-            element("mark", escape(t), class_=class_) if found == kind else escape(t)
-            for found, t in parts
-            if found in ("=", kind)
+            element("mark", escape(t), class_=class_) if part == kind else escape(t)
+            for part, t in parts
+            if part in ("=", kind)
         )
     )

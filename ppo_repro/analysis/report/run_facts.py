@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,7 +35,7 @@ class Facts:
     config_text: str
     environment: Mapping[str, Any]
     accuracy: Accuracy | None  # of the log-probs at the start; None if it was not measured
-    is_judged: bool  # whether responses are right or wrong; without that, an accuracy means nothing
+    is_judged: bool  # whether responses are right or wrong; otherwise an accuracy means nothing
 
     @property
     def iterations(self) -> range:
@@ -78,7 +79,7 @@ def read_facts(run_dir: Path) -> Facts:
     """Read the facts of a run, complete or not. Raises UserError if it completed no iteration itself."""
     manifest = reader.open_manifest(run_dir, allow_incomplete=True)
     if not manifest.own_iterations:
-        advice = f"go on with `ppo-repro resume {run_dir}`"
+        advice = f"go on with `ppo-repro resume {shlex.quote(str(run_dir))}`"
         raise UserError(f"{run_dir}: the run is {manifest.status} and has no complete iteration to report; {advice}")
     environment, config = read_note(run_dir, manifest, ENVIRONMENT_NAME), load_config_of(run_dir, manifest)
     text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")

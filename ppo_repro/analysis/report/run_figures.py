@@ -68,8 +68,8 @@ def delta_figure(counted: npt.NDArray[np.int64], edges: Floats, equal: int) -> F
         f"{number(equal)} tokens with a difference of 0 are not drawn. Rounding moves as many log-probs up as down; "
         "where one side has more, the error is a bias."
     )
-    about = f"Tokens by size of the log-prob difference, of which {int(counted.sum()):,} are not 0."
-    chart = bar_chart(edges, [(name, row.astype(np.float64)) for name, row in groups.items()], x, y, about)
+    alt = f"Tokens by size of the log-prob difference, of which {int(counted.sum()):,} are not 0."
+    chart = bar_chart(edges, [(name, row.astype(np.float64)) for name, row in groups.items()], x, y, alt)
     numbers = pd.DataFrame({"from (nats)": edges[:-1], "to (nats)": edges[1:], **groups})
     return Figure("Log-prob difference", chart, caption, numbers)
 
@@ -116,12 +116,12 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
         marks = tuple((k + 0.5, ROUTES[int(route)]) for k, route in enumerate(filled["lo"]))
     title, words, caption = BUCKETS[kind]
     x = Axis(words, 0.0, float(len(filled)), ticks=marks)
-    about = (
+    alt = (
         f"Mean |difference| by {words}: {number(values['mean'][0])} nats in the first bucket, "
         f"{number(values['mean'][-1])} in the last."
     )
     names = [f"{words} {_short(lo)} to {_short(hi)}" for lo, hi in zip(filled["lo"], filled["hi"], strict=True)]
-    chart = bar_chart(np.arange(len(filled) + 1, dtype=np.float64), list(values.items()), x, y, about, names)
+    chart = bar_chart(np.arange(len(filled) + 1, dtype=np.float64), list(values.items()), x, y, alt, names)
     return Figure(title, chart, caption, filled[["lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"]])
 
 
@@ -160,11 +160,11 @@ def ratio_figures(ratios: pd.DataFrame, bounds: ClipBounds | None) -> list[Figur
     step = np.arange(len(steps), dtype=np.float64)
     low, middle, high = (steps[q].to_numpy(np.float64) for q in (0.01, 0.5, 0.99))
     y = axis_for("ratio", [low, high], include=include)
-    about = f"In the last step the median ratio is {number(float(middle[-1]))}, 98 % are from {number(float(low[-1]))} "
-    about += f"to {number(float(high[-1]))}."
+    alt = f"In the last step the median ratio is {number(float(middle[-1]))}, 98 % are from {number(float(low[-1]))} "
+    alt += f"to {number(float(high[-1]))}."
     x = axis_for("optimizer step of an iteration", [step])
-    within = line_chart([Line("median", step, middle, low, high)], x, y, about, rules)
-    caption = f"Median, and the middle 98 % as band, mean over the iterations. {about}"
+    within = line_chart([Line("median", step, middle, low, high)], x, y, alt, rules)
+    caption = f"Median, and the middle 98 % as band, mean over the iterations. {alt}"
     by_iteration = ratios.groupby("iteration", as_index=False).agg(smallest=(0.0, "min"), largest=(1.0, "max"))
     at, smallest, largest = (by_iteration[name].to_numpy(np.float64) for name in by_iteration.columns)
     lines = [Line("largest", at, largest), Line("smallest", at, smallest, colour=1)]
@@ -229,12 +229,12 @@ def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of:
         counts = {group: np.histogram(values, edges)[0] for group, values in finite.items()}
     shares = [(group, 100.0 * found / found.sum()) for group, found in counts.items() if found.any()]
     y = axis_for(f"% of the {of}", [values for _, values in shares], include=(0.0,))
-    about = "; ".join(
+    alt = "; ".join(
         f"{group}: most often {name} {words[int(values.argmax())]} ({number(float(values.max()), 3)} %)"
         for group, values in shares
     )
     x = Axis(name, float(edges[0]), float(edges[-1]), ticks=marks)
-    chart = bar_chart(edges, shares, x, y, about, [f"{name} {word}" for word in words])
+    chart = bar_chart(edges, shares, x, y, alt, [f"{name} {word}" for word in words])
     return Figure(title, chart, caption, pd.DataFrame({name: words, **counts}))
 
 

@@ -45,7 +45,7 @@ def run_page(facts: Facts, responses: int) -> str:
     iterations, steps = summary_tables(facts)
     scan = scan_run(facts, iterations, steps)
     counted, own = scan.parity, facts.own(iterations)
-    cause, found = _cause(facts) if counted.unequal_old_rollout_logprobs and not facts.is_control else ([], [])
+    cause, by_bucket = _cause(facts) if counted.unequal_old_rollout_logprobs and not facts.is_control else ([], [])
     cards = (
         Card(
             "Did it learn?",
@@ -54,7 +54,7 @@ def run_page(facts: Facts, responses: int) -> str:
         ),
         Card("Is it on-policy?", [*run_verdicts.on_policy(facts, counted, scan.draws), *cause]),
         Card("What went wrong?", run_verdicts.troubles(facts, own, scan.nonfinite_ratios, scan.nonfinite_deltas)),
-        Card("How to repeat it", (), [facts_html(repeating(facts))]),
+        Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
     )
     named, forked = [Curve("this run", scan.curves)], facts.forked_at
     kind = KINDS[facts.manifest.kind]
@@ -64,9 +64,9 @@ def run_page(facts: Facts, responses: int) -> str:
         for wanted in (kind.learning, kind.optimisation, kind.agreement)
     )
     sections = [
-        Section("learning", "Learning", (), [*learning, *distributions]),
-        Section("optimisation", "Optimisation", (), optimisation),
-        _mismatch(scan, counted, found, agreement),
+        Section("learning", "Learning", figures=[*learning, *distributions]),
+        Section("optimisation", "Optimisation", figures=optimisation),
+        _mismatch(scan, counted, by_bucket, agreement),
         _clipping(facts, own, facts.own(steps), scan),
     ]
     data = None
@@ -98,15 +98,16 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     return [Verdict("fact", text)], [*drawn, divergence]
 
 
-def _mismatch(scan: Scan, counted: Parity, found: list[Figure], draws: list[Figure]) -> Section:
+def _mismatch(scan: Scan, counted: Parity, by_bucket: list[Figure], draws: list[Figure]) -> Section:
     """Return the section about mismatch and draws; if no difference can be drawn, a sentence replaces its figures."""
-    drawn, title = int(scan.deltas.sum()), "Sampler and trainer"
-    equal = counted.tokens - drawn - scan.nonfinite_deltas
-    if not drawn:
+    unequal, title = int(scan.deltas.sum()), "Sampler and trainer"
+    equal = counted.tokens - unequal - scan.nonfinite_deltas
+    if not unequal:
         which = f"All {equal:,} finite" if scan.nonfinite_deltas else f"All {equal:,}"
         note = f"{which} differences are exactly 0, so there is no distribution of them to draw."
-        return Section("mismatch", title, (note,), draws)
-    return Section("mismatch", title, (), [run_figures.delta_figure(scan.deltas, DELTA_EDGES, equal), *found, *draws])
+        return Section("mismatch", title, [note], draws)
+    delta = run_figures.delta_figure(scan.deltas, DELTA_EDGES, equal)
+    return Section("mismatch", title, figures=[delta, *by_bucket, *draws])
 
 
 def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:
@@ -128,14 +129,14 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
     return Section("clipping", title, notes, drawn)
 
 
-def first_and_last(metrics: Sequence[Metric], found: pd.DataFrame) -> pd.DataFrame:
+def first_and_last(metrics: Sequence[Metric], found_curves: pd.DataFrame) -> pd.DataFrame:
     """Return the first and last value of the metrics' curves: quantity, first, last, unit."""
-    ends = found.sort_values("iteration").groupby("metric")["value"].agg(["first", "last"])
+    ends = found_curves.sort_values("iteration").groupby("metric")["value"].agg(["first", "last"])
     rows = [(m.title, *map(float, ends.loc[m.key]), m.unit) for m in metrics if m.key in ends.index]
     return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
 
 
-def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, found_curves: pd.DataFrame) -> Section:
+def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_curves: pd.DataFrame) -> Section:
     """Return the section of key numbers, with folded times, configuration and terms."""
     parts = {"environment steps": "tokens", "episodes that ended": "episodes"}
     if not facts.is_control:
@@ -147,16 +148,16 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, found_
         (f"unequal old and rollout log-probs, {facts.unit}", int(iterations["unequal_old_rollout_logprobs"].sum())),
         ("largest |old - rollout|, nats", float(iterations["max_abs_old_rollout"].max(skipna=False))),
     ]
-    found = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]
+    numbers = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]
     kind = KINDS[facts.manifest.kind]
-    metrics = curves.telling(kind.metrics, [Curve("this run", found_curves)])
-    found.append(("First and last value", first_and_last(metrics, found_curves)))
+    metrics = curves.informative(kind.metrics, [Curve("this run", run_curves)])
+    numbers.append(("First and last value", first_and_last(metrics, run_curves)))
     measured = facts.accuracy
     if measured is not None:
         both = (("deterministic", measured.deterministic_rms, measured.deterministic_max),
                 (f"stock {measured.stock}", measured.stock_rms, measured.stock_max))  # fmt: skip
         title = f"Log-probs of {measured.tokens:,} tokens at the start, distance from float64"
-        found.append((title, pd.DataFrame(both, columns=["numerics", "rms, nats", "largest, nats"])))
+        numbers.append((title, pd.DataFrame(both, columns=["numerics", "rms, nats", "largest, nats"])))
     spent = by_phase(facts.run_dir, facts.manifest, phases_of(iterations))
     seconds = pd.DataFrame([(phase, round(value, 1)) for phase, value in spent.items()], columns=["phase", "seconds"])
     folded = (
@@ -165,5 +166,5 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, found_
         *(folded_text(f"Code of the reward: {name}", text) for name, text in facts.code.items()),
         folded_table("Terms in words", terms()),
     )
-    side_by_side = element("div", "".join(scrolled(table(frame, name)) for name, frame in found), class_="tables")
-    return Section("numbers", "Numbers and configuration", (), (), [side_by_side, *folded])
+    side_by_side = element("div", "".join(scrolled(table(frame, name)) for name, frame in numbers), class_="tables")
+    return Section("numbers", "Numbers and configuration", blocks=[side_by_side, *folded])

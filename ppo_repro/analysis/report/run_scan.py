@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,10 +66,10 @@ def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def read_sampled(facts: Facts, iteration: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read `sequences` and `tokens` of one iteration of a language run, with the columns that its curves need."""
-    which: dict[str, Any] = {"iterations": [iteration], "recorded": facts.manifest}
+    run_dir, one, recorded = facts.run_dir, [iteration], facts.manifest
     return (
-        reader.read_sequences(facts.run_dir, columns=SEQUENCES, **which),
-        reader.read_tokens(facts.run_dir, columns=TOKENS, **which),
+        reader.read_sequences(run_dir, iterations=one, columns=SEQUENCES, recorded=recorded),
+        reader.read_tokens(run_dir, iterations=one, columns=TOKENS, recorded=recorded),
     )
 
 
@@ -93,23 +92,24 @@ def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
 
 def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Scan:
     """Read all iterations of a run of PPO once, and return the numbers for its page."""
+    run_dir, recorded = facts.run_dir, facts.manifest
     sampled, flags = list[dict[str, float | str]](), list[dict[str, int]]()
     ratios, responses, parities = list[pd.DataFrame](), list[pd.DataFrame](), list[Parity]()
     values: dict[int, Floats] = returns_of(facts) if facts.is_control else {}
     draws = NONE
     counted, nonfinite_deltas, nonfinite_ratios = np.zeros((2, len(DELTA_EDGES) - 1), np.int64), 0, 0
     for iteration in facts.iterations:
-        which: dict[str, Any] = {"iterations": [iteration], "recorded": facts.manifest}
-        updates = reader.read_updates(facts.run_dir, columns=UPDATES, **which)
+        one = [iteration]
+        updates = reader.read_updates(run_dir, iterations=one, columns=UPDATES, recorded=recorded)
         if facts.is_control:
-            tokens, drawn = reader.read_tokens(facts.run_dir, columns=parity.TOKENS, **which), NONE
+            tokens, drawn = reader.read_tokens(run_dir, iterations=one, columns=parity.TOKENS, recorded=recorded), NONE
         else:
             sequences, tokens = read_sampled(facts, iteration)
             drawn = draws_of_records(iteration, tokens)
             sampled += curves.sampled_rows(iteration, sequences, tokens, drawn)
             responses.append(_response_summary(iteration, sequences, tokens, updates))
             values[iteration] = sequences["scores"].to_numpy(np.float64)
-        if iteration not in facts.manifest.own_iterations:
+        if iteration not in recorded.own_iterations:
             continue
         draws += drawn
         delta, flag = deltas(tokens), updates["clip_flag"]
@@ -125,10 +125,10 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
         flags.append({"iteration": iteration, "token_updates": int(counts.sum()), **counts_of})
     if facts.is_control:
         sampled = curves.return_rows(values)
-    found = _with_recorded(facts, sampled, iterations, steps)
+    all_curves = _with_recorded(facts, sampled, iterations, steps)
     of_responses = pd.concat(responses, ignore_index=True) if responses else pd.DataFrame()
     return Scan(
-        curves=found,
+        curves=all_curves,
         deltas=counted,
         nonfinite_deltas=nonfinite_deltas,
         nonfinite_ratios=nonfinite_ratios,
@@ -159,8 +159,8 @@ def _with_recorded(
     """Return sampled and recorded curves; no accuracies if responses cannot be right or wrong."""
     kind = KINDS[facts.manifest.kind]
     recorded = curves.recorded_rows(iterations, steps, facts.manifest.final, kind.metrics)
-    found = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
-    return found if facts.is_judged else found[~found["metric"].isin(kind.accuracies)]
+    metrics = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
+    return metrics if facts.is_judged else metrics[~metrics["metric"].isin(kind.accuracies)]
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ def read_run(run_dir: Path) -> OneRun:
 def returns_of(facts: Facts) -> dict[int, Floats]:
     """Return the returns of a control run's ended episodes, by iteration."""
     names = ["iteration", "episode_return"]
-    found = reader.read_sequences(facts.run_dir, columns=names, recorded=facts.manifest)
-    ended = found[found["episode_return"].notna()]
+    episodes = reader.read_sequences(facts.run_dir, columns=names, recorded=facts.manifest)
+    ended = episodes[episodes["episode_return"].notna()]
     groups = ended.groupby("iteration", sort=True)["episode_return"]
     return {int(str(iteration)): values.to_numpy(np.float64) for iteration, values in groups}
 

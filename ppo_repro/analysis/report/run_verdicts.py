@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.html.markup import number, share
+from ppo_repro.analysis.html.markup import number, sentence, share
 from ppo_repro.analysis.html.page import Verdict
 from ppo_repro.analysis.mismatch.parity import Parity
 from ppo_repro.analysis.report.run_facts import Facts
@@ -21,11 +21,11 @@ from ppo_repro.statistics.draws import Draws
 
 def origin(facts: Facts) -> list[Verdict]:
     """Return a sentence about the origin of a fork; [] for another run."""
-    found = facts.manifest.origin
-    if found is None:
+    origin_run = facts.manifest.origin
+    if origin_run is None:
         return []
-    name = Path(found.run).name
-    copied = f"iterations 0 to {found.iteration - 1} are its origin's"
+    name = Path(origin_run.run).name
+    copied = f"iterations 0 to {origin_run.iteration - 1} are its origin's"
     text = f"A fork of {name}: {copied}. The curves show them, the counts begin after them."
     return [Verdict("fact", text)]
 
@@ -34,14 +34,14 @@ def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
     """Return sentences about the changes of accuracy, score and KL, or of returns."""
     if isinstance(facts.config, ControlConfig):
         means = iterations["episode_return_mean"].dropna()
-        found = []
+        verdicts = []
         if iterations["eval_return"].notna().any():
             name = f"Mean return of {facts.config.evaluation.episodes} whole episodes"
-            found.append(_evaluated(facts, iterations, "eval_return", name, "likeliest actions"))
+            verdicts.append(_evaluated(facts, iterations, "eval_return", name, "likeliest actions"))
         if len(means):
             ends = f"{number(float(means.iloc[0]), 4)} at first, {number(float(means.iloc[-1]), 4)} at last"
-            found.append(Verdict("fact", f"Mean return of the training episodes that ended: {ends}."))
-        return found
+            verdicts.append(Verdict("fact", f"Mean return of the training episodes that ended: {ends}."))
+        return verdicts
     assert isinstance(facts.config, RunConfig)
     config = facts.config
     measured = [("eval_accuracy", "Held-out accuracy")] if facts.is_judged else []
@@ -80,7 +80,7 @@ def on_policy(facts: Facts, counted: Parity, draws: Draws) -> list[Verdict]:
     has_ratios = isinstance(config, ControlConfig) or config.ppo.objective.kind != "policy_gradient"
     has_values = isinstance(config, ControlConfig) or config.value.kind != "none"
     unequal, tokens, rows = counted.unequal_old_rollout_logprobs, counted.tokens, counted.first_minibatch_tokens
-    found = [
+    verdicts = [
         _counted(
             unequal, f"Sampler and trainer agree on every bit of {tokens:,} {unit}.",
             f"{share(unequal, tokens)} of log-probs differ between sampler and trainer ({unequal:,} of {tokens:,} "
@@ -91,25 +91,24 @@ def on_policy(facts: Facts, counted: Parity, draws: Draws) -> list[Verdict]:
         first = counted.unequal_first_ratios
         right = f"Every ratio of the first minibatches is exactly 1 ({rows:,} {unit}, anchor {anchor})."
         wrong = f"{share(first, rows)} of first-minibatch ratios are not 1 ({first:,} of {rows:,}, anchor {anchor})."
-        found.append(_counted(first, right, wrong))
+        verdicts.append(_counted(first, right, wrong))
     if rows and has_values:
         other = counted.unequal_values
         right = f"Values computed again in the first minibatches agree on every bit ({rows:,} {unit})."
         wrong = f"{share(other, rows)} of values differ when computed again ({other:,} of {rows:,})."
-        found.append(_counted(other, right, wrong))
+        verdicts.append(_counted(other, right, wrong))
     # tokens that were encoded again were not drawn
     if draws.tokens and not (isinstance(config, RunConfig) and config.mismatch.trainer.retokenize):
-        said = draws.sentence()
-        found.append(_counted(int(draws.is_wrong), f"{said[0].upper()}{said[1:]}.", said))
+        verdicts.append(_counted(int(draws.is_wrong), sentence(draws.sentence()), draws.sentence()))
     if isinstance(config, RunConfig):
-        found += [Verdict("fact", f"{text}.") for text in not_promised(config)]
+        verdicts += [Verdict("fact", f"{text}.") for text in not_promised(config)]
     measured = facts.accuracy
     if measured is not None:
-        far = f"{number(measured.ratio, 2)} times as far from the model in float64 as stock {measured.stock}'s"
+        distance = f"{number(measured.ratio, 2)} times as far from the model in float64 as stock {measured.stock}'s"
         whose = "trainer" if isinstance(config, RunConfig) and config.rollout.engine_without_promise else "sampler"
-        text = f"The {whose}'s log-probs are {far} ({measured.tokens:,} tokens, rms)."
-        found.append(Verdict("differs" if measured.is_low else "fact", text))
-    return found
+        text = f"The {whose}'s log-probs are {distance} ({measured.tokens:,} tokens, rms)."
+        verdicts.append(Verdict("differs" if measured.is_low else "fact", text))
+    return verdicts
 
 
 def _counted(wrong: int, holds: str, differs: str) -> Verdict:
@@ -118,15 +117,15 @@ def _counted(wrong: int, holds: str, differs: str) -> Verdict:
 
 def troubles(facts: Facts, iterations: pd.DataFrame, nonfinite_ratios: int, nonfinite_deltas: int) -> list[Verdict]:
     """Return sentences about missing iterations, cut responses, values that are not finite, and deliberate faults."""
-    found = state(facts)
+    verdicts = state(facts)
     if nonfinite_ratios + nonfinite_deltas:
         counted = f"{nonfinite_ratios:,} ratios, {nonfinite_deltas:,} log-prob differences"
-        found.append(Verdict("differs", f"Not finite: {counted}. No figure includes them."))
+        verdicts.append(Verdict("differs", f"Not finite: {counted}. No figure includes them."))
     if isinstance(facts.config, RunConfig):
         if (cut := cut_fraction(iterations)) > MANY_CUT:
-            found.append(Verdict("differs", f"{cut_at_the_limit(cut)}."))
-        found += on_purpose(facts.config)
-    return found or [Verdict("holds", "Nothing: the run is complete, and its ratios and log-probs are finite.")]
+            verdicts.append(Verdict("differs", f"{cut_at_the_limit(cut)}."))
+        verdicts += on_purpose(facts.config)
+    return verdicts or [Verdict("holds", "Nothing: the run is complete, and its ratios and log-probs are finite.")]
 
 
 def state(facts: Facts) -> list[Verdict]:
@@ -144,20 +143,21 @@ def state(facts: Facts) -> list[Verdict]:
 def on_purpose(config: RunConfig) -> list[Verdict]:
     """Return a sentence for each deliberate cause of mismatch in the configuration."""
     sampler, trainer = config.mismatch.sampler, config.mismatch.trainer
-    said = []
+    sentences = []
     if sampler.stock is not None:
-        said.append(f"The sampler was torch's own forward pass on purpose: mismatch.sampler.stock = {sampler.stock}.")
+        chosen = f"mismatch.sampler.stock = {sampler.stock}"
+        sentences.append(f"The sampler was torch's own forward pass on purpose: {chosen}.")
     formats = [f"{name} {value}" for name, value in sampler.precision.model_dump().items() if value != "float32"]
     if formats:
-        said.append(f"The sampler was rounded on purpose: mismatch.sampler.precision = {', '.join(formats)}.")
+        sentences.append(f"The sampler was rounded on purpose: mismatch.sampler.precision = {', '.join(formats)}.")
     for side, section, faults in (("sampler", sampler, SamplerFaults), ("trainer", trainer, TrainerFaults)):
         for name, field in faults.model_fields.items():
             if name not in ("stock", "precision") and getattr(section, name) != field.default:
                 value = json.dumps(section.model_dump(mode="json")[name])
-                said.append(f"A fault on purpose: mismatch.{side}.{name} = {value}.")
+                sentences.append(f"A fault on purpose: mismatch.{side}.{name} = {value}.")
     if config.mismatch.flip is not None:
-        said.append(f"A fault on purpose: mismatch.flip = {config.mismatch.flip}.")
+        sentences.append(f"A fault on purpose: mismatch.flip = {config.mismatch.flip}.")
     if config.rollout.mismatch_sigma is not None:
         sigma = f"rollout.mismatch_sigma = {config.rollout.mismatch_sigma:g}"
-        said.append(f"The sampler was disturbed on purpose: {sigma}.")
-    return [Verdict("fact", text) for text in said]
+        sentences.append(f"The sampler was disturbed on purpose: {sigma}.")
+    return [Verdict("fact", text) for text in sentences]

@@ -19,14 +19,17 @@ def summary_table(table: pd.DataFrame, word_table: pd.DataFrame) -> pd.DataFrame
     """Return the table `tok_summary` of one iteration, from its tables by response and by word.
 
     The table has METRICS in nats per sequence, token, word, char and byte, shares, and tokens per word and character.
+    The reductions are
 
-    The reduction of the unit sequence is `seq_mean_token_sum`. `ratio_of_sums` divides the sum over all responses by
-    their number of units (for tokens: token_mean). `mean_of_ratios` is the mean over responses of the response's own
-    ratio (for tokens: seq_mean_token_mean); `n_undefined` counts the responses without the unit, which are left out.
-    Sums that are not finite are included, and `n_nonfinite` counts their responses.
+        seq_mean_token_sum: mean over responses of the sum over tokens; only for the unit sequence
+        ratio_of_sums: sum over all responses / number of units in all responses; for tokens the token_mean
+        mean_of_ratios: mean over responses of sum / number of units; for tokens the seq_mean_token_mean
 
-    `<metric>_first_share` is the share of the first tokens of words in the sum over all words of text. The terms of k1
-    cancel: its share is NaN if the sum is below 3 standard errors.
+    `n_undefined` counts responses without the unit; mean_of_ratios leaves them out. `n_nonfinite` counts responses
+    whose sum is not finite; every reduction includes them.
+
+    `<metric>_first_share` is the share of the words' first tokens in the sum over all words of text. Terms of k1 cancel
+    out, so its share is NaN if the sum is below 3 standard errors.
     """
     words = word_table[~word_table["is_special"].to_numpy(bool)]
     rows = [*_of_units(table), *_first_shares(table, words), *_of_words(table, words)]

@@ -6,10 +6,9 @@ every unit; `word_clip` computes the clip band for words; `retokenize` decodes a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -29,7 +28,6 @@ from ppo_repro.analysis.tokenization.word_clip import UPDATE_COLUMNS, clip_table
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.config.algorithm import clip_band
-from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import Manifest, require_responses
@@ -55,10 +53,8 @@ def iteration_tables(
     """Return all tables of one iteration of a language run. Raises UserError on missing or damaged records."""
     recorded = recorded or reader.open_manifest(run_dir)
     require_responses(run_dir, recorded)
-    config = load_recorded_config(run_dir)
-    which: dict[str, Any] = {"iterations": [iteration], "recorded": recorded}
-    tokens = reader.read_tokens(run_dir, columns=TOKEN_COLUMNS, **which)
-    sequences = reader.read_sequences(run_dir, columns=SEQUENCE_COLUMNS, **which)
+    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKEN_COLUMNS, recorded=recorded)
+    sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=SEQUENCE_COLUMNS, recorded=recorded)
     table = token_table(tokens, sequences, boundary=boundary)
     words, by_sequence = word_table(table), sequence_table(table, sequences)
     return TokenizationTables(
@@ -66,19 +62,20 @@ def iteration_tables(
         tok_word=words,
         tok_seq=by_sequence,
         tok_summary=summary_table(by_sequence, words),
-        tok_clip=_clip(run_dir, which, config, table, tokens) if iteration in recorded.own_iterations else None,
+        tok_clip=_clip(run_dir, recorded, iteration, table, tokens) if iteration in recorded.own_iterations else None,
     )
 
 
 def _clip(
-    run_dir: Path | str, which: Mapping[str, Any], config: RunConfig, table: pd.DataFrame, tokens: pd.DataFrame
+    run_dir: Path | str, recorded: Manifest, iteration: int, table: pd.DataFrame, tokens: pd.DataFrame
 ) -> pd.DataFrame | None:
-    (clip_range,) = reader.read_iterations(run_dir, columns=["clip_range"], **which)["clip_range"]
-    band = clip_band(config.ppo.objective, clip_range)
+    ppo, one = load_recorded_config(run_dir).ppo, [iteration]
+    row = reader.read_iterations(run_dir, iterations=one, columns=["clip_range"], recorded=recorded)
+    band = clip_band(ppo.objective, row["clip_range"].item())
     if band is None:
         return None
-    updates = reader.read_updates(run_dir, columns=UPDATE_COLUMNS, **which)
-    anchor = tokens[f"{config.ppo.ratio_anchor}_logprobs"]
+    updates = reader.read_updates(run_dir, iterations=one, columns=UPDATE_COLUMNS, recorded=recorded)
+    anchor = tokens[f"{ppo.ratio_anchor}_logprobs"]
     return clip_table(word_ratios(table, anchor, updates, clip_low=band[0], clip_high=band[1]))
 
 

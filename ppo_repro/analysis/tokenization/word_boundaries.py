@@ -69,10 +69,11 @@ def first_tokens_of(tokens: pd.DataFrame) -> Ints:
 def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
     """Return the words of one iteration's tokens.
 
-    A word is a longest sequence of characters that are not white space, with the white space before it (leading) or
-    after it (trailing). White space without that neighbour is a word of its own. A token belongs to the word of its
-    last character that is not white space. A token of white space alone belongs to the word of the white space. A
-    token that ends inside a character belongs to the word of the character.
+    A word is a longest sequence of characters that are not white space. It includes the white space before it (leading)
+    or after it (trailing). White space without such a neighbour is a word of its own.
+
+    A token belongs to the word of its last character that is not white space. A token of white space alone belongs to
+    the word of the white space. A token that ends inside a character belongs to the word of the character.
 
     `tokens` has the columns iteration, sequence, position, char_start, char_end and sub_idx. Raises UserError on
     another boundary.

@@ -30,10 +30,15 @@ def word_ratios(
         clip_high: upper width of the band.
 
     Returns:
-        iteration, epoch, sequence, word_id, is_special; n_tok: tokens of the word; log_ratio: sum of their log-ratios;
-        max_token_ratio; n_out: tokens outside the band; n_clipped: tokens with a recorded clip_* flag; word_out: the
-        word's ratio is outside the band; word_out_scaled: it is outside [(1 - low)^n, (1 + high)^n], which requires a
-        token outside.
+        The columns iteration, epoch, sequence, word_id, is_special, and
+
+        n_tok: number of the word's tokens
+        log_ratio: sum of the tokens' log-ratios
+        max_token_ratio: largest ratio of a token
+        n_out: number of tokens outside the band
+        n_clipped: number of tokens with a recorded clip_* flag
+        word_out: whether the word's ratio is outside the band
+        word_out_scaled: whether the word's ratio is outside [(1 - low)^n, (1 + high)^n], which needs a token outside
     """
     low, high = np.log1p(-clip_low), np.log1p(clip_high)
     names = ["iteration", "sequence", "position", "word_id", "is_special"]

@@ -231,7 +231,7 @@ class Index:
         self._database.cursor().execute(query, [run.number])
 
     @contextmanager
-    def _cursor(self) -> Iterator[Any]:
+    def _limited_cursor(self) -> Iterator[Any]:
         """Yield a cursor. Raises Slow after TIMEOUT_SECONDS of a query."""
         cursor = self._database.cursor()
         timer = threading.Timer(TIMEOUT_SECONDS, cursor.interrupt)
@@ -250,14 +250,14 @@ class Index:
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Return the rows of a query as dicts by column. Raises Slow after TIMEOUT_SECONDS."""
-        with self._cursor() as cursor:
+        with self._limited_cursor() as cursor:
             cursor.execute(query, list(values))
             names = [column[0] for column in cursor.description]
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
     def frame(self, query: str, values: Sequence[Any] = ()) -> pd.DataFrame:
         """Return the rows of a query as a pandas frame. Raises Slow after TIMEOUT_SECONDS."""
-        with self._cursor() as cursor:
+        with self._limited_cursor() as cursor:
             return pd.DataFrame(cursor.execute(query, list(values)).df())
 
     def tokens_of(self, run: Run, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,27 +66,27 @@ def parsed(asked: Mapping[str, str], runs: int) -> Query:
     for name in asked:
         if name not in _NAMES:
             raise UserError(f"{name}: is no filter; there are {', '.join(sorted(_NAMES - {'token'}))}")
-    found = {name: value for name, value in asked.items() if value != ""}
-    conditions: list[tuple[str, Any]] = [(sql, found[name]) for name, sql in TEXTS.items() if name in found]
+    parameters = {name: value for name, value in asked.items() if value != ""}
+    conditions: list[tuple[str, Any]] = [(sql, parameters[name]) for name, sql in TEXTS.items() if name in parameters]
     for name in NUMBERS:
         for end, sign in (("min", ">="), ("max", "<=")):
-            if f"{name}_{end}" in found:
-                conditions.append((f"{name} {sign} ?", _number(f"{name}_{end}", found[f"{name}_{end}"])))
-    if "correct" in found:
-        conditions.append(("correct = ?", _choice(found, "correct")))
-    run = _count(found, "run", 0, runs - 1) if "run" in found else None
+            if f"{name}_{end}" in parameters:
+                conditions.append((f"{name} {sign} ?", _number(f"{name}_{end}", parameters[f"{name}_{end}"])))
+    if "correct" in parameters:
+        conditions.append(("correct = ?", _choice(parameters, "correct")))
+    run = _count(parameters, "run", 0, runs - 1) if "run" in parameters else None
     if run is not None:
         conditions.append(("run = ?", run))
-    sort = found.get("sort", "iteration")
+    sort = parameters.get("sort", "iteration")
     if sort not in COLUMNS:
         raise UserError(f"sort = {sort}: must be one of {', '.join(COLUMNS)}")
-    order = _choice(found, "order") if "order" in found else "desc"
+    order = _choice(parameters, "order") if "order" in parameters else "desc"
     return Query(
         " and ".join(sql for sql, _ in conditions) or "true",
         tuple(value for _, value in conditions),
         f"{sort} {order} nulls last",
-        _count(found, "offset", 0, 10**9) if "offset" in found else 0,
-        _count(found, "limit", 1, LARGEST_PAGE) if "limit" in found else PAGE,
+        _count(parameters, "offset", 0, 10**9) if "offset" in parameters else 0,
+        _count(parameters, "limit", 1, LARGEST_PAGE) if "limit" in parameters else PAGE,
         run,
     )
 
@@ -101,20 +101,20 @@ def _number(name: str, text: str) -> float:
     return value
 
 
-def _count(found: Mapping[str, str], name: str, least: int, most: int) -> int:
-    text = found[name]
+def _count(parameters: Mapping[str, str], name: str, least: int, most: int) -> int:
+    text = parameters[name]
     if not (text.isascii() and text.isdecimal() and len(text) < 12 and least <= int(text) <= most):
         raise UserError(f"{name} = {text[:100]}: must be a whole number from {least} to {most}")
     return int(text)
 
 
-def _choice(found: Mapping[str, str], name: str) -> Any:
-    if found[name] not in CHOICES[name]:
-        raise UserError(f"{name} = {found[name][:100]}: must be {' or '.join(CHOICES[name])}")
-    return CHOICES[name][found[name]]
+def _choice(parameters: Mapping[str, str], name: str) -> Any:
+    if parameters[name] not in CHOICES[name]:
+        raise UserError(f"{name} = {parameters[name][:100]}: must be {' or '.join(CHOICES[name])}")
+    return CHOICES[name][parameters[name]]
 
 
-def place(asked: Mapping[str, str], runs: int) -> tuple[int, int, int]:
+def response_key(asked: Mapping[str, str], runs: int) -> tuple[int, int, int]:
     """Return run, iteration and sequence of a request's parameters. Raises UserError unless they are valid numbers."""
     names = {"run": runs - 1, "iteration": 2**31 - 1, "sequence": 2**31 - 1}
     run, iteration, sequence = (_count({name: asked.get(name, "")}, name, 0, most) for name, most in names.items())

@@ -24,7 +24,7 @@ from ppo_repro.analysis.html.markup import differences
 from ppo_repro.analysis.html.page import document
 from ppo_repro.analysis.html.token_section import token_area
 from ppo_repro.analysis.view.index import TIMEOUT_SECONDS, Index, Slow
-from ppo_repro.analysis.view.query import COLUMNS, parsed, place, snippet
+from ppo_repro.analysis.view.query import COLUMNS, parsed, response_key, snippet
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import finite, one_line
 
@@ -97,7 +97,7 @@ def _responses(index: Index, asked: Asked) -> Answer:
 
 
 def _one(index: Index, asked: Asked) -> dict[str, Any]:
-    values = place(asked, len(index.runs))
+    values = response_key(asked, len(index.runs))
     found = index.rows(f"select {ROW} from responses where run = ? and iteration = ? and sequence = ?", values)
     if not found:
         raise UserError(f"run {values[0]}: has no response {values[2]} in iteration {values[1]}")

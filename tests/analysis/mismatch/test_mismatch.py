@@ -77,7 +77,7 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
 
 
 def buckets_of(frame: pd.DataFrame) -> pd.DataFrame:
-    return bucket_table(bucket_sums(with_mismatch(frame)))
+    return bucket_table([bucket_sums(with_mismatch(frame))])
 
 
 def test_buckets_by_hand() -> None:

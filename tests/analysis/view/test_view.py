@@ -285,8 +285,12 @@ def test_a_run_that_is_removed_leaves_the_list_and_its_number_to_no_other_run(na
 def test_an_unforeseen_error_is_on_the_page_and_on_stderr_once_and_the_index_goes_on(
     native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(target: Path, name: str) -> None:
-        raise PermissionError(13, "Permission denied", str(target))
+    read = index_module.folders_with
+
+    def fail(target: Path, name: str) -> Iterator[Path]:
+        if target == tmp_path:  # servers of other tests go on
+            raise PermissionError(13, "Permission denied", str(target))
+        return read(target, name)
 
     said = f"the responses may be old: PermissionError: [Errno 13] Permission denied: '{tmp_path}'"
     monkeypatch.setattr(index_module, "LOOK_SECONDS", 0.05)

@@ -1,0 +1,158 @@
+"""Read the runs of a grid, or of any folder, by setting, with the results that compare the settings.
+
+A setting is the configuration and inputs of a run without its seed. In a grid it is a combination of the axes' labels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from ppo_repro.analysis.report.curve_metrics import ANY, score_range
+from ppo_repro.analysis.report.run_kinds import KINDS, Kind
+from ppo_repro.analysis.report.run_scan import OneRun, read_run
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import MANIFEST, folders_with
+from ppo_repro.config.run import RunConfig
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
+from ppo_repro.records.label import read_label
+from ppo_repro.records.settings import Setting, settings_of, setup_of
+
+
+@dataclass(frozen=True)
+class FolderRuns:
+    """Complete runs of one kind in a folder.
+
+    `states` has the state of every run of the folder. `copies` pairs each run that is left out with the run that has
+    the same fingerprint. `finals` has one row per run: point (the short name of its setting), seed and results.
+    """
+
+    folder: Path
+    states: Mapping[Path, str]
+    copies: Sequence[tuple[Path, Path]]
+    settings: Mapping[Setting, Sequence[OneRun]]
+    finals: pd.DataFrame
+
+    @property
+    def is_grid(self) -> bool:
+        """Return whether the folder is a grid, which has a question."""
+        return (self.folder / GRID).exists()
+
+    @property
+    def listed(self) -> list[OneRun]:
+        """Return the runs in the order of `finals`."""
+        return [run for group in self.settings.values() for run in group]
+
+    @property
+    def kind(self) -> Kind:
+        """Return what the pages of these runs show."""
+        return KINDS[self.listed[0].facts.manifest.kind]
+
+    @property
+    def measures(self) -> list[str]:
+        """Return the names of the results; the first one compares the settings."""
+        return [str(name) for name in self.finals.columns if name not in ("point", "seed")]
+
+
+def read_folder(folder: Path) -> FolderRuns:
+    """Read the complete runs of a folder. Raises UserError if there is none, or the runs are of several kinds."""
+    states = {run_dir: manifest.load(run_dir).status for run_dir in _runs_below(folder)}
+    complete = [run_dir for run_dir, state in states.items() if state == "complete"]
+    if not complete:
+        raise UserError(f"{folder}: none of its {len(states)} runs is complete; finish them first")
+    kinds = {manifest.load_head(run_dir).kind for run_dir in complete}
+    if len(kinds) > 1:
+        raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
+    unique, copies = (complete, []) if (folder / GRID).exists() else _without_copies(complete)
+    settings = _settings(folder, [read_run(run_dir) for run_dir in unique])
+    listed = [(run, setting.short) for setting, group in settings.items() for run in group]
+    return FolderRuns(folder, states, copies, settings, _finals(*zip(*listed, strict=True)))
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    """Return the runs below a folder, sorted. Raises UserError if there is none."""
+    runs = sorted(path for path in folders_with(folder, MANIFEST) if (path / "records").is_dir())
+    if not runs:
+        raise UserError(f"{folder}: has no run; give the folder of a run, or one with runs in it")
+    return runs
+
+
+def _without_copies(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, Path]]]:
+    """Return one run per fingerprint, and each other run paired with the returned run of the same fingerprint."""
+    first: dict[str, Path] = {}
+    copies = []
+    for run_dir in sorted(complete, key=lambda path: (len(path.parts), path)):  # the run, not its copy further down
+        unique = first.setdefault(manifest.load_head(run_dir).fingerprint, run_dir)
+        if unique != run_dir:
+            copies.append((run_dir, unique))
+    return list(first.values()), copies
+
+
+def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun]]:
+    """Return the runs of each setting, named by the labels of the grid's axes, or by the differences of setups."""
+    setting_of_run = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
+    if (folder / CELLS).exists():
+        cells = read_grid_table(folder / CELLS)
+        axes = axes_of(cells)
+        named = {str(row["run_dir"]): ", ".join(str(row[axis]) for axis in axes) for row in cells.to_dict("records")}
+        paths = [str(run.facts.run_dir.relative_to(folder)) for run in runs]
+        order = {label: k for k, label in enumerate(named.values())}
+        if all(path in named for path in paths) and axes:
+            pairs = sorted(zip(paths, runs, strict=True), key=lambda pair: order[named[pair[0]]])
+            setting_of_run, runs = [Setting(named[path], "") for path, _ in pairs], [run for _, run in pairs]
+    settings: dict[Setting, list[OneRun]] = {}
+    for setting, run in zip(setting_of_run, runs, strict=True):
+        settings.setdefault(setting, []).append(run)
+    named_by = {setting: _renamed(setting, group) for setting, group in settings.items()}
+    if len({setting.short for setting in named_by.values()}) == len(settings):
+        settings = {named_by[setting]: group for setting, group in settings.items()}
+    return settings
+
+
+def _renamed(setting: Setting, group: Sequence[OneRun]) -> Setting:
+    """Rename a setting after the label that all its runs have, or after the experiment if nothing differs."""
+    names = {read_label(run.facts.run_dir).name for run in group}
+    name = names.pop() if len(names) == 1 else ""
+    return Setting(name or setting.short or group[0].facts.config.experiment, setting.whole)
+
+
+def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
+    """Return point, seed and the final results that all runs have, or else the last mean score or return."""
+    kind, judged = KINDS[runs[0].facts.manifest.kind], all(run.facts.is_judged for run in runs)
+    results = {
+        name: [float(run.facts.manifest.final[key]) for run in runs]
+        for name, key in kind.measures.items()
+        if all(key in run.facts.manifest.final for run in runs) and (judged or key not in kind.accuracies)
+    }
+    if not results:
+        name, column = kind.last
+        results = {name: [float(run.iterations[column].iloc[-1]) for run in runs]}
+    # scores that are 1 for right answers and 0 for others are accuracies
+    first = next(iter(results))
+    results = {name: values for name, values in results.items() if name == first or values != results[first]}
+    return pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **results})
+
+
+def largest_possible(runs: FolderRuns, measure: str) -> float:
+    """Return the largest difference of a measure that two runs can have; infinite without a limit."""
+    kind = runs.kind
+    key = kind.measures.get(measure) or kind.last[1]
+    if "score" not in key:
+        low, high = next((m.possible for m in kind.metrics if m.key == key and m.possible), ANY)
+        return high - low
+    ends = [score_range(run.facts.config) for run in runs.listed if isinstance(run.facts.config, RunConfig)]
+    return max(high for _, high in ends) - min(low for low, _ in ends)
+
+
+def largest_recorded(runs: FolderRuns, measure: str) -> float:
+    """Return the largest difference of two scores of sampled responses; infinite for a measure that is no score."""
+    if "score" not in (runs.kind.measures.get(measure) or runs.kind.last[1]):
+        return math.inf
+    own = ((run.facts.run_dir, run.facts.manifest.own_iterations) for run in runs.listed)
+    scores = pd.concat(reader.read_sequences(of, iterations=some, columns=["scores"])["scores"] for of, some in own)
+    return float(scores.max() - scores.min())

@@ -161,7 +161,7 @@ BREAKS = {
     "low bytes lose a bit": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
         "gpu/integers.c",
-        (("(uint32_t)(x[i] - 64 * H) & 255", "(uint32_t)(x[i] - 64 * H) & 254"),),
+        (("(uint32_t)(x[i] - RADIX * H) & 255", "(uint32_t)(x[i] - RADIX * H) & 254"),),
     ),
     "ties away from zero": Break(
         ("product in high of ties",),
@@ -181,7 +181,7 @@ BREAKS = {
     "high bytes are too small": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
         "gpu/integers.c",
-        (("(x[i] + 32) >> 6", "(x[i] + 32) >> 7"),),
+        (("* 4033 >> 18", "* 4033 >> 19"),),
     ),
     "no remainders": Break(BESIDE_OUTLIERS, "gpu/integers.c", (("is_product && any_of_warp", "0 && any_of_warp"),)),
     "31 is not small": Break(BESIDE_OUTLIERS, "gpu/integers.c", (("SMALL = 32", "SMALL = 31"),)),
@@ -194,7 +194,10 @@ BREAKS = {
     "the middle bytes once": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
         "gpu/integers.c",
-        (("parts < 4; parts++)\n        multiply_bytes(", "parts < 3; parts++)\n        multiply_bytes("),),
+        (("if (highs == 1) multiply_bytes(sums, xl, wh);", ""),),
+    ),
+    "sums are not scaled back": Break(
+        ("product in high (33, 70, 131)", "gradients in high"), "gpu/integers.c", (("falls ? RADIX", "0 ? RADIX"),)
     ),
     "a chunk in another place": Break(
         ("product in high (33, 70, 131)", "gradients in high"),

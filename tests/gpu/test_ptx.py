@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.numerics import build
-from ppo_repro.numerics.build_ptx import compile_ptx
+from ppo_repro.numerics.build_ptx import PAIRED, compile_ptx
 
 # Every float instruction that the rules have. Comparisons and moves round nothing. `max` would be lawful only where no
 # NaN and no zero's sign can show, so it is not here: the kernels have none.
@@ -54,6 +54,11 @@ def test_every_kernel_names_its_most_threads(ptx: str) -> None:
     found = re.search(r"GPU_THREADS = (\d+)", (build.SOURCES / "gpu" / "arguments.h").read_text())
     assert found
     assert ptx.count(f".maxntid {found[1]}, 1, 1") == ptx.count(".entry") > 40
+
+
+@pytest.mark.parametrize("kernel", PAIRED)
+def test_two_thread_blocks_of_a_paired_kernel_fit_a_multiprocessor(ptx: str, kernel: str) -> None:
+    assert re.search(rf"\.entry {kernel}\([^)]*\)\n\.maxntid \d+, 1, 1\n\.minnctapersm 2\n\{{", ptx)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ void copy_later(float *to, const float *from, int size, int bytes);
 void commit_copies(void);
 void wait_copies(int groups);
 void load_matrices(const float *line, u32 m[4]);
-void multiply_bytes(int c[4], const u32 a[4], const u32 b[2]);
+void multiply_bytes(u32 c[4], const u32 a[4], const u32 b[2]);
 int any_of_warp(u32 x);
 static inline float f32_of(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline double f64_of(u64 bits) { double x; memcpy(&x, &bits, 8); return x; }
@@ -231,7 +231,7 @@ def _line(op: str, a: list[str]) -> str:
     if op == "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32":
         sums, x, w = (", ".join(map(_operand, _braced(part))) for part in (a[3], a[1], a[2]))
         written = " ".join(f"{register.removeprefix('%')} = c[{i}];" for i, register in enumerate(_braced(a[0])))
-        return f"{{ int c[4] = {{{sums}}}; multiply_bytes(c, (u32[4]){{{x}}}, (u32[2]){{{w}}}); {written} }}"
+        return f"{{ u32 c[4] = {{{sums}}}; multiply_bytes(c, (u32[4]){{{x}}}, (u32[2]){{{w}}}); {written} }}"
     if name == "bra":
         return f"goto {a[0].strip('$')};"
     if op == "ret":

@@ -20,13 +20,22 @@ FLAGS = (
     *("-Wall", "-Wextra", "-Wno-pass-failed", "-Wno-unused-parameter"),
 )
 THREADS = 256  # of a thread block, at most: GPU_THREADS of c/gpu/arguments.h
+# kernels of which a multiprocessor runs two thread blocks: one computes while the other waits
+PAIRED = ("integer_product_tall", "integer_gradient_tiles")
 IGNORED = "argument unused during compilation"  # zig passes options of CPUs to every target
 
 
 def with_bounds(ptx: str) -> str:
-    """Write the largest number of threads per block into each kernel; it limits registers, and C cannot express it."""
-    entry = re.compile(r"(\.visible \.entry \w+\([^)]*\))[^{]*\{")
-    return entry.sub(rf"\1\n.maxntid {THREADS}, 1, 1\n{{", ptx)
+    """Write into each kernel the largest number of threads per block, and into PAIRED ones that two blocks must fit.
+
+    Both limit registers, and C cannot express them.
+    """
+
+    def bounded(entry: re.Match[str]) -> str:
+        pairs = "\n.minnctapersm 2" if entry[2] in PAIRED else ""
+        return f"{entry[1]}\n.maxntid {THREADS}, 1, 1{pairs}\n{{"
+
+    return re.sub(r"(\.visible \.entry (\w+)\([^)]*\))[^{]*\{", bounded, ptx)
 
 
 def compile_ptx(source: Path, out: Path, environment: Mapping[str, str], *more_flags: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.numerics import build
-from ppo_repro.numerics.build_ptx import compile_ptx
+from ppo_repro.numerics.build_ptx import PAIRED, compile_ptx
 from tests.gpu.emulator.ptx import translate
 
 # Every float instruction that the rules have. Comparisons and moves round nothing. `max` would be lawful only where no
@@ -62,6 +62,11 @@ def test_an_instruction_that_the_tests_cannot_read_is_refused() -> None:
     assert "r1 = " in translate(kernel)
     with pytest.raises(ValueError, match=r"mul\.hi\.u32"):
         translate(kernel.replace("mul.lo", "mul.hi"))
+
+
+@pytest.mark.parametrize("kernel", PAIRED)
+def test_two_thread_blocks_of_a_paired_kernel_fit_a_multiprocessor(ptx: str, kernel: str) -> None:
+    assert re.search(rf"\.entry {kernel}\([^)]*\)\n\.maxntid \d+, 1, 1\n\.minnctapersm 2\n\{{", ptx)
 
 
 @pytest.mark.slow

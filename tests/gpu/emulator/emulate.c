@@ -105,7 +105,7 @@ int any_of_warp(uint32_t x) {
   return any != 0;
 }
 
-void multiply_bytes(int c[4], const uint32_t a[4], const uint32_t b[2]) {
+void multiply_bytes(uint32_t c[4], const uint32_t a[4], const uint32_t b[2]) {
   static uint32_t as[MOST_THREADS][4];
   static uint32_t bs[MOST_THREADS][2];
   const int lane = emulated_thread % WARP;
@@ -119,7 +119,7 @@ void multiply_bytes(int c[4], const uint32_t a[4], const uint32_t b[2]) {
     for (int k = 0; k < 32; k++) {
       const uint32_t x = as[warp + row + k % 16 / 4][2 * (k / 16) + i / 2];
       const uint32_t w = bs[warp + column + k % 16 / 4][k / 16];
-      c[i] += (int8_t)(x >> 8 * (k % 4)) * (int8_t)(w >> 8 * (k % 4));
+      c[i] += (uint32_t)((int8_t)(x >> 8 * (k % 4)) * (int8_t)(w >> 8 * (k % 4)));
     }
   }
   pause_at(AT_WARP);

@@ -44,9 +44,10 @@ typedef struct {
   int each;  // with `partial`: blocks of terms of a thread block
 } ProductArguments;
 
-// Blocks of integers X = 64 H + L, see integers.c. Rows of zeros fill up the last tile.
+// Blocks of integers X = 65 H + L, see integers.c. Rows of zeros fill up the last tile. The lines that a
+// thread block fetches at once follow one another.
 typedef struct {
-  signed char *lines;  // [room][blocks][2][LINE_BYTES]: 64 H, then 64 L, of each half of a block
+  signed char *lines;  // [room / 128][blocks][2][128][LINE_BYTES]: 64 H, then 64 L, of each half of a block
   float *scales;       // [blocks][room]: 2^-s, or NaN; -2^-s if the block is mostly small
   signed char *rest;   // remainders as lines, or NULL
   int rows;
@@ -54,9 +55,19 @@ typedef struct {
   int room;  // rows that have memory
 } SplitMatrix;
 
-enum { LINE_BYTES = 128, INTEGER_STAGES = 3, INTEGER_TILE = 128 };
+enum {
+  LINE_BYTES = 128,
+  INTEGER_STAGES = 3,
+  INTEGER_TILE = 128,                      // rows of the highest tile
+  HALF_BYTES = INTEGER_TILE * LINE_BYTES
+};
 
 INLINE int room_for_rows(int rows) { return (rows + INTEGER_TILE - 1) / INTEGER_TILE * INTEGER_TILE; }
+
+// Where the line of the first half of a block is
+INLINE long line_of(const SplitMatrix *o, int row, int block) {
+  return ((long)(row / INTEGER_TILE) * o->blocks + block) * 2 * HALF_BYTES + row % INTEGER_TILE * LINE_BYTES;
+}
 
 // Floats of memory for lines, for them with their scales, and for both with remainders
 INLINE long line_floats(int rows, int blocks) {
@@ -99,9 +110,10 @@ typedef struct {
 
 INLINE int form_rows(const IntegerForm f) { return 16 * f.high * f.down; }
 INLINE int form_columns(const IntegerForm f) { return 8 * f.wide * f.across; }
-// of a half of a block: lines, then scales
+// of a half of a block: lines, then scales. Every stage begins at a multiple of 128 bytes.
 INLINE int integer_stage_floats(const IntegerForm f) {
-  return (form_rows(f) + form_columns(f)) * (LINE_BYTES / 4 + 1);
+  const int lines = form_rows(f) + form_columns(f);
+  return (lines + (lines + 31) / 32) * (LINE_BYTES / 4);
 }
 
 // From numbers to integers. split_rows: x [rows][ld], of `terms` terms; split_columns: x [terms][ld]

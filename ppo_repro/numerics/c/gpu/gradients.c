@@ -14,7 +14,8 @@ INLINE int fours_of(const int is_high) { return is_high ? 8 : 16; }
 INLINE long part_floats(const int is_high) { return 4L * GPU_THREADS * fours_of(is_high); }
 
 INLINE float *parts_of_thread(const GradientArguments *a, const int is_high) {
-  return a->parts + (long)thread_block_x() * (a->sums.levels + 1) * part_floats(is_high) + 4 * thread_index();
+  const long before = (long)thread_block_x() * (a->sums.levels + 1) * part_floats(is_high);
+  return a->parts + before + 4 * not_ahead(thread_index());
 }
 
 INLINE float *four_at(float *parts, const int is_high, int part, int q) {

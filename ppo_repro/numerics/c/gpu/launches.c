@@ -176,7 +176,8 @@ static void weight_gradient(Precision precision, const float *dy, int n, const f
   const int rows = is_high ? form_rows(TALL) : TILE;
   const int columns = is_high ? form_columns(TALL) : TILE;
   const long tiles = divided_up(n, rows) * divided_up(k, columns);
-  const long grid = tiles < gpu.multiprocessors ? tiles : gpu.multiprocessors;
+  const long at_once = (is_high ? 2L : 1L) * gpu.multiprocessors;
+  const long grid = tiles < at_once ? tiles : at_once;
   const size_t parts = (size_t)((blocks->sums->levels + 1) * rows * columns);
   GradientArguments a = {
       .dy = dy,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppo_repro.analysis.figures import mismatch, new_axes
-from ppo_repro.analysis.grids import outcomes
+from ppo_repro.analysis.grids import grid_outcomes
 from ppo_repro.analysis.pairs.run_evidence import run_evidence
 from ppo_repro.analysis.report import build
 from ppo_repro.base.errors import UserError
@@ -43,10 +43,10 @@ def test_the_summary_and_the_page_of_a_fork_count_its_own_iterations(forked: Pat
 
 
 def test_the_measures_of_a_fork_in_a_grid_are_of_its_own_iterations(forked: Path, tmp_path: Path) -> None:
-    assert outcomes.mismatch(forked) == (0.0, 0.0)
+    assert grid_outcomes.mismatch(forked) == (0.0, 0.0)
     unclipped = fork(forked, tmp_path, 1, "ppo.objective={kind: unclipped}")
     assert reader.read_steps(unclipped, iterations=[0])["clip_fraction"].max() > 0, "its origin clips"
-    assert outcomes.clip_shares(unclipped) == (0.0, 0.0)
+    assert grid_outcomes.clip_shares(unclipped) == (0.0, 0.0)
 
 
 def test_the_figure_of_a_fork_draws_its_own_tokens(forked: Path) -> None:

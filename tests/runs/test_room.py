@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.runs import run as runner
+from ppo_repro.runs import execute
 from ppo_repro.runs.checkpoints import require_room
 from tests.support.cli import one_line, sets
 from tests.support.language import tiny_run
@@ -37,7 +37,7 @@ def test_the_bytes_that_a_run_keeps_are_known_before_its_first_iteration(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = list[int]()
-    monkeypatch.setattr(runner, "require_room", lambda run_dir, to_keep: said.append(to_keep))
+    monkeypatch.setattr(execute, "require_room", lambda run_dir, to_keep: said.append(to_keep))
     wide = "model.hidden_size=64", "model.intermediate_size=256", "model.warm_start_steps=0"
     run_dir = tiny_run(tmp_path, *wide, *overrides)
     kept = sum(path.stat().st_size for path in (run_dir / "checkpoints").rglob("*.safetensors"))

@@ -101,7 +101,7 @@ class RunKind(ABC, Generic[Config, Item]):
     changeable: ClassVar[Sequence[str]]  # groups of fields that a rerun or a resumed run may change
 
     def over(self, run_dir: Path, iterations: int) -> Self:
-        """Return a copy of this kind that reuses the `iterations` recorded in `run_dir`."""
+        """Return a copy of this kind that takes the first `iterations` from the records in `run_dir`."""
         return self
 
     @abstractmethod

@@ -161,32 +161,32 @@ BREAKS = {
     "low bytes lose a bit": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
         "gpu/integers.c",
-        (("(uint32_t)(x[i] - RADIX * H) & 255", "(uint32_t)(x[i] - RADIX * H) & 254"),),
+        (("low[i] = as_bits(fma32(H - WHOLE, -RADIX, whole[i]))", "low[i] = 254 & as_bits(fma32(H - WHOLE, -RADIX, whole[i]))"),),
     ),
     "ties away from zero": Break(
         ("product in high of ties",),
         "gpu/integers.c",
         (
             (
-                "const int n = (int)(as_bits(x + whole) - as_bits(whole));",
-                "const int n = (int)__builtin_roundf(x);",
+                "const int bits = (int)as_bits(x + WHOLE);",
+                "const int bits = (int)as_bits(__builtin_roundf(x) + WHOLE);",
             ),
         ),
     ),
     "a clip at 4,096": Break(
         ("product in high of ties",),
         "gpu/integers.c",
-        (("return n > 4095 ? 4095 : n < -4095 ? -4095 : n;", "return n;"),),
+        (("return as_float((uint32_t)(bits > most ? most : bits < lowest ? lowest : bits));", "return x + WHOLE;"),),
     ),
     "high bytes are too small": Break(
         ("product in high (33, 70, 131)", "gradients in high"),
         "gpu/integers.c",
-        (("* 4033 >> 18", "* 4033 >> 19"),),
+        (("1.0f / RADIX", "0.5f / RADIX"),),
     ),
     "no remainders": Break(BESIDE_OUTLIERS, "gpu/integers.c", (("is_product && any_of_warp", "0 && any_of_warp"),)),
     "31 is not small": Break(BESIDE_OUTLIERS, "gpu/integers.c", (("SMALL = 32", "SMALL = 31"),)),
     "remainders of 10 bits": Break(
-        BESIDE_OUTLIERS, "gpu/integers.c", (("(float)x[i]) * 0x1p11f", "(float)x[i]) * 0x1p10f"),)
+        BESIDE_OUTLIERS, "gpu/integers.c", (("(whole[i] - WHOLE), 0x1p11f", "(whole[i] - WHOLE), 0x1p10f"),)
     ),
     "a block of a gradient is asked": Break(
         BESIDE_OUTLIERS, "gpu/launches.c", (("!w->transposed, 1), 0)", "!w->transposed, 1), 1)"),)

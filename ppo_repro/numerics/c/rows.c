@@ -212,14 +212,20 @@ typedef struct {
   float *y;
 } Activation;
 
+enum { ACTIVATION_ROW = 256 };  // short, so that a few tokens are enough rows for a GPU
+INLINE int activation_rows(int n) { return (n + ACTIVATION_ROW - 1) / ACTIVATION_ROW; }
+
 INLINE void activation_one(const Activation *a, int row, const ActivationKind kind) {
   const int n = a->n;
-  const float *x = a->x + (long)row * n * (a->gated ? 2 : 1);
-  float *y = a->y + (long)row * n;
+  const int begin = row % activation_rows(n) * ACTIVATION_ROW;
+  const long token = row / activation_rows(n);
+  const int count = least(ACTIVATION_ROW, n - begin);
+  const float *x = a->x + token * n * (a->gated ? 2 : 1) + begin;
+  float *y = a->y + token * n + begin;
   if (a->gated) {
-    EACH_OF_MANY(i, n) y[i] = activation(kind, fixed_at(x, i)) * fixed_at(x, n + i);
+    EACH_OF_MANY(i, count) y[i] = activation(kind, fixed_at(x, i)) * fixed_at(x, n + i);
   } else {
-    EACH_OF_MANY(i, n) y[i] = activation(kind, fixed_at(x, i));
+    EACH_OF_MANY(i, count) y[i] = activation(kind, fixed_at(x, i));
   }
 }
 

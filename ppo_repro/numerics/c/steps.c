@@ -118,7 +118,7 @@ static void norm_step_backward(const Model *m, const NormWeights *w, const float
 // act [rows][width] from up [rows][width], or [rows][2 width] with gates
 static void activation_step(const Model *m, const float *up, int rows, int width, float *act) {
   Activation activation = {.kind = m->activation, .gated = m->gated, .n = width, .x = up, .y = act};
-  for_rows(rows, activation_row, &activation);
+  for_rows(rows * activation_rows(width), activation_row, &activation);
   round_rows(m->round_activations, act, rows, width);
 }
 

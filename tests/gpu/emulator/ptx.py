@@ -33,6 +33,7 @@ static inline u64 of_f64(double x) { u64 bits; memcpy(&bits, &x, 8); return bits
 #define GLOBAL(address) ((char *)(address))
 #define SHIFT_LEFT(type, x, n) ((n) < 8 * sizeof(type) ? (type)((x) << (n)) : (type)0)
 #define SHIFT_RIGHT(type, x, n) ((type)((x) >> ((n) < 8 * sizeof(type) ? (n) : 8 * sizeof(type) - 1)))
+#define BYTE(x, y, n) ((u32)(((u64)(y) << 32 | (u32)(x)) >> 8 * ((n) & 7)) & 255)
 #define LESS(x, y) ((x) < (y) ? (x) : (y))
 #define MORE(x, y) ((x) > (y) ? (x) : (y))
 """
@@ -179,6 +180,9 @@ def _whole(name: str, parts: list[str], a: list[str]) -> str | None:
     if name == "shf" and parts[:2] == ["l", "wrap"]:
         both = f"((u64){_operand(a[2])} << 32 | (u32){_operand(a[1])})"
         return _set(a[0], kind, f"{both} << ((u32){_operand(a[3])} & 31) >> 32")
+    if name == "prmt":  # of the form that keeps bytes as they are: each digit of the selector is at most 7
+        picked = (f"BYTE({_operand(a[1])}, {_operand(a[2])}, {_operand(a[3])} >> {4 * i}) << {8 * i}" for i in range(4))
+        return _set(a[0], kind, " | ".join(picked))
     if name == "bfe":
         position, length = _operand(a[2]), _operand(a[3])
         bits = f"({unsigned}){_operand(a[1])} << (32 - {length} - {position})"

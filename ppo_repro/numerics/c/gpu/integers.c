@@ -18,6 +18,7 @@
 #include "arguments.h"
 #include "machine.h"
 
+#define WHOLE 0x1.8p23f  // between 2^23 and 2^24 a float is an integer, so x + WHOLE rounds x
 #define INVERSE 0xc0fc0fc1u  // 65 INVERSE = 1 modulo 2^32
 enum {
   RADIX = 65,                        // between H and L
@@ -30,10 +31,12 @@ enum {
 
 // ---------------------------------------------------------------------------------- from numbers to integers
 
-INLINE int integer_of(float x) {
-  const float whole = 0x1.8p23f;  // between 2^23 and 2^24 a float is an integer, so the sum rounds
-  const int n = (int)(as_bits(x + whole) - as_bits(whole));
-  return n > 4095 ? 4095 : n < -4095 ? -4095 : n;
+// WHOLE + X. Its lowest byte is the one of X.
+INLINE float integer_of(float x) {
+  const int most = (int)as_bits(WHOLE + 4095.0f);
+  const int lowest = (int)as_bits(WHOLE - 4095.0f);
+  const int bits = (int)as_bits(x + WHOLE);
+  return as_float((uint32_t)(bits > most ? most : bits < lowest ? lowest : bits));
 }
 
 INLINE int sum_of_lanes(int x) {
@@ -42,21 +45,18 @@ INLINE int sum_of_lanes(int x) {
   return x;
 }
 
-// rint(X / 65) for |X| <= 4095
-INLINE int high_byte(int X) { return ((X + 64 * RADIX + 32) * 4033 >> 18) - 64; }
-
-// The bytes H and L of 4 integers, to the place of a thread's terms in a line
-INLINE void put_bytes(const int x[4], uint32_t *line) {
-  uint32_t high = 0;
-  uint32_t low = 0;
+// The bytes H and L of 4 integers WHOLE + X, to the place of a thread's terms in a line
+INLINE void put_bytes(const float whole[4], uint32_t *line) {
+  uint32_t high[4];
+  uint32_t low[4];
   UNROLL
   for (int i = 0; i < 4; i++) {
-    const int H = high_byte(x[i]);
-    high |= ((uint32_t)H & 255) << 8 * i;
-    low |= ((uint32_t)(x[i] - RADIX * H) & 255) << 8 * i;
+    const float H = fma32(whole[i] - WHOLE, 1.0f / RADIX, WHOLE);  // X / 65 is never near a tie
+    high[i] = as_bits(H);
+    low[i] = as_bits(fma32(H - WHOLE, -RADIX, whole[i]));
   }
-  line[0] = high;
-  line[LINE_FLOATS / 2] = low;
+  line[0] = lowest_bytes(high);
+  line[LINE_FLOATS / 2] = lowest_bytes(low);
 }
 
 // 16 threads turn one block of a row into integers. Thread l has the terms 64 half + 4 l + i in v[half][i],
@@ -83,17 +83,17 @@ INLINE void split_block(float v[2][4], int terms, const SplitMatrix *to, int row
   int small = 0;
   UNROLL
   for (int half = 0; half < 2; half++) {
-    int x[4];
+    float whole[4];
     UNROLL
     for (int i = 0; i < 4; i++) {
-      x[i] = integer_of(v[half][i] * up);
-      small += x[i] < SMALL && x[i] > -SMALL && v[half][i] != 0.0f;
+      whole[i] = integer_of(v[half][i] * up);
+      small += abs32(whole[i] - WHOLE) < SMALL && v[half][i] != 0.0f;
     }
-    put_bytes(x, (uint32_t *)(to->lines + at + half * HALF_BYTES));
+    put_bytes(whole, (uint32_t *)(to->lines + at + half * HALF_BYTES));
     if (!to->rest) continue;
     UNROLL
-    for (int i = 0; i < 4; i++) x[i] = integer_of((v[half][i] * up - (float)x[i]) * 0x1p11f);
-    put_bytes(x, (uint32_t *)(to->rest + at + half * HALF_BYTES));
+    for (int i = 0; i < 4; i++) whole[i] = fma32(v[half][i] * up - (whole[i] - WHOLE), 0x1p11f, WHOLE);
+    put_bytes(whole, (uint32_t *)(to->rest + at + half * HALF_BYTES));
   }
   const int mostly_small = asked && 2 * sum_of_lanes(small) > terms;
   if (lane) return;
@@ -109,14 +109,22 @@ KERNEL(split_rows, SplitArguments) {
   const int terms = least(BLOCK, a->terms - begin);
   const int own = row < a->to.rows ? terms : 0;  // a row that fills up a tile is zeros
   const float *x = a->x + row * a->ld + begin;
+  const int at_once = own == BLOCK && ((uint64_t)a->x | (uint64_t)(4 * a->ld)) % 16 == 0;
   float v[2][4];
   UNROLL
-  for (int half = 0; half < 2; half++)
-    UNROLL
-    for (int i = 0; i < 4; i++) {
-      const int k = 64 * half + 4 * (thread_index() % LANES) + i;
-      v[half][i] = k < own ? x[k] : 0.0f;
+  for (int half = 0; half < 2; half++) {
+    const int k = 64 * half + 4 * (thread_index() % LANES);
+    if (at_once) {
+      const Float4 four = load4(x + k);
+      v[half][0] = four.x;
+      v[half][1] = four.y;
+      v[half][2] = four.z;
+      v[half][3] = four.w;
+      continue;
     }
+    UNROLL
+    for (int i = 0; i < 4; i++) v[half][i] = k + i < own ? x[k + i] : 0.0f;
+  }
   split_block(v, terms, &a->to, row, block, a->asked);
 }
 

@@ -12,6 +12,7 @@
 //   meet_lanes                   the same for the 16 lanes that compute a row (lanes.h)
 //   other_lane(x, mask)          x of the lane whose number differs in the bits `mask`, of 16
 //   any_of_warp(x)               whether x is not 0 in one of the 32 threads of a warp, which all call it
+//   lowest_bytes(x)              the lowest byte of each of 4 numbers, the first one lowest
 //   not_ahead(x)                 x: no loop before keeps a register for what is computed from it
 //   load_fixed(p)                *p in global memory, which no thread writes while the kernel runs
 //   copy16, copy4                start a copy from global to shared memory of 16 or 4 bytes, zeros after the
@@ -105,6 +106,9 @@ INLINE void multiply_bytes(uint32_t c[4], const uint32_t a[4], const uint32_t b[
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+INLINE uint32_t lowest_bytes(const uint32_t x[4]) {
+  return __nvvm_prmt(__nvvm_prmt(x[0], x[1], 0x0040), __nvvm_prmt(x[2], x[3], 0x0040), 0x5410);
+}
 INLINE int not_ahead(int x) {
   __asm__ volatile("" : "+r"(x));
   return x;
@@ -159,6 +163,9 @@ INLINE int thread_blocks_y(void) { return emulated_thread_blocks[1]; }
 INLINE void copy16(float *to, const float *from, int bytes) { copy_later(to, from, 16, bytes); }
 INLINE void copy4(float *to, const float *from, int bytes) { copy_later(to, from, 4, bytes); }
 
+INLINE uint32_t lowest_bytes(const uint32_t x[4]) {
+  return (x[0] & 255) | (x[1] & 255) << 8 | (x[2] & 255) << 16 | (x[3] & 255) << 24;
+}
 INLINE int not_ahead(int x) { return x; }
 INLINE float load_fixed(const float *p) { return *p; }
 INLINE Float4 shared4(const float *p) { return *(const Float4 *)p; }

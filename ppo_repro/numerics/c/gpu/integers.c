@@ -444,7 +444,7 @@ KERNEL(integer_gradient_tiles, IntegerGradient) {
     const int n0 = index / tiles_down * form_columns(TALL);
     if (n0 >= g->k) break;
     const IntegerTile t = {&a->dy, &a->x, m0, n0};
-    float *parts = parts_of_thread(g, 1);
+    float *parts = parts_of_thread(g, 1, not_ahead(thread_index()));
     float y[MOST_FOURS][4];
     open_sums(g, integer_corner(&t, TALL), 1, parts, y);
     Halves h = begin_integer_tile(&t, 0, g->blocks, TALL);

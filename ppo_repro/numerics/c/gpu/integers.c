@@ -45,8 +45,8 @@ INLINE int sum_of_lanes(int x) {
   return x;
 }
 
-// The bytes H and L of 4 integers, from WHOLE + X, to the place of a thread's terms in a line. The lowest byte
-// of WHOLE + H is H.
+// The bytes H and L of 4 integers, from WHOLE + X, to the place of a thread's terms in a line. The lowest
+// byte of WHOLE + H is H.
 INLINE void put_bytes(const float whole[4], uint32_t *line) {
   uint32_t high[4];
   uint32_t low[4];

@@ -36,7 +36,6 @@ PATHS, PROGRAMS, FOREIGN = (
 # of each kind of file a field that no other kind has
 GRID: Final = "grid"
 KIND_OF_FIELD = {"rollout": LANGUAGE, "environment": CONTROL, "dpo": DPO, "axes": GRID, "base": GRID}
-ENGINE_KIND = "rollout.engine.kind"
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -169,14 +168,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
             wrong.append(f"--set {override}: must be FIELD=VALUE, for example --set ppo.learning_rate=1e-4")
             continue
         try:
-            value = parse_yaml(text)
-            if path == ENGINE_KIND:
-                # another engine has other fields, and a recorded run may be repeated with either
-                rollout = tree.get("rollout")
-                engine = rollout.get("engine") if isinstance(rollout, dict) else None
-                is_same = isinstance(engine, dict) and engine.get("kind") == value
-                path, value = path.removesuffix(".kind"), engine if is_same else {"kind": value}
-            set_field(tree, path, value)
+            set_field(tree, path, parse_yaml(text))
         except UserError as error:
             wrong.append(f"--set {override}: {error}")
     if wrong:

@@ -113,11 +113,13 @@ def test_a_wrong_field_is_named_with_its_value_and_advice(override: str, message
         ("kl.placement=none", "kl={placement: none}"),
         ("ppo.objective.kind=cispo", "ppo.objective={kind: cispo}"),
         ("value.kind=head", "value={kind: head, clip_range: 0.5}"),
+        ("rollout.engine.kind=torch", "rollout.engine={kind: torch}"),
     ],
 )
 def test_another_kind_says_the_option_that_works(override: str, works: str) -> None:
     value = "value={kind: separate, learning_rate: 1e-3, epochs: 2, clip_range: 0.5}"
-    fields = value, "ppo.objective={kind: clip, clip_range: 0.3}", "kl={kl_coef: 0.1, charge: word}"
+    objective, kl = "ppo.objective={kind: clip, clip_range: 0.3}", "kl={kl_coef: 0.1, charge: word}"
+    fields = value, objective, kl, "rollout.engine={kind: sglang, servers: 2}"
     (line,) = mistakes(*fields, override)
     section, _, kind = override.partition("=")
     assert f"belongs to another {section} than {kind}" in line or f"belong to another {section} than {kind}" in line
@@ -131,6 +133,11 @@ def test_a_field_of_a_group_that_is_null_makes_the_group() -> None:
     tree = parse_yaml(written)
     apply_overrides(tree, ["ppo.importance_weights.kind=truncated"])
     assert build_config(tree, "file") == small_config("ppo.ratio_anchor=old", "ppo.importance_weights.kind=truncated")
+
+
+def test_overrides_of_an_engine_say_the_same_in_either_order() -> None:
+    fields = "rollout.engine.servers=2", "rollout.engine.kind=sglang"
+    assert small_config(*fields) == small_config(*fields[::-1])
 
 
 def test_another_kind_says_what_it_needs() -> None:

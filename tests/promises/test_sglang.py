@@ -236,7 +236,7 @@ def test_a_run_on_two_deterministic_servers_is_the_run_of_the_built_in_engine(
     deterministic.forget()
     here = small_run(tmp_path, *WARM)
     assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
-    assert rerun(there, ["rollout.engine.kind=torch"]).difference is None
+    assert rerun(there, ["rollout.engine={kind: torch}"]).difference is None
     tokens = reader.read_tokens(there, columns=["rollout_logprobs", "old_logprobs"])
     assert len(tokens) > 300
     assert (tokens.rollout_logprobs == tokens.old_logprobs).all()

@@ -60,7 +60,7 @@ def test_a_rerun_takes_the_recorded_responses_and_finds_the_same_bits(recorded: 
 
 
 def test_a_rerun_with_the_built_in_engine_finds_other_responses(recorded: Recorded) -> None:
-    difference = rerun(recorded.whole, ["rollout.engine.kind=torch"]).difference
+    difference = rerun(recorded.whole, ["rollout.engine={kind: torch}"]).difference
     assert difference is not None
     assert difference.table == "sequences"
 

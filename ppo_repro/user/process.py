@@ -109,6 +109,8 @@ def _search_path() -> list[str]:
 
 def _stop(child: subprocess.Popen[bytes], connection: Connection) -> None:
     """Kill a child's process group, which includes a server that the user's code started; it may outlive the child."""
+    if connection.closed:  # stopped before; the number of the group may be another's by now
+        return
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import chain
 from numbers import Real
 from typing import Any, Literal
 
@@ -189,7 +190,7 @@ def _trl_together(function: Function, row: CallRow, options: CallRow) -> list[fl
         completions = [[{"role": "assistant", "content": completion}] for completion in completions]
     fields = [{**_answer(one, options), **json.loads(one["fields"])} for one in rows]
     values = {
-        **{name: [of.get(name) for of in fields] for name in fields[0]},
+        **{name: [of.get(name) for of in fields] for name in dict.fromkeys(chain(*fields))},
         "prompts": prompts,
         "completions": completions,
         "completion_ids": [one["response_ids"] for one in rows],

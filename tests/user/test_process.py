@@ -147,6 +147,16 @@ def test_what_a_function_started_ends_also_where_its_own_process_is_gone(tmp_pat
     require_ended(int((tmp_path / "pid").read_text()))
 
 
+def test_a_process_that_has_ended_gets_no_second_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may have given its number to another process by then."""
+    function, signalled = loaded(tmp_path, f"{SIGNATURE}return 1.0"), list[int]()
+    kill = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: (signalled.append(group), kill(group, number)))
+    function.process.end()
+    function.process.end()
+    assert len(signalled) == 1
+
+
 def test_ctrl_c_gets_out_of_a_function_that_catches_everything(tmp_path: Path) -> None:
     body = f"try:\n        os.kill({os.getpid()}, 2); time.sleep(1000)\n    except BaseException: return 0.0"
     function = loaded(tmp_path, f"import os, signal, time\n{SIGNATURE}{body}")
@@ -435,9 +445,11 @@ def alone(completions, **columns):
     return [float(len(text))]
 
 def length(completions, answer, **columns): return [len(text) + len(known) for text, known in zip(completions, answer)]
+
+def bonus(completions, bonus=None, **columns): return [float(b or 0) for b in bonus or [None] * len(completions)]
 """
 
 
-@pytest.mark.parametrize("name", ["alone", "length"])
+@pytest.mark.parametrize("name", ["alone", "length", "bonus"])
 def test_a_reward_that_judges_each_completion_by_itself_is_taken(tmp_path: Path, name: str) -> None:
-    check_alone(loaded(tmp_path, ALONE, OF_TRL, name), [FOUR, {**FOUR, "response": "5"}])
+    check_alone(loaded(tmp_path, ALONE, OF_TRL, name), [FOUR, {**FOUR, "response": "5", "fields": '{"bonus": 2}'}])

@@ -54,7 +54,7 @@ from ppo_repro.stages.updates import (
     policy_update,
     value_update,
 )
-from ppo_repro.user.functions import Functions, OwnObjective
+from ppo_repro.user.functions import Functions
 
 
 def as_sampled(rollout: Rollout) -> Rollout:
@@ -253,16 +253,8 @@ def policy_loss(
     Returns:
         The losses [n] float32, not reduced, and their terms.
     """
-    objective, anchor, advantages = batch.objective, batch.anchor_logprobs[tokens], batch.advantages[tokens]
-
-    ratios = objective.ratios(new_logprobs, anchor, batch.responses[tokens])
-    if isinstance(objective, OwnObjective):
-        own = objective_batch(batch, tokens, new_logprobs, new_entropies, ratios)
-        (surrogates, flags), penalties = objective.losses(own), None
-    else:
-        surrogates = objective.surrogates(ratios, advantages, new_logprobs)
-        penalties = objective.penalties(new_logprobs - anchor)
-        flags = objective.flags(ratios, advantages)
+    of_tokens = objective_batch(batch, tokens, new_logprobs, new_entropies)
+    surrogates, penalties, flags = batch.objective.losses(of_tokens)
 
     loss = surrogates if penalties is None else surrogates + penalties
     if batch.corrections is not None:
@@ -273,7 +265,7 @@ def policy_loss(
     return PolicyColumns(
         losses=loss,
         new_logprobs=new_logprobs,
-        ratios=ratios,
+        ratios=of_tokens.ratios,
         clip_flags=flags,
         new_entropies=new_entropies,
         surrogates=surrogates,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.elementwise import differentiable_exp
 from ppo_repro.numerics.sums import run_sums
 from ppo_repro.ppo.kl import k3_loss
+from ppo_repro.ppo.own_batches import ObjectiveBatch
 
 
 class ClipFlag(IntEnum):
@@ -67,6 +68,14 @@ def probability_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
     return differentiable_exp(new_logprobs - anchor_logprobs)
 
 
+class TokenLosses(NamedTuple):
+    """What an objective computes of n tokens."""
+
+    surrogates: Tensor  # [n] float32, without the penalty
+    penalties: Tensor | None  # [n] float32, added to the surrogates; None if there are none
+    flags: Tensor  # [n] uint8, ClipFlag
+
+
 class Objective:
     """The surrogate -r A without a bound: conservative policy iteration. Schulman et al., 2017, equation 6.
 
@@ -77,6 +86,14 @@ class Objective:
     def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
         """Return r of each token; `responses` [n] int64 is the number of each token's response."""
         return probability_ratios(new_logprobs, anchor_logprobs)
+
+    def losses(self, batch: ObjectiveBatch) -> TokenLosses:
+        """Return surrogate, penalty and ClipFlag of each token."""
+        return TokenLosses(
+            self.surrogates(batch.ratios, batch.advantages, batch.new_logprobs),
+            self.penalties(batch.new_logprobs - batch.anchor_logprobs),
+            self.flags(batch.ratios, batch.advantages),
+        )
 
     def surrogates(self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor) -> Tensor:
         """Return the surrogate loss of each token without the penalty, [n] float32.

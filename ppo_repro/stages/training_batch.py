@@ -106,7 +106,6 @@ class TrainingBatch:
     old_logprobs: Tensor  # [N]
     ref_logprobs: Tensor  # [N]
     advantages: Tensor  # [N] as the objective takes them
-    responses: Tensor  # [N] int64, the response of each token
     corrections: Corrections | None  # None unless importance weights or rejection are configured
     in_losses: Tensor | None  # [N] bool, the tokens that are in the losses at all; None: all are
     kl_estimator: TokenKL | None  # None unless the loss has a KL that sampled tokens estimate
@@ -136,7 +135,6 @@ def training_batch(
         old_logprobs=forward.old_logprobs,
         ref_logprobs=forward.ref_logprobs,
         advantages=advantages.advantages,
-        responses=rollout.sequence_of_token(),
         corrections=corrected,
         in_losses=in_losses,
         kl_estimator=kl_estimator_of(config.kl, functions),
@@ -159,24 +157,22 @@ def value_targets(
     )
 
 
-def objective_batch(
-    batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, entropies: Tensor, ratios: Tensor
-) -> ObjectiveBatch:
-    """Collect the arguments of a user's objective for n tokens of whole responses, [n] each.
+def objective_batch(batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, entropies: Tensor) -> ObjectiveBatch:
+    """Collect the arguments of an objective for n tokens of whole responses, [n] each.
 
     Args:
         tokens: [n] int64, index into the iteration's tokens.
         new_logprobs: [n] float32, of the present policy, nats.
         entropies: [n] float32, of the present policy, nats.
-        ratios: [n] float32, new to anchor.
     """
-    rollout, corrected = batch.rollout, batch.corrections
+    rollout, corrected, anchor = batch.rollout, batch.corrections, batch.anchor_logprobs[tokens]
+    about = about_tokens(rollout, tokens)
     return ObjectiveBatch(
-        **about_tokens(rollout, tokens),
+        **about,
         new_logprobs=new_logprobs,
         entropies=entropies,
-        ratios=ratios,
-        anchor_logprobs=batch.anchor_logprobs[tokens],
+        ratios=batch.objective.ratios(new_logprobs, anchor, about["responses"]),
+        anchor_logprobs=anchor,
         old_logprobs=batch.old_logprobs[tokens],
         rollout_logprobs=rollout.rollout_logprobs[tokens],
         ref_logprobs=batch.ref_logprobs[tokens],

@@ -22,7 +22,7 @@ from torch import Tensor
 from ppo_repro.base.errors import UserError
 from ppo_repro.buffers import Rollout
 from ppo_repro.config.section import CheckedFunction
-from ppo_repro.ppo.objectives import ClipFlag, probability_ratios
+from ppo_repro.ppo.objectives import ClipFlag, TokenLosses, probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
 from ppo_repro.user.file import UserCallable, load_callable
 
@@ -146,8 +146,8 @@ class OwnObjective(Own):
         """Return the ratio of each token, [n] float32."""
         return probability_ratios(new_logprobs, anchor_logprobs)
 
-    def losses(self, batch: ObjectiveBatch) -> tuple[Tensor, Tensor]:
-        """Call the function; return its loss of each token, [n] float32, and the ClipFlag of each token, uint8.
+    def losses(self, batch: ObjectiveBatch) -> TokenLosses:
+        """Call the function; return its loss of each token as the surrogate, and the ClipFlag of each token.
 
         The loss of a response becomes the loss of each of its tokens. Flags are UNKNOWN unless the function also
         returns which tokens it clipped: bool [n], or ClipFlags, uint8 [n]. Raises UserError for other results.
@@ -161,7 +161,7 @@ class OwnObjective(Own):
         of = {responses: "a loss for each response, not reduced", tokens: "a loss for each token, not reduced"}
         losses = self._numbers(found, of)
         losses = losses if len(losses) == tokens else batch.of_tokens(losses)
-        return self._finite(losses, batch), self._flags(flags, batch)
+        return TokenLosses(self._finite(losses, batch), None, self._flags(flags, batch))
 
     def _flags(self, flags: object, batch: ObjectiveBatch) -> Tensor:
         if flags is None:

@@ -22,7 +22,7 @@ from ppo_repro.base.seeding import bell, permutation, words
 from ppo_repro.config.algorithm import KLInLoss, NoValue
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ppo.log_ratios import LOG_RATIOS
-from ppo_repro.ppo.objectives import probability_ratios
+from ppo_repro.ppo.objectives import TokenLosses, no_flags, probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
 from ppo_repro.user.functions import Functions, Own, OwnAdvantages, OwnObjective, place_of
 from ppo_repro.user.operations import Watch, instead_of
@@ -49,7 +49,7 @@ class _Result(NamedTuple):
     flags: Tensor
 
 
-OfTokens = Callable[[ObjectiveBatch], tuple[Tensor, Tensor]]  # the loss and the flag of each token, [n] each
+OfTokens = Callable[[ObjectiveBatch], TokenLosses]
 Batch = TypeVar("Batch", bound=Tokens)
 
 
@@ -79,9 +79,9 @@ def try_functions(config: RunConfig, functions: Functions) -> None:
         _require_own_tokens(config, objective)
     if estimator is not None and "kl.estimator" in checked:
 
-        def estimates(batch: ObjectiveBatch) -> tuple[Tensor, Tensor]:
+        def estimates(batch: ObjectiveBatch) -> TokenLosses:
             found = estimator.estimate(batch.new_logprobs, batch.ref_logprobs)
-            return found, torch.zeros_like(found, dtype=torch.uint8)
+            return TokenLosses(found, None, no_flags(found))
 
         _try_losses(config, estimator, estimates, trains=isinstance(config.kl, KLInLoss))
     if advantages is not None and "advantages" in checked:
@@ -174,7 +174,7 @@ def _dependences(own: OwnObjective, drawn: ObjectiveBatch, column: str) -> list[
     def losses(values: Tensor) -> Tensor:
         batch = replace(drawn, **{column: values})
         ratios = probability_ratios(batch.new_logprobs, batch.anchor_logprobs)
-        return own.losses(replace(batch, ratios=ratios))[0].detach()
+        return own.losses(replace(batch, ratios=ratios)).surrogates.detach()
 
     values: Tensor = getattr(drawn, column)
     before, first, changes = losses(values), len(values) - int(drawn.response_lengths[-1]), []
@@ -355,7 +355,7 @@ def _result(own: Own, call: OfTokens, drawn: ObjectiveBatch, trains: bool) -> _R
     """
     new, entropies = (x.detach().requires_grad_(trains) for x in (drawn.new_logprobs, drawn.entropies))
     ratios = probability_ratios(new, drawn.anchor_logprobs)
-    losses, flags = call(replace(drawn, new_logprobs=new, entropies=entropies, ratios=ratios))
+    losses, _, flags = call(replace(drawn, new_logprobs=new, entropies=entropies, ratios=ratios))
     if not trains:
         return _Result(losses, torch.zeros_like(losses), torch.zeros_like(losses), flags)
     if losses.requires_grad:

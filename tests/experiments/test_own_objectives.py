@@ -57,12 +57,12 @@ def test_cut_tokens_are_high_above_a_ratio_of_1_and_low_from_it_down(batch: Obje
         small_config(f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss}}").functions
     ).objective
     assert own is not None
-    _, flags = own.losses(replace(batch, ratios=torch.tensor([0.9, 1.0, 1.1] * 3)))
+    flags = own.losses(replace(batch, ratios=torch.tensor([0.9, 1.0, 1.1] * 3))).flags
     assert flags.tolist() == [ClipFlag.CLIP_LOW, ClipFlag.CLIP_LOW, ClipFlag.CLIP_HIGH] * 3
 
 
 def test_sapo(batch: ObjectiveBatch) -> None:
-    losses, flags = objective("sapo").losses(batch)
+    losses, _, flags = objective("sapo").losses(batch)
     ratios, advantages = batch.ratios.double().numpy(), batch.advantages.double().numpy()
     tau = np.where(advantages > 0, 1.0, 1.05)
     expected = -4.0 / tau / (1.0 + np.exp(-tau * (ratios - 1.0))) * advantages
@@ -71,7 +71,7 @@ def test_sapo(batch: ObjectiveBatch) -> None:
 
 
 def test_gmpo(batch: ObjectiveBatch) -> None:
-    losses, flags = objective("gmpo").losses(batch)
+    losses, _, flags = objective("gmpo").losses(batch)
     logs, advantages = (batch.new_logprobs - batch.anchor_logprobs).double().numpy(), batch.advantages.numpy()
     start, expected, cut = 0, [], []
     for length in LENGTHS:

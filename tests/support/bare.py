@@ -16,7 +16,7 @@ def bare_rollout(lengths: Tensor, logprobs: Tensor | None = None, reasons: Seque
     count, tokens = len(lengths), int(lengths.sum())
     nothing = torch.zeros(tokens)
     return Rollout(
-        prompts=Prompts((), (), (), (), (), ((5, 6),) * count),
+        prompts=Prompts(("",) * count, (), (), (), (), ((5, 6),) * count),
         response_ids=torch.zeros(tokens, dtype=torch.int64),
         lengths=lengths,
         temperature=0.5,

@@ -82,6 +82,11 @@ class RolloutConfig(Section):
     engine: BuiltInEngine | SGLangServers | OwnEngine = Field(BuiltInEngine(), discriminator="kind")
 
     @property
+    def cuts(self) -> bool:
+        """Return whether top_k or top_p takes tokens out of the distribution."""
+        return self.top_k > 0 or self.top_p < 1.0
+
+    @property
     def engine_without_promise(self) -> str:
         """Return the setting that names an engine whose bits are not promised; empty if they are promised."""
         if self.engine.kind == "function":

@@ -193,8 +193,9 @@ class RunConfig(Experiment):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
-        checks = (f(self) for f in (_update, _sampler, _trainer, _value, _task))
-        wrong = [line for check in checks for line in check]
+        of_trainer = _scoring, _replayed_routes, _retokenized, _flip
+        checks = _update, _engine, _sampler, _built_in_sampler, *of_trainer, _value, _task
+        wrong = [line for check in checks for line in check(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
@@ -215,90 +216,105 @@ def _update(config: RunConfig) -> Iterator[str]:
         yield "ppo.objective.target_kl and ppo.early_stop_kl need more than one step per iteration to see a KL"
 
 
-def _sampler(config: RunConfig) -> Iterator[str]:
-    sampler, native, engine = config.mismatch.sampler, config.is_native, config.rollout.engine
+def _engine(config: RunConfig) -> Iterator[str]:
+    rollout, engine = config.rollout, config.rollout.engine
     of_plugin = engine.kind == "sglang" and engine.numerics == "deterministic"  # our kernels inside SGLang
-    if of_plugin and native:
+    if of_plugin and config.is_native:
         yield "rollout.engine.numerics = deterministic needs numerics.mode = deterministic; stock goes with both"
-    for field, value, whole in (("top_k", config.rollout.top_k, 0), ("top_p", config.rollout.top_p, 1)):
-        if config.rollout.engine_without_promise and value != whole:
+    for field, value, whole in (("top_k", rollout.top_k, 0), ("top_p", rollout.top_p, 1)):
+        if rollout.engine_without_promise and value != whole:
             choice = "numerics = stock" if engine.kind == "sglang" else "kind = function"
             yield (
                 f"rollout.engine.{choice} needs rollout.{field} = {whole}: which tokens the cut kept is not known, and "
                 "the trainer's log-probs are those of the cut distribution"
             )
-    if of_plugin and config.rollout.top_k == 1:
+    if of_plugin and rollout.top_k == 1:
         yield "rollout.top_k must be 0 or above 1 with rollout.engine.kind = sglang, where 1 is greedy decoding"
+
+
+def _sampler(config: RunConfig) -> Iterator[str]:
+    sampler, native = config.mismatch.sampler, config.is_native
     if native and sampler.precision.rounds:
         yield "mismatch.sampler.precision needs numerics.mode = deterministic, whose numbers it rounds"
     if native and sampler.stock == "float32":
         yield ("mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample so anyway")
     if sampler.lag > 0 and config.ppo.iterations == 1:
         yield "mismatch.sampler.lag needs ppo.iterations of at least 2: the first one has no older weights"
-    for field, is_set, of_sglang, of_function in _needs_torch(config):
-        why = {"torch": "", "sglang": of_sglang, "function": of_function}[engine.kind]
-        if is_set and why:
+
+
+def _built_in_sampler(config: RunConfig) -> Iterator[str]:
+    """Yield a line for every setting that the built-in sampler has, and the configured engine has not."""
+    if config.rollout.engine.kind == "torch":
+        return
+    sampler, mismatch, rollout = config.mismatch.sampler, config.mismatch, config.rollout
+    is_class, added = rollout.engine.kind == "function", "the built-in sampler adds the error"
+    who, dtype = ("your class", "") if is_class else ("SGLang", ", --dtype in rollout.engine.arguments")
+    numerics = "its own numerics" if is_class else "rollout.engine.numerics = stock"
+    lacking = [
+        ("mismatch.sampler.precision", sampler.precision.rounds, f"{who} has its own precision{dtype}"),
+        ("mismatch.sampler.stock", sampler.stock is not None, f"{who} has {numerics}"),
+        ("mismatch.sampler.token_bias", sampler.token_bias is not None, added),
+        ("rollout.mismatch_sigma", rollout.mismatch_sigma is not None, added),
+        ("task.max_turns greater than 1", config.task.turns > 1, f"{who} samples one turn"),
+        ("rollout.stop", rollout.stop, f"{who} ends a response by end tokens alone"),
+    ]
+    if is_class:
+        recorded = "a rerun takes the recorded tokens of your class"
+        lacking += [
+            ("mismatch.flip = token", mismatch.flip == "token", recorded),
+            ("mismatch.trainer.retokenize", mismatch.trainer.retokenize > 0, recorded),
+            ("ppo.replay_routes", config.ppo.replay_routes, "your class returns no routes"),
+        ]
+    for field, is_set, why in lacking:
+        if is_set:
             yield f"{field} needs rollout.engine.kind = torch: {why}"
 
 
-def _needs_torch(config: RunConfig) -> tuple[tuple[str, bool, str, str], ...]:
-    """Return (field, whether it is set, why SGLang lacks it, why a function engine lacks it); empty: it has it."""
-    sampler, mismatch, rollout = config.mismatch.sampler, config.mismatch, config.rollout
-    ends, error = "ends a response by end tokens alone", "the built-in sampler adds the error"
-    turn, recorded = "samples one turn", "a rerun takes the recorded tokens of your class"
-    return (
-        (
-            "mismatch.sampler.precision", sampler.precision.rounds,
-            "SGLang has its own precision, --dtype in rollout.engine.arguments", "your class has its own precision",
-        ),
-        (
-            "mismatch.sampler.stock", sampler.stock is not None,
-            "SGLang has rollout.engine.numerics = stock", "your class has its own numerics",
-        ),
-        ("mismatch.sampler.token_bias", sampler.token_bias is not None, error, error),
-        ("rollout.mismatch_sigma", rollout.mismatch_sigma is not None, error, error),
-        ("task.max_turns greater than 1", config.task.turns > 1, f"SGLang {turn}", f"your class {turn}"),
-        ("rollout.stop", bool(rollout.stop), f"SGLang {ends}", f"your class {ends}"),
-        ("mismatch.flip = token", mismatch.flip == "token", "", recorded),
-        ("mismatch.trainer.retokenize", mismatch.trainer.retokenize > 0, "", recorded),
-        ("ppo.replay_routes", config.ppo.replay_routes, "", "your class returns no routes"),
-    )  # fmt: skip
-
-
-def _trainer(config: RunConfig) -> Iterator[str]:
-    trainer, rollout, ppo = config.mismatch.trainer, config.rollout, config.ppo
-    field, cuts = "mismatch.trainer.retokenize", rollout.top_k > 0 or rollout.top_p < 1.0
-    dense = config.model.kind == "tiny" and config.model.experts is None
-    if not (trainer.top_p_scored or cuts):
+def _scoring(config: RunConfig) -> Iterator[str]:
+    trainer, rollout = config.mismatch.trainer, config.rollout
+    if not (trainer.top_p_scored or rollout.cuts):
         yield "mismatch.trainer.top_p_scored = false needs rollout.top_k or rollout.top_p, whose cut it forgets"
     if not trainer.temperature_scored and rollout.temperature == 1.0:
         yield "mismatch.trainer.temperature_scored = false needs a rollout.temperature other than 1"
-    if ppo.replay_routes and dense:
-        yield "ppo.replay_routes = true needs a mixture of experts, which model.experts makes"
-    if ppo.replay_routes and config.is_native:
-        yield "ppo.replay_routes = true needs numerics.mode = deterministic"
-    if ppo.replay_routes and trainer.retokenize > 0:
-        yield f"ppo.replay_routes = true needs {field} = 0: the sampler has no routes for other tokens"
-    if ppo.replay_routes and trainer.prompts_differ:
+
+
+def _replayed_routes(config: RunConfig) -> Iterator[str]:
+    if not config.ppo.replay_routes:
+        return
+    trainer, needs = config.mismatch.trainer, "ppo.replay_routes = true needs"
+    if config.model.kind == "tiny" and config.model.experts is None:
+        yield f"{needs} a mixture of experts, which model.experts makes"
+    if config.is_native:
+        yield f"{needs} numerics.mode = deterministic"
+    if trainer.retokenize > 0:
+        yield f"{needs} mismatch.trainer.retokenize = 0: the sampler has no routes for other tokens"
+    if trainer.prompts_differ:
         yield (
-            "ppo.replay_routes = true needs the sampler's prompts; remove prompt_before, prompt_after and padding_leak "
-            "from mismatch.trainer"
+            f"{needs} the sampler's prompts; remove prompt_before, prompt_after and padding_leak from mismatch.trainer"
         )
-    if trainer.retokenize > 0 and cuts and trainer.top_p_scored:
+
+
+def _retokenized(config: RunConfig) -> Iterator[str]:
+    trainer, needs = config.mismatch.trainer, "mismatch.trainer.retokenize needs"
+    if trainer.retokenize > 0 and config.rollout.cuts and trainer.top_p_scored:
         yield (
-            f"{field} needs rollout.top_k = 0 and rollout.top_p = 1, or mismatch.trainer.top_p_scored = false: tokens "
-            "that were not sampled have no kept set"
+            f"{needs} rollout.top_k = 0 and rollout.top_p = 1, or mismatch.trainer.top_p_scored = false: tokens that "
+            "were not sampled have no kept set"
         )
     if trainer.retokenize > 0 and config.task.turns > 1:
-        yield f"{field} needs task.max_turns = 1: an environment's tokens are not encoded again"
-    if config.mismatch.flip == "bit" and config.lora is not None:
+        yield f"{needs} task.max_turns = 1: an environment's tokens are not encoded again"
+
+
+def _flip(config: RunConfig) -> Iterator[str]:
+    flip, needs = config.mismatch.flip, "mismatch.flip = token needs"
+    if flip == "bit" and config.lora is not None:
         yield "mismatch.flip = bit needs lora = null: the reference has the same matrix, or a step makes it again"
-    if config.mismatch.flip == "token" and config.task.turns > 1:
-        yield "mismatch.flip = token needs task.max_turns = 1: the trainer scores all turns, where no token is flipped"
-    if config.mismatch.flip == "token" and cuts:
+    if flip == "token" and config.task.turns > 1:
+        yield f"{needs} task.max_turns = 1: the trainer scores all turns, where no token is flipped"
+    if flip == "token" and config.rollout.cuts:
         yield (
-            "mismatch.flip = token needs rollout.top_k = 0 and rollout.top_p = 1: the kept set may lack the flipped "
-            "token, whose log-prob is then -inf"
+            f"{needs} rollout.top_k = 0 and rollout.top_p = 1: the kept set may lack the flipped token, whose log-prob "
+            "is then -inf"
         )
 
 

@@ -310,12 +310,12 @@ class KLPlace(Section):
     """What the loop must know of any place of the KL."""
 
     @property
-    def reverses_exactly(self) -> bool:
+    def rewards_have_exact_reverse_kl(self) -> bool:
         """Return whether the rewards are charged KL(reference || policy) over the whole vocabulary."""
         return False
 
     @property
-    def differentiates_exactly(self) -> bool:
+    def loss_has_exact_kl(self) -> bool:
         """Return whether the loss has a KL over the whole vocabulary, which takes the reference's logits in updates."""
         return False
 
@@ -333,7 +333,7 @@ class KLInReward(KLPlace):
     controller: Controller = Field(FixedController(), description="How kl_coef moves between iterations.")
 
     @property
-    def reverses_exactly(self) -> bool:
+    def rewards_have_exact_reverse_kl(self) -> bool:
         return self.estimator == "exact" and self.direction == "reference_policy"
 
     @model_validator(mode="after")
@@ -353,7 +353,7 @@ class KLInLoss(KLPlace):
     estimator: AnyEstimator = Field("k3", description="Differentiated as written; k1 has no expected gradient.")
 
     @property
-    def differentiates_exactly(self) -> bool:
+    def loss_has_exact_kl(self) -> bool:
         return self.estimator == "exact"
 
 

@@ -126,7 +126,7 @@ def _of_weights(config: RunConfig, policy: Shape, models: tuple[Model, ...], pro
     packed = {
         "rollout": working,
         "scoring": models[0].packed + max(model.packed for model in models[1:]),
-        "update": working + policy.packed(policy.struct.vocabulary) * config.kl.differentiates_exactly,
+        "update": working + policy.packed(policy.struct.vocabulary) * config.kl.loss_has_exact_kl,
         SAVING: working,
     }
     # in precision highest the kernels of a GPU read weights as they lie
@@ -157,8 +157,7 @@ def _of_passes(config: RunConfig, policy: Shape, value: Shape | None, processes:
     ]
     several = 2 if config.numerics.mode == "deterministic" else 5
     # top-k and top-p: which of the vocabulary each token was drawn from, a bit each, of all responses in each process
-    cuts = config.rollout.top_k > 0 or config.rollout.top_p < 1.0
-    kept_sets = sequences * responses * ceil(vocabulary / 8) * cuts
+    kept_sets = sequences * responses * ceil(vocabulary / 8) * config.rollout.cuts
     return {
         "activations": {
             "rollout": policy.forward(seats * (context - responses)),

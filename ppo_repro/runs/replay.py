@@ -125,9 +125,9 @@ def _unrecorded(config: RunConfig, records: Records) -> dict[Stage, str]:
     The records decide, not `records.level`: a resumed run may change its level, and config.yaml has the first one.
     """
     needs = dict[Stage, str]()
-    if config.kl.reverses_exactly and not records.has("tokens", "reverse_ref_kl"):
+    if config.kl.rewards_have_exact_reverse_kl and not records.has("tokens", "reverse_ref_kl"):
         needs["rewards"] = "tokens.reverse_ref_kl"
-    if config.kl.differentiates_exactly and not records.has("updates", "kl_terms"):
+    if config.kl.loss_has_exact_kl and not records.has("updates", "kl_terms"):
         needs["losses"] = "updates.kl_terms"
     return needs
 
@@ -220,7 +220,7 @@ def _policy(
     logprobs, entropies = (records.tensor_or_none("updates", n, rows) for n in ("new_logprobs", "new_entropies"))
     if logprobs is None or entropies is None:
         return None
-    if not config.kl.differentiates_exactly:
+    if not config.kl.loss_has_exact_kl:
         kl_terms = kl_terms_of(batch, tokens, logprobs, None)
     else:
         kl_terms = records.tensor_or_none("updates", "kl_terms", rows)
@@ -234,7 +234,7 @@ def _compare(
     config: RunConfig, recorded: Manifest, records: Records, computed: Mapping[str, pa.Table], stage: Stage
 ) -> tuple[int, Difference | None]:
     """Return the number of compared values of a stage, and the first difference."""
-    skipped = {("updates", "kl_terms")} if config.kl.differentiates_exactly else set()
+    skipped = {("updates", "kl_terms")} if config.kl.loss_has_exact_kl else set()
     if "evaluations" not in records.tables:
         skipped |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}
     count = 0

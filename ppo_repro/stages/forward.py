@@ -87,7 +87,7 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         old_logprobs=of_tokens.logprobs,
         ref_logprobs=of_tokens.ref_logprobs,
         ref_kl=of_tokens.ref_kl,
-        reverse_ref_kl=of_tokens.reverse_ref_kl if config.kl.reverses_exactly else None,
+        reverse_ref_kl=of_tokens.reverse_ref_kl if config.kl.rewards_have_exact_reverse_kl else None,
         entropies=of_tokens.entropies,
         prob_sq_sums=of_tokens.prob_sq_sums,
         cumulative_probs=of_tokens.cumulative_probs,
@@ -138,7 +138,7 @@ def _distributions(
         ref_logprobs = token_statistics(other, m.batch.targets[rows], temperature, eligible, mode)[0]
         ref_kl = kl_divergence(own, other, temperature, eligible)
         reverse = torch.empty(0)
-        if charged.reverses_exactly:
+        if charged.rewards_have_exact_reverse_kl:
             reverse = kl_divergence(other, own, temperature, eligible)
         return Distributions(
             **of_policy._asdict(),
@@ -162,7 +162,7 @@ def policy_pass(
         stream: names the pass for the hook.
     """
     hidden, ref_hidden = hidden_states(trunk_of(state.policy), m.batch, replay=True), None
-    if charged.differentiates_exactly:
+    if charged.loss_has_exact_kl:
         with torch.no_grad():
             ref_hidden = hidden_states(trunk_of(state.reference), m.batch)
     temperature = rollout.temperature

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -272,7 +272,6 @@ class NoValue(Section):
     """No value model: for group advantages."""
 
     kind: Literal["none"] = Field(description="Predict no values.")
-    normalize_returns: ClassVar[bool] = False
 
 
 ValueConfig = Annotated[

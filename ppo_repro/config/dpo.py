@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -36,10 +36,6 @@ class DPOConfig(Experiment, Templated):
     dpo: DPOUpdate
     numerics: NumericsConfig
     layout: LayoutConfig = LayoutConfig()
-
-    # not for the user to choose, as they are in a TextTask
-    system_prompt: ClassVar[str | None] = None
-    control_tokens: ClassVar[str] = "refuse"
 
     @model_validator(mode="after")
     def _one_policy(self) -> Self:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from ppo_repro.config.section import (
     FUNCTION,
@@ -202,12 +201,7 @@ class GeneratedTask(AnyTask):
 
     # not for the user to choose, as they are in a TextTask
     chat_template: ClassVar[bool] = False
-    template_arguments: ClassVar[Mapping[str, JsonValue]] = {}
-    template_time: ClassVar[str | None] = None
-    system_prompt: ClassVar[str | None] = None
     answer_extraction: ClassVar[AnswerExtraction] = "exact"
-    control_tokens: ClassVar[str] = "refuse"
-    overlong: ClassVar[str] = "fail"
 
 
 class ArithmeticTask(GeneratedTask):

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.base.clock import moment
 from ppo_repro.base.errors import UserError
 from ppo_repro.buffers import Episode, Evaluation, Iteration, PolicyUpdate, Spans, ValueUpdate, WarmStartStep
-from ppo_repro.config.algorithm import AdaptiveClipObjective, PenaltyObjective
+from ppo_repro.config.algorithm import AdaptiveClipObjective, PenaltyObjective, PredictedValue
 from ppo_repro.config.layout import RecordLevel
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.sums import mean_of, run_sums
@@ -260,7 +260,7 @@ def count_disagreement(
 def _iteration(item: Iteration, config: RunConfig) -> Columns:
     rollout, forward, rewards = item.rollout, item.forward, item.rewards
     evaluation, returns, objective = item.evaluation, item.advantages.returns, config.ppo.objective
-    in_force, is_normalised = item.coefficients, config.value.normalize_returns
+    is_normalised = isinstance(config.value, PredictedValue) and config.value.normalize_returns
     count, tokens = len(rollout.lengths), len(rollout.response_ids)
     first, ref_kl, explained = item.updates[0], mean_of(forward.ref_kl), None
     assert first.policy is not None
@@ -276,11 +276,11 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "response_length_mean": tokens / count,
         "truncated_fraction": rollout.finish_reason.count("length") / count,
         "entropy": mean_of(forward.entropies),
-        "kl_coef": in_force.kl_coef,
-        "clip_range": in_force.clip_range if isinstance(objective, AdaptiveClipObjective) else None,
-        "penalty_coef": in_force.penalty_coef if isinstance(objective, PenaltyObjective) else None,
-        "return_mean": in_force.returns.mean if is_normalised else None,
-        "return_scale": in_force.returns.scale if is_normalised else None,
+        "kl_coef": item.coefficients.kl_coef,
+        "clip_range": item.coefficients.clip_range if isinstance(objective, AdaptiveClipObjective) else None,
+        "penalty_coef": item.coefficients.penalty_coef if isinstance(objective, PenaltyObjective) else None,
+        "return_mean": item.coefficients.returns.mean if is_normalised else None,
+        "return_scale": item.coefficients.returns.scale if is_normalised else None,
         "policy_steps": sum(u.policy is not None for u in item.updates),
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,

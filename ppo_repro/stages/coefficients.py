@@ -18,6 +18,7 @@ from ppo_repro.config.algorithm import (
     Objective,
     PenaltyObjective,
     PPOConfig,
+    PredictedValue,
     SeparateValue,
     ValueConfig,
 )
@@ -67,7 +68,8 @@ def next_coefficients(
         kl, first = last_kl(updates), objective.penalty_coef
         coef = adaptive_penalty_coef(coefficients.penalty_coef, kl, objective.target_kl, first)
         coefficients = replace(coefficients, penalty_coef=coef)
-    if config.value.normalize_returns and advantages.returns is not None:
+    is_normalised = isinstance(config.value, PredictedValue) and config.value.normalize_returns
+    if is_normalised and advantages.returns is not None:
         coefficients = replace(coefficients, returns=coefficients.returns.joined(advantages.returns.tolist()))
     return coefficients
 

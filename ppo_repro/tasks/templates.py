@@ -15,7 +15,7 @@ from ppo_repro.base.output import shown
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.tasks import TaskConfig, TextTask
+from ppo_repro.config.tasks import TaskConfig, Templated, TextTask
 from ppo_repro.tasks.problems import Problem, Split
 from ppo_repro.user.process import UserFunction, UserProcess, load
 
@@ -93,6 +93,7 @@ def rendered_for(
     Raises:
         UserError: in the cases of `rendered`.
     """
+    assert isinstance(task, Templated), "a generated problem is plain text"
     return rendered(tokenizer, chats, True, task.template_arguments, task.template_time, section)
 
 
@@ -126,13 +127,17 @@ def _require_whole(task: Prompted, problem: Problem, chat: Chat, text: str, sect
     """Raise UserError if a template left out a message of the system or of a user."""
     for turn in chat:
         if turn["role"] in ("system", "user") and turn["content"].strip() not in text:
-            if turn["role"] == "system" and task.system_prompt is not None:
+            if turn["role"] == "system" and _system_prompt(task) is not None:
                 raise UserError("task.system_prompt: this tokenizer's chat template leaves it out; remove it")
             raise UserError(
                 f"prompt '{shown(problem.key)}': the tokenizer's chat template leaves out its message "
                 f"'{shown(turn['content'])}' of role {turn['role']}; remove the message, or set "
                 f"{section}chat_template = false"
             )
+
+
+def _system_prompt(task: Prompted) -> str | None:
+    return task.system_prompt if isinstance(task, TextTask) else None
 
 
 def chat_of(task: Prompted, problem: Problem) -> Chat:
@@ -143,13 +148,14 @@ def chat_of(task: Prompted, problem: Problem) -> Chat:
     messages = [{"role": "user", "content": problem.prompt}]
     if problem.messages is not None:
         messages = json.loads(problem.messages)
-    if task.system_prompt is None:
+    system = _system_prompt(task)
+    if system is None:
         return messages
     if messages[0]["role"] == "system":
         raise UserError(
             f"task.system_prompt: prompt '{shown(problem.key)}' has a system message of its own; remove one of them"
         )
-    return [{"role": "system", "content": task.system_prompt}, *messages]
+    return [{"role": "system", "content": system}, *messages]
 
 
 def control_tokens_of(tokenizer: PreTrainedTokenizerBase, task: Prompted) -> Callable[[str, str], None]:
@@ -164,7 +170,7 @@ def control_tokens_of(tokenizer: PreTrainedTokenizerBase, task: Prompted) -> Cal
     pattern = re.compile("|".join(map(re.escape, filter(None, tokens))) or "(?!)")
 
     def refuse(what: str, text: str) -> None:
-        found = None if task.control_tokens == "allow" else pattern.search(text)
+        found = None if isinstance(task, TextTask) and task.control_tokens == "allow" else pattern.search(text)
         if found is not None:
             advice = ", or set task.control_tokens = allow" if isinstance(task, TextTask) else ""
             raise UserError(
@@ -199,7 +205,7 @@ def encode_all(
             try:
                 check_request(Request(tokens, 0), sampling, vocab_size, config.numerics.max_context)
             except TooLongError as error:
-                if config.task.overlong == "fail":
+                if not isinstance(config.task, TextTask) or config.task.overlong == "fail":
                     advice = ", or set task.overlong = drop" if isinstance(config.task, TextTask) else ""
                     raise UserError(f"prompt '{shown(problem.key)}': {error}{advice}") from error
                 dropped.add(problem.key)

@@ -22,7 +22,7 @@ from ppo_repro.config.tasks import PLACE, ArithmeticTask, ColumnAdditionTask, Js
 from ppo_repro.user.process import UserFunction, UserProcess, load
 
 FIELD = "task.path"
-_OF_GYM = {"entries": "entries", "score": "keywords"}
+_OF_GYM = {"entries": "unchecked", "score": "keywords"}
 ROLES = {"system", "user", "assistant", "tool"}
 
 

@@ -17,7 +17,7 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import TaskConfig, Templated, TextTask
 from ppo_repro.tasks.problems import Problem, Split
-from ppo_repro.user.process import UserFunction, UserProcess, load
+from ppo_repro.user.process import UserFunction, UserProcess, load_own
 
 if TYPE_CHECKING:  # the prompts of a file are checked before anything is imported that takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -35,9 +35,8 @@ Prompted = TaskConfig | DPOConfig  # sections that say how a prompt becomes text
 @cache
 def _template_renderer() -> UserFunction:
     """Start the child process that renders chat templates."""
-    file = Path(__file__).with_name("template_child.py")
-    render = load(UserProcess(), "task.chat_template", file, {"render": "text"})["render"]
-    return replace(render, file=Path("the tokenizer's template"), line="", seconds=TEMPLATE_SECONDS)
+    module, code = Path(__file__).with_name("template_child.py"), "the tokenizer's template"
+    return load_own(UserProcess(), "task.chat_template", code, module, ["render"], TEMPLATE_SECONDS)["render"]
 
 
 def rendered(

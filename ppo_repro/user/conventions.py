@@ -251,11 +251,10 @@ CALLS: dict[str, Callable[[Function, CallRow, CallRow], object]] = {
     "trl_together": _trl_together,
     "verl": _verl,
     "prompts": _prompts,
-    "entries": _prompts,  # the row names a data set
     "scores": _scores,
     "step": _step,
     "keywords": lambda function, row, options: number(function(**row)),
-    "text": lambda function, row, options: function(**row, **options),
+    "unchecked": lambda function, row, options: function(**row, **options),  # a function of this package
 }
 # the values of a reward's parameters by name, with the aliases of each name; fields and turns are copies
 PLAIN = {

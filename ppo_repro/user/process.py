@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
@@ -23,6 +23,7 @@ from ppo_repro.user.file import Named, file_and_name
 
 CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more has most likely no end
 _SECONDS_PER_TRANSCRIPT = 30.0  # in a call for all responses
+LATE = "gave no answer"
 ENDING_SECONDS = 5.0  # for a child to end after it has closed its pipe
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ppo_repro.user.child import main; main()"
 
@@ -60,7 +61,7 @@ class UserProcess:
         except UserError:
             raise
         except (EOFError, OSError) as error:
-            late = f"gave no answer within {seconds:g} s; make it end"
+            late = f"{LATE} within {seconds:g} s; make it end"
             how = late if isinstance(error, TimeoutError) else _how_ended(child)
             _stop(child, connection)  # no new child is started
             raise _failed(request, lost(len(values), how)) from error
@@ -136,6 +137,7 @@ class UserFunction(Named):
     call: str  # convention by which the child calls the function
     options: Mapping[str, Any]
     seconds: float | None = None  # wall time for one row; None: CALL_SECONDS
+    longer: str = ""  # what to do besides about a call that takes too long
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
         """Call the function for each row of arguments; functions of the convention `scores` get all rows at once.
@@ -152,7 +154,7 @@ class UserFunction(Named):
     def _ask(self, rows: Sequence[Mapping[str, Any]], seed: int, seconds: float) -> list[Any]:
         def lost(row: int, how: str) -> str:
             of = f"; prompt key '{shown(rows[row]['key'])}'" if "key" in rows[row] else ""
-            return f"{self.where}: {self.name} {how}{of}"
+            return f"{self.where}: {self.name} {how}{self.longer if how.startswith(LATE) else ''}{of}"
 
         about = {name: getattr(self, name) for name in ("field", "name", "line", "call", "options")}
         request = {**about, "file": str(self.file), "seed": seed, "rows": list(rows)}
@@ -173,6 +175,14 @@ def load(
     request = {"field": field, "file": str(file), "calls": dict(calls), "folder": os.getcwd()}
     (lines,) = process.ask(request, 1, CALL_SECONDS, lambda row, how: f"{field}: {file} fails to load (it {how})")
     return {n: UserFunction(field, file, n, line, process, calls[n], options or {}) for n, line in lines.items()}
+
+
+def load_own(
+    process: UserProcess, field: str, code: str, module: Path, names: Iterable[str], seconds: float, longer: str = ""
+) -> dict[str, UserFunction]:
+    """Load functions of a module of this package that runs code of the user; messages name this `code`."""
+    found = load(process, field, module, dict.fromkeys(names, "unchecked"))
+    return {n: replace(f, file=Path(code), line="", seconds=seconds, longer=longer) for n, f in found.items()}
 
 
 def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:

@@ -21,7 +21,7 @@ from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.sampling.own.child import METHODS
 from ppo_repro.sampling.responses import EngineSampling, Response
 from ppo_repro.user.file import file_and_name
-from ppo_repro.user.process import UserProcess, load
+from ppo_repro.user.process import UserProcess, load_own
 
 FIELD = "rollout.engine.path"
 MODEL = "model"  # the folder of weights, below the engine's
@@ -35,34 +35,29 @@ class EngineProcess:
     def __init__(self, settings: OwnEngine) -> None:
         """Start the process and create the engine. If that fails, raises UserError with file and line."""
         file_and_name(FIELD, settings.path)
-        self.settings, self.process = settings, UserProcess()
-        load(self.process, FIELD, _CHILD, dict.fromkeys(("make", *METHODS), "text"))
-        self._ask("make", {"field": FIELD, "path": settings.path, "parameters": settings.parameters})
+        self.process = UserProcess()
+        names, longer = ("make", *METHODS), ", or raise rollout.engine.timeout_s"
+        self._functions = load_own(self.process, FIELD, settings.path, _CHILD, names, settings.timeout_s, longer)
+        self._call("make", {"field": FIELD, "path": settings.path, "parameters": settings.parameters})
 
     def load(self, folder: Path) -> None:
         """Call the engine's `load` with a folder of weights."""
-        self._ask("load", {"folder": str(folder)})
+        self._call("load", {"folder": str(folder)})
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: EngineSampling, seeds: Sequence[int]
     ) -> list[Response]:
         """Return one response per prompt; the first of `seeds` seeds the global generators of the process."""
         row = {"prompts": prompts, "sampling": asdict(sampling), "seeds": seeds}
-        responses: list[Response] = self._ask("generate", row, seeds[0] % _SEEDS)
+        responses: list[Response] = self._call("generate", row, seeds[0] % _SEEDS)
         return responses
 
     def end(self) -> None:
         """End the process, and all processes that it started."""
         self.process.end()
 
-    def _ask(self, method: str, row: Mapping[str, Any], seed: int = 0) -> Any:
-        def lost(_: int, how: str) -> str:
-            more = ", or raise rollout.engine.timeout_s" if how.startswith("gave no answer") else ""
-            return f"{FIELD}: {self.settings.path}: {method} {how}{more}"
-
-        about = {"field": FIELD, "file": str(_CHILD), "name": method, "line": "", "call": "text", "options": {}}
-        request = {**about, "seed": seed, "rows": [row]}
-        return self.process.ask(request, 1, self.settings.timeout_s, lost)[0]
+    def _call(self, method: str, row: Mapping[str, Any], seed: int = 0) -> Any:
+        return self._functions[method]([row], seed)[0]
 
 
 class OwnSampler:

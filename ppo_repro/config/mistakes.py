@@ -228,5 +228,4 @@ def _sections_in(known: Sequence[str]) -> list[str]:
 
 def _shared(path: str, other: str) -> int:
     """Return the number of leading sections that two dotted paths have in common."""
-    pairs = list(zip(path.split(".")[:-1], other.split(".")[:-1], strict=False))
-    return next((count for count, (own, its) in enumerate(pairs) if own != its), len(pairs))
+    return len({*_sections_in([path])} & {*_sections_in([other])})

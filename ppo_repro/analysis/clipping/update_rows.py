@@ -13,7 +13,7 @@ import pandas as pd
 from ppo_repro.analysis.pairs.run_pairs import own_iterations
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.algorithm import ClipObjective, NoValue, clip_band
+from ppo_repro.config.algorithm import ClipObjective, PredictedValue, clip_band
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
@@ -74,9 +74,9 @@ def clip_rule(config: RunConfig, iteration: pd.Series, band: tuple[float, float]
     low, high = found
     if not (0.0 < low < 1.0 and 0.0 < high < np.inf):
         raise UserError(f"clip range = {low:g}, {high:g}: the lower must be between 0 and 1, the upper above 0")
-    value_range = None if isinstance(value, NoValue) else value.clip_range
-    if value_range is not None and value.normalize_returns:
-        value_range *= float(iteration["return_scale"])
+    value_range = None
+    if isinstance(value, PredictedValue) and value.clip_range is not None:
+        value_range = value.clip_range * (float(iteration["return_scale"]) if value.normalize_returns else 1.0)
     return ClipRule(config.ppo.ratio_anchor, low, high, dual, value_range)
 
 

@@ -4,7 +4,7 @@ The pattern of `delta = logprobs_b - logprobs_a` decides. Each cause is one row 
 that the test needs. The first row that fits is the verdict. A row fits if its prediction leaves at most 1 % of the sum
 of delta^2, or if one group of sequences differs 10 times as much as the others. If no row fits, the verdict is
 `unknown`, and `untested` has the causes that the columns cannot tell. `ppo-repro audit`, which has the model, says
-which side is wrong. It has the same names of causes, and the same advice (`testing.causes`).
+which side is wrong. Its causes have the same names and the same advice (`testing.advice`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.causes import CAUSES, CauseName
+from ppo_repro.testing.advice import ADVICE, CauseName
 from ppo_repro.testing.evidence import MismatchSums, added, mismatch_sums, require_columns
 
 
@@ -95,7 +95,7 @@ def diagnose_sums(sums: Sequence[MismatchSums]) -> Diagnosis:
     tier = _tier(m)
     verdict = _named(m, evidence, tier)
     untested = [row for row in ROWS if verdict == "unknown" and not row.is_tested(m)]
-    advice = CAUSES[verdict].advice
+    advice = ADVICE[verdict].sentence
     if m["above_0"]:  # losses or probabilities, as the guard and the audit say
         advice = f"{m['above_0']:.0f} log-probs are above 0; give log-probs in nats."
     needed = "; ".join(dict.fromkeys(row.needs for row in untested))

@@ -19,6 +19,7 @@ import torch
 from scipy.optimize import least_squares
 from torch import Tensor
 
+from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Rounded, RoundedPart
 from ppo_repro.testing.audit.causes.inputs import of_inputs
@@ -31,7 +32,6 @@ from ppo_repro.testing.audit.measure import correlation, explains, likeness, rms
 from ppo_repro.testing.audit.predict import Combination, Tokens, Window
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from ppo_repro.testing.audit.tried_tokens import WrongSide
-from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.dumps import DumpedResponse
 
 
@@ -191,7 +191,7 @@ def _hypothesis(side: WrongSide, combination: Combination, left: Tensor) -> Hypo
     temperatures = (x for cause, x in combination if cause.parameter is not None and cause.parameter.is_temperature)
     return Hypothesis(
         words=" and ".join(words) or "as it is",
-        advice="; ".join(dict.fromkeys(cause.advice for cause, _ in combination)) or CAUSES["coarse_records"].mend,
+        advice="; ".join(dict.fromkeys(cause.advice for cause, _ in combination)) or ADVICE["coarse_records"].mend,
         left=rms(left),
         explains=does,
         deviations=sum(cause.deviations for cause, _ in combination),
@@ -227,7 +227,7 @@ def _like_rounding(side: WrongSide, combination: Combination, left: Tensor) -> l
             continue
         what = f"{_as_large_as(side, cause, left, like)}, with other bits"
         words = f"{without.words} and {what}" if combination else what
-        advice = f"{without.advice}; " * bool(combination) + CAUSES["reduced_precision"].mend
+        advice = f"{without.advice}; " * bool(combination) + ADVICE["reduced_precision"].mend
         found = [Hypothesis(words, advice, rms(left), True, without.deviations + 1.5)]
         computed: Combination = ((cause, 0.0), *combination)
         exact = side.left(computed, side.many) if combination else None
@@ -266,7 +266,7 @@ def _reordered(side: WrongSide) -> Iterator[Hypothesis]:
                 break
             parts.append(left)
         else:
-            yield Hypothesis(words, CAUSES["shuffled"].mend, rms(torch.cat(parts)), True, 1.5)
+            yield Hypothesis(words, ADVICE["shuffled"].mend, rms(torch.cat(parts)), True, 1.5)
 
 
 def _recorded(side: WrongSide, i: int) -> Tensor:

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import forward, limits, reference, search
 from ppo_repro.testing.audit.audit import Audit, Explained, audit
 from ppo_repro.testing.audit.causes.cause import Cause, Numbers, Parameter
@@ -39,7 +40,6 @@ from ppo_repro.testing.audit.reference import RecordedSide, Reference
 from ppo_repro.testing.audit.report import lines
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from ppo_repro.testing.audit.tried_tokens import wrong_side_of
-from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.diagnosis import ROWS
 from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
 from tests.testing.audit.families import made as made_family
@@ -199,7 +199,7 @@ def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, stack: Stac
     rows = causes(made, stack, ALL_CUTS, "raw")
     assert len({row.words for row in rows}) == len(rows)  # by which logits are remembered
     without_a_row = {"none", "floating_point_noise", "non_finite", "unknown", "coarse_records"}
-    assert {row.name for row in rows} | {row.cause for row in ROWS} | without_a_row == set(CAUSES)
+    assert {row.name for row in rows} | {row.cause for row in ROWS} | without_a_row == set(ADVICE)
 
 
 @pytest.mark.parametrize(("name", "parts"), [("bfloat16", {"output matrix", "rotary table"}), ("float16", set[str]())])

@@ -34,6 +34,8 @@ from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from ppo_repro.testing.audit.tried_tokens import WrongSide
 from ppo_repro.testing.dumps import DumpedResponse
 
+Screened = tuple[float, Combination]  # the rms of what causes leave on a few tokens
+
 
 @dataclass(frozen=True)
 class Hypothesis:
@@ -74,13 +76,15 @@ def search(side: WrongSide) -> list[Hypothesis]:
 
 def _tried(side: WrongSide) -> list[Hypothesis]:
     """Try no cause, other orders, single causes, 16-bit rounding, pairs of causes, until something explains."""
-    singles, near = _measured(side, "causes", [(cause,) for cause in side.causes])
-    tried = [_hypothesis(side, (), side.plain), *_reordered(side), *singles]
+    singles, limit, plain = _screened(side, "causes", [(cause,) for cause in side.causes]), _limit(side), side.plain
+    nothing = _judged(side, Trial((), plain))
+    tried = [nothing, *_reordered(side), *_hypotheses(side, singles, limit)]
     if not any(t.explains for t in tried):
-        tried += _like_rounding(side, (), side.plain)
+        tried += _with_rounding(side, Trial((), plain), nothing)
     if not any(t.explains for t in tried):
+        near = {combination[0][0] for left, combination in singles if left <= limit}
         pairs = [pair for pair in combinations(side.causes, 2) if _is_pair(*pair, near)]
-        tried += _measured(side, "pairs of causes", pairs)[0]
+        tried += _hypotheses(side, _screened(side, "pairs of causes", pairs), limit)
     return tried
 
 
@@ -97,28 +101,46 @@ def _is_pair(a: Cause, b: Cause, near: Set[Cause]) -> bool:
 # the loop
 
 
-def _measured(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]) -> tuple[list[Hypothesis], set[Cause]]:
-    """Screen causes, or pairs, on a few tokens, and measure what the best leave on all tried tokens.
+@dataclass(frozen=True)
+class Trial:
+    """Causes on all tried tokens: the errors [n] that they leave, and the rms of their 16-bit rounding, nats."""
 
-    Returns the hypotheses, and the single causes that came near on the few tokens.
-    """
-    screened = _screened(side, what, combined)
-    halves = (cause for cause in side.causes if cause.rounds("computed", "weights"))
-    rounding = (side.scale * rms(side.rounding(cause, side.few)) for cause in halves)
-    limit = limits.NEAR * max(limits.FAR * side.tolerance, *rounding)
+    combination: Combination
+    left: Tensor
+    rounding: float = 0.0
+
+
+def _trial(side: WrongSide, combination: Combination) -> Trial | None:
+    """Try causes on all tried tokens; None if they predict too few."""
+    left = side.left(combination, side.many)
+    if left is None:
+        return None
+    rounded = [rms(side.rounding(c, side.many)) for c, _ in combination if c.rounds("computed", "part", "logits")]
+    return Trial(combination, left, max(rounded, default=0.0))
+
+
+def _hypotheses(side: WrongSide, screened: Sequence[Screened], limit: float) -> list[Hypothesis]:
+    """Return the hypotheses of the best screened causes, after a trial on all tried tokens."""
     passing = [combination for left, combination in screened if left <= limit]
     found = []
     for some in passing[: limits.ON_ALL] or [combination for _, combination in screened[: limits.WORST]]:
-        combination = _fitted(side, some, side.many)
-        left = side.left(combination, side.many)
-        if left is not None:
-            found += [_hypothesis(side, combination, left), *_like_rounding(side, combination, left)]
-    return found, {combination[0][0] for combination in passing if len(combination) == 1}
+        trial = _trial(side, _fitted(side, some, side.many))
+        if trial is not None:
+            alone = _judged(side, trial)
+            found += [alone, *_with_rounding(side, trial, alone)]
+    return found
 
 
-def _screened(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]) -> list[tuple[float, Combination]]:
+def _limit(side: WrongSide) -> float:
+    """Return the rms that a cause may leave on a few tokens to pass the screening."""
+    halves = (cause for cause in side.causes if cause.rounds("computed", "weights"))
+    rounding = (side.scale * rms(side.rounding(cause, side.few)) for cause in halves)
+    return limits.NEAR * max([limits.FAR * side.tolerance, *rounding])
+
+
+def _screened(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]) -> list[Screened]:
     """Return the rms that each combination leaves on a few tokens, with the values of its parameters, in order."""
-    screened: list[tuple[float, Combination]] = []
+    screened: list[Screened] = []
     progress = Progress(f"{side.name}, {what}", len(combined))
     for causes in sorted(combined, key=_by_logits):
         combination = _with_values(side, causes)
@@ -135,7 +157,11 @@ def _by_logits(causes: tuple[Cause, ...]) -> list[list[str]]:
 
 
 def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | None:
-    """Return the causes with the parameter that fits best on a few tokens; None if no value is proposed."""
+    """Return the causes with the parameter that fits best on a few tokens; None if no value is proposed.
+
+    If two responses have log-probs of temperature 0.7, `(temperature,)` becomes `((temperature, 0.7),)`: one value for
+    both. The chunks are the logits of both responses' windows, from which a parameter may propose its values.
+    """
     plain = tuple((cause, 0.0) for cause in causes)
     index = next((k for k, cause in enumerate(causes) if cause.parameter is not None), None)
     if index is None:
@@ -179,15 +205,15 @@ def _fitted(side: WrongSide, combination: Combination, tokens: Tokens) -> Combin
 # does a hypothesis explain the numbers
 
 
-def _hypothesis(side: WrongSide, combination: Combination, left: Tensor) -> Hypothesis:
-    """Return the hypothesis of causes that leave the errors `left`."""
+def _judged(side: WrongSide, trial: Trial) -> Hypothesis:
+    """Judge what causes leave."""
+    combination, left = trial.combination, trial.left
     given = f"{side.predictor.sampling.temperature:.4g}"
     words = [cause.words.format(x=x, given=given) if cause.change else cause.words for cause, x in combination]
     before = rms(side.plain) if combination else math.inf
     if side.stored.name and (explains(left, before, side.tolerance) or not combination):
         words.append(f"rounded to {side.stored.name}")
-    rounded = [rms(side.rounding(c, side.many)) for c, _ in combination if c.rounds("computed", "part", "logits")]
-    does = explains(left, before, side.tolerance, max(rounded, default=0.0))
+    does = explains(left, before, side.tolerance, trial.rounding)
     temperatures = (x for cause, x in combination if cause.parameter is not None and cause.parameter.is_temperature)
     return Hypothesis(
         words=" and ".join(words) or "as it is",
@@ -211,27 +237,27 @@ def _are_zeros_right(side: WrongSide, values: Tensor, w: Window) -> bool:
     return bool((values[numbers.counts[at] & (numbers.recorded[at] == 0)].abs() <= side.tolerance).all())
 
 
-def _like_rounding(side: WrongSide, combination: Combination, left: Tensor) -> list[Hypothesis]:
-    """Return the hypothesis of 16-bit rounding besides, if the remaining errors have its size and its pattern.
+def _with_rounding(side: WrongSide, trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
+    """Return the hypothesis of 16-bit rounding besides, if the errors left have its size and its pattern.
 
     With experts there is none: a small error of any cause may choose other experts, which gives the same pattern.
     """
-    without = _hypothesis(side, combination, left)
+    combination, left = trial.combination, trial.left
     is_excluded = side.has_experts or any(cause.rounds("computed", "weights") for cause, _ in combination)
-    if without.explains or is_excluded or (combination and rms(left) > limits.HALF * rms(side.plain)):
+    if alone.explains or is_excluded or (combination and alone.left > limits.HALF * rms(side.plain)):
         return []
     for cause in [cause for cause in side.causes if cause.rounds("computed")]:
         rounding, weights = side.rounding(cause, side.many), _of_same_format(side.causes, cause, "weights")[0]
         like = likeness(left, rounding, side.rounding(weights, side.many))
         if not like:
             continue
-        what = f"{_as_large_as(side, cause, left, like)}, with other bits"
-        words = f"{without.words} and {what}" if combination else what
-        advice = f"{without.advice}; " * bool(combination) + ADVICE["reduced_precision"].mend
-        found = [Hypothesis(words, advice, rms(left), True, without.deviations + 1.5)]
-        computed: Combination = ((cause, 0.0), *combination)
-        exact = side.left(computed, side.many) if combination else None
-        return found if exact is None else [_hypothesis(side, computed, exact), *found]
+        words, advice = f"{_as_large_as(side, cause, left, like)}, with other bits", ADVICE["reduced_precision"].mend
+        if not combination:
+            return [Hypothesis(words, advice, alone.left, True, 1.5)]
+        words, advice = f"{alone.words} and {words}", f"{alone.advice}; {advice}"
+        found = [Hypothesis(words, advice, alone.left, True, alone.deviations + 1.5)]
+        exact = _trial(side, ((cause, 0.0), *combination))
+        return found if exact is None else [_judged(side, exact), *found]
     return []
 
 

@@ -28,13 +28,12 @@ from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.causes.weights import of_weights
 from ppo_repro.testing.audit.distributions import Processing
 from ppo_repro.testing.audit.forward import Progress
+from ppo_repro.testing.audit.logits import Source, Tokens
 from ppo_repro.testing.audit.measure import correlation, explains, likeness, rms, sizes_apart
-from ppo_repro.testing.audit.predict import Combination, Tokens, Window
+from ppo_repro.testing.audit.predict import Combination
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from ppo_repro.testing.audit.tried_tokens import WrongSide
 from ppo_repro.testing.dumps import DumpedResponse
-
-Screened = tuple[float, Combination]  # the rms of what causes leave on a few tokens
 
 
 @dataclass(frozen=True)
@@ -113,13 +112,11 @@ class Trial:
 def _trial(side: WrongSide, combination: Combination) -> Trial | None:
     """Try causes on all tried tokens; None if they predict too few."""
     left = side.left(combination, side.many)
-    if left is None:
-        return None
-    rounded = [rms(side.rounding(c, side.many)) for c, _ in combination if c.rounds("computed", "part", "logits")]
-    return Trial(combination, left, max(rounded, default=0.0))
+    rounded = (rms(side.rounding(c, side.many)) for c, _ in combination if c.rounds("computed", "part", "logits"))
+    return None if left is None else Trial(combination, left, max(rounded, default=0.0))
 
 
-def _hypotheses(side: WrongSide, screened: Sequence[Screened], limit: float) -> list[Hypothesis]:
+def _hypotheses(side: WrongSide, screened: Sequence[tuple[float, Combination]], limit: float) -> list[Hypothesis]:
     """Return the hypotheses of the best screened causes, after a trial on all tried tokens."""
     passing = [combination for left, combination in screened if left <= limit]
     found = []
@@ -138,9 +135,9 @@ def _limit(side: WrongSide) -> float:
     return limits.NEAR * max([limits.FAR * side.tolerance, *rounding])
 
 
-def _screened(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]) -> list[Screened]:
+def _screened(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]) -> list[tuple[float, Combination]]:
     """Return the rms that each combination leaves on a few tokens, with the values of its parameters, in order."""
-    screened: list[Screened] = []
+    screened: list[tuple[float, Combination]] = []
     progress = Progress(f"{side.name}, {what}", len(combined))
     for causes in sorted(combined, key=_by_logits):
         combination = _with_values(side, causes)
@@ -159,8 +156,7 @@ def _by_logits(causes: tuple[Cause, ...]) -> list[list[str]]:
 def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | None:
     """Return the causes with the parameter that fits best on a few tokens; None if no value is proposed.
 
-    If two responses have log-probs of temperature 0.7, `(temperature,)` becomes `((temperature, 0.7),)`: one value for
-    both. The chunks are the logits of both responses' windows, from which a parameter may propose its values.
+    If two responses have log-probs of temperature 0.7, `(temperature,)` becomes `((temperature, 0.7),)`, one for both.
     """
     plain = tuple((cause, 0.0) for cause in causes)
     index = next((k for k, cause in enumerate(causes) if cause.parameter is not None), None)
@@ -168,8 +164,8 @@ def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | No
         return plain
     parameter, stage = causes[index].parameter, {cause.stage: cause for cause in causes}
     assert parameter is not None
-    windows = side.predictor.chunks(stage.get("weights", UNCHANGED), stage.get("input", UNCHANGED), side.few)
-    pairs = zip(windows, side.few.windows, strict=True)
+    source = Source(stage.get("weights", UNCHANGED), stage.get("input", UNCHANGED), side.few)
+    pairs = zip(side.predictor.logprobs.logits.chunks(source), side.few.windows, strict=True)
     chunks = [replace(chunk, numbers=side.numbers[w.response]) for of_window, w in pairs for chunk in of_window]
     values = parameter.values(chunks, side.predictor.sampling)[: parameter.in_pairs if len(causes) > 1 else None]
     options = [_at(plain, index, x) for x in values]
@@ -206,7 +202,6 @@ def _fitted(side: WrongSide, combination: Combination, tokens: Tokens) -> Combin
 
 
 def _judged(side: WrongSide, trial: Trial) -> Hypothesis:
-    """Judge what causes leave."""
     combination, left = trial.combination, trial.left
     given = f"{side.predictor.sampling.temperature:.4g}"
     words = [cause.words.format(x=x, given=given) if cause.change else cause.words for cause, x in combination]
@@ -228,13 +223,12 @@ def _judged(side: WrongSide, trial: Trial) -> Hypothesis:
 
 
 def _explains_zeros(side: WrongSide, combination: Combination) -> bool:
-    predicted = zip(side.predictor(combination, side.many), side.many.windows, strict=True)
-    return all(_are_zeros_right(side, values, w) for values, w in predicted)
-
-
-def _are_zeros_right(side: WrongSide, values: Tensor, w: Window) -> bool:
-    at, numbers = slice(w.start, w.end), side.numbers[w.response]
-    return bool((values[numbers.counts[at] & (numbers.recorded[at] == 0)].abs() <= side.tolerance).all())
+    for values, w in zip(side.predictor(combination, side.many), side.many.windows, strict=True):
+        at, numbers = slice(w.start, w.end), side.numbers[w.response]
+        is_zero = numbers.counts[at] & (numbers.recorded[at] == 0)
+        if not bool((values[is_zero].abs() <= side.tolerance).all()):
+            return False
+    return True
 
 
 def _with_rounding(side: WrongSide, trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
@@ -255,9 +249,9 @@ def _with_rounding(side: WrongSide, trial: Trial, alone: Hypothesis) -> list[Hyp
         if not combination:
             return [Hypothesis(words, advice, alone.left, True, 1.5)]
         words, advice = f"{alone.words} and {words}", f"{alone.advice}; {advice}"
-        found = [Hypothesis(words, advice, alone.left, True, alone.deviations + 1.5)]
         exact = _trial(side, ((cause, 0.0), *combination))
-        return found if exact is None else [_judged(side, exact), *found]
+        also = Hypothesis(words, advice, alone.left, True, alone.deviations + 1.5)
+        return [also] if exact is None else [_judged(side, exact), also]
     return []
 
 

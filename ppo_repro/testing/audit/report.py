@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ppo_repro.testing.audit.audit import Audit, Explained, Right, JudgedSide, Unknown
+from ppo_repro.testing.audit.audit import Audit, Explained, JudgedSide, Right, Unknown
 
 
 def verdict(found: Audit) -> str:

@@ -75,11 +75,11 @@ def search(side: WrongSide) -> list[Hypothesis]:
 
 def _tried(side: WrongSide) -> list[Hypothesis]:
     """Try no cause, other orders, single causes, 16-bit rounding, pairs of causes, until something explains."""
-    singles, limit, plain = _screened(side, "causes", [(cause,) for cause in side.causes]), _limit(side), side.plain
-    nothing = _judged(side, Trial((), plain))
-    tried = [nothing, *_reordered(side), *_hypotheses(side, singles, limit)]
+    singles, limit = _screened(side, "causes", [(cause,) for cause in side.causes]), _limit(side)
+    plain = Trial((), side.plain)
+    tried = [_hypothesis(side, plain), *_reordered(side), *_hypotheses(side, singles, limit)]
     if not any(t.explains for t in tried):
-        tried += _with_rounding(side, Trial((), plain), nothing)
+        tried += _with_rounding(side, plain, tried[0])
     if not any(t.explains for t in tried):
         near = {combination[0][0] for left, combination in singles if left <= limit}
         pairs = [pair for pair in combinations(side.causes, 2) if _is_pair(*pair, near)]
@@ -123,7 +123,7 @@ def _hypotheses(side: WrongSide, screened: Sequence[tuple[float, Combination]], 
     for some in passing[: limits.ON_ALL] or [combination for _, combination in screened[: limits.WORST]]:
         trial = _trial(side, _fitted(side, some, side.many))
         if trial is not None:
-            alone = _judged(side, trial)
+            alone = _hypothesis(side, trial)
             found += [alone, *_with_rounding(side, trial, alone)]
     return found
 
@@ -201,7 +201,7 @@ def _fitted(side: WrongSide, combination: Combination, tokens: Tokens) -> Combin
 # does a hypothesis explain the numbers
 
 
-def _judged(side: WrongSide, trial: Trial) -> Hypothesis:
+def _hypothesis(side: WrongSide, trial: Trial) -> Hypothesis:
     combination, left = trial.combination, trial.left
     given = f"{side.predictor.sampling.temperature:.4g}"
     words = [cause.words.format(x=x, given=given) if cause.change else cause.words for cause, x in combination]
@@ -251,7 +251,7 @@ def _with_rounding(side: WrongSide, trial: Trial, alone: Hypothesis) -> list[Hyp
         words, advice = f"{alone.words} and {words}", f"{alone.advice}; {advice}"
         exact = _trial(side, ((cause, 0.0), *combination))
         also = Hypothesis(words, advice, alone.left, True, alone.deviations + 1.5)
-        return [also] if exact is None else [_judged(side, exact), also]
+        return [also] if exact is None else [_hypothesis(side, exact), also]
     return []
 
 

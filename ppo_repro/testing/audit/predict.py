@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Numbers, Stage
-from ppo_repro.testing.audit.logits import LogProbs, Softmax, Source, Tokens
+from ppo_repro.testing.audit.logits import Logits, LogProbs, Softmax, Source, Tokens
 from ppo_repro.testing.audit.stack import StackSampling
 
 Combination = tuple[tuple[Cause, float], ...]  # causes of different stages, each with the value of its parameter
@@ -18,9 +18,10 @@ Combination = tuple[tuple[Cause, float], ...]  # causes of different stages, eac
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predict numbers of the responses that `numbers` and `logprobs` are of."""
+    """Predict numbers from the logits and log-probs of some responses."""
 
-    logprobs: LogProbs
+    logits: Logits
+    logprobs: LogProbs  # of these logits
     numbers: Sequence[Numbers]
     sampling: StackSampling
 
@@ -29,7 +30,7 @@ class Predictor:
         stage = {cause.stage: (cause, x) for cause, x in combination}
         unit, x = stage.pop("unit", (UNCHANGED, 0.0))
         parts = self._quantities(stage, tokens) if stage else None
-        as_it_is = self.logprobs.logits.chunks(Source(UNCHANGED, UNCHANGED, tokens)) if unit.change else []
+        as_it_is = self.logits.chunks(Source(UNCHANGED, UNCHANGED, tokens)) if unit.change else []
         found = []
         for k, w in enumerate(tokens.windows):
             values, at = self.numbers[w.response].reference, slice(w.start, w.end)
@@ -50,7 +51,7 @@ class Predictor:
         if wanted.change is None:
             return self.logprobs.of_targets(softmax)
         found = []
-        windows, of_all = self.logprobs.logits.chunks(softmax.source), self.logprobs.of_all(softmax)
+        windows, of_all = self.logits.chunks(softmax.source), self.logprobs.of_all(softmax)
         for chunks, logprobs in zip(windows, of_all, strict=True):
             pairs = zip(chunks, logprobs, strict=True)
             found.append(torch.cat([wanted.change(chunk, self.sampling, logp, x).double() for chunk, logp in pairs]))

@@ -165,7 +165,7 @@ def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | No
     parameter, stage = causes[index].parameter, {cause.stage: cause for cause in causes}
     assert parameter is not None
     source = Source(stage.get("weights", UNCHANGED), stage.get("input", UNCHANGED), side.few)
-    pairs = zip(side.predictor.logprobs.logits.chunks(source), side.few.windows, strict=True)
+    pairs = zip(side.predictor.logits.chunks(source), side.few.windows, strict=True)
     chunks = [replace(chunk, numbers=side.numbers[w.response]) for of_window, w in pairs for chunk in of_window]
     values = parameter.values(chunks, side.predictor.sampling)[: parameter.in_pairs if len(causes) > 1 else None]
     options = [_at(plain, index, x) for x in values]

@@ -94,12 +94,13 @@ def wrong_side_of(
     tolerance = limits.RIGHT * side.reference.floor * scale + 2.0**-22 * rms(every)
     device = model.device
     numbers = [Numbers(*(x.to(device) for x in (of.recorded, of.usable, of.counts, of.reference))) for of in numbers]
-    logprobs = LogProbs(Logits(model, responses, numbers), side.sampling, DEFINITIONS[side.definition])
+    logits = Logits(model, responses, numbers)
+    logprobs = LogProbs(logits, side.sampling, DEFINITIONS[side.definition])
     few, many = _tokens(responses, numbers, [_wrong_tokens(of, tolerance) for of in numbers], wrong)
     return WrongSide(
         name=side.name,
         causes=tuple(cause for cause in causes if _is_predicted(cause, few)),
-        predictor=Predictor(logprobs, numbers, side.sampling),
+        predictor=Predictor(logits, logprobs, numbers, side.sampling),
         numbers=numbers,
         wrong=wrong,
         few=Tokens(few, is_screening=True),

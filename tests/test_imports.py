@@ -214,7 +214,7 @@ def test_statistics_need_numpy_alone() -> None:
 
 
 def test_the_diagnosis_needs_no_torch_and_no_run() -> None:
-    for path in files(*(f"ppo_repro/testing/{name}.py" for name in ("causes", "diagnosis", "evidence"))):
+    for path in files(*(f"ppo_repro/testing/{name}.py" for name in ("advice", "diagnosis", "evidence"))):
         ours = {name for name in imports(path) if name.startswith("ppo_repro.")}
         assert not {"torch", "transformers"} & top(imports(path)), path
         below = ("ppo_repro.testing", "ppo_repro.statistics", "ppo_repro.base.errors")

@@ -4,7 +4,7 @@ The pattern of `delta = logprobs_b - logprobs_a` decides. Each cause is one row 
 that the test needs. The first row that fits is the verdict. A row fits if its prediction leaves at most 1 % of the sum
 of delta^2, or if one group of sequences differs 10 times as much as the others. If no row fits, the verdict is
 `unknown`, and `untested` has the causes that the columns cannot tell. `ppo-repro audit`, which has the model, says
-which side is wrong. It has the same names of causes, and the same advice (`testing.causes`).
+which side is wrong. Its causes have the same names and the same advice (`testing.advice`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.causes import CAUSES, CauseName
-from ppo_repro.testing.evidence import MismatchSums, added, mismatch_sums, require_columns
+from ppo_repro.testing.advice import ADVICE, CauseName
+from ppo_repro.testing.evidence import Group, MismatchSums, added, groups, mismatch_sums, require_columns
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def diagnose_sums(sums: Sequence[MismatchSums]) -> Diagnosis:
     tier = _tier(m)
     verdict = _named(m, evidence, tier)
     untested = [row for row in ROWS if verdict == "unknown" and not row.is_tested(m)]
-    advice = CAUSES[verdict].advice
+    advice = ADVICE[verdict].sentence
     if m["above_0"]:  # losses or probabilities, as the guard and the audit say
         advice = f"{m['above_0']:.0f} log-probs are above 0; give log-probs in nats."
     needed = "; ".join(dict.fromkeys(row.needs for row in untested))
@@ -167,63 +167,25 @@ def _temperature(sums: MismatchSums) -> tuple[float, float]:
     return float(best), float(residual(best)) / sums["delta_sq"]
 
 
-def _only_one_group(sums: MismatchSums, clean: str, dirty: str) -> bool:
+def _only_one_group(clean: Group, dirty: Group) -> bool:
     """Return whether, beyond chance, no sequence of `clean` differs and some sequences of `dirty` do.
 
     If z of n sequences, chosen at random, do not differ, then all u sequences of the first group are among the z with
     probability C(z, u) / C(n, u).
     """
-    u, others, equal, equal_others = (int(sums[name]) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal"))
-    if equal < u or equal_others == others:
+    u, equal = int(clean.sequences), int(clean.equal + dirty.equal)
+    if clean.equal < u or dirty.equal == dirty.sequences:
         return False
-    return math.comb(equal + equal_others, u) <= ACCIDENT * math.comb(u + others, u)
+    return math.comb(equal, u) <= ACCIDENT * math.comb(u + int(dirty.sequences), u)
 
 
-def _ten_times(sums: MismatchSums, clean: str, dirty: str) -> bool:
+def _ten_times(clean: Group, dirty: Group) -> bool:
     """Return whether the mean |delta| of the sequences of `dirty` is clearly 10 times the mean of `clean`."""
-    if min(sums[clean], sums[dirty]) < 2:
+    if min(clean.sequences, dirty.sequences) < 2:
         return False
-    groups = [(sums[name], sums[f"{name}_abs"], sums[f"{name}_abs_sq"]) for name in (clean, dirty)]
-    (m0, v0), (m1, v1) = ((s / n, max(sq - s**2 / n, 0.0) / (n - 1) / n) for n, s, sq in groups)
+    counted = [(group.sequences, group.means, group.means_sq) for group in (clean, dirty)]
+    (m0, v0), (m1, v1) = ((s / n, max(sq - s**2 / n, 0.0) / (n - 1) / n) for n, s, sq in counted)
     return m1 >= 10 * m0 and m1 - m0 > DIFFERS * math.sqrt(v0 + v1)
-
-
-@dataclass(frozen=True)
-class Remainder:
-    """Row of a cause whose prediction leaves at most `limit` of the sum of delta^2."""
-
-    cause: CauseName
-    evidence: str  # the share of the sum that is left; NaN, which never fits, if a column is missing
-    limit: float = LEFT
-    has: str = "tokens"
-    needs: str = ""
-
-    def fits(self, sums: MismatchSums, evidence: Evidence) -> bool:
-        """Return whether the prediction fits."""
-        return evidence[self.evidence] <= self.limit
-
-    def is_tested(self, sums: MismatchSums) -> bool:
-        """Return whether the columns test the cause."""
-        return sums[self.has] > 0
-
-
-@dataclass(frozen=True)
-class OneGroup:
-    """Row of a cause in the sequences `dirty` alone; if all have it, nothing tells it from another cause."""
-
-    cause: CauseName
-    clean: str
-    dirty: str
-    has: str
-    needs: str
-
-    def fits(self, sums: MismatchSums, evidence: Evidence) -> bool:
-        """Return whether the mismatch of `dirty` is clearly 10 times that of `clean`, or `clean` has none."""
-        return _ten_times(sums, self.clean, self.dirty) or _only_one_group(sums, self.clean, self.dirty)
-
-    def is_tested(self, sums: MismatchSums) -> bool:
-        """Return whether the columns test the cause."""
-        return sums[self.has] > 0 and (sums[self.clean] > 0 or not sums[self.dirty])
 
 
 def _always(sums: MismatchSums) -> bool:
@@ -231,13 +193,36 @@ def _always(sums: MismatchSums) -> bool:
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """Row of a cause with a test of its own."""
+class Row:
+    """One cause: whether the pattern of a mismatch fits, whether the columns test it, and which columns would."""
 
     cause: CauseName
     fits: Callable[[MismatchSums, Evidence], bool]
     is_tested: Callable[[MismatchSums], bool] = _always
     needs: str = ""
+
+
+def _has(name: str) -> Callable[[MismatchSums], bool]:
+    """Return the function that says whether a sum is above 0."""
+    return lambda sums: sums[name] > 0
+
+
+def _leaves(name: str, limit: float = LEFT) -> Callable[[MismatchSums, Evidence], bool]:
+    """Return the test of a cause whose prediction leaves at most `limit` of delta^2; NaN, for no column, never fits."""
+    return lambda sums, evidence: evidence[name] <= limit
+
+
+def _in_one_group(cause: CauseName, column: str, needs: str) -> Row:
+    """Return the row of a cause in the sequences where `column` is above 0; if all have it, nothing tests the cause."""
+
+    def fits(sums: MismatchSums, evidence: Evidence) -> bool:
+        clean, dirty = groups(sums, column)
+        return _ten_times(clean, dirty) or _only_one_group(clean, dirty)
+
+    def is_tested(sums: MismatchSums) -> bool:
+        return sums[f"has_{column}"] > 0 and groups(sums, column)[0].sequences > 0
+
+    return Row(cause, fits, is_tested, needs)
 
 
 def _fits_zeros(sums: MismatchSums, evidence: Evidence) -> bool:
@@ -258,10 +243,6 @@ def _fits_dropout(sums: MismatchSums, evidence: Evidence) -> bool:
     return 0.5 <= evidence["repeat_over_delta"] <= 2.0
 
 
-def _has_second_pass(sums: MismatchSums) -> bool:
-    return sums["any_again"] > 0
-
-
 def _fits_format(sums: MismatchSums, evidence: Evidence) -> bool:
     # a float32 value is by chance a bfloat16 number with probability 2^-16, a float16 number with 2^-13
     return _tier(sums) != BEYOND and max(evidence["frac_bfloat16"], evidence["frac_float16"]) >= 0.99
@@ -269,33 +250,28 @@ def _fits_format(sums: MismatchSums, evidence: Evidence) -> bool:
 
 def _fits_tokens(sums: MismatchSums, evidence: Evidence) -> bool:
     # old weights may favour some tokens everywhere too
-    is_fresh = _has_lag(sums) and not sums["behind"]
+    is_fresh = sums["has_steps_since_sync"] > 0 and not groups(sums, "steps_since_sync")[1].sequences
     return is_fresh and sums["repeated"] >= ENOUGH_TOKENS and evidence["left_by_token"] <= LEFT_BY_TOKEN
 
 
-def _has_lag(sums: MismatchSums) -> bool:
-    return sums["has_steps"] > 0
-
-
-ROWS: tuple[Remainder | OneGroup | Pattern, ...] = (
-    OneGroup("retokenization", "same_ids", "other_ids", "has_ids", "token_id_b, the ids that the trainer scored"),
-    OneGroup("other_prompt", "same_prompt", "other_prompt", "has_prompts", "prompt_differs, 0 for some sequences"),
-    Remainder("truncated_sampling", "left_by_kept_mass", LEFT, "has_mass", "log_kept_mass"),
-    Pattern("zero_filled", _fits_zeros, _tells_zeros, "log_kept_mass"),
-    Remainder("off_by_one", "left_by_shift"),
-    Pattern("shuffled", _fits_shuffled),
-    Remainder(
+ROWS = (
+    _in_one_group("retokenization", "id_differs", "token_id_b, the ids that the trainer scored"),
+    _in_one_group("other_prompt", "prompt_differs", "prompt_differs, 0 for some sequences"),
+    Row("truncated_sampling", _leaves("left_by_kept_mass"), _has("has_mass"), "log_kept_mass"),
+    Row("zero_filled", _fits_zeros, _tells_zeros, "log_kept_mass"),
+    Row("off_by_one", _leaves("left_by_shift")),
+    Row("shuffled", _fits_shuffled),
+    Row(
         "temperature",
-        "left_by_temperature",
-        LEFT_BY_TEMPERATURE,
-        "has_entropies",
+        _leaves("left_by_temperature", LEFT_BY_TEMPERATURE),
+        _has("has_entropies"),
         "entropies and prob_sq_sums of the trainer",
     ),
-    OneGroup("padding_leak", "unpadded", "padded", "has_padding", "pad_length of each row, some of them 0"),
-    Pattern("dropout", _fits_dropout, _has_second_pass, "logprobs_b_again, a second pass of the trainer"),
-    OneGroup("stale_weights", "fresh", "behind", "has_steps", "steps_since_sync, some of them 0"),
-    Pattern("reduced_precision", _fits_format),
-    Pattern("token_bias", _fits_tokens, _has_lag, "steps_since_sync, 0 everywhere"),
+    _in_one_group("padding_leak", "pad_length", "pad_length of each row, some of them 0"),
+    Row("dropout", _fits_dropout, _has("any_again"), "logprobs_b_again, a second pass of the trainer"),
+    _in_one_group("stale_weights", "steps_since_sync", "steps_since_sync, some of them 0"),
+    Row("reduced_precision", _fits_format),
+    Row("token_bias", _fits_tokens, _has("has_steps_since_sync"), "steps_since_sync, 0 everywhere"),
 )
 
 

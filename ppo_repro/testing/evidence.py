@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,19 @@ from ppo_repro.testing.pairs import KEY, PAIR, with_mismatch
 
 # a sum that was not measured is 0
 MismatchSums = defaultdict[str, float]
+# optional columns, each of which parts the sequences in two groups: 0 at all tokens, and above 0 at some token
+GROUPED = ("pad_length", "steps_since_sync", "id_differs", "prompt_differs")
+KINDS = ("zero", "above")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sums over a group of sequences."""
+
+    sequences: float  # their number
+    equal: float  # the number whose log-probs all agree
+    means: float  # of their mean |delta|, nats
+    means_sq: float
 
 
 def mismatch_sums(pairs: pd.DataFrame) -> MismatchSums:
@@ -162,24 +176,22 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float
 
 
 def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Return number, sum, sum of squares and zeros of the sequences' mean |delta|, for column = 0 and column > 0."""
+    """Return the sums of each `Group`: for each column of GROUPED, where it is 0, and where it is above 0."""
     sums: dict[str, float] = {}
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
-    for column, has, without, with_ in (
-        ("pad_length", "has_padding", "unpadded", "padded"),
-        ("steps_since_sync", "has_steps", "fresh", "behind"),
-        ("id_differs", "has_ids", "same_ids", "other_ids"),
-        ("prompt_differs", "has_prompts", "same_prompt", "other_prompt"),
-    ):
-        if column not in tokens:
-            continue
-        sums[has] = 1.0
+    for column in (name for name in GROUPED if name in tokens):
+        sums[f"has_{column}"] = 1.0
         largest = np.zeros(len(means))
         np.maximum.at(largest, owner, tokens[column].to_numpy().astype(np.float64))
-        for name, group in ((without, means[largest == 0]), (with_, means[largest > 0])):
-            sums |= {name: float(len(group)), f"{name}_abs": _total(group), f"{name}_abs_sq": _total(group**2)}
-            sums[f"{name}_equal"] = _total(group == 0.0)
+        for kind, of in zip(KINDS, (means[largest == 0], means[largest > 0]), strict=True):
+            group = Group(float(len(of)), _total(of == 0.0), _total(of), _total(of**2))
+            sums |= {f"{column}_{kind}_{name}": value for name, value in asdict(group).items()}
     return sums
+
+
+def groups(sums: MismatchSums, column: str) -> list[Group]:
+    """Return the sequences where a column of GROUPED is 0, and the sequences where it is above 0."""
+    return [Group(*(sums[f"{column}_{kind}_{field.name}"] for field in fields(Group))) for kind in KINDS]
 
 
 def _formats(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> dict[str, float]:

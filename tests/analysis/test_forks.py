@@ -72,3 +72,10 @@ def test_the_figure_draws_every_finite_difference_beside_one_that_is_not(
 def test_the_audit_of_a_fork_reads_the_iteration_that_its_checkpoint_sampled(forked: Path) -> None:
     found = dump_of_run(forked)
     assert (found.iteration, found.checkpoint is None) == (1, False)
+
+
+def test_the_audit_of_a_fork_of_adapters_says_that_only_its_origin_has_whole_weights(tmp_path: Path) -> None:
+    origin = tiny_run(tmp_path, "ppo.iterations=2", "checkpoints.every=1", "lora={rank: 2, alpha: 4.0}")
+    assert dump_of_run(origin).iteration == 0
+    with pytest.raises(UserError, match=r"forks a run with LoRA, .*; audit the run that was forked$"):
+        dump_of_run(fork(origin, tmp_path, 1, "ppo.learning_rate=1e-4"))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.causes import CAUSES
+from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.diagnosis import Diagnosis, diagnose_chunks
 from ppo_repro.testing.evidence import added, mismatch_sums
 from ppo_repro.testing.pairs import PAIR
@@ -185,7 +185,7 @@ def test_each_fault_is_named_or_unknown_and_no_other(name: str) -> None:
     pairs = make()
     found, alone = diagnose(pairs), diagnose(pairs[PAIR])
     assert (found.verdict, found.untested, found.needed) == (verdict, (), ""), found.evidence
-    assert found.advice == CAUSES[found.verdict].advice, found.evidence
+    assert found.advice == ADVICE[found.verdict].sentence, found.evidence
     assert found.tier not in ("T0", "T1", "T2")
     expected = (verdict, ()) if verdict in ALONE else ("unknown", NEED_A_COLUMN)
     assert (alone.verdict, alone.untested) == expected, alone.evidence

@@ -84,7 +84,7 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Side:
+class JudgedSide:
     """Verdict about sampler or trainer."""
 
     name: str
@@ -122,8 +122,8 @@ class Audit:
 
     responses: int
     floor: float  # rms distance of stock float32, nats
-    sampler: Side
-    trainer: Side
+    sampler: JudgedSide
+    trainer: JudgedSide
     tokens: pd.DataFrame
     draws: Draws  # judged only if the sampler's log-probs are right
     are_drawn: bool = True  # from the model's distribution
@@ -173,9 +173,9 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
 # is a side right, and if not, why
 
 
-def _judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[Side]:
+def _judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedSide]:
     """Judge each side by its distance, and search the causes of a wrong one."""
-    found, before_logits = list[Side](), list[Cause]()
+    found, before_logits = list[JudgedSide](), list[Cause]()
     for side in recorded:
         distance = _distance(stack.model, side)
         if not distance.wrong:
@@ -202,14 +202,14 @@ def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
     return Distance(len(every), rms(every), largest, tuple(wrong))
 
 
-def _near(side: RecordedSide, distance: Distance) -> Side:
+def _near(side: RecordedSide, distance: Distance) -> JudgedSide:
     """Return the verdict about a side whose log-probs are right; tokens without a log-prob make it wrong."""
     empty, gaps = _gaps(side.numbers)
     finding = Explained(gaps, FILL, distance.rms) if gaps else Right()
-    return Side(side.name, side.definition, distance, empty, finding)
+    return JudgedSide(side.name, side.definition, distance, empty, finding)
 
 
-def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, tried: Sequence[Hypothesis]) -> Side:
+def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, tried: Sequence[Hypothesis]) -> JudgedSide:
     """Return the verdict about a wrong side from the hypotheses that were tried, the best first."""
     best = [t for t in tried if t.explains]
     empty, gaps = _gaps(side.numbers, are_zeros_explained=bool(best) and best[0].explains_zeros)
@@ -217,7 +217,7 @@ def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, tried: Sequen
     plain = next(t.left for t in tried if not t.deviations)
     shown = [t for t in tried if t.explains or not t.deviations or t.left <= limits.HALF * plain]
     fits = [*best, *(t for t in tried if t.left <= wrong.tolerance)]
-    return Side(
+    return JudgedSide(
         name=side.name,
         definition=side.definition,
         distance=distance,
@@ -265,7 +265,7 @@ def _counted(numbers: Sequence[Numbers]) -> Tensor:
     return torch.cat([of.recorded[of.counts] for of in numbers])
 
 
-def _of_its_order(side: Side) -> Side:
+def _of_its_order(side: JudgedSide) -> JudgedSide:
     """Return a side that is right for another order of cuts than the other side."""
     words = f"{PROCESSED}, each cut of all tokens" if side.definition == PROCESSED else side.definition
     return replace(side, finding=Explained(words, "", side.distance.rms))
@@ -320,7 +320,7 @@ def _check_model(stack: StackModel, responses: Sequence[DumpedResponse]) -> None
                 raise UserError(f"row {r.row}: {length} tokens; the {name} has {most} positions; {advice}")
 
 
-def _check_temperature(sides: Iterable[Side]) -> None:
+def _check_temperature(sides: Iterable[JudgedSide]) -> None:
     """Raise UserError if a temperature explains a side and the user gave none: the side may be right or wrong."""
     found = {side.name: f"{side.temperature:.4g}" for side in sides if side.temperature is not None}
     if found:
@@ -332,7 +332,9 @@ def _check_temperature(sides: Iterable[Side]) -> None:
         )
 
 
-def _check_unexplained(sampler: Side, trainer: Side, recorded: Sequence[RecordedSide], floor: float) -> None:
+def _check_unexplained(
+    sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float
+) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
     if not (isinstance(sampler.finding, Unknown) and isinstance(trainer.finding, Unknown)):
         return

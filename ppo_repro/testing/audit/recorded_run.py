@@ -49,17 +49,17 @@ def dump_of_run(run_dir: Path) -> RunDump:
     if recorded.kind != LANGUAGE or not own:
         raise UserError(f"{run_dir}: has no responses of a language run to audit; give another run, or a dump")
     config = load_recorded_config(run_dir)
+    if config.lora is not None and recorded.origin is not None:
+        raise UserError(f"{run_dir}: forks a run with LoRA, and kept adapters alone; audit the run that was forked")
     # a checkpoint of an adapter is no whole model
-    kept = starts_of(run_dir, recorded) if config.lora is None else {}
-    with_weights = [number for number in kept if number in own]
-    iteration, model = max(with_weights, default=0), run_dir / REFERENCE
-    without = not model.is_dir() and (not isinstance(config.model, ModelFolder) or with_weights)
-    if without or iteration not in own:
+    starts = starts_of(run_dir, recorded) if config.lora is None else {}
+    kept = {number: name for number, name in starts.items() if number in own}
+    iteration, model = max(kept, default=0), run_dir / REFERENCE
+    if iteration not in own or (not model.is_dir() and (kept or not isinstance(config.model, ModelFolder))):
         raise UserError(f"{run_dir}: kept no weights that it sampled with; run it with checkpoints.every = 1")
     if not model.is_dir():
         model = Path(located_tree(run_dir, recorded)["model"]["path"])
-    name = kept.get(iteration, "")
-    checkpoint = (run_dir / name, recorded.files[name]) if iteration in with_weights else None
+    checkpoint = (run_dir / kept[iteration], recorded.files[kept[iteration]]) if kept else None
     return RunDump(iteration, _rows(run_dir, iteration), model, checkpoint, config)
 
 

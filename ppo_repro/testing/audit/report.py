@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ppo_repro.testing.audit.audit import Audit, Explained, Right, Side, Unknown
+from ppo_repro.testing.audit.audit import Audit, Explained, JudgedSide, Right, Unknown
 
 
 def verdict(found: Audit) -> str:
@@ -62,7 +62,7 @@ def as_fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
     }
 
 
-def _side_fields(side: Side) -> dict[str, Any]:
+def _side_fields(side: JudgedSide) -> dict[str, Any]:
     return {
         "name": side.name,
         "definition": side.definition,
@@ -93,11 +93,11 @@ def _draw_fields(found: Audit) -> dict[str, Any]:
     }
 
 
-def _advice(side: Side) -> str:
+def _advice(side: JudgedSide) -> str:
     return "" if isinstance(side.finding, Right) else side.finding.advice
 
 
-def _sentence(side: Side, responses: int, is_comparable: bool) -> str:
+def _sentence(side: JudgedSide, responses: int, is_comparable: bool) -> str:
     distance, found = side.distance, f"{side.distance.rms:.2g} nats (rms) from the model in float64"
     if not is_comparable:
         return f"{side.name} is {side.cause}; {found}"

@@ -19,6 +19,7 @@ import torch
 from scipy.optimize import least_squares
 from torch import Tensor
 
+from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Rounded, RoundedPart
 from ppo_repro.testing.audit.causes.inputs import of_inputs
@@ -27,11 +28,11 @@ from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.causes.weights import of_weights
 from ppo_repro.testing.audit.distributions import Processing
 from ppo_repro.testing.audit.forward import Progress
+from ppo_repro.testing.audit.logits import Source, Tokens
 from ppo_repro.testing.audit.measure import correlation, explains, likeness, rms, sizes_apart
-from ppo_repro.testing.audit.predict import Combination, Tokens, Window
+from ppo_repro.testing.audit.predict import Combination
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from ppo_repro.testing.audit.tried_tokens import WrongSide
-from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.dumps import DumpedResponse
 
 
@@ -74,13 +75,15 @@ def search(side: WrongSide) -> list[Hypothesis]:
 
 def _tried(side: WrongSide) -> list[Hypothesis]:
     """Try no cause, other orders, single causes, 16-bit rounding, pairs of causes, until something explains."""
-    singles, near = _measured(side, "causes", [(cause,) for cause in side.causes])
-    tried = [_hypothesis(side, (), side.plain), *_reordered(side), *singles]
+    singles, limit = _screened(side, "causes", [(cause,) for cause in side.causes]), _limit(side)
+    plain = Trial((), side.plain)
+    tried = [_hypothesis(side, plain), *_reordered(side), *_hypotheses(side, singles, limit)]
     if not any(t.explains for t in tried):
-        tried += _like_rounding(side, (), side.plain)
+        tried += _with_rounding(side, plain, tried[0])
     if not any(t.explains for t in tried):
+        near = {combination[0][0] for left, combination in singles if left <= limit}
         pairs = [pair for pair in combinations(side.causes, 2) if _is_pair(*pair, near)]
-        tried += _measured(side, "pairs of causes", pairs)[0]
+        tried += _hypotheses(side, _screened(side, "pairs of causes", pairs), limit)
     return tried
 
 
@@ -97,23 +100,39 @@ def _is_pair(a: Cause, b: Cause, near: Set[Cause]) -> bool:
 # the loop
 
 
-def _measured(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]) -> tuple[list[Hypothesis], set[Cause]]:
-    """Screen causes, or pairs, on a few tokens, and measure what the best leave on all tried tokens.
+@dataclass(frozen=True)
+class Trial:
+    """Causes on all tried tokens: the errors [n] that they leave, and the rms of their 16-bit rounding, nats."""
 
-    Returns the hypotheses, and the single causes that came near on the few tokens.
-    """
-    screened = _screened(side, what, combined)
-    halves = (cause for cause in side.causes if cause.rounds("computed", "weights"))
-    rounding = (side.scale * rms(side.rounding(cause, side.few)) for cause in halves)
-    limit = limits.NEAR * max(limits.FAR * side.tolerance, *rounding)
+    combination: Combination
+    left: Tensor
+    rounding: float = 0.0
+
+
+def _trial(side: WrongSide, combination: Combination) -> Trial | None:
+    """Try causes on all tried tokens; None if they predict too few."""
+    left = side.left(combination, side.many)
+    rounded = (rms(side.rounding(c, side.many)) for c, _ in combination if c.rounds("computed", "part", "logits"))
+    return None if left is None else Trial(combination, left, max(rounded, default=0.0))
+
+
+def _hypotheses(side: WrongSide, screened: Sequence[tuple[float, Combination]], limit: float) -> list[Hypothesis]:
+    """Return the hypotheses of the best screened causes, after a trial on all tried tokens."""
     passing = [combination for left, combination in screened if left <= limit]
     found = []
     for some in passing[: limits.ON_ALL] or [combination for _, combination in screened[: limits.WORST]]:
-        combination = _fitted(side, some, side.many)
-        left = side.left(combination, side.many)
-        if left is not None:
-            found += [_hypothesis(side, combination, left), *_like_rounding(side, combination, left)]
-    return found, {combination[0][0] for combination in passing if len(combination) == 1}
+        trial = _trial(side, _fitted(side, some, side.many))
+        if trial is not None:
+            alone = _hypothesis(side, trial)
+            found += [alone, *_with_rounding(side, trial, alone)]
+    return found
+
+
+def _limit(side: WrongSide) -> float:
+    """Return the rms that a cause may leave on a few tokens to pass the screening."""
+    halves = (cause for cause in side.causes if cause.rounds("computed", "weights"))
+    rounding = (side.scale * rms(side.rounding(cause, side.few)) for cause in halves)
+    return limits.NEAR * max([limits.FAR * side.tolerance, *rounding])
 
 
 def _screened(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]) -> list[tuple[float, Combination]]:
@@ -135,15 +154,18 @@ def _by_logits(causes: tuple[Cause, ...]) -> list[list[str]]:
 
 
 def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | None:
-    """Return the causes with the parameter that fits best on a few tokens; None if no value is proposed."""
+    """Return the causes with the parameter that fits best on a few tokens; None if no value is proposed.
+
+    If two responses have log-probs of temperature 0.7, `(temperature,)` becomes `((temperature, 0.7),)`, one for both.
+    """
     plain = tuple((cause, 0.0) for cause in causes)
     index = next((k for k, cause in enumerate(causes) if cause.parameter is not None), None)
     if index is None:
         return plain
     parameter, stage = causes[index].parameter, {cause.stage: cause for cause in causes}
     assert parameter is not None
-    windows = side.predictor.chunks(stage.get("weights", UNCHANGED), stage.get("input", UNCHANGED), side.few)
-    pairs = zip(windows, side.few.windows, strict=True)
+    source = Source(stage.get("weights", UNCHANGED), stage.get("input", UNCHANGED), side.few)
+    pairs = zip(side.predictor.logits.chunks(source), side.few.windows, strict=True)
     chunks = [replace(chunk, numbers=side.numbers[w.response]) for of_window, w in pairs for chunk in of_window]
     values = parameter.values(chunks, side.predictor.sampling)[: parameter.in_pairs if len(causes) > 1 else None]
     options = [_at(plain, index, x) for x in values]
@@ -179,19 +201,18 @@ def _fitted(side: WrongSide, combination: Combination, tokens: Tokens) -> Combin
 # does a hypothesis explain the numbers
 
 
-def _hypothesis(side: WrongSide, combination: Combination, left: Tensor) -> Hypothesis:
-    """Return the hypothesis of causes that leave the errors `left`."""
+def _hypothesis(side: WrongSide, trial: Trial) -> Hypothesis:
+    combination, left = trial.combination, trial.left
     given = f"{side.predictor.sampling.temperature:.4g}"
     words = [cause.words.format(x=x, given=given) if cause.change else cause.words for cause, x in combination]
     before = rms(side.plain) if combination else math.inf
     if side.stored.name and (explains(left, before, side.tolerance) or not combination):
         words.append(f"rounded to {side.stored.name}")
-    rounded = [rms(side.rounding(c, side.many)) for c, _ in combination if c.rounds("computed", "part", "logits")]
-    does = explains(left, before, side.tolerance, max(rounded, default=0.0))
+    does = explains(left, before, side.tolerance, trial.rounding)
     temperatures = (x for cause, x in combination if cause.parameter is not None and cause.parameter.is_temperature)
     return Hypothesis(
         words=" and ".join(words) or "as it is",
-        advice="; ".join(dict.fromkeys(cause.advice for cause, _ in combination)) or CAUSES["coarse_records"].mend,
+        advice="; ".join(dict.fromkeys(cause.advice for cause, _ in combination)) or ADVICE["coarse_records"].mend,
         left=rms(left),
         explains=does,
         deviations=sum(cause.deviations for cause, _ in combination),
@@ -202,36 +223,35 @@ def _hypothesis(side: WrongSide, combination: Combination, left: Tensor) -> Hypo
 
 
 def _explains_zeros(side: WrongSide, combination: Combination) -> bool:
-    predicted = zip(side.predictor(combination, side.many), side.many.windows, strict=True)
-    return all(_are_zeros_right(side, values, w) for values, w in predicted)
+    for values, w in zip(side.predictor(combination, side.many), side.many.windows, strict=True):
+        at, numbers = slice(w.start, w.end), side.numbers[w.response]
+        is_zero = numbers.counts[at] & (numbers.recorded[at] == 0)
+        if not bool((values[is_zero].abs() <= side.tolerance).all()):
+            return False
+    return True
 
 
-def _are_zeros_right(side: WrongSide, values: Tensor, w: Window) -> bool:
-    at, numbers = slice(w.start, w.end), side.numbers[w.response]
-    return bool((values[numbers.counts[at] & (numbers.recorded[at] == 0)].abs() <= side.tolerance).all())
-
-
-def _like_rounding(side: WrongSide, combination: Combination, left: Tensor) -> list[Hypothesis]:
-    """Return the hypothesis of 16-bit rounding besides, if the remaining errors have its size and its pattern.
+def _with_rounding(side: WrongSide, trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
+    """Return the hypothesis of 16-bit rounding besides, if the errors left have its size and its pattern.
 
     With experts there is none: a small error of any cause may choose other experts, which gives the same pattern.
     """
-    without = _hypothesis(side, combination, left)
+    combination, left = trial.combination, trial.left
     is_excluded = side.has_experts or any(cause.rounds("computed", "weights") for cause, _ in combination)
-    if without.explains or is_excluded or (combination and rms(left) > limits.HALF * rms(side.plain)):
+    if alone.explains or is_excluded or (combination and alone.left > limits.HALF * rms(side.plain)):
         return []
     for cause in [cause for cause in side.causes if cause.rounds("computed")]:
         rounding, weights = side.rounding(cause, side.many), _of_same_format(side.causes, cause, "weights")[0]
         like = likeness(left, rounding, side.rounding(weights, side.many))
         if not like:
             continue
-        what = f"{_as_large_as(side, cause, left, like)}, with other bits"
-        words = f"{without.words} and {what}" if combination else what
-        advice = f"{without.advice}; " * bool(combination) + CAUSES["reduced_precision"].mend
-        found = [Hypothesis(words, advice, rms(left), True, without.deviations + 1.5)]
-        computed: Combination = ((cause, 0.0), *combination)
-        exact = side.left(computed, side.many) if combination else None
-        return found if exact is None else [_hypothesis(side, computed, exact), *found]
+        words, advice = f"{_as_large_as(side, cause, left, like)}, with other bits", ADVICE["reduced_precision"].mend
+        if not combination:
+            return [Hypothesis(words, advice, alone.left, True, 1.5)]
+        words, advice = f"{alone.words} and {words}", f"{alone.advice}; {advice}"
+        exact = _trial(side, ((cause, 0.0), *combination))
+        also = Hypothesis(words, advice, alone.left, True, alone.deviations + 1.5)
+        return [also] if exact is None else [_hypothesis(side, exact), also]
     return []
 
 
@@ -266,7 +286,7 @@ def _reordered(side: WrongSide) -> Iterator[Hypothesis]:
                 break
             parts.append(left)
         else:
-            yield Hypothesis(words, CAUSES["shuffled"].mend, rms(torch.cat(parts)), True, 1.5)
+            yield Hypothesis(words, ADVICE["shuffled"].mend, rms(torch.cat(parts)), True, 1.5)
 
 
 def _recorded(side: WrongSide, i: int) -> Tensor:

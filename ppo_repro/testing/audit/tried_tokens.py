@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, Numbers
 from ppo_repro.testing.audit.distributions import DEFINITIONS, tempered
+from ppo_repro.testing.audit.logits import Logits, LogProbs, Tokens, Window
 from ppo_repro.testing.audit.measure import Stored, errors, rms, stored_as
-from ppo_repro.testing.audit.predict import Combination, Predictor, Tokens, Window
+from ppo_repro.testing.audit.predict import Combination, Predictor
 from ppo_repro.testing.audit.reference import RecordedSide
 from ppo_repro.testing.dumps import DumpedResponse
 
@@ -93,11 +94,13 @@ def wrong_side_of(
     tolerance = limits.RIGHT * side.reference.floor * scale + 2.0**-22 * rms(every)
     device = model.device
     numbers = [Numbers(*(x.to(device) for x in (of.recorded, of.usable, of.counts, of.reference))) for of in numbers]
+    logits = Logits(model, responses, numbers)
+    logprobs = LogProbs(logits, side.sampling, DEFINITIONS[side.definition])
     few, many = _tokens(responses, numbers, [_wrong_tokens(of, tolerance) for of in numbers], wrong)
     return WrongSide(
         name=side.name,
         causes=tuple(cause for cause in causes if _is_predicted(cause, few)),
-        predictor=Predictor(model, responses, numbers, side.sampling, DEFINITIONS[side.definition]),
+        predictor=Predictor(logits, logprobs, numbers, side.sampling),
         numbers=numbers,
         wrong=wrong,
         few=Tokens(few, is_screening=True),

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import forward, limits, reference, search
 from ppo_repro.testing.audit.audit import Audit, Explained, audit
 from ppo_repro.testing.audit.causes.cause import Cause, Numbers, Parameter
@@ -38,8 +39,7 @@ from ppo_repro.testing.audit.draws import left_out_of
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
 from ppo_repro.testing.audit.report import lines
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
-from ppo_repro.testing.audit.tried_tokens import wrong_side_of
-from ppo_repro.testing.causes import CAUSES
+from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
 from ppo_repro.testing.diagnosis import ROWS
 from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
 from tests.testing.audit.families import made as made_family
@@ -199,7 +199,7 @@ def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, stack: Stac
     rows = causes(made, stack, ALL_CUTS, "raw")
     assert len({row.words for row in rows}) == len(rows)  # by which logits are remembered
     without_a_row = {"none", "floating_point_noise", "non_finite", "unknown", "coarse_records"}
-    assert {row.name for row in rows} | {row.cause for row in ROWS} | without_a_row == set(CAUSES)
+    assert {row.name for row in rows} | {row.cause for row in ROWS} | without_a_row == set(ADVICE)
 
 
 @pytest.mark.parametrize(("name", "parts"), [("bfloat16", {"output matrix", "rotary table"}), ("float16", set[str]())])
@@ -214,17 +214,30 @@ def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
     assert {row.words.partition(" computed")[0] for row in of_kind["part"]} == parts
 
 
-@pytest.mark.parametrize(("least", "low", "high"), [(0.1, 0.6999, 0.7001), (0.9, 0.9, 1.0), (2.0, 1.0, 1.0)])
-@torch.no_grad()
-def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float, low: float, high: float) -> None:
-    """A temperature that predicts from `least` on, on numbers of temperature 0.7; the fit starts at 1."""
+def wrong_sampler(made: Material, causes: Sequence[Cause]) -> WrongSide:
+    """Numbers of temperature 0.7, beside the right ones."""
     responses = made.dump(made.logprobs(temperature=0.7), made.logprobs())
     right = [torch.tensor(r.trainer).double() for r in responses]
     pairs = zip(responses, right, strict=True)
     numbers = [Numbers(torch.tensor(r.sampler).double(), x < 1, x < 1, x) for r, x in pairs]
     known = Reference(right, 1e-7, 0.0, 0)
     recorded = RecordedSide("sampler", responses, StackSampling(TEMPERATURE), "tempered", known, numbers)
-    side = wrong_side_of(made.model, recorded, range(len(numbers)), [])
+    return wrong_side_of(made.model, recorded, range(len(numbers)), causes)
+
+
+@torch.no_grad()
+def test_a_search_needs_no_cause_that_rounds(made: Material) -> None:
+    """As for a model that overflows in 16 bits."""
+    rows = [row for row in DISTRIBUTIONS if row.rounded is None and row.name == "temperature"]
+    assert search.search(wrong_sampler(made, rows))[0].words == "temperature 0.7 instead of 0.8"
+    assert not any(t.explains for t in search.search(wrong_sampler(made, [])))
+
+
+@pytest.mark.parametrize(("least", "low", "high"), [(0.1, 0.6999, 0.7001), (0.9, 0.9, 1.0), (2.0, 1.0, 1.0)])
+@torch.no_grad()
+def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float, low: float, high: float) -> None:
+    """A temperature that predicts from `least` on; the fit starts at 1."""
+    side = wrong_sampler(made, [])
 
     def change(chunk: Chunk, sampling: StackSampling, logits: Tensor, x: float) -> Tensor:
         return logits / x if x >= least else torch.full_like(logits, math.nan)

@@ -15,11 +15,11 @@ from typing import Literal
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.testing.advice import ADVICE, CauseName
 from ppo_repro.testing.audit.distributions import Chunk
 from ppo_repro.testing.audit.forward import Pass
 from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.stack import StackSampling
-from ppo_repro.testing.causes import CAUSES, CauseName
 
 Stage = Literal["weights", "input", "distribution", "quantity", "unit"]
 RoundedPart = Literal["computed", "weights", "part", "logits"]  # the whole computation, all weights, a module, logits
@@ -115,7 +115,7 @@ class Cause:
     @property
     def advice(self) -> str:
         """Return what to do about the cause."""
-        return self.own_advice or CAUSES[self.name].mend
+        return self.own_advice or ADVICE[self.name].mend
 
     @property
     def deviations(self) -> float:

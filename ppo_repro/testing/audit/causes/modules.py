@@ -18,6 +18,7 @@ from torch.nn import Identity, LayerNorm, Module
 from torch.nn.functional import linear, rms_norm
 from transformers import PreTrainedModel
 
+from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit.causes.cause import Cause, Rounded, option
 from ppo_repro.testing.audit.causes.copies import (
     by_kind,
@@ -30,13 +31,12 @@ from ppo_repro.testing.audit.causes.copies import (
     with_narrow_products,
     with_weights,
 )
-from ppo_repro.testing.causes import CAUSES
 
 NORMS = "compute the norms of the model on both sides"
 VECTORS = "load every tensor of the folder on both sides"
 FACTOR = "multiply embeddings by the same factor on both sides"
 ROUTER = "weigh the experts by the same function of the router's logits on both sides"
-FLOAT32 = CAUSES["reduced_precision"].mend
+FLOAT32 = ADVICE["reduced_precision"].mend
 CONSTANTS = (0.0, 1.0, -math.inf)  # that may stand for a vector which a stack does not know
 _NO_CONSTANT = re.compile("eps|dropout|^p$|norm_type|embed_scale|aux_loss|attention_scaling|jitter")
 _ROUTER = re.compile("(Router|Gate|Gating)$")

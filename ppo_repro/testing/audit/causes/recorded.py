@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ppo_repro.testing.advice import CauseName
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, Parameter, RecordedChunk
 from ppo_repro.testing.audit.distributions import target_logprobs
 from ppo_repro.testing.audit.stack import StackSampling
-from ppo_repro.testing.causes import CauseName
 
 STEPS = (1, -1, 2, -2, 3, -3)
 MOST_SHIFTED = 64  # places

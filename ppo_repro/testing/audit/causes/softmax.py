@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ppo_repro.testing.advice import CauseName
 from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, Proposal, RecordedChunk, Rounded, always
 from ppo_repro.testing.audit.distributions import (
     OF_TOP_K,
@@ -25,7 +26,6 @@ from ppo_repro.testing.audit.distributions import (
 )
 from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.stack import StackSampling
-from ppo_repro.testing.causes import CauseName
 
 TEMPERATURES = (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0)
 TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 25, 30, 32, 40, 50, 64, 80, 100, 128, 200, 256, 500, 512, 1000, 1024)

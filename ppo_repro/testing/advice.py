@@ -1,7 +1,7 @@
-"""Causes of different log-probs in sampler and trainer, for the audit and the diagnosis. Never imports torch.
+"""Names of the causes of different log-probs, and the advice about each, for audit and diagnosis. Never imports torch.
 
-A row of the diagnosis tests a cause by the pattern of the differences. A row of the audit's table computes the numbers
-that one variant of a cause predicts. Both give the advice of this list.
+A row of `diagnosis.ROWS` tests a cause by the pattern of the differences. A row of `audit/causes/` computes the numbers
+that one variant of a cause predicts.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class About:
     mend: str
 
     @property
-    def advice(self) -> str:
+    def sentence(self) -> str:
         """Return fault and remedy as one sentence."""
         return f"{self.what}; {self.mend}."
 
 
-CAUSES: Mapping[CauseName, About] = {
+ADVICE: Mapping[CauseName, About] = {
     "none": About("Every log-prob has the same bits", "nothing to do"),
     "floating_point_noise": About(
         "Rounding in another order of additions", "harmless alone, gone in deterministic numerics"

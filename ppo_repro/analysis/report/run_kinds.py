@@ -82,6 +82,6 @@ KINDS = {
         "pairs",
         {"held-out accuracy": "eval_accuracy"},
         ("held-out pairs in order", "eval_pair_accuracy"),
-        DPO_STEPS,
+        by_step=DPO_STEPS,
     ),
 }

@@ -1,0 +1,121 @@
+"""Make the section "Ratios and clipping" of a run's page.
+
+ratio = exp(new_logprobs - anchor) from the recorded columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from ppo_repro.analysis.html.charts import Line, Rule, axis_for, line_chart
+from ppo_repro.analysis.html.markup import number, share
+from ppo_repro.analysis.html.page import Figure, Section
+from ppo_repro.analysis.report.run_facts import Facts
+from ppo_repro.analysis.report.run_scan import FLAG_WORDS, Scan
+from ppo_repro.config.algorithm import FunctionObjective, clip_band
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class ClipBounds:
+    """Bounds of the ratio in the last iteration; `adaptive` if other iterations had other bounds."""
+
+    low: float
+    high: float
+    adaptive: bool = False
+
+    @property
+    def rules(self) -> tuple[Rule, Rule]:
+        """Return both bounds as dotted lines."""
+        when = " (last iteration)" if self.adaptive else ""
+        return Rule(self.low, f"bounds {self.low:g} and {self.high:g}{when}"), Rule(self.high)
+
+
+def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:
+    """Return the section about ratios and clipping; if no step had ratios, a sentence replaces the figures."""
+    title = "Ratios and clipping"
+    if not len(scan.ratios):
+        return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
+    bounds = clip_bounds(facts.ppo, iterations, steps)
+    drawn = ratio_figures(scan.ratios, bounds)
+    if scan.flags[list(FLAG_WORDS)].to_numpy().any():
+        drawn.append(flag_figure(scan.flags))
+    notes: tuple[str, ...] = ()
+    if isinstance(facts.config, RunConfig) and isinstance(facts.config.ppo.objective, FunctionObjective):
+        name = Path(facts.config.ppo.objective.path).name
+        says = "says" if steps["clip_fraction"].notna().any() else "does not say"
+        notes = (f"{name}, the objective of this run, {says} which tokens it cut.",)
+    elif isinstance(facts.config, RunConfig) and bounds is None:
+        notes = (f"The objective {facts.config.ppo.objective.kind} does not clip by a token's ratio.",)
+    return Section("clipping", title, notes, drawn)
+
+
+def clip_bounds(config: RunConfig | ControlConfig, iterations: pd.DataFrame, steps: pd.DataFrame) -> ClipBounds | None:
+    """Return the bounds of the ratio in the last iteration; None for an objective that does not clip the ratio."""
+    ranges = (steps if isinstance(config, ControlConfig) else iterations)["clip_range"]
+    last = float(ranges.iloc[-1])
+    band = (last, last) if isinstance(config, ControlConfig) else clip_band(config.ppo.objective, last)
+    return None if band is None else ClipBounds(1.0 - band[0], 1.0 + band[1], bool(ranges.nunique() > 1))
+
+
+def ratio_figures(ratios: pd.DataFrame, bounds: ClipBounds | None) -> list[Figure]:
+    """Draw the ratios by step of an iteration, and the extreme ratios by iteration, with their bounds.
+
+    `ratios` has columns iteration, epoch, minibatch and the quantiles 0, 0.01, 0.5, 0.99, 1 of each step's ratios.
+    """
+    rules = bounds.rules if bounds else ()
+    include = (bounds.low, bounds.high) if bounds else (1.0,)
+    steps = ratios.drop(columns="iteration").groupby(["epoch", "minibatch"], as_index=False).mean()
+    step = np.arange(len(steps), dtype=np.float64)
+    low, middle, high = (steps[q].to_numpy(np.float64) for q in (0.01, 0.5, 0.99))
+    y = axis_for("ratio", [low, high], include=include)
+    alt = f"In the last step the median ratio is {number(float(middle[-1]))}, 98 % are from {number(float(low[-1]))} "
+    alt += f"to {number(float(high[-1]))}."
+    x = axis_for("optimizer step of an iteration", [step])
+    within = line_chart([Line("median", step, middle, low, high)], x, y, alt, rules)
+    caption = f"Median, and the middle 98 % as band, mean over the iterations. {alt}"
+    by_iteration = ratios.groupby("iteration", as_index=False).agg(smallest=(0.0, "min"), largest=(1.0, "max"))
+    at, smallest, largest = (by_iteration[name].to_numpy(np.float64) for name in by_iteration.columns)
+    lines = [Line("largest", at, largest), Line("smallest", at, smallest, colour=1)]
+    y = axis_for("ratio", [smallest, largest], log=True, include=include)
+    summary = f"Largest ratio of all: {number(float(largest.max()))}."
+    extremes = line_chart(lines, axis_for("iteration", [at]), y, f"Extreme ratios by iteration. {summary}", rules)
+    bounding = "Clipping removes a token's gradient; it does not bound its ratio, which other tokens still move."
+    named = steps.rename(columns={q: f"{100 * q:g} % below" for q in (0.0, 0.01, 0.5, 0.99, 1.0)})
+    return [
+        Figure("Ratios within an iteration", within, caption, named),
+        Figure("Extreme ratios", extremes, f"{summary} {bounding}", by_iteration),
+    ]
+
+
+def flag_figure(flags: pd.DataFrame) -> Figure:
+    """Draw the disjoint clip flags as shares of the token updates of each iteration.
+
+    `flags` has columns iteration, the flags of FLAG_WORDS and token_updates, all counts.
+    """
+    rows = flags[flags["token_updates"] > 0]
+    at, total = (rows[name].to_numpy(np.float64) for name in ("iteration", "token_updates"))
+    lines = [
+        Line(words, at, rows[flag].to_numpy(np.float64) / total, colour=colour)
+        for colour, (flag, words) in enumerate(FLAG_WORDS.items())
+        if rows[flag].any()
+    ]
+    y = axis_for("share of token updates", [line.y for line in lines], include=(0.0,))
+    removed = int(rows[["clip_high", "clip_low", "clip_dual"]].to_numpy().sum())
+    wrong = int(rows[["wrong_high", "wrong_low"]].to_numpy().sum())
+    count = int(total.sum())
+    summary = (
+        f"Of {number(count)} token updates the clip removed the gradient of {share(removed, count)}; "
+        f"{share(wrong, count)} were outside the band and kept it."
+    )
+    chart = line_chart(lines, axis_for("iteration", [at]), y, summary)
+    caption = (
+        f"{summary} Clipped high: advantage above 0 and ratio above the upper bound; clipped low: the mirror image; "
+        "wrong side: outside the band, but the gradient leads back into it and is kept."
+    )
+    return Figure("Clip flags by iteration", chart, caption, flags)

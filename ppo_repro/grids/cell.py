@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -132,6 +132,21 @@ def lost_cell(order: Order, message: str) -> Result:
 def forget_result(order: Order) -> None:
     """Remove the result of the previous attempt."""
     (Path(order.folder) / RESULT).unlink(missing_ok=True)
+
+
+@contextmanager
+def results_forgotten(orders: Sequence[Order]) -> Iterator[None]:
+    """Remove the results of the previous attempts; put them back if the block, which starts new ones, raises."""
+    paths = [Path(order.folder) / RESULT for order in orders]
+    before = {path: path.read_bytes() for path in paths if path.exists()}
+    for path in before:
+        path.unlink()
+    try:
+        yield
+    except BaseException:
+        for path, result in before.items():
+            atomic_write(path, result)
+        raise
 
 
 def record_result(order: Order, exit_code: int, message: str, seconds: float = 0.0) -> Result:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.grids.cell import Order, Result, Results, forget_result, last_result, lost_cell, run_cell, state_of
+from ppo_repro.grids.cell import Order, Result, Results, last_result, lost_cell, results_forgotten, run_cell, state_of
 
 if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission
@@ -51,15 +51,14 @@ class Ray:
     def run(self, orders: Sequence[Order]) -> Results:
         import ray
 
-        for order in orders:
-            forget_result(order)
         pending: dict[ray.ObjectRef[Result], Order] = {}
         most = max(order.cpus for order in orders)
         here: dict[str, Any] = {}
         if self.address == "local":
             here = {"num_cpus": self.workers * most, "include_dashboard": False}
         try:
-            ray.init(self.address, log_to_driver=False, configure_logging=False, **here)
+            with results_forgotten(orders):
+                ray.init(self.address, log_to_driver=False, configure_logging=False, **here)
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"--ray {self.address}: cannot be reached ({reason})") from error
@@ -122,9 +121,8 @@ class Slurm:
         self._submit(())
 
     def run(self, orders: Sequence[Order]) -> Results:
-        for order in orders:
-            forget_result(order)
-        jobs = self._submit(orders)
+        with results_forgotten(orders):
+            jobs = self._submit(orders)
         try:
             yield from _until_ended(jobs, self.log_folder)
         finally:

@@ -1,8 +1,9 @@
 """Divide trained tensors among the ranks of a run: each rank adds up, keeps moments of, and steps on its own shards.
 
-A shard is a run of elements that begins with a stretch of rule 3, so the squares of a stretch are summed by one rank.
-The shards of a tensor lie in the order of the ranks' *positions*. A position is a rank with its bits reversed: ranks
-that rule 2 joins first lie far apart, so that what two ranks exchange is one half of what both hold.
+A shard is a range of elements that begins with a stretch of rule 3, so one rank sums the squares of a stretch. The
+shards of a tensor lie in the order of the ranks' *positions*. A position is the rank with its bits reversed: of 4 ranks
+the shards of 0, 2, 1 and 3 follow one another. Rule 2 joins ranks 0 and 1 first. Each then keeps one half of the
+tensor, and sends the other half as one range.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ppo_repro.ppo import kl
 
 
 class Correction(IntEnum):
-    """The effect of the corrections on a token; if several changed it, the last one."""
+    """How the corrections changed the weight of a token; if several did, what the last one did."""
 
     NONE = 0  # the weight is w, or 1 without importance weights
     TRUNCATED_HIGH = 1  # the weight is the upper bound

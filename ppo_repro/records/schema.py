@@ -38,9 +38,9 @@ class Column:
     nullable: bool = False
     in_fingerprint: bool = True
     level: RecordLevel = "lean"  # the lowest that records it
-    only_with: Feature | None = None  # in the files, and in the fingerprint, of such runs alone; null: of all others
+    only_with: Feature | None = None  # only runs with this feature record the column; None: all runs do
     also_compared: bool = False  # a result though outside the fingerprint: compared where both runs have it
-    stage: Stage | None = None  # of `verify`, in which it is computed again from other columns; None: it is not
+    stage: Stage | None = None  # the stage of `verify` that computes the column again; None: no stage does
 
     @property
     def may_be_missing(self) -> bool:
@@ -128,33 +128,33 @@ TOKENS = Table("tokens", "one row per response token", ("iteration", "sequence",
     Column("prob_sq_sums", "float32", "", "Sum of squared probabilities of the policy."),
     Column("ref_kl", "float32", "nats", "KL(policy || reference) over the whole distribution."),
     Column("values", "float32", "reward", "Value model before the token; null without one.", nullable=True),
-    Column("kl_penalties", "float32", "reward", "kl_coef times the KL estimate, where it is charged; 0 if in no reward.", stage="rewards"),
-    Column("rewards", "float32", "reward", "Input of the advantages: score as placed, minus kl_penalties, whitened if configured.", stage="rewards"),
+    Column("kl_penalties", "float32", "reward", "kl_coef times the KL estimate; 0 where no reward charges it.", stage="rewards"),
+    Column("rewards", "float32", "reward", "placed_scores minus kl_penalties, whitened if configured; the advantages come from it.", stage="rewards"),
     Column("raw_advantages", "float32", "reward", "Generalized advantage estimate, or the group-relative score.", stage="advantages"),
     Column("advantages", "float32", "", "Advantage used in the loss.", stage="advantages"),
     Column("returns", "float32", "reward", "Value target, raw_advantages + values; null without a value model.", nullable=True, stage="advantages"),
     full("kept_tokens", "list<int32>", "token id", "Tokens that top-k/top-p keep, by id, over which every log-prob of this token is normalised; null without them."),
-    full("cumulative_probs", "float32", "", "Probability under the policy of the tokens at least as likely as this token, itself included; equally likely ones by id."),
+    full("cumulative_probs", "float32", "", "Probability under the policy of this token and of all that are more likely; of equally likely tokens the lower ids count as more likely."),
     full("reverse_ref_kl", "float32", "nats", "KL(reference || policy) over the whole distribution; null unless the reward charges it."),
     full("placed_scores", "float64", "reward", "The score where its placement puts it.", stage="rewards"),
     full("raw_rewards", "float32", "reward", "placed_scores minus kl_penalties, before whitening.", stage="rewards"),
-    deep("rollout_routes", "list<int32>", "index", "Experts that computed the sampler's distribution of the token: for each layer with a mixture of experts, in order, the chosen ones by rising index; null for dense models, an SGLang server, and tokens encoded again."),
-    deep("policy_routes", "list<int32>", "index", "The same in the training forward before any update; null for dense models."),
+    deep("rollout_routes", "list<int32>", "index", "Experts that the sampler chose for the token: for each layer with experts, in order, the chosen ones by rising index; null for dense models, an SGLang server, and tokens encoded again."),
+    deep("policy_routes", "list<int32>", "index", "Experts that the training forward before any update chose for the token, as in rollout_routes; null for dense models."),
 ))
 
 UPDATES = Table("updates", "one row per token, epoch and minibatch", ("iteration", "epoch", "minibatch", "sequence", "position"), (
     ITERATION, *_SCHEDULED,
     Column("new_logprobs", "float32", "nats", "Log-prob under the policy before this step; null where it takes none.", nullable=True),
-    Column("ratios", "float32", "", "exp(new_logprobs - anchor), the anchor as configured, with sequence_clip exp of its mean over the response; null where the policy takes no step.", nullable=True, stage="losses"),
+    Column("ratios", "float32", "", "exp(new_logprobs - anchor); ppo.ratio_anchor names the anchor. With sequence_clip exp of the mean difference of the response. Null where the policy takes no step.", nullable=True, stage="losses"),
     Column("clip_flag", "string", "", "none; clip_high, clip_low, clip_dual (gradient zero); wrong_high, wrong_low (outside the band, gradient kept); bound_high, bound_low (CISPO's weight is its bound, gradient kept); unknown (your objective does not say); null where the policy takes no step.", nullable=True, stage="losses"),
     Column("new_values", "float32", "reward", "Value model before this step; null where it takes none.", nullable=True),
     Column("value_clipped", "bool", "", "The clipped branch decided the value loss.", stage="losses"),
     Column("new_entropies", "float32", "nats", "Entropy of the policy before this step; null where it takes none.", nullable=True),
-    full("loss_weights", "float32", "", "Weight of the token's losses in those of the step, by the aggregation; 0 for tokens that rejected_tokens = left_out leaves out.", stage="losses"),
+    full("loss_weights", "float32", "", "Weight of the token in the losses of the step, from ppo.aggregation; 0 for tokens that rejected_tokens = left_out leaves out.", stage="losses"),
     full("importance_weights", "float32", "", "Factor on surrogates and penalty_terms, from old_logprobs - rollout_logprobs, 0 for rejected tokens; null unless configured.", stage="losses"),
     full("correction", "string", "", "What importance weights and rejection did to the token: none; truncated_high, truncated_low (the weight is a bound); masked_high, masked_low, rejected (the weight is 0); null unless configured.", stage="losses"),
     full("policy_losses", "float32", "", "Policy loss of the token, all terms: surrogates plus penalty_terms, times importance_weights, minus entropy_coef times new_entropies, plus kl_terms; null where the policy takes no step.", stage="losses"),
-    full("surrogates", "float32", "", "The objective's term in ratio and advantage; null likewise.", stage="losses"),
+    full("surrogates", "float32", "", "The objective's term in ratio and advantage; null where the policy takes no step.", stage="losses"),
     full("penalty_terms", "float32", "", "penalty_coef times KL(anchor || new), k3; null for other objectives.", stage="losses"),
     full("kl_terms", "float32", "", "kl_coef times the KL estimate to the reference; null unless the loss has it.", stage="losses"),
     full("value_losses", "float32", "", "Value loss of the token, before value_coef; null where the value model takes no step.", stage="losses"),
@@ -164,21 +164,21 @@ STEPS = Table("steps", "one row per optimizer step", ("iteration", "epoch", "min
     ITERATION, EPOCH, MINIBATCH,
     Column("tokens", "int32", "tokens", "Response tokens in the minibatch.", stage="losses"),
     Column("policy_loss", "float64", "", "All terms of the policy's loss, aggregated as configured; null where the policy takes no step.", nullable=True, stage="losses"),
-    Column("value_loss", "float64", "", "Squared error times one half, clipped if configured, aggregated likewise; null without a step.", nullable=True, stage="losses"),
+    Column("value_loss", "float64", "", "Half the squared error, clipped if configured, aggregated as configured; null where the value model takes no step.", nullable=True, stage="losses"),
     Column("entropy", "float64", "nats", "Entropy before the step, token mean; null without a step.", nullable=True, stage="losses"),
     Column("approx_kl", "float64", "nats", "KL(anchor || new) by k3, token mean; null without a step.", nullable=True, stage="losses"),
     Column("clip_fraction", "float64", "", "Share of tokens whose policy gradient the clip removed; null without a step, and where that is unknown.", nullable=True, stage="losses"),
     Column("value_clip_fraction", "float64", "", "Share of tokens whose value loss the clip decided; null without a step.", nullable=True, stage="losses"),
     Column("grad_norm", "float64", "", "Global gradient norm of the policy (and of a value head on its trunk) before clipping; null without a step.", nullable=True),
-    Column("value_grad_norm", "float64", "", "The same of a value model of its own; null without a step.", nullable=True),
+    Column("value_grad_norm", "float64", "", "Global gradient norm of a separate value model before clipping; null without a step.", nullable=True),
     Column("learning_rate", "float64", "", "Policy learning rate of this iteration.", stage="coefficients"),
-    Column("value_learning_rate", "float64", "", "Value learning rate of this iteration; null without a value model of its own.", nullable=True, stage="coefficients"),
+    Column("value_learning_rate", "float64", "", "Value learning rate of this iteration; null without a separate value model.", nullable=True, stage="coefficients"),
     Column("policy_digest", "string", "", "Digest of the policy weights after the step."),
-    Column("value_digest", "string", "", "Digest of the value weights, or of the value head, after the step; null without one.", nullable=True),
-    full("surrogate_loss", "float64", "", "Sum of surrogates, times importance_weights, with their loss_weights; null without a step.", stage="losses"),
-    full("penalty_loss", "float64", "", "The same of penalty_terms; null for other objectives than PPO-Penalty.", stage="losses"),
-    full("entropy_loss", "float64", "", "Minus entropy_coef times new_entropies, aggregated likewise; null without a step.", stage="losses"),
-    full("kl_loss", "float64", "", "The same of kl_terms; null unless the loss has them.", stage="losses"),
+    Column("value_digest", "string", "", "Digest of the weights of value model or value head after the step; null without a value model.", nullable=True),
+    full("surrogate_loss", "float64", "", "Sum of surrogates times importance_weights times loss_weights; null without a step.", stage="losses"),
+    full("penalty_loss", "float64", "", "Sum of penalty_terms times importance_weights times loss_weights; null for other objectives than PPO-Penalty.", stage="losses"),
+    full("entropy_loss", "float64", "", "Minus entropy_coef times new_entropies, aggregated as configured; null without a step.", stage="losses"),
+    full("kl_loss", "float64", "", "kl_terms, aggregated as configured; null unless the loss has them.", stage="losses"),
 ))
 
 ITERATIONS = Table("iterations", "one row per iteration", ("iteration",), (
@@ -194,11 +194,11 @@ ITERATIONS = Table("iterations", "one row per iteration", ("iteration",), (
     Column("kl_coef", "float64", "", "Weight of the KL penalty or term; 0 without one.", stage="coefficients"),
     Column("clip_range", "float64", "", "Adaptive clip range in force; null where it is fixed or there is none.", nullable=True, stage="coefficients"),
     Column("penalty_coef", "float64", "", "Weight of KL(anchor || new) in PPO-Penalty; null for other objectives.", nullable=True, stage="coefficients"),
-    Column("return_mean", "float64", "reward", "What predicted values are shifted by; null unless returns are normalised.", nullable=True, stage="coefficients"),
-    Column("return_scale", "float64", "reward", "What predicted values are scaled by; null unless returns are normalised.", nullable=True, stage="coefficients"),
+    Column("return_mean", "float64", "reward", "Number added to predicted values; null unless returns are normalised.", nullable=True, stage="coefficients"),
+    Column("return_scale", "float64", "reward", "Factor of predicted values; null unless returns are normalised.", nullable=True, stage="coefficients"),
     Column("policy_steps", "int32", "count", "Optimizer steps the policy took; fewer than planned after an early stop.", stage="coefficients"),
     Column("ref_kl_per_token", "float64", "nats", "KL(policy || reference), exact, token mean.", stage="summary"),
-    Column("ref_kl_per_sequence", "float64", "nats", "The same summed over each response, mean over responses.", stage="summary"),
+    Column("ref_kl_per_sequence", "float64", "nats", "KL(policy || reference), exact, summed over each response, mean over responses.", stage="summary"),
     Column("explained_variance", "float64", "", "1 - Var(returns - values) / Var(returns); null where the returns do not vary.", nullable=True, stage="summary"),
     Column("unequal_old_rollout_logprobs", "int64", "tokens", "Tokens whose old and rollout log-prob differ in any bit.", stage="summary"),
     Column("max_abs_old_rollout", "float64", "nats", "Largest |old - rollout| log-prob difference.", stage="summary"),
@@ -206,7 +206,7 @@ ITERATIONS = Table("iterations", "one row per iteration", ("iteration",), (
     Column("unequal_first_ratios", "int64", "tokens", "Tokens of the first minibatch whose ratio is not exactly 1.", stage="summary"),
     Column("unequal_values", "int64", "tokens", "Tokens of the first minibatch whose recomputed value differs in any bit; 0 without a value model.", stage="summary"),
     Column("eval_accuracy", "float64", "", "Greedy accuracy on held-out prompts before this update; null where not evaluated.", nullable=True, stage="summary"),
-    Column("eval_score", "float64", "", "Mean score of the same responses.", nullable=True, stage="summary"),
+    Column("eval_score", "float64", "", "Mean score of the greedy responses to held-out prompts; null where not evaluated.", nullable=True, stage="summary"),
     Column("seconds_rollout", "float64", "s", "Wall time of sampling.", in_fingerprint=False),
     Column("seconds_forward", "float64", "s", "Wall time of the scoring forwards.", in_fingerprint=False),
     Column("seconds_update", "float64", "s", "Wall time of the optimizer steps.", in_fingerprint=False),
@@ -225,7 +225,7 @@ _PAIR_EPOCH = Column("epoch", "int32", "index", "Pass over the pairs, from 0.")
 _PAIR = Column("pair", "int32", "index", "Row of the table `pairs`.")
 
 EVALUATIONS = Table("evaluations", "one row per held-out prompt and evaluation", ("iteration", "sequence"), (
-    Column("iteration", "int32", "count", "Before the update of this iteration; of the last one, the number of iterations."),
+    Column("iteration", "int32", "count", "Iterations before the evaluation; the last evaluation has the number of all iterations."),
     Column("sequence", "int32", "index", "Held-out prompt, from 0, in the order of the task."),
     *SEQUENCES.named("prompt_key", "prompt", "response", "answer", "prompt_ids", "response_ids", "response_length"),
     *SEQUENCES.named("finish_reason", "scores", "score_parts", "is_correct", "episode_ids", "is_forced"),
@@ -252,7 +252,7 @@ PAIRS = Table("pairs", "one row per preference pair of the reward model's traini
     Column("chosen_ids", "list<int32>", "token id", "Preferred response, end token included."),
     Column("rejected_ids", "list<int32>", "token id", "The other response."),
     Column("margin_before", "float32", "reward", "Score of the preferred response minus that of the other, before training; null for training pairs.", nullable=True),
-    Column("margin_after", "float32", "reward", "The same after training.", nullable=True),
+    Column("margin_after", "float32", "reward", "Score of the preferred response minus that of the other, after training; null for training pairs.", nullable=True),
 ), level="full")
 
 PAIR_UPDATES = Table("pair_updates", "one row per training pair and epoch", ("epoch", "minibatch", "pair"), (
@@ -265,7 +265,7 @@ PAIR_STEPS = Table("pair_steps", "one row per optimizer step of the reward model
     _PAIR_EPOCH, MINIBATCH,
     Column("pairs", "int32", "count", "Pairs in the minibatch."),
     Column("loss", "float64", "nats", "Loss before the step, Bradley-Terry or DPO, mean over pairs."),
-    Column("margin", "float64", "reward", "Difference of the two scores, or implicit rewards, before the step, mean over pairs."),
+    Column("margin", "float64", "reward", "Score or implicit reward of the preferred response minus that of the other, before the step, mean over pairs."),
     Column("accuracy", "float64", "", "Share of pairs with a positive margin; one half for a margin of 0."),
     Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
     Column("reward_digest", "string", "", "Digest of the reward model's weights after the step."),
@@ -282,26 +282,26 @@ _STEP_OF_FRAGMENT = Column("position", "int32", "index", "Step within the fragme
 
 CONTROL_SEQUENCES = replace(SEQUENCES, grain="one row per fragment of an episode", columns=(
     ITERATION, _FRAGMENT,
-    Column("environment", "int32", "index", "Which copy of the environment."),
-    Column("episode", "int32", "index", "Which episode of that copy, from 0."),
-    Column("seed", "int64", "", "What that episode was reset with."),
+    Column("environment", "int32", "index", "Copy of the environment, from 0."),
+    Column("episode", "int32", "index", "Episode of the copy, from 0."),
+    Column("seed", "int64", "", "Seed with which the episode was reset."),
     Column("first_step", "int32", "steps", "Step of the episode at which the fragment begins."),
     Column("last_step", "int32", "steps", "Step of the iteration with which it ends."),
     Column("fragment_length", "int32", "steps", "Steps of the fragment."),
     Column("end_reason", "string", "", "`terminated` by the environment, `truncated` by its time limit, `cut` by the end of the iteration."),
     Column("final_observations", "list<float32>", "", "Observation after the last action."),
-    Column("final_values", "float32", "reward", "What the return goes on with after the fragment; 0 where nothing follows."),
+    Column("final_values", "float32", "reward", "Value with which the return goes on after the fragment; 0 where nothing follows."),
     Column("reward_sum", "float64", "reward", "Sum of rewards over the fragment."),
     Column("episode_return", "float64", "reward", "Sum of rewards over the episode; null where it has not ended.", nullable=True),
 ))
 
 CONTROL_TOKENS = replace(TOKENS, grain="one row per environment step", columns=(
     ITERATION, _FRAGMENT, _STEP_OF_FRAGMENT,
-    Column("observations", "list<float32>", "", "What the policy saw."),
-    Column("actions", "list<float32>", "", "What it drew: the index of a discrete action, or a real one before it is clipped to its space."),
+    Column("observations", "list<float32>", "", "Observation that the policy saw."),
+    Column("actions", "list<float32>", "", "Action that the policy drew: the index of a discrete action, or a real action before it is clipped to its space."),
     *TOKENS.named("rollout_logprobs", "old_logprobs", "entropies"),
     *TOKENS.always("values"),
-    Column("rewards", "float32", "reward", "What the environment returned."),
+    Column("rewards", "float32", "reward", "Reward that the environment returned."),
     *TOKENS.named("raw_advantages"),
     *TOKENS.always("returns"),
 ))
@@ -340,15 +340,15 @@ CONTROL_TABLES = (CONTROL_SEQUENCES, CONTROL_TOKENS, CONTROL_UPDATES, CONTROL_ST
 DPO_PAIRS = Table("pairs", "one row per preference pair", ("pair",), (
     *PAIRS.named("pair", "held_out", "prompt_key", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"),
     Column("ref_chosen_logprobs", "float64", "nats", "Log-prob of the preferred response under the reference."),
-    Column("ref_rejected_logprobs", "float64", "nats", "The same of the other response."),
+    Column("ref_rejected_logprobs", "float64", "nats", "Log-prob of the other response under the reference."),
 ))
 
 DPO_MARGINS = Table("margins", "one row per pair and epoch", ("iteration", "pair"), (
     ITERATION,
     *PAIRS.named("pair", "held_out"),
     Column("chosen_logprobs", "float64", "nats", "Log-prob of the preferred response after the epoch."),
-    Column("rejected_logprobs", "float64", "nats", "The same of the other response."),
-    Column("margins", "float64", "reward", "Difference of the implicit rewards after the epoch."),
+    Column("rejected_logprobs", "float64", "nats", "Log-prob of the other response after the epoch."),
+    Column("margins", "float64", "reward", "Implicit reward of the preferred response minus that of the other, after the epoch."),
 ))
 
 DPO_STEPS = Table("steps", "one row per optimizer step", ("iteration", "minibatch"), (

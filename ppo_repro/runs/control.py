@@ -36,7 +36,7 @@ from ppo_repro.records.columns import (
     tables_at,
 )
 from ppo_repro.runs.kind import Execution, Final, RunKind, Tables
-from ppo_repro.runs.start import Start
+from ppo_repro.runs.starting_point import Start
 
 LAST = 100  # training episodes in the mean that CleanRL reports
 

@@ -38,10 +38,10 @@ from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.columns import Columns, pair_columns, rows_of, tables_at
 from ppo_repro.records.folder import CONFIG_NAME, FINAL, REFERENCE
 from ppo_repro.records.located import located_tree
-from ppo_repro.runs.checkpoints import listed, parameter_bytes
+from ppo_repro.runs.kept_checkpoints import listed, parameter_bytes
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare, usable_device
-from ppo_repro.runs.start import Start
+from ppo_repro.runs.starting_point import Start
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rewards import evaluate
 from ppo_repro.stages.rollout import roll_out

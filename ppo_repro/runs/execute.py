@@ -20,7 +20,7 @@ from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.folder import TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.checkpoints import require_room
+from ppo_repro.runs.kept_checkpoints import require_room
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind, Tables
 from ppo_repro.stages.agreement import UnequalBits
 

@@ -21,7 +21,7 @@ from ppo_repro.runs.language import PROMPTS, LanguageKind
 from ppo_repro.runs.machine_memory import require_memory
 from ppo_repro.runs.machines import files_of, on_every_machine
 from ppo_repro.runs.run import NO_TRACKING, Inherited, compute_new, writing
-from ppo_repro.runs.start import Start, load_start, start_files
+from ppo_repro.runs.starting_point import Start, load_start, start_files
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.coefficients import first_coefficients
 

@@ -18,8 +18,8 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import Kind
 from ppo_repro.config.run import RunConfig
-from ppo_repro.runs.checkpoints import Checkpoints
-from ppo_repro.runs.start import Start
+from ppo_repro.runs.kept_checkpoints import Checkpoints
+from ppo_repro.runs.starting_point import Start
 
 Config = TypeVar("Config", RunConfig, ControlConfig, DPOConfig)
 Final = dict[str, float | int | str]
@@ -101,7 +101,7 @@ class RunKind(ABC, Generic[Config, Item]):
     changeable: ClassVar[Sequence[str]]  # groups of fields that a rerun or a resumed run may change
 
     def over(self, run_dir: Path, iterations: int) -> Self:
-        """Return a copy of this kind that reuses the `iterations` recorded in `run_dir`."""
+        """Return a copy of this kind that takes the first `iterations` from the records in `run_dir`."""
         return self
 
     @abstractmethod

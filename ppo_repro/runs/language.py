@@ -30,11 +30,11 @@ from ppo_repro.records.folder import ACCURACY_NAME, CARD_NAME, FINAL, VALUE_MODE
 from ppo_repro.records.notes import Accuracy, OnCard
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.accuracy import policy_accuracy
-from ppo_repro.runs.checkpoints import Checkpoints, listed, parameter_bytes
+from ppo_repro.runs.kept_checkpoints import Checkpoints, listed, parameter_bytes
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.notices import with_notices
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.start import Start
+from ppo_repro.runs.starting_point import Start
 from ppo_repro.sampling.faults.sampler import with_faults
 from ppo_repro.sampling.faults.trainer import received
 from ppo_repro.sampling.recorded import Recorded

@@ -19,7 +19,7 @@ from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibi
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING
 from ppo_repro.numerics.packed_model import PackedModel
-from ppo_repro.runs.checkpoints import FLOAT
+from ppo_repro.runs.kept_checkpoints import FLOAT
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.shards import MESSAGE
-from ppo_repro.runs.checkpoints import FLOAT, MOMENTS
+from ppo_repro.runs.kept_checkpoints import FLOAT, MOMENTS
 from ppo_repro.runs.model_sizes import Model, Shape, Shapes, shapes_of
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 

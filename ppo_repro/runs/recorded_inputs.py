@@ -14,7 +14,7 @@ from ppo_repro.records.located import located_tree
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.machines import files_of
-from ppo_repro.runs.start import start_files
+from ppo_repro.runs.starting_point import start_files
 
 
 def inputs_of(

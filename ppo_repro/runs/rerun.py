@@ -17,7 +17,7 @@ from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.runs.machines import on_every_machine
 from ppo_repro.runs.recorded_inputs import inputs_of
-from ppo_repro.runs.start import load_start
+from ppo_repro.runs.starting_point import load_start
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.machines import on_every_machine
 from ppo_repro.runs.recorded_inputs import inputs_of
 from ppo_repro.runs.run import NO_TRACKING, mark_ended, raise_with_repair, writing
-from ppo_repro.runs.start import load_newest
+from ppo_repro.runs.starting_point import load_newest
 from ppo_repro.runs.verify import Verified, verify
 
 

@@ -27,7 +27,7 @@ from ppo_repro.runs.summary import not_promised
 
 # what a process writes before the manifest lists it; a file with another name belongs to the user
 _UNFINISHED = re.compile(
-    r"(manifest\.json|iterations\.jsonl|label\.json|report\.html)\.tmp"
+    r"(manifest\.json|iterations\.jsonl)\.tmp"
     rf"|({'|'.join(map(re.escape, (ACCURACY_NAME, CARD_NAME, TIMES_NAME)))}|resumed-\d{{3,}}\.json)(\.tmp)?"
     r"|records/\w+/(preparation|iteration=\d{6,})\.parquet(\.tmp)?"
     r"|checkpoints/(iteration-\d{6,}|final_state)\.safetensors(\.tmp)?"
@@ -86,8 +86,8 @@ def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
         name = path.relative_to(run_dir).as_posix()
         if path.is_dir() or name in listed:
             continue
-        if name.split("/")[0] in (ENGINE_NAME, LABEL_NAME, REPORT_NAME, SERVERS_NAME):
-            uncovered.append(name)
+        if name.split("/")[0].removesuffix(".tmp") in (ENGINE_NAME, LABEL_NAME, REPORT_NAME, SERVERS_NAME):
+            uncovered.append(name)  # written beside a run, also one that is complete
         elif recorded.status != "complete" and _UNFINISHED.fullmatch(name):
             unfinished.append(name)
         else:

@@ -90,7 +90,8 @@ def follow(folder: Path, is_over: IsOver, begin: Callable[[Path, dict[str, Any]]
 def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield each run of a grid that has begun, with its row of the table of cells; or the one run, with no row."""
     if not (folder / CELLS).exists():
-        yield folder, {}
+        if folder.is_dir():  # a run that fails before its first iteration removes its folder
+            yield folder, {}
         return
     for row in pd.read_parquet(folder / CELLS).to_dict("records"):
         run_dir = run_of(folder / "cells" / str(row["cell"]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.grids import clusters
 from ppo_repro.grids.cell import LOST, Order, Processes, last_result, record_result, state_of
 from ppo_repro.grids.clusters import Slurm
@@ -107,6 +108,14 @@ def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
     path = grid_file(tmp_path, {}, [1])
     assert said in cli.refusal("grid", path, "--out", tmp_path / "out", *option.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_cell_keeps_its_result_if_no_job_can_be_submitted(commands: Path, tmp_path: Path) -> None:
+    order = Order("seed=1", str(tmp_path), 1)
+    before = record_result(order, LOST, "its machine is gone")
+    with pytest.raises(UserError, match="jobs cannot be submitted"):
+        next(Slurm(tmp_path / "jobs", 1).run([order]))
+    assert last_result(tmp_path) == before
 
 
 def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(

@@ -27,7 +27,7 @@ from ppo_repro.config.inputs import run_folder
 from ppo_repro.numerics.adamw import OptimizerState
 from ppo_repro.records import manifest
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs import checkpoint, checkpoints
+from ppo_repro.runs import checkpoint, kept_checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
@@ -210,8 +210,8 @@ def test_a_run_of_adapters_keeps_small_checkpoints_by_itself_and_goes_on_from_th
     deterministic_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is trained is counted; the control trains all weights of the same model, and keeps none."""
-    monkeypatch.setattr(checkpoints, "AUTO", 2)
-    monkeypatch.setattr(checkpoints, "SMALL", 1100)
+    monkeypatch.setattr(kept_checkpoints, "AUTO", 2)
+    monkeypatch.setattr(kept_checkpoints, "SMALL", 1100)
     model = f"model={{kind: folder, path: '{deterministic_run}/checkpoints/final'}}"
     config = load_config(TINY, [model, "ppo.iterations=3", *ADAPTERS])
     adapted = record(config, tmp_path / "adapted")

@@ -11,7 +11,7 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.runs import execute
-from ppo_repro.runs.checkpoints import require_room
+from ppo_repro.runs.kept_checkpoints import require_room
 from tests.support.cli import one_line, sets
 from tests.support.language import tiny_run
 from tests.support.paths import ROOT, TINY

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from ppo_repro.records import manifest, reader
+from ppo_repro.tracking import following
 from ppo_repro.tracking.follower import FUNCTION, Copies, Target, copy, followed
 from tests.grids.small_grids import written_grid
 from tests.support.cli import Cli
@@ -49,6 +51,17 @@ def test_a_function_gets_every_iteration_of_a_recorded_run(
     assert {row["run"] for row in got} == {str(deterministic_run)}
     assert [row["score_mean"] for row in got] == rows["score_mean"].tolist()
     assert ["eval_accuracy" in row for row in got] == rows["eval_accuracy"].notna().tolist()
+
+
+def test_a_run_that_removes_its_folder_has_no_copy(native_run: Path, tmp_path: Path) -> None:
+    """A run does so if it fails before its first iteration."""
+    run_dir = shutil.copytree(native_run, tmp_path / "run")
+
+    def is_over(seconds: float) -> bool:
+        shutil.rmtree(run_dir)
+        return True
+
+    assert following.follow(run_dir, is_over, lambda *_: pytest.fail("a copy began")) == []
 
 
 def test_a_folder_without_records_has_no_copy(follow: str, tmp_path: Path) -> None:

@@ -86,8 +86,8 @@ static void *work(void *seen) {
 // its part. Does nothing in a call that has failed.
 static void parallel_for(int total, Task task, void *argument) {
   if (failed()) return;
-  // This thread may count once more than there are tasks, a worker twice: a late one takes from this job as
-  // from the one before, then from this one. That must not carry into `total`.
+  // The ticket counts beyond `total`: once for this thread, and twice for a worker that wakes late, which
+  // takes a ticket for the job before and then one for this job. The count must not carry into `total`.
   if (!pool.count || total < 2 || total > (int)TASK_MASK - 2 * MAX_WORKERS - 1) {
     for (int i = 0; i < total; i++) task(argument, i);
     return;

@@ -37,19 +37,20 @@ INLINE void exponentiate_scores(float *s, int begin, int from, int to, int end, 
 
 // -------------------------------------------------------------------------------------------------- decoding
 
-// One query of up to 8 heads that share a key head. Three passes, with a barrier after each:
+// One query of up to `most` heads that share a key head. A smaller `most` leaves registers for more loads at
+// once. Three passes, with a barrier after each:
 //   1 scores   a thread has some keys; a score is a chain over the elements, in blocks of 128
 //   2 rows     16 lanes have a head
 //   3 values   a thread has some elements of the output, each in one block of 128 positions
 // and the blocks are added in order. Shared memory: attend_queries_floats in arguments.h.
-KERNEL(attend_queries, AttendArguments) {
+INLINE void attend_queries(const AttendArguments *a, const int most) {
   const int each = a->heads / a->kv_heads;
-  const int parts = (each + QUERY_HEADS - 1) / QUERY_HEADS;
+  const int parts = (each + most - 1) / most;
   const int part = thread_block_x() % parts;
   const int kv = thread_block_x() / parts % a->kv_heads;
   const int token = thread_block_x() / parts / a->kv_heads;
-  const int heads = least(QUERY_HEADS, each - part * QUERY_HEADS);
-  const long first_head = (long)token * a->heads + kv * each + part * QUERY_HEADS;  // in [tokens][heads]
+  const int heads = least(most, each - part * most);
+  const long first_head = (long)token * a->heads + kv * each + part * most;  // in [tokens][heads]
   const int head_dim = a->head_dim;
 
   const int position = a->position[token];
@@ -74,22 +75,22 @@ KERNEL(attend_queries, AttendArguments) {
     float sum[QUERY_HEADS];
     float acc[QUERY_HEADS];
     UNROLL
-    for (int h = 0; h < QUERY_HEADS; h++) sum[h] = 0.0f;
+    for (int h = 0; h < most; h++) sum[h] = 0.0f;
     for (int d0 = 0; d0 < head_dim; d0 += BLOCK) {
       UNROLL
-      for (int h = 0; h < QUERY_HEADS; h++) acc[h] = 0.0f;
-      UNROLL_8
+      for (int h = 0; h < most; h++) acc[h] = 0.0f;
+      UNROLL_16
       for (int d = d0; d < least(head_dim, d0 + BLOCK); d++) {
         const float x = key[d * COLS];
         UNROLL
-        for (int h = 0; h < QUERY_HEADS; h++)
+        for (int h = 0; h < most; h++)
           if (h < heads) acc[h] = fma32(q[h * head_dim + d], x, acc[h]);
       }
       UNROLL
-      for (int h = 0; h < QUERY_HEADS; h++) sum[h] = sum[h] + acc[h];
+      for (int h = 0; h < most; h++) sum[h] = sum[h] + acc[h];
     }
     UNROLL
-    for (int h = 0; h < QUERY_HEADS; h++)
+    for (int h = 0; h < most; h++)
       if (h < heads) p[h * span + j] = sum[h] * a->scale;
   }
   barrier();
@@ -113,16 +114,16 @@ KERNEL(attend_queries, AttendArguments) {
     const int d = i % head_dim;
     float acc[QUERY_HEADS];
     UNROLL
-    for (int h = 0; h < QUERY_HEADS; h++) acc[h] = 0.0f;
-    UNROLL_8
+    for (int h = 0; h < most; h++) acc[h] = 0.0f;
+    UNROLL_16
     for (int j = block * BLOCK; j < least(seen, (block + 1) * BLOCK); j++) {
       const float x = values[(long)j * head_dim + d];
       UNROLL
-      for (int h = 0; h < QUERY_HEADS; h++)
+      for (int h = 0; h < most; h++)
         if (h < heads) acc[h] = fma32(p[h * span + j], x, acc[h]);
     }
     UNROLL
-    for (int h = 0; h < QUERY_HEADS; h++)
+    for (int h = 0; h < most; h++)
       if (h < heads) mixed[(block * heads + h) * head_dim + d] = acc[h];
   }
   barrier();
@@ -133,6 +134,9 @@ KERNEL(attend_queries, AttendArguments) {
     a->mixed[first_head * head_dim + i] = y / totals[i / head_dim];
   }
 }
+
+KERNEL(attend_queries_2, AttendArguments) { attend_queries(a, 2); }
+KERNEL(attend_queries_8, AttendArguments) { attend_queries(a, QUERY_HEADS); }
 
 // ------------------------------------------------------------------------------------------- whole sequences
 

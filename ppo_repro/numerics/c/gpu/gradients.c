@@ -13,9 +13,8 @@ INLINE int fours_of(const int is_high) { return is_high ? 8 : 16; }
 
 INLINE long part_floats(const int is_high) { return 4L * GPU_THREADS * fours_of(is_high); }
 
-INLINE float *parts_of_thread(const GradientArguments *a, const int is_high) {
-  const long before = (long)thread_block_x() * (a->sums.levels + 1) * part_floats(is_high);
-  return a->parts + before + 4 * not_ahead(thread_index());
+INLINE float *parts_of_thread(const GradientArguments *a, const int is_high, int thread) {
+  return a->parts + (long)thread_block_x() * (a->sums.levels + 1) * part_floats(is_high) + 4 * thread;
 }
 
 INLINE float *four_at(float *parts, const int is_high, int part, int q) {
@@ -92,7 +91,7 @@ KERNEL(weight_gradient_tiles, GradientArguments) {
   const TileForm f = {.high = 8};
   const int tiles_down = tiles_of(a->n, TILE);
   const int tiles = tiles_down * tiles_of(a->k, TILE);
-  float *parts = parts_of_thread(a, 0);
+  float *parts = parts_of_thread(a, 0, thread_index());
   for (int index = thread_block_x(); index < tiles; index += thread_blocks_x()) {
     Operand dy = matrix_by_rows(a->dy, a->ldd, a->n);
     Operand x = matrix_by_rows(a->x, a->ldx, a->k);

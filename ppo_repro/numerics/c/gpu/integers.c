@@ -31,7 +31,7 @@ enum {
 
 // ---------------------------------------------------------------------------------- from numbers to integers
 
-// WHOLE + X. Its lowest byte is the one of X.
+// WHOLE + X
 INLINE float integer_of(float x) {
   const int most = (int)as_bits(WHOLE + 4095.0f);
   const int lowest = (int)as_bits(WHOLE - 4095.0f);
@@ -45,7 +45,8 @@ INLINE int sum_of_lanes(int x) {
   return x;
 }
 
-// The bytes H and L of 4 integers WHOLE + X, to the place of a thread's terms in a line
+// The bytes H and L of 4 integers, from WHOLE + X, to the place of a thread's terms in a line. The lowest
+// byte of WHOLE + H is H.
 INLINE void put_bytes(const float whole[4], uint32_t *line) {
   uint32_t high[4];
   uint32_t low[4];
@@ -443,7 +444,7 @@ KERNEL(integer_gradient_tiles, IntegerGradient) {
     const int n0 = index / tiles_down * form_columns(TALL);
     if (n0 >= g->k) break;
     const IntegerTile t = {&a->dy, &a->x, m0, n0};
-    float *parts = parts_of_thread(g, 1);
+    float *parts = parts_of_thread(g, 1, not_ahead(thread_index()));
     float y[MOST_FOURS][4];
     open_sums(g, integer_corner(&t, TALL), 1, parts, y);
     Halves h = begin_integer_tile(&t, 0, g->blocks, TALL);

@@ -29,7 +29,7 @@ typedef void (*RowFunction)(const void *argument, int row, float *memory);  // o
 
 #define SHARE(i, n) for (int i = lane_index(); i < (n); i += LANES)
 #define EACH(i, n) SHARE(i, n)
-#define EACH_OF_MANY(i, n) _Pragma("unroll 4") SHARE(i, n)
+#define EACH_OF_MANY(i, n) _Pragma("unroll 16") SHARE(i, n)
 
 #define ONE_LANE if (lane_index() == 0)
 #define MEET_LANES meet_lanes()

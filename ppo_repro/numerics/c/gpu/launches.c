@@ -230,7 +230,8 @@ static void sum_table_rows(const TableGradient *of) {
 
 // ------------------------------------------------------------------------------------------------- attention
 
-LAUNCHES(attend_queries);
+LAUNCHES(attend_queries_2);
+LAUNCHES(attend_queries_8);
 LAUNCHES(attend_scores);
 LAUNCHES(attend_rows);
 LAUNCHES(attend_values);
@@ -280,7 +281,7 @@ static void attend_single_queries(const Heads *h, int heads, long shared) {
       .score_cap = h->score_cap,
   };
   const long of_token = m->kv_heads * divided_up(m->heads / m->kv_heads, heads);
-  launch(attend_queries, (Grid){.x = b->tokens * of_token}, shared, &a);
+  launch(heads <= 2 ? attend_queries_2 : attend_queries_8, (Grid){.x = b->tokens * of_token}, shared, &a);
 }
 
 // One launch: so many heads and sequences from those on that the arguments name

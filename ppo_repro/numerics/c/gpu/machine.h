@@ -40,7 +40,7 @@ typedef float Float4 __attribute__((ext_vector_type(4)));
 
 #define SHARED __attribute__((address_space(3)))
 #define UNROLL _Pragma("unroll")
-#define UNROLL_8 _Pragma("unroll 8")
+#define UNROLL_16 _Pragma("unroll 16")
 
 #define KERNEL(name, Struct)                                      \
   INLINE void name##_thread(const Struct *a);                     \
@@ -122,7 +122,7 @@ INLINE void put_shared4(SHARED float *p, Float4 x) { *(SHARED Float4 *)p = x; }
 
 #define SHARED
 #define UNROLL
-#define UNROLL_8
+#define UNROLL_16
 
 #define KERNEL(name, Struct)                                      \
   __attribute__((visibility("default"))) void name(const Struct *a); \

@@ -5,7 +5,7 @@ ratio = exp(new_logprobs - anchor) from the recorded columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,28 +21,13 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.run import RunConfig
 
 
-@dataclass(frozen=True)
-class ClipBounds:
-    """Bounds of the ratio in the last iteration; `adaptive` if other iterations had other bounds."""
-
-    low: float
-    high: float
-    adaptive: bool = False
-
-    @property
-    def rules(self) -> tuple[Rule, Rule]:
-        """Return both bounds as dotted lines."""
-        when = " (last iteration)" if self.adaptive else ""
-        return Rule(self.low, f"bounds {self.low:g} and {self.high:g}{when}"), Rule(self.high)
-
-
 def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:
     """Return the section about ratios and clipping; if no step had ratios, a sentence replaces the figures."""
     title = "Ratios and clipping"
     if not len(scan.ratios):
         return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
-    bounds = clip_bounds(facts.ppo, iterations, steps)
-    drawn = ratio_figures(scan.ratios, bounds)
+    rules = clip_rules(facts.ppo, iterations, steps)
+    drawn = ratio_figures(scan.ratios, rules)
     if scan.flags[list(FLAG_WORDS)].to_numpy().any():
         drawn.append(flag_figure(scan.flags))
     notes: tuple[str, ...] = ()
@@ -50,26 +35,28 @@ def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame
         name = Path(facts.config.ppo.objective.path).name
         says = "says" if steps["clip_fraction"].notna().any() else "does not say"
         notes = (f"{name}, the objective of this run, {says} which tokens it cut.",)
-    elif isinstance(facts.config, RunConfig) and bounds is None:
+    elif isinstance(facts.config, RunConfig) and not rules:
         notes = (f"The objective {facts.config.ppo.objective.kind} does not clip by a token's ratio.",)
     return Section("clipping", title, notes, drawn)
 
 
-def clip_bounds(config: RunConfig | ControlConfig, iterations: pd.DataFrame, steps: pd.DataFrame) -> ClipBounds | None:
-    """Return the bounds of the ratio in the last iteration; None for an objective that does not clip the ratio."""
+def clip_rules(config: RunConfig | ControlConfig, iterations: pd.DataFrame, steps: pd.DataFrame) -> list[Rule]:
+    """Return the bounds of the ratio in the last iteration as lines; [] for an objective that does not clip by it."""
     ranges = (steps if isinstance(config, ControlConfig) else iterations)["clip_range"]
     last = float(ranges.iloc[-1])
     band = (last, last) if isinstance(config, ControlConfig) else clip_band(config.ppo.objective, last)
-    return None if band is None else ClipBounds(1.0 - band[0], 1.0 + band[1], bool(ranges.nunique() > 1))
+    if band is None:
+        return []
+    low, high, when = 1.0 - band[0], 1.0 + band[1], " (last iteration)" if ranges.nunique() > 1 else ""
+    return [Rule(low, f"bounds {low:g} and {high:g}{when}"), Rule(high)]
 
 
-def ratio_figures(ratios: pd.DataFrame, bounds: ClipBounds | None) -> list[Figure]:
-    """Draw the ratios by step of an iteration, and the extreme ratios by iteration, with their bounds.
+def ratio_figures(ratios: pd.DataFrame, rules: Sequence[Rule]) -> list[Figure]:
+    """Draw the ratios by step of an iteration, and the extreme ratios by iteration, with their bounds as `rules`.
 
     `ratios` has columns iteration, epoch, minibatch and the quantiles 0, 0.01, 0.5, 0.99, 1 of each step's ratios.
     """
-    rules = bounds.rules if bounds else ()
-    include = (bounds.low, bounds.high) if bounds else (1.0,)
+    include = [rule.value for rule in rules] or [1.0]
     steps = ratios.drop(columns="iteration").groupby(["epoch", "minibatch"], as_index=False).mean()
     step = np.arange(len(steps), dtype=np.float64)
     low, middle, high = (steps[q].to_numpy(np.float64) for q in (0.01, 0.5, 0.99))

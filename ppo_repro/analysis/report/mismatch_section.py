@@ -59,11 +59,9 @@ def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     cause = diagnose_sums(sums)
     untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""
     text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
-    text = f"{text} {cause.advice}"
-    kinds = [kind for kind in BUCKETS if (buckets["kind"] == kind).any()]
-    drawn = [bucket_figure(buckets, kind) for kind in kinds]
+    drawn = [bucket_figure(buckets, kind) for kind in BUCKETS if (buckets["kind"] == kind).any()]
     divergence = divergence_figure(divergences[["iteration", "metric", "value", "se"]])
-    return [Verdict("fact", text)], [*drawn, divergence]
+    return [Verdict("fact", f"{text} {cause.advice}")], [*drawn, divergence]
 
 
 def mismatch_section(counts: Counts, by_bucket: list[Figure], draws: list[Figure]) -> Section:

@@ -15,7 +15,7 @@ from ppo_repro.analysis.html.page import Figure, figure_html
 from ppo_repro.analysis.html.token_data import token_data
 from ppo_repro.analysis.html.token_section import select
 from ppo_repro.analysis.report import curves, run_kinds
-from ppo_repro.analysis.report.clipping_section import ClipBounds, flag_figure, ratio_figures
+from ppo_repro.analysis.report.clipping_section import flag_figure, ratio_figures
 from ppo_repro.analysis.report.mismatch_section import bucket_figure
 from ppo_repro.analysis.report.run_facts import read_facts
 from ppo_repro.analysis.report.run_scan import FLAG_WORDS, delta_counts, ratio_quantiles, scan_run, summary_tables
@@ -23,7 +23,7 @@ from ppo_repro.analysis.report.run_verdicts import on_purpose
 from ppo_repro.records import reader
 from tests.support.runs import small_config
 
-BOUNDS = ClipBounds(0.8, 1.2)
+BOUNDS = [charts.Rule(0.8, "bounds 0.8 and 1.2"), charts.Rule(1.2)]
 
 
 def test_differences_and_ratios_are_counted_by_hand() -> None:

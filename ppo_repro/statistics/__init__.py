@@ -1,1 +1,1 @@
-"""Statistics of log-probs in NumPy: estimators of KL, judgement of draws, bits. Nothing here imports torch."""
+"""Compute statistics of log-probs that runs, checks and analyses share: KL, draws, bits. Nothing here imports torch."""

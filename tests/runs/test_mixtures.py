@@ -13,7 +13,7 @@ from ppo_repro.analysis.mismatch.mismatch_tables import measure
 from ppo_repro.analysis.mismatch.parity import parity
 from ppo_repro.analysis.pairs.lag_turn_route import ROUTE, ROUTES
 from ppo_repro.analysis.pairs.run_pairs import run_pairs
-from ppo_repro.analysis.report.run_figures import bucket_figure
+from ppo_repro.analysis.report.mismatch_section import bucket_figure
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig

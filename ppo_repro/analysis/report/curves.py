@@ -12,9 +12,8 @@ import pandas as pd
 from ppo_repro.analysis.html.charts import Line, Rule, axis_for, legend, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
-from ppo_repro.analysis.report.curve_metrics import Metric, Range
 from ppo_repro.analysis.report.run_facts import Facts
-from ppo_repro.analysis.report.run_kinds import KINDS
+from ppo_repro.analysis.report.run_kinds import Metric, Range
 from ppo_repro.analysis.stats import clusters
 from ppo_repro.analysis.stats.clusters import Floats
 from ppo_repro.analysis.stats.significance import one_sample, t_interval
@@ -35,12 +34,11 @@ class Curve:
     tooltip: str = ""
 
 
+Rows = list[dict[str, float | str]]  # iteration, metric, value, low, high
 MANY_SEEDS = 5  # charts show fewer seeds one by one
 
 
-def sampled_rows(
-    iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws
-) -> list[dict[str, float | str]]:
+def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws) -> Rows:
     """Return the metrics of the sampled responses of one iteration, as rows iteration, metric, value, low, high.
 
     `drawn` has the draws of its tokens.
@@ -90,9 +88,9 @@ def recorded_rows(
     return pd.concat(filled, ignore_index=True)[columns] if filled else pd.DataFrame(columns=columns)
 
 
-def return_rows(returns: Mapping[int, Floats]) -> list[dict[str, float | str]]:
-    """Return the mean return of the episodes that ended, by iteration, as rows of `sampled_rows`."""
-    return [_row(iteration, "episode_return", clusters.mean(values)) for iteration, values in returns.items()]
+def return_rows(iteration: int, returns: Floats) -> Rows:
+    """Return the mean return of the episodes that ended in an iteration, if any, as rows of `sampled_rows`."""
+    return [_row(iteration, "episode_return", clusters.mean(returns))] if len(returns) else []
 
 
 def _row(iteration: int, metric: str, estimate: tuple[float, float]) -> dict[str, float | str]:
@@ -213,14 +211,14 @@ def curve_chart(
 
 def run_chart(facts: Facts, metrics: pd.DataFrame) -> str:
     """Return the chart of the first screen from the curves of a run."""
-    main = KINDS[facts.manifest.kind].main
+    main = facts.kind.main
     drawn, unit = [(Curve(line.name, metrics), line.metric) for line in main], main[-1].unit
     return curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
 
 
 def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:
     """Return a chart with the evaluated curve of each run, or with the sampled curve if nothing was evaluated."""
-    for main in KINDS[facts.manifest.kind].main:
+    for main in facts.kind.main:
         if any((line.frame["metric"] == main.metric).any() for line in lines):
             return curve_chart(main.unit.capitalize(), main.unit, [(line, main.metric) for line in lines])
     return ""
@@ -228,7 +226,7 @@ def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:
 
 def curve_sections(facts: Facts, lines: Sequence[Curve], notes: Sequence[str], band: str) -> list[Section]:
     """Return the sections Learning and Optimisation: figures of `lines` below `notes`; `band` explains the bands."""
-    kind, names = KINDS[facts.manifest.kind], legend([line.name for line in lines])
+    kind, names = facts.kind, legend([line.name for line in lines])
     return [
         Section("learning", "Learning", notes, metric_figures(kind.learning, lines, band), legend=names),
         Section("optimisation", "Optimisation", notes, metric_figures(kind.optimisation, lines, band), legend=names),

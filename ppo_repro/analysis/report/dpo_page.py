@@ -16,10 +16,9 @@ from ppo_repro.analysis.html.page import (
     page,
     scrolled,
 )
-from ppo_repro.analysis.report import run_figures
 from ppo_repro.analysis.report.curves import Curve, metric_figures, run_chart, step_figure
+from ppo_repro.analysis.report.distributions import distribution_figure
 from ppo_repro.analysis.report.run_facts import Facts, repeating
-from ppo_repro.analysis.report.run_kinds import KINDS
 from ppo_repro.analysis.report.run_scan import run_curves, summary_tables
 from ppo_repro.analysis.terms import terms
 from ppo_repro.records import reader
@@ -31,7 +30,7 @@ def dpo_page(facts: Facts) -> str:
 
     Raises UserError if the run is not complete.
     """
-    folder, recorded, kind = facts.run_dir, facts.manifest, KINDS[facts.manifest.kind]
+    folder, recorded, kind = facts.run_dir, facts.manifest, facts.kind
     iterations, steps = summary_tables(facts)
     metrics, last = run_curves(facts, iterations, steps), [recorded.num_iterations - 1]
     pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
@@ -43,7 +42,7 @@ def dpo_page(facts: Facts) -> str:
     both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
     margins = {group: rows["margins"].to_numpy(np.float64) for group, rows in both.items() if len(rows)}
     caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."
-    after = run_figures.distribution_figure("Margins after training", margins, "margin", kind.samples, caption)
+    after = distribution_figure("Margins after training", margins, "margin", kind.samples, caption)
     rows = [
         *((name, len(rows)) for name, rows in both.items()),
         ("optimizer steps", len(steps)),

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.report.curve_metrics import ANY, score_range
-from ppo_repro.analysis.report.run_kinds import KINDS, Kind
+from ppo_repro.analysis.report.run_kinds import ANY, Kind, score_range
 from ppo_repro.analysis.report.run_scan import OneRun, read_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
@@ -51,7 +50,7 @@ class FolderRuns:
     @property
     def kind(self) -> Kind:
         """Return what the pages of these runs show."""
-        return KINDS[self.listed[0].facts.manifest.kind]
+        return self.listed[0].facts.kind
 
     @property
     def measures(self) -> list[str]:
@@ -123,7 +122,7 @@ def _renamed(setting: Setting, group: Sequence[OneRun]) -> Setting:
 
 def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
     """Return point, seed and the final results that all runs have, or else the last mean score or return."""
-    kind, judged = KINDS[runs[0].facts.manifest.kind], all(run.facts.is_judged for run in runs)
+    kind, judged = runs[0].facts.kind, all(run.facts.is_judged for run in runs)
     results = {
         name: [float(run.facts.manifest.final[key]) for run in runs]
         for name, key in kind.measures.items()

@@ -14,7 +14,6 @@ from ppo_repro.analysis.report import run_verdicts
 from ppo_repro.analysis.report.curves import Curve, curve_sections, informative, main_chart
 from ppo_repro.analysis.report.held_out import card, evaluations, shortened
 from ppo_repro.analysis.report.run_facts import Facts, repeating
-from ppo_repro.analysis.report.run_kinds import KINDS
 from ppo_repro.analysis.report.run_page import first_and_last
 from ppo_repro.analysis.report.run_scan import OneRun, read_run
 from ppo_repro.analysis.terms import terms
@@ -48,7 +47,7 @@ def pair_page(a: Path, b: Path) -> str:
         Card("Are they on-policy?", [v for name, run in zip(NAMES, runs, strict=True) for v in _agreement(name, run)]),
         Card("How to repeat them", blocks=[scrolled(table(_about(facts), "The runs"), "words")]),
     )
-    kind = KINDS[kinds[0]]
+    kind = facts[0].kind
     metrics = informative(kind.metrics, lines)
     last = [first_and_last(metrics, run.curves).set_index(["quantity", "unit"])["last"] for run in runs]
     numbers = pd.DataFrame(dict(zip(NAMES, last, strict=True))).reset_index()[["quantity", *NAMES, "unit"]]
@@ -73,7 +72,7 @@ def _learning(runs: Sequence[OneRun]) -> list[Verdict]:
     """Return a sentence about the first and last score or return of each run, and a warning about its weight."""
     verdicts = []
     for name, run in zip(NAMES, runs, strict=True):
-        for main in KINDS[run.facts.manifest.kind].main:
+        for main in run.facts.kind.main:
             values = run.curves[run.curves["metric"] == main.metric].sort_values("iteration")["value"].tolist()
             if values:
                 verdicts.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({main.unit})."))
@@ -100,7 +99,7 @@ def _agreement(name: str, run: OneRun) -> list[Verdict]:
     if run.unequal:
         text = f"{name}: {share(run.unequal, run.tokens)} of log-probs differ between sampler and trainer."
         return [*verdicts, Verdict("differs", text)]
-    text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.unit}."
+    text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.kind.unit}."
     return [*verdicts, Verdict("holds", text)]
 
 

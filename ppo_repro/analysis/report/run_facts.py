@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from ppo_repro.analysis.report.run_kinds import KINDS, Kind
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
@@ -65,14 +66,9 @@ class Facts:
         return self.config
 
     @property
-    def is_control(self) -> bool:
-        """Return whether the run is on a Gymnasium environment."""
-        return isinstance(self.config, ControlConfig)
-
-    @property
-    def unit(self) -> str:
-        """Return the name of the rows of `tokens`."""
-        return "environment steps" if self.is_control else "tokens"
+    def kind(self) -> Kind:
+        """Return what the pages of this kind of run show."""
+        return KINDS[self.manifest.kind]
 
 
 def read_facts(run_dir: Path) -> Facts:

@@ -5,10 +5,11 @@ All numbers are float64 from the recorded columns. Separate counts have the valu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +20,52 @@ from ppo_repro.analysis.mismatch import parity
 from ppo_repro.analysis.mismatch.parity import Parity, parity_of
 from ppo_repro.analysis.pairs.run_pairs import deltas
 from ppo_repro.analysis.report import curves
+from ppo_repro.analysis.report.curves import Rows
 from ppo_repro.analysis.report.run_facts import Facts, read_facts
-from ppo_repro.analysis.report.run_figures import FLAG_WORDS
-from ppo_repro.analysis.report.run_kinds import KINDS
 from ppo_repro.analysis.stats.clusters import Floats
-from ppo_repro.config.files import LANGUAGE
+from ppo_repro.config.files import CONTROL
 from ppo_repro.records import reader
+from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.summary import draws_of_records
 from ppo_repro.statistics.draws import NONE, Draws
-
-Counts = npt.NDArray[np.int64]
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
 QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
 SEQUENCES = ["iteration", "sequence", "response_length", "scores", "is_correct"]
 TOKENS = [*parity.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
 UPDATES = [*parity.UPDATES, "clip_flag"]
+FLAG_WORDS = {
+    "clip_high": "clipped high", "clip_low": "clipped low", "clip_dual": "clipped dual",
+    "wrong_high": "wrong side, high", "wrong_low": "wrong side, low",
+    "bound_high": "weight bounded above", "bound_low": "weight bounded below",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts over some iterations; `+` adds others."""
+
+    deltas: npt.NDArray[np.int64]  # of `delta_counts`
+    nonfinite_deltas: int
+    nonfinite_ratios: int
+    draws: Draws
+    parity: Parity
+
+    def __add__(self, other: Counts) -> Counts:
+        sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return Counts(**sums)
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    """Numbers of one iteration; `responses` is empty for a control run."""
+
+    rows: Rows  # metrics of its samples
+    values: Floats  # scores, or returns of the episodes that ended
+    counts: Counts
+    ratios: pd.DataFrame  # of `ratio_quantiles`
+    flags: dict[str, int]  # iteration, token_updates and FLAG_WORDS: counts
+    responses: pd.DataFrame  # of `_response_summary`
 
 
 @dataclass(frozen=True)
@@ -45,15 +76,11 @@ class Scan:
     """
 
     curves: pd.DataFrame
-    deltas: Counts  # of `delta_counts`
-    nonfinite_deltas: int
-    nonfinite_ratios: int
-    ratios: pd.DataFrame  # of `ratio_quantiles`
-    flags: pd.DataFrame  # iteration, token_updates and FLAG_WORDS: counts
-    values: dict[int, Floats]  # scores, or returns of the episodes that ended, by iteration
-    responses: pd.DataFrame  # of `_response_summary`
-    draws: Draws
-    parity: Parity
+    values: dict[int, Floats]  # by iteration
+    responses: pd.DataFrame
+    counts: Counts
+    ratios: pd.DataFrame
+    flags: pd.DataFrame
 
 
 def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -73,7 +100,7 @@ def read_sampled(facts: Facts, iteration: int) -> tuple[pd.DataFrame, pd.DataFra
     )
 
 
-def delta_counts(delta: Floats) -> Counts:
+def delta_counts(delta: Floats) -> npt.NDArray[np.int64]:
     """Count tokens with a finite delta by |delta| in bins of DELTA_EDGES: int64 [2, bins] for delta > 0 and delta < 0.
 
     Outer bins are open.
@@ -92,75 +119,71 @@ def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
 
 def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Scan:
     """Read all iterations of a run of PPO once, and return the numbers for its page."""
-    run_dir, recorded = facts.run_dir, facts.manifest
-    sampled, flags = list[dict[str, float | str]](), list[dict[str, int]]()
-    ratios, responses, parities = list[pd.DataFrame](), list[pd.DataFrame](), list[Parity]()
-    values: dict[int, Floats] = returns_of(facts) if facts.is_control else {}
-    draws = NONE
-    counted, nonfinite_deltas, nonfinite_ratios = np.zeros((2, len(DELTA_EDGES) - 1), np.int64), 0, 0
-    for iteration in facts.iterations:
-        one = [iteration]
-        updates = reader.read_updates(run_dir, iterations=one, columns=UPDATES, recorded=recorded)
-        if facts.is_control:
-            tokens, drawn = reader.read_tokens(run_dir, iterations=one, columns=parity.TOKENS, recorded=recorded), NONE
-        else:
-            sequences, tokens = read_sampled(facts, iteration)
-            drawn = draws_of_records(iteration, tokens)
-            sampled += curves.sampled_rows(iteration, sequences, tokens, drawn)
-            responses.append(_response_summary(iteration, sequences, tokens, updates))
-            values[iteration] = sequences["scores"].to_numpy(np.float64)
-        if iteration not in recorded.own_iterations:
-            continue
-        draws += drawn
-        delta, flag = deltas(tokens), updates["clip_flag"]
-        nonfinite_deltas += int(np.count_nonzero(~np.isfinite(delta)))
-        # null reads as NaN; only the flag says whether there was a step
-        broken = ~np.isfinite(updates["ratios"].to_numpy(np.float64)) & flag.notna().to_numpy()
-        nonfinite_ratios += int(broken.sum())
-        counted += delta_counts(delta)
-        parities.append(parity_of(tokens, updates))
-        ratios.append(ratio_quantiles(iteration, updates))
-        counts = flag.value_counts()
-        counts_of = {name: int(counts.get(name, 0)) for name in FLAG_WORDS}
-        flags.append({"iteration": iteration, "token_updates": int(counts.sum()), **counts_of})
-    if facts.is_control:
-        sampled = curves.return_rows(values)
-    all_curves = _with_recorded(facts, sampled, iterations, steps)
-    of_responses = pd.concat(responses, ignore_index=True) if responses else pd.DataFrame()
+    found = {number: _scan_iteration(facts, number) for number in facts.iterations}
+    own = [found[number] for number in facts.manifest.own_iterations]
     return Scan(
-        curves=all_curves,
-        deltas=counted,
-        nonfinite_deltas=nonfinite_deltas,
-        nonfinite_ratios=nonfinite_ratios,
-        ratios=pd.concat(ratios, ignore_index=True),
-        flags=pd.DataFrame(flags),
-        values=values,
-        responses=of_responses,
-        draws=draws,
-        parity=reduce(add, parities),
+        curves=_with_recorded(facts, [row for one in found.values() for row in one.rows], iterations, steps),
+        values={number: one.values for number, one in found.items()},
+        responses=pd.concat([one.responses for one in found.values()], ignore_index=True),
+        counts=reduce(add, (one.counts for one in own)),
+        ratios=pd.concat([one.ratios for one in own], ignore_index=True),
+        flags=pd.DataFrame([one.flags for one in own]),
     )
+
+
+def _scan_iteration(facts: Facts, number: int) -> _Iteration:
+    run_dir, one, recorded = facts.run_dir, [number], facts.manifest
+    updates = reader.read_updates(run_dir, iterations=one, columns=UPDATES, recorded=recorded)
+    if has_responses(recorded):
+        sequences, tokens = read_sampled(facts, number)
+        draws, values = draws_of_records(number, tokens), sequences["scores"].to_numpy(np.float64)
+        rows = curves.sampled_rows(number, sequences, tokens, draws)
+        responses = _response_summary(number, sequences, tokens, updates)
+    else:
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=parity.TOKENS, recorded=recorded)
+        draws, values, responses = NONE, returns_of(facts, number), pd.DataFrame()
+        rows = curves.return_rows(number, values)
+    ratios, flags = ratio_quantiles(number, updates), _flag_counts(number, updates["clip_flag"])
+    return _Iteration(rows, values, _counts(tokens, updates, draws), ratios, flags, responses)
+
+
+def _counts(tokens: pd.DataFrame, updates: pd.DataFrame, draws: Draws) -> Counts:
+    """Count one iteration."""
+    delta = deltas(tokens)
+    # null reads as NaN; only the flag says whether there was a step
+    nonfinite_ratios = ~np.isfinite(updates["ratios"].to_numpy(np.float64)) & updates["clip_flag"].notna().to_numpy()
+    return Counts(
+        deltas=delta_counts(delta),
+        nonfinite_deltas=int(np.count_nonzero(~np.isfinite(delta))),
+        nonfinite_ratios=int(nonfinite_ratios.sum()),
+        draws=draws,
+        parity=parity_of(tokens, updates),
+    )
+
+
+def _flag_counts(iteration: int, flag: pd.Series) -> dict[str, int]:
+    counts = flag.value_counts()
+    named = {name: int(counts.get(name, 0)) for name in FLAG_WORDS}
+    return {"iteration": iteration, "token_updates": int(counts.sum()), **named}
 
 
 def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Return every curve of a run of any kind, as rows iteration, metric, value, low, high."""
-    sampled: list[dict[str, float | str]] = []
-    if facts.is_control:
-        sampled = curves.return_rows(returns_of(facts))
-    elif facts.manifest.kind == LANGUAGE:
-        for iteration in facts.iterations:
+    sampled: Rows = []
+    for iteration in facts.iterations:
+        if has_responses(facts.manifest):
             sequences, tokens = read_sampled(facts, iteration)
             sampled += curves.sampled_rows(iteration, sequences, tokens, draws_of_records(iteration, tokens))
+        elif facts.manifest.kind == CONTROL:
+            sampled += curves.return_rows(iteration, returns_of(facts, iteration))
     return _with_recorded(facts, sampled, iterations, steps)
 
 
-def _with_recorded(
-    facts: Facts, sampled: list[dict[str, float | str]], iterations: pd.DataFrame, steps: pd.DataFrame
-) -> pd.DataFrame:
+def _with_recorded(facts: Facts, sampled: Rows, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Return sampled and recorded curves; no accuracies if responses cannot be right or wrong."""
-    kind = KINDS[facts.manifest.kind]
-    recorded = curves.recorded_rows(iterations, steps, facts.manifest.final, kind.metrics)
+    recorded = curves.recorded_rows(iterations, steps, facts.manifest.final, facts.kind.metrics)
     metrics = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
-    return metrics if facts.is_judged else metrics[~metrics["metric"].isin(kind.accuracies)]
+    return metrics if facts.is_judged else metrics[~metrics["metric"].isin(facts.kind.accuracies)]
 
 
 @dataclass(frozen=True)
@@ -189,13 +212,11 @@ def read_run(run_dir: Path) -> OneRun:
     return OneRun(facts, iterations, run_curves(facts, iterations, steps))
 
 
-def returns_of(facts: Facts) -> dict[int, Floats]:
-    """Return the returns of a control run's ended episodes, by iteration."""
-    names = ["iteration", "episode_return"]
-    episodes = reader.read_sequences(facts.run_dir, columns=names, recorded=facts.manifest)
-    ended = episodes[episodes["episode_return"].notna()]
-    groups = ended.groupby("iteration", sort=True)["episode_return"]
-    return {int(str(iteration)): values.to_numpy(np.float64) for iteration, values in groups}
+def returns_of(facts: Facts, iteration: int) -> Floats:
+    """Return the returns of the episodes of a control run that ended in an iteration."""
+    columns, one = ["episode_return"], [iteration]
+    episodes = reader.read_sequences(facts.run_dir, iterations=one, columns=columns, recorded=facts.manifest)
+    return episodes["episode_return"].dropna().to_numpy(np.float64)
 
 
 def _response_summary(

@@ -14,11 +14,10 @@ from ppo_repro.analysis.grids.grid_table import SPREAD
 from ppo_repro.analysis.html.markup import Html, element, escape, sentence, share, table
 from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, page, scrolled
 from ppo_repro.analysis.report import curves
-from ppo_repro.analysis.report.curve_metrics import ANY, score_range
 from ppo_repro.analysis.report.curves import Curve, curve_sections, main_chart
 from ppo_repro.analysis.report.folder_runs import FolderRuns, largest_possible, largest_recorded, read_folder
 from ppo_repro.analysis.report.grid_answer import answer_cards, spread
-from ppo_repro.analysis.report.run_kinds import KINDS
+from ppo_repro.analysis.report.run_kinds import ANY, score_range
 from ppo_repro.analysis.report.run_scan import OneRun
 from ppo_repro.analysis.terms import terms
 from ppo_repro.config.files import DPO
@@ -106,7 +105,7 @@ def _left_out(runs: FolderRuns) -> list[Card]:
 
 
 def _line(setting: Setting, group: Sequence[OneRun]) -> Curve:
-    config, kind = group[0].facts.config, KINDS[group[0].facts.manifest.kind]
+    config, kind = group[0].facts.config, group[0].facts.kind
     score = score_range(config) if isinstance(config, RunConfig) else ANY
     runs = tuple(_own_curves(run) for run in group)
     seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()

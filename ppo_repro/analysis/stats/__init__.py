@@ -1,1 +1,1 @@
-"""Compute statistics of numbers: exact sums, standard errors, tests, intervals, power."""
+"""Compute statistics for analyses alone, over responses or seeds: sums, standard errors, tests, intervals, power."""

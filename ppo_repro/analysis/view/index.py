@@ -24,10 +24,11 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
 from ppo_repro.base.output import one_line, say
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.records.folder import ENVIRONMENT_NAME, load_recorded_config
 from ppo_repro.records.label import UNLABELLED, Label, read_label
 from ppo_repro.records.listing import state_of
 from ppo_repro.records.manifest import Head
+from ppo_repro.records.notes import resumed_notes
 from ppo_repro.records.settings import Setting, Setup, settings_of, setup_of
 
 BATCH = 64  # iterations read at once
@@ -81,6 +82,11 @@ def _setup(folder: Path, head: Head) -> tuple[Setup, bool]:
     Raises UserError if config.yaml is damaged.
     """
     return setup_of(folder, head), load_recorded_config(folder).reward.judges
+
+
+def _writers(head: Head) -> list[str | None]:
+    """Return the digests of the notes in which the processes that wrote a run say when they began."""
+    return [head.notes.get(name) for name in (ENVIRONMENT_NAME, *resumed_notes(head))]
 
 
 def literal(text: str) -> str:
@@ -166,8 +172,8 @@ class Index:
                     self.others += 1
                     continue
                 run = known.get(folder) or self._added(folder, head)
-                if head.config_digest != run.head.config_digest or head.num_iterations < run.read:
-                    run.setup, run.is_judged = _setup(folder, head)  # another run has the folder now
+                if _writers(head) != _writers(run.head) or head.num_iterations < run.read:
+                    run.setup, run.is_judged = _setup(folder, head)  # another run or process has the folder now
                     self._clear(run)
             except UserError:  # just being made, or damaged: `ppo-repro verify` says which
                 self.others += 1

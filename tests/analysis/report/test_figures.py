@@ -14,15 +14,16 @@ from ppo_repro.analysis.html import charts
 from ppo_repro.analysis.html.page import Figure, figure_html
 from ppo_repro.analysis.html.token_data import token_data
 from ppo_repro.analysis.html.token_section import select
-from ppo_repro.analysis.report import curve_metrics, curves, run_figures
+from ppo_repro.analysis.report import curves, run_kinds
+from ppo_repro.analysis.report.clipping_section import flag_figure, ratio_figures
+from ppo_repro.analysis.report.mismatch_section import bucket_figure
 from ppo_repro.analysis.report.run_facts import read_facts
-from ppo_repro.analysis.report.run_figures import ClipBounds
-from ppo_repro.analysis.report.run_scan import delta_counts, ratio_quantiles, scan_run, summary_tables
+from ppo_repro.analysis.report.run_scan import FLAG_WORDS, delta_counts, ratio_quantiles, scan_run, summary_tables
 from ppo_repro.analysis.report.run_verdicts import on_purpose
 from ppo_repro.records import reader
 from tests.support.runs import small_config
 
-BOUNDS = ClipBounds(0.8, 1.2)
+BOUNDS = [charts.Rule(0.8, "bounds 0.8 and 1.2"), charts.Rule(1.2)]
 
 
 def test_differences_and_ratios_are_counted_by_hand() -> None:
@@ -39,7 +40,7 @@ def test_intervals_over_seeds_by_hand() -> None:
         return pd.DataFrame({"iteration": iterations, "metric": "score", "value": value, "low": 0.0, "high": 0.0})
 
     def frame(values: list[float], score: tuple[float, float]) -> pd.DataFrame:
-        return curves.over_seeds([seed(value, [0]) for value in values], curve_metrics.LEARNING, score)
+        return curves.over_seeds([seed(value, [0]) for value in values], run_kinds.LEARNING, score)
 
     few = frame([1.0, 3.0, math.nan], (0.0, 9.0))
     assert few.iloc[0].tolist() == [0, "score", 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"
@@ -62,14 +63,14 @@ def test_intervals_over_seeds_by_hand() -> None:
     ],
 )
 def test_the_possible_range_of_scores(reward: str, possible: tuple[float, float]) -> None:
-    assert curve_metrics.score_range(small_config(f"reward={reward}")) == possible
+    assert run_kinds.score_range(small_config(f"reward={reward}")) == possible
 
 
 def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve() -> None:
     both = pd.DataFrame({"iteration": [0, 1] * 2, "metric": ["score"] * 2 + ["entropy"] * 2, "value": 0.5})
     both[["low", "high"]] = math.nan
     drawn = [curves.Curve("first", both[both["metric"] == "score"]), curves.Curve("second", both, (both, both))]
-    wanted = [metric for metric in curve_metrics.LEARNING if metric.key in ("score", "entropy")]
+    wanted = [metric for metric in run_kinds.LEARNING if metric.key in ("score", "entropy")]
     score, entropy = (figure.chart for figure in curves.metric_figures(wanted, drawn))
     assert 'class="line stroke0"' in score
     assert 'class="line stroke1"' in score
@@ -88,7 +89,7 @@ def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
     both = pd.DataFrame({"iteration": [0, 1], "metric": ["score"] * 2, "value": [0.5, 0.6], "low": 0.0, "high": 1.0})
     other = both.assign(value=[0.5, 0.7])
     drawn = [curves.Curve("a", both), curves.Curve("b", other), curves.Curve("c", both.copy())]
-    wanted = [metric for metric in curve_metrics.LEARNING if metric.key == "score"]
+    wanted = [metric for metric in run_kinds.LEARNING if metric.key == "score"]
     (figure,) = curves.metric_figures(wanted, drawn)
     assert figure.caption.endswith("the same line: `a` and `c`.")
     (figure,) = curves.metric_figures(wanted, drawn[:2])
@@ -104,8 +105,8 @@ def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: 
 
     def has_figure(*runs: list[float]) -> bool:
         tables = [iterations.assign(**{column: values}) for values in runs]
-        lines = [curves.Curve("", curves.recorded_rows(t, steps, {}, curve_metrics.OPTIMISATION)) for t in tables]
-        return title in {figure.title for figure in curves.metric_figures(curve_metrics.OPTIMISATION, lines)}
+        lines = [curves.Curve("", curves.recorded_rows(t, steps, {}, run_kinds.OPTIMISATION)) for t in tables]
+        return title in {figure.title for figure in curves.metric_figures(run_kinds.OPTIMISATION, lines)}
 
     assert has_figure([0.2, 0.2, 0.4])
     assert has_figure([0.2, 0.2, 0.2], [0.2, 0.2, 0.4])
@@ -132,7 +133,7 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
     assert scan.flags[["clip_high", "clip_low", "clip_dual"]].sum(axis=1).to_numpy() == pytest.approx(weighted)
     visits = int(steps["tokens"].sum())
     assert scan.flags["token_updates"].sum() == visits
-    assert scan.deltas.sum() == 0
+    assert scan.counts.deltas.sum() == 0
     updates = reader.read_updates(deterministic_run)
     assert scan.ratios[1.0].max() == updates["ratios"].max()
     assert scan.ratios[0.0].min() == updates["ratios"].min()
@@ -174,15 +175,15 @@ def test_clipping_figures() -> None:
     updates = pd.DataFrame(
         {"epoch": [0, 0, 1, 1], "minibatch": 0, "ratios": np.array([1.0, 1.0, 1.0, 7.25], np.float32)}
     )
-    within, extremes = (drawn(figure) for figure in run_figures.ratio_figures(ratio_quantiles(0, updates), BOUNDS))
+    within, extremes = (drawn(figure) for figure in ratio_figures(ratio_quantiles(0, updates), BOUNDS))
     assert "bounds 0.8 and 1.2" in within[1]
     assert "the median ratio is 4.125" in within[1]
     assert "Largest ratio of all: 7.25." in extremes[1], "two, and the legend's"
     assert count(extremes[0], "rule") == 3, "two, and the legend's"
-    counts = {**dict.fromkeys(run_figures.FLAG_WORDS, 0), "token_updates": 100}
+    counts = {**dict.fromkeys(FLAG_WORDS, 0), "token_updates": 100}
     flags = pd.DataFrame([{"iteration": i, **counts} for i in range(2)])
     flags["clip_high"], flags["wrong_low"] = [10, 20], [0, 5]
-    chart, said = drawn(run_figures.flag_figure(flags))
+    chart, said = drawn(flag_figure(flags))
     assert "Of 200 token updates the clip removed the gradient of 15 %; 2.5 % were outside" in said
     assert count(chart, "line") == 2, "flags that never occur have no line"
 
@@ -208,6 +209,6 @@ def test_a_bucket_is_named_by_its_own_ends() -> None:
     """Between the two buckets lies an empty one."""
     rows = [("prob", 0.01, 0.1, 5), ("prob", 0.1, 0.9, 0), ("prob", 0.9, 1.0, 5)]
     buckets = pd.DataFrame(rows, columns=["kind", "lo", "hi", "n"]).assign(abs_mean=0.1, abs_p99=0.2, abs_max=0.3)
-    chart = run_figures.bucket_figure(buckets, "prob").chart
+    chart = bucket_figure(buckets, "prob").chart
     assert "0.01 to 0.1" in chart
     assert "0.01 to 0.9" not in chart

@@ -25,6 +25,7 @@ from ppo_repro.records import manifest, reader
 from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.cli import Cli
 from tests.support.html_page import tree
+from tests.support.language import small_run
 from tests.support.synthetic_run import cut_back
 from tests.support.view import served
 from tests.support.waiting import until
@@ -256,6 +257,22 @@ def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_r
     assert counts() == (each, 0)
     server.index.close()
     server.socket.close()
+
+
+def test_a_run_of_the_same_configuration_with_other_bits_replaces_the_rows(native_run: Path, tmp_path: Path) -> None:
+    run, again = tmp_path / "run", small_run(tmp_path / "again", "numerics.mode=native")  # without its noise
+    shutil.copytree(native_run, run)
+    followed, fresh = index_module.Index([run]), index_module.Index([again])
+    followed.look()
+    fresh.look()
+    before, wanted = (one.rows("select * from responses order by all") for one in (followed, fresh))
+    assert before != wanted
+    shutil.rmtree(run)
+    again.rename(run)
+    followed.look()
+    assert followed.rows("select * from responses order by all") == wanted
+    for one in (followed, fresh):
+        one.close()
 
 
 def test_a_run_that_is_removed_leaves_the_list_and_its_number_to_no_other_run(native_run: Path, tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""Make the section "Ratios and clipping" of a run's page.
+
+ratio = exp(new_logprobs - anchor) from the recorded columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from ppo_repro.analysis.html.charts import Line, Rule, axis_for, line_chart
+from ppo_repro.analysis.html.markup import number, share
+from ppo_repro.analysis.html.page import Figure, Section
+from ppo_repro.analysis.report.run_facts import Facts
+from ppo_repro.analysis.report.run_scan import FLAG_WORDS, Scan
+from ppo_repro.config.algorithm import FunctionObjective, clip_band
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.run import RunConfig
+
+
+def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:
+    """Return the section about ratios and clipping; if no step had ratios, a sentence replaces the figures."""
+    title = "Ratios and clipping"
+    if not len(scan.ratios):
+        return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
+    rules = clip_rules(facts.ppo, iterations, steps)
+    drawn = ratio_figures(scan.ratios, rules)
+    if scan.flags[list(FLAG_WORDS)].to_numpy().any():
+        drawn.append(flag_figure(scan.flags))
+    notes: tuple[str, ...] = ()
+    if isinstance(facts.config, RunConfig) and isinstance(facts.config.ppo.objective, FunctionObjective):
+        name = Path(facts.config.ppo.objective.path).name
+        says = "says" if steps["clip_fraction"].notna().any() else "does not say"
+        notes = (f"{name}, the objective of this run, {says} which tokens it cut.",)
+    elif isinstance(facts.config, RunConfig) and not rules:
+        notes = (f"The objective {facts.config.ppo.objective.kind} does not clip by a token's ratio.",)
+    return Section("clipping", title, notes, drawn)
+
+
+def clip_rules(config: RunConfig | ControlConfig, iterations: pd.DataFrame, steps: pd.DataFrame) -> list[Rule]:
+    """Return the bounds of the ratio in the last iteration as lines; [] for an objective that does not clip by it."""
+    ranges = (steps if isinstance(config, ControlConfig) else iterations)["clip_range"]
+    last = float(ranges.iloc[-1])
+    band = (last, last) if isinstance(config, ControlConfig) else clip_band(config.ppo.objective, last)
+    if band is None:
+        return []
+    low, high, when = 1.0 - band[0], 1.0 + band[1], " (last iteration)" if ranges.nunique() > 1 else ""
+    return [Rule(low, f"bounds {low:g} and {high:g}{when}"), Rule(high)]
+
+
+def ratio_figures(ratios: pd.DataFrame, rules: Sequence[Rule]) -> list[Figure]:
+    """Draw the ratios by step of an iteration, and the extreme ratios by iteration, with their bounds as `rules`.
+
+    `ratios` has columns iteration, epoch, minibatch and the quantiles 0, 0.01, 0.5, 0.99, 1 of each step's ratios.
+    """
+    include = [rule.value for rule in rules] or [1.0]
+    steps = ratios.drop(columns="iteration").groupby(["epoch", "minibatch"], as_index=False).mean()
+    step = np.arange(len(steps), dtype=np.float64)
+    low, middle, high = (steps[q].to_numpy(np.float64) for q in (0.01, 0.5, 0.99))
+    y = axis_for("ratio", [low, high], include=include)
+    alt = f"In the last step the median ratio is {number(float(middle[-1]))}, 98 % are from {number(float(low[-1]))} "
+    alt += f"to {number(float(high[-1]))}."
+    x = axis_for("optimizer step of an iteration", [step])
+    within = line_chart([Line("median", step, middle, low, high)], x, y, alt, rules)
+    caption = f"Median, and the middle 98 % as band, mean over the iterations. {alt}"
+    by_iteration = ratios.groupby("iteration", as_index=False).agg(smallest=(0.0, "min"), largest=(1.0, "max"))
+    at, smallest, largest = (by_iteration[name].to_numpy(np.float64) for name in by_iteration.columns)
+    lines = [Line("largest", at, largest), Line("smallest", at, smallest, colour=1)]
+    y = axis_for("ratio", [smallest, largest], log=True, include=include)
+    summary = f"Largest ratio of all: {number(float(largest.max()))}."
+    extremes = line_chart(lines, axis_for("iteration", [at]), y, f"Extreme ratios by iteration. {summary}", rules)
+    bounding = "Clipping removes a token's gradient; it does not bound its ratio, which other tokens still move."
+    named = steps.rename(columns={q: f"{100 * q:g} % below" for q in (0.0, 0.01, 0.5, 0.99, 1.0)})
+    return [
+        Figure("Ratios within an iteration", within, caption, named),
+        Figure("Extreme ratios", extremes, f"{summary} {bounding}", by_iteration),
+    ]
+
+
+def flag_figure(flags: pd.DataFrame) -> Figure:
+    """Draw the disjoint clip flags as shares of the token updates of each iteration.
+
+    `flags` has columns iteration, the flags of FLAG_WORDS and token_updates, all counts.
+    """
+    rows = flags[flags["token_updates"] > 0]
+    at, total = (rows[name].to_numpy(np.float64) for name in ("iteration", "token_updates"))
+    lines = [
+        Line(words, at, rows[flag].to_numpy(np.float64) / total, colour=colour)
+        for colour, (flag, words) in enumerate(FLAG_WORDS.items())
+        if rows[flag].any()
+    ]
+    y = axis_for("share of token updates", [line.y for line in lines], include=(0.0,))
+    removed = int(rows[["clip_high", "clip_low", "clip_dual"]].to_numpy().sum())
+    wrong = int(rows[["wrong_high", "wrong_low"]].to_numpy().sum())
+    count = int(total.sum())
+    summary = (
+        f"Of {number(count)} token updates the clip removed the gradient of {share(removed, count)}; "
+        f"{share(wrong, count)} were outside the band and kept it."
+    )
+    chart = line_chart(lines, axis_for("iteration", [at]), y, summary)
+    caption = (
+        f"{summary} Clipped high: advantage above 0 and ratio above the upper bound; clipped low: the mirror image; "
+        "wrong side: outside the band, but the gradient leads back into it and is kept."
+    )
+    return Figure("Clip flags by iteration", chart, caption, flags)

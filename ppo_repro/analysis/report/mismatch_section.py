@@ -1,0 +1,152 @@
+"""Make the section "Sampler and trainer" of a run's page, and the sentence about the cause of a difference.
+
+delta = old_logprobs - rollout_logprobs, nats.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
+from ppo_repro.analysis.html.markup import number
+from ppo_repro.analysis.html.page import Figure, Section, Verdict
+from ppo_repro.analysis.mismatch.mismatch_buckets import bucket_table
+from ppo_repro.analysis.mismatch.mismatch_tables import Measured, measure, tables
+from ppo_repro.analysis.pairs.lag_turn_route import LAG, ROUTE, ROUTES, TURN
+from ppo_repro.analysis.pairs.run_evidence import run_evidence
+from ppo_repro.analysis.report.run_facts import Facts
+from ppo_repro.analysis.report.run_scan import DELTA_EDGES, Counts
+from ppo_repro.testing.diagnosis import diagnose_sums
+from ppo_repro.testing.evidence import MismatchSums, mismatch_sums
+
+# by kind of bucket: title, label of the axis, caption
+BUCKETS = {
+    "prob": (
+        "Difference by probability", "probability under the sampler",
+        "Rounding moves the log-probs of rare tokens most: the error goes with 1 - p.",
+    ),
+    "position": (
+        "Difference by position", "position in the response (tokens)",
+        "An error that accumulates through the cache would grow with position.",
+    ),
+    LAG: (
+        "Difference by lag", "iterations that the weights of the sampler were behind",
+        "Tokens without a lag differ by what else there is.",
+    ),
+    TURN: (
+        "Difference by turn", "turn of the model", "What the environment said before is the same on both sides.",
+    ),
+    ROUTE: (
+        "Difference by route", "experts in sampler and trainer",
+        "A flip: other experts compute the token in the trainer. After one, a token sees another past.",
+    ),
+}  # fmt: skip
+
+
+def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
+    """Diagnose why sampler and trainer differ, and draw the mismatch by probability, position, lag, turn and route.
+
+    This reads the run once more, because only a run whose scan found unequal log-probs needs the other columns.
+    """
+    measured, sums = list[Measured](), list[MismatchSums]()
+    for pairs in run_evidence(facts.run_dir, allow_incomplete=True):
+        measured += measure([pairs])
+        sums.append(mismatch_sums(pairs))
+    update, buckets = tables(measured).update, bucket_table([part.buckets for part in measured])
+    divergences = update[update["metric"].isin(["k1", "k3"]) & (update["reduction"] == "token_mean")]
+    cause = diagnose_sums(sums)
+    untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""
+    text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
+    drawn = [bucket_figure(buckets, kind) for kind in BUCKETS if (buckets["kind"] == kind).any()]
+    divergence = divergence_figure(divergences[["iteration", "metric", "value", "se"]])
+    return [Verdict("fact", f"{text} {cause.advice}")], [*drawn, divergence]
+
+
+def mismatch_section(counts: Counts, by_bucket: list[Figure], draws: list[Figure]) -> Section:
+    """Return the section about mismatch and draws; if no difference can be drawn, a sentence replaces its figures."""
+    unequal, title = int(counts.deltas.sum()), "Sampler and trainer"
+    equal = counts.parity.tokens - unequal - counts.nonfinite_deltas
+    if not unequal:
+        which = f"All {equal:,} finite" if counts.nonfinite_deltas else f"All {equal:,}"
+        note = f"{which} differences are exactly 0, so there is no distribution of them to draw."
+        return Section("mismatch", title, [note], draws)
+    delta = delta_figure(counts.deltas, equal)
+    return Section("mismatch", title, figures=[delta, *by_bucket, *draws])
+
+
+def delta_figure(counted: npt.NDArray[np.int64], equal: int) -> Figure:
+    """Draw a histogram of |delta| for each sign.
+
+    `counted` is the result of `run_scan.delta_counts`; `equal` tokens have delta = 0.
+    """
+    used = np.flatnonzero(counted.sum(axis=0))
+    edges, counted = DELTA_EDGES[used[0] : used[-1] + 2], counted[:, used[0] : used[-1] + 1]
+    groups = dict(zip(("trainer higher", "trainer lower"), counted, strict=True))
+    x = Axis("|old - rollout| log-prob (nats)", float(edges[0]), float(edges[-1]), True)
+    y = axis_for("tokens", [counted], include=(0.0,))
+    caption = (
+        f"{number(equal)} tokens with a difference of 0 are not drawn. Rounding moves as many log-probs up as down; "
+        "where one side has more, the error is a bias."
+    )
+    alt = f"Tokens by size of the log-prob difference, of which {int(counted.sum()):,} are not 0."
+    chart = bar_chart(edges, [(name, row.astype(np.float64)) for name, row in groups.items()], x, y, alt)
+    numbers = pd.DataFrame({"from (nats)": edges[:-1], "to (nats)": edges[1:], **groups})
+    return Figure("Log-prob difference", chart, caption, numbers)
+
+
+def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
+    """Draw mean, 99th percentile and largest |delta| by bucket of `kind`, a key of BUCKETS.
+
+    `buckets` has columns kind, lo, hi, n, abs_mean, abs_p99, abs_max (nats), one row per bucket.
+    """
+    filled = buckets[(buckets["kind"] == kind) & (buckets["n"] > 0)].sort_values("lo", ignore_index=True)
+    columns = {"largest": "abs_max", "99th percentile": "abs_p99", "mean": "abs_mean"}
+    values = {name: filled[column].to_numpy(np.float64) for name, column in columns.items()}
+    # the axis begins below the smallest value, or its bar would have no height
+    above_zero = [value[value > 0] / 2 for value in values.values()]
+    y = axis_for("|old - rollout| (nats)", [*values.values(), *above_zero], log=True)
+    ends = [_short(value) for value in [*filled["lo"], filled["hi"].iloc[-1]]]
+    every = max(1, len(ends) // 8)
+    marks = tuple((float(k), end) for k, end in enumerate(ends) if k % every == 0)
+    if kind == ROUTE:
+        marks = tuple((k + 0.5, ROUTES[int(route)]) for k, route in enumerate(filled["lo"]))
+    title, words, caption = BUCKETS[kind]
+    x = Axis(words, 0.0, float(len(filled)), ticks=marks)
+    alt = (
+        f"Mean |difference| by {words}: {number(values['mean'][0])} nats in the first bucket, "
+        f"{number(values['mean'][-1])} in the last."
+    )
+    names = [f"{words} {_short(lo)} to {_short(hi)}" for lo, hi in zip(filled["lo"], filled["hi"], strict=True)]
+    chart = bar_chart(np.arange(len(filled) + 1, dtype=np.float64), list(values.items()), x, y, alt, names)
+    return Figure(title, chart, caption, filled[["lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"]])
+
+
+def divergence_figure(divergences: pd.DataFrame) -> Figure:
+    """Draw |k1| and k3 over the iterations, with their standard errors.
+
+    `divergences` has columns iteration, metric (k1 or k3, nats, token_mean), value, se.
+    """
+    lines: list[Line] = []
+    for metric, name in (("k1", "|k1|"), ("k3", "k3")):
+        rows = divergences[divergences["metric"] == metric].sort_values("iteration")
+        rows = rows[rows["value"] != 0]  # a logarithmic scale has no zero
+        at, size, error = (rows[column].abs().to_numpy(np.float64) for column in ("iteration", "value", "se"))
+        low = np.where(size > error, size - error, np.nan)
+        lines.append(Line(name, at, size, low, size + error, colour=len(lines)))
+    y = axis_for("nats per token, token_mean", [line.y for line in lines], log=True)
+    x = axis_for("iteration", [line.x for line in lines])
+    last = ", ".join(f"{line.name} {number(line.y[-1])}" for line in lines if len(line.y))
+    chart = line_chart(lines, x, y, f"KL(sampler || trainer) by iteration; in the last one {last}.")
+    caption = (
+        "KL(rollout || old), token_mean, from the sampled tokens: k1 = -delta (its sign is lost here), "
+        "k3 = exp(delta) - 1 - delta; band: ± one standard error, clustered by response. "
+        "Where |k1| is within its error, only k3 says something."
+    )
+    return Figure("KL from sampler to trainer", chart, caption, divergences)
+
+
+def _short(value: float) -> str:
+    """Return a short label, for example 0.01 or 1e-4."""
+    return f"{value:g}" if value == 0 or value >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")

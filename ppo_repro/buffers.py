@@ -114,6 +114,16 @@ class Rollout:
         numbers = {key: number for number, key in enumerate(dict.fromkeys(self.prompts.prompt_key))}
         return torch.tensor([numbers[key] for key in self.prompts.prompt_key], dtype=torch.int64)
 
+    def about_tokens(self) -> dict[str, Tensor]:
+        """Return the fields of `ppo.own_batches.Tokens` for all tokens, [N] int64 each."""
+        responses, starts = self.sequence_of_token(), self.starts()
+        return {
+            "responses": responses,
+            "groups": self.groups()[responses],
+            "positions": torch.arange(len(responses)) - starts[responses],
+            "lengths": self.lengths[responses],
+        }
+
     def word_ids(self) -> Tensor:
         """Return the word of each token, counted within its response, [N] int64."""
         return torch.tensor([word for spans in self.spans for word in spans.word_id], dtype=torch.int64)

@@ -139,13 +139,14 @@ def results_forgotten(orders: Sequence[Order]) -> Iterator[None]:
     """Remove the results of the previous attempts; put them back if the block, which starts new ones, raises."""
     paths = [Path(order.folder) / RESULT for order in orders]
     before = {path: path.read_bytes() for path in paths if path.exists()}
-    for path in before:
-        path.unlink()
     try:
+        for path in before:
+            path.unlink()
         yield
     except BaseException:
         for path, result in before.items():
-            atomic_write(path, result)
+            if not path.exists():  # else an attempt that began nevertheless has ended
+                atomic_write(path, result)
         raise
 
 

@@ -86,8 +86,8 @@ def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
         name = path.relative_to(run_dir).as_posix()
         if path.is_dir() or name in listed:
             continue
-        if name.split("/")[0].removesuffix(".tmp") in (ENGINE_NAME, LABEL_NAME, REPORT_NAME, SERVERS_NAME):
-            uncovered.append(name)  # written beside a run, also one that is complete
+        if name.split("/")[0] in (ENGINE_NAME, SERVERS_NAME) or name.removesuffix(".tmp") in (LABEL_NAME, REPORT_NAME):
+            uncovered.append(name)  # label and report are written at any time
         elif recorded.status != "complete" and _UNFINISHED.fullmatch(name):
             unfinished.append(name)
         else:

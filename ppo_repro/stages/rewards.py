@@ -31,7 +31,7 @@ from ppo_repro.stages.rollout import Task, generate, known, sampling_of
 from ppo_repro.tasks.problems import Problem, column_steps
 from ppo_repro.tasks.rewards import Judgement, Sample, check_functions, judge_samples, right_steps
 from ppo_repro.tasks.tokenizer import decode, full_text
-from ppo_repro.user.functions import BUILT_IN, Functions, about_tokens
+from ppo_repro.user.functions import BUILT_IN, Functions
 
 CHECKED = 16  # responses; they include all responses to a prompt if it has so many
 
@@ -163,7 +163,7 @@ def _placed_scores(
         return place_scores(rest, rollout.lengths, rollout.word_ids(), placement) + at_steps
     assert functions.placement is not None
     batch = ScoreBatch(
-        **about_tokens(rollout, torch.arange(len(rollout.response_ids))),
+        **rollout.about_tokens(),
         scores=rest,
         is_finished=torch.tensor([reason == "stop" for reason in rollout.finish_reason]),
         token_ids=rollout.response_ids,
@@ -234,7 +234,7 @@ def compute_advantages(
 
 def _advantage_batch(rollout: Rollout, rewards: Rewards, values: Tensor | None) -> AdvantageBatch:
     return AdvantageBatch(
-        **about_tokens(rollout, torch.arange(len(rollout.response_ids))),
+        **rollout.about_tokens(),
         rewards=rewards.rewards,
         values=values,
         scores=rewards.scores,

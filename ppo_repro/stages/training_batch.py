@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -44,7 +44,7 @@ from ppo_repro.ppo.corrections import Correction, Corrections
 from ppo_repro.ppo.losses import loss_weights
 from ppo_repro.ppo.objectives import Cispo, Clip, Objective, Penalty, PolicyGradient, SequenceClip
 from ppo_repro.ppo.own_batches import ObjectiveBatch
-from ppo_repro.user.functions import BUILT_IN, Functions, OwnObjective, about_tokens
+from ppo_repro.user.functions import BUILT_IN, Functions, OwnObjective
 
 TokenKL = Callable[[Tensor, Tensor], Tensor]  # log-probs of policy and reference [n] -> differentiable KL [n], nats
 
@@ -99,6 +99,7 @@ class TrainingBatch:
     """The N response tokens of an iteration with all inputs of a loss except the networks' outputs."""
 
     rollout: Rollout  # as the trainer received it
+    about_tokens: Mapping[str, Tensor]  # fields of `own_batches.Tokens`, [N] each
     objective: Objective | OwnObjective
     entropy_coef: float
     kl_coef: float
@@ -128,6 +129,7 @@ def training_batch(
         in_losses = accepted if in_losses is None else accepted & in_losses
     return TrainingBatch(
         rollout=rollout,
+        about_tokens=rollout.about_tokens(),
         objective=objective_of(ppo, coefficients, functions),
         entropy_coef=ppo.entropy_coef,
         kl_coef=coefficients.kl_coef,
@@ -166,7 +168,7 @@ def objective_batch(batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, 
         entropies: [n] float32, of the present policy, nats.
     """
     rollout, corrected, anchor = batch.rollout, batch.corrections, batch.anchor_logprobs[tokens]
-    about = about_tokens(rollout, tokens)
+    about = {name: values[tokens] for name, values in batch.about_tokens.items()}
     return ObjectiveBatch(
         **about,
         new_logprobs=new_logprobs,

@@ -35,6 +35,10 @@ class RunCopy(Protocol):
         """Copy the final results and close the copy."""
         ...
 
+    def give_up(self) -> None:
+        """Close the copy of a run that failed before its first iteration, and removed its folder."""
+        ...
+
 
 Copy = TypeVar("Copy", bound=RunCopy)
 
@@ -44,6 +48,11 @@ class _Followed(Generic[Copy]):
 
     def __init__(self, run_dir: Path, copy: Copy) -> None:
         self.copy, self.ended, self._run_dir, self._numbers = copy, False, run_dir, RunNumbers(run_dir)
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether the run removed its folder."""
+        return not self.ended and not self._run_dir.is_dir()
 
     def catch_up(self, is_over: bool) -> None:
         """Copy the records since the last call; if the run is complete, or `is_over`, copy the final results too."""
@@ -69,7 +78,8 @@ def begun(folder: Path, is_over: IsOver) -> IsOver | None:
 def follow(folder: Path, is_over: IsOver, begin: Callable[[Path, dict[str, Any]], Copy]) -> list[Copy]:
     """Copy a run, or the runs of a grid's cells, until it is over; return the copies, none if nothing was recorded.
 
-    `begin(run folder, row of the table of cells)` begins the copy of a run; without a grid the row is empty.
+    A run that removed its folder has no copy. `begin(run folder, row of the table of cells)` begins the copy of a run;
+    without a grid the row is empty.
     """
     still = begun(folder, is_over)
     if still is None:
@@ -84,7 +94,10 @@ def follow(folder: Path, is_over: IsOver, begin: Callable[[Path, dict[str, Any]]
                 followed[number] = _Followed(run_dir, begin(run_dir, row))
             followed[number].catch_up(over)
         over = over or (not is_grid and all(run.ended for run in followed.values()))
-    return [run.copy for run in followed.values()]
+    for run in followed.values():
+        if run.is_gone:
+            run.copy.give_up()
+    return [run.copy for run in followed.values() if not run.is_gone]
 
 
 def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -109,8 +109,10 @@ def copy(folder: Path, uri: str, is_over: IsOver) -> tuple[list[str], dict[str, 
         if (folder / CELLS).exists():
             place = _copy_grid(client, folder, still)
         else:
-            (run,) = follow(folder, still, lambda run_dir, row: _RunCopy(client, run_dir))
-            place = run.place
+            copies = follow(folder, still, lambda run_dir, row: _RunCopy(client, run_dir))
+            if not copies:
+                return None
+            place = copies[0].place
         with tempfile.TemporaryDirectory() as temporary:
             page = Path(temporary) / REPORT_NAME
             if write_page(folder, page):
@@ -155,6 +157,9 @@ class _Copy:
         metrics = [Metric(s.name, s.value, _milliseconds(s.moment), s.step) for s in found]
         for start in range(0, len(metrics), METRICS_PER_CALL):
             self._client.log_batch(self.place.run_id, metrics=metrics[start : start + METRICS_PER_CALL])
+
+    def give_up(self) -> None:
+        self._client.set_terminated(self.place.run_id, "FAILED")
 
     def close(self, tags: Mapping[str, str], files: Sequence[Path], status: str, moment: float) -> None:
         self._client.log_batch(self.place.run_id, tags=[RunTag(name, value) for name, value in tags.items()])

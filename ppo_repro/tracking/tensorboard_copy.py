@@ -61,6 +61,9 @@ class _RunCopy:
         self._writer.add_text("verdicts", sentences(self._run_dir, head), walltime=end_time(self._run_dir, head))
         self._writer.close()
 
+    def give_up(self) -> None:
+        self._writer.close()
+
 
 def _writer(events: Path) -> SummaryWriter:
     """Create an event file that replaces earlier copies. Raises UserError if the file cannot be created."""

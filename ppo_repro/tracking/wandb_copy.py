@@ -128,6 +128,9 @@ class _RunCopy:
         self._keep()
         self._run.finish(exit_code=0 if head.status == "complete" else 1)
 
+    def give_up(self) -> None:
+        self._run.finish(exit_code=1)
+
     def log(self, found: Sequence[Scalar]) -> None:
         """Log a row for each iteration and each optimizer step: W&B has one history for both."""
         rows: dict[tuple[str, int], dict[str, float]] = {}

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.buffers import Rollout
 from ppo_repro.config.section import CheckedFunction
 from ppo_repro.ppo.objectives import ClipFlag, TokenLosses, probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
@@ -228,17 +227,6 @@ class Functions:
 
 
 BUILT_IN = Functions()
-
-
-def about_tokens(rollout: Rollout, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the fields of `own_batches.Tokens` for n tokens of whole responses, [n] int64 each."""
-    responses = rollout.sequence_of_token()[tokens]
-    return {
-        "responses": responses,
-        "groups": rollout.groups()[responses],
-        "positions": tokens - rollout.starts()[responses],
-        "lengths": rollout.lengths[responses],
-    }
 
 
 def load_functions(own: Mapping[str, CheckedFunction]) -> Functions:

@@ -73,6 +73,14 @@ def test_a_notebook_is_executed_and_its_outputs_are_of_its_code(name: str) -> No
     assert sources_digest(changed) != sources_digest(notebook)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_notebook_imports_from_the_package_exists(name: str) -> None:
+    lines = "".join(line for cell in code_cells(written(name)) for line in [*cell["source"], "\n"]).splitlines()
+    of_package = [line for line in lines if line.startswith(("from ppo_repro", "import ppo_repro"))]
+    assert of_package
+    exec("\n".join(of_package), {})
+
+
 def grid_of(runs: dict[tuple[float, int], Path], folder: Path) -> Path:
     """The tables that `ppo-repro grid` writes, of runs at hand by clip range and seed."""
     cells, results = [], []

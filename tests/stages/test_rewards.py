@@ -12,7 +12,6 @@ from ppo_repro.buffers import ForwardPass, Rewards, Rollout, Spans
 from ppo_repro.config.files import load_config
 from ppo_repro.stages.rewards import compute_advantages, rewards_from
 from ppo_repro.tasks.rewards import Judgement
-from ppo_repro.user.functions import about_tokens
 from tests.support.bare import bare_forward, bare_rollout
 from tests.support.paths import TINY
 
@@ -100,5 +99,5 @@ def test_advantages_by_hand(options: tuple[str, ...]) -> None:
 
 
 def test_the_tokens_of_all_responses_to_a_prompt_are_one_group() -> None:
-    about = {name: column.tolist() for name, column in about_tokens(rollout(), torch.arange(4)).items()}
+    about = {name: column.tolist() for name, column in rollout().about_tokens().items()}
     assert about == {"responses": [0, 0, 0, 1], "groups": [0] * 4, "positions": [0, 1, 2, 0], "lengths": [3, 3, 3, 1]}

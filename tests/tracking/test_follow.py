@@ -9,9 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from ppo_repro.records import manifest, reader
-from ppo_repro.tracking import following
+from ppo_repro.tracking import following, mlflow_copy
 from ppo_repro.tracking.follower import FUNCTION, Copies, Target, copy, followed
 from tests.grids.small_grids import written_grid
 from tests.support.cli import Cli
@@ -62,6 +63,22 @@ def test_a_run_that_removes_its_folder_has_no_copy(native_run: Path, tmp_path: P
         return True
 
     assert following.follow(run_dir, is_over, lambda *_: pytest.fail("a copy began")) == []
+    assert mlflow_copy.copy(run_dir, f"sqlite:///{tmp_path}/mlflow.db", lambda seconds: True) is None
+
+
+def test_the_copy_of_a_run_that_removed_its_folder_has_failed(native_run: Path, tmp_path: Path) -> None:
+    run_dir, looks = Path(shutil.copytree(native_run, tmp_path / "run")), iter([False, True])
+    cut_back(run_dir, 1, "running")
+
+    def is_over(seconds: float) -> bool:
+        if over := next(looks):
+            shutil.rmtree(run_dir)
+        return over
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    assert mlflow_copy.copy(run_dir, uri, is_over) is None
+    (found,) = MlflowClient(uri).search_runs([e.experiment_id for e in MlflowClient(uri).search_experiments()])
+    assert found.info.status == "FAILED"
 
 
 def test_a_folder_without_records_has_no_copy(follow: str, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ UNREAD = [
     ("attn_logit_softcapping", 50.0),
     ("sliding_window", 4),
     ("residual_multiplier", 0.5),
+    ("use_qk_norm", True),
     ("rope_parameters.partial_rotary_factor", 0.5),
     ("rope_parameters.attention_factor", 1.5),
 ]

@@ -129,7 +129,7 @@ def _others(config: PretrainedConfig, field: str, value: Any, default: Any) -> l
 
 def _is_off(value: object) -> bool:
     """Return whether a value of a field turns an option off."""
-    return value in (None, False, 0, 1, "default")
+    return not value if isinstance(value, bool) else value in (None, 0, 1, "default")
 
 
 @dataclass(frozen=True)

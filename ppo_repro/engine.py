@@ -20,20 +20,17 @@ class TooLongError(UserError):
 class Sampling:
     """The distribution to sample from: softmax(logits / temperature), cut by top-k and top-p, renormalised.
 
-    `temperature` is above 0; `top_k` keeps the k likeliest tokens, 0 keeps all; `top_p` in (0, 1] keeps the likeliest
-    tokens that together reach that mass. `max_response_tokens` counts the end token. `greedy` takes the likeliest
-    token, whose log-prob in nats still follows from the other fields. The code that uses a value refuses it if it is
-    out of range.
+    The code that uses a value refuses it if it is out of range.
 
     Source: Fan et al., 2018, https://arxiv.org/abs/1805.04833 (top-k); Holtzman et al., 2020,
     https://arxiv.org/abs/1904.09751 (top-p).
     """
 
-    temperature: float = 1.0
-    top_k: int = 0  # 0 keeps all
-    top_p: float = 1.0  # 1 keeps all
-    max_response_tokens: int = 64
-    greedy: bool = False  # take the likeliest token; its log-prob still follows from the other fields
+    temperature: float = 1.0  # above 0
+    top_k: int = 0  # keeps the k likeliest tokens; 0 keeps all
+    top_p: float = 1.0  # keeps the likeliest tokens that together reach this mass; 1 keeps all
+    max_response_tokens: int = 64  # the end token included
+    greedy: bool = False  # takes the likeliest token; its log-prob still follows from the other fields
     routes: bool = False  # whether to return the routes through a mixture of experts; changes no token
 
     @property

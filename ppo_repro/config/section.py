@@ -18,9 +18,9 @@ from ppo_repro.base.mode import Mode
 
 MAX_COUNT = 2**31 - 1  # of anything that is counted
 MAX_FLOAT = 1e30  # of numbers that meet others in float32
-# in every digest of a configuration, which leaves defaults out: add 1 where a default gets another value or meaning, so
-# that no run gets the name of a run of the old default. A new field needs no new number if its default does what the
-# package did before
+# A digest of a configuration leaves defaults out, and has this number. If a default gets another value or meaning, add
+# 1: otherwise a run with the new default would get the name of a run with the old one. A new field needs no new number
+# if its default does what the package did before.
 DEFAULTS = 1
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]

@@ -44,7 +44,7 @@ class Kernels:
         self._functions = functions
         self._failure = functions.last_failure()
         self.turn = threading.RLock()  # reentrant: a finalizer may run between the lines of a call
-        # of the pool, the caller included. The process owns it, as it owns the library: only `set_threads` changes it
+        # threads that compute, the caller included; one number for the process, which only `set_threads` changes
         self.threads = 1
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -16,10 +17,17 @@ from ppo_repro.statistics.bits import has_steps
 from ppo_repro.statistics.kl import k1, k3
 
 NO_TOKEN = "there is no token to compare; give a run or a file with responses"
-Metric = tuple[str, str, float, float]  # the first four of UPDATE_COLUMNS
-UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
 # token means with a standard error clustered by response
 TOKEN_MEANS = ("frac_bitwise_equal", "abs_mean", "prob_abs_mean", "k1", "k3", "kl_pg_nonneg", "tv", "rho_mean")
+
+
+class Estimate(NamedTuple):
+    """A metric by one reduction: a row of `update_table`."""
+
+    metric: str
+    reduction: str
+    value: float
+    se: float = math.nan  # NaN: the reduction has none
 
 
 @dataclass(frozen=True)
@@ -123,23 +131,23 @@ def update_table(sums: Sums) -> pd.DataFrame:
     some = sums.sequences[sums.sequences["finite"] > 0]
     whole = sums.sequences[sums.sequences["finite"] == sums.sequences["length"]]
     rows = [*_means_over_tokens(some), *_of_tokens(sums, some), *_of_responses(whole), *_counts(sums)]
-    table = pd.DataFrame(rows, columns=UPDATE_COLUMNS[:4])
+    table = pd.DataFrame(rows, columns=Estimate._fields)
     table["tokens"] = int(some["finite"].sum())
     table["sequences"] = np.where(table["reduction"].isin(["seq_mean", "seq"]), len(whole), len(some))
     return table
 
 
-def _means_over_tokens(some: pd.DataFrame) -> list[Metric]:
+def _means_over_tokens(some: pd.DataFrame) -> list[Estimate]:
     """Return the metrics that have a standard error clustered by response, from the rows with a finite token."""
-    n, rows = some["finite"].to_numpy(), list[Metric]()
+    n, rows = some["finite"].to_numpy(), list[Estimate]()
     for metric in TOKEN_MEANS:
         values = some["x" if metric == "rho_mean" else metric].to_numpy()
         value, se = clusters.ratio_of_sums(values, n)
-        rows.append((metric, "token_mean", 1.0 + value if metric == "rho_mean" else value, se))
-    return [*rows, ("k3", "seq_mean_token_sum", *clusters.mean(some["k3"].to_numpy()))]
+        rows.append(Estimate(metric, "token_mean", 1.0 + value if metric == "rho_mean" else value, se))
+    return [*rows, Estimate("k3", "seq_mean_token_sum", *clusters.mean(some["k3"].to_numpy()))]
 
 
-def _of_tokens(sums: Sums, some: pd.DataFrame) -> list[Metric]:
+def _of_tokens(sums: Sums, some: pd.DataFrame) -> list[Estimate]:
     """Return effective sample size, extremes and quantiles of tokens."""
     seq, n = sums.sequences, some["finite"].to_numpy()
     _, ess = weight_moments(*(clusters.ratio_of_sums(some[name].to_numpy(), n) for name in ("x", "x_sq")))
@@ -152,27 +160,27 @@ def _of_tokens(sums: Sums, some: pd.DataFrame) -> list[Metric]:
         "abs_p99": min(clusters.quantile(sums.abs_counts, 0.99), largest["abs"]),
         "ulp_p99": float(np.floor(clusters.quantile(sums.ulp_counts, 0.99))),
     }  # fmt: skip
-    return [(metric, "token", value, math.nan) for metric, value in values.items()]
+    return [Estimate(metric, "token", value) for metric, value in values.items()]
 
 
-def _of_responses(whole: pd.DataFrame) -> list[Metric]:
+def _of_responses(whole: pd.DataFrame) -> list[Estimate]:
     """Return the metrics of whole responses, from the rows without a token that is not finite."""
     log_rho = -whole["k1"].to_numpy()
     with np.errstate(over="ignore"):
         x = np.expm1(log_rho)
         chi2, ess = weight_moments(clusters.mean(x), clusters.mean(x**2))
     return [
-        ("log_ppl_abs_diff", "seq_mean", *clusters.mean(np.abs(log_rho) / whole["length"])),
-        ("chi2_seq", "seq", chi2, math.nan),
-        ("ess_seq", "seq", ess, math.nan),
-        ("frac_diverged", "seq", clusters.mean(whole["diverged"].to_numpy(float)).value, math.nan),
+        Estimate("log_ppl_abs_diff", "seq_mean", *clusters.mean(np.abs(log_rho) / whole["length"])),
+        Estimate("chi2_seq", "seq", chi2),
+        Estimate("ess_seq", "seq", ess),
+        Estimate("frac_diverged", "seq", clusters.mean(whole["diverged"].to_numpy(float)).value),
     ]
 
 
-def _counts(sums: Sums) -> list[Metric]:
+def _counts(sums: Sums) -> list[Estimate]:
     length, finite = sums.sequences["length"].sum(), sums.sequences["finite"].sum()
     counts = {"n_tokens": length, "n_masked": sums.masked, "n_nonfinite": length - finite}
-    return [(metric, "count", float(count), math.nan) for metric, count in counts.items()]
+    return [Estimate(metric, "count", float(count)) for metric, count in counts.items()]
 
 
 def _largest(values: pd.Series) -> float:

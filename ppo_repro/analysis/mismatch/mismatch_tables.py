@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -24,32 +25,41 @@ from ppo_repro.base.output import Parser, tell
 from ppo_repro.testing.dumps import FORMATS
 from ppo_repro.testing.pairs import with_mismatch
 
-# metric, reduction, ideal value, meaning
+
+class Shown(NamedTuple):
+    """A row of the summary."""
+
+    metric: str
+    reduction: str
+    ideal: float | None
+    meaning: str = ""
+
+
 IMPORTANT = (
-    ("n_tokens", "count", None, "tokens compared"),
-    ("n_masked", "count", None, "tokens that a mask removed"),
-    ("n_nonfinite", "count", 0.0, "tokens with an infinite or NaN log-prob, left out below"),
-    ("frac_bitwise_equal", "token_mean", 1.0, "log-probs equal in every bit"),
-    ("frac_diverged", "seq", 0.0, "responses with an unequal token"),
-    ("ulp_p99", "token", 0.0, "float32 steps between the two, where |log-prob| > 0.01"),
-    ("ulp_max", "token", 0.0, ""),
-    ("abs_mean", "token_mean", 0.0, "|delta|, nats; delta = b - a"),
-    ("abs_p99", "token", 0.0, ""),
-    ("abs_max", "token", 0.0, ""),
-    ("prob_abs_mean", "token_mean", 0.0, "difference of probabilities"),
-    ("prob_abs_max", "token", 0.0, ""),
-    ("k1", "token_mean", 0.0, "KL(a || b), nats per token, signed estimator"),
-    ("k3", "token_mean", 0.0, "KL(a || b), nats per token, never negative"),
-    ("k3", "seq_mean_token_sum", 0.0, "KL(a || b), nats per response"),
-    ("kl_pg_nonneg", "token_mean", 0.0, "KL(b || a), nats per token"),
-    ("tv", "token_mean", 0.0, "total variation"),
-    ("rho_mean", "token_mean", 1.0, "mean of rho = exp(delta)"),
-    ("rho_min", "token", 1.0, ""),
-    ("rho_max", "token", 1.0, ""),
-    ("ess_frac", "token", 1.0, "effective sample size of the weights rho, share of tokens"),
-    ("ess_seq", "seq", 1.0, "the same of products over responses, share of responses"),
-    ("chi2_seq", "seq", 0.0, "chi-squared of products over responses"),
-    ("log_ppl_abs_diff", "seq_mean", 0.0, "|log perplexity difference| of a response"),
+    Shown("n_tokens", "count", None, "tokens compared"),
+    Shown("n_masked", "count", None, "tokens that a mask removed"),
+    Shown("n_nonfinite", "count", 0.0, "tokens with an infinite or NaN log-prob, left out below"),
+    Shown("frac_bitwise_equal", "token_mean", 1.0, "log-probs equal in every bit"),
+    Shown("frac_diverged", "seq", 0.0, "responses with an unequal token"),
+    Shown("ulp_p99", "token", 0.0, "float32 steps between the two, where |log-prob| > 0.01"),
+    Shown("ulp_max", "token", 0.0),
+    Shown("abs_mean", "token_mean", 0.0, "|delta|, nats; delta = b - a"),
+    Shown("abs_p99", "token", 0.0),
+    Shown("abs_max", "token", 0.0),
+    Shown("prob_abs_mean", "token_mean", 0.0, "difference of probabilities"),
+    Shown("prob_abs_max", "token", 0.0),
+    Shown("k1", "token_mean", 0.0, "KL(a || b), nats per token, signed estimator"),
+    Shown("k3", "token_mean", 0.0, "KL(a || b), nats per token, never negative"),
+    Shown("k3", "seq_mean_token_sum", 0.0, "KL(a || b), nats per response"),
+    Shown("kl_pg_nonneg", "token_mean", 0.0, "KL(b || a), nats per token"),
+    Shown("tv", "token_mean", 0.0, "total variation"),
+    Shown("rho_mean", "token_mean", 1.0, "mean of rho = exp(delta)"),
+    Shown("rho_min", "token", 1.0),
+    Shown("rho_max", "token", 1.0),
+    Shown("ess_frac", "token", 1.0, "effective sample size of the weights rho, share of tokens"),
+    Shown("ess_seq", "seq", 1.0, "the same of products over responses, share of responses"),
+    Shown("chi2_seq", "seq", 0.0, "chi-squared of products over responses"),
+    Shown("log_ppl_abs_diff", "seq_mean", 0.0, "|log perplexity difference| of a response"),
 )
 
 
@@ -96,8 +106,8 @@ def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
     parts = [sums_of(with_mismatch(chunk), masked_tokens(chunk)) for chunk in pairs]
     metrics = update_table(merged(parts)).set_index(["metric", "reduction"])
     rows = [
-        (metric, reduction, *metrics.loc[(metric, reduction), ["value", "se"]], ideal, meaning)
-        for metric, reduction, ideal, meaning in IMPORTANT
+        (row.metric, row.reduction, *metrics.loc[(row.metric, row.reduction), ["value", "se"]], row.ideal, row.meaning)
+        for row in IMPORTANT
     ]
     table = pd.DataFrame(rows, columns=["metric", "reduction", "value", "se", "ideal", "meaning"])
     return table.astype({"value": "float64", "se": "float64", "ideal": "float64"})

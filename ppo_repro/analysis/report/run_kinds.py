@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from ppo_repro.config.run import RunConfig
@@ -27,6 +27,7 @@ class Metric:
     title: str
     unit: str
     caption: str
+    _: KW_ONLY
     band: str = ""  # what lines and bands are on the page of one run
     possible: Range | None = ANY  # None: the range of scores
     twin: str = ""  # another metric; if the two are equal, this one has no figure
@@ -79,19 +80,20 @@ _EXPLAINED_VARIANCE = Metric(
 _LOSSES = (
     Metric(
         "policy_loss", "steps", "Loss of the policy", "loss",
-        "All terms. It is near 0: no measure of progress", _STEPS,
+        "All terms. It is near 0: no measure of progress", band=_STEPS,
     ),
     Metric(
-        "value_loss", "steps", "Loss of the value model", "loss", "Half the squared error of the values", _STEPS,
-        POSITIVE,
+        "value_loss", "steps", "Loss of the value model", "loss", "Half the squared error of the values", band=_STEPS,
+        possible=POSITIVE,
     ),
     Metric(
         "approx_kl", "steps", "Step size, KL(anchor || new)", "nats",
-        "How far the policy has moved from the one that sampled, by k3", _STEPS, POSITIVE,
+        "How far the policy has moved from the one that sampled, by k3", band=_STEPS, possible=POSITIVE,
     ),
     Metric(
-        "clip_fraction", "steps", "Clip fraction", "share", "Tokens whose policy gradient the clip removed", _STEPS,
-        SHARE,
+        "clip_fraction", "steps", "Clip fraction", "share", "Tokens whose policy gradient the clip removed",
+        band=_STEPS,
+        possible=SHARE,
     ),
 )  # fmt: skip
 _LEARNING_RATE = Metric(
@@ -100,42 +102,50 @@ _LEARNING_RATE = Metric(
 )  # fmt: skip
 DRAWS = Metric(
     "excess", "samples", "Draws", "nats",
-    "Mean of log p(token) + entropy: 0 for tokens drawn from p, above 0 if likely tokens are preferred", _ERROR,
+    "Mean of log p(token) + entropy: 0 for tokens drawn from p, above 0 if likely tokens are preferred", band=_ERROR,
 )  # fmt: skip
 # a metric that a run does not have is left out
 LEARNING = (
-    Metric("score", "samples", "Score", "score", "Mean score of the sampled responses", _ERROR, None),
+    Metric("score", "samples", "Score", "score", "Mean score of the sampled responses", band=_ERROR, possible=None),
     Metric(
-        "accuracy", "samples", "Accuracy, sampled", "share", "Share of correct sampled responses", _ERROR, SHARE,
+        "accuracy", "samples", "Accuracy, sampled", "share", "Share of correct sampled responses",
+        band=_ERROR, possible=SHARE,
         twin="score",
     ),
     Metric(
-        "eval_accuracy", "iterations", "Accuracy, held out", "share", "Greedy, before the update", _AT_THE_END, SHARE,
+        "eval_accuracy", "iterations", "Accuracy, held out", "share", "Greedy, before the update",
+        band=_AT_THE_END, possible=SHARE,
         twin="eval_score",
     ),
     Metric(
-        "eval_score", "iterations", "Score, held out", "score", "Greedy, before the update", _AT_THE_END, None,
+        "eval_score", "iterations", "Score, held out", "score", "Greedy, before the update",
+        band=_AT_THE_END, possible=None,
     ),
     Metric(
         "ref_kl_per_sequence", "samples", "KL to the reference", "nats per response",
-        "KL(policy || reference), exact over the vocabulary, mean over the responses", _ERROR, POSITIVE,
+        "KL(policy || reference), exact over the vocabulary, mean over the responses", band=_ERROR, possible=POSITIVE,
     ),
     Metric(
         "entropy", "samples", "Entropy", "nats", "Entropy of the policy before the update, mean over all tokens",
         possible=POSITIVE,
     ),
-    Metric("response_length", "samples", "Response length", "tokens", "Mean over the responses", _ERROR, POSITIVE),
+    Metric(
+        "response_length", "samples", "Response length", "tokens", "Mean over the responses",
+        band=_ERROR, possible=POSITIVE,
+    ),
     _EXPLAINED_VARIANCE,
 )  # fmt: skip
 OPTIMISATION = (
     *_LOSSES,
     Metric(
-        "grad_norm", "steps", "Gradient norm", "norm", "Global norm of the policy's gradient before clipping", _STEPS,
-        POSITIVE,
+        "grad_norm", "steps", "Gradient norm", "norm", "Global norm of the policy's gradient before clipping",
+        band=_STEPS,
+        possible=POSITIVE,
     ),
     Metric(
-        "value_grad_norm", "steps", "Gradient norm, value model", "norm", "Its global norm before clipping", _STEPS,
-        POSITIVE,
+        "value_grad_norm", "steps", "Gradient norm, value model", "norm", "Its global norm before clipping",
+        band=_STEPS,
+        possible=POSITIVE,
     ),
     _LEARNING_RATE,
     Metric(
@@ -154,11 +164,11 @@ OPTIMISATION = (
 CONTROL_LEARNING = (
     Metric(
         "episode_return", "samples", "Return of training episodes", "return",
-        "Mean return of the episodes that ended in the iteration", _ERROR,
+        "Mean return of the episodes that ended in the iteration", band=_ERROR,
     ),
     Metric(
         "eval_return", "iterations", "Return, likeliest actions", "return",
-        "Mean return of whole episodes before the update", _AT_THE_END,
+        "Mean return of whole episodes before the update", band=_AT_THE_END,
     ),
     Metric(
         "entropy", "iterations", "Entropy", "nats", "Entropy of the policy before the update, mean over all steps",
@@ -170,7 +180,7 @@ CONTROL_OPTIMISATION = (
     *_LOSSES,
     Metric(
         "joint_grad_norm", "steps", "Gradient norm", "norm", "Global norm over actor and critic before clipping",
-        _STEPS, POSITIVE,
+        band=_STEPS, possible=POSITIVE,
     ),
     _LEARNING_RATE,
     Metric(
@@ -190,8 +200,10 @@ DPO_LEARNING = (
     ),
 )  # fmt: skip
 DPO_OPTIMISATION = (
-    Metric("loss", "steps", "Loss", "nats", "DPO loss of a minibatch's pairs", _STEPS, POSITIVE),
-    Metric("grad_norm", "steps", "Gradient norm", "norm", "Global norm before clipping", _STEPS, POSITIVE),
+    Metric("loss", "steps", "Loss", "nats", "DPO loss of a minibatch's pairs", band=_STEPS, possible=POSITIVE),
+    Metric(
+        "grad_norm", "steps", "Gradient norm", "norm", "Global norm before clipping", band=_STEPS, possible=POSITIVE
+    ),
 )
 DPO_STEPS = (
     Metric(

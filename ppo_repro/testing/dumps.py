@@ -7,7 +7,8 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from itertools import chain, groupby
 from pathlib import Path
@@ -120,9 +121,15 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
     `names` is a `Names`, a format of FORMATS, or None to recognise the format by the columns. Raises UserError, which
     names the row.
     """
-    where = str(source) if isinstance(source, Path | str) else "the frame"
-    rows: Iterator[Any]  # of a frame the columns need not be texts
-    rows = _file_rows(Path(source), names) if isinstance(source, Path | str) else iter(source.to_dict("records"))
+    if isinstance(source, Path | str):
+        with closing(_file_rows(Path(source), names)) as rows:  # a wrong row closes the file at once
+            yield from _responses(str(source), rows, names)
+    else:
+        yield from _responses("the frame", iter(source.to_dict("records")), names)
+
+
+def _responses(where: str, rows: Iterator[Any], names: Names | str | None) -> Iterator[DumpedResponse]:
+    """Yield the responses of rows; the columns of a frame need not be texts."""
     first = next(rows, None)
     if first is None:
         return
@@ -305,7 +312,7 @@ def _iteration(where: str, names: Names, row: DumpRow) -> int:
     return int(value)
 
 
-def _file_rows(path: Path, names: Names | str | None) -> Iterator[DumpRow]:
+def _file_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, None, None]:
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: must be a {', a '.join(SUFFIXES)} file")
     if path.suffix == ".jsonl":
@@ -313,7 +320,7 @@ def _file_rows(path: Path, names: Names | str | None) -> Iterator[DumpRow]:
     return _parquet_rows(path) if path.suffix == ".parquet" else _tensor_rows(path, names)
 
 
-def _parquet_rows(path: Path) -> Iterator[DumpRow]:
+def _parquet_rows(path: Path) -> Generator[DumpRow, None, None]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -326,7 +333,7 @@ def _parquet_rows(path: Path) -> Iterator[DumpRow]:
         raise UserError(f"{path}: cannot be read ({reason}); give a whole Parquet file") from error
 
 
-def _tensor_rows(path: Path, names: Names | str | None) -> Iterator[DumpRow]:
+def _tensor_rows(path: Path, names: Names | str | None) -> Generator[DumpRow, None, None]:
     import torch
 
     try:

@@ -107,6 +107,14 @@ def test_what_is_wrong_is_named_with_its_row(row: dict[str, Any], message: str, 
     assert "\n" not in str(refused.value)
 
 
+def test_a_wrong_row_leaves_no_open_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "dump.jsonl", [ROWS["verl"], changed(rollout_log_probs=None)])
+    with pytest.raises(UserError) as refused:
+        read(path, "verl")
+    assert refused.value  # which holds the frames that read
+    assert path not in [descriptor.resolve() for descriptor in Path("/proc/self/fd").iterdir()]
+
+
 def test_rows_of_tokens_say_to_which_response_a_token_belongs(tmp_path: Path) -> None:
     tokens = [{"sequence": s, "token_id": 7, "rollout_logprobs": -1.0, "old_logprobs": -1.0} for s in (0, 0, 1)]
     assert [len(r.response_ids) for r in read(write(tmp_path / "a.jsonl", tokens), "ppo_repro")] == [2, 1]

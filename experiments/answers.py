@@ -19,9 +19,9 @@ import pandas as pd
 
 from ppo_repro.analysis import figures
 from ppo_repro.analysis.csv_text import csv_text
-from ppo_repro.analysis.grids.grid_outcomes import LAST, complete_cells, end_measures, mismatch
-from ppo_repro.analysis.grids.grid_table import comparisons, markdown
-from ppo_repro.analysis.stats.significance import detectable, one_sample, t_interval, tost, with_interval
+from ppo_repro.analysis.grid_outcomes import LAST, complete_cells, end_measures, mismatch
+from ppo_repro.analysis.grid_table import comparisons, markdown
+from ppo_repro.analysis.significance import detectable, one_sample, t_interval, tost, with_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.output import Parser, tell

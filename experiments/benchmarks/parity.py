@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import ppo_repro
 from experiments.benchmarks.workload import PROMPT, RESPONSE, set_random_weights
-from ppo_repro.analysis.mismatch.parity import parity
+from ppo_repro.analysis.parity import parity
 from ppo_repro.base.mode import MODES, Mode
 
 CONFIG = Path(__file__).with_name("ppo_step.yaml")

@@ -12,7 +12,7 @@ import pandas as pd
 
 from experiments.answers import outcome, settings_study
 from ppo_repro.analysis import figures
-from ppo_repro.analysis.grids.grid_outcomes import clip_shares
+from ppo_repro.analysis.grid_outcomes import clip_shares
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,8 @@ import pandas as pd
 
 from experiments.answers import Columns, outcome, settings_table, study
 from ppo_repro.analysis import figures
-from ppo_repro.analysis.tokenization.recorded_tokenizer import recorded_tokenizer
-from ppo_repro.analysis.tokenization.tokenization_tables import run_drift
+from ppo_repro.analysis.recorded_tokenizer import recorded_tokenizer
+from ppo_repro.analysis.tokenization import run_drift
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:

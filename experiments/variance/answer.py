@@ -10,7 +10,7 @@ import pandas as pd
 from scipy import stats
 
 from experiments.answers import TITLES, interval, settings_figure, study
-from ppo_repro.analysis.stats.significance import with_interval
+from ppo_repro.analysis.significance import with_interval
 
 
 def numerics_part(values: npt.NDArray[np.float64]) -> tuple[float, float, float]:

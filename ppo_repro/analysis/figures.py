@@ -26,10 +26,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ppo_repro.analysis.grids.grid_outcomes import MEASURES, outcomes
-from ppo_repro.analysis.grids.grid_table import comparisons, rank_correlation
-from ppo_repro.analysis.pairs.run_pairs import deltas, own_iterations
-from ppo_repro.analysis.stats.significance import one_sample, t_interval
+from ppo_repro.analysis.grid_outcomes import MEASURES, outcomes
+from ppo_repro.analysis.grid_table import comparisons, rank_correlation
+from ppo_repro.analysis.pairs import deltas, own_iterations
+from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.latest import run_named

@@ -8,11 +8,11 @@ from ppo_repro.base.analyses import analysis
 
 # the module of each analysis, and what it answers
 ANALYSES = {
-    "mismatch": ("mismatch.mismatch_tables", "how far apart are the log-probs of sampler and trainer?"),
-    "clipping": ("clipping.clip_tables", "how many tokens did the clip change?"),
-    "tokenization": ("tokenization.tokenization_tables", "how large is the KL per token, word and response?"),
-    "compare": ("compare.compare_runs", "do two runs differ?"),
-    "table": ("grids.grid_table", "how do the settings of a grid differ?"),
+    "mismatch": ("mismatch", "how far apart are the log-probs of sampler and trainer?"),
+    "clipping": ("clipping", "how many tokens did the clip change?"),
+    "tokenization": ("tokenization", "how large is the KL per token, word and response?"),
+    "compare": ("compare", "do two runs differ?"),
+    "table": ("grid_table", "how do the settings of a grid differ?"),
     "figure": ("figures", "draws a figure of runs or of a grid"),
 }
 

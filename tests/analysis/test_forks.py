@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppo_repro.analysis import grid_outcomes
 from ppo_repro.analysis.figures import mismatch, new_axes
-from ppo_repro.analysis.grids import grid_outcomes
-from ppo_repro.analysis.pairs.run_evidence import run_evidence
+from ppo_repro.analysis.pairs import run_evidence
 from ppo_repro.analysis.report import build
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader

@@ -11,15 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.analysis.clipping.update_rows import load_iterations
-from ppo_repro.analysis.grids.grid_outcomes import clip_shares, mismatch
-from ppo_repro.analysis.mismatch.parity import parity
-from ppo_repro.analysis.pairs.lag_turn_route import LAG_TURN_ROUTE, routes_of, turns_of, with_lag_turn_route
-from ppo_repro.analysis.pairs.run_evidence import run_evidence
-from ppo_repro.analysis.pairs.run_pairs import OPTIONAL, run_pairs
+from ppo_repro.analysis.grid_outcomes import clip_shares, mismatch
+from ppo_repro.analysis.pairs import (
+    LAG,
+    OPTIONAL,
+    ROUTE,
+    TURN,
+    routes_of,
+    run_evidence,
+    run_pairs,
+    turns_of,
+    with_lag_turn_route,
+)
+from ppo_repro.analysis.parity import parity
+from ppo_repro.analysis.report.run_curves import summary_tables
 from ppo_repro.analysis.report.run_facts import read_facts
-from ppo_repro.analysis.report.run_scan import scan_run, summary_tables
-from ppo_repro.analysis.tokenization.tokenization_tables import run_summary
+from ppo_repro.analysis.report.run_scan import scan_run
+from ppo_repro.analysis.tokenization import run_summary
+from ppo_repro.analysis.update_rows import load_iterations
 from ppo_repro.records import manifest, reader
 from ppo_repro.testing.pairs import KEY, PAIR
 from tests.support.synthetic_run import bits
@@ -93,4 +102,4 @@ def test_lags_turns_and_routes_by_hand() -> None:
         {"sequence": [0, 1], "rollout_policy_versions": [[0, 1, 2], [2]], "is_forced": [[0, 0, 1, 0], [0]]}
     )
     found = with_lag_turn_route(tokens, sequences)
-    assert found[list(LAG_TURN_ROUTE)].to_numpy().T.tolist() == [[2, 1, 0, 0], [0, 0, 1, 0], [0, 2, 1, 0]]
+    assert found[[LAG, TURN, ROUTE]].to_numpy().T.tolist() == [[2, 1, 0, 0], [0, 0, 1, 0], [0, 2, 1, 0]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppo_repro.analysis.pairs.dump_pairs import imported_pairs, iteration_of, masked_tokens
+from ppo_repro.analysis.pairs import imported_pairs, iteration_of, masked_tokens
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing import Names
 from ppo_repro.testing.pairs import PAIR

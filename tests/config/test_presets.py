@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.analysis.mismatch.parity import parity
+from ppo_repro.analysis.parity import parity
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from tests.support.language import run

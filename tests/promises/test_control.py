@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from ppo_repro.analysis.mismatch.parity import parity
+from ppo_repro.analysis.parity import parity
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.control import loop

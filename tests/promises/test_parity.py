@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.mismatch.mismatch_tables import measure, tables
-from ppo_repro.analysis.mismatch.parity import parity
-from ppo_repro.analysis.pairs.run_pairs import run_pairs
+from ppo_repro.analysis.mismatch import measure, tables
+from ppo_repro.analysis.pairs import run_pairs
+from ppo_repro.analysis.parity import parity
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
 from ppo_repro.testing.pairs import KEY

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.analysis.mismatch.parity import parity
+from ppo_repro.analysis.parity import parity
 from tests.support.language import small_run
 
 NO_LEARNING = "ppo.learning_rate=0", "value.learning_rate=0"

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from ppo_repro.analysis.mismatch.parity import parity
+from ppo_repro.analysis.parity import parity
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import read_tree, validated

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ppo_repro.analysis.pairs.run_evidence import run_evidence
+from ppo_repro.analysis.pairs import run_evidence
 from ppo_repro.base.seeding import words
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config

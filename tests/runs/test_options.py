@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.analysis.mismatch.parity import parity
+from ppo_repro.analysis.parity import parity
 from ppo_repro.records import reader
 from tests.support.language import tiny_run
 from tests.support.recipes import OTHER_LAYOUT, RECIPES

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_repro.analysis.mismatch.parity import parity
+from ppo_repro.analysis.parity import parity
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import in_dtype
 from ppo_repro.records import manifest, reader

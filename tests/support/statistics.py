@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppo_repro.analysis.stats.significance import Floats
+from ppo_repro.analysis.significance import Floats
 
 
 def rng(seed: int = 0) -> np.random.Generator:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.html.token_section import REASONS
-from ppo_repro.analysis.pairs.run_pairs import deltas
+from ppo_repro.analysis.pairs import deltas
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 

@@ -1,23 +1,20 @@
-"""Compute and draw curves over the iterations, of one run or over seeds, with their intervals."""
+"""Draw curves over the iterations, of one run or over seeds, with their intervals."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
+from ppo_repro.analysis.clusters import Floats
 from ppo_repro.analysis.html.charts import Line, Rule, axis_for, legend, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
 from ppo_repro.analysis.report.run_facts import Facts
 from ppo_repro.analysis.report.run_kinds import Metric, Range
-from ppo_repro.analysis.stats import clusters
-from ppo_repro.analysis.stats.clusters import Floats
-from ppo_repro.analysis.stats.significance import one_sample, t_interval
-from ppo_repro.statistics.draws import Draws
+from ppo_repro.analysis.significance import one_sample, t_interval
 
 
 @dataclass(frozen=True)
@@ -34,68 +31,7 @@ class Curve:
     tooltip: str = ""
 
 
-Rows = list[dict[str, float | str]]  # iteration, metric, value, low, high
 MANY_SEEDS = 5  # charts show fewer seeds one by one
-
-
-def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws) -> Rows:
-    """Return the metrics of the sampled responses of one iteration, as rows iteration, metric, value, low, high.
-
-    `drawn` has the draws of its tokens.
-    """
-    owner = tokens["sequence"].to_numpy(np.int64)
-    lengths = sequences["response_length"].to_numpy(np.float64)
-
-    def per_sequence(name: str) -> Floats:
-        return np.asarray(np.bincount(owner, tokens[name].to_numpy(np.float64), len(sequences)), dtype=np.float64)
-
-    estimates = {
-        "score": clusters.mean(sequences["scores"].to_numpy(np.float64)),
-        "accuracy": clusters.mean(sequences["is_correct"].to_numpy(np.float64)),
-        "ref_kl_per_sequence": clusters.mean(per_sequence("ref_kl")),
-        "entropy": clusters.ratio_of_sums(per_sequence("entropies"), lengths),
-        "response_length": clusters.mean(lengths),
-        "excess": (drawn.mean, drawn.error),
-    }
-    return [_row(iteration, name, estimate) for name, estimate in estimates.items()]
-
-
-def recorded_rows(
-    iterations: pd.DataFrame,
-    steps: pd.DataFrame,
-    final: Mapping[str, float | int | str],
-    metrics: Sequence[Metric],
-) -> pd.DataFrame:
-    """Return the metrics of the tables `iterations` and `steps`, as rows iteration, metric, value, low, high.
-
-    Args:
-        iterations: the table `iterations`; low and high of its metrics are NaN.
-        steps: the table `steps`; low and high are the smallest and largest step of the iteration.
-        final: the final results; a metric of `iterations` in them has a point after the last iteration.
-        metrics: metrics of any source.
-    """
-    tables = []
-    for name in (metric.key for metric in metrics if metric.source == "iterations"):
-        rows = iterations.loc[iterations[name].notna(), ["iteration", name]].rename(columns={name: "value"})
-        if name in final and not math.isnan(float(final[name])):
-            rows.loc[len(iterations)] = [len(iterations), float(final[name])]
-        tables.append(rows.assign(metric=name, low=np.nan, high=np.nan))
-    for name in (metric.key for metric in metrics if metric.source == "steps"):
-        grouped = steps.groupby("iteration", as_index=False)[name].agg(value="mean", low="min", high="max")
-        tables.append(grouped[grouped["value"].notna()].assign(metric=name))
-    filled = [table for table in tables if len(table)]
-    columns = ["iteration", "metric", "value", "low", "high"]
-    return pd.concat(filled, ignore_index=True)[columns] if filled else pd.DataFrame(columns=columns)
-
-
-def return_rows(iteration: int, returns: Floats) -> Rows:
-    """Return the mean return of the episodes that ended in an iteration, if any, as rows of `sampled_rows`."""
-    return [_row(iteration, "episode_return", clusters.mean(returns))] if len(returns) else []
-
-
-def _row(iteration: int, metric: str, estimate: tuple[float, float]) -> dict[str, float | str]:
-    mean, error = estimate
-    return {"iteration": iteration, "metric": metric, "value": mean, "low": mean - error, "high": mean + error}
 
 
 def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Metric], score: Range) -> pd.DataFrame:

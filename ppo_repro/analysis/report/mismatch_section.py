@@ -12,10 +12,9 @@ import pandas as pd
 from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section, Verdict
-from ppo_repro.analysis.mismatch.mismatch_buckets import bucket_table
-from ppo_repro.analysis.mismatch.mismatch_tables import Measured, measure, tables
-from ppo_repro.analysis.pairs.lag_turn_route import LAG, ROUTE, ROUTES, TURN
-from ppo_repro.analysis.pairs.run_evidence import run_evidence
+from ppo_repro.analysis.mismatch import Measured, measure, tables
+from ppo_repro.analysis.mismatch_buckets import bucket_table
+from ppo_repro.analysis.pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
 from ppo_repro.analysis.report.run_facts import Facts
 from ppo_repro.analysis.report.run_scan import DELTA_EDGES, Counts
 from ppo_repro.testing.diagnosis import diagnose_sums

@@ -13,10 +13,10 @@ from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, f
 from ppo_repro.analysis.report import run_verdicts
 from ppo_repro.analysis.report.curves import Curve, curve_sections, informative, main_chart
 from ppo_repro.analysis.report.held_out import card, evaluations, shortened
+from ppo_repro.analysis.report.run_curves import OneRun, read_run
 from ppo_repro.analysis.report.run_facts import Facts, repeating
 from ppo_repro.analysis.report.run_page import first_and_last
-from ppo_repro.analysis.report.run_scan import OneRun, read_run
-from ppo_repro.analysis.terms import terms
+from ppo_repro.analysis.report.terms import terms
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.changes import shown
 from ppo_repro.records.diff import RUN, first_difference, setup_changes

@@ -16,10 +16,11 @@ from ppo_repro.analysis.report.curves import Curve
 from ppo_repro.analysis.report.distributions import change_figures
 from ppo_repro.analysis.report.held_out import samples_section
 from ppo_repro.analysis.report.mismatch_section import cause_of, mismatch_section
+from ppo_repro.analysis.report.run_curves import summary_tables
 from ppo_repro.analysis.report.run_facts import Facts, repeating
 from ppo_repro.analysis.report.run_kinds import Metric
-from ppo_repro.analysis.report.run_scan import scan_run, summary_tables
-from ppo_repro.analysis.terms import terms
+from ppo_repro.analysis.report.run_scan import scan_run
+from ppo_repro.analysis.report.terms import terms
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.records.notes import by_phase, phases_of
 

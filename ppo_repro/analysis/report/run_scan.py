@@ -8,22 +8,26 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.clipping.clip_flags import recorded_clipped
-from ppo_repro.analysis.mismatch import parity
-from ppo_repro.analysis.mismatch.parity import Parity, parity_of
-from ppo_repro.analysis.pairs.run_pairs import deltas
-from ppo_repro.analysis.report import curves
-from ppo_repro.analysis.report.curves import Rows
-from ppo_repro.analysis.report.run_facts import Facts, read_facts
-from ppo_repro.analysis.stats.clusters import Floats
-from ppo_repro.config.files import CONTROL
+from ppo_repro.analysis import parity
+from ppo_repro.analysis.clip_flags import recorded_clipped
+from ppo_repro.analysis.clusters import Floats
+from ppo_repro.analysis.pairs import deltas
+from ppo_repro.analysis.parity import Parity, parity_of
+from ppo_repro.analysis.report.run_curves import (
+    Rows,
+    read_sampled,
+    return_rows,
+    returns_of,
+    sampled_rows,
+    with_recorded,
+)
+from ppo_repro.analysis.report.run_facts import Facts
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.summary import draws_of_records
@@ -31,8 +35,6 @@ from ppo_repro.statistics.draws import NONE, Draws
 
 DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
 QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
-SEQUENCES = ["iteration", "sequence", "response_length", "scores", "is_correct"]
-TOKENS = [*parity.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
 UPDATES = [*parity.UPDATES, "clip_flag"]
 FLAG_WORDS = {
     "clip_high": "clipped high", "clip_low": "clipped low", "clip_dual": "clipped dual",
@@ -83,23 +85,6 @@ class Scan:
     flags: pd.DataFrame
 
 
-def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the tables `iterations` and `steps`. Raises UserError if they are missing or damaged."""
-    return (
-        reader.read_iterations(facts.run_dir, recorded=facts.manifest),
-        reader.read_steps(facts.run_dir, recorded=facts.manifest),
-    )
-
-
-def read_sampled(facts: Facts, iteration: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read `sequences` and `tokens` of one iteration of a language run, with the columns that its curves need."""
-    run_dir, one, recorded = facts.run_dir, [iteration], facts.manifest
-    return (
-        reader.read_sequences(run_dir, iterations=one, columns=SEQUENCES, recorded=recorded),
-        reader.read_tokens(run_dir, iterations=one, columns=TOKENS, recorded=recorded),
-    )
-
-
 def delta_counts(delta: Floats) -> npt.NDArray[np.int64]:
     """Count tokens with a finite delta by |delta| in bins of DELTA_EDGES: int64 [2, bins] for delta > 0 and delta < 0.
 
@@ -122,7 +107,7 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
     found = {number: _scan_iteration(facts, number) for number in facts.iterations}
     own = [found[number] for number in facts.manifest.own_iterations]
     return Scan(
-        curves=_with_recorded(facts, [row for one in found.values() for row in one.rows], iterations, steps),
+        curves=with_recorded(facts, [row for one in found.values() for row in one.rows], iterations, steps),
         values={number: one.values for number, one in found.items()},
         responses=pd.concat([one.responses for one in found.values()], ignore_index=True),
         counts=reduce(add, (one.counts for one in own)),
@@ -137,12 +122,12 @@ def _scan_iteration(facts: Facts, number: int) -> _Iteration:
     if has_responses(recorded):
         sequences, tokens = read_sampled(facts, number)
         draws, values = draws_of_records(number, tokens), sequences["scores"].to_numpy(np.float64)
-        rows = curves.sampled_rows(number, sequences, tokens, draws)
+        rows = sampled_rows(number, sequences, tokens, draws)
         responses = _response_summary(number, sequences, tokens, updates)
     else:
         tokens = reader.read_tokens(run_dir, iterations=one, columns=parity.TOKENS, recorded=recorded)
         draws, values, responses = NONE, returns_of(facts, number), pd.DataFrame()
-        rows = curves.return_rows(number, values)
+        rows = return_rows(number, values)
     ratios, flags = ratio_quantiles(number, updates), _flag_counts(number, updates["clip_flag"])
     return _Iteration(rows, values, _counts(tokens, updates, draws), ratios, flags, responses)
 
@@ -165,58 +150,6 @@ def _flag_counts(iteration: int, flag: pd.Series) -> dict[str, int]:
     counts = flag.value_counts()
     named = {name: int(counts.get(name, 0)) for name in FLAG_WORDS}
     return {"iteration": iteration, "token_updates": int(counts.sum()), **named}
-
-
-def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return every curve of a run of any kind, as rows iteration, metric, value, low, high."""
-    sampled: Rows = []
-    for iteration in facts.iterations:
-        if has_responses(facts.manifest):
-            sequences, tokens = read_sampled(facts, iteration)
-            sampled += curves.sampled_rows(iteration, sequences, tokens, draws_of_records(iteration, tokens))
-        elif facts.manifest.kind == CONTROL:
-            sampled += curves.return_rows(iteration, returns_of(facts, iteration))
-    return _with_recorded(facts, sampled, iterations, steps)
-
-
-def _with_recorded(facts: Facts, sampled: Rows, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return sampled and recorded curves; no accuracies if responses cannot be right or wrong."""
-    recorded = curves.recorded_rows(iterations, steps, facts.manifest.final, facts.kind.metrics)
-    metrics = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
-    return metrics if facts.is_judged else metrics[~metrics["metric"].isin(facts.kind.accuracies)]
-
-
-@dataclass(frozen=True)
-class OneRun:
-    """One run of a page about several: its facts, the table `iterations`, and its curves."""
-
-    facts: Facts
-    iterations: pd.DataFrame
-    curves: pd.DataFrame
-
-    @property
-    def unequal(self) -> int:
-        """Return the number of log-probs that differ between sampler and trainer."""
-        return int(self.iterations["unequal_old_rollout_logprobs"].sum())
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of response tokens, or of environment steps."""
-        return int(self.iterations["tokens"].sum())
-
-
-def read_run(run_dir: Path) -> OneRun:
-    """Read a run of any kind. Raises UserError if it is damaged or has no complete iteration."""
-    facts = read_facts(run_dir)
-    iterations, steps = summary_tables(facts)
-    return OneRun(facts, iterations, run_curves(facts, iterations, steps))
-
-
-def returns_of(facts: Facts, iteration: int) -> Floats:
-    """Return the returns of the episodes of a control run that ended in an iteration."""
-    columns, one = ["episode_return"], [iteration]
-    episodes = reader.read_sequences(facts.run_dir, iterations=one, columns=columns, recorded=facts.manifest)
-    return episodes["episode_return"].dropna().to_numpy(np.float64)
 
 
 def _response_summary(

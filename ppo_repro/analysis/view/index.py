@@ -1,25 +1,15 @@
-"""Maintain one DuckDB table with every response of the runs, filled from Parquet files while runs write them.
-
-The table is a temporary file with one row per response: its texts, and the columns that filters use. Tokens stay in the
-files of the runs.
-"""
+"""Follow the runs: fill the table of all responses while runs write them, and know the state and label of each run."""
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import duckdb
-import pandas as pd
 
-from ppo_repro.analysis.html import token_data
-from ppo_repro.analysis.tokenization.recorded_tokenizer import PATHS, load_tokenizer
+from ppo_repro.analysis.view.database import Responses
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
 from ppo_repro.base.output import one_line, say
@@ -33,30 +23,6 @@ from ppo_repro.records.settings import Setting, Setup, settings_of, setup_of
 
 BATCH = 64  # iterations read at once
 LOOK_SECONDS = 1.0  # between two looks at the runs
-TIMEOUT_SECONDS = 10.0
-# one row per response; `mismatch` in nats, `advantage` the mean over the tokens, `clipped` in token updates
-RESPONSES = """select s.iteration, s.sequence, s.prompt_key, s.sample_index, s.prompt, s.response, s.answer,
-       s.scores as score, s.is_correct as correct, s.response_length as length, s.finish_reason as finish,
-       t.mismatch, t.advantage, coalesce(u.clipped, 0) as clipped
-from {sequences} as s
-left join (select iteration, sequence, avg(advantages) as advantage,
-                  max(abs(old_logprobs::double - rollout_logprobs::double)) as mismatch
-           from {tokens} group by iteration, sequence) as t using (iteration, sequence)
-left join (select iteration, sequence, count(*) filter (where starts_with(clip_flag, 'clip_')) as clipped
-           from {updates} group by iteration, sequence) as u using (iteration, sequence)"""
-CREATE = """create table responses (
-    run integer, iteration integer, sequence integer, prompt_key varchar, sample_index integer, prompt varchar,
-    response varchar, answer varchar, score double, correct boolean, length integer, finish varchar, mismatch double,
-    advantage double, clipped bigint)"""
-# DuckDB loads no extension: not from the network, and none of another session
-CONFIG: dict[str, str | bool | int | float | list[str]] = {
-    "autoinstall_known_extensions": False,
-    "autoload_known_extensions": False,
-}
-
-
-class Slow(Exception):
-    """Error: a query took longer than TIMEOUT_SECONDS."""
 
 
 @dataclass
@@ -89,32 +55,8 @@ def _writers(head: Head) -> list[str | None]:
     return [head.notes.get(name) for name in (ENVIRONMENT_NAME, *resumed_notes(head))]
 
 
-def literal(text: str) -> str:
-    """Return a text as an SQL literal."""
-    return "'" + text.replace("'", "''") + "'"
-
-
-def source(paths: Sequence[str]) -> str:
-    """Return the SQL that reads some Parquet files."""
-    return f"read_parquet([{', '.join(map(literal, paths))}], union_by_name = true, hive_partitioning = false)"
-
-
-def pattern(path: Path) -> str:
-    """Return a path for DuckDB with escaped wildcards."""
-    return re.sub(r"([*?\[])", r"[\1]", str(path))
-
-
-def responses_of(run_dir: Path, iterations: Sequence[int]) -> str:
-    """Return the SQL that reads the responses of some iterations."""
-    files = {
-        name: source([pattern(manifest.table_path(run_dir, name, iteration)) for iteration in iterations])
-        for name in ("sequences", "tokens", "updates")
-    }
-    return RESPONSES.format(**files)
-
-
 class Index:
-    """Table of the responses of all language runs in and below `targets`; `version` changes whenever the table does.
+    """The language runs in and below `targets`, and the table of their responses; `version` changes with runs or table.
 
     `runs` has the runs by their number in the table, removed runs too, so that no number changes its run. `failure` is
     one line about the error of the last look at the runs, "" without an error.
@@ -123,9 +65,7 @@ class Index:
     def __init__(self, targets: Sequence[Path]) -> None:
         self.targets, self.runs, self.version, self.others, self.failure = targets, list[Run](), 0, 0, ""
         self._described: tuple[list[Setup], list[Setting]] = [], []
-        self._folder = TemporaryDirectory(prefix="ppo-repro-view-")
-        self._database = duckdb.connect(str(Path(self._folder.name) / "responses.duckdb"), config=CONFIG)
-        self._database.execute(CREATE)
+        self.responses = Responses()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -136,11 +76,10 @@ class Index:
     def close(self) -> None:
         """End the thread and remove the table."""
         self._ended.set()
-        self._database.interrupt()
+        self.responses.interrupt()
         if self._thread.is_alive():
             self._thread.join()
-        self._database.close()
-        self._folder.cleanup()
+        self.responses.close()
 
     def _follow(self) -> None:
         while not self._ended.is_set():
@@ -214,7 +153,7 @@ class Index:
 
     def _clear(self, run: Run) -> None:
         """Remove the responses of a run from the table."""
-        self._database.cursor().execute("delete from responses where run = ?", [run.number])
+        self.responses.remove(run.number)
         run.read, run.damaged = 0, []
         self.version += 1
 
@@ -222,73 +161,12 @@ class Index:
         while run.read < run.head.num_iterations and not self._ended.is_set():
             batch = range(run.read, min(run.read + BATCH, run.head.num_iterations))
             try:
-                self._insert(run, batch)
+                self.responses.insert(run.number, run.folder, batch)
             except duckdb.Error:
                 for iteration in batch:  # find the iterations that cannot be read
                     try:
-                        self._insert(run, [iteration])
+                        self.responses.insert(run.number, run.folder, [iteration])
                     except duckdb.Error as error:
                         run.damaged.append(f"{run.name}: iteration {iteration}: {str(error).splitlines()[0]}")
             run.read = batch[-1] + 1
             self.version += 1
-
-    def _insert(self, run: Run, iterations: Sequence[int]) -> None:
-        query = f"insert into responses select ?, * from ({responses_of(run.folder, iterations)})"
-        self._database.cursor().execute(query, [run.number])
-
-    @contextmanager
-    def _limited_cursor(self) -> Iterator[Any]:
-        """Yield a cursor. Raises Slow after TIMEOUT_SECONDS of a query."""
-        cursor = self._database.cursor()
-        timer = threading.Timer(TIMEOUT_SECONDS, cursor.interrupt)
-        timer.start()
-        try:
-            yield cursor
-        except duckdb.InterruptException as error:
-            raise Slow from error
-        finally:
-            timer.cancel()
-            cursor.close()
-
-    def cursor(self) -> Any:
-        """Return a cursor without a time limit."""
-        return self._database.cursor()
-
-    def rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """Return the rows of a query as dicts by column. Raises Slow after TIMEOUT_SECONDS."""
-        with self._limited_cursor() as cursor:
-            cursor.execute(query, list(values))
-            names = [column[0] for column in cursor.description]
-            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-
-    def frame(self, query: str, values: Sequence[Any] = ()) -> pd.DataFrame:
-        """Return the rows of a query as a pandas frame. Raises Slow after TIMEOUT_SECONDS."""
-        with self._limited_cursor() as cursor:
-            return pd.DataFrame(cursor.execute(query, list(values)).df())
-
-    def tokens_of(self, run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the data of the token view for one row of the table.
-
-        Raises UserError if the run's files cannot be read.
-        """
-        about = {"sequence": row["sequence"], "max_abs_delta": row["mismatch"], "clipped": row["clipped"], "why": []}
-
-        def rows_of(name: str) -> pd.DataFrame:
-            file = source([pattern(manifest.table_path(run.folder, name, row["iteration"]))])
-            try:
-                return self.frame(f"select * from {file} where sequence = ?", [row["sequence"]])
-            except duckdb.Error as error:
-                raise UserError(f"{run.name}: {str(error).splitlines()[0]}; the file was changed or damaged") from error
-
-        tables = rows_of("sequences"), rows_of("tokens"), rows_of("updates")
-        where = f"{run.name}: iteration {row['iteration']}"
-        return token_data.described(token_data.responses_of(*tables, pd.DataFrame([about]), where))
-
-    def rendered(self, run: Run, iteration: int, sequence: int) -> str | None:
-        """Return the prompt decoded from its tokens, with special tokens; None if the run has no tokenizer yet."""
-        path = next((run.folder / name for name in PATHS if (run.folder / name).is_file()), None)
-        file = source([pattern(manifest.table_path(run.folder, "sequences", iteration))])
-        found = self.rows(f"select prompt_ids from {file} where sequence = ?", [sequence])
-        if path is None or not found:
-            return None
-        return load_tokenizer(path).decode_all(found[0]["prompt_ids"])

@@ -1,4 +1,4 @@
-"""Convert the page's requests to parametrised SQL over the table of `index`: filters, order, page, snippet."""
+"""Convert the page's requests to parametrised SQL over the table of `database`: filters, order, page, snippet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppo_repro.analysis.view.index import RESPONSES, Run, literal, pattern, source
+from ppo_repro.analysis.view.database import RESPONSES, literal, pattern, source
+from ppo_repro.analysis.view.index import Run
 from ppo_repro.base.errors import UserError
 
 PAGE = 50  # responses

@@ -23,7 +23,9 @@ from ppo_repro.analysis.csv_text import cell
 from ppo_repro.analysis.html.markup import differences
 from ppo_repro.analysis.html.page import document
 from ppo_repro.analysis.html.token_section import token_area
-from ppo_repro.analysis.view.index import TIMEOUT_SECONDS, Index, Slow
+from ppo_repro.analysis.view.database import TIMEOUT_SECONDS, Slow
+from ppo_repro.analysis.view.index import Index
+from ppo_repro.analysis.view.one_response import rendered, tokens_of
 from ppo_repro.analysis.view.query import COLUMNS, parsed, response_key, snippet
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import finite, one_line
@@ -78,7 +80,7 @@ def _state(index: Index, asked: Asked) -> Answer:
         }
         for run, setting in index.settings()
     ]  # fmt: skip
-    finishes = [row["finish"] for row in index.rows("select distinct finish from responses order by finish")]
+    finishes = [row["finish"] for row in index.responses.rows("select distinct finish from responses order by finish")]
     damaged = [line for run in index.present() for line in run.damaged]
     return {
         "version": index.version, "runs": runs, "finishes": finishes, "damaged": damaged, "others": index.others,
@@ -88,9 +90,11 @@ def _state(index: Index, asked: Asked) -> Answer:
 
 def _responses(index: Index, asked: Asked) -> Answer:
     query = parsed(asked, len(index.runs))
-    found = index.rows(query.page(), query.values)
+    found = index.responses.rows(query.page(), query.values)
     ids = [row["id"] for row in found if row["id"] is not None]
-    rows = index.rows(f"select rowid as id, {ROW} from responses where rowid in (select unnest(?::bigint[]))", [ids])
+    rows = index.responses.rows(
+        f"select rowid as id, {ROW} from responses where rowid in (select unnest(?::bigint[]))", [ids]
+    )
     by_id = {row.pop("id"): row for row in rows}
     whole = {name: found[0][name] for name in ("total", "score", "correct")}
     return {**whole, "offset": query.offset, "rows": [by_id[i] for i in ids if i in by_id]}
@@ -98,7 +102,9 @@ def _responses(index: Index, asked: Asked) -> Answer:
 
 def _one(index: Index, asked: Asked) -> dict[str, Any]:
     values = response_key(asked, len(index.runs))
-    found = index.rows(f"select {ROW} from responses where run = ? and iteration = ? and sequence = ?", values)
+    found = index.responses.rows(
+        f"select {ROW} from responses where run = ? and iteration = ? and sequence = ?", values
+    )
     if not found:
         raise UserError(f"run {values[0]}: has no response {values[2]} in iteration {values[1]}")
     return found[0]
@@ -108,10 +114,10 @@ def _response(index: Index, asked: Asked) -> Answer:
     row = _one(index, asked)
     run, where = index.runs[row["run"]], "run = ? and iteration = ? and prompt_key = ?"
     sql = f"select {ROW} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
-    samples = index.rows(sql, [row["run"], row["iteration"], row["prompt_key"]])
-    tokens = index.tokens_of(run, row)  # checks the files that `rendered` reads
-    rendered = index.rendered(run, row["iteration"], row["sequence"])
-    return {"row": row, "samples": samples, "rendered": rendered, "tokens": tokens}
+    samples = index.responses.rows(sql, [row["run"], row["iteration"], row["prompt_key"]])
+    tokens = tokens_of(index.responses, run, row)  # checks the files that `rendered` reads
+    prompt = rendered(index.responses, run, row["iteration"], row["sequence"])
+    return {"row": row, "samples": samples, "rendered": prompt, "tokens": tokens}
 
 
 def _diff(index: Index, asked: Asked) -> Answer:
@@ -161,7 +167,7 @@ def application(index: Index, token: str) -> ASGIApp:
 
 def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Iterator[str]:
     """Yield all rows of a query as CSV (`csv_text`), in chunks, with the names of the runs."""
-    cursor = index.cursor()
+    cursor = index.responses.cursor()
     cursor.execute(query, list(values))
     rows: list[Sequence[Any]] = [COLUMNS]
     while rows:

@@ -17,8 +17,9 @@ from ppo_repro.analysis.html.token_section import select
 from ppo_repro.analysis.report import curves, run_kinds
 from ppo_repro.analysis.report.clipping_section import flag_figure, ratio_figures
 from ppo_repro.analysis.report.mismatch_section import bucket_figure
+from ppo_repro.analysis.report.run_curves import recorded_rows, summary_tables
 from ppo_repro.analysis.report.run_facts import read_facts
-from ppo_repro.analysis.report.run_scan import FLAG_WORDS, delta_counts, ratio_quantiles, scan_run, summary_tables
+from ppo_repro.analysis.report.run_scan import FLAG_WORDS, delta_counts, ratio_quantiles, scan_run
 from ppo_repro.analysis.report.run_verdicts import on_purpose
 from ppo_repro.records import reader
 from tests.support.runs import small_config
@@ -105,7 +106,7 @@ def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: 
 
     def has_figure(*runs: list[float]) -> bool:
         tables = [iterations.assign(**{column: values}) for values in runs]
-        lines = [curves.Curve("", curves.recorded_rows(t, steps, {}, run_kinds.OPTIMISATION)) for t in tables]
+        lines = [curves.Curve("", recorded_rows(t, steps, {}, run_kinds.OPTIMISATION)) for t in tables]
         return title in {figure.title for figure in curves.metric_figures(run_kinds.OPTIMISATION, lines)}
 
     assert has_figure([0.2, 0.2, 0.4])

@@ -21,8 +21,9 @@ from ppo_repro.analysis.html.page import page
 from ppo_repro.analysis.report import build
 from ppo_repro.analysis.report.grid_answer import answer_cards, main_effects
 from ppo_repro.analysis.report.pair_page import pair_page
+from ppo_repro.analysis.report.run_curves import summary_tables
 from ppo_repro.analysis.report.run_facts import read_facts
-from ppo_repro.analysis.report.run_scan import scan_run, summary_tables
+from ppo_repro.analysis.report.run_scan import scan_run
 from ppo_repro.analysis.report.run_verdicts import learning, on_policy, troubles
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config

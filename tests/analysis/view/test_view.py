@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ppo_repro.analysis.view import database
 from ppo_repro.analysis.view import index as index_module
 from ppo_repro.analysis.view.server import Server
 from ppo_repro.base.errors import UserError
@@ -204,9 +205,9 @@ def test_a_snippet_survives_any_path_and_text(hostile: Server) -> None:
 
 
 def test_a_query_that_takes_too_long_is_ended(hostile: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "TIMEOUT_SECONDS", 0.2)
-    with pytest.raises(index_module.Slow):
-        hostile.index.rows("select sum(a.range * b.range) from range(10000000) a, range(10000000) b")
+    monkeypatch.setattr(database, "TIMEOUT_SECONDS", 0.2)
+    with pytest.raises(database.Slow):
+        hostile.index.responses.rows("select sum(a.range * b.range) from range(10000000) a, range(10000000) b")
     assert api(hostile, "responses")["total"] > 0, "the next one is answered"
 
 
@@ -220,7 +221,9 @@ def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_r
             cut_back(run, iterations, "running")
 
     def counts() -> tuple[int, int]:
-        return server.index.rows("select count(*) as n from responses")[0]["n"], len(server.index.runs[0].damaged)
+        return server.index.responses.rows("select count(*) as n from responses")[0]["n"], len(
+            server.index.runs[0].damaged
+        )
 
     def file(table: str, iteration: int) -> Path:
         return manifest.table_path(run, table, iteration)
@@ -265,12 +268,12 @@ def test_a_run_of_the_same_configuration_with_other_bits_replaces_the_rows(nativ
     followed, fresh = index_module.Index([run]), index_module.Index([again])
     followed.look()
     fresh.look()
-    before, wanted = (one.rows("select * from responses order by all") for one in (followed, fresh))
+    before, wanted = (one.responses.rows("select * from responses order by all") for one in (followed, fresh))
     assert before != wanted
     shutil.rmtree(run)
     again.rename(run)
     followed.look()
-    assert followed.rows("select * from responses order by all") == wanted
+    assert followed.responses.rows("select * from responses order by all") == wanted
     for one in (followed, fresh):
         one.close()
 

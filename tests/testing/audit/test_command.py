@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.pairs.dump_pairs import imported_pairs
+from ppo_repro.analysis.pairs import imported_pairs
 from ppo_repro.base.watcher import Silent
 from ppo_repro.records import reader
 from ppo_repro.records.folder import FINAL, REFERENCE

@@ -1,1 +1,0 @@
-"""What did the clip do to tokens and steps? Every function reads the frames of `update_rows`."""

@@ -1,1 +1,0 @@
-"""Are two runs the same?"""

@@ -1,0 +1,135 @@
+"""Compute the outcome of each cell of a grid: one number per measure, from the records of its run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from ppo_repro.analysis.clip_flags import band_out, clipped_at_start, recorded_clipped
+from ppo_repro.analysis.pairs import deltas, own_iterations
+from ppo_repro.analysis.update_rows import ClipRule, column
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import say
+from ppo_repro.config.algorithm import ClipObjective, FunctionObjective, SequenceClipObjective, clip_band
+from ppo_repro.records import reader
+from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
+from ppo_repro.statistics.kl import k3
+
+LAST = FIRST = 5  # iterations
+TOKENS = ("old_logprobs", "rollout_logprobs", "advantages")
+MEASURES = {
+    "accuracy": "greedy accuracy on held-out prompts after training",
+    "score": f"mean score of the sampled responses, last {LAST} iterations",
+    "KL": f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations",
+    "entropy": f"entropy of the policy, token mean, nats, last {LAST} iterations",
+    "explained": f"explained variance of the value model, first {FIRST} iterations",
+    "k3": "KL(rollout || old) by k3, token mean, nats, all iterations",
+    "floor": "share of response tokens whose gradient the clip would remove before any step, by mismatch alone",
+    "removed": "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count",
+    "outside": "share of token visits whose ratio was outside the band, as CleanRL counts",
+}
+
+
+def clip_shares(run_dir: Path) -> tuple[float, float]:
+    """Return two shares of a run's own token visits: with a removed gradient, and with a ratio outside the band.
+
+    The ratio is the recorded one, so `sequence_clip` counts the tokens of responses outside its band. Both shares are 0
+    if the objective clips nothing, as `cispo`. Your own objective has no known band, so its second share is NaN. Its
+    first share is NaN if the objective does not say which tokens it cut.
+    """
+    recorded, objective = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo.objective
+    own = own_iterations(run_dir, recorded, None)
+    ranges = reader.read_iterations(run_dir, iterations=own, columns=["clip_range"], recorded=recorded)["clip_range"]
+    count, removed, outside = 0, 0, math.nan if isinstance(objective, FunctionObjective) else 0.0
+    for iteration, clip_range in zip(own, ranges, strict=True):
+        visits = reader.read_updates(
+            run_dir, iterations=[iteration], columns=["clip_flag", "ratios"], recorded=recorded
+        ).dropna(subset="clip_flag")
+        if (visits["clip_flag"] == "unknown").any():
+            return math.nan, math.nan
+        count, removed = count + len(visits), removed + int(recorded_clipped(visits["clip_flag"]).sum())
+        if isinstance(objective, SequenceClipObjective):
+            band: tuple[float, float] | None = objective.clip_range, objective.high
+        else:
+            band = clip_band(objective, float(clip_range))
+        if band is not None:
+            outside += float(band_out(column(visits, "ratios"), *band).sum())
+    return removed / count, outside / count
+
+
+def mismatch(run_dir: Path) -> tuple[float, float]:
+    """Return the mean of k3 and the clip floor over a run's own response tokens, one iteration in memory at a time.
+
+    The floor is the share of tokens whose gradient the clip would remove before any step. It is 0 with the anchor
+    `old`, whose first ratio is 1, and NaN if the objective has no fixed clip range.
+    """
+    ppo, rule = load_recorded_config(run_dir).ppo, None
+    if isinstance(clip := ppo.objective, ClipObjective):
+        rule = ClipRule(ppo.ratio_anchor, clip.clip_range, clip.high, clip.dual_clip, None)
+    recorded, count, divergence, removed = reader.open_manifest(run_dir), 0, 0.0, 0.0
+    for iteration in own_iterations(run_dir, recorded, None):
+        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
+        count, divergence = count + len(tokens), divergence + float(k3(deltas(tokens)).sum())
+        if rule is not None:
+            removed += float(clipped_at_start(tokens, rule).sum())
+    return divergence / count, math.nan if rule is None else removed / count
+
+
+def end_measures(rows: pd.DataFrame) -> dict[str, float]:
+    """Return score, KL and entropy of MEASURES from a run's table of iterations."""
+    columns = {"score": "score_mean", "KL": "ref_kl_per_sequence", "entropy": "entropy"}
+    return {name: float(rows[column].tail(LAST).mean()) for name, column in columns.items()}
+
+
+def measures_of(run_dir: Path) -> dict[str, float]:
+    """Return MEASURES of a run except accuracy, which is in the grid's table; `explained` may be NaN."""
+    rows = reader.read_iterations(run_dir)
+    removed, outside = clip_shares(run_dir)
+    k3, floor = mismatch(run_dir)
+    return {
+        **end_measures(rows),
+        "explained": float(rows["explained_variance"].head(FIRST).mean()),
+        "k3": k3,
+        "floor": floor,
+        "removed": removed,
+        "outside": outside,
+    }
+
+
+def incomplete_cells(cells: pd.DataFrame) -> list[str]:
+    """Return name and state of each cell of a grid's table that is not complete, such as one that failed."""
+    found = cells[cells["state"] != "complete"].to_dict("records")
+    return [f"{row['cell']} ({row['state']})" for row in found]
+
+
+def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
+    """Return the complete cells of a grid's table, with a column `point` that joins the labels of all axes.
+
+    Raises UserError if the grid has no table, no complete cell, or not all of the `needed` columns.
+    """
+    table, path = read_grid_table(grid / CELLS), grid / CELLS
+    if missing := [name for name in ("state", "run_dir", "seed", "fingerprint", *needed) if name not in table]:
+        raise UserError(f"{path}: has no column {', '.join(missing)}; give a grid of runs on language models")
+    cells = table[table["state"] == "complete"].reset_index(drop=True)
+    if cells.empty:
+        raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")
+    if left_out := incomplete_cells(table):
+        say(f"warning: {grid}: without {'; '.join(left_out)}")
+    points = [", ".join(map(str, labels)) for labels in cells[axes_of(cells)].itertuples(index=False)]
+    cells.insert(0, "point", pd.Series(points, index=cells.index, dtype=object))
+    return cells
+
+
+def outcomes(grid: Path) -> pd.DataFrame:
+    """Return one row per complete cell: point, labels (`axis.NAME`), seed, fingerprint and MEASURES.
+
+    Raises UserError if the grid has no table or no complete cell.
+    """
+    cells = complete_cells(grid, ("final.eval_accuracy",))
+    measures = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in cells["run_dir"]])
+    measures.insert(0, "accuracy", cells["final.eval_accuracy"])
+    return pd.concat([cells[["point", *axes_of(cells), "seed", "fingerprint"]], measures], axis=1)

@@ -1,0 +1,138 @@
+"""Do two log-probs of the same token agree? Tables for a run or for dumps of other stacks.
+
+`ppo-repro analyse mismatch RUN` prints the summary of a run; `--columns PRESET` reads dumped files instead,
+and `--remedies` prints what truncation, masking and rejection would have done. Only one iteration's tokens are in
+memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from ppo_repro.analysis.mismatch_buckets import bucket_sums, bucket_table
+from ppo_repro.analysis.mismatch_metrics import NO_TOKEN, Sums, merged, sums_of, update_table
+from ppo_repro.analysis.pairs import PAIRS, imported_pairs, iteration_of, masked_tokens, run_pairs
+from ppo_repro.analysis.remedies import remedy_table
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.latest import run_named
+from ppo_repro.base.output import Parser, tell
+from ppo_repro.testing.dumps import FORMATS
+from ppo_repro.testing.pairs import with_mismatch
+
+
+class Shown(NamedTuple):
+    """A row of the summary."""
+
+    metric: str
+    reduction: str
+    ideal: float | None
+    meaning: str = ""
+
+
+IMPORTANT = (
+    Shown("n_tokens", "count", None, "tokens compared"),
+    Shown("n_masked", "count", None, "tokens that a mask removed"),
+    Shown("n_nonfinite", "count", 0.0, "tokens with an infinite or NaN log-prob, left out below"),
+    Shown("frac_bitwise_equal", "token_mean", 1.0, "log-probs equal in every bit"),
+    Shown("frac_diverged", "seq", 0.0, "responses with an unequal token"),
+    Shown("ulp_p99", "token", 0.0, "float32 steps between the two, where |log-prob| > 0.01"),
+    Shown("ulp_max", "token", 0.0),
+    Shown("abs_mean", "token_mean", 0.0, "|delta|, nats; delta = b - a"),
+    Shown("abs_p99", "token", 0.0),
+    Shown("abs_max", "token", 0.0),
+    Shown("prob_abs_mean", "token_mean", 0.0, "difference of probabilities"),
+    Shown("prob_abs_max", "token", 0.0),
+    Shown("k1", "token_mean", 0.0, "KL(a || b), nats per token, signed estimator"),
+    Shown("k3", "token_mean", 0.0, "KL(a || b), nats per token, never negative"),
+    Shown("k3", "seq_mean_token_sum", 0.0, "KL(a || b), nats per response"),
+    Shown("kl_pg_nonneg", "token_mean", 0.0, "KL(b || a), nats per token"),
+    Shown("tv", "token_mean", 0.0, "total variation"),
+    Shown("rho_mean", "token_mean", 1.0, "mean of rho = exp(delta)"),
+    Shown("rho_min", "token", 1.0),
+    Shown("rho_max", "token", 1.0),
+    Shown("ess_frac", "token", 1.0, "effective sample size of the weights rho, share of tokens"),
+    Shown("ess_seq", "seq", 1.0, "the same of products over responses, share of responses"),
+    Shown("chi2_seq", "seq", 0.0, "chi-squared of products over responses"),
+    Shown("log_ppl_abs_diff", "seq_mean", 0.0, "|log perplexity difference| of a response"),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Sums of one iteration; `merged` and `update_table` take `mismatch`, `bucket_table` takes `buckets`."""
+
+    iteration: int
+    mismatch: Sums
+    buckets: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables of `update_table` and `bucket_table` over all iterations; the first column is the iteration."""
+
+    update: pd.DataFrame
+    bucket: pd.DataFrame
+
+
+def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
+    """Yield the sums of each chunk of pairs (`run_pairs`). Raises UserError if a chunk cannot be read."""
+    for chunk in pairs:
+        tokens = with_mismatch(chunk)
+        yield Measured(iteration_of(chunk), sums_of(tokens, masked_tokens(chunk)), bucket_sums(tokens))
+
+
+def tables(measured: Iterable[Measured]) -> Tables:
+    """Return the tables of all iterations. Raises UserError if there is no token."""
+    parts = list(measured)
+    if not parts:
+        raise UserError(NO_TOKEN)
+    update = pd.concat([update_table(sums.mismatch).assign(iteration=sums.iteration) for sums in parts])
+    bucket = pd.concat([bucket_table([sums.buckets]).assign(iteration=sums.iteration) for sums in parts])
+    return Tables(*(table.set_index("iteration").reset_index() for table in (update, bucket)))
+
+
+def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """Return the most important metrics of some pairs beside their ideal values.
+
+    Columns: metric, reduction, value, se (clustered by response, NaN if undefined), ideal, meaning. KL and differences
+    of log-probs are in nats. Raises UserError if there is no token.
+    """
+    parts = [sums_of(with_mismatch(chunk), masked_tokens(chunk)) for chunk in pairs]
+    metrics = update_table(merged(parts)).set_index(["metric", "reduction"])
+    rows = [
+        (row.metric, row.reduction, *metrics.loc[(row.metric, row.reduction), ["value", "se"]], row.ideal, row.meaning)
+        for row in IMPORTANT
+    ]
+    table = pd.DataFrame(rows, columns=["metric", "reduction", "value", "se", "ideal", "meaning"])
+    return table.astype({"value": "float64", "se": "float64", "ideal": "float64"})
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the summary or the remedies."""
+    parser = Parser(prog="ppo-repro analyse mismatch", description="Do two log-probs agree?")
+    parser.add_argument("paths", nargs="+", type=run_named, help="a run, or files with --columns")
+    parser.add_argument("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
+    parser.add_argument("--columns", choices=FORMATS, help="the stack whose column names the files have")
+    parser.add_argument("--remedies", action="store_true", help="what each published remedy would have done instead")
+    arguments = parser.parse_args(argv)
+    pairs = _chosen_pairs(arguments.paths, arguments.pair, arguments.columns)
+    table = remedy_table(pairs) if arguments.remedies else summary_of(pairs)
+    tell(table.to_string(index=False, na_rep="", float_format=lambda x: f"{x:.6g}"))
+
+
+def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None) -> Iterator[pd.DataFrame]:
+    """Return the pairs to compare. Raises UserError for an option that would change nothing."""
+    if columns is not None:
+        if pair is not None:
+            raise UserError(f"--pair {pair}: is for recorded runs, --columns for files of other stacks; leave one out")
+        return imported_pairs(paths, columns)
+    if len(paths) > 1:
+        raise UserError(
+            f"{len(paths)} paths: give one run, or files with --columns; `ppo-repro analyse compare` takes two runs"
+        )
+    return run_pairs(paths[0], pair or PAIRS[0])

@@ -1,1 +1,0 @@
-"""Where do the two log-probs of a token come from? Recorded runs or dumps of other stacks, as frames of one shape."""

@@ -1,0 +1,203 @@
+"""What would each published remedy have done to the tokens of a run, or of another stack's dump?
+
+Side a of a pair is the sampler, side b the trainer. The analysis ignores the run's own remedies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from ppo_repro.analysis.clip_flags import ratios_of
+from ppo_repro.analysis.clusters import Floats, effective_share, exact_sum, mean
+from ppo_repro.analysis.mismatch_metrics import NO_TOKEN
+from ppo_repro.analysis.update_rows import Bool
+from ppo_repro.base.errors import UserError
+from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Rejection, VetoRejection
+from ppo_repro.statistics.kl import k2, k3
+
+WEIGHTLESS = ("masked_high", "masked_low", "rejected")  # the weight is 0
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Name of a remedy in papers, and the configuration that applies it."""
+
+    name: str
+    importance_weights: ImportanceWeights | None = None
+    rejection: tuple[Rejection, ...] = ()
+
+    @property
+    def bounds(self) -> str:
+        """Return the level and the bounds of the ratio as text."""
+        if self.importance_weights is not None:
+            weights = self.importance_weights
+            return f"{weights.level} [{weights.lowest:g}, {weights.highest:g}]"
+        return ", ".join(
+            f"{e.level} [{e.low:g}, {e.high:g}]" if isinstance(e, RatioRejection) else e.kind for e in self.rejection
+        )
+
+
+# with the bounds of their authors, or of the stacks that have them
+PUBLISHED = (
+    Remedy("none"),
+    Remedy("decoupled PPO", ImportanceWeights(kind="truncated", cap=None)),
+    Remedy("TIS", ImportanceWeights(kind="truncated")),
+    Remedy("TIS by response", ImportanceWeights(kind="truncated", level="sequence")),
+    Remedy("AReaL", ImportanceWeights(kind="masked", cap=5.0, floor=0.0)),
+    Remedy("IcePop", ImportanceWeights(kind="masked", cap=5.0, floor=0.5)),
+    Remedy("MIS", ImportanceWeights(kind="masked")),
+    Remedy("MIS by response", ImportanceWeights(kind="masked", level="sequence")),
+    Remedy("Geo-RS", None, (RatioRejection(kind="ratio", level="geometric", low=0.999, high=1.001),)),
+    Remedy("veto", None, (VetoRejection(kind="veto"),)),
+)
+
+
+def ratios_at(delta: Floats, sequence: npt.NDArray[np.int64], level: str) -> Floats:
+    """Return the ratio w of each token, float64, from delta = old - rollout log-prob.
+
+    w = exp(delta) at the level `token`, exp(sum of delta over the response) at `sequence`, and exp(mean of delta over
+    the response) at `geometric`. `sequence` has the response of each token.
+    """
+    if level == "token":
+        return ratios_of(delta)
+    codes = np.unique(sequence, return_inverse=True)[1]
+    sums = np.asarray(np.bincount(codes, delta), dtype=np.float64)
+    return ratios_of((sums / np.bincount(codes) if level == "geometric" else sums)[codes])
+
+
+def weights_of(
+    settings: ImportanceWeights, delta: Floats, sequence: npt.NDArray[np.int64]
+) -> tuple[Floats, npt.NDArray[np.object_]]:
+    """Return the importance weight of each token, float64 [N], and the change of its ratio (column `correction`).
+
+    A ratio outside the bounds is truncated to the nearer bound, or masked: its weight is 0. With `normalize`, weights
+    are divided by their mean over the tokens, or over the responses if the level is not `token`.
+    """
+    ratios, low, high = ratios_at(delta, sequence, settings.level), settings.lowest, settings.highest
+    changes = np.full(len(ratios), "none", dtype=object)
+    changes[ratios > high] = f"{settings.kind}_high"
+    changes[ratios < low] = f"{settings.kind}_low"
+    if settings.kind == "truncated":
+        weights = np.clip(ratios, low, high)
+    else:
+        weights = np.where(changes == "none", ratios, 0.0)
+    if settings.normalize:
+        each = weights if settings.level == "token" else weights[np.unique(sequence, return_index=True)[1]]
+        weights = weights / each.mean() if each.mean() > 0.0 else weights
+    return weights, changes
+
+
+def rejected(entry: Rejection, delta: Floats, sequence: npt.NDArray[np.int64]) -> Bool:
+    """Return a bool per token: whether an entry of `ppo.rejection` rejects it. `ratios_at` describes the arguments."""
+    codes = np.unique(sequence, return_inverse=True)[1]
+    if entry.kind == "ratio":
+        ratios = ratios_at(delta, sequence, entry.level)
+        return (ratios < entry.low) | (ratios > entry.high)
+    if entry.kind == "veto":
+        return (np.bincount(codes, ratios_of(delta) < entry.below) > 0)[codes]
+    values = k2(delta) if entry.estimator == "k2" else k3(delta)
+    if entry.level == "token":
+        return values > entry.above
+    if entry.level == "max":
+        largest = np.full(codes.max(initial=-1) + 1, -np.inf)
+        np.maximum.at(largest, codes, values)
+        return (largest > entry.above)[codes]
+    sums = np.bincount(codes, values)
+    return ((sums / np.bincount(codes) if entry.level == "mean" else sums) > entry.above)[codes]
+
+
+def applied(
+    importance_weights: ImportanceWeights | None,
+    rejection: Sequence[Rejection],
+    delta: Floats,
+    sequence: npt.NDArray[np.int64],
+) -> tuple[Floats, npt.NDArray[np.object_]]:
+    """Apply importance weights, and then every entry of the rejection.
+
+    Args:
+        importance_weights: the section `ppo.importance_weights`; None leaves every weight 1.
+        rejection: the entries of `ppo.rejection`.
+        delta: [N] float64, old - rollout log-prob of each token, nats.
+        sequence: [N] int64, the response of each token.
+
+    Returns:
+        The weight of each token, [N] float64, and the change of its ratio, [N] strings of the column `correction`.
+    """
+    weights, changes = np.ones(len(delta)), np.full(len(delta), "none", dtype=object)
+    if importance_weights is not None:
+        weights, changes = weights_of(importance_weights, delta, sequence)
+    for entry in rejection:
+        where = rejected(entry, delta, sequence)
+        weights, changes = np.where(where, 0.0, weights), np.where(where, "rejected", changes)
+    return weights, changes
+
+
+# per response: tokens whose weight is bounded or 0; tokens whose weight is 0; sums of the weights, of their squares, of
+# k3, and of k3 over the tokens whose weight is not 0
+_SUMS = ("changed", "weightless", "weight", "weight_sq", "k3", "k3_kept")
+
+
+def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> list[Floats]:
+    """Return the sums _SUMS of one chunk, one number [R] per response."""
+    weights, changes = applied(remedy.importance_weights, remedy.rejection, delta, response)
+    changed, without = changes.astype(str) != "none", np.isin(changes.astype(str), WEIGHTLESS)
+    divergence = k3(delta)
+    with np.errstate(over="ignore"):
+        columns = (changed, without, weights, weights * weights, divergence, np.where(without, 0.0, divergence))
+    return [np.asarray(np.bincount(response, column), np.float64) for column in columns]
+
+
+def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUBLISHED) -> pd.DataFrame:
+    """Return one row per remedy, over all tokens. Raises UserError if there is no token.
+
+    Responses with a token that is not finite are left out. The columns are remedy, bounds, and
+
+        tokens_changed: share of tokens whose weight is bounded or 0
+        tokens_weightless: share of tokens whose weight is 0
+        responses_changed: share of responses with a changed token
+        responses_weightless: share of responses in which every weight is 0
+        weight_mean: mean weight w
+        ess_frac: effective sample size per token, (sum w)^2 / (n sum w^2)
+        k3: KL(a || b), nats, token mean
+        k3_kept: k3 over tokens whose weight is not 0
+    """
+    lengths, sums = [], []
+    for chunk in pairs:
+        a, b = (chunk[name].to_numpy().astype(np.float64) for name in ("logprobs_a", "logprobs_b"))
+        response = chunk.groupby(["iteration", "sequence"]).ngroup().to_numpy()
+        complete = (np.bincount(response, ~(np.isfinite(a) & np.isfinite(b))) == 0)[response]
+        codes = np.unique(response[complete], return_inverse=True)[1]
+        lengths.append(np.bincount(codes))
+        sums.append([_sums(remedy, (b - a)[complete], codes) for remedy in remedies])
+    if not sums:
+        raise UserError(NO_TOKEN)
+    n = np.concatenate(lengths)
+    return pd.DataFrame(
+        [
+            _row(remedy, n, dict(zip(_SUMS, (np.concatenate(c) for c in zip(*parts, strict=True)), strict=True)))
+            for remedy, parts in zip(remedies, zip(*sums, strict=True), strict=True)
+        ]
+    )
+
+
+def _row(remedy: Remedy, n: npt.NDArray[np.int64], of_response: Mapping[str, Floats]) -> dict[str, object]:
+    total = {name: exact_sum(column) for name, column in of_response.items()}
+    tokens, kept = int(n.sum()) or math.nan, int(n.sum()) - total["weightless"]
+    return {
+        "remedy": remedy.name,
+        "bounds": remedy.bounds,
+        "tokens_changed": total["changed"] / tokens,
+        "tokens_weightless": total["weightless"] / tokens,
+        "responses_changed": mean((of_response["changed"] > 0).astype(np.float64)).value,
+        "responses_weightless": mean((of_response["weightless"] == n).astype(np.float64)).value,
+        "weight_mean": total["weight"] / tokens,
+        "ess_frac": effective_share(total["weight"], total["weight_sq"], tokens),
+        "k3": total["k3"] / tokens,
+        "k3_kept": total["k3_kept"] / kept if kept else math.nan,
+    }

@@ -1,0 +1,61 @@
+"""Check whether decoding and encoding change the sampled ids. A pipeline that passes texts on trains on the new ids."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from ppo_repro.analysis.clusters import mean
+from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer
+from ppo_repro.base.errors import UserError
+
+AUDIT_COLUMNS = ["iteration", "sequence", "response", "response_ids", "finish_reason", "episode_ids"]
+
+
+def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tuple[list[list[int]], list[list[int]]]:
+    """Return ids and encode(decode(ids)) of each response of `sequences` (AUDIT_COLUMNS), without the end token.
+
+    Raises UserError if a decoded text differs from the recorded text, because the tokenizer is not the run's.
+    """
+    if "episode_ids" in sequences and sequences["episode_ids"].notna().any():
+        raise UserError(
+            "task.max_turns: the run has episodes in which an environment speaks, whose text no tokenizer encodes as "
+            "it was; the audit is for runs of one turn"
+        )
+    ids = [list(map(int, row)) for row in sequences["response_ids"]]
+    stopped = (sequences["finish_reason"] == "stop").to_numpy(bool)
+    # a stop text ends a response too, and belongs to it
+    ended = [stop and row[-1] in tokenizer.special_ids for row, stop in zip(ids, stopped, strict=True)]
+    text_ids = [row[:-1] if end else row for row, end in zip(ids, ended, strict=True)]
+    texts = tokenizer.decode(text_ids)
+    for text, recorded, sequence in zip(texts, sequences["response"], sequences["sequence"], strict=True):
+        if text != recorded:
+            raise UserError(
+                f"tokenizer: decodes response {sequence} as {text!r}, recorded is {recorded!r}; restore the run's"
+            )
+    return text_ids, tokenizer.encode(texts)
+
+
+def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.DataFrame:
+    """Return the table `tok_drift`: one row per response, which compares encode(decode(ids)) with ids.
+
+    Columns: n_tok, drifted, first_drift_pos (index of the first token that differs, NaN without drift), len_delta (new
+    tokens minus old ones). The end token is left out; any other special token is drift, because no text contains it.
+    `sequences` has AUDIT_COLUMNS. Raises UserError if the tokenizer is not the run's.
+    """
+    table = sequences[["iteration", "sequence"]].reset_index(drop=True)
+    pairs = list(zip(*encoded_again(sequences, tokenizer), strict=True))
+    table["n_tok"] = [len(a) for a, _ in pairs]
+    table["drifted"] = [a != b for a, b in pairs]
+    first = [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))) for a, b in pairs
+    ]
+    table["first_drift_pos"] = np.where(table["drifted"], first, np.nan)
+    table["len_delta"] = [len(b) - len(a) for a, b in pairs]
+    return table
+
+
+def drift_summary(drift: pd.DataFrame) -> dict[str, float]:
+    """Return drift_seq_frac, the share of responses that drifted, and its standard error."""
+    share = mean(drift["drifted"].to_numpy(np.float64))
+    return {"drift_seq_frac": share.value, "drift_seq_frac_se": share.se}

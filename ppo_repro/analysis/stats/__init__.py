@@ -1,1 +1,0 @@
-"""Compute statistics for analyses alone, over responses or seeds: sums, standard errors, tests, intervals, power."""

@@ -1,1 +1,0 @@
-"""How do the tokenizer and the unit of text change KL?"""

@@ -1,0 +1,125 @@
+"""Keep every response of the runs in one DuckDB table, and read Parquet files of the runs by SQL.
+
+The table is a temporary file with one row per response: its texts, and the columns that filters use. Tokens stay in the
+files of the runs.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import duckdb
+import pandas as pd
+
+from ppo_repro.records import manifest
+
+TIMEOUT_SECONDS = 10.0
+# one row per response; `mismatch` in nats, `advantage` the mean over the tokens, `clipped` in token updates
+RESPONSES = """select s.iteration, s.sequence, s.prompt_key, s.sample_index, s.prompt, s.response, s.answer,
+       s.scores as score, s.is_correct as correct, s.response_length as length, s.finish_reason as finish,
+       t.mismatch, t.advantage, coalesce(u.clipped, 0) as clipped
+from {sequences} as s
+left join (select iteration, sequence, avg(advantages) as advantage,
+                  max(abs(old_logprobs::double - rollout_logprobs::double)) as mismatch
+           from {tokens} group by iteration, sequence) as t using (iteration, sequence)
+left join (select iteration, sequence, count(*) filter (where starts_with(clip_flag, 'clip_')) as clipped
+           from {updates} group by iteration, sequence) as u using (iteration, sequence)"""
+CREATE = """create table responses (
+    run integer, iteration integer, sequence integer, prompt_key varchar, sample_index integer, prompt varchar,
+    response varchar, answer varchar, score double, correct boolean, length integer, finish varchar, mismatch double,
+    advantage double, clipped bigint)"""
+# DuckDB loads no extension: not from the network, and none of another session
+CONFIG: dict[str, str | bool | int | float | list[str]] = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+}
+
+
+class Slow(Exception):
+    """Error: a query took longer than TIMEOUT_SECONDS."""
+
+
+def literal(text: str) -> str:
+    """Return a text as an SQL literal."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def source(paths: Sequence[str]) -> str:
+    """Return the SQL that reads some Parquet files."""
+    return f"read_parquet([{', '.join(map(literal, paths))}], union_by_name = true, hive_partitioning = false)"
+
+
+def pattern(path: Path) -> str:
+    """Return a path for DuckDB with escaped wildcards."""
+    return re.sub(r"([*?\[])", r"[\1]", str(path))
+
+
+def responses_of(run_dir: Path, iterations: Sequence[int]) -> str:
+    """Return the SQL that reads the responses of some iterations."""
+    files = {
+        name: source([pattern(manifest.table_path(run_dir, name, iteration)) for iteration in iterations])
+        for name in ("sequences", "tokens", "updates")
+    }
+    return RESPONSES.format(**files)
+
+
+class Responses:
+    """Table `responses` with one row per response; several threads may use it."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory(prefix="ppo-repro-view-")
+        self._database = duckdb.connect(str(Path(self._folder.name) / "responses.duckdb"), config=CONFIG)
+        self._database.execute(CREATE)
+
+    def insert(self, run: int, run_dir: Path, iterations: Sequence[int]) -> None:
+        """Add the responses of some iterations of a run. Raises duckdb.Error if a file cannot be read."""
+        self.cursor().execute(f"insert into responses select ?, * from ({responses_of(run_dir, iterations)})", [run])
+
+    def remove(self, run: int) -> None:
+        """Remove the responses of a run."""
+        self.cursor().execute("delete from responses where run = ?", [run])
+
+    def interrupt(self) -> None:
+        """End the statements that run now."""
+        self._database.interrupt()
+
+    def close(self) -> None:
+        """Remove the table."""
+        self._database.close()
+        self._folder.cleanup()
+
+    @contextmanager
+    def _limited_cursor(self) -> Iterator[Any]:
+        """Yield a cursor. Raises Slow after TIMEOUT_SECONDS of a query."""
+        cursor = self._database.cursor()
+        timer = threading.Timer(TIMEOUT_SECONDS, cursor.interrupt)
+        timer.start()
+        try:
+            yield cursor
+        except duckdb.InterruptException as error:
+            raise Slow from error
+        finally:
+            timer.cancel()
+            cursor.close()
+
+    def cursor(self) -> Any:
+        """Return a cursor without a time limit."""
+        return self._database.cursor()
+
+    def rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Return the rows of a query as dicts by column. Raises Slow after TIMEOUT_SECONDS."""
+        with self._limited_cursor() as cursor:
+            cursor.execute(query, list(values))
+            names = [column[0] for column in cursor.description]
+            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    def frame(self, query: str, values: Sequence[Any] = ()) -> pd.DataFrame:
+        """Return the rows of a query as a pandas frame. Raises Slow after TIMEOUT_SECONDS."""
+        with self._limited_cursor() as cursor:
+            return pd.DataFrame(cursor.execute(query, list(values)).df())

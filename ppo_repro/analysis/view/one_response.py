@@ -1,0 +1,45 @@
+"""Read one response for the page: its tokens, and its prompt as the model saw it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import duckdb
+import pandas as pd
+
+from ppo_repro.analysis.html import token_data
+from ppo_repro.analysis.recorded_tokenizer import PATHS, load_tokenizer
+from ppo_repro.analysis.view.database import Responses, pattern, source
+from ppo_repro.analysis.view.index import Run
+from ppo_repro.base.errors import UserError
+from ppo_repro.records import manifest
+
+
+def tokens_of(responses: Responses, run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of the token view for one row of the table.
+
+    Raises UserError if the run's files cannot be read.
+    """
+    about = {"sequence": row["sequence"], "max_abs_delta": row["mismatch"], "clipped": row["clipped"], "why": []}
+
+    def rows_of(name: str) -> pd.DataFrame:
+        file = source([pattern(manifest.table_path(run.folder, name, row["iteration"]))])
+        try:
+            return responses.frame(f"select * from {file} where sequence = ?", [row["sequence"]])
+        except duckdb.Error as error:
+            raise UserError(f"{run.name}: {str(error).splitlines()[0]}; the file was changed or damaged") from error
+
+    tables = rows_of("sequences"), rows_of("tokens"), rows_of("updates")
+    where = f"{run.name}: iteration {row['iteration']}"
+    return token_data.described(token_data.responses_of(*tables, pd.DataFrame([about]), where))
+
+
+def rendered(responses: Responses, run: Run, iteration: int, sequence: int) -> str | None:
+    """Return the prompt decoded from its tokens, with special tokens; None if the run has no tokenizer yet."""
+    path = next((run.folder / name for name in PATHS if (run.folder / name).is_file()), None)
+    file = source([pattern(manifest.table_path(run.folder, "sequences", iteration))])
+    found = responses.rows(f"select prompt_ids from {file} where sequence = ?", [sequence])
+    if path is None or not found:
+        return None
+    return load_tokenizer(path).decode_all(found[0]["prompt_ids"])

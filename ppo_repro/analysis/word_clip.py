@@ -1,0 +1,92 @@
+"""Compute the clip band for words: the bounds that a band for the ratios of tokens implies for the ratio of a word.
+
+The ratio of a word is the product of its tokens' ratios. A band [1 - low, 1 + high] for tokens therefore bounds a word
+of n tokens only by [(1 - low)^n, (1 + high)^n], and the share of tokens outside the band depends on the tokenizer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from ppo_repro.analysis.clip_flags import recorded_clipped
+from ppo_repro.analysis.clusters import Ratio, ratio_of_sums
+
+UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "new_logprobs", "clip_flag"]
+
+
+def word_ratios(
+    token_table: pd.DataFrame, anchor_logprobs: pd.Series, updates: pd.DataFrame, *, clip_low: float, clip_high: float
+) -> pd.DataFrame:
+    """Return one row per word and epoch of one iteration: log-ratio, and the tokens outside the band.
+
+    Ratios are exp(new - anchor) in float64, compared strictly.
+
+    Args:
+        token_table: the frame of `token_kl.token_table`, one row for each of N tokens.
+        anchor_logprobs: [N], the denominator of the run's ratio.
+        updates: UPDATE_COLUMNS; rows of steps that the policy did not take (null) are left out.
+        clip_low: lower width of the band [1 - clip_low, 1 + clip_high].
+        clip_high: upper width of the band.
+
+    Returns:
+        The columns iteration, epoch, sequence, word_id, is_special, and
+
+        n_tok: number of the word's tokens
+        log_ratio: sum of the tokens' log-ratios
+        max_token_ratio: largest ratio of a token
+        n_out: number of tokens outside the band
+        n_clipped: number of tokens with a recorded clip_* flag
+        word_out: whether the word's ratio is outside the band
+        word_out_scaled: whether the word's ratio is outside [(1 - low)^n, (1 + high)^n], which needs a token outside
+    """
+    low, high = np.log1p(-clip_low), np.log1p(clip_high)
+    names = ["iteration", "sequence", "position", "word_id", "is_special"]
+    anchored = token_table[names].assign(anchor=anchor_logprobs.to_numpy(np.float64))
+    rows = updates[updates["new_logprobs"].notna()].merge(anchored, on=names[:3], validate="many_to_one")
+    log_ratio = rows["new_logprobs"].astype(np.float64) - rows["anchor"]
+    rows = rows.assign(
+        n_tok=1,
+        log_ratio=log_ratio,
+        max_token_ratio=np.exp(log_ratio),
+        n_out=(log_ratio < low) | (log_ratio > high),
+        n_clipped=recorded_clipped(rows["clip_flag"]),
+    )
+    keys = ["iteration", "epoch", "sequence", "word_id", "is_special"]
+    words = rows.groupby(keys, as_index=False).agg(
+        **{name: (name, "sum") for name in ("n_tok", "log_ratio", "n_out", "n_clipped")},
+        max_token_ratio=("max_token_ratio", "max"),
+    )
+    total, n = words["log_ratio"], words["n_tok"]
+    words["word_out"] = (total < low) | (total > high)
+    words["word_out_scaled"] = (total < n * low) | (total > n * high)
+    return words
+
+
+def clip_table(words: pd.DataFrame) -> pd.DataFrame:
+    """Return the table `tok_clip`: one row per iteration and epoch, with standard errors clustered by response.
+
+    token_out, token_clipped: shares of the tokens, special tokens included. word_out, word_out_scaled: shares of the
+    words of text. max_token_ratio, max_word_ratio: the largest ratios.
+    """
+    rows = []
+    for (iteration, epoch), group in words.groupby(["iteration", "epoch"], sort=True):
+        of_text = group[~group["is_special"]].assign(n_word=1)
+        row: dict[str, object] = {"iteration": iteration, "epoch": epoch, "n_tok": int(group["n_tok"].sum())}
+        row["n_word"] = len(of_text)
+        for label, frame, count, unit in (
+            ("token_out", group, "n_out", "n_tok"),
+            ("token_clipped", group, "n_clipped", "n_tok"),
+            ("word_out", of_text, "word_out", "n_word"),
+            ("word_out_scaled", of_text, "word_out_scaled", "n_word"),
+        ):
+            row[label], row[f"{label}_se"] = _share(frame, count, unit)
+        row["max_token_ratio"] = group["max_token_ratio"].max()
+        row["max_word_ratio"] = np.exp(of_text["log_ratio"].max())
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _share(frame: pd.DataFrame, count: str, unit: str) -> Ratio:
+    sums = frame.groupby("sequence")[[count, unit]].sum()
+    return ratio_of_sums(sums[count].to_numpy(np.float64), sums[unit].to_numpy(np.float64))

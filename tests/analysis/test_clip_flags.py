@@ -1,0 +1,120 @@
+"""Every definition of clipped by hand; agreement with the records of training."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ppo_repro.analysis.clip_flags import flags_of_ratios, token_flags, value_flags
+from ppo_repro.analysis.update_rows import clip_rule, load_iterations, policy_rows
+from ppo_repro.base.errors import UserError
+from ppo_repro.records import reader
+from tests.analysis.clip_rows import RULE, make_item, single
+from tests.support.language import small_run
+from tests.support.runs import small_config
+
+UP, DOWN, INSIDE = np.log(1.5), np.log(0.5), np.log(1.1)
+
+
+def test_the_classes_by_hand() -> None:
+    item = single([UP, DOWN, UP, DOWN, UP, INSIDE], [1.0, -1.0, -1.0, 1.0, 0.0, 1.0])
+    flags = token_flags(item.rows, item.rule)
+    expected = {
+        "band_out": [1, 1, 1, 1, 1, 0],
+        "clip_high": [1, 0, 0, 0, 0, 0],
+        "clip_low": [0, 1, 0, 0, 0, 0],
+        "wrong_high": [0, 0, 1, 0, 0, 0],
+        "wrong_low": [0, 0, 0, 1, 0, 0],
+        "out_without_advantage": [0, 0, 0, 0, 1, 0],
+        "grad_zero": [1, 1, 0, 0, 0, 0],
+        "dual_zero": [0, 0, 0, 0, 0, 0],
+    }
+    for name, values in expected.items():
+        assert flags[name].tolist() == [bool(value) for value in values], name
+
+
+def test_the_dual_clip_by_hand() -> None:
+    rule = replace(RULE, dual=3.0)
+    flags = flags_of_ratios(np.array([2.9, 3.0, 3.1, 3.1]), np.array([-1.0, -1.0, -1.0, 1.0]), rule)
+    assert flags["dual_zero"].tolist() == [False, False, True, False]
+    assert flags["wrong_high"].tolist() == [True, True, True, False]
+    assert flags["grad_zero"].tolist() == [False, False, True, True]
+
+
+def test_the_value_flags_by_hand() -> None:
+    old, new = np.array([0.0, 0.0, 0.0]), np.array([[0.5, 0.5, 0.1]])
+    item = make_item([3], np.zeros((1, 3)), np.ones(3), values=(old, new, np.array([1.0, -1.0, -1.0])))
+    flags = value_flags(item.rows, item.rule)
+    assert flags["vf_band_out"].tolist() == [True, True, False]
+    # clipped to 0.2: farther from 1 than 0.5 is, nearer to -1
+    assert flags["vf_grad_zero"].tolist() == [True, False, False]
+    assert not value_flags(item.rows, replace(RULE, value_range=None)).to_numpy().any()
+    # clipped to 0.25, as far from 0.5 as 0.75 is: the gradient stays
+    even = make_item([1], np.zeros((1, 1)), np.ones(1), values=(old[:1], np.array([[0.75]]), np.array([0.5])))
+    assert value_flags(even.rows, replace(RULE, value_range=0.25)).iloc[0].tolist() == [True, False]
+
+
+def assert_agrees_with_records(run_dir: Path) -> None:
+    """Our flags of a recorded run against the flags and step metrics that training wrote."""
+    steps = reader.read_steps(run_dir)
+    seen = 0
+    for item in load_iterations(run_dir):
+        rows, rule = policy_rows(item), item.rule
+        flags = token_flags(rows, rule)
+        recorded = rows["clip_flag"].str.startswith("clip_")
+        # float32 against float64: only a ratio within rounding of a bound may differ
+        bounds = np.array([1.0 - rule.low, 1.0 + rule.high, rule.dual or np.inf])
+        near = (np.abs(flags["ratio"].to_numpy()[:, None] - bounds) < 1e-5).any(axis=1)
+        assert (flags["grad_zero"] == recorded)[~near].all()
+        assert near.mean() < 0.01
+        by_step = recorded.groupby([rows["epoch"], rows["minibatch"]]).mean()
+        own = steps[(steps["iteration"] == item.iteration) & steps["clip_fraction"].notna()]
+        np.testing.assert_array_equal(by_step.to_numpy(), own["clip_fraction"].to_numpy())
+        with_value = item.rows[item.rows["new_values"].notna()]
+        if len(with_value):
+            # float32 against float64: a value within rounding of the bound or of equal distance may differ
+            different = value_flags(with_value, item.rule)["vf_grad_zero"] != with_value["value_clipped"]
+            assert different.mean() < 0.002
+        seen += len(rows)
+    assert seen > 0
+
+
+def test_flags_agree_with_the_recorded_run(native_run: Path) -> None:
+    assert_agrees_with_records(native_run)
+
+
+OTHER_RUNS = {
+    "dual and asymmetric": (
+        "ppo.objective={kind: clip, clip_range: 0.1, clip_range_high: 0.3, dual_clip: 1.4}",
+        "ppo.learning_rate=1e-2",
+    ),
+    "adaptive, old anchor, scaled values": (
+        "ppo.objective={kind: adaptive_clip, target_kl: 0.01}",
+        "ppo.ratio_anchor=old",
+        "value.normalize_returns=true",
+    ),
+    "early stop, more value epochs": ("ppo.early_stop_kl=0.003", "value.epochs=3"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RUNS)
+def test_flags_agree_under_every_kind_of_clip(name: str, tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path, "numerics.mode=native", "ppo.iterations=2", *OTHER_RUNS[name])
+    assert_agrees_with_records(run_dir)
+    if name.startswith("dual"):
+        assert sum(token_flags(policy_rows(i), i.rule)["dual_zero"].sum() for i in load_iterations(run_dir)) > 0
+
+
+@pytest.mark.parametrize("kind", ["unclipped", "policy_gradient", "kl_penalty"])
+def test_an_objective_without_a_clip_is_refused_by_name(kind: str) -> None:
+    config = small_config(f"ppo.objective={{kind: {kind}}}")
+    row = pd.Series({"clip_range": np.nan, "return_scale": np.nan})
+    with pytest.raises(UserError, match=f"ppo.objective.kind = {kind} clips nothing"):
+        clip_rule(config, row)
+    assumed = clip_rule(config, row, (0.1, 0.3))
+    assert (assumed.low, assumed.high, assumed.dual) == (0.1, 0.3, None)
+    for band in ((0.0, 0.2), (1.0, 0.2), (0.2, np.inf), (np.nan, 0.2)):
+        with pytest.raises(UserError, match="clip range"):
+            clip_rule(config, row, band)

@@ -46,9 +46,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
-    except OSError as error:
+    except BaseException as error:  # also Ctrl-C, after which nobody would remove the file
         with contextlib.suppress(OSError):  # the first error is the one to report
             temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); make room there or choose another --out"
         ) from error

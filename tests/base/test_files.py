@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import check_sums, whole_folder, write_sums
+from ppo_repro.base.files import check_sums, whole_file, whole_folder, write_sums
 
 
 def test_a_folder_is_replaced_whole_whatever_killed_processes_left(tmp_path: Path) -> None:
@@ -18,6 +18,14 @@ def test_a_folder_is_replaced_whole_whatever_killed_processes_left(tmp_path: Pat
         assert (tmp_path / "it" / "old").exists()
         (folder / "new").touch()
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "it", tmp_path / "it" / "new"]
+
+
+def test_an_interrupted_file_leaves_the_old_one_alone(tmp_path: Path) -> None:
+    (tmp_path / "it").write_text("old")
+    with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "it") as path:
+        path.write_text("new")
+        raise KeyboardInterrupt
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("it", "old")]
 
 
 def test_sums_cover_folders_in_a_folder(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ppo_repro.numerics.sequences import index, ragged
 
 _NO_TOKEN = -1
 
+
 class PrefixIndex:
     """The tokens whose keys and values are in each seat."""
 

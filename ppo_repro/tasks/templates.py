@@ -17,7 +17,7 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import TaskConfig, Templated, TextTask
 from ppo_repro.tasks.problems import Problem, Split
-from ppo_repro.user.process import UserFunction, UserProcess, load_own
+from ppo_repro.user.process import UserFunction, UserProcess, load_from_package
 
 if TYPE_CHECKING:  # the prompts of a file are checked before anything is imported that takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ Prompted = TaskConfig | DPOConfig  # sections that say how a prompt becomes text
 def _template_renderer() -> UserFunction:
     """Start the child process that renders chat templates."""
     module, code = Path(__file__).with_name("template_child.py"), "the tokenizer's template"
-    return load_own(UserProcess(), "task.chat_template", code, module, ["render"], TEMPLATE_SECONDS)["render"]
+    return load_from_package(UserProcess(), "task.chat_template", code, module, ["render"], TEMPLATE_SECONDS)["render"]
 
 
 def rendered(

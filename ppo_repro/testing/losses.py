@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import permutation
-from ppo_repro.ppo.log_ratios import LOG_RATIOS
+from ppo_repro.ppo.log_ratios import LOG_RATIOS, extreme_logprobs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -233,13 +233,14 @@ def _extremes(rollout: DrawnResponses) -> Iterator[tuple[str, DrawnResponses]]:
     """
     token = int(rollout.mask.nonzero()[:, 0][int(rollout.mask.sum()) // 2])
     for x in LOG_RATIOS:
+        new, old = extreme_logprobs(x)
         for sign, words in ((1.0, ""), (-1.0, ", advantage of the other sign"), (0.0, ", advantage 0")):
             columns = {name: values.clone() for name, values in rollout.columns.items()}
             for name, values in columns.items():
                 if name == "new_logprobs":
-                    values[token] = -0.5 + min(x, 0.0)
+                    values[token] = new
                 elif name.endswith("_logprobs"):
-                    values[token] = -0.5 - max(x, 0.0)
+                    values[token] = old
                 elif name == "advantages":
                     values[token] *= sign
                 elif name.startswith("is_") and sign == 0.0:

@@ -1,7 +1,4 @@
-"""Execute a user's Python file and the modules beside it, and report mistakes by file and line.
-
-Rewards and tasks run in a child process (`child.py`), all other functions in the process of the run.
-"""
+"""Execute a user's Python file and the modules beside it, in any process, and report mistakes by file and line."""
 
 from __future__ import annotations
 
@@ -71,8 +68,8 @@ class UserCallable(Named):
         except BaseException as error:  # SystemExit of the user's code included
             if is_out_of_memory(error):
                 raise
-            where = place_beside(error, str(self.file))
-            raise self.refused(f"raised {described(error)}{where}", line_of(error, str(self.file))) from error
+            file = str(self.file)
+            raise self.refused(f"raised {described(error, file)}", line_of(error, file)) from error
 
     def refused(self, what: str, line: str = "") -> FunctionFailed:
         """Return an error that names the field, the file, its line (by default the function's first) and the mistake
@@ -126,13 +123,18 @@ def load_callable(
 
 def not_loaded(field: str, file: str, error: BaseException) -> str:
     """Return a line about an error of a file that was executed."""
-    return f"{field}: {file}{line_of(error, file)} fails to load ({described(error)}{place_beside(error, file)})"
+    return f"{field}: {file}{line_of(error, file)} fails to load ({described(error, file)})"
 
 
-def check_call(name: str, value: object, positions: Sequence[str], parameters: Mapping[str, Any]) -> None:
-    """Raise RefusedError unless a function accepts the arguments it will be called with."""
+def require_function(name: str, value: Any) -> None:
+    """Raise RefusedError unless a value of a user's file can be called."""
     if not callable(value):
         raise RefusedError(f"{name} is no function; make it one or rename it")
+
+
+def check_call(name: str, value: Any, positions: Sequence[str], parameters: Mapping[str, Any]) -> None:
+    """Raise RefusedError unless a function accepts the arguments it will be called with."""
+    require_function(name, value)
     gets = ", ".join([*positions, *(f"{parameter} by name" for parameter in parameters)]) or "nothing"
     try:
         inspect.signature(value).bind(*positions, **parameters)
@@ -241,16 +243,6 @@ def line_of(error: BaseException, file: str) -> str:
     return f":{lines[-1]}" if lines else ""
 
 
-def place_beside(error: BaseException, file: str) -> str:
-    """Return `, NAME.py:LINE` if a module beside the file raised the error; "" otherwise."""
-    frames = traceback.extract_tb(error.__traceback__)
-    found = (error.filename, error.lineno) if isinstance(error, SyntaxError) else ("", 0)
-    if not found[0] and frames:
-        found = frames[-1].filename, frames[-1].lineno
-    is_beside = found[0] != file and Path(found[0] or "").is_relative_to(Path(file).parent)
-    return f", {Path(found[0] or '').relative_to(Path(file).parent)}:{found[1]}" if is_beside else ""
-
-
 def uncopied(before: Collection[str]) -> list[str]:
     """Return the files of modules imported since `before` was taken that are neither installed nor beside the user's
     file.
@@ -263,12 +255,25 @@ def uncopied(before: Collection[str]) -> list[str]:
     return sorted(str(file) for file in found if not any(map(file.is_relative_to, homes)))
 
 
-def described(error: BaseException) -> str:
-    """Return type and message of an error on one line, with the version of Python or advice on a missing module."""
+def described(error: BaseException, file: str | None = None) -> str:
+    """Return type and message of an error on one line, with the version of Python or advice on a missing module.
+
+    The line ends with `, NAME.py:LINE` if a module beside `file` raised the error.
+    """
     try:
         message = error.msg if isinstance(error, SyntaxError) else str(error)
     except BaseException:  # the message is made by the user's code
         message = ""
     name = type(error).__name__ + (f" in Python {sys.version.split()[0]}" if isinstance(error, SyntaxError) else "")
     advice = "; install it, or put it beside the file" if isinstance(error, ModuleNotFoundError) else ""
-    return f"{name}: {shown(message)}{advice}" if message else name
+    place = "" if file is None else _place_beside(error, file)
+    return (f"{name}: {shown(message)}{advice}" if message else name) + place
+
+
+def _place_beside(error: BaseException, file: str) -> str:
+    frames, folder = traceback.extract_tb(error.__traceback__), Path(file).parent
+    name, line = (frames[-1].filename, frames[-1].lineno) if frames else ("", 0)
+    if isinstance(error, SyntaxError) and error.filename:
+        name, line = error.filename, error.lineno
+    is_beside = name != file and Path(name).is_relative_to(folder)
+    return f", {Path(name).relative_to(folder)}:{line}" if is_beside else ""

@@ -72,8 +72,15 @@ class UserProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the child was started and has not ended."""
-        return self._child is not None and self._child[0].poll() is None
+        """Return whether the child was started and has not closed its connection, which it does when it ends.
+
+        Nobody may ask the system here: it gives the number of a child whose end was asked for to another process, and
+        `_stop` sends a signal to that number.
+        """
+        if self._child is None:
+            return False
+        _, connection = self._child
+        return not (connection.closed or connection.poll())
 
     def end(self) -> None:
         """End the process now, with all processes that it started; no new process is started."""
@@ -136,7 +143,7 @@ class UserFunction(Named):
     process: UserProcess
     call: str  # convention by which the child calls the function
     options: Mapping[str, Any]
-    seconds: float | None = None  # wall time for one row; None: CALL_SECONDS
+    seconds: float = CALL_SECONDS  # of wall time for one row
     longer: str = ""  # what to do besides about a call that takes too long
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
@@ -145,11 +152,10 @@ class UserFunction(Named):
         `seed` seeds the global generators before each call. Raises UserError, with field, file, line and prompt, if the
         function raises, returns a wrong value, takes too long, or ends its process.
         """
-        seconds = CALL_SECONDS if self.seconds is None else self.seconds
         if self.call == "scores":
-            seconds = max(seconds, _SECONDS_PER_TRANSCRIPT * len(rows))
+            seconds = max(self.seconds, _SECONDS_PER_TRANSCRIPT * len(rows))
             return list(self._ask([{"transcripts": list(rows)}], seed, seconds)[0])
-        return self._ask(rows, seed, seconds)
+        return self._ask(rows, seed, self.seconds)
 
     def _ask(self, rows: Sequence[Mapping[str, Any]], seed: int, seconds: float) -> list[Any]:
         def lost(row: int, how: str) -> str:
@@ -177,7 +183,7 @@ def load(
     return {n: UserFunction(field, file, n, line, process, calls[n], options or {}) for n, line in lines.items()}
 
 
-def load_own(
+def load_from_package(
     process: UserProcess, field: str, code: str, module: Path, names: Iterable[str], seconds: float, longer: str = ""
 ) -> dict[str, UserFunction]:
     """Load functions of a module of this package that runs code of the user; messages name this `code`."""
@@ -229,8 +235,8 @@ def check_alone(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> No
     """
     alone = function(rows)
     try:
-        seconds = len(rows) * (CALL_SECONDS if function.seconds is None else function.seconds)
-        (together,) = replace(function, call="trl_together", seconds=seconds)([{"rows": list(rows)}])
+        whole = replace(function, call="trl_together", seconds=len(rows) * function.seconds)
+        (together,) = whole([{"rows": list(rows)}])
     except FunctionFailed:
         if not function.process.is_alive:
             raise

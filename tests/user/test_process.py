@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ppo_repro.tasks.problems import Problem, row_of
 from ppo_repro.user import process
 from ppo_repro.user.process import UserFunction, UserProcess, check_alone, check_repeats, load_function
 from tests.support.paths import ROOT
-from tests.support.waiting import require_ended
+from tests.support.waiting import require_ended, until
 
 FIELD = "reward.terms.0.path"
 
@@ -117,9 +118,8 @@ def test_a_crash_an_exit_and_a_hang_are_one_line_and_the_run_goes_on(
     body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = loaded(tmp_path, f"import os, re, signal, time\n{SIGNATURE}if prompt == 'p2': {body}\n    return 1.0")
-    monkeypatch.setattr(process, "CALL_SECONDS", 1.0)
     monkeypatch.setattr(process, "ENDING_SECONDS", 0.2)
-    assert refusal(function) == f"2: f {message}; prompt key 'k2'"
+    assert refusal(replace(function, seconds=1.0)) == f"2: f {message}; prompt key 'k2'"
 
 
 def test_the_process_ends_with_the_run_also_where_that_is_killed(tmp_path: Path) -> None:
@@ -147,14 +147,28 @@ def test_what_a_function_started_ends_also_where_its_own_process_is_gone(tmp_pat
     require_ended(int((tmp_path / "pid").read_text()))
 
 
-def test_a_process_that_has_ended_gets_no_second_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may have given its number to another process by then."""
-    function, signalled = loaded(tmp_path, f"{SIGNATURE}return 1.0"), list[int]()
-    kill = os.killpg
-    monkeypatch.setattr(os, "killpg", lambda group, number: (signalled.append(group), kill(group, number)))
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_process_gets_one_signal_while_its_number_is_its_own(
+    has_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may give the number of a process that somebody has waited for to another one."""
+    function = loaded(tmp_path, f"import os\n{SIGNATURE}return os.getpid()")
+    child, signalled, kill = int(function(ROWS)[0]), list[int](), os.killpg
+
+    def signal_to(group: int, number: int) -> None:
+        os.kill(group, 0)  # raises if the number is free
+        signalled.append(group)
+        kill(group, number)
+
+    monkeypatch.setattr(os, "killpg", signal_to)
+    assert function.process.is_alive
+    if has_ended:
+        os.kill(child, signal.SIGKILL)
+        until(lambda: not function.process.is_alive, "the end of the process")
     function.process.end()
     function.process.end()
-    assert len(signalled) == 1
+    assert signalled == [child]
+    assert not function.process.is_alive
 
 
 def test_ctrl_c_gets_out_of_a_function_that_catches_everything(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.sampling.own.child import METHODS
 from ppo_repro.sampling.responses import EngineSampling, Response
 from ppo_repro.user.file import file_and_name
-from ppo_repro.user.process import UserProcess, load_own
+from ppo_repro.user.process import UserProcess, load_from_package
 
 FIELD = "rollout.engine.path"
 MODEL = "model"  # the folder of weights, below the engine's
@@ -37,7 +37,9 @@ class EngineProcess:
         file_and_name(FIELD, settings.path)
         self.process = UserProcess()
         names, longer = ("make", *METHODS), ", or raise rollout.engine.timeout_s"
-        self._functions = load_own(self.process, FIELD, settings.path, _CHILD, names, settings.timeout_s, longer)
+        self._functions = load_from_package(
+            self.process, FIELD, settings.path, _CHILD, names, settings.timeout_s, longer
+        )
         self._call("make", {"field": FIELD, "path": settings.path, "parameters": settings.parameters})
 
     def load(self, folder: Path) -> None:

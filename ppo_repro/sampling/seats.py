@@ -102,10 +102,9 @@ class Seats:
         prefix_cache: bool,
         routes: bool,
     ) -> None:
-        """Make empty seats.
+        """Make empty seats for a policy whose weights may not change any more.
 
         Args:
-            policy: in deterministic or native numerics; its weights may not change any more.
             max_context: tokens of a seat.
             prefill_chunk: tokens of a prompt in one pass.
             routes: whether to note the experts of each token.

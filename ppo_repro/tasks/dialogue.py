@@ -53,10 +53,8 @@ class Environment:
         """Make the environment of a run.
 
         Args:
-            task: the run's section on the task.
             stop: texts that end a turn of the model.
             max_response_tokens: tokens of an episode after its prompt.
-            tokenizer: encodes the environment's texts.
             spelled: special tokens that decoded texts show.
             step: the user's environment; None: an episode has one turn.
         """

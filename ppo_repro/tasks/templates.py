@@ -47,19 +47,16 @@ def rendered(
     time: str | None = None,
     section: str = SECTION,
 ) -> list[str]:
-    """Return the text of each chat.
+    """Return the text of each chat, a list of messages with role and content, by the tokenizer's template.
+
+    Raises UserError if the template fails, needs more than 10 s or 1 GiB, reads a time that is not set, does not read
+    an argument, or writes an address of memory.
 
     Args:
-        tokenizer: the tokenizer with the template.
-        chats: messages with role and content.
         cue: whether the text ends with the beginning of the model's turn.
-        arguments: further arguments of the template; None for none.
-        time: the time that the template reads, in ISO format; None: a template that reads the time fails.
+        arguments: further arguments of the template.
+        time: the time that the template reads, in ISO format.
         section: the part of the configuration before the fields' names in messages.
-
-    Raises:
-        UserError: the template fails, needs more than 10 s or 1 GiB, reads a time that is not set, does not read an
-            argument, or writes an address of memory.
     """
     try:
         about = {
@@ -81,17 +78,7 @@ def rendered(
 def rendered_for(
     task: Prompted, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], section: str = SECTION
 ) -> list[str]:
-    """Return the text of each chat, with the arguments and the time of a task.
-
-    Args:
-        task: section of the configuration.
-        tokenizer: the tokenizer with the template.
-        chats: messages with role and content.
-        section: the part of the configuration before the fields' names in messages.
-
-    Raises:
-        UserError: in the cases of `rendered`.
-    """
+    """Return `rendered` chats with the arguments and the time of a task."""
     assert isinstance(task, Templated), "a generated problem is plain text"
     return rendered(tokenizer, chats, True, task.template_arguments, task.template_time, section)
 
@@ -184,15 +171,8 @@ def encode_all(
 ) -> tuple[Split, dict[str, Ids]]:
     """Encode every prompt; return the problems whose prompts fit, and the token ids of their prompts by key.
 
-    Args:
-        problems: all problems.
-        encode: the function that `encoder` returns.
-        config: the run; `task.overlong` says whether a prompt that is too long is dropped.
-        vocab_size: token ids are below it.
-        watcher: shows the progress and the number of dropped prompts.
-
-    Raises:
-        UserError: the engine cannot serve a prompt; the message names the first one.
+    `task.overlong` says whether a prompt that is too long is dropped. Raises UserError, with its key, for the first
+    prompt that the engine cannot serve.
     """
     from ppo_repro.engine import Request, Sampling, TooLongError, check_request
 
@@ -234,14 +214,7 @@ def encode_all(
 def end_token_warning(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Ids], ends: frozenset[int], has_template: bool
 ) -> str | None:
-    """Return a warning about prompts that end with an end token; None if there is no such prompt.
-
-    Args:
-        tokenizer: the tokenizer of the prompts.
-        prompts: token ids of each prompt.
-        ends: end tokens.
-        has_template: whether a chat template made the prompts.
-    """
+    """Return a warning about prompts that end with one of the tokens `ends`; None if there is no such prompt."""
     ended = [ids[-1] for ids in prompts if ids[-1] in ends]
     if not ended:
         return None

@@ -55,10 +55,9 @@ class UserCallable(Named):
         return self.guarded(self.value, *arguments, **named)
 
     def guarded(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call `call`, such as a method of an object of this class.
+        """Call `call`, such as a method of an object of this class, as `__call__` does.
 
-        Raises UserError, naming the line of the file, if it raises. Ctrl-C, a UserError and a lack of memory pass
-        unchanged.
+        Ctrl-C, a UserError and a lack of memory pass unchanged.
         """
         try:
             with redirect_stdout(sys.stderr):
@@ -72,16 +71,12 @@ class UserCallable(Named):
             raise self.refused(f"raised {described(error, file)}", line_of(error, file)) from error
 
     def refused(self, what: str, line: str = "") -> FunctionFailed:
-        """Return an error that names the field, the file, its line (by default the function's first) and the mistake
-        `what`.
-        """
+        """Return an error that names field, file, line (by default the function's first) and the mistake `what`."""
         return FunctionFailed(f"{self.field}: {self.file}{line or self.line}: {self.name} {what}", self.field)
 
 
 def file_and_name(field: str, path: str) -> tuple[Path, str]:
-    """Split `FILE.py:NAME` into file and name. Raises UserError if the text is not of this form or the file does not
-    exist.
-    """
+    """Split `FILE.py:NAME` into file and name. Raises UserError for another form, or if there is no such file."""
     file, colon, name = path.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         raise UserError(f"{field} = {path!r}: must be FILE.py:NAME, with the name of a function or class in the file")
@@ -93,15 +88,10 @@ def file_and_name(field: str, path: str) -> tuple[Path, str]:
 def load_callable(
     field: str, path: str, positions: Sequence[str], parameters: Mapping[str, Any] | None = None
 ) -> UserCallable:
-    """Execute the file of `FILE.py:NAME` in this process and return the function or class NAME.
+    """Execute the file of `path`, which is `FILE.py:NAME`, in this process and return the function or class NAME.
 
-    Args:
-        path: `FILE.py:NAME`.
-        positions: names of NAME's positional arguments.
-        parameters: NAME's arguments by name.
-
-    Raises:
-        UserError: the file fails to load, has no such name, or NAME cannot be called so; names field, file and line.
+    Raises UserError, with field, file and line, if the file fails to load, has no such name, or NAME cannot be called
+    with arguments named `positions` and `parameters`.
     """
     file, name = file_and_name(field, path)
     try:
@@ -244,9 +234,7 @@ def line_of(error: BaseException, file: str) -> str:
 
 
 def uncopied(before: Collection[str]) -> list[str]:
-    """Return the files of modules imported since `before` was taken that are neither installed nor beside the user's
-    file.
-    """
+    """Return the files of modules that `before` lacks, and that are neither installed nor beside the user's file."""
     homes = Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[1]
     new = {name: module for name, module in list(sys.modules.items()) if name not in before}
     files = [getattr(module, "__file__", None) for name, module in new.items() if not name.startswith(_PREFIX)]

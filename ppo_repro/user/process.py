@@ -170,13 +170,9 @@ class UserFunction(Named):
 def load(
     process: UserProcess, field: str, file: Path, calls: Mapping[str, str], options: Mapping[str, Any] | None = None
 ) -> dict[str, UserFunction]:
-    """Execute a file in the child and return the functions of `calls` that the file defines.
+    """Execute a file in the child and return the functions that it defines, of those whose conventions are `calls`.
 
     Raises UserError if the file fails to load.
-
-    Args:
-        calls: the calling convention of each function, by name.
-        options: options of the conventions; None for none.
     """
     request = {"field": field, "file": str(file), "calls": dict(calls), "folder": os.getcwd()}
     (lines,) = process.ask(request, 1, CALL_SECONDS, lambda row, how: f"{field}: {file} fails to load (it {how})")
@@ -192,11 +188,9 @@ def load_from_package(
 
 
 def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
-    """Load the function of `FILE.py:FUNCTION`. Raises UserError with its fault.
+    """Load the function of `path`, which is `FILE.py:FUNCTION`. Raises UserError with its fault.
 
-    Args:
-        path: `FILE.py:FUNCTION`.
-        term: the reward term with the calling convention; None: the function gets prompt, response and answer.
+    The reward term tells the convention; without one the function gets prompt, response and answer.
     """
     file, name = file_and_name(field, path)
     call, options = ("function", {}) if term is None else (term.kind, term.model_dump(mode="json"))

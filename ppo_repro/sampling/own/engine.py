@@ -74,12 +74,7 @@ class OwnSampler:
         max_context: int,
         folder: Path,
     ) -> None:
-        """Connect an engine that has no weights yet.
-
-        Args:
-            max_context: tokens of prompt and response together.
-            folder: the folder below which the weights are written.
-        """
+        """Connect an engine that has no weights yet; they are written below `folder`."""
         self.engine, self.policy, self.tokenizer, self.end_ids = engine, policy, tokenizer, end_ids
         self.max_context, self.model_folder = max_context, folder / MODEL
         self._loaded = ""  # digest of the engine's weights

@@ -87,16 +87,10 @@ def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, rout
 
 
 def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
-    """Check that a server has the weights that the run sent.
+    """Check that a server has the weights that the run sent, whose version is their digest.
 
-    Args:
-        digest: digest of the weights, which is their version.
-        deterministic: whether to compare the digest that the server itself computes.
-        timeout: seconds until the answer begins.
-
-    Raises:
-        UserError: the server has weights of another version, or returns no digest.
-        PromiseBroken: the server's weights have another digest.
+    Raises UserError for another version. If `deterministic`, the server computes the digest too: raises PromiseBroken
+    for another digest.
     """
     version = ask(url, "/model_info", timeout).get("weight_version")
     if version != digest:
@@ -119,12 +113,7 @@ class SGLangEngine:
     """
 
     def __init__(self, config: RunConfig, policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path) -> None:
-        """Prepare an engine whose servers are not started yet.
-
-        Args:
-            policy: the model that samples; its weights may change between calls.
-            folder: folder for logs, notes and weights.
-        """
+        """Prepare an engine whose servers are not started yet; `folder` is for logs, notes and weights."""
         settings = config.rollout.engine
         assert isinstance(settings, SGLangServers)
         self.settings, self.layout, self.numerics = settings, config.layout, config.numerics

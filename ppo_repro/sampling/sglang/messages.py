@@ -75,15 +75,7 @@ def generate_body(
     max_context: int,
     routes: bool = False,
 ) -> dict[str, Any]:
-    """Make one request to `/generate` for all of `requests`.
-
-    Args:
-        vocab_size: token ids are below it.
-        max_context: tokens of prompt and response together.
-
-    Raises:
-        UserError: one of the requests cannot be served.
-    """
+    """Make one request to `/generate` for all of `requests`. Raises UserError if one of them cannot be served."""
     if sampling.top_p != kept_tokens.shortest(sampling.top_p):
         raise UserError(f"rollout.top_p = {sampling.top_p}: SGLang keeps a float32 of it; give it in up to 6 digits")
     for request in requests:
@@ -116,12 +108,7 @@ def read_completions(
 ) -> list[Completion]:
     """Return the completions of a `/generate` answer, in the order of the requests.
 
-    Raises UserError, with the fault, for a wrong answer.
-
-    Args:
-        vocab_size: token ids are below it.
-        version: version of the weights that must have sampled.
-        routed: the shape of the routes; None if no routes were asked for.
+    Raises UserError, with the fault, for a wrong answer, and for weights of another version than `version`.
     """
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise UserError(f"{url}: answered {shown_value(answer)} to {len(requests)} requests; must be one answer each")

@@ -29,6 +29,7 @@ from ppo_repro.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.models.folders import write_sampled
 from ppo_repro.numerics.families import routers
 from ppo_repro.numerics.weights import weights_digest
+from ppo_repro.sampling.responses import EngineSampling
 from ppo_repro.sampling.sglang.client import Call, ask
 from ppo_repro.sampling.sglang.command import (
     RETURN_ROUTES,
@@ -178,19 +179,19 @@ class SGLangEngine:
         edges = [index * len(requests) // len(self.servers) for index in range(len(self.servers) + 1)]
         batches = [requests[start:end] for start, end in pairwise(edges)]
         work = [(server, batch) for server, batch in zip(self.servers, batches, strict=True) if batch]
-        vocab_size = self.policy.config.vocab_size
-        routed = self._routed if sampling.routes else None
-        bodies = [
-            generate_body(batch, sampling, self.stop_ids, vocab_size, self.numerics.max_context, routed is not None)
-            for _, batch in work
-        ]
+        wanted = EngineSampling(
+            temperature=sampling.temperature,
+            max_response_tokens=sampling.max_response_tokens,
+            end_ids=tuple(sorted(self.stop_ids)),
+            vocab_size=self.policy.config.vocab_size,
+        )
+        routed, context = self._routed if sampling.routes else None, self.numerics.max_context
+        bodies = [generate_body(batch, sampling, wanted, context, routed is not None) for _, batch in work]
         answers = self._ask([server for server, _ in work], bodies, digest)
         return [
             completion
             for (server, batch), answer in zip(work, answers, strict=True)
-            for completion in read_completions(
-                answer, batch, sampling, self.stop_ids, vocab_size, digest, server.url, routed
-            )
+            for completion in read_completions(answer, batch, sampling, wanted, digest, server.url, routed)
         ]
 
     def _ask(self, servers: Sequence[Server], bodies: Sequence[Mapping[str, Any]], digest: str) -> list[Any]:

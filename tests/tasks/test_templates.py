@@ -16,7 +16,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
 from ppo_repro.tasks import templates
 from ppo_repro.tasks.templates import rendered
-from tests.support.chat import chat_tree, make_chat_folder, write_tree
+from tests.support.chat import chat_tree, write_tree
 from tests.support.cli import Cli
 from tests.support.json_lines import write_lines
 from tests.support.runs import run_below
@@ -26,11 +26,6 @@ BODY = (
 )
 CLOCK = "{{ 'b' * (strftime_now('%d') | int) }}" + BODY
 THINKING = "{% if enable_thinking is defined and not enable_thinking %}bb{% endif %}" + BODY
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_chat_folder(tmp_path_factory.mktemp("chat"))
 
 
 def configured(folder: Path, model: Path, template: str, **task: Any) -> Path:

@@ -16,21 +16,29 @@ from hypothesis import settings as of_examples
 from hypothesis.strategies import booleans, floats, sampled_from
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.run import RunConfig
 from ppo_repro.user.functions import Functions, OwnEstimator, load_functions
 from ppo_repro.user.trial import try_functions
 from tests.support.runs import small_config
 
-HEAD = "import torch\nfrom ppo_repro.numerics import exp, log, sigmoid, softplus, sqrt, tanh\n\n"
+HEAD = "import torch\nfrom ppo_repro.numerics import exp, log, sigmoid, softplus, sqrt, tanh\n\ncalls = []\n"
 
 
-def tried(folder: Path, body: str, *overrides: str, head: str = HEAD, signature: str = "b") -> RunConfig:
-    """Load and try `def loss(b): BODY`."""
-    (folder / "own.py").write_text(f"{head}def loss({signature}):\n    {body}\n")
-    own = f"{{kind: function, path: {folder}/own.py:loss}}"
-    config = small_config(f"ppo.objective={own}", *overrides)
+FIELDS = {"ppo.objective": "b", "advantages": "b", "kl.estimator": "p, q", "reward.placement": "b"}
+
+
+def tried(
+    folder: Path,
+    body: str,
+    *overrides: str,
+    field: str = "ppo.objective",
+    head: str = HEAD,
+    signature: str = "",
+    options: str = "",
+) -> None:
+    """Load and try `def f(SIGNATURE): BODY` as the function of a field."""
+    (folder / "own.py").write_text(f"{head}def f({signature or FIELDS[field]}):\n    {body}\n")
+    config = small_config(*overrides, f"{field}={{kind: function, path: {folder}/own.py:f{options}}}")
     try_functions(config, load_functions(config.functions))
-    return config
 
 
 @pytest.mark.parametrize(
@@ -173,8 +181,8 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("body", "message"), [(body, said) for said, bodies in REFUSED.items() for body in bodies])
 def test_what_it_must_refuse_is_one_line_with_file_and_line(tmp_path: Path, body: str, message: str) -> None:
-    with pytest.raises(UserError, match=rf"^ppo\.objective\.path: {tmp_path}/own\.py:[5678]: loss {message}") as caught:
-        tried(tmp_path, body, head=f"{HEAD}calls = []\n")
+    with pytest.raises(UserError, match=rf"^ppo\.objective\.path: {tmp_path}/own\.py:[56]: f {message}") as caught:
+        tried(tmp_path, body)
     assert str(caught.value).isprintable()
 
 
@@ -194,9 +202,7 @@ def test_every_call_has_the_parameters_of_the_configuration(tmp_path: Path) -> N
 
 
 def test_an_unchecked_function_runs_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def loss(b): return -b.ratios / len(b.ratios)")
-    config = small_config(f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss, checked: false}}")
-    try_functions(config, load_functions(config.functions))
+    tried(tmp_path, "return -b.ratios / len(b.ratios)", options=", checked: false")
 
 
 def estimator_of(folder: Path) -> OwnEstimator:
@@ -276,17 +282,8 @@ def test_a_dependence_on_any_share_size_or_statistic_of_the_minibatch_is_refused
     body = f"{names}; return -b.ratios * a * torch.where(torch.as_tensor({condition}), 2.0, 1.0)"
     limits = ("ppo.minibatch_size=24", "rollout.max_response_tokens=48", "numerics.max_context=64")
     mode = "native" if native else "deterministic"
-    with pytest.raises(UserError, match=r": loss depends on the layout\. (micro batch|ranks) \d+: loss differs at"):
+    with pytest.raises(UserError, match=r": f depends on the layout\. (micro batch|ranks) \d+: loss differs at"):
         tried(tmp_path_factory.mktemp("own"), body, *limits, f"numerics.mode={mode}")
-
-
-FIELDS = {"ppo.objective": "f(b)", "advantages": "f(b)", "kl.estimator": "f(p, q)", "reward.placement": "f(b)"}
-
-
-def tried_as(field: str, folder: Path, body: str, *overrides: str) -> None:
-    (folder / "own.py").write_text(f"{HEAD}calls = []\ndef {FIELDS[field]}:\n    {body}\n")
-    config = small_config(*overrides, f"{field}={{kind: function, path: {folder}/own.py:f}}")
-    try_functions(config, load_functions(config.functions))
 
 
 KL_IN_LOSS = "kl={placement: loss}"
@@ -318,21 +315,21 @@ def test_every_field_with_a_function_has_a_case_below() -> None:
 @pytest.mark.parametrize("kl", ["kl={placement: reward}", KL_IN_LOSS])
 def test_the_operations_of_every_function_are_watched(field: str, kl: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^{field}\.path: .*: f calls torch's tanh: its bits may differ"):
-        tried_as(field, tmp_path, DEPENDENT[field], kl)
-    tried_as(field, tmp_path, DEPENDENT[field], kl, "numerics.mode=native")
+        tried(tmp_path, DEPENDENT[field], kl, field=field)
+    tried(tmp_path, DEPENDENT[field], kl, "numerics.mode=native", field=field)
 
 
 @pytest.mark.parametrize(("field", "body"), OTHERS)
 def test_other_functions_pass_too(tmp_path: Path, field: str, body: str) -> None:
-    tried_as(field, tmp_path, body)
+    tried(tmp_path, body, field=field)
     if field == "kl.estimator":
-        tried_as(field, tmp_path, body, KL_IN_LOSS)
+        tried(tmp_path, body, KL_IN_LOSS, field=field)
 
 
 @pytest.mark.parametrize("samples", [2, 6, 8])
 def test_leave_one_out_advantages_pass_whatever_the_size_of_a_group(tmp_path: Path, samples: int) -> None:
     body = "o = b.group_sums(b.scores) - b.scores; return (b.scores - o / (b.group_sizes - 1)).float()"
-    tried_as("advantages", tmp_path, body, f"rollout.samples_per_prompt={samples}", "value={kind: none}")
+    tried(tmp_path, body, f"rollout.samples_per_prompt={samples}", "value={kind: none}", field="advantages")
 
 
 OTHER_PROMPT = r"returned advantages of prompt \d that depend on the rewards of response \d+, to prompt \d, and not on"
@@ -357,20 +354,20 @@ OTHER_PROMPT = r"returned advantages of prompt \d that depend on the rewards of 
 )
 def test_what_is_wrong_in_them_is_one_line(tmp_path: Path, field: str, body: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"^{field}\.path: {tmp_path}/own\.py:5: f (?:{message})"):
-        tried_as(field, tmp_path, body)
+        tried(tmp_path, body, field=field)
 
 
 def test_a_divergence_without_a_gradient_is_refused_in_the_loss_alone(tmp_path: Path) -> None:
-    tried_as("kl.estimator", tmp_path, "return (p - q).detach()")
+    tried(tmp_path, "return (p - q).detach()", field="kl.estimator")
     with pytest.raises(UserError, match="without a gradient"):
-        tried_as("kl.estimator", tmp_path, "return (p - q).detach()", KL_IN_LOSS)
+        tried(tmp_path, "return (p - q).detach()", KL_IN_LOSS, field="kl.estimator")
 
 
 def test_a_divergence_in_the_reward_is_tried_with_all_tokens_of_an_iteration(tmp_path: Path) -> None:
     body = "return (p - q) * (2.0 if len(p) > 200 else 1.0)"  # a minibatch has 16 responses of 6 tokens
-    tried_as("kl.estimator", tmp_path, body, KL_IN_LOSS)
+    tried(tmp_path, body, KL_IN_LOSS, field="kl.estimator")
     with pytest.raises(UserError, match="depends on the layout"):
-        tried_as("kl.estimator", tmp_path, body)
+        tried(tmp_path, body, field="kl.estimator")
 
 
 def test_a_file_that_changes_the_settings_of_the_process_is_refused(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_a_trial_leaves_the_global_generators_as_they_were(tmp_path: Path) -> No
 
 
 def test_every_call_has_the_parameters_of_the_configuration(tmp_path: Path) -> None:
-    tried(tmp_path, "p.append(0); return -b.ratios * len(p)", "ppo.objective.parameters.p=[1]", signature="b, p")
+    tried(tmp_path, "p.append(0); return -b.ratios * len(p)", signature="b, p", options=", parameters: {p: [1]}")
 
 
 def test_an_unchecked_function_runs_as_it_is(tmp_path: Path) -> None:

@@ -55,10 +55,7 @@ def prepare(config: ControlConfig) -> ControlState:
     size = environments.observations.shape[1]
     agent = Agent(size, environments.actions, config.network, config.numerics.mode, config.seed)
     settings = AdamWSettings(
-        learning_rate=ppo.learning_rate,
-        beta2=0.999,
-        eps=ppo.adam_eps,
-        max_grad_norm=ppo.max_grad_norm,
+        learning_rate=ppo.learning_rate, beta2=0.999, eps=ppo.adam_eps, max_grad_norm=ppo.max_grad_norm
     )
     return ControlState(agent, Optimizer(agent, settings, config.numerics.mode), environments)
 

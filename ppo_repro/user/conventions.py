@@ -276,11 +276,7 @@ PLAIN = {
     "full_text": (),
 }
 _OF_RESPONSE = {"response", *PLAIN["response"], "turns", "full_text"}
-_BY_NAME = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.KEYWORD_ONLY,
-)
+_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:

@@ -79,9 +79,8 @@ class Split:
 
 def arithmetic(max_operand: int) -> list[Problem]:
     """Make all additions a+b= with 0 <= a, b <= max_operand."""
-    return [
-        Problem(f"{a}+{b}", f"{a}+{b}=", str(a + b)) for a in range(max_operand + 1) for b in range(max_operand + 1)
-    ]
+    operands = range(max_operand + 1)
+    return [Problem(f"{a}+{b}", f"{a}+{b}=", str(a + b)) for a in operands for b in operands]
 
 
 def column_addition(digits: int, base: int, size: int) -> list[Problem]:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # the prompts of a file are checked before anything is import
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_SECONDS = 10.0  # of wall time for one chat
-SECTION = "task."  # before the fields' names in messages; a file for DPO has the fields at its top
 AT_ONCE = 2000  # prompts to render and encode together
 
 Ids = tuple[int, ...]
@@ -45,7 +44,7 @@ def rendered(
     cue: bool = True,
     arguments: Mapping[str, Any] | None = None,
     time: str | None = None,
-    section: str = SECTION,
+    section: str = "task.",
 ) -> list[str]:
     """Return the text of each chat, a list of messages with role and content, by the tokenizer's template.
 
@@ -75,15 +74,17 @@ def rendered(
     return [str(text) for text in render([{"turns": chat, "cue": cue} for chat in chats])]
 
 
-def rendered_for(
-    task: Prompted, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], section: str = SECTION
-) -> list[str]:
+def rendered_for(task: Prompted, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str]:
     """Return `rendered` chats with the arguments and the time of a task."""
     assert isinstance(task, Templated), "a generated problem is plain text"
-    return rendered(tokenizer, chats, True, task.template_arguments, task.template_time, section)
+    return rendered(tokenizer, chats, True, task.template_arguments, task.template_time, _section(task))
 
 
-def encoder(tokenizer: PreTrainedTokenizerBase, task: Prompted, section: str = SECTION) -> Encode:
+def _section(task: Prompted) -> str:
+    return "" if isinstance(task, DPOConfig) else "task."  # a file for DPO has the fields at its top
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase, task: Prompted) -> Encode:
     """Return the function that maps a problem to the token ids of its prompt.
 
     Raises UserError if a chat template is missing or leaves something out, and for control tokens in a prompt.
@@ -91,7 +92,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, task: Prompted, section: str = S
     from ppo_repro.tasks.tokenizer import all_token_ids
 
     if task.chat_template and not tokenizer.chat_template:
-        raise UserError(f"{section}chat_template = true: this tokenizer has no chat template; set it to false")
+        raise UserError(f"{_section(task)}chat_template = true: this tokenizer has no chat template; set it to false")
     refuse = control_tokens_of(tokenizer, task)
 
     def encode(problems: Sequence[Problem]) -> list[Ids]:
@@ -101,15 +102,15 @@ def encoder(tokenizer: PreTrainedTokenizerBase, task: Prompted, section: str = S
                 refuse(f"prompt '{shown(problem.key)}'", turn["content"])
         if not task.chat_template:
             return all_token_ids(tokenizer, [problem.prompt for problem in problems])
-        texts = rendered_for(task, tokenizer, chats, section)
+        texts = rendered_for(task, tokenizer, chats)
         for problem, chat, text in zip(problems, chats, texts, strict=True):
-            _require_whole(task, problem, chat, text, section)
+            _require_whole(task, problem, chat, text)
         return all_token_ids(tokenizer, texts, add_special_tokens=False)
 
     return encode
 
 
-def _require_whole(task: Prompted, problem: Problem, chat: Chat, text: str, section: str) -> None:
+def _require_whole(task: Prompted, problem: Problem, chat: Chat, text: str) -> None:
     """Raise UserError if a template left out a message of the system or of a user."""
     for turn in chat:
         if turn["role"] in ("system", "user") and turn["content"].strip() not in text:
@@ -118,7 +119,7 @@ def _require_whole(task: Prompted, problem: Problem, chat: Chat, text: str, sect
             raise UserError(
                 f"prompt '{shown(problem.key)}': the tokenizer's chat template leaves out its message "
                 f"'{shown(turn['content'])}' of role {turn['role']}; remove the message, or set "
-                f"{section}chat_template = false"
+                f"{_section(task)}chat_template = false"
             )
 
 
@@ -197,13 +198,8 @@ def encode_all(
     if not dropped:
         return problems, ids
     left = Split(*(tuple(p for p in part if p.key not in dropped) for part in (problems.train, problems.held_out)))
-    counts = [
-        f"{len(part) - len(rest):,} of {len(part):,} {name} prompts"
-        for name, part, rest in (
-            ("training", problems.train, left.train),
-            ("held-out", problems.held_out, left.held_out),
-        )
-    ]
+    parts = ("training", problems.train, left.train), ("held-out", problems.held_out, left.held_out)
+    counts = [f"{len(part) - len(rest):,} of {len(part):,} {name} prompts" for name, part, rest in parts]
     said = f"task.overlong = drop: {' and '.join(counts)} are left out, which numerics.max_context has no room for"
     if not left.train or not left.held_out:
         raise UserError(f"{said}; raise it, or give shorter prompts")

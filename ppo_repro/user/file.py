@@ -217,12 +217,8 @@ def raised_by_user(error: BaseException) -> str | None:
     """Return `FILE:LINE` of the last line of a user's file in the traceback of an error; None if there is none."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = zip(frames, traceback.extract_tb(error.__traceback__), strict=True)
-    found = [f"{line.filename}:{line.lineno}" for frame, line in lines if _is_users(frame.f_globals)]
-    return found[-1] if found else None
-
-
-def _is_users(module: Mapping[str, Any]) -> bool:
-    return str(module.get("__name__")).startswith(_PREFIX)
+    users = [line for frame, line in lines if str(frame.f_globals.get("__name__")).startswith(_PREFIX)]
+    return f"{users[-1].filename}:{users[-1].lineno}" if users else None
 
 
 def line_of(error: BaseException, file: str) -> str:

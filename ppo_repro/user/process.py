@@ -72,15 +72,12 @@ class UserProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the child was started and has not closed its connection, which it does when it ends.
+        """Return whether the child was started and has not closed its connection, as it does when it ends.
 
-        Nobody may ask the system here: it gives the number of a child whose end was asked for to another process, and
-        `_stop` sends a signal to that number.
+        `Popen.poll` would free its number for another process, and `_stop` sends a signal to that number.
         """
-        if self._child is None:
-            return False
-        _, connection = self._child
-        return not (connection.closed or connection.poll())
+        connection = self._child and self._child[1]
+        return connection is not None and not connection.closed and not connection.poll()
 
     def end(self) -> None:
         """End the process now, with all processes that it started; no new process is started."""
@@ -152,19 +149,18 @@ class UserFunction(Named):
         `seed` seeds the global generators before each call. Raises UserError, with field, file, line and prompt, if the
         function raises, returns a wrong value, takes too long, or ends its process.
         """
+        seconds, sent = self.seconds, list(rows)
         if self.call == "scores":
-            seconds = max(self.seconds, _SECONDS_PER_TRANSCRIPT * len(rows))
-            return list(self._ask([{"transcripts": list(rows)}], seed, seconds)[0])
-        return self._ask(rows, seed, self.seconds)
+            seconds, sent = max(seconds, _SECONDS_PER_TRANSCRIPT * len(rows)), [{"transcripts": sent}]
 
-    def _ask(self, rows: Sequence[Mapping[str, Any]], seed: int, seconds: float) -> list[Any]:
         def lost(row: int, how: str) -> str:
-            of = f"; prompt key '{shown(rows[row]['key'])}'" if "key" in rows[row] else ""
+            of = f"; prompt key '{shown(sent[row]['key'])}'" if "key" in sent[row] else ""
             return f"{self.where}: {self.name} {how}{self.longer if how.startswith(LATE) else ''}{of}"
 
         about = {name: getattr(self, name) for name in ("field", "name", "line", "call", "options")}
-        request = {**about, "file": str(self.file), "seed": seed, "rows": list(rows)}
-        return self.process.ask(request, len(rows), seconds, lost)
+        request = {**about, "file": str(self.file), "seed": seed, "rows": sent}
+        values = self.process.ask(request, len(sent), seconds, lost)
+        return list(values[0]) if self.call == "scores" else values
 
 
 def load(

@@ -69,9 +69,7 @@ def test_advantages_of_every_fragment_by_definition(name: str, bootstrap: str) -
     for i, (rewards, values, raw) in enumerate(
         zip(parts(rollout.rewards), parts(forward.values), parts(found.raw_advantages), strict=True)
     ):
-        nothing = rollout.end_reason[i] == "terminated" or (
-            rollout.end_reason[i] == "truncated" and bootstrap == "false"
-        )
+        nothing = rollout.end_reason[i] in (("terminated",) if bootstrap == "true" else ("terminated", "truncated"))
         with torch.no_grad():
             follows = 0.0 if nothing else state.agent.values(rollout.final_observations[i : i + 1]).item()
         assert raw == pytest.approx(by_hand(rewards, values, follows, 0.9, 0.95), rel=1e-5, abs=1e-5)

@@ -84,13 +84,11 @@ class SpeaksOnce:
         return (1,) * self.tokens if len(turns) == 1 else None
 
 
-@pytest.mark.parametrize(
-    ("tokens", "reason", "forced"), [(10, "stop", [False, *[True] * 10, False]), (11, "length", [False])]
-)
-def test_a_reply_is_put_in_if_it_leaves_room_for_another_token(tokens: int, reason: str, forced: list[bool]) -> None:
+def test_a_reply_is_put_in_if_it_leaves_room_for_another_token() -> None:
     """Within 12 tokens."""
-    (completion,) = engine().generate(requests_of(1, 4), PLAIN, SpeaksOnce(tokens))
-    assert (completion.finish_reason, list(completion.is_forced)) == (reason, forced)
+    for tokens, reason, forced in ((10, "stop", [False, *[True] * 10, False]), (11, "length", [False])):
+        (completion,) = engine().generate(requests_of(1, 4), PLAIN, SpeaksOnce(tokens))
+        assert (completion.finish_reason, list(completion.is_forced)) == (reason, forced)
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,7 @@ def long_prompts(folder: Path, model: Path) -> Path:
     return write_tree(folder, chat_tree(model, LINES, EXACT))
 
 
-def test_prompts_that_are_too_long_end_the_run_or_are_left_out_and_counted(
-    cli: Cli, tmp_path: Path, model: Path
-) -> None:
+def test_prompts_that_are_too_long_end_the_run_or_are_counted(cli: Cli, tmp_path: Path, model: Path) -> None:
     config, out = long_prompts(tmp_path, model), tmp_path / "runs"
     said = cli.refusal("run", config, "--out", out)
     assert "exceeds numerics.max_context = 40; " in said
@@ -111,9 +109,7 @@ def test_prompts_that_are_too_long_end_the_run_or_are_left_out_and_counted(
 
 
 @pytest.mark.parametrize("template", [False, True])
-def test_an_end_token_at_the_end_of_prompts_is_named_once(
-    cli: Cli, tmp_path: Path, model: Path, template: bool
-) -> None:
+def test_an_end_token_that_ends_prompts_is_named_once(cli: Cli, tmp_path: Path, model: Path, template: bool) -> None:
     """As add_eos_token does, or a template that does not begin the model's turn."""
     own = make_chat_folder(tmp_path / "model", "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}")
     if not template:
@@ -223,9 +219,7 @@ def refusal(cli: Cli, folder: Path, model: Path, kind: str, reward: str, rows: l
     return cli.refusal("run", config, "--out", folder / "runs")
 
 
-def test_a_verifier_that_gives_a_response_of_the_model_two_scores_is_refused(
-    cli: Cli, tmp_path: Path, model: Path
-) -> None:
+def test_a_verifier_that_gives_a_response_two_scores_is_refused(cli: Cli, tmp_path: Path, model: Path) -> None:
     (tmp_path / "task.py").write_text(
         "seen = []\n"
         "def prompts(): return [{'prompt': 'ab ' * n, 'answer': 'a'} for n in range(1, 9)]\n"

@@ -106,9 +106,7 @@ def test_a_template_that_trims_is_named_once_with_both_texts(model: Path, tmp_pa
         assert all("the tokens of the episode read" in line and "the tokenizer's template has" in line for line in said)
 
 
-def test_control_tokens_in_prompts_and_turns_are_refused_unless_they_are_allowed(
-    model: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_control_tokens_in_prompts_and_turns_are_refused_unless_allowed(model: Path, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"a<end>{'b' * n}"}) + "\n" for n in range(9)))
     config = chat_config(tmp_path, model, {"kind": "jsonl", "path": "p.jsonl"})
     said = cli.refusal("run", config, "--out", tmp_path)

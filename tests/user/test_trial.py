@@ -233,9 +233,7 @@ def test_every_call_keeps_the_settings_of_the_process(tmp_path: Path, statement:
     own = estimator_of(tmp_path)
     p, folder = torch.ones(3), Path.cwd()
     assert [own.estimate(p, p).tolist() for _ in range(2)] == [[0.0] * 3] * 2
-    with pytest.raises(
-        UserError, match=rf"own\.py:7: f or its file changes {setting}, which the whole run shares; let"
-    ):
+    with pytest.raises(UserError, match=rf"own\.py:7: f or its file changes {setting}, which the whole run shares"):
         own.estimate(p, p)
     assert Path.cwd() == folder
     if "mode" in statement:

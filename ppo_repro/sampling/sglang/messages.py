@@ -111,9 +111,8 @@ def read_completions(
         meta = _field(item, "meta_info", dict)
         _check_version(meta, version)
         if meta.get("prompt_tokens") != len(request.prompt_ids):
-            raise ValueError(
-                f"read a prompt of {len(request.prompt_ids)} tokens as {shown_value(meta.get('prompt_tokens'))}"
-            )
+            read = shown_value(meta.get("prompt_tokens"))
+            raise ValueError(f"read a prompt of {len(request.prompt_ids)} tokens as {read}")
         tokens, drawn, reason = _response(item, meta, wanted)
         latency, inputs = _field(meta, "e2e_latency", float), len(request.prompt_ids) + len(tokens) - 1
         if not math.isfinite(latency):

@@ -164,9 +164,8 @@ def refusal(cli: Cli, folder: Path, text: str, *overrides: str) -> str:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_engine_is_one_line_and_leaves_no_run(name: str, cli: Cli, tmp_path: Path) -> None:
     text, said = REFUSED[name]
-    assert refusal(cli, tmp_path, text).startswith(
-        "error: rollout.engine.path" + said.format(file=tmp_path / "engine.py")
-    )
+    expected = "error: rollout.engine.path" + said.format(file=tmp_path / "engine.py")
+    assert refusal(cli, tmp_path, text).startswith(expected)
     assert not list((tmp_path / "runs").rglob("manifest.json"))
 
 
@@ -177,9 +176,7 @@ def test_a_path_without_a_file_is_one_line(cli: Cli, tmp_path: Path) -> None:
 
 def test_an_engine_that_hangs_is_given_up(cli: Cli, tmp_path: Path) -> None:
     said = refusal(cli, tmp_path, returning("__import__('time').sleep(60)"), "rollout.engine.timeout_s=1")
-    assert said.endswith(
-        "engine.py:Engine: generate gave no answer within 1 s; make it end, or raise rollout.engine.timeout_s"
-    )
+    assert said.endswith(":Engine: generate gave no answer within 1 s; make it end, or raise rollout.engine.timeout_s")
 
 
 def test_an_error_later_keeps_the_iterations_before_it(cli: Cli, tmp_path: Path) -> None:

@@ -43,9 +43,7 @@ OTHER_BITS: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("recorded", "now"), SAME_BITS)
-def test_engines_of_the_same_bits_may_take_over_from_each_other(
-    recorded: tuple[str, ...], now: tuple[str, ...]
-) -> None:
+def test_engines_of_the_same_bits_may_take_over(recorded: tuple[str, ...], now: tuple[str, ...]) -> None:
     require_same_sampler(small_config(*recorded), small_config(*now))
 
 

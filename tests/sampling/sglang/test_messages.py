@@ -49,9 +49,8 @@ def read(*items: Any, requests: list[Request] = REQUESTS[:1]) -> list[Completion
 
 
 def test_an_answer_by_hand() -> None:
-    first, second = read(
-        item([9, 7], [-0.5, -1.25], "stop"), item([9, 9, 9, 9], [-0.5] * 4, "length", prompt=1), requests=REQUESTS
-    )
+    items = item([9, 7], [-0.5, -1.25], "stop"), item([9, 9, 9, 9], [-0.5] * 4, "length", prompt=1)
+    first, second = read(*items, requests=REQUESTS)
     assert (first.response_ids, first.finish_reason) == ((9, 7), "stop")
     assert first.logprobs.tolist() == [-0.5, -1.25]
     assert first.logprobs.dtype == torch.float32

@@ -125,8 +125,8 @@ class Seats:
         if not self._prefix_cache:
             for item in turn:
                 item.known = 0
-        is_new = not turn[0].is_answered
-        rows = self._prefill_prompts(turn) if is_new and self._prefix_cache else self._prefill(turn)
+        takes_prefixes = self._prefix_cache and not turn[0].is_answered
+        rows = self._prefill_prompts(turn) if takes_prefixes else self._prefill(turn)
         return torch.stack([rows[item] for item in turn])
 
     def release(self, item: Seated) -> Tensor | None:

@@ -183,16 +183,12 @@ def load_from_package(
     return {n: replace(f, file=Path(code), line="", seconds=seconds, longer=longer) for n, f in found.items()}
 
 
-def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
-    """Load the function of `path`, which is `FILE.py:FUNCTION`. Raises UserError with its fault.
-
-    The reward term tells the convention; without one the function gets prompt, response and answer.
-    """
-    file, name = file_and_name(field, path)
-    call, options = ("function", {}) if term is None else (term.kind, term.model_dump(mode="json"))
-    found = load(process, field, file, {name: call}, options)
+def load_reward(process: UserProcess, field: str, term: CalledReward) -> UserFunction:
+    """Load the function of a reward term. Raises UserError with its fault."""
+    file, name = file_and_name(field, term.path)
+    found = load(process, field, file, {name: term.kind}, term.model_dump(mode="json"))
     if name not in found:
-        raise UserError(f"{field} = {path!r}: {file} has no function {name}")
+        raise UserError(f"{field} = {term.path!r}: {file} has no function {name}")
     return found[name]
 
 

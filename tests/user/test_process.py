@@ -18,14 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.tasks import CalledReward, TrlReward, VerlReward
+from ppo_repro.config.tasks import CalledReward, FunctionReward, TrlReward, VerlReward
 from ppo_repro.tasks.problems import Problem, row_of
 from ppo_repro.user import process
-from ppo_repro.user.process import UserFunction, UserProcess, check_alone, check_repeats, load_function
+from ppo_repro.user.process import UserFunction, UserProcess, check_alone, check_repeats, load_reward
 from tests.support.paths import ROOT
 from tests.support.waiting import require_ended, until
 
 FIELD = "reward.terms.0.path"
+OF_FUNCTION = FunctionReward(kind="function", path="r.py:f")
 
 
 def row(key: str, prompt: str, response: str, answer: str, fields: str = "{}", **more: Any) -> dict[str, Any]:
@@ -37,9 +38,9 @@ ROWS = [row("k1", "p1", "r1", "a1"), row("k2", "p2", "r2", "a2")]
 SIGNATURE = "def f(prompt, response, answer):\n    "
 
 
-def loaded(folder: Path, text: str, term: CalledReward | None = None, name: str = "f") -> UserFunction:
+def loaded(folder: Path, text: str, term: CalledReward = OF_FUNCTION, name: str = "f") -> UserFunction:
     (folder / "r.py").write_text(text, encoding="utf-8")
-    return load_function(UserProcess(), FIELD, f"{folder / 'r.py'}:{name}", term)
+    return load_reward(UserProcess(), FIELD, term.model_copy(update={"path": f"{folder / 'r.py'}:{name}"}))
 
 
 def refusal(function: UserFunction, rows: list[dict[str, Any]] = ROWS) -> str:
@@ -120,8 +121,9 @@ def test_a_crash_an_exit_and_a_hang_are_one_line_and_the_run_goes_on(
 def test_the_process_ends_with_the_run_also_where_that_is_killed(tmp_path: Path) -> None:
     """A function in an endless search holds every lock of Python."""
     (tmp_path / "r.py").write_text(f"import os, re\n{SIGNATURE}print(os.getpid()); re.match('(a+)+b', 'a' * 64)")
-    program = "import sys; from ppo_repro.user.process import *\n"
-    program += f"load_function(UserProcess(), 'f', {str(tmp_path / 'r.py:f')!r})({[row('k', 'p', 'r', 'a')]})"
+    program = "from ppo_repro.config.tasks import FunctionReward\nfrom ppo_repro.user.process import *\n"
+    program += f"term = FunctionReward(kind='function', path='{tmp_path}/r.py:f')\n"
+    program += f"load_reward(UserProcess(), 'f', term)({[row('k', 'p', 'r', 'a')]})"
     run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, cwd=ROOT)
     assert run.stderr is not None
     child = int(run.stderr.readline())
@@ -135,10 +137,8 @@ def test_what_a_function_started_ends_also_where_its_own_process_is_gone(tmp_pat
     body = "import os, subprocess, sys\n\ndef f(prompt, response, answer):\n"
     body += "    server = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
     body += f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(server.pid))\n    os._exit(3)\n"
-    (tmp_path / "r.py").write_text(body)
-    function = load_function(UserProcess(), "f", f"{tmp_path}/r.py:f")
     with pytest.raises(UserError, match="ended its process"):
-        function([row("k", "p", "r", "a")])
+        loaded(tmp_path, body)(ROWS[:1])
     require_ended(int((tmp_path / "pid").read_text()))
 
 

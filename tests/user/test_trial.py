@@ -23,14 +23,15 @@ from tests.support.runs import small_config
 HEAD = "import torch\nfrom ppo_repro.numerics import exp, log, sigmoid, softplus, sqrt, tanh\n\ncalls = []\n"
 
 
-FIELDS = {"ppo.objective": "b", "advantages": "b", "kl.estimator": "p, q", "reward.placement": "b"}
+LOSS = "ppo.objective"
+FIELDS = {LOSS: "b", "advantages": "b", "kl.estimator": "p, q", "reward.placement": "b"}
 
 
 def tried(
     folder: Path,
     body: str,
     *overrides: str,
-    field: str = "ppo.objective",
+    field: str = LOSS,
     head: str = HEAD,
     signature: str = "",
     options: str = "",

@@ -1,6 +1,7 @@
 """How a function of the user's is called in its child process: the conventions of TRL, verl and this package.
 
-A convention takes the function, one row of arguments and the section's options, and returns a value for JSON.
+A convention takes the function, one row of arguments and the section's options, and returns a value for JSON. `CALLS`
+has one row for each.
 """
 
 from __future__ import annotations

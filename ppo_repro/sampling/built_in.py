@@ -34,6 +34,7 @@ class Schedule:
 
     def next_turn(self) -> list[Seated]:
         """Return the answered requests, or else the new ones, or else all requests in seats; none when all are done."""
+        # in native numerics the order of the rows decides bits, and recorded runs have this one
         self._seated.sort(key=lambda item: item.is_answered)
         if answered := [item for item in self._seated if item.is_answered]:
             return answered
@@ -96,16 +97,13 @@ class BuiltInSampler:
         while turn := schedule.next_turn():
             self._sample(turn, seats.logits_after(turn), sampling)
             for item in turn:
-                if reason := self._finish_reason(item, sampling, dialogue):
+                if reason := self._end_or_reply(item, sampling, dialogue):
                     done[item.index] = _completion(item, reason, seats.release(item))
                     schedule.finish(item)
         return [done[index] for index in range(len(requests))]
 
-    def _finish_reason(self, item: Seated, sampling: Sampling, dialogue: Dialogue | None) -> str:
-        """Return why the completion ends; empty if it continues.
-
-        The environment's reply is added if there is room for it.
-        """
+    def _end_or_reply(self, item: Seated, sampling: Sampling, dialogue: Dialogue | None) -> str:
+        """Return why the completion ends; if it continues, add the environment's reply, if any, and return ""."""
         at_limit = len(item.tokens) == sampling.max_response_tokens
         reason = "stop" if item.tokens[-1] in self.stop_ids else "length" if at_limit else ""
         if dialogue is None or (reason != "stop" and not dialogue.ends(item.turns[-1])):

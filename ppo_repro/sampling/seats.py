@@ -24,7 +24,7 @@ class PrefixIndex:
     """The tokens whose keys and values are in each seat."""
 
     def __init__(self, seats: int, max_context: int) -> None:
-        self._tokens = np.full((seats, max_context), _NO_TOKEN)
+        self._tokens = np.full((seats, max_context), _NO_TOKEN, np.int32)
 
     def note(self, seat: int, tokens: Sequence[int]) -> None:
         """Note that `seat` now has the keys and values of exactly these tokens."""
@@ -33,7 +33,7 @@ class PrefixIndex:
 
     def longest(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Find (seat, number of tokens) of the longest prefix of `prompt` in any seat; the number may be 0."""
-        same = self._tokens[:, : len(prompt)] == np.array(prompt)
+        same = self._tokens[:, : len(prompt)] == np.array(prompt, np.int32)
         lengths = np.logical_and.accumulate(same, axis=1).sum(1)
         seat = int(lengths.argmax())
         return seat, int(lengths[seat])

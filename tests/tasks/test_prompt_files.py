@@ -203,9 +203,7 @@ def test_a_reward_that_follows_from_more_than_the_response_is_refused(
     ("kind", "signature"),
     [("trl", "completions, answer, **_"), ("function", "response, answer"), ("function", "response, ground_truth")],
 )
-def test_a_reward_that_asks_for_the_answers_of_prompts_without_one_is_refused(
-    cli: Cli, tmp_path: Path, model: Path, kind: str, signature: str
-) -> None:
+def test_no_reward_asks_for_missing_answers(cli: Cli, tmp_path: Path, model: Path, kind: str, signature: str) -> None:
     rows = [{"prompt": "ab " * n, "level": n} for n in range(1, 9)]
     said = refusal(cli, tmp_path, model, kind, f"def f({signature}): return [0.0]", rows)
     assert f"f asks for '{signature.split(', ')[1]}', and no prompt of the task has one;" in said

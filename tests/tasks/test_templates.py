@@ -97,9 +97,7 @@ def test_arguments_of_the_template_are_a_field(cli: Cli, tmp_path: Path, model: 
         ("task.chat_template=false", "template_arguments needs chat_template: true"),
     ],
 )
-def test_what_is_no_argument_or_time_is_one_line(
-    cli: Cli, tmp_path: Path, model: Path, field: str, message: str
-) -> None:
+def test_a_wrong_field_is_one_line(cli: Cli, tmp_path: Path, model: Path, field: str, message: str) -> None:
     config = configured(tmp_path, model, THINKING, template_arguments={"enable_thinking": True})
     assert message.lower() in cli.refusal("run", config, "--set", field).lower()
 

@@ -71,9 +71,7 @@ def messages(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_special_tokens_are_text_where_a_reward_or_a_stop_text_asks_for_them(
-    asked: bool, model: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_special_tokens_are_text_where_something_asks(asked: bool, model: Path, tmp_path: Path, cli: Cli) -> None:
     """Prompts are messages without answers; the control asks for nothing."""
     task = {**messages(tmp_path), **({"answer_extraction": "answer_tags"} if asked else {})}
     config = chat_config(tmp_path, model, task, **({"stop": ["<end>"]} if asked else {}))

@@ -166,9 +166,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("field", WRONG)
-def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
-    field: str, policy: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_server_with_other_settings_is_refused(field: str, policy: PreTrainedModel, tmp_path: Path) -> None:
     value, message = WRONG[field]
     with serving(deterministic=True) as server:
         server.info[field] = value
@@ -183,9 +181,7 @@ def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
 
 @pytest.mark.parametrize("wanted", ARCHITECTURES)
 @pytest.mark.parametrize("has", ARCHITECTURES)
-def test_a_server_of_another_precision_is_refused_at_the_start(
-    wanted: str, has: Precision, policy: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_another_precision_is_refused(wanted: str, has: Precision, policy: PreTrainedModel, tmp_path: Path) -> None:
     with serving(deterministic=True) as server, ExitStack() as stack:
         server.architecture = ARCHITECTURES[has]
         if has != wanted:

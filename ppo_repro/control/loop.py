@@ -55,10 +55,7 @@ def prepare(config: ControlConfig) -> ControlState:
     size = environments.observations.shape[1]
     agent = Agent(size, environments.actions, config.network, config.numerics.mode, config.seed)
     settings = AdamWSettings(
-        learning_rate=ppo.learning_rate,
-        beta2=0.999,
-        eps=ppo.adam_eps,
-        max_grad_norm=ppo.max_grad_norm,
+        learning_rate=ppo.learning_rate, beta2=0.999, eps=ppo.adam_eps, max_grad_norm=ppo.max_grad_norm
     )
     return ControlState(agent, Optimizer(agent, settings, config.numerics.mode), environments)
 
@@ -144,14 +141,7 @@ class _Fragment(NamedTuple):
 def roll_out(config: ControlConfig, agent: Agent, environments: Environments, iteration: int) -> Rollout:
     """Take `steps_per_env` steps in every copy, and continue the episodes of the previous iteration.
 
-    Args:
-        config: the run.
-        agent: its policy acts.
-        environments: E copies; they keep the state after the last step.
-        iteration: names the random streams.
-
-    Returns:
-        E x `steps_per_env` steps, environment by environment, in fragments of episodes.
+    The steps come environment by environment, in fragments of episodes. `iteration` names the random streams.
     """
     horizon, copies = config.environment.steps_per_env, environments.copies
     noise = agent.distribution.noise(horizon, len(copies), "actions", config.seed, iteration)
@@ -220,15 +210,7 @@ def compute_advantages(config: ControlConfig, rollout: Rollout, forward: Forward
 def update(
     state: ControlState, rollout: Rollout, forward: ForwardPass, advantages: Advantages, config: ControlConfig
 ) -> Iterator[MinibatchUpdate]:
-    """Take all optimizer steps of one iteration, in order.
-
-    Args:
-        state: its weights change in place.
-        rollout: N steps of all copies of the environment.
-        forward: log-probs and values before the first step.
-        advantages: advantages and value targets.
-        config: the run's configuration.
-    """
+    """Take all optimizer steps of one iteration, in order; the weights of `state` change in place."""
     ppo, agent, raw, index = config.ppo, state.agent, advantages.raw_advantages, state.iteration
     learning_rate = ppo.learning_rate * rate_factor(ppo.learning_rate_schedule, index, ppo.iterations, 0)
     clip_range = ppo.clip_range * rate_factor(ppo.clip_range_schedule, index, ppo.iterations, 0)
@@ -287,14 +269,7 @@ def optimizer_step(
 ) -> tuple[float, dict[str, Tensor]]:
     """Take one step on surrogate - entropy_coef entropy + value_coef value loss, mean over the minibatch.
 
-    Args:
-        state: its weights change in place.
-        batch: the M environment steps of the minibatch.
-        objective: the clipped surrogate.
-        config: gives coefficients and the size of micro-batches.
-
-    Returns:
-        The norm of the gradient before clipping, and the columns [M] of the minibatch, computed before the step.
+    Return the norm of the gradient before clipping, and the columns [M] of the minibatch, computed before the step.
     """
     ppo, agent, count = config.ppo, state.agent, len(batch.advantages)
     by_chunk: list[dict[str, Tensor]] = []

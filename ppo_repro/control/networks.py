@@ -175,15 +175,7 @@ class Agent(nn.Module):
     """The policy (`actor` and `distribution`) and the value model (`critic`)."""
 
     def __init__(self, observation_size: int, actions: Actions, network: NetworkConfig, mode: Mode, seed: int) -> None:
-        """Draw the weights of policy and value network.
-
-        Args:
-            observation_size: numbers in an observation.
-            actions: how many there are, or their bounds.
-            network: sizes of the hidden layers.
-            mode: numerics, `deterministic` or `native`.
-            seed: of the run.
-        """
+        """Draw the weights of policy and value network; `seed` is that of the run."""
         super().__init__()
         self.mode = mode
         self.distribution: Categorical | DiagonalGaussian

@@ -211,7 +211,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         """Return the pairs of the configured file or run; warn if prompts end with an end token."""
         if config.pairs is None:
             return pairs_of_run(Path(str(config.run)))
-        encode = encoder(tokenizer, config, section="")
+        encode = encoder(tokenizer, config)
         found = pairs_of_file(Path(config.pairs), "pairs", tokenizer, encode, config.chat_template)
         ends, prompts = frozenset({tokenizer.eos_token_id}), [pair.prompt_ids for pair in found]
         if ended := end_token_warning(tokenizer, prompts, ends, config.chat_template):

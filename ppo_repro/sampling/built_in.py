@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
 import numpy as np
 import torch
@@ -35,6 +34,7 @@ class Schedule:
 
     def next_turn(self) -> list[Seated]:
         """Return the answered requests, or else the new ones, or else all requests in seats; none when all are done."""
+        # in native numerics the order of the rows decides bits, and recorded runs have this one
         self._seated.sort(key=lambda item: item.is_answered)
         if answered := [item for item in self._seated if item.is_answered]:
             return answered
@@ -97,16 +97,13 @@ class BuiltInSampler:
         while turn := schedule.next_turn():
             self._sample(turn, seats.logits_after(turn), sampling)
             for item in turn:
-                if reason := self._finish_reason(item, sampling, dialogue):
+                if reason := self._end_or_reply(item, sampling, dialogue):
                     done[item.index] = _completion(item, reason, seats.release(item))
                     schedule.finish(item)
         return [done[index] for index in range(len(requests))]
 
-    def _finish_reason(self, item: Seated, sampling: Sampling, dialogue: Dialogue | None) -> str:
-        """Return why the completion ends; empty if it continues.
-
-        The environment's reply is added if there is room for it.
-        """
+    def _end_or_reply(self, item: Seated, sampling: Sampling, dialogue: Dialogue | None) -> str:
+        """Return why the completion ends; if it continues, add the environment's reply, if any, and return ""."""
         at_limit = len(item.tokens) == sampling.max_response_tokens
         reason = "stop" if item.tokens[-1] in self.stop_ids else "length" if at_limit else ""
         if dialogue is None or (reason != "stop" and not dialogue.ends(item.turns[-1])):
@@ -126,17 +123,19 @@ class BuiltInSampler:
         if not sampling.greedy:
             found = self.disturb(found, seeds, positions, sampling.temperature)
         samples = sample(found, seeds, positions, sampling, self.mode)
-        drawn = Drawn(*(getattr(samples, field.name).numpy() for field in fields(Drawn)))
-        for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):
-            item.add(token, drawn, row)
+        masses, kept = samples.log_kept_mass.tolist(), samples.kept_tokens.numpy()
+        drawn = map(Drawn, samples.logprobs.tolist(), masses, kept)
+        for item, token, numbers in zip(turn, samples.tokens.tolist(), drawn, strict=True):
+            item.add(token, numbers)
 
 
 def _completion(item: Seated, reason: str, routes: Tensor | None) -> Completion:
+    logprobs, masses, kept = zip(*item.drawn, strict=True)
     return Completion(
         response_ids=tuple(token for turn in item.turns for token in turn),
-        logprobs=torch.from_numpy(np.array([drawn.logprobs[row] for drawn, row in item.samples])),
-        log_kept_mass=torch.from_numpy(np.array([drawn.log_kept_mass[row] for drawn, row in item.samples])),
-        kept_tokens=_stacked([drawn.kept_tokens for drawn, _ in item.samples], item),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        log_kept_mass=torch.tensor(masses, dtype=torch.float32),
+        kept_tokens=torch.from_numpy(np.stack(kept)),
         finish_reason=reason,
         server=None,
         latency=None,
@@ -144,10 +143,3 @@ def _completion(item: Seated, reason: str, routes: Tensor | None) -> Completion:
         is_forced=tuple(item.forced),
         routes=routes,
     )
-
-
-def _stacked(columns: list[np.ndarray], item: Seated) -> Tensor:
-    """Stack the item's rows of the arrays [n, W], one array for each of its T tokens: [T, W]."""
-    if columns[0].shape[1] == 0:  # as usual; the rows need not be gathered
-        return torch.from_numpy(np.empty((len(columns), 0), columns[0].dtype))
-    return torch.from_numpy(np.array([column[row] for column, (_, row) in zip(columns, item.samples, strict=True)]))

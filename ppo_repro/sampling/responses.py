@@ -1,7 +1,4 @@
-"""Define what is asked of an engine in another process, and check its responses.
-
-The child process of a user's engine imports this file: no torch here.
-"""
+"""Check the responses of engines in other processes. The child of a user's engine imports this file: no torch here."""
 
 from __future__ import annotations
 
@@ -27,11 +24,9 @@ class EngineSampling:
 
 
 def checked_responses(value: Any, prompts: int, sampling: EngineSampling) -> list[Response]:
-    """Return the responses of `generate` as plain data.
+    """Return the responses of `generate` as plain data; lists may be tuples, arrays or tensors.
 
     Raises RefusedError, with the fault, for the first wrong response.
-
-    Lists may be tuples, arrays or tensors.
     """
     responses = _plain(value)
     if not isinstance(responses, list | tuple):

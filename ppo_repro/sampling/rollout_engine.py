@@ -55,11 +55,9 @@ def rollout_engine(
     """Yield the engine of a run, and stop what it started when the block ends. The first of several processes owns it.
 
     Args:
-        state: has the policy, and knows the iteration.
         run_dir: for logs, notes and weights; None for a temporary folder.
         recorded: samples that need not be drawn.
         watcher: receives the waiting times of servers.
-        ranks: the first one samples if the engine is not built in.
     """
     settings = config.rollout.engine
     if isinstance(settings, SGLangServers):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,46 +17,34 @@ from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.network import logits, network_of
 from ppo_repro.numerics.sequences import index, ragged
 
-
-def _keys(tokens: Sequence[int]) -> list[int]:
-    """Return a hash of every prefix, shortest first; equal prefixes have equal hashes."""
-    return list(accumulate(tokens, lambda key, token: hash((key, token)), initial=0))[1:]
+_NO_TOKEN = -1
 
 
 class PrefixIndex:
     """The tokens whose keys and values are in each seat."""
 
-    def __init__(self) -> None:
-        self._tokens: dict[int, tuple[int, ...]] = {}
-        self._seats: dict[int, int] = {}  # key of a prefix -> the seat last known to hold it
+    def __init__(self, seats: int, max_context: int) -> None:
+        self._tokens = np.full((seats, max_context), _NO_TOKEN, np.int32)
 
     def note(self, seat: int, tokens: Sequence[int]) -> None:
         """Note that `seat` now has the keys and values of exactly these tokens."""
-        for key in _keys(self._tokens.get(seat, ())):
-            if self._seats.get(key) == seat:
-                del self._seats[key]
-        self._tokens[seat] = tuple(tokens)
-        for key in _keys(tokens):
-            self._seats[key] = seat
+        self._tokens[seat, : len(tokens)] = tokens
+        self._tokens[seat, len(tokens) :] = _NO_TOKEN
 
     def longest(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """Find (seat, number of tokens) of the longest prefix of `prompt` in any seat; (0, 0) if there is none."""
-        keys = _keys(prompt)
-        for length in range(len(keys), 0, -1):
-            seat = self._seats.get(keys[length - 1])
-            # the seat may hold other tokens by now, and two prefixes may have the same key
-            if seat is not None and self._tokens[seat][:length] == tuple(prompt[:length]):
-                return seat, length
-        return 0, 0
+        """Find (seat, number of tokens) of the longest prefix of `prompt` in any seat; the number may be 0."""
+        same = self._tokens[:, : len(prompt)] == np.array(prompt, np.int32)
+        lengths = np.logical_and.accumulate(same, axis=1).sum(1)
+        seat = int(lengths.argmax())
+        return seat, int(lengths[seat])
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A `Sample` as NumPy arrays, which read single numbers faster than tensors."""
+class Drawn(NamedTuple):
+    """The numbers of one sampled token."""
 
-    logprobs: np.ndarray
-    log_kept_mass: np.ndarray
-    kept_tokens: np.ndarray
+    logprob: float
+    log_kept_mass: float
+    kept_tokens: np.ndarray  # [ceil(V/8)] uint8 or [0]
 
 
 @dataclass(eq=False)
@@ -69,7 +56,7 @@ class Seated:
     seat: int
     known: int = 0  # the first tokens, whose keys and values are in the seat when a prefill begins
     tokens: list[int] = field(default_factory=list)  # after the prompt: sampled, and put in by a dialogue
-    samples: list[tuple[Drawn, int]] = field(default_factory=list)  # of the sampled ones
+    drawn: list[Drawn] = field(default_factory=list)  # of the sampled ones
     turns: list[list[int]] = field(default_factory=lambda: [[]])  # the sampled ones by turn
     forced: list[bool] = field(default_factory=list)
 
@@ -88,12 +75,12 @@ class Seated:
         """Return whether the environment has spoken and the model has not read it."""
         return bool(self.forced) and self.forced[-1]
 
-    def add(self, token: int, drawn: Drawn, row: int) -> None:
+    def add(self, token: int, drawn: Drawn) -> None:
         """Append a sampled token."""
         self.tokens.append(token)
         self.forced.append(False)
         self.turns[-1].append(token)
-        self.samples.append((drawn, row))
+        self.drawn.append(drawn)
 
     def put_in(self, tokens: Sequence[int]) -> None:
         """Append tokens that the environment wrote and the policy did not sample, and begin another turn after them."""
@@ -115,10 +102,9 @@ class Seats:
         prefix_cache: bool,
         routes: bool,
     ) -> None:
-        """Make empty seats.
+        """Make empty seats for a policy whose weights may not change any more.
 
         Args:
-            policy: in deterministic or native numerics; its weights may not change any more.
             max_context: tokens of a seat.
             prefill_chunk: tokens of a prompt in one pass.
             routes: whether to note the experts of each token.
@@ -127,7 +113,7 @@ class Seats:
         self._network: Any = network_of(trunk_of(policy))
         self._network.prepare()
         self._cache = self._network.make_cache(count, max_context)
-        self._prefixes = PrefixIndex()
+        self._prefixes = PrefixIndex(count, max_context)
         # the experts that computed the token at each position of each seat, [count, max_context, M k]
         width = len(mixture_layers(policy)) * int(policy.config.num_experts_per_tok) if routes else 0
         self._routes = torch.zeros(count, max_context, width, dtype=torch.int32) if routes else None
@@ -139,7 +125,8 @@ class Seats:
         if not self._prefix_cache:
             for item in turn:
                 item.known = 0
-        rows = self._prefill(turn) if turn[0].is_answered else self._prefill_prompts(turn)
+        takes_prefixes = self._prefix_cache and not turn[0].is_answered
+        rows = self._prefill_prompts(turn) if takes_prefixes else self._prefill(turn)
         return torch.stack([rows[item] for item in turn])
 
     def release(self, item: Seated) -> Tensor | None:
@@ -148,33 +135,22 @@ class Seats:
         return None if self._routes is None else self._routes[item.seat, : item.last_position].clone()
 
     def _prefill_prompts(self, turn: list[Seated]) -> dict[Seated, Tensor]:
-        """Compute the unknown tokens of the prompts, and return the logits [V] after each prompt."""
-        found: dict[Seated, Tensor] = {}
-        for items in self._admitted(turn):
-            rows = self._prefill(items)
-            for item in rows:
-                self._prefixes.note(item.seat, item.request.prompt_ids)
-            found |= rows
-        return found
+        """Compute the unknown tokens of the prompts, and return the logits [V] after each prompt.
 
-    def _admitted(self, turn: list[Seated]) -> Iterator[list[Seated]]:
-        """Copy known prefixes into the seats; yield the prompts to compute, and after that equal prompts."""
+        Equal prompts come after the first of them, which they copy.
+        """
         firsts: dict[tuple[int, ...], Seated] = {}
-        equal: list[Seated] = []
         for item in turn:
-            prompt = item.request.prompt_ids
-            if not self._prefix_cache:
-                firsts[(*prompt, item.index)] = item
-            elif prompt in firsts:
-                equal.append(item)
-            else:
+            firsts.setdefault(item.request.prompt_ids, item)
+        equal = [item for item in turn if item is not firsts[item.request.prompt_ids]]
+        found: dict[Seated, Tensor] = {}
+        for items in (list(firsts.values()), equal):
+            for item in items:
                 self._take_over(item)
-                firsts[prompt] = item
-            self._prefixes.note(item.seat, ())
-        yield list(firsts.values())
-        for item in equal:
-            self._take_over(item)
-        yield equal
+            found |= self._prefill(items)
+            for item in items:
+                self._prefixes.note(item.seat, item.request.prompt_ids)
+        return found
 
     def _take_over(self, item: Seated) -> None:
         """Copy the longest prefix that a seat has; the last prompt token is always computed, for its logits."""
@@ -183,6 +159,7 @@ class Seats:
             self._network.copy_prefix(self._cache, source, item.seat, item.known)
             if self._routes is not None:
                 self._routes[item.seat, : item.known] = self._routes[source, : item.known]
+        self._prefixes.note(item.seat, item.request.prompt_ids[: item.known])
 
     def _prefill(self, items: list[Seated]) -> dict[Seated, Tensor]:
         """Compute `prefill_chunk` tokens of each context at a time, and return the logits [V] after each context."""

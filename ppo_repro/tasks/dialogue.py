@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
 from transformers import PreTrainedTokenizerBase
@@ -38,33 +39,21 @@ def around_reply(task: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return before, after
 
 
+@dataclass
 class Environment:
     """What ends and answers the model's turns in a run; it warns once about a template, for all of the run."""
 
-    def __init__(
-        self,
-        task: TaskConfig,
-        stop: Sequence[str],
-        max_response_tokens: int,
-        tokenizer: PreTrainedTokenizerBase,
-        spelled: frozenset[int],
-        step: UserFunction | None,
-    ) -> None:
-        """Make the environment of a run.
+    task: TaskConfig
+    stop: Sequence[str]  # texts that end a turn of the model
+    max_response_tokens: int  # of an episode after its prompt
+    tokenizer: PreTrainedTokenizerBase
+    spelled: frozenset[int]  # special tokens that decoded texts show
+    step: UserFunction | None  # the user's environment; None: an episode has one turn
 
-        Args:
-            task: the run's section on the task.
-            stop: texts that end a turn of the model.
-            max_response_tokens: tokens of an episode after its prompt.
-            tokenizer: encodes the environment's texts.
-            spelled: special tokens that decoded texts show.
-            step: the user's environment; None: an episode has one turn.
-        """
-        self.task, self.stop, self.max_response_tokens = task, stop, max_response_tokens
-        self.tokenizer, self.spelled, self.step = tokenizer, spelled, step
-        self.has_template = task.chat_template and step is not None
-        self.around = around_reply(task, tokenizer) if self.has_template else ("", "")
-        self.refuse = control_tokens_of(tokenizer, task)
+    def __post_init__(self) -> None:
+        self.has_template = self.task.chat_template and self.step is not None
+        self.around = around_reply(self.task, self.tokenizer) if self.has_template else ("", "")
+        self.refuse = control_tokens_of(self.tokenizer, self.task)
         self.has_warned = False
 
 

@@ -15,14 +15,7 @@ _entries: dict[str, dict[str, Any]] = {}  # by key
 
 
 def entries(dataset: str, settings: dict[str, Any], seed: int, size: int) -> list[dict[str, str]]:
-    """Return the entries of the data set, each question once. Raises UserError for an unknown name or setting.
-
-    Args:
-        dataset: name of the data set in reasoning-gym.
-        settings: settings of the data set.
-        seed: seed of the data set's generator.
-        size: entries to draw.
-    """
+    """Return `size` entries of the data set, each question once. Raises UserError for an unknown name or setting."""
     global _dataset
     try:
         with warnings.catch_warnings():  # about the syntax of the package's own files, when they are first compiled

@@ -49,11 +49,10 @@ def row_of(
     """Return the data about one response that is sent to the process of the user's functions.
 
     Args:
-        problem: the prompt.
-        turns: texts of the conversation's turns, from the model's first turn on.
+        turns: the text of every turn, from the model's first turn on.
         response: the text of the model's turns.
-        full_text: the response with all special tokens spelled out.
-        ids: ids of the sampled tokens.
+        full_text: the response with every special token spelled out.
+        ids: the sampled tokens.
     """
     names = ("key", "prompt", "answer", "fields", "messages")
     row = {name: getattr(problem, name) for name in names}
@@ -80,9 +79,8 @@ class Split:
 
 def arithmetic(max_operand: int) -> list[Problem]:
     """Make all additions a+b= with 0 <= a, b <= max_operand."""
-    return [
-        Problem(f"{a}+{b}", f"{a}+{b}=", str(a + b)) for a in range(max_operand + 1) for b in range(max_operand + 1)
-    ]
+    operands = range(max_operand + 1)
+    return [Problem(f"{a}+{b}", f"{a}+{b}=", str(a + b)) for a in operands for b in operands]
 
 
 def column_addition(digits: int, base: int, size: int) -> list[Problem]:
@@ -123,9 +121,7 @@ def column_steps(prompt: str, base: int) -> tuple[str, ...]:
 
 
 def make_problem(where: str, fields: Mapping[str, object], chat_template: bool = False) -> Problem:
-    """Make the problem in the fields of a JSON object.
-
-    Raises UserError, with `where` and the wrong field.
+    """Make the problem in the fields of a JSON object. Raises UserError, with `where` and the wrong field.
 
     With `chat_template` a prompt may be a list of chat messages; its text has one line per message.
     """
@@ -187,13 +183,8 @@ def read_file(
 ) -> list[Problem]:
     """Read one problem per line, or per row of a Parquet file; all problems have answers, or none has one.
 
+    With `chat_template` a prompt may be a list of messages. A `template` makes the prompt from the fields of a line.
     Raises UserError, with file and line, for the first mistake.
-
-    Args:
-        path: the file.
-        chat_template: whether a prompt may be a list of messages.
-        template: makes the prompt from the fields of a line; None: the field `prompt` is the prompt.
-        field: the configuration's field that names the file, for errors.
     """
     lines = [replace(line, fields=_with_answer(line)) for line in read_records(field, path)]
     if template is not None:
@@ -231,10 +222,7 @@ def _filled(template: str, line: Line) -> str:
 
 
 def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Split:
-    """Hold out `num_eval_prompts` problems, chosen by keys and seed alone.
-
-    Raises UserError if none is left to train on.
-    """
+    """Hold out problems, chosen by keys and seed alone. Raises UserError if none is left to train on."""
     shuffled = _shuffled(problems, seed)
     if num_eval_prompts >= len(shuffled):
         raise UserError(
@@ -265,14 +253,7 @@ def _of_files(task: JsonlTask, seed: int) -> Split:
 
 
 def choose(problems: tuple[Problem, ...], count: int, seed: int, iteration: int) -> list[Problem]:
-    """Choose the training problems of an iteration; after a pass over all problems they are shuffled again.
-
-    Args:
-        problems: all training problems.
-        count: problems of an iteration.
-        seed: seed of the run.
-        iteration: number of the iteration, from 0.
-    """
+    """Choose `count` training problems of an iteration; after a pass over all problems they are shuffled again."""
     chosen = []
     shuffles: dict[int, list[int]] = {}
     for position in range(iteration * count, (iteration + 1) * count):
@@ -345,10 +326,7 @@ def _load_file(task: PythonTask, process: UserProcess) -> dict[str, UserFunction
 
 
 def _read_prompts(prompts: UserFunction, chat_template: bool) -> list[Problem]:
-    """Call `prompts()` twice.
-
-    Raises UserError if an entry is no prompt, or the two calls differ.
-    """
+    """Call `prompts()` twice. Raises UserError if an entry is no prompt, or the two calls differ."""
     first, second = (prompts([{}], seed)[0] for seed in (1, 2))
     if first != second:
         raise UserError(

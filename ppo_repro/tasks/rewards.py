@@ -26,7 +26,7 @@ from ppo_repro.config.tasks import (
 )
 from ppo_repro.tasks.numbers import is_number, last_number
 from ppo_repro.tasks.problems import Problem, Source, row_of
-from ppo_repro.user.process import UserFunction, UserProcess, check_alone, check_repeats, load_function
+from ppo_repro.user.process import UserFunction, UserProcess, check_alone, check_repeats, load_reward
 
 _TAGS = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -141,7 +141,7 @@ def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judg
     """
     process = process or UserProcess()
     functions = tuple(
-        load_function(process, f"reward.terms.{i}.path", term.path, term) if isinstance(term, CalledReward) else None
+        load_reward(process, f"reward.terms.{i}.path", term) if isinstance(term, CalledReward) else None
         for i, term in enumerate(config.terms)
     )
     return Judge(config, functions)

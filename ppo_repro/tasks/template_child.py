@@ -70,17 +70,7 @@ def render(
     time: str | None,
     section: str,
 ) -> str:
-    """Return the text of a chat. Raises UserError if the template fails.
-
-    Args:
-        turns: role and content of each turn.
-        cue: whether to add the beginning of the model's turn.
-        template: the Jinja template.
-        special_tokens: special tokens by their names in templates.
-        arguments: the configuration's arguments of the template.
-        time: the time that the template reads, in ISO format; None: a template that reads the time fails.
-        section: the part of the configuration before the fields' names in messages.
-    """
+    """Return the text of a chat. Raises UserError if the template fails; `templates.rendered` has the arguments."""
     try:
         _check_arguments(template, arguments, section)
         found: Any = render_jinja_template(

@@ -17,13 +17,12 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import TaskConfig, Templated, TextTask
 from ppo_repro.tasks.problems import Problem, Split
-from ppo_repro.user.process import UserFunction, UserProcess, load_own
+from ppo_repro.user.process import UserFunction, UserProcess, load_from_package
 
 if TYPE_CHECKING:  # the prompts of a file are checked before anything is imported that takes seconds
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_SECONDS = 10.0  # of wall time for one chat
-SECTION = "task."  # before the fields' names in messages; a file for DPO has the fields at its top
 AT_ONCE = 2000  # prompts to render and encode together
 
 Ids = tuple[int, ...]
@@ -36,7 +35,7 @@ Prompted = TaskConfig | DPOConfig  # sections that say how a prompt becomes text
 def _template_renderer() -> UserFunction:
     """Start the child process that renders chat templates."""
     module, code = Path(__file__).with_name("template_child.py"), "the tokenizer's template"
-    return load_own(UserProcess(), "task.chat_template", code, module, ["render"], TEMPLATE_SECONDS)["render"]
+    return load_from_package(UserProcess(), "task.chat_template", code, module, ["render"], TEMPLATE_SECONDS)["render"]
 
 
 def rendered(
@@ -45,21 +44,18 @@ def rendered(
     cue: bool = True,
     arguments: Mapping[str, Any] | None = None,
     time: str | None = None,
-    section: str = SECTION,
+    section: str = "task.",
 ) -> list[str]:
-    """Return the text of each chat.
+    """Return the text of each chat, a list of messages with role and content, by the tokenizer's template.
+
+    Raises UserError if the template fails, needs more than 10 s or 1 GiB, reads a time that is not set, does not read
+    an argument, or writes an address of memory.
 
     Args:
-        tokenizer: the tokenizer with the template.
-        chats: messages with role and content.
         cue: whether the text ends with the beginning of the model's turn.
-        arguments: further arguments of the template; None for none.
-        time: the time that the template reads, in ISO format; None: a template that reads the time fails.
+        arguments: further arguments of the template.
+        time: the time that the template reads, in ISO format.
         section: the part of the configuration before the fields' names in messages.
-
-    Raises:
-        UserError: the template fails, needs more than 10 s or 1 GiB, reads a time that is not set, does not read an
-            argument, or writes an address of memory.
     """
     try:
         about = {
@@ -78,25 +74,17 @@ def rendered(
     return [str(text) for text in render([{"turns": chat, "cue": cue} for chat in chats])]
 
 
-def rendered_for(
-    task: Prompted, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], section: str = SECTION
-) -> list[str]:
-    """Return the text of each chat, with the arguments and the time of a task.
-
-    Args:
-        task: section of the configuration.
-        tokenizer: the tokenizer with the template.
-        chats: messages with role and content.
-        section: the part of the configuration before the fields' names in messages.
-
-    Raises:
-        UserError: in the cases of `rendered`.
-    """
+def rendered_for(task: Prompted, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str]:
+    """Return `rendered` chats with the arguments and the time of a task."""
     assert isinstance(task, Templated), "a generated problem is plain text"
-    return rendered(tokenizer, chats, True, task.template_arguments, task.template_time, section)
+    return rendered(tokenizer, chats, True, task.template_arguments, task.template_time, _section(task))
 
 
-def encoder(tokenizer: PreTrainedTokenizerBase, task: Prompted, section: str = SECTION) -> Encode:
+def _section(task: Prompted) -> str:
+    return "" if isinstance(task, DPOConfig) else "task."  # a file for DPO has the fields at its top
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase, task: Prompted) -> Encode:
     """Return the function that maps a problem to the token ids of its prompt.
 
     Raises UserError if a chat template is missing or leaves something out, and for control tokens in a prompt.
@@ -104,7 +92,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, task: Prompted, section: str = S
     from ppo_repro.tasks.tokenizer import all_token_ids
 
     if task.chat_template and not tokenizer.chat_template:
-        raise UserError(f"{section}chat_template = true: this tokenizer has no chat template; set it to false")
+        raise UserError(f"{_section(task)}chat_template = true: this tokenizer has no chat template; set it to false")
     refuse = control_tokens_of(tokenizer, task)
 
     def encode(problems: Sequence[Problem]) -> list[Ids]:
@@ -114,15 +102,15 @@ def encoder(tokenizer: PreTrainedTokenizerBase, task: Prompted, section: str = S
                 refuse(f"prompt '{shown(problem.key)}'", turn["content"])
         if not task.chat_template:
             return all_token_ids(tokenizer, [problem.prompt for problem in problems])
-        texts = rendered_for(task, tokenizer, chats, section)
+        texts = rendered_for(task, tokenizer, chats)
         for problem, chat, text in zip(problems, chats, texts, strict=True):
-            _require_whole(task, problem, chat, text, section)
+            _require_whole(task, problem, chat, text)
         return all_token_ids(tokenizer, texts, add_special_tokens=False)
 
     return encode
 
 
-def _require_whole(task: Prompted, problem: Problem, chat: Chat, text: str, section: str) -> None:
+def _require_whole(task: Prompted, problem: Problem, chat: Chat, text: str) -> None:
     """Raise UserError if a template left out a message of the system or of a user."""
     for turn in chat:
         if turn["role"] in ("system", "user") and turn["content"].strip() not in text:
@@ -131,7 +119,7 @@ def _require_whole(task: Prompted, problem: Problem, chat: Chat, text: str, sect
             raise UserError(
                 f"prompt '{shown(problem.key)}': the tokenizer's chat template leaves out its message "
                 f"'{shown(turn['content'])}' of role {turn['role']}; remove the message, or set "
-                f"{section}chat_template = false"
+                f"{_section(task)}chat_template = false"
             )
 
 
@@ -184,15 +172,8 @@ def encode_all(
 ) -> tuple[Split, dict[str, Ids]]:
     """Encode every prompt; return the problems whose prompts fit, and the token ids of their prompts by key.
 
-    Args:
-        problems: all problems.
-        encode: the function that `encoder` returns.
-        config: the run; `task.overlong` says whether a prompt that is too long is dropped.
-        vocab_size: token ids are below it.
-        watcher: shows the progress and the number of dropped prompts.
-
-    Raises:
-        UserError: the engine cannot serve a prompt; the message names the first one.
+    `task.overlong` says whether a prompt that is too long is dropped. Raises UserError, with its key, for the first
+    prompt that the engine cannot serve.
     """
     from ppo_repro.engine import Request, Sampling, TooLongError, check_request
 
@@ -217,13 +198,8 @@ def encode_all(
     if not dropped:
         return problems, ids
     left = Split(*(tuple(p for p in part if p.key not in dropped) for part in (problems.train, problems.held_out)))
-    counts = [
-        f"{len(part) - len(rest):,} of {len(part):,} {name} prompts"
-        for name, part, rest in (
-            ("training", problems.train, left.train),
-            ("held-out", problems.held_out, left.held_out),
-        )
-    ]
+    parts = ("training", problems.train, left.train), ("held-out", problems.held_out, left.held_out)
+    counts = [f"{len(part) - len(rest):,} of {len(part):,} {name} prompts" for name, part, rest in parts]
     said = f"task.overlong = drop: {' and '.join(counts)} are left out, which numerics.max_context has no room for"
     if not left.train or not left.held_out:
         raise UserError(f"{said}; raise it, or give shorter prompts")
@@ -234,14 +210,7 @@ def encode_all(
 def end_token_warning(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Ids], ends: frozenset[int], has_template: bool
 ) -> str | None:
-    """Return a warning about prompts that end with an end token; None if there is no such prompt.
-
-    Args:
-        tokenizer: the tokenizer of the prompts.
-        prompts: token ids of each prompt.
-        ends: end tokens.
-        has_template: whether a chat template made the prompts.
-    """
+    """Return a warning about prompts that end with one of the tokens `ends`; None if there is no such prompt."""
     ended = [ids[-1] for ids in prompts if ids[-1] in ends]
     if not ended:
         return None

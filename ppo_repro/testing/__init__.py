@@ -22,15 +22,11 @@ __all__ = [
     "check_advantages",
     "check_loss",
 ]
-_HOMES = {
-    "PaddedAdvantageBatch": "advantages",
-    "check_advantages": "advantages",
-    "LossBatch": "losses",
-    "check_loss": "losses",
-}
+_NEED_TORCH = {"advantages": ("PaddedAdvantageBatch", "check_advantages"), "losses": ("LossBatch", "check_loss")}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _NEED_TORCH.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -62,16 +62,8 @@ def definition(
     squared deviations over the divisor; 0 in a group of equal scores.
 
     Args:
-        kind: name of the estimator.
         responses: rewards and values of the tokens of each response; all these tokens count.
         groups: number of the prompt of each response.
-        gamma: discount.
-        lam: lambda of GAE.
-        divisor: divisor of the squared deviations of n scores.
-        epsilon: number added to the standard deviation.
-
-    Returns:
-        The advantages of the tokens of each response.
     """
     found = []
     scores = [math.fsum(rewards) for rewards, _ in responses]

@@ -80,8 +80,7 @@ ADVICE: Mapping[CauseName, About] = {
         "One side pairs tokens with the logits of other tokens", "check which tokens and logits are paired"
     ),
     "off_by_one": About(
-        "One side is shifted by one token",
-        "check the shift between logits and labels, and where the response begins",
+        "One side is shifted by one token", "check the shift between logits and labels, and where the response begins"
     ),
     "shuffled": About("The same log-probs in another order", "check how tokens and log-probs are joined"),
     "zero_filled": About("Log-probs are exactly 0 where none were recorded", "check buffer widths and padding"),

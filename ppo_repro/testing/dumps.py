@@ -96,10 +96,7 @@ class DumpedResponse:
 
 
 def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Names:
-    """Return the column names of a format, or of the only format that fits.
-
-    Raises UserError if none or several fit.
-    """
+    """Return the column names of a format, or of the only format that fits. Raises UserError if none or several fit."""
     there = set(columns)
     if form is not None:
         if form not in FORMATS:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import permutation
-from ppo_repro.ppo.log_ratios import LOG_RATIOS
+from ppo_repro.ppo.log_ratios import LOG_RATIOS, extreme_logprobs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,17 +131,9 @@ def _rollout_of(frame: pd.DataFrame) -> DrawnResponses:
 def _step(
     loss: Loss, rollout: DrawnResponses, layout: _Layout, combine: str, dtype: torch.dtype = torch.float64
 ) -> _Step:
-    """Take one optimizer step in a layout.
+    """Take one optimizer step in a layout; `combine` is `mean` or `sum`, over micro-batches and ranks.
 
-    Args:
-        loss: the user's loss.
-        rollout: the responses of the step.
-        layout: micro-batches, padding, junk, order, ranks.
-        combine: `mean` or `sum` over micro-batches and ranks.
-        dtype: dtype of the loss's numbers.
-
-    Raises:
-        UserError: the loss returns no scalar that depends on new_logprobs.
+    Raises UserError if the loss returns no scalar that depends on new_logprobs.
     """
     order = ordered(len(rollout.lengths), layout)
     ranks = [order[rank :: layout.ranks] for rank in range(min(layout.ranks, len(order)))]
@@ -173,16 +165,9 @@ def ordered(count: int, layout: _Layout) -> list[int]:
 def lay_out(
     rollout: DrawnResponses, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
 ) -> tuple[LossBatch, Tensor]:
-    """Return responses as a batch in one layout.
+    """Return the responses `sequences`, in this order, as a batch in one layout.
 
-    Args:
-        rollout: all responses.
-        sequences: the responses of the batch, in order.
-        layout: padding, junk, inserted tokens.
-        dtype: dtype of the columns.
-
-    Returns:
-        The batch, and the index in the rollout of each position [R, L], below 0 for padding and inserted tokens.
+    The second result is the index in the rollout of each position [R, L], below 0 for padding and inserted tokens.
     """
     rows, owners = [], []
     for s in sequences:
@@ -233,13 +218,14 @@ def _extremes(rollout: DrawnResponses) -> Iterator[tuple[str, DrawnResponses]]:
     """
     token = int(rollout.mask.nonzero()[:, 0][int(rollout.mask.sum()) // 2])
     for x in LOG_RATIOS:
+        new, old = extreme_logprobs(x)
         for sign, words in ((1.0, ""), (-1.0, ", advantage of the other sign"), (0.0, ", advantage 0")):
             columns = {name: values.clone() for name, values in rollout.columns.items()}
             for name, values in columns.items():
                 if name == "new_logprobs":
-                    values[token] = -0.5 + min(x, 0.0)
+                    values[token] = new
                 elif name.endswith("_logprobs"):
-                    values[token] = -0.5 - max(x, 0.0)
+                    values[token] = old
                 elif name == "advantages":
                     values[token] *= sign
                 elif name.startswith("is_") and sign == 0.0:
@@ -248,13 +234,9 @@ def _extremes(rollout: DrawnResponses) -> Iterator[tuple[str, DrawnResponses]]:
 
 
 def _difference(found: _Step, expected: _Step, rollout: DrawnResponses, dtype: torch.dtype = torch.float64) -> str:
-    """Describe the differences beyond the tolerance; "" if there are none.
+    """Describe the differences beyond the tolerance of a dtype, relative to the value or largest gradient; "" if none.
 
-    Args:
-        found: the step to check.
-        expected: the step to compare it with.
-        rollout: the responses, for names of tokens.
-        dtype: dtype of the loss's numbers, which decides the tolerance, relative to the value or largest gradient.
+    In the trial before a run (`user/trial.py`) every bit counts, and a result has no value of a whole step.
     """
     a, b, tolerance = found.gradients, expected.gradients, TOLERANCES.get(dtype, 0.1)
     apart = (a - b).abs() / (float(b.abs().max()) or 1.0)

@@ -25,16 +25,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.interrupts import ends_with_parent
 from ppo_repro.base.output import shown, visible
 from ppo_repro.user.conventions import CALLS, CallRow, Function, check_signature
-from ppo_repro.user.file import (
-    RefusedError,
-    begin_of,
-    described,
-    execute,
-    line_of,
-    not_loaded,
-    place_beside,
-    uncopied,
-)
+from ppo_repro.user.file import RefusedError, begin_of, described, execute, line_of, not_loaded, uncopied
 
 _functions: dict[tuple[str, str], Function] = {}  # by field of the configuration and name
 
@@ -72,8 +63,6 @@ def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[
         function = getattr(module, name, None)
         if function is None:
             continue
-        if not callable(function):
-            raise RefusedError(f"{name} is no function; make it one or rename it")
         check_signature(name, function, call)
         lines[name] = begin_of(function, Path(file))
         _functions[field, name] = _awaited(function)
@@ -103,13 +92,13 @@ def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
     field, file, name, line = (request[part] for part in ("field", "file", "name", "line"))
     try:
         seed_generators(request["seed"])
-        return {"value": CALLS[request["call"]](_functions[field, name], row, request["options"])}
+        return {"value": CALLS[request["call"]].call(_functions[field, name], row, request["options"])}
     except UserError as error:  # of a file of this package
         return {"error": str(error)}
     except RefusedError as error:
         return {"error": f"{field}: {file}{line}: {name} {error}{of}"}
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code included
-        raised = f"{described(error)}{place_beside(error, file)}{_advice(error, request)}"
+        raised = f"{described(error, file)}{_advice(error, request)}"
         return {"error": f"{field}: {file}{line_of(error, file) or line}: {name} raised {raised}{of}"}
 
 

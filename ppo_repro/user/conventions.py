@@ -1,6 +1,7 @@
 """How a function of the user's is called in its child process: the conventions of TRL, verl and this package.
 
-A convention takes the function, one row of arguments and the section's options, and returns a value for JSON.
+A convention takes the function, one row of arguments and the section's options, and returns a value for JSON. `CALLS`
+has one row for each.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal
 
 from ppo_repro.base.float32 import FLOAT32_MAX
 from ppo_repro.base.output import did_you_mean, shown
-from ppo_repro.user.file import RefusedError, check_call, described
+from ppo_repro.user.file import RefusedError, check_call, described, require_function
 
 CallRow = Mapping[str, Any]
 Function = Callable[..., Any]
@@ -245,16 +246,26 @@ def _scores(function: Function, row: CallRow, options: CallRow) -> list[float]:
     return numbers
 
 
-CALLS: dict[str, Callable[[Function, CallRow, CallRow], object]] = {
-    "function": _plain,
-    "trl": _trl,
-    "trl_together": _trl_together,
-    "verl": _verl,
-    "prompts": _prompts,
-    "scores": _scores,
-    "step": _step,
-    "keywords": lambda function, row, options: number(function(**row)),
-    "unchecked": lambda function, row, options: function(**row, **options),  # a function of this package
+@dataclass(frozen=True)
+class Convention:
+    """How a kind of function is called, and the parameters by which it is known before it is called."""
+
+    call: Callable[[Function, CallRow, CallRow], object]
+    positions: tuple[str, ...] = ()  # the arguments by position, if all functions of the kind have the same
+    shown_by: frozenset[str] = frozenset()  # parameters of a reward that show that it is of this kind
+    withheld: frozenset[str] = frozenset()  # parameters of this kind in other stacks that no function gets
+
+
+CALLS = {
+    "function": Convention(_plain, shown_by=frozenset({"prompt", "response"})),
+    "trl": Convention(_trl, shown_by=frozenset({"completions"}), withheld=frozenset({"trainer_state"})),
+    "trl_together": Convention(_trl_together),
+    "verl": Convention(_verl, shown_by=frozenset({"data_source", "solution_str"})),
+    "prompts": Convention(_prompts),
+    "scores": Convention(_scores, positions=("transcripts",)),
+    "step": Convention(_step, positions=("transcript",)),
+    "keywords": Convention(lambda function, row, options: number(function(**row))),
+    "unchecked": Convention(lambda function, row, options: function(**row, **options)),  # a function of this package
 }
 # the values of a reward's parameters by name, with the aliases of each name; fields and turns are copies
 PLAIN = {
@@ -265,15 +276,8 @@ PLAIN = {
     "turns": (),
     "full_text": (),
 }
-# the parameters that show the kind of a reward
-_KINDS = {"function": {"prompt", "response"}, "trl": {"completions"}, "verl": {"data_source", "solution_str"}}
-_OF_RESPONSE = ("response", *PLAIN["response"], "turns", "full_text")
-_BY_NAME = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.KEYWORD_ONLY,
-)
-_POSITIONS = {"scores": ["transcripts"], "step": ["transcript"]}
+_OF_RESPONSE = {"response", *PLAIN["response"], "turns", "full_text"}
+_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
@@ -283,25 +287,29 @@ def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def check_signature(name: str, function: Function, call: str) -> None:
-    """Raise RefusedError, which names the possible parameters, if a function cannot be called by its convention."""
-    parameters = _parameters(function)
-    if call in _POSITIONS:
-        check_call(name, function, _POSITIONS[call], {})
-    if call == "trl" and "trainer_state" in parameters:
-        raise RefusedError(f"{name} {_WITHHELD.format('trainer_state')}; remove the parameter")
-    kinds = [kind for kind, names in _KINDS.items() if names <= parameters.keys()]
-    if kinds and call in _KINDS and call not in kinds:
+def check_signature(name: str, function: Any, call: str) -> None:
+    """Raise RefusedError, which names the possible parameters, if a value is no function of a convention."""
+    require_function(name, function)
+    convention, parameters = CALLS[call], _parameters(function)
+    if convention.positions:
+        check_call(name, function, convention.positions, {})
+    for withheld in convention.withheld & parameters.keys():
+        raise RefusedError(f"{name} {_WITHHELD.format(withheld)}; remove the parameter")
+    kinds = [kind for kind, other in CALLS.items() if other.shown_by and other.shown_by <= parameters.keys()]
+    if convention.shown_by and kinds and call not in kinds:
         raise RefusedError(f"{name} has the parameters of a reward of kind {kinds[0]}; set kind: {kinds[0]}")
-    if call != "function":
-        return
+    if call == "function":
+        _check_plain(name, parameters)
+
+
+def _check_plain(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
     gets = ", ".join(f"{one} ({', '.join(others)})" if others else one for one, others in PLAIN.items())
-    known = {*PLAIN, *(other for others in PLAIN.values() for other in others)}
+    known = {*PLAIN, *chain(*PLAIN.values())}
     for parameter in parameters.values():
         if parameter.kind in _BY_NAME and parameter.name not in known:
             meant = did_you_mean(parameter.name, sorted(known))
             if meant or parameter.default is parameter.empty:
                 raise RefusedError(f"{name} has a parameter '{parameter.name}'; it gets by name {gets}{meant}")
-    takes_others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if not takes_others and not parameters.keys() & set(_OF_RESPONSE):
+    takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_others and not parameters.keys() & _OF_RESPONSE:
         raise RefusedError(f"{name} has no parameter for the response; it gets by name {gets}")

@@ -1,7 +1,4 @@
-"""Execute a user's Python file and the modules beside it, and report mistakes by file and line.
-
-Rewards and tasks run in a child process (`child.py`), all other functions in the process of the run.
-"""
+"""Execute a user's Python file and the modules beside it, in any process, and report mistakes by file and line."""
 
 from __future__ import annotations
 
@@ -58,10 +55,9 @@ class UserCallable(Named):
         return self.guarded(self.value, *arguments, **named)
 
     def guarded(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call `call`, such as a method of an object of this class.
+        """Call `call`, such as a method of an object of this class, as `__call__` does.
 
-        Raises UserError, naming the line of the file, if it raises. Ctrl-C, a UserError and a lack of memory pass
-        unchanged.
+        Ctrl-C, a UserError and a lack of memory pass unchanged.
         """
         try:
             with redirect_stdout(sys.stderr):
@@ -71,20 +67,16 @@ class UserCallable(Named):
         except BaseException as error:  # SystemExit of the user's code included
             if is_out_of_memory(error):
                 raise
-            where = place_beside(error, str(self.file))
-            raise self.refused(f"raised {described(error)}{where}", line_of(error, str(self.file))) from error
+            file = str(self.file)
+            raise self.refused(f"raised {described(error, file)}", line_of(error, file)) from error
 
     def refused(self, what: str, line: str = "") -> FunctionFailed:
-        """Return an error that names the field, the file, its line (by default the function's first) and the mistake
-        `what`.
-        """
+        """Return an error that names field, file, line (by default the function's first) and the mistake `what`."""
         return FunctionFailed(f"{self.field}: {self.file}{line or self.line}: {self.name} {what}", self.field)
 
 
 def file_and_name(field: str, path: str) -> tuple[Path, str]:
-    """Split `FILE.py:NAME` into file and name. Raises UserError if the text is not of this form or the file does not
-    exist.
-    """
+    """Split `FILE.py:NAME` into file and name. Raises UserError for another form, or if there is no such file."""
     file, colon, name = path.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         raise UserError(f"{field} = {path!r}: must be FILE.py:NAME, with the name of a function or class in the file")
@@ -96,15 +88,10 @@ def file_and_name(field: str, path: str) -> tuple[Path, str]:
 def load_callable(
     field: str, path: str, positions: Sequence[str], parameters: Mapping[str, Any] | None = None
 ) -> UserCallable:
-    """Execute the file of `FILE.py:NAME` in this process and return the function or class NAME.
+    """Execute the file of `path`, which is `FILE.py:NAME`, in this process and return the function or class NAME.
 
-    Args:
-        path: `FILE.py:NAME`.
-        positions: names of NAME's positional arguments.
-        parameters: NAME's arguments by name.
-
-    Raises:
-        UserError: the file fails to load, has no such name, or NAME cannot be called so; names field, file and line.
+    Raises UserError, with field, file and line, if the file fails to load, has no such name, or NAME cannot be called
+    with arguments named `positions` and `parameters`.
     """
     file, name = file_and_name(field, path)
     try:
@@ -126,13 +113,18 @@ def load_callable(
 
 def not_loaded(field: str, file: str, error: BaseException) -> str:
     """Return a line about an error of a file that was executed."""
-    return f"{field}: {file}{line_of(error, file)} fails to load ({described(error)}{place_beside(error, file)})"
+    return f"{field}: {file}{line_of(error, file)} fails to load ({described(error, file)})"
 
 
-def check_call(name: str, value: object, positions: Sequence[str], parameters: Mapping[str, Any]) -> None:
-    """Raise RefusedError unless a function accepts the arguments it will be called with."""
+def require_function(name: str, value: Any) -> None:
+    """Raise RefusedError unless a value of a user's file can be called."""
     if not callable(value):
         raise RefusedError(f"{name} is no function; make it one or rename it")
+
+
+def check_call(name: str, value: Any, positions: Sequence[str], parameters: Mapping[str, Any]) -> None:
+    """Raise RefusedError unless a function accepts the arguments it will be called with."""
+    require_function(name, value)
     gets = ", ".join([*positions, *(f"{parameter} by name" for parameter in parameters)]) or "nothing"
     try:
         inspect.signature(value).bind(*positions, **parameters)
@@ -225,12 +217,8 @@ def raised_by_user(error: BaseException) -> str | None:
     """Return `FILE:LINE` of the last line of a user's file in the traceback of an error; None if there is none."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = zip(frames, traceback.extract_tb(error.__traceback__), strict=True)
-    found = [f"{line.filename}:{line.lineno}" for frame, line in lines if _is_users(frame.f_globals)]
-    return found[-1] if found else None
-
-
-def _is_users(module: Mapping[str, Any]) -> bool:
-    return str(module.get("__name__")).startswith(_PREFIX)
+    users = [line for frame, line in lines if str(frame.f_globals.get("__name__")).startswith(_PREFIX)]
+    return f"{users[-1].filename}:{users[-1].lineno}" if users else None
 
 
 def line_of(error: BaseException, file: str) -> str:
@@ -241,20 +229,8 @@ def line_of(error: BaseException, file: str) -> str:
     return f":{lines[-1]}" if lines else ""
 
 
-def place_beside(error: BaseException, file: str) -> str:
-    """Return `, NAME.py:LINE` if a module beside the file raised the error; "" otherwise."""
-    frames = traceback.extract_tb(error.__traceback__)
-    found = (error.filename, error.lineno) if isinstance(error, SyntaxError) else ("", 0)
-    if not found[0] and frames:
-        found = frames[-1].filename, frames[-1].lineno
-    is_beside = found[0] != file and Path(found[0] or "").is_relative_to(Path(file).parent)
-    return f", {Path(found[0] or '').relative_to(Path(file).parent)}:{found[1]}" if is_beside else ""
-
-
 def uncopied(before: Collection[str]) -> list[str]:
-    """Return the files of modules imported since `before` was taken that are neither installed nor beside the user's
-    file.
-    """
+    """Return the files of modules that `before` lacks, and that are neither installed nor beside the user's file."""
     homes = Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[1]
     new = {name: module for name, module in list(sys.modules.items()) if name not in before}
     files = [getattr(module, "__file__", None) for name, module in new.items() if not name.startswith(_PREFIX)]
@@ -263,12 +239,25 @@ def uncopied(before: Collection[str]) -> list[str]:
     return sorted(str(file) for file in found if not any(map(file.is_relative_to, homes)))
 
 
-def described(error: BaseException) -> str:
-    """Return type and message of an error on one line, with the version of Python or advice on a missing module."""
+def described(error: BaseException, file: str | None = None) -> str:
+    """Return type and message of an error on one line, with the version of Python or advice on a missing module.
+
+    The line ends with `, NAME.py:LINE` if a module beside `file` raised the error.
+    """
     try:
         message = error.msg if isinstance(error, SyntaxError) else str(error)
     except BaseException:  # the message is made by the user's code
         message = ""
     name = type(error).__name__ + (f" in Python {sys.version.split()[0]}" if isinstance(error, SyntaxError) else "")
     advice = "; install it, or put it beside the file" if isinstance(error, ModuleNotFoundError) else ""
-    return f"{name}: {shown(message)}{advice}" if message else name
+    place = "" if file is None else _place_beside(error, file)
+    return (f"{name}: {shown(message)}{advice}" if message else name) + place
+
+
+def _place_beside(error: BaseException, file: str) -> str:
+    frames, folder = traceback.extract_tb(error.__traceback__), Path(file).parent
+    name, line = (frames[-1].filename, frames[-1].lineno) if frames else ("", 0)
+    if isinstance(error, SyntaxError) and error.filename:
+        name, line = error.filename, error.lineno
+    is_beside = name != file and Path(name).is_relative_to(folder)
+    return f", {Path(name).relative_to(folder)}:{line}" if is_beside else ""

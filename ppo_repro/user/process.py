@@ -72,8 +72,12 @@ class UserProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the child was started and has not ended."""
-        return self._child is not None and self._child[0].poll() is None
+        """Return whether the child was started and has not closed its connection, as it does when it ends.
+
+        `Popen.poll` would free its number for another process, and `_stop` sends a signal to that number.
+        """
+        connection = self._child and self._child[1]
+        return connection is not None and not connection.closed and not connection.poll()
 
     def end(self) -> None:
         """End the process now, with all processes that it started; no new process is started."""
@@ -136,7 +140,7 @@ class UserFunction(Named):
     process: UserProcess
     call: str  # convention by which the child calls the function
     options: Mapping[str, Any]
-    seconds: float | None = None  # wall time for one row; None: CALL_SECONDS
+    seconds: float = CALL_SECONDS  # of wall time for one row
     longer: str = ""  # what to do besides about a call that takes too long
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
@@ -145,39 +149,33 @@ class UserFunction(Named):
         `seed` seeds the global generators before each call. Raises UserError, with field, file, line and prompt, if the
         function raises, returns a wrong value, takes too long, or ends its process.
         """
-        seconds = CALL_SECONDS if self.seconds is None else self.seconds
+        seconds, sent = self.seconds, list(rows)
         if self.call == "scores":
-            seconds = max(seconds, _SECONDS_PER_TRANSCRIPT * len(rows))
-            return list(self._ask([{"transcripts": list(rows)}], seed, seconds)[0])
-        return self._ask(rows, seed, seconds)
+            seconds, sent = max(seconds, _SECONDS_PER_TRANSCRIPT * len(rows)), [{"transcripts": sent}]
 
-    def _ask(self, rows: Sequence[Mapping[str, Any]], seed: int, seconds: float) -> list[Any]:
         def lost(row: int, how: str) -> str:
-            of = f"; prompt key '{shown(rows[row]['key'])}'" if "key" in rows[row] else ""
+            of = f"; prompt key '{shown(sent[row]['key'])}'" if "key" in sent[row] else ""
             return f"{self.where}: {self.name} {how}{self.longer if how.startswith(LATE) else ''}{of}"
 
         about = {name: getattr(self, name) for name in ("field", "name", "line", "call", "options")}
-        request = {**about, "file": str(self.file), "seed": seed, "rows": list(rows)}
-        return self.process.ask(request, len(rows), seconds, lost)
+        request = {**about, "file": str(self.file), "seed": seed, "rows": sent}
+        values = self.process.ask(request, len(sent), seconds, lost)
+        return list(values[0]) if self.call == "scores" else values
 
 
 def load(
     process: UserProcess, field: str, file: Path, calls: Mapping[str, str], options: Mapping[str, Any] | None = None
 ) -> dict[str, UserFunction]:
-    """Execute a file in the child and return the functions of `calls` that the file defines.
+    """Execute a file in the child and return the functions that it defines, of those whose conventions are `calls`.
 
     Raises UserError if the file fails to load.
-
-    Args:
-        calls: the calling convention of each function, by name.
-        options: options of the conventions; None for none.
     """
     request = {"field": field, "file": str(file), "calls": dict(calls), "folder": os.getcwd()}
     (lines,) = process.ask(request, 1, CALL_SECONDS, lambda row, how: f"{field}: {file} fails to load (it {how})")
     return {n: UserFunction(field, file, n, line, process, calls[n], options or {}) for n, line in lines.items()}
 
 
-def load_own(
+def load_from_package(
     process: UserProcess, field: str, code: str, module: Path, names: Iterable[str], seconds: float, longer: str = ""
 ) -> dict[str, UserFunction]:
     """Load functions of a module of this package that runs code of the user; messages name this `code`."""
@@ -185,18 +183,12 @@ def load_own(
     return {n: replace(f, file=Path(code), line="", seconds=seconds, longer=longer) for n, f in found.items()}
 
 
-def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
-    """Load the function of `FILE.py:FUNCTION`. Raises UserError with its fault.
-
-    Args:
-        path: `FILE.py:FUNCTION`.
-        term: the reward term with the calling convention; None: the function gets prompt, response and answer.
-    """
-    file, name = file_and_name(field, path)
-    call, options = ("function", {}) if term is None else (term.kind, term.model_dump(mode="json"))
-    found = load(process, field, file, {name: call}, options)
+def load_reward(process: UserProcess, field: str, term: CalledReward) -> UserFunction:
+    """Load the function of a reward term. Raises UserError with its fault."""
+    file, name = file_and_name(field, term.path)
+    found = load(process, field, file, {name: term.kind}, term.model_dump(mode="json"))
     if name not in found:
-        raise UserError(f"{field} = {path!r}: {file} has no function {name}")
+        raise UserError(f"{field} = {term.path!r}: {file} has no function {name}")
     return found[name]
 
 
@@ -229,8 +221,8 @@ def check_alone(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> No
     """
     alone = function(rows)
     try:
-        seconds = len(rows) * (CALL_SECONDS if function.seconds is None else function.seconds)
-        (together,) = replace(function, call="trl_together", seconds=seconds)([{"rows": list(rows)}])
+        whole = replace(function, call="trl_together", seconds=len(rows) * function.seconds)
+        (together,) = whole([{"rows": list(rows)}])
     except FunctionFailed:
         if not function.process.is_alive:
             raise

@@ -47,13 +47,11 @@ class Faulty(gymnasium.Env[Any, Any]):
 gymnasium.register("tests/Faulty-v0", Faulty, max_episode_steps=9)
 for _fault in ("reset", "nan", "huge", "reward", "pair", "text", "short", "four", "raise", "list"):
     gymnasium.register(f"tests/Faulty-{_fault}-v0", Faulty, max_episode_steps=9, kwargs={"fault": _fault})
-gymnasium.register("tests/High-v0", Faulty, max_episode_steps=9, kwargs={"low": 10.0, "high": 12.0})
-gymnasium.register("tests/Narrow-v0", Faulty, max_episode_steps=9, kwargs={"low": 0.0, "high": 0.01})
-gymnasium.register("tests/Low-v0", Faulty, max_episode_steps=9, kwargs={"low": -3.0, "high": -2.0})
 BOUNDS = [(-0.1, 0.1), (0.7, 0.9), (-0.9, -0.7), (-1.0, 1.0), (-math.inf, 1e300)]
-for _name, (_low, _high) in {**{str(i): bounds for i, bounds in enumerate(BOUNDS)}, "point": (0.1, 0.1)}.items():
+_NAMED = {"Point": (0.1, 0.1), "High": (10.0, 12.0), "Narrow": (0.0, 0.01), "Low": (-3.0, -2.0)}
+for _name, (_low, _high) in [*enumerate(BOUNDS), *_NAMED.items()]:
     _bounds = {"low": _low, "high": _high, "dtype": np.float64}
-    gymnasium.register(f"tests/Float64-{_name}-v0", Faulty, max_episode_steps=9, kwargs=_bounds)
+    gymnasium.register(f"tests/Bounds{_name}-v0", Faulty, max_episode_steps=9, kwargs=_bounds)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_a_reward_may_be_a_list_of_one_number() -> None:
 
 @pytest.mark.parametrize(("low", "high"), BOUNDS)
 def test_no_action_is_beyond_bounds_that_float32_does_not_hold(low: float, high: float) -> None:
-    environments = Environments(f"tests/Float64-{BOUNDS.index((low, high))}-v0", 1, "x")
+    environments = Environments(f"tests/Bounds{BOUNDS.index((low, high))}-v0", 1, "x")
     for drawn, bound in ((-math.inf, low), (math.inf, high)):
         taken = environments.actions.taken(np.full((1, 2), drawn, np.float32))
         assert low <= float(taken[0][0]) <= high
@@ -106,7 +104,7 @@ def test_no_action_is_beyond_bounds_that_float32_does_not_hold(low: float, high:
 
 def test_bounds_without_a_float32_number_between_them_are_refused() -> None:
     with pytest.raises(UserError, match=r"action 0 is 0.1 to 0.1; must have a float32 number between its bounds"):
-        Environments("tests/Float64-point-v0", 1, "x")
+        Environments("tests/BoundsPoint-v0", 1, "x")
 
 
 @pytest.mark.parametrize(
@@ -117,15 +115,13 @@ def test_bounds_without_a_float32_number_between_them_are_refused() -> None:
         ("Low", "are clipped to -2, and it cannot learn from them; rescale the actions to -1 to 1"),
     ],
 )
-def test_actions_that_an_untrained_policy_never_takes_are_named_at_the_start(
-    name: str, said: str, tmp_path: Path
-) -> None:
+def test_actions_that_no_untrained_policy_takes_are_named_at_the_start(name: str, said: str, tmp_path: Path) -> None:
     class Heard(Silent):
         def warning(self, text: str) -> None:
             heard.append(text)
 
     heard: list[str] = []
     small = ("environment.num_envs=2", "environment.steps_per_env=4", "ppo.minibatch_size=8", "ppo.iterations=1")
-    run(small_control(f"environment.id=tests/{name}-v0", *small), tmp_path, Heard())
+    run(small_control(f"environment.id=tests/Bounds{name}-v0", *small), tmp_path, Heard())
     assert len([line for line in heard if said in line]) == 1
     assert Environments("tests/Faulty-v0", 1, "x").warning() is None

@@ -38,12 +38,8 @@ def test_results_follow_from_the_records(control_run: Path) -> None:
 
 
 def test_updates_hold_what_the_losses_used(control_run: Path) -> None:
-    tokens, updates, steps = (
-        reader.read_tokens(control_run),
-        reader.read_updates(control_run),
-        reader.read_steps(control_run),
-    )
-    key = ["iteration", "sequence", "position"]
+    tokens, updates = reader.read_tokens(control_run), reader.read_updates(control_run)
+    steps, key = reader.read_steps(control_run), ["iteration", "sequence", "position"]
     joined = updates.merge(tokens, on=key, validate="many_to_one")
     assert len(updates) == 2 * len(tokens)
     assert not updates.duplicated([*key, "epoch"]).any()
@@ -56,9 +52,8 @@ def test_updates_hold_what_the_losses_used(control_run: Path) -> None:
         np.exp(joined["new_logprobs"] - joined["rollout_logprobs"].astype(float)), rel=1e-6
     )
     assert joined["returns"].to_numpy() == pytest.approx(joined["raw_advantages"] + joined["values"], rel=1e-6)
-    removed = (
-        updates["clip_flag"].str.startswith("clip_").groupby([updates[c] for c in ("iteration", "epoch", "minibatch")])
-    )
+    minibatches = [updates[name] for name in ("iteration", "epoch", "minibatch")]
+    removed = updates["clip_flag"].str.startswith("clip_").groupby(minibatches)
     assert removed.mean().to_numpy() == pytest.approx(steps["clip_fraction"].to_numpy())
     assert steps["learning_rate"].to_numpy() == pytest.approx(3e-3 * (1 - steps["iteration"] / 4))
 

@@ -22,14 +22,12 @@ def prepared(name: str, *overrides: str) -> tuple[ControlConfig, ControlState]:
     return config, prepare(config)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("Ending", "terminated"), ("Limited", "truncated"), ("Both", "terminated")]
-)
-def test_a_rollout_whose_every_step_is_known(name: str, reason: str) -> None:
+@pytest.mark.parametrize(("name", "end"), [("Ending", "terminated"), ("Limited", "truncated"), ("Both", "terminated")])
+def test_a_rollout_whose_every_step_is_known(name: str, end: str) -> None:
     config, state = prepared(f"tests/{name}-v0")
     first = roll_out(config, state.agent, state.environments, 0)
     assert first.lengths.tolist() == [3, 2, 3, 2]
-    assert (first.end_reason, first.environment) == ((reason, "cut") * 2, (0, 0, 1, 1))
+    assert (first.end_reason, first.environment) == ((end, "cut") * 2, (0, 0, 1, 1))
     assert first.observations[:, 0].tolist() == [0, 1, 2, 0, 1] * 2, "after an end the next episode begins"
     assert first.rewards.tolist() == [1, 2, 3, 1, 2] * 2
     assert first.final_observations[:, 0].tolist() == [3, 2] * 2, "the last observation, not that of the reset"
@@ -69,9 +67,7 @@ def test_advantages_of_every_fragment_by_definition(name: str, bootstrap: str) -
     for i, (rewards, values, raw) in enumerate(
         zip(parts(rollout.rewards), parts(forward.values), parts(found.raw_advantages), strict=True)
     ):
-        nothing = rollout.end_reason[i] == "terminated" or (
-            rollout.end_reason[i] == "truncated" and bootstrap == "false"
-        )
+        nothing = rollout.end_reason[i] in (("terminated",) if bootstrap == "true" else ("terminated", "truncated"))
         with torch.no_grad():
             follows = 0.0 if nothing else state.agent.values(rollout.final_observations[i : i + 1]).item()
         assert raw == pytest.approx(by_hand(rewards, values, follows, 0.9, 0.95), rel=1e-5, abs=1e-5)

@@ -127,10 +127,7 @@ REFUSED = {
     ("mismatch.trainer.retokenize=1", "rollout.top_k=3"): "retokenize needs rollout.top_k = 0 and rollout.top_p = 1",
     ("mismatch.flip=token", "rollout.top_k=3"): "flip = token needs rollout.top_k = 0 and rollout.top_p = 1",
     ("mismatch.flip=token", "rollout.top_p=0.9"): "flip = token needs rollout.top_k = 0 and rollout.top_p = 1",
-    (
-        "mismatch.flip=token",
-        TURNS,
-    ): "flip = token needs task.max_turns = 1",
+    ("mismatch.flip=token", TURNS): "flip = token needs task.max_turns = 1",
     ("mismatch.sampler.token_bias=1", "rollout.engine.kind=sglang"): "token_bias needs rollout.engine.kind = torch",
 }
 

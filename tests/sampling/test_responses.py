@@ -41,10 +41,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no log-prob": ([GOOD, ([5, 1], [None, -1.0], "stop")], "the log-prob None at place 0"),
     "another reason": ([GOOD, ([5, 1], [-1.0] * 2, "eos")], "the finish reason 'eos'; must be 'stop' or 'length'"),
     "no reason": ([GOOD, ([5, 1], [-1.0] * 2, None)], "the finish reason None; must be"),
-    "stop without an end": (
-        [GOOD, ([5, 6], [-1.0] * 2, "stop")],
-        "'stop' after token 6, none of the end tokens [1, 2]",
-    ),
+    "stop without an end": ([GOOD, ([5, 6], [-1.0] * 2, "stop")], "'stop' after token 6, none of the end tokens [1"),
     "length after an end": ([GOOD, ([5, 1], [-1.0] * 2, "length")], "'length' after the end token 1; must be 'stop'"),
     "length too early": ([GOOD, ([5, 6], [-1.0] * 2, "length")], "'length' after 2 ids; must be rollout.max"),
 }

@@ -36,9 +36,7 @@ def of_file(**more: Any) -> JsonlTask:
 
 
 @given(st.integers(2, 4), st.integers(2, 10), st.integers(1, 100))
-def test_column_additions_are_different_and_every_step_of_their_solutions_is_right(
-    digits: int, base: int, percent: int
-) -> None:
+def test_column_additions_differ_and_every_step_is_right(digits: int, base: int, percent: int) -> None:
     pairs = ((base - 1) * base ** (digits - 1)) ** 2
     found = column_addition(digits, base, size := max(1, min(300, pairs) * percent // 100))
     assert len({p.prompt for p in found}) == size
@@ -134,14 +132,9 @@ def test_prompts_are_texts_or_lists_of_messages_in_a_chat_template(tmp_path: Pat
     problems = read_file(jsonl(tmp_path, *rows), chat_template=True)
     assert [p.prompt for p in problems] == ["ab", "user: ab\nassistant: B\nuser: b", "u"]
     encode = encoder(tokenizer, of_file(chat_template=True, system_prompt="SB"))
-    assert [tokenizer.decode(ids) for ids in encode(problems)] == [
-        "<s|SB><u|ab><a|",
-        "<s|SB><u|ab><a|B><u|b><a|",
-        "<s|SB><u|u><a|",
-    ]
-    with pytest.raises(
-        UserError, match=r"p\.jsonl:2: field 'prompt' is a list of messages; chat_template = true renders it"
-    ):
+    expected = ["<s|SB><u|ab><a|", "<s|SB><u|ab><a|B><u|b><a|", "<s|SB><u|u><a|"]
+    assert [tokenizer.decode(ids) for ids in encode(problems)] == expected
+    with pytest.raises(UserError, match=r"p\.jsonl:2: field 'prompt' is a list of messages; chat_template = true re"):
         read_file(tmp_path / "p.jsonl")
     system = Problem("k", "x", "", messages=json.dumps([{"role": "system", "content": "S"}, *chat]))
     assert tokenizer.decode(encoder(tokenizer, of_file(chat_template=True))([system])[0]).startswith("<s|S><u|ab>")
@@ -203,9 +196,7 @@ def test_a_template_makes_prompts_of_any_fields_and_a_second_file_has_the_held_o
     assert one.train == problems.train
     with pytest.raises(UserError, match=r"task.num_eval_prompts = 3: .*p.jsonl has 2"):
         load_source(task.model_copy(update={"num_eval_prompts": 3}), 0)
-    with pytest.raises(
-        UserError, match=r"p.jsonl:1: task.prompt_template asks for \{a\}; the line has q, nums, answer"
-    ):
+    with pytest.raises(UserError, match=r"jsonl:1: task.prompt_template asks for \{a\}; the line has q, nums, answer"):
         read_file(tmp_path / "p.jsonl", template="{a}")
     jsonl(tmp_path, lines[3])
     with pytest.raises(UserError, match=r"p.jsonl: key '3\+1\? \[3, 1\] \{\}' is also that of .*train.jsonl"):

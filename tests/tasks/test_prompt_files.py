@@ -26,7 +26,7 @@ from tests.support.cli import Cli
 from tests.support.json_lines import write_lines
 from tests.support.runs import run_below, small_config
 
-PLAIN = {"chat_template": False}
+LINES = {"kind": "jsonl", "path": "p.jsonl", "chat_template": False}
 EXACT = {"kind": "exact_match"}
 # as in verl's examples of GSM8K
 VERL = """
@@ -36,13 +36,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_chat_folder(tmp_path_factory.mktemp("chat"))
-
-
-def verl_rows() -> list[dict[str, Any]]:
-    return [
+def test_parquet_and_reward_of_verl_are_taken_as_they_are(cli: Cli, tmp_path: Path, model: Path) -> None:
+    verl_rows = [
         {
             "data_source": "openai/gsm8k",
             # the null as in data sets of which some messages have the key
@@ -53,10 +48,7 @@ def verl_rows() -> list[dict[str, Any]]:
         }
         for n in range(1, 9)
     ]
-
-
-def test_parquet_and_reward_of_verl_are_taken_as_they_are(cli: Cli, tmp_path: Path, model: Path) -> None:
-    pq.write_table(pa.Table.from_pylist(verl_rows()), tmp_path / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(verl_rows), tmp_path / "train.parquet")
     assert is_parquet(Path(shutil.copy(tmp_path / "train.parquet", tmp_path / "train.jsonl")))
     (tmp_path / "r.py").write_text(VERL)
     reward = {"kind": "verl", "path": "r.py:compute_score"}
@@ -75,10 +67,7 @@ def test_parquet_and_reward_of_verl_are_taken_as_they_are(cli: Cli, tmp_path: Pa
     [
         ([{"prompt": "ab", "day": datetime.date(2026, 1, 1)}], "row 1: column 'day' has what JSON does not have"),
         ([{"prompt": "ab"}, {"prompt": None}], "row 2: field 'prompt' is missing or null"),
-        (
-            [{"prompt": "ab", "reward_model": {"ground_truth": 3}}],
-            "row 1: field 'reward_model.ground_truth' = 3; must be a text",
-        ),
+        ([{"prompt": "ab", "reward_model": {"ground_truth": 3}}], "row 1: field 'reward_model.ground_truth' = 3; must"),
         ([], "has no rows"),
         (None, "cannot be read"),
     ],
@@ -91,7 +80,7 @@ def test_what_is_wrong_in_parquet_is_named(
         path.write_bytes(b"PAR1")
     else:
         pq.write_table(pa.Table.from_pylist(rows, schema=None if rows else pa.schema([("prompt", pa.string())])), path)
-    config = write_tree(tmp_path, chat_tree(model, {"kind": "jsonl", "path": "p.parquet", **PLAIN}, EXACT))
+    config = write_tree(tmp_path, chat_tree(model, {**LINES, "path": "p.parquet"}, EXACT))
     assert message in cli.refusal("run", config, "--out", tmp_path / "runs")
 
 
@@ -99,12 +88,10 @@ def long_prompts(folder: Path, model: Path) -> Path:
     """Nine prompts of 1 to 4 tokens and three of 60; the context has room for 28."""
     texts = ["ab " * n for n in range(1, 10)] + [f"{'ab' * 30}{'u' * n}" for n in range(3)]
     write_lines(folder / "p.jsonl", [{"prompt": text, "answer": "a"} for text in texts])
-    return write_tree(folder, chat_tree(model, {"kind": "jsonl", "path": "p.jsonl", **PLAIN}, EXACT))
+    return write_tree(folder, chat_tree(model, LINES, EXACT))
 
 
-def test_prompts_that_are_too_long_end_the_run_or_are_left_out_and_counted(
-    cli: Cli, tmp_path: Path, model: Path
-) -> None:
+def test_prompts_that_are_too_long_end_the_run_or_are_counted(cli: Cli, tmp_path: Path, model: Path) -> None:
     config, out = long_prompts(tmp_path, model), tmp_path / "runs"
     said = cli.refusal("run", config, "--out", out)
     assert "exceeds numerics.max_context = 40; " in said
@@ -122,9 +109,7 @@ def test_prompts_that_are_too_long_end_the_run_or_are_left_out_and_counted(
 
 
 @pytest.mark.parametrize("template", [False, True])
-def test_an_end_token_at_the_end_of_prompts_is_named_once(
-    cli: Cli, tmp_path: Path, model: Path, template: bool
-) -> None:
+def test_an_end_token_that_ends_prompts_is_named_once(cli: Cli, tmp_path: Path, model: Path, template: bool) -> None:
     """As add_eos_token does, or a template that does not begin the model's turn."""
     own = make_chat_folder(tmp_path / "model", "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}")
     if not template:
@@ -132,8 +117,8 @@ def test_an_end_token_at_the_end_of_prompts_is_named_once(
         made.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
         made.save_pretrained(own)
     write_lines(tmp_path / "p.jsonl", [{"prompt": "ab" * n, "answer": "a"} for n in range(1, 9)])
-    task = {"kind": "jsonl", "path": "p.jsonl", "chat_template": template}
-    code, _, err = cli("run", write_tree(tmp_path, chat_tree(own, task, EXACT)), "--out", tmp_path / "runs")
+    tree = chat_tree(own, {**LINES, "chat_template": template}, EXACT)
+    code, _, err = cli("run", write_tree(tmp_path, tree), "--out", tmp_path / "runs")
     assert code == 0, err
     (said,) = (line for line in err.splitlines() if line.startswith("warning: ") and "end with the end token" in line)
     assert "8 of 8 prompts end with the end token '<eos>'" in said
@@ -145,7 +130,7 @@ def test_sampled_ids_that_the_tokenizer_lacks_are_named_once(cli: Cli, tmp_path:
     write_lines(tmp_path / "p.jsonl", [{"prompt": "ab" * n, "answer": "a"} for n in range(1, 9)])
     for rows, lines in ((5, 1), (0, 0)):
         own = make_chat_folder(tmp_path / f"model{rows}", rows=rows)
-        tree = chat_tree(own, {"kind": "jsonl", "path": "p.jsonl", **PLAIN}, EXACT)
+        tree = chat_tree(own, LINES, EXACT)
         tree["ppo"]["iterations"] = 2
         code, _, err = cli("run", write_tree(tmp_path, tree), "--out", tmp_path / f"runs{rows}")
         assert code == 0, err
@@ -193,41 +178,46 @@ WRITTEN = 'text not in ("", "a") and text.replace("ab ", "")'  # by the model; t
 
 
 @pytest.mark.parametrize(
-    ("kind", "lines", "words"),
+    ("kind", "lines", "said"),
     [
+        ("trl", "return [sorted(map(len, completions)).index(len(c)) for c in completions]", COMPARES),
+        ("trl", "return [1 / completions.count(text) for text in completions]", COMPARES),
         (
             "trl",
-            "def f(completions, **_): return [sorted(map(len, completions)).index(len(c)) for c in completions]",
-            COMPARES,
-        ),
-        ("trl", "def f(completions, **_): return [1 / completions.count(text) for text in completions]", COMPARES),
-        (
-            "trl",
-            "def f(completions, **_):\n"
-            f"    best = max((text for text in completions if {WRITTEN}), default='')\n"
+            f"best = max((text for text in completions if {WRITTEN}), default='')\n"
             "    return [float(text == best != '') for text in completions]",
             COMPARES,
         ),
-        (
-            "function",
-            f"seen = []\ndef f(response): text = response; seen.append(0); return len(seen) if {WRITTEN} else 0",
-            REPEATS,
-        ),
+        ("function", f"text = response; seen.append(0); return len(seen) if {WRITTEN} else 0", REPEATS),
     ],
 )
 def test_a_reward_that_follows_from_more_than_the_response_is_refused(
-    cli: Cli, tmp_path: Path, model: Path, kind: str, lines: str, words: str
+    cli: Cli, tmp_path: Path, model: Path, kind: str, lines: str, said: str
 ) -> None:
-    (tmp_path / "r.py").write_text(lines)
-    write_lines(tmp_path / "p.jsonl", [{"prompt": "ab " * n, "answer": "a"} for n in range(1, 9)])
-    reward = {"kind": kind, "path": "r.py:f"}
-    config = write_tree(tmp_path, chat_tree(model, {"kind": "jsonl", "path": "p.jsonl", **PLAIN}, reward))
-    assert re.search(words, cli.refusal("run", config, "--out", tmp_path / "runs"))
+    signature = "completions, **_" if kind == "trl" else "response"
+    rows = [{"prompt": "ab " * n, "answer": "a"} for n in range(1, 9)]
+    assert re.search(said, refusal(cli, tmp_path, model, kind, f"seen = []\ndef f({signature}):\n    {lines}", rows))
 
 
-def test_a_verifier_that_gives_a_response_of_the_model_two_scores_is_refused(
-    cli: Cli, tmp_path: Path, model: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "signature"),
+    [("trl", "completions, answer, **_"), ("function", "response, answer"), ("function", "response, ground_truth")],
+)
+def test_no_reward_asks_for_missing_answers(cli: Cli, tmp_path: Path, model: Path, kind: str, signature: str) -> None:
+    rows = [{"prompt": "ab " * n, "level": n} for n in range(1, 9)]
+    said = refusal(cli, tmp_path, model, kind, f"def f({signature}): return [0.0]", rows)
+    assert f"f asks for '{signature.split(', ')[1]}', and no prompt of the task has one;" in said
+
+
+def refusal(cli: Cli, folder: Path, model: Path, kind: str, reward: str, rows: list[dict[str, Any]]) -> str:
+    """The line with which a run on these prompts refuses the function f of a reward."""
+    (folder / "r.py").write_text(reward)
+    write_lines(folder / "p.jsonl", rows)
+    config = write_tree(folder, chat_tree(model, LINES, {"kind": kind, "path": "r.py:f"}))
+    return cli.refusal("run", config, "--out", folder / "runs")
+
+
+def test_a_verifier_that_gives_a_response_two_scores_is_refused(cli: Cli, tmp_path: Path, model: Path) -> None:
     (tmp_path / "task.py").write_text(
         "seen = []\n"
         "def prompts(): return [{'prompt': 'ab ' * n, 'answer': 'a'} for n in range(1, 9)]\n"
@@ -235,26 +225,5 @@ def test_a_verifier_that_gives_a_response_of_the_model_two_scores_is_refused(
         "    seen.append(0)\n"
         f"    return [len(seen) if {WRITTEN} else 0 for text in (t.text for t in transcripts)]\n"
     )
-    tree = chat_tree(model, {"kind": "python", "path": "task.py", **PLAIN}, {"kind": "verifier"})
+    tree = chat_tree(model, {"kind": "python", "path": "task.py", "chat_template": False}, {"kind": "verifier"})
     assert re.search(REPEATS, cli.refusal("run", write_tree(tmp_path, tree), "--out", tmp_path / "runs"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "signature"),
-    [
-        ("trl", "completions, answer, **_"),
-        ("function", "response, answer"),
-        ("function", "response, ground_truth"),
-    ],
-)
-def test_a_reward_that_asks_for_the_answers_of_prompts_without_one_is_refused(
-    cli: Cli, tmp_path: Path, model: Path, kind: str, signature: str
-) -> None:
-    (tmp_path / "r.py").write_text(f"def f({signature}): return [0.0]")
-    write_lines(tmp_path / "p.jsonl", [{"prompt": "ab " * n, "level": n} for n in range(1, 9)])
-    reward = {"kind": kind, "path": "r.py:f"}
-    config = write_tree(tmp_path, chat_tree(model, {"kind": "jsonl", "path": "p.jsonl", **PLAIN}, reward))
-    name = signature.split(", ")[1]
-    assert f"f asks for '{name}', and no prompt of the task has one;" in cli.refusal(
-        "run", config, "--out", tmp_path / "runs"
-    )

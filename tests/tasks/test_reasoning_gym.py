@@ -62,15 +62,13 @@ def test_the_entries_are_those_of_the_package(process: UserProcess) -> None:
     [
         (
             {"dataset": "chain_sun"},
-            r"^task\.dataset = 'chain_sun': reasoning-gym refuses it.*ValueError: .* not registered",
+            r"^task\.dataset = 'chain_sun': reasoning-gym refuses it.*ValueError: .* not regist",
         ),
         ({"settings": {"terms": 2}}, r"^task\.dataset = 'chain_sum': .*TypeError: .* keyword argument 'terms'"),
         ({"settings": {"min_terms": 0}}, r"^task\.dataset = .* min_terms must be positive"),
     ],
 )
-def test_an_unknown_data_set_or_setting_is_one_line(
-    process: UserProcess, changes: dict[str, Any], message: str
-) -> None:
+def test_an_unknown_name_or_setting_is_one_line(process: UserProcess, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_source(gym(**changes), 0, process)
 

@@ -16,21 +16,15 @@ from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
 from ppo_repro.tasks import templates
 from ppo_repro.tasks.templates import rendered
-from tests.support.chat import chat_tree, make_chat_folder, write_tree
+from tests.support.chat import chat_tree, write_tree
 from tests.support.cli import Cli
 from tests.support.json_lines import write_lines
 from tests.support.runs import run_below
 
-BODY = (
-    "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-)
+CUE = "{% if add_generation_prompt %}a{% endif %}"
+BODY = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}" + CUE
 CLOCK = "{{ 'b' * (strftime_now('%d') | int) }}" + BODY
 THINKING = "{% if enable_thinking is defined and not enable_thinking %}bb{% endif %}" + BODY
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_chat_folder(tmp_path_factory.mktemp("chat"))
 
 
 def configured(folder: Path, model: Path, template: str, **task: Any) -> Path:
@@ -103,9 +97,7 @@ def test_arguments_of_the_template_are_a_field(cli: Cli, tmp_path: Path, model: 
         ("task.chat_template=false", "template_arguments needs chat_template: true"),
     ],
 )
-def test_what_cannot_be_an_argument_or_a_time_is_one_line(
-    cli: Cli, tmp_path: Path, model: Path, field: str, message: str
-) -> None:
+def test_a_wrong_field_is_one_line(cli: Cli, tmp_path: Path, model: Path, field: str, message: str) -> None:
     config = configured(tmp_path, model, THINKING, template_arguments={"enable_thinking": True})
     assert message.lower() in cli.refusal("run", config, "--set", field).lower()
 
@@ -121,7 +113,7 @@ def test_a_template_with_the_tag_of_transformers_is_rendered_as_transformers_doe
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}a{{ m.content }}{% endgeneration %}"
-        "{% else %}u{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+        "{% else %}u{{ m.content }}{% endif %}{% endfor %}" + CUE
     )
     chat = [{"role": role, "content": "b"} for role in ("user", "assistant", "user")]
     expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

@@ -36,10 +36,8 @@ def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli) -
     body, message = BAD[name]
     before, _, rest = TASK.partition("def step(transcript):\n")
     task = f"{before}def step(transcript):\n{body}\n\n\ndef score{rest.partition('def score')[2]}"
-    config = turns_config(
-        tmp_path, "model.warm_start_steps=0", "ppo.iterations=1", "rollout.stop=['=', '+', '1']", task=task
-    )
-    (tmp_path / "run.yaml").write_text(dump_yaml(config))
+    quick = "model.warm_start_steps=0", "ppo.iterations=1", "rollout.stop=['=', '+', '1']"
+    (tmp_path / "run.yaml").write_text(dump_yaml(turns_config(tmp_path, *quick, task=task)))
     assert re.search(message, cli.refusal("run", tmp_path / "run.yaml", "--out", tmp_path / "out"))
 
 
@@ -52,7 +50,7 @@ def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli) -
         (
             TASK.replace("return [(t", "return [None for t in transcripts] or [(t"),
             3,
-            "score returned None of type NoneType; must be a finite number",
+            "score returned None of type None",
         ),
         (TASK.replace("for t in transcripts]", "for t in transcripts[1:]]"), 3, "score returned 7 numbers for 8"),
     ],

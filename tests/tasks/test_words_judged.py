@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.records import reader
-from tests.support.chat import chat_tree, make_chat_folder, write_tree
+from tests.support.chat import chat_tree, write_tree
 from tests.support.cli import Cli
 from tests.support.json_lines import write_lines
 from tests.support.runs import run_below
@@ -56,11 +56,6 @@ def test_no_reward_judges_what_the_environment_says(tmp_path: Path, cli: Cli) ->
     assert parts == [[0.0] * 5 + [float(forced)] for forced in spoke]
 
 
-@pytest.fixture(scope="module")
-def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_chat_folder(tmp_path_factory.mktemp("chat"))
-
-
 def chat_config(folder: Path, model: Path, task: dict[str, Any], **rollout: Any) -> Path:
     """A run of one iteration whose reward is whether a response has `<answer>`."""
     (folder / "r.py").write_text(REWARDS)
@@ -76,15 +71,13 @@ def messages(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_special_tokens_are_text_where_a_reward_or_a_stop_text_asks_for_them(
-    asked: bool, chat_folder: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_special_tokens_are_text_where_something_asks(asked: bool, model: Path, tmp_path: Path, cli: Cli) -> None:
     """Prompts are messages without answers; the control asks for nothing."""
     task = {**messages(tmp_path), **({"answer_extraction": "answer_tags"} if asked else {})}
-    config = chat_config(tmp_path, chat_folder, task, **({"stop": ["<end>"]} if asked else {}))
+    config = chat_config(tmp_path, model, task, **({"stop": ["<end>"]} if asked else {}))
     cli.done("run", config, "--out", tmp_path)
     rows = reader.read_sequences(run_below(tmp_path))
-    tokenizer = AutoTokenizer.from_pretrained(chat_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     answer, end = tokenizer.convert_tokens_to_ids(["<answer>", "<end>"])
     has_answer = [answer in ids for ids in rows["response_ids"]]
     assert 0 < sum(has_answer) < len(rows)
@@ -99,11 +92,11 @@ def step(transcript): return " b " if len(transcript.turns) == 1 else None
 """
 
 
-def test_a_template_that_trims_is_named_once_with_both_texts(chat_folder: Path, tmp_path: Path, cli: Cli) -> None:
+def test_a_template_that_trims_is_named_once_with_both_texts(model: Path, tmp_path: Path, cli: Cli) -> None:
     for text, lines in (("' b '", 1), ("'b'", 0)):
         (tmp_path / "task.py").write_text(CHAT.replace('" b "', text))
         task = {"kind": "python", "path": "task.py", "max_turns": 2, "answer_extraction": "answer_tags"}
-        config = chat_config(tmp_path, chat_folder, task, stop=["<end>"])
+        config = chat_config(tmp_path, model, task, stop=["<end>"])
         code, _, err = cli("run", config, "--out", tmp_path / str(lines))
         assert code == 0, err
         said = [line for line in err.splitlines() if line.startswith("warning: task.chat_template: for prompt key '")]
@@ -111,15 +104,13 @@ def test_a_template_that_trims_is_named_once_with_both_texts(chat_folder: Path, 
         assert all("the tokens of the episode read" in line and "the tokenizer's template has" in line for line in said)
 
 
-def test_control_tokens_in_prompts_and_turns_are_refused_unless_they_are_allowed(
-    chat_folder: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_control_tokens_in_prompts_and_turns_are_refused_unless_allowed(model: Path, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"a<end>{'b' * n}"}) + "\n" for n in range(9)))
-    config = chat_config(tmp_path, chat_folder, {"kind": "jsonl", "path": "p.jsonl"})
+    config = chat_config(tmp_path, model, {"kind": "jsonl", "path": "p.jsonl"})
     said = cli.refusal("run", config, "--out", tmp_path)
     assert "contains '<end>', which the tokenizer reads as a control token" in said
     cli.done("run", config, "--out", tmp_path, "--set", "task.control_tokens=allow")
     (tmp_path / "task.py").write_text(CHAT.replace('" b "', '"<end>"'))
     task = {"kind": "python", "path": "task.py", "max_turns": 2}
-    said = cli.refusal("run", chat_config(tmp_path, chat_folder, task), "--out", tmp_path / "turns")
+    said = cli.refusal("run", chat_config(tmp_path, model, task), "--out", tmp_path / "turns")
     assert re.search(r"task\.py:3: step returned a text for .* that contains '<end>', which", said)

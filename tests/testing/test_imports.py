@@ -39,10 +39,7 @@ say()
 
 def of_runs(modules: set[str]) -> list[str]:
     """The kernels, but for limits of sizes and the table of families; the loop, its stages, and what records a run."""
-    limits = {
-        "ppo_repro.numerics",
-        *(f"ppo_repro.numerics.{name}" for name in ("build", "families", "interface", "ranges")),
-    }
+    limits = {f"ppo_repro.numerics{name}" for name in ("", ".build", ".families", ".interface", ".ranges")}
     folders = ("numerics", "runs", "loop", "stages", "models.networks", "models.load")
     return sorted(m for m in modules - limits if m.startswith(tuple(f"ppo_repro.{name}" for name in folders)))
 
@@ -56,9 +53,8 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, 2:-1]
     sides = ((logits / t).log_softmax(-1)[range(10), ids[3:]].tolist() for t in (0.8, 1.0))
-    row = {"prompt_ids": ids[:3], "response_ids": ids[3:]} | dict(
-        zip(("rollout_logprobs", "old_logprobs"), sides, strict=True)
-    )
+    logprobs = dict(zip(("rollout_logprobs", "old_logprobs"), sides, strict=True))
+    row = {"prompt_ids": ids[:3], "response_ids": ids[3:], **logprobs}
     (folder / "dump.jsonl").write_text(json.dumps(row) + "\n")
     return folder / "dump.jsonl", folder / "model"
 

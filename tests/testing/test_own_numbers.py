@@ -14,12 +14,7 @@ import ppo_repro.testing
 from ppo_repro.ppo import advantages
 from ppo_repro.ppo.objectives import Clip, probability_ratios
 from ppo_repro.records import reader
-from ppo_repro.testing import (
-    LossBatch,
-    PaddedAdvantageBatch,
-    check_advantages,
-    check_loss,
-)
+from ppo_repro.testing import LossBatch, PaddedAdvantageBatch, check_advantages, check_loss
 
 CLIP = Clip(low=0.2, high=0.2)
 

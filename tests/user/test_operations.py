@@ -31,9 +31,8 @@ def drawn(name: str, count: int = 10) -> Tensor:
 X, Y, Z, PAIRS = drawn("x"), drawn("y"), drawn("z"), [drawn(f"pair {i}", 4) for i in range(4)]
 RATIOS = Z.detach().abs().requires_grad_()
 SCORES = PAIRS[0].detach().to(torch.float64)
-BATCH = own_batches.AdvantageBatch(
-    RESPONSES, RESPONSES // 2, POSITIONS, LENGTHS[RESPONSES], rewards=X, values=Y, scores=SCORES
-)
+TOKENS = RESPONSES, RESPONSES // 2, POSITIONS, LENGTHS[RESPONSES]
+BATCH = own_batches.AdvantageBatch(*TOKENS, rewards=X, values=Y, scores=SCORES)
 
 Call = Callable[[], object]
 CALLS: dict[Callable[..., object], Call] = {
@@ -162,11 +161,7 @@ DEPENDENT: list[tuple[str, Call, list[str]]] = [
     ("repeated index of gather in backward", lambda: X.gather(0, TWICE), ["scatter_add"]),
     ("factor in a sum", lambda: torch.add(X.detach(), Y.detach(), alpha=0.1), ["add"]),
     ("quotient rounded down", lambda: torch.div(X, RATIOS, rounding_mode="floor").detach(), ["div"]),
-    (
-        "complex numbers",
-        lambda: torch.view_as_real(X.detach().to(torch.complex64) * 1j),
-        ["_to_copy", "mul", "view_as_real"],
-    ),
+    ("complex", lambda: torch.view_as_real(X.detach().to(torch.complex64) * 1j), ["_to_copy", "mul", "view_as_real"]),
     ("square root", lambda: RATIOS.sqrt(), ["sqrt"]),
     ("cube", lambda: X**3, ["pow"]),
 ]

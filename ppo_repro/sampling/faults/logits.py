@@ -23,37 +23,20 @@ def logits_fault(sigma: float | None, bias: float | None, seed: int) -> LogitsHo
 
 
 def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, sigma: float) -> Tensor:
-    """Return logits + temperature sigma z, rounded once, with z the `normal_noise` of the token's id.
+    """Return logits [n, V] + temperature sigma z, rounded once, with z the `normal_noise` of the token's id.
 
     The sum imitates a sampler whose logits / temperature have an error of standard deviation sigma. To first
     order in sigma^2, KL(sampler || model) and KL(model || sampler) are both sigma^2 / 2 (1 - sum_v p_v^2) nats.
-
-    Args:
-        logits: [n, V] float32.
-        seeds: [n] int64, of the responses.
-        positions: [n] int64, of the last input token.
-        sigma: standard deviation of the error.
-
-    Returns:
-        The disturbed logits, [n, V] float32.
     """
     offsets = normal_noise(seeds, positions, logits.shape[-1], logits.device) * (temperature * sigma)
     return (logits.to(torch.float64) + offsets).to(torch.float32)
 
 
 def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor:
-    """Return logits + temperature size z, rounded once.
+    """Return logits [n, V] + temperature size z, rounded once; `size` is in nats of log-prob.
 
     z is one standard normal number for each token id. The sum imitates a sampler that prefers some tokens everywhere,
     for example because a row of its last matrix is wrong.
-
-    Args:
-        logits: [n, V] float32.
-        temperature: by which logits will be divided.
-        size: of the bias, in nats of log-prob.
-
-    Returns:
-        [n, V] float32.
     """
     z = normal_noise(torch.tensor([seed]), torch.tensor([_EVERYWHERE]), logits.shape[-1], logits.device)
     return (logits.to(torch.float64) + z * (temperature * size)).to(torch.float32)

@@ -37,17 +37,9 @@ class Encoding:
 def encode_again(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: Spans, most: int, ended: bool
 ) -> Encoding | None:
-    """Encode the decoded text of a response again, and add its end token.
+    """Encode the decoded text of a response again, and add its end token if it `ended`.
 
-    Special tokens inside a response have no text, and are lost.
-
-    Args:
-        before: positions of the sampled tokens in the text.
-        most: the most tokens that the result may have.
-        ended: whether the response has its end token.
-
-    Returns:
-        The encoding; None if it has no token, or more than `most`.
+    Special tokens inside a response have no text, and are lost. None if the result has no token, or more than `most`.
     """
     tail = [ids[-1]] if ended and ids[-1] in tokenizer.all_special_ids else []
     body = list(ids[: len(ids) - len(tail)])

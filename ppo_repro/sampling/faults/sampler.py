@@ -24,16 +24,9 @@ def with_faults(
     end_ids: Collection[int],
     ranks: Ranks,
 ) -> Engine:
-    """Return the run's sampler with the faults of the section `mismatch`.
+    """Return the run's sampler with the faults of the section `mismatch`, or `engine` itself without faults.
 
-    Args:
-        state: the policy and its older versions; a flipped bit changes the policy at once.
-        tokenizer: names the special tokens, to which no token is flipped.
-        end_ids: the tokens that end a response, to which no token is flipped either.
-        ranks: the processes of the run, of which one samples the first response.
-
-    Returns:
-        The engine with its faults; `engine` itself if there are none.
+    A flipped bit changes the policy of `state` at once. No token is flipped to a special one, or to one of `end_ids`.
     """
     lag, share = mismatch.sampler.lag, mismatch.trainer.retokenize
     if mismatch.flip == "bit" and state.iteration == 0:

@@ -7,7 +7,7 @@ wrong form ends the run (`sampling/responses.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.sampling.own.child import METHODS
 from ppo_repro.sampling.responses import EngineSampling, Response
 from ppo_repro.user.file import file_and_name
-from ppo_repro.user.process import UserProcess, load_own
+from ppo_repro.user.process import UserProcess, load_from_package
 
 FIELD = "rollout.engine.path"
 MODEL = "model"  # the folder of weights, below the engine's
@@ -37,7 +37,9 @@ class EngineProcess:
         file_and_name(FIELD, settings.path)
         self.process = UserProcess()
         names, longer = ("make", *METHODS), ", or raise rollout.engine.timeout_s"
-        self._functions = load_own(self.process, FIELD, settings.path, _CHILD, names, settings.timeout_s, longer)
+        self._functions = load_from_package(
+            self.process, FIELD, settings.path, _CHILD, names, settings.timeout_s, longer
+        )
         self._call("make", {"field": FIELD, "path": settings.path, "parameters": settings.parameters})
 
     def load(self, folder: Path) -> None:
@@ -60,27 +62,17 @@ class EngineProcess:
         return self._functions[method]([row], seed)[0]
 
 
+@dataclass
 class OwnSampler:
     """Sampler that uses the user's engine, and sends it the weights of `policy` whenever they have changed."""
 
-    def __init__(
-        self,
-        engine: EngineProcess,
-        policy: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        end_ids: frozenset[int],
-        max_context: int,
-        folder: Path,
-    ) -> None:
-        """Connect an engine that has no weights yet.
-
-        Args:
-            max_context: tokens of prompt and response together.
-            folder: the folder below which the weights are written.
-        """
-        self.engine, self.policy, self.tokenizer, self.end_ids = engine, policy, tokenizer, end_ids
-        self.max_context, self.model_folder = max_context, folder / MODEL
-        self._loaded = ""  # digest of the engine's weights
+    engine: EngineProcess
+    policy: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: frozenset[int]
+    max_context: int
+    folder: Path  # below which the weights are written
+    _loaded: str = ""  # digest of the engine's weights
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
@@ -103,8 +95,9 @@ class OwnSampler:
         if digest == self._loaded:
             return
         self._loaded = ""
-        with whole_folder(self.model_folder) as temporary:
+        model = self.folder / MODEL
+        with whole_folder(model) as temporary:
             write_sampled(self.policy, self.end_ids, temporary)
             self.tokenizer.save_pretrained(temporary)
-        self.engine.load(self.model_folder)
+        self.engine.load(model)
         self._loaded = digest

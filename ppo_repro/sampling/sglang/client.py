@@ -14,12 +14,7 @@ class Call:
     """Request that has been sent; only `json` waits for the answer, so several servers work at the same time."""
 
     def __init__(self, url: str, path: str, timeout: float, body: Any = None) -> None:
-        """Send a request; `json` reads the answer later.
-
-        Args:
-            timeout: seconds until the answer begins.
-            body: JSON data to POST; None: GET.
-        """
+        """Send JSON data with POST, or GET if `body` is None; the answer begins within `timeout` seconds."""
         self.url, self.path, self.timeout = url, path, timeout
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
         data = None if body is None else json.dumps(body, allow_nan=False)

@@ -29,6 +29,7 @@ from ppo_repro.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.models.folders import write_sampled
 from ppo_repro.numerics.families import routers
 from ppo_repro.numerics.weights import weights_digest
+from ppo_repro.sampling.responses import EngineSampling
 from ppo_repro.sampling.sglang.client import Call, ask
 from ppo_repro.sampling.sglang.command import (
     RETURN_ROUTES,
@@ -87,16 +88,10 @@ def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, rout
 
 
 def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
-    """Check that a server has the weights that the run sent.
+    """Check that a server has the weights that the run sent, whose version is their digest.
 
-    Args:
-        digest: digest of the weights, which is their version.
-        deterministic: whether to compare the digest that the server itself computes.
-        timeout: seconds until the answer begins.
-
-    Raises:
-        UserError: the server has weights of another version, or returns no digest.
-        PromiseBroken: the server's weights have another digest.
+    Raises UserError for another version. If `deterministic`, the server computes the digest too: raises PromiseBroken
+    for another digest.
     """
     version = ask(url, "/model_info", timeout).get("weight_version")
     if version != digest:
@@ -119,12 +114,7 @@ class SGLangEngine:
     """
 
     def __init__(self, config: RunConfig, policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path) -> None:
-        """Prepare an engine whose servers are not started yet.
-
-        Args:
-            policy: the model that samples; its weights may change between calls.
-            folder: folder for logs, notes and weights.
-        """
+        """Prepare an engine whose servers are not started yet; `folder` is for logs, notes and weights."""
         settings = config.rollout.engine
         assert isinstance(settings, SGLangServers)
         self.settings, self.layout, self.numerics = settings, config.layout, config.numerics
@@ -189,19 +179,19 @@ class SGLangEngine:
         edges = [index * len(requests) // len(self.servers) for index in range(len(self.servers) + 1)]
         batches = [requests[start:end] for start, end in pairwise(edges)]
         work = [(server, batch) for server, batch in zip(self.servers, batches, strict=True) if batch]
-        vocab_size = self.policy.config.vocab_size
-        routed = self._routed if sampling.routes else None
-        bodies = [
-            generate_body(batch, sampling, self.stop_ids, vocab_size, self.numerics.max_context, routed is not None)
-            for _, batch in work
-        ]
+        wanted = EngineSampling(
+            temperature=sampling.temperature,
+            max_response_tokens=sampling.max_response_tokens,
+            end_ids=tuple(sorted(self.stop_ids)),
+            vocab_size=self.policy.config.vocab_size,
+        )
+        routed, context = self._routed if sampling.routes else None, self.numerics.max_context
+        bodies = [generate_body(batch, sampling, wanted, context, routed is not None) for _, batch in work]
         answers = self._ask([server for server, _ in work], bodies, digest)
         return [
             completion
             for (server, batch), answer in zip(work, answers, strict=True)
-            for completion in read_completions(
-                answer, batch, sampling, self.stop_ids, vocab_size, digest, server.url, routed
-            )
+            for completion in read_completions(answer, batch, sampling, wanted, digest, server.url, routed)
         ]
 
     def _ask(self, servers: Sequence[Server], bodies: Sequence[Mapping[str, Any]], digest: str) -> list[Any]:

@@ -68,30 +68,17 @@ ALL_TOKENS = -1  # SGLang's top_k that cuts nothing
 
 
 def generate_body(
-    requests: Sequence[Request],
-    sampling: Sampling,
-    stop_ids: frozenset[int],
-    vocab_size: int,
-    max_context: int,
-    routes: bool = False,
+    requests: Sequence[Request], sampling: Sampling, wanted: EngineSampling, max_context: int, routes: bool = False
 ) -> dict[str, Any]:
-    """Make one request to `/generate` for all of `requests`.
-
-    Args:
-        vocab_size: token ids are below it.
-        max_context: tokens of prompt and response together.
-
-    Raises:
-        UserError: one of the requests cannot be served.
-    """
+    """Make one request to `/generate` for all of `requests`. Raises UserError if one of them cannot be served."""
     if sampling.top_p != kept_tokens.shortest(sampling.top_p):
         raise UserError(f"rollout.top_p = {sampling.top_p}: SGLang keeps a float32 of it; give it in up to 6 digits")
     for request in requests:
-        check_request(request, sampling, vocab_size, max_context)
+        check_request(request, sampling, wanted.vocab_size, max_context)
     shared = {
         "max_new_tokens": sampling.max_response_tokens,
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
-        "stop_token_ids": sorted(stop_ids),
+        "stop_token_ids": list(wanted.end_ids),
     }
     cuts = {"top_k": sampling.top_k or ALL_TOKENS, "top_p": sampling.top_p} if sampling.cuts else {}
     shared = {**shared, **cuts}
@@ -108,33 +95,24 @@ def read_completions(
     answer: Any,
     requests: Sequence[Request],
     sampling: Sampling,
-    stop_ids: frozenset[int],
-    vocab_size: int,
+    wanted: EngineSampling,
     version: str,
     url: str,
     routed: RoutedLayers | None = None,
 ) -> list[Completion]:
     """Return the completions of a `/generate` answer, in the order of the requests.
 
-    Raises UserError, with the fault, for a wrong answer.
-
-    Args:
-        vocab_size: token ids are below it.
-        version: version of the weights that must have sampled.
-        routed: the shape of the routes; None if no routes were asked for.
+    Raises UserError, with the fault, for a wrong answer, and for weights of another version than `version`.
     """
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise UserError(f"{url}: answered {shown_value(answer)} to {len(requests)} requests; must be one answer each")
-    end_ids = tuple(sorted(stop_ids))
-    wanted = EngineSampling(sampling.temperature, sampling.max_response_tokens, end_ids, vocab_size)
 
     def completion(item: Any, request: Request) -> Completion:
         meta = _field(item, "meta_info", dict)
         _check_version(meta, version)
         if meta.get("prompt_tokens") != len(request.prompt_ids):
-            raise ValueError(
-                f"read a prompt of {len(request.prompt_ids)} tokens as {shown_value(meta.get('prompt_tokens'))}"
-            )
+            read = shown_value(meta.get("prompt_tokens"))
+            raise ValueError(f"read a prompt of {len(request.prompt_ids)} tokens as {read}")
         tokens, drawn, reason = _response(item, meta, wanted)
         latency, inputs = _field(meta, "e2e_latency", float), len(request.prompt_ids) + len(tokens) - 1
         if not math.isfinite(latency):
@@ -142,7 +120,7 @@ def read_completions(
         logprobs = torch.tensor(drawn, dtype=torch.float32)
         mass, kept = torch.zeros(len(tokens)), torch.empty(len(tokens), 0, dtype=torch.uint8)
         if sampling.cuts:
-            logprobs, mass, kept = kept_tokens.read(meta.get(kept_tokens.KEPT), tokens, vocab_size)
+            logprobs, mass, kept = kept_tokens.read(meta.get(kept_tokens.KEPT), tokens, wanted.vocab_size)
         return Completion(
             response_ids=tuple(tokens),
             logprobs=logprobs,

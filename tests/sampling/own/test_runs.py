@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.files import dump_yaml, load_config
+from ppo_repro.config.files import dump_yaml
 from ppo_repro.records import reader
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
@@ -131,68 +131,52 @@ def returning(value: str) -> str:
     )
 
 
-# an engine, its name, and what the one line says after `rollout.engine.path`
-REFUSED: dict[str, tuple[str, str, str]] = {
-    "no class of that name": (UNIFORM, "Other", " = '{file}:Other': {file} has no Other"),
-    "no file": ("", "x/Engine", " = "),
-    "a function": ("def Engine():\n    pass\n", "Engine", ": {file}:1: Engine is no class; must be one with load and"),
-    "no load": (
-        UNIFORM.replace("def load", "def lode"),
-        "Engine",
-        ": {file}:7: Engine has no method load(folder); add",
+# an engine, and what the one line says after `rollout.engine.path`
+REFUSED: dict[str, tuple[str, str]] = {
+    "no class of that name": (
+        UNIFORM.replace("class Engine", "class Other"),
+        " = '{file}:Engine': {file} has no Engine",
     ),
-    "no generate": (
-        UNIFORM.replace("def gen", "def g"),
-        "Engine",
-        ": {file}:7: Engine has no method generate(prompts, ",
-    ),
+    "a function": ("def Engine():\n    pass\n", ": {file}:1: Engine is no class; must be one with load and"),
+    "no load": (UNIFORM.replace("def load", "def lode"), ": {file}:7: Engine has no method load(folder); add"),
+    "no generate": (UNIFORM.replace("def gen", "def g"), ": {file}:7: Engine has no method generate(prompts, "),
     "another signature": (
         UNIFORM.replace("prompts, sampling, seeds)", "prompts)"),
-        "Engine",
         ": {file}:19: Engine.generate cannot be called (too many positional arguments); it gets prompts, samp",
     ),
-    "a parameter without a value": (
-        UNIFORM.replace("log=None", "log"),
-        "Engine",
-        ": {file}:7: Engine cannot be called",
-    ),
-    "raises in generate": (
-        UNIFORM.replace("ids = []", "ids = [][0]"),
-        "Engine",
-        ": {file}:24: Engine.generate raised Ind",
-    ),
-    "ends its process": (
-        returning("__import__('os')._exit(3)"),
-        "Engine",
-        ": {file}:Engine: generate ended its process",
-    ),
+    "a parameter without a value": (UNIFORM.replace("log=None", "log"), ": {file}:7: Engine cannot be called"),
+    "raises in generate": (UNIFORM.replace("ids = []", "ids = [][0]"), ": {file}:24: Engine.generate raised Ind"),
+    "ends its process": (returning("__import__('os')._exit(3)"), ": {file}:Engine: generate ended its process"),
     "an id outside": (
         returning("[([99], [-1.0], 'length')] + good[1:]"),
-        "Engine",
         ": {file}:19: Engine.generate returned as response 0 the id 99 at place 0; must be a whole number in 0..",
     ),
 }
 
 
+def refusal(cli: Cli, folder: Path, text: str, *overrides: str) -> str:
+    """The line that ends a run with an engine."""
+    config = folder / "run.yaml"
+    config.write_text(dump_yaml(config_of(written(folder, text), *overrides)))
+    return cli.refusal("run", config, "--out", folder / "runs")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_engine_is_one_line_and_leaves_no_run(name: str, cli: Cli, tmp_path: Path) -> None:
-    text, class_name, said = REFUSED[name]
-    engine = written(tmp_path, text, class_name)
-    config = tmp_path / "run.yaml"
-    config.write_text(dump_yaml(load_config(TINY, ["model.warm_start_steps=0", "numerics.accuracy_sequences=0"])))
-    line = cli.refusal("run", config, "--set", engine, "--out", tmp_path / "runs")
-    assert line.startswith("error: rollout.engine.path" + said.format(file=tmp_path / "engine.py"))
+    text, said = REFUSED[name]
+    expected = "error: rollout.engine.path" + said.format(file=tmp_path / "engine.py")
+    assert refusal(cli, tmp_path, text).startswith(expected)
     assert not list((tmp_path / "runs").rglob("manifest.json"))
 
 
+def test_a_path_without_a_file_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    engine = written(tmp_path, UNIFORM, "x/Engine")
+    assert cli.refusal("run", TINY, "--set", engine, "--out", tmp_path).startswith("error: rollout.engine.path = ")
+
+
 def test_an_engine_that_hangs_is_given_up(cli: Cli, tmp_path: Path) -> None:
-    engine = written(tmp_path, returning("__import__('time').sleep(60)"))
-    config = tmp_path / "run.yaml"
-    config.write_text(dump_yaml(config_of(engine, "rollout.engine.timeout_s=1")))
-    said = cli.refusal("run", config, "--out", tmp_path / "runs")
-    assert said.endswith(
-        "engine.py:Engine: generate gave no answer within 1 s; make it end, or raise rollout.engine.timeout_s"
-    )
+    said = refusal(cli, tmp_path, returning("__import__('time').sleep(60)"), "rollout.engine.timeout_s=1")
+    assert said.endswith(":Engine: generate gave no answer within 1 s; make it end, or raise rollout.engine.timeout_s")
 
 
 def test_an_error_later_keeps_the_iterations_before_it(cli: Cli, tmp_path: Path) -> None:
@@ -200,9 +184,7 @@ def test_an_error_later_keeps_the_iterations_before_it(cli: Cli, tmp_path: Path)
         '        self.note("generate", len(prompts))\n',
         "        self.calls = getattr(self, 'calls', 0) + 1\n        assert self.calls < 3, 'tired'\n",
     )
-    config = tmp_path / "run.yaml"
-    config.write_text(dump_yaml(config_of(written(tmp_path, once))))
-    said = cli.refusal("run", config, "--out", tmp_path / "runs")
+    said = refusal(cli, tmp_path, once)
     assert "Engine.generate raised AssertionError: tired; 2 iterations are recorded" in said
     run_dir = run_below(tmp_path / "runs")
     assert verify(run_dir).iterations == 2

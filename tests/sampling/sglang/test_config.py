@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.rollout import DETERMINISTIC_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.runs.resume import require_same_sampler
-from ppo_repro.sampling.sglang.command import look_into
+from ppo_repro.sampling.sglang.command import look_into, numerics_digest
 from tests.sampling.sglang.fake_sglang import fake_python
 from tests.support.paths import ROOT
 from tests.support.runs import small_config
@@ -42,9 +43,7 @@ OTHER_BITS: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("recorded", "now"), SAME_BITS)
-def test_engines_of_the_same_bits_may_take_over_from_each_other(
-    recorded: tuple[str, ...], now: tuple[str, ...]
-) -> None:
+def test_engines_of_the_same_bits_may_take_over(recorded: tuple[str, ...], now: tuple[str, ...]) -> None:
     require_same_sampler(small_config(*recorded), small_config(*now))
 
 
@@ -110,3 +109,24 @@ def test_server_and_trainer_pin_what_both_have_to_the_same_version() -> None:
     both = set(ours) & set(theirs)
     assert {"torch", "transformers", "tokenizers", "numpy", "safetensors"} <= both
     assert {name: theirs[name] for name in both} == {name: ours[name] for name in both}
+
+
+SOURCES = shutil.ignore_patterns("*.so", "*.o", "__pycache__")
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [
+        ("numerics/definition/rows.py", False),
+        ("numerics/rows.md", False),
+        ("numerics/network.py", True),
+        ("numerics/c/rows.c", True),
+        ("sampling/draw.py", True),
+    ],
+)
+def test_files_that_decide_no_bit_do_not_count(file: str, counts: bool, tmp_path: Path) -> None:
+    for folder in ("numerics", "sampling"):
+        shutil.copytree(PACKAGE / folder, tmp_path / folder, ignore=SOURCES)
+    with (tmp_path / file).open("a") as changed:
+        changed.write("\n// or # another comment\n")
+    assert (numerics_digest(tmp_path) != numerics_digest(PACKAGE)) == counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,12 +35,10 @@ def policy() -> PreTrainedModel:
 
 
 @contextmanager
-def engine_on(
-    servers: list[FakeServer], policy: PreTrainedModel, folder: Path, *overrides: str
-) -> Iterator[SGLangEngine]:
+def engine_on(servers: list[FakeServer], policy: PreTrainedModel, folder: Path, *more: str) -> Iterator[SGLangEngine]:
     urls = "rollout.engine.urls=[" + ",".join(server.url for server in servers) + "]"
     numerics = "deterministic" if servers[0].deterministic else "stock"
-    sets = "rollout.engine.kind=sglang", urls, f"rollout.engine.numerics={numerics}", *overrides
+    sets = "rollout.engine.kind=sglang", urls, f"rollout.engine.numerics={numerics}", *more
     config = small_config(*sets, "rollout.engine.timeout_s=1")
     with SGLangEngine(config, policy, STOPS, folder).running(lambda seconds: None) as opened:
         yield opened
@@ -109,14 +108,13 @@ def test_new_weights_are_brought_once_and_before_the_next_response(policy: PreTr
 def test_deterministic_servers_prove_what_they_hold(policy: PreTrainedModel, tmp_path: Path) -> None:
     with serving(deterministic=True) as server, engine_on([server], policy, tmp_path) as engine:
         assert len(engine.generate(REQUESTS, PLAIN)) == 7
-    with serving(deterministic=True) as server, engine_on([server], policy, tmp_path) as engine:
-        server.faults["/get_weights_by_name"] = lambda *_: list(b"0123456789abcdef")
-        with pytest.raises(PromiseBroken, match="has weights of digest 0123456789abcdef after an update"):
-            engine.generate(REQUESTS, PLAIN)
-    with serving(deterministic=True) as server, engine_on([server], policy, tmp_path) as engine:
-        server.faults["/get_weights_by_name"] = lambda *_: {"error": "unknown"}
-        with pytest.raises(UserError, match="is it a server of this package"):
-            engine.generate(REQUESTS, PLAIN)
+    other = PromiseBroken, "has weights of digest 0123456789abcdef after an update"
+    none = UserError, "is it a server of this package"
+    for answer, (error, message) in ((list(b"0123456789abcdef"), other), ({"error": "unknown"}, none)):
+        with serving(deterministic=True) as server, engine_on([server], policy, tmp_path) as engine:
+            server.faults["/get_weights_by_name"] = lambda *_, answer=answer: answer
+            with pytest.raises(error, match=message):
+                engine.generate(REQUESTS, PLAIN)
 
 
 FAULTS = {
@@ -136,9 +134,7 @@ def with_version(answer: Any, version: str) -> Any:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_server_that_misbehaves_ends_the_rollout_in_one_line(
-    name: str, policy: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_server_that_misbehaves_ends_the_rollout(name: str, policy: PreTrainedModel, tmp_path: Path) -> None:
     path, fault, message = FAULTS[name]
     with serving() as server, engine_on([server], policy, tmp_path) as engine:
         server.faults[path] = fault
@@ -154,16 +150,9 @@ def test_a_server_that_goes_and_one_that_hangs(policy: PreTrainedModel, tmp_path
         with pytest.raises(UserError, match="/generate: no SGLang server answers there"):
             engine.generate(REQUESTS, PLAIN)
     with serving() as server, engine_on([server], policy, tmp_path) as engine:
-        server.faults["/generate"] = lambda s, p, a: pause(a)
+        server.faults["/generate"] = lambda s, p, answer: time.sleep(1.5) or answer
         with pytest.raises(UserError, match=r"no answer within rollout.engine.timeout_s = 1"):
             engine.generate(REQUESTS, PLAIN)
-
-
-def pause(answer: Any) -> Any:
-    import time
-
-    time.sleep(1.5)
-    return answer
 
 
 WRONG = {
@@ -177,9 +166,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("field", WRONG)
-def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
-    field: str, policy: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_a_server_with_other_settings_is_refused(field: str, policy: PreTrainedModel, tmp_path: Path) -> None:
     value, message = WRONG[field]
     with serving(deterministic=True) as server:
         server.info[field] = value
@@ -194,9 +181,7 @@ def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
 
 @pytest.mark.parametrize("wanted", ARCHITECTURES)
 @pytest.mark.parametrize("has", ARCHITECTURES)
-def test_a_server_of_another_precision_is_refused_at_the_start(
-    wanted: str, has: Precision, policy: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_another_precision_is_refused(wanted: str, has: Precision, policy: PreTrainedModel, tmp_path: Path) -> None:
     with serving(deterministic=True) as server, ExitStack() as stack:
         server.architecture = ARCHITECTURES[has]
         if has != wanted:

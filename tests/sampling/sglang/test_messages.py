@@ -12,16 +12,17 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Completion, Request, Sampling
+from ppo_repro.sampling.responses import EngineSampling
 from ppo_repro.sampling.sglang.messages import RoutedLayers, generate_body, read_completions, read_routes
 
-VOCAB, CONTEXT, STOPS = 20, 32, frozenset({1, 7})
-PLAIN = Sampling(0.7, 0, 1.0, 4)
+CONTEXT, PLAIN = 32, Sampling(0.7, 0, 1.0, 4)
+WANTED = EngineSampling(temperature=0.7, max_response_tokens=4, end_ids=(1, 7), vocab_size=20)
 REQUESTS = [Request((2, 3, 4), 11), Request((5,), -(2**63))]
 URL = "http://127.0.0.1:1"
 
 
 def body(*requests: Request, sampling: Sampling = PLAIN) -> dict[str, Any]:
-    return generate_body(requests, sampling, STOPS, VOCAB, CONTEXT)
+    return generate_body(requests, sampling, WANTED, CONTEXT)
 
 
 def test_a_request_that_would_be_refused_is_not_sent() -> None:
@@ -44,13 +45,12 @@ def item(tokens: list[int], logprobs: list[float], reason: str, prompt: int = 3,
 
 
 def read(*items: Any, requests: list[Request] = REQUESTS[:1]) -> list[Completion]:
-    return read_completions(list(items), requests, PLAIN, STOPS, VOCAB, "w", URL)
+    return read_completions(list(items), requests, PLAIN, WANTED, "w", URL)
 
 
 def test_an_answer_by_hand() -> None:
-    first, second = read(
-        item([9, 7], [-0.5, -1.25], "stop"), item([9, 9, 9, 9], [-0.5] * 4, "length", prompt=1), requests=REQUESTS
-    )
+    items = item([9, 7], [-0.5, -1.25], "stop"), item([9, 9, 9, 9], [-0.5] * 4, "length", prompt=1)
+    first, second = read(*items, requests=REQUESTS)
     assert (first.response_ids, first.finish_reason) == ((9, 7), "stop")
     assert first.logprobs.tolist() == [-0.5, -1.25]
     assert first.logprobs.dtype == torch.float32
@@ -114,7 +114,7 @@ def test_routes_by_hand() -> None:
     assert found.dtype == torch.int32
     assert found.tolist() == [[0, 3, 1, 2], [2, 3, 0, 1]]
     requests, sampling = [Request((2, 3), 1)], Sampling(1.0, 0, 1.0, 1, routes=True)
-    asked = [generate_body(requests, sampling, STOPS, VOCAB, CONTEXT, wanted) for wanted in (True, False)]
+    asked = [generate_body(requests, sampling, WANTED, CONTEXT, wanted) for wanted in (True, False)]
     assert asked[0]["return_routed_experts"] is True
     assert "return_routed_experts" not in asked[1]
 

@@ -35,13 +35,7 @@ class DeterministicSampler(Sampler):
     ) -> Tensor:
         """Sample one token per row, int64 [n]. Raises RuntimeError for an option that this sampler does not support.
 
-        Args:
-            logits_output: logits [n, V]; the log-probs are written into it.
-            sampling_info: temperature, cuts and seed of each row.
-            return_logprob: whether to write log-probs.
-            top_logprobs_nums: not supported above 0.
-            token_ids_logprobs: not supported.
-            positions: [n], of the last input token.
+        The log-probs are written into `logits_output`; `positions` [n] are those of the last input tokens.
         """
         asked = return_logprob and (any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs))
         _refuse(sampling_info, asked)

@@ -292,7 +292,7 @@ def test_order_of_rows_and_pieces_do_not_matter(seed: int, scale: float) -> None
     assert repr(diagnose_chunks(iter(parts))) == repr(expected)
     assert repr(diagnose_chunks([pd.concat(parts[:2]), parts[2]])) == repr(expected)
     sums = added([mismatch_sums(part) for part in parts])
-    assert 0 <= sums["unequal"] <= sums["tokens"] == len(pairs)
+    assert 0 <= sums.unequal <= sums.tokens == len(pairs)
 
 
 def test_numbers_that_are_not_finite_are_counted() -> None:

@@ -43,7 +43,7 @@ from ppo_repro.testing.audit.reference import (
     numbers_of,
     references_of,
 )
-from ppo_repro.testing.audit.search import Hypothesis, causes_after_logits, causes_before_logits, search
+from ppo_repro.testing.audit.search import Hypotheses, Hypothesis, causes_after_logits, causes_before_logits, search
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
 from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
 from ppo_repro.testing.dumps import DumpedResponse, impossible
@@ -93,7 +93,8 @@ class JudgedSide:
     empty: int  # log-probs that are not finite, or exactly 0 where the model's probability is below limits.SURE
     finding: Right | Explained | Unknown
     known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
-    tried: tuple[Hypothesis, ...] = ()  # the best first, each once
+    best: tuple[Hypothesis, ...] = ()  # that explain it
+    tried: tuple[Hypothesis, ...] = ()  # beside these the ones that leave little, and no cause
     temperature: float | None = None  # one that explains it
 
     @property
@@ -209,14 +210,14 @@ def _near(side: RecordedSide, distance: Distance) -> JudgedSide:
     return JudgedSide(side.name, side.definition, distance, empty, finding)
 
 
-def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, tried: Sequence[Hypothesis]) -> JudgedSide:
-    """Return the verdict about a wrong side from the hypotheses that were tried, the best first."""
-    best = [t for t in tried if t.explains]
+def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypotheses) -> JudgedSide:
+    """Return the verdict about a wrong side from the hypotheses that were tried."""
+    best, others = found.best, found.others
     empty, gaps = _gaps(side.numbers, are_zeros_explained=bool(best) and best[0].explains_zeros)
     finding = _finding(best, gaps)
-    plain = next(t.left for t in tried if not t.deviations)
-    shown = [t for t in tried if t.explains or not t.deviations or t.left <= limits.HALF * plain]
-    fits = [*best, *(t for t in tried if t.left <= wrong.tolerance)]
+    plain = next(t.left for t in (*best, *others) if not t.deviations)
+    shown = [*best, *(t for t in others if not t.deviations or t.left <= limits.HALF * plain)]
+    fits = [*best, *(t for t in others if t.left <= wrong.tolerance)]
     return JudgedSide(
         name=side.name,
         definition=side.definition,
@@ -224,6 +225,7 @@ def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, tried: Sequen
         empty=empty,
         finding=finding,
         known=tuple(_known(finding, wrong, side, gaps)),
+        best=tuple(best),
         tried=tuple(shown[: limits.SHOWN]),
         temperature=next((t.temperature for t in fits if t.temperature is not None), None),
     )

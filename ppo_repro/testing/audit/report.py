@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from ppo_repro.testing.audit.audit import Audit, Explained, JudgedSide, Right, Unknown
+from ppo_repro.testing.audit.search import Hypothesis
 
 
 def verdict(found: Audit) -> str:
@@ -76,8 +76,21 @@ def _side_fields(side: JudgedSide) -> dict[str, Any]:
         "advice": _advice(side),
         "left": side.finding.left if isinstance(side.finding, Explained) else side.distance.rms,
         "known": side.known,
-        "tried": [asdict(t) for t in side.tried],
+        "tried": [_hypothesis_fields(t, t in side.best) for t in side.tried],
         "temperature": side.temperature,
+    }
+
+
+def _hypothesis_fields(t: Hypothesis, is_best: bool) -> dict[str, Any]:
+    return {
+        "words": t.words,
+        "advice": t.advice,
+        "left": t.left,
+        "explains": is_best,
+        "deviations": t.deviations,
+        "explains_zeros": t.explains_zeros,
+        "temperature": t.temperature,
+        "is_option": t.is_option,
     }
 
 

@@ -109,9 +109,9 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, stack: 
     assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.known)
     if wrong.tried and isinstance(wrong.finding, Explained):
         assert wrong.finding.left <= 0.5 * wrong.distance.rms
-        assert wrong.tried[0].explains
+        assert wrong.tried[0] is wrong.best[0]
         assert wrong.finding.advice
-        assert all(a.left <= b.left for a, b in pairwise(wrong.tried) if a.explains == b.explains)
+        assert all(a.left <= b.left for a, b in pairwise(wrong.tried) if (a in wrong.best) == (b in wrong.best))
     assert len({t.words for t in wrong.tried}) == len(wrong.tried)
     assert lines(found)[-1] == f"verdict: the {wrong.name} is wrong"
 
@@ -229,8 +229,8 @@ def wrong_sampler(made: Material, causes: Sequence[Cause]) -> WrongSide:
 def test_a_search_needs_no_cause_that_rounds(made: Material) -> None:
     """As for a model that overflows in 16 bits."""
     rows = [row for row in DISTRIBUTIONS if row.rounded is None and row.name == "temperature"]
-    assert search.search(wrong_sampler(made, rows))[0].words == "temperature 0.7 instead of 0.8"
-    assert not any(t.explains for t in search.search(wrong_sampler(made, [])))
+    assert search.search(wrong_sampler(made, rows)).best[0].words == "temperature 0.7 instead of 0.8"
+    assert not search.search(wrong_sampler(made, [])).best
 
 
 @pytest.mark.parametrize(("least", "low", "high"), [(0.1, 0.6999, 0.7001), (0.9, 0.9, 1.0), (2.0, 1.0, 1.0)])

@@ -159,28 +159,12 @@ def _with_number(model: PreTrainedModel, names: Sequence[str], value: float) -> 
 # routers and shared experts
 
 
-def _of_all(every: Tensor, taken: Tensor) -> Tensor:
-    return (taken - every.logsumexp(-1, keepdim=True)).exp()
-
-
-def _of_taken(every: Tensor, taken: Tensor) -> Tensor:
-    return taken.softmax(-1)
-
-
-def _by_sigmoid(every: Tensor, taken: Tensor) -> Tensor:
-    return taken.sigmoid()
-
-
-def _equally(every: Tensor, taken: Tensor) -> Tensor:
-    return torch.full_like(taken, 1 / taken.shape[-1])
-
-
 # of the logits [n, E] of all experts, and the logits [n, k] of the experts taken: weights [n, k]
 _WEIGHTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "by the softmax over all experts": _of_all,
-    "by the softmax over the experts taken": _of_taken,
-    "by the sigmoid": _by_sigmoid,
-    "equally": _equally,
+    "by the softmax over all experts": lambda every, taken: (taken - every.logsumexp(-1, keepdim=True)).exp(),
+    "by the softmax over the experts taken": lambda every, taken: taken.softmax(-1),
+    "by the sigmoid": lambda every, taken: taken.sigmoid(),
+    "equally": lambda every, taken: torch.full_like(taken, 1 / taken.shape[-1]),
 }
 
 
@@ -259,10 +243,6 @@ def _frequencies(rotary: Module) -> list[str]:
     return [name for name in rotary._buffers if name.endswith("inv_freq")]
 
 
-def _same_weight(name: str, x: Tensor) -> Tensor | None:
-    return None
-
-
 def _weight_in_bfloat16(name: str, x: Tensor) -> Tensor | None:
     return rounded(x) if x.is_floating_point() else None
 
@@ -283,7 +263,7 @@ def _with_rotary(
     model: PreTrainedModel,
     names: Sequence[str],
     wrapper: Callable[..., Any],
-    weight: Callable[[str, Tensor], Tensor | None] = _same_weight,
+    weight: Callable[[str, Tensor], Tensor | None] = lambda name, x: None,
 ) -> PreTrainedModel:
     """Copy the model with weight(name, weight) as weights, and wrapper(forward, module, *args) in rotary modules.
 

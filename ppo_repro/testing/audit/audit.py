@@ -33,16 +33,7 @@ from ppo_repro.testing.audit.distributions import DEFINITIONS, PROCESSED, sample
 from ppo_repro.testing.audit.draws import DrawCauses, Tally, drawn_from, left_out_of
 from ppo_repro.testing.audit.facts import facts, of_format
 from ppo_repro.testing.audit.measure import rms
-from ppo_repro.testing.audit.reference import (
-    RecordedSide,
-    chunks_of,
-    definitions_of,
-    different_orders,
-    distances,
-    largest_error,
-    numbers_of,
-    references_of,
-)
+from ppo_repro.testing.audit.reference import RecordedSide, chunks_of, largest_error, recorded_sides, references_of
 from ppo_repro.testing.audit.search import Hypotheses, Hypothesis, causes_after_logits, causes_before_logits, search
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
 from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
@@ -143,17 +134,12 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
     _check_model(stack, responses)
     tallies = {name: Tally(left_out_of(stack, responses)) for name in sampled_from(sampling)}
     references = references_of(stack.model, responses, sampling, tallies)
-    orders = different_orders(responses, references, sampling)
-    definitions = orders or definitions_of(responses, references, sampling)
-    recorded = [
-        RecordedSide(name, responses, sampling, d, references[d], numbers_of(name, responses, references[d]))
-        for name, d in definitions.items()
-    ]
+    recorded, have_own_orders = recorded_sides(responses, references, sampling)
     sampler, trainer = _judged(stack, recorded)
-    are_comparable = not (orders and sampler.is_right and trainer.is_right)
+    are_comparable = not (have_own_orders and sampler.is_right and trainer.is_right)
     if not are_comparable:
         sampler, trainer = _of_its_order(sampler), _of_its_order(trainer)
-    reference = references[definitions["sampler"]]
+    reference = recorded[0].reference
     if not sampling.is_temperature_given:
         _check_temperature([sampler, trainer])
     _check_unexplained(sampler, trainer, recorded, reference.floor)
@@ -192,14 +178,13 @@ def _judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedS
 
 def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
     """Measure how far a side is; it is right up to limits.RIGHT times stock float32 if no token is further off."""
-    of_responses, limit = distances(side.numbers), limits.RIGHT * side.reference.floor
-    every = torch.cat(of_responses)
+    limit, every = limits.RIGHT * side.reference.floor, torch.cat(side.errors)
     largest = float(every.abs().max()) if len(every) else math.nan
-    far = [i for i, d in enumerate(of_responses) if bool((d.abs() > limits.FAR * limit).any())]
+    far = [i for i, d in enumerate(side.errors) if bool((d.abs() > limits.FAR * limit).any())]
     is_right = rms(every) <= limit
     if is_right and far:
         is_right = largest <= limits.STOCK_LARGEST * largest_error(model, side, far)
-    wrong = [] if is_right else [i for i, d in enumerate(of_responses) if rms(d) > limit or i in far]
+    wrong = [] if is_right else [i for i, d in enumerate(side.errors) if rms(d) > limit or i in far]
     return Distance(len(every), rms(every), largest, tuple(wrong))
 
 

@@ -31,7 +31,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import forward, limits, reference, search
 from ppo_repro.testing.audit.audit import Audit, Explained, audit
-from ppo_repro.testing.audit.causes.cause import Cause, Numbers, Parameter
+from ppo_repro.testing.audit.causes.cause import Cause, Parameter
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.distributions import DEFINITIONS, Chunk
@@ -218,11 +218,10 @@ def wrong_sampler(made: Material, causes: Sequence[Cause]) -> WrongSide:
     """Numbers of temperature 0.7, beside the right ones."""
     responses = made.dump(made.logprobs(temperature=0.7), made.logprobs())
     right = [torch.tensor(r.trainer).double() for r in responses]
-    pairs = zip(responses, right, strict=True)
-    numbers = [Numbers(torch.tensor(r.sampler).double(), x < 1, x < 1, x) for r, x in pairs]
-    known = Reference(right, 1e-7, 0.0, 0)
-    recorded = RecordedSide("sampler", responses, StackSampling(TEMPERATURE), "tempered", known, numbers)
-    return wrong_side_of(made.model, recorded, range(len(numbers)), causes)
+    recorded = RecordedSide(
+        "sampler", responses, StackSampling(TEMPERATURE), "tempered", Reference(right, 1e-7, 0.0, 0)
+    )
+    return wrong_side_of(made.model, recorded, range(len(responses)), causes)
 
 
 @torch.no_grad()

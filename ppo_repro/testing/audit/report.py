@@ -18,16 +18,18 @@ def verdict(found: Audit) -> str:
     return {0: "both sides are right", 1: f"the {''.join(wrong)} is wrong", 2: "both sides are wrong"}[len(wrong)]
 
 
-def lines(found: Audit, skipped: int = 0, unread: int = 0) -> list[str]:
+def lines(found: Audit, skipped: int = 0, is_limited: bool = False) -> list[str]:
     """Return the printed lines of the audit, the verdict last.
 
-    `skipped` is the number of responses left out, `unread` of those after the last one that was judged.
+    Args:
+        found: the audit.
+        skipped: the number of responses left out.
+        is_limited: whether the dump may have more responses, because as many were judged as the user asked for.
     """
     left_out = f" ({skipped:,} without a token that counts left out)" if skipped else ""
-    judged = f"{found.responses:,} of {found.responses + unread:,}" if unread else f"{found.responses:,}"
-    sides = (found.sampler, found.trainer)
+    first, sides = "the first " if is_limited else "", (found.sampler, found.trainer)
     return [
-        f"{len(found.tokens):,} tokens of {judged} responses{left_out}; stock float32 is "
+        f"{len(found.tokens):,} tokens of {first}{found.responses:,} responses{left_out}; stock float32 is "
         f"{found.floor:.2g} nats (rms) from the model in float64",
         *(_sentence(side, found.responses, found.are_comparable) for side in sides),
         *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),

@@ -117,10 +117,13 @@ def test_a_dump_without_end_tokens_accuses_nobody_of_a_ban(cli: Cli, dump: tuple
     assert code == 0, out
 
 
-def test_the_first_line_counts_the_responses_of_the_dump(cli: Cli, dump: tuple[Path, Path]) -> None:
-    every = len(dump[0].read_text().splitlines())
-    _, out, _ = cli("audit", dump[0], "--model", dump[1], "--responses", "6")
-    assert f" tokens of 6 of {every} responses; " in out.splitlines()[0]
+def test_rows_after_the_judged_responses_are_not_read(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "dump.jsonl"
+    path.write_text("".join(dump[0].read_text().splitlines(keepends=True)[:6]) + "{damaged")
+    code, out, _ = cli("audit", path, "--model", dump[1], "--responses", "6")
+    assert code == 0
+    assert " tokens of the first 6 responses; " in out.splitlines()[0]
+    assert f"{path}:7: not valid JSON" in one_line(cli("audit", path, "--model", dump[1], "--responses", "7")[2])
 
 
 @pytest.mark.slow

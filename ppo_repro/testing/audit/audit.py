@@ -40,6 +40,7 @@ from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
 from ppo_repro.testing.dumps import DumpedResponse, impossible
 
 TOKENS = ("row", "turn", "position", "token_id", "reference", "sampler", "trainer")
+UNKNOWN = "unknown"
 FILL = "record a log-prob for every token that counts, and leave padding out by the mask"
 
 
@@ -54,27 +55,6 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Right:
-    """Finding: the side is right."""
-
-
-@dataclass(frozen=True)
-class Explained:
-    """Finding: the side is wrong by a known cause."""
-
-    words: str
-    advice: str
-    left: float  # rms of what the cause leaves, nats, on the tokens that were tried
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """Finding: the side is wrong, and no cause fits."""
-
-    advice: str  # about tokens without a log-prob
-
-
-@dataclass(frozen=True)
 class JudgedSide:
     """Verdict about sampler or trainer."""
 
@@ -82,27 +62,20 @@ class JudgedSide:
     definition: str  # of DEFINITIONS, by which it was judged
     distance: Distance
     empty: int  # log-probs that are not finite, or exactly 0 where the model's probability is below limits.SURE
-    finding: Right | Explained | Unknown
+    cause: str  # in words; "" if the side is right, UNKNOWN if no cause fits
+    advice: str
+    left: float  # rms of what a known cause leaves, nats, on the tokens that were tried; else the distance
     known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
-    best: tuple[Hypothesis, ...] = ()  # that explain it
-    tried: tuple[Hypothesis, ...] = ()  # beside these the ones that leave little, and no cause
+    best: tuple[Hypothesis, ...] = ()  # that explain the side
+    tried: tuple[
+        Hypothesis, ...
+    ] = ()  # these, those that leave at most half of the errors, and the one without a cause
     temperature: float | None = None  # one that explains it
 
     @property
     def is_right(self) -> bool:
         """Return whether the side is right."""
-        return isinstance(self.finding, Right)
-
-    @property
-    def cause(self) -> str:
-        """Return the cause in words; "" if the side is right."""
-        match self.finding:
-            case Right():
-                return ""
-            case Explained(words):
-                return words
-            case Unknown():
-                return "unknown"
+        return not self.cause
 
 
 @dataclass(frozen=True)
@@ -191,15 +164,15 @@ def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
 def _near(side: RecordedSide, distance: Distance) -> JudgedSide:
     """Return the verdict about a side whose log-probs are right; tokens without a log-prob make it wrong."""
     empty, gaps = _gaps(side.numbers)
-    finding = Explained(gaps, FILL, distance.rms) if gaps else Right()
-    return JudgedSide(side.name, side.definition, distance, empty, finding)
+    return JudgedSide(side.name, side.definition, distance, empty, gaps, FILL if gaps else "", distance.rms)
 
 
 def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypotheses) -> JudgedSide:
     """Return the verdict about a wrong side from the hypotheses that were tried."""
     best, others = found.best, found.others
+    is_known = 0 < len(best) <= limits.NAMED
     empty, gaps = _gaps(side.numbers, are_zeros_explained=bool(best) and best[0].explains_zeros)
-    finding = _finding(best, gaps)
+    words, advice = (" or ".join(t.words for t in best), best[0].advice) if is_known else (UNKNOWN, "")
     plain = next(t.left for t in (*best, *others) if not t.deviations)
     shown = [*best, *(t for t in others if not t.deviations or t.left <= limits.HALF * plain)]
     fits = [*best, *(t for t in others if t.left <= wrong.tolerance)]
@@ -208,27 +181,19 @@ def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypoth
         definition=side.definition,
         distance=distance,
         empty=empty,
-        finding=finding,
-        known=tuple(_known(finding, wrong, side, gaps)),
+        cause=f"{gaps} and {words}" if gaps and is_known else words,
+        advice="; ".join(filter(None, (FILL if gaps else "", advice))),
+        left=best[0].left if is_known else distance.rms,
+        known=tuple(_known(is_known, wrong, side, gaps)),
         best=tuple(best),
         tried=tuple(shown[: limits.SHOWN]),
         temperature=next((t.temperature for t in fits if t.temperature is not None), None),
     )
 
 
-def _finding(best: Sequence[Hypothesis], gaps: str) -> Explained | Unknown:
-    """Name the best hypotheses, and the tokens without a log-prob."""
-    if not 0 < len(best) <= limits.NAMED:
-        return Unknown(FILL if gaps else "")
-    words, advice = " or ".join(t.words for t in best), best[0].advice
-    if gaps:
-        words, advice = f"{gaps} and {words}", f"{FILL}; {advice}"
-    return Explained(words, advice, best[0].left)
-
-
-def _known(finding: Explained | Unknown, wrong: WrongSide, side: RecordedSide, gaps: str) -> list[str]:
+def _known(is_cause_known: bool, wrong: WrongSide, side: RecordedSide, gaps: str) -> list[str]:
     """Return sentences about the numbers; if a cause is named, only about the format of a computation."""
-    if isinstance(finding, Explained):
+    if is_cause_known:
         return of_format(wrong.stored) if wrong.stored.mantissa else []  # decimals are no format of a computation
     why = gaps or impossible(_counted(side.numbers).float().numpy())
     found = facts(side.responses, side.numbers, wrong.tolerance)
@@ -255,7 +220,7 @@ def _counted(numbers: Sequence[Numbers]) -> Tensor:
 def _of_its_order(side: JudgedSide) -> JudgedSide:
     """Return a side that is right for another order of cuts than the other side."""
     words = f"{PROCESSED}, each cut of all tokens" if side.definition == PROCESSED else side.definition
-    return replace(side, finding=Explained(words, "", side.distance.rms))
+    return replace(side, cause=words, advice="")
 
 
 # were the tokens drawn from the log-probs
@@ -323,7 +288,7 @@ def _check_unexplained(
     sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float
 ) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
-    if not (isinstance(sampler.finding, Unknown) and isinstance(trainer.finding, Unknown)):
+    if not sampler.cause == trainer.cause == UNKNOWN:
         return
     pairs = zip(*(side.numbers for side in recorded), strict=True)
     apart = rms(torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs]))

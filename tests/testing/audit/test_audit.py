@@ -40,12 +40,13 @@ from tests.testing.audit.material import (
     TEMPERATURE,
     Material,
     Values,
-    cut,
     first,
     half,
+    kept,
     material,
     old,
     sampled_by,
+    top_k,
 )
 from tests.testing.audit.outsider import OF_OUTSIDER, OUTSIDER
 
@@ -371,12 +372,12 @@ def test_sides_with_different_orders_of_cuts_are_of_different_distributions(
 
 @pytest.mark.slow
 def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, stack: StackModel) -> None:
-    raw, tempered, kept = made.logprobs(temperature=1.0), made.logprobs(), cut("top-k", 8)(made)
+    raw, tempered, of_8 = made.logprobs(temperature=1.0), made.logprobs(), kept(top_k(8))(made)
     dump, said = made.dump(raw, tempered), replace(GIVEN, sampler_logprobs="raw", trainer_logprobs="tempered")
     assert audit(stack, dump, said).sampler.is_right
     assert not audit(stack, dump, GIVEN).sampler.is_right
     processed = replace(GIVEN, sampler_logprobs="processed", trainer_logprobs="processed")
-    found = audit(stack, made.dump(kept, tempered), processed)
+    found = audit(stack, made.dump(of_8, tempered), processed)
     assert found.sampler.is_right
     assert found.trainer.cause == "of all tokens, not of the processed distribution"
 

@@ -192,17 +192,13 @@ def _ten_times(clean: Group, dirty: Group) -> bool:
     return m1 >= 10 * m0 and m1 - m0 > DIFFERS * math.sqrt(v0 + v1)
 
 
-def _always(sums: MismatchSums) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Row:
     """One cause: whether the pattern of a mismatch fits, whether the columns test it, and which columns would."""
 
     cause: CauseName
     fits: Callable[[MismatchSums, Evidence], bool]
-    is_tested: Callable[[MismatchSums], bool] = _always
+    is_tested: Callable[[MismatchSums], bool] = lambda sums: True
     needs: str = ""
 
 

@@ -50,9 +50,8 @@ def facts(responses: Sequence[DumpedResponse], numbers: Sequence[Numbers], toler
 
 
 def _response(r: DumpedResponse, of: Numbers, tolerance: float) -> _Response:
-    off, usable = of.recorded - of.reference, of.usable
-    is_wrong = usable & ~(off.abs() <= tolerance)
-    positions = usable.nonzero()[:, 0]
+    usable, off = of.usable, of.recorded - of.reference
+    positions, is_wrong = usable.nonzero()[:, 0], of.wrong(tolerance)
     return _Response(len(r.prompt_ids), positions, of.reference[usable], off[usable], is_wrong[usable])
 
 

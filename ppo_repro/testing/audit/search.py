@@ -8,7 +8,7 @@ what they leave (`measure.explains`). The search ends as soon as something expla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import itemgetter
@@ -284,47 +284,33 @@ def _of_same_format(causes: Sequence[Cause], cause: Cause, what: RoundedPart) ->
 
 def _reordered(side: WrongSide) -> Iterator[Hypothesis]:
     """Yield the hypotheses that the numbers are log-probs of other responses, or of other tokens of the response."""
-    orders: dict[str, Callable[[WrongSide, int], Tensor | None]] = {
-        "the log-probs of other responses": _elsewhere,
-        "the right numbers in another order within the response": _exchanged,
-    }
-    for words, order in orders.items():
+    recorded = [of.recorded[of.usable].cpu() for of in side.numbers]
+    right = [of.reference[of.usable].cpu() for of in side.numbers]
+
+    def fits(i: int, left: Tensor) -> bool:
+        # what is right but for few tokens has no other order
+        return explains(left, rms(recorded[i] - right[i]), side.tolerance)
+
+    def of_other_response(i: int) -> Tensor | None:
+        size = len(recorded[i])
+        others = (recorded[i] - x for j, x in enumerate(right) if j != i and size == len(x) > 1)
+        return next((left for left in others if fits(i, left)), None)
+
+    def of_other_tokens(i: int) -> Tensor | None:
+        left = recorded[i].sort().values - right[i].sort().values
+        return left if len(left) > 2 and fits(i, left) else None
+
+    for words, order in (
+        ("the log-probs of other responses", of_other_response),
+        ("the right numbers in another order within the response", of_other_tokens),
+    ):
         parts = list[Tensor]()
         for i in side.wrong:
-            if (left := order(side, i)) is None:
+            if (left := order(i)) is None:
                 break
             parts.append(left)
         else:
             yield Hypothesis((), torch.cat(parts), True, words, ADVICE["shuffled"].mend, deviations=1.5)
-
-
-def _recorded(side: WrongSide, i: int) -> Tensor:
-    return side.numbers[i].recorded[side.numbers[i].usable].cpu()
-
-
-def _right(side: WrongSide, i: int) -> Tensor:
-    return side.numbers[i].reference[side.numbers[i].usable].cpu()
-
-
-def _elsewhere(side: WrongSide, i: int) -> Tensor | None:
-    """Return the errors of a response's numbers as those of another response that they fit; None if there is none."""
-    recorded = _recorded(side, i)
-    for j in range(len(side.numbers)):
-        other = _right(side, j)
-        if j != i and len(recorded) == len(other) > 1 and _fits(side, i, recorded - other):
-            return recorded - other
-    return None
-
-
-def _exchanged(side: WrongSide, i: int) -> Tensor | None:
-    """Return the errors of a response's sorted numbers; None if there are others than the right ones."""
-    left = _recorded(side, i).sort().values - _right(side, i).sort().values
-    return left if len(left) > 2 and _fits(side, i, left) else None
-
-
-def _fits(side: WrongSide, i: int, left: Tensor) -> bool:
-    # what is right but for few tokens has no other order
-    return explains(left, rms(_recorded(side, i) - _right(side, i)), side.tolerance)
 
 
 # which hypotheses are the best

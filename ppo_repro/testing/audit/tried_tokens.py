@@ -57,7 +57,7 @@ class WrongSide:
     @property
     def wrong_alone(self) -> WrongSide:
         """Return the side as if only its wrong tokens were usable."""
-        numbers = [replace(of, usable=_wrong_tokens(of, self.tolerance)) for of in self.numbers]
+        numbers = [replace(of, usable=of.wrong(self.tolerance)) for of in self.numbers]
         return replace(self, numbers=numbers)
 
     def left(self, combination: Combination, tokens: Tokens) -> Tensor | None:
@@ -93,7 +93,7 @@ def wrong_side_of(
     tolerance = limits.RIGHT * side.reference.floor * scale + 2.0**-22 * rms(every)
     device = model.device
     numbers = [Numbers(*(x.to(device) for x in (of.recorded, of.usable, of.counts, of.reference))) for of in numbers]
-    some = [_WrongResponse(i, prompts[i], numbers[i].usable, _wrong_tokens(numbers[i], tolerance)) for i in wrong]
+    some = [_WrongResponse(i, prompts[i], numbers[i].usable, numbers[i].wrong(tolerance)) for i in wrong]
     few, many = _tokens(some)
     return WrongSide(
         name=side.name,
@@ -114,11 +114,6 @@ def _is_predicted(cause: Cause, windows: Sequence[Window]) -> bool:
     if cause.stage != "input":
         return True
     return any(one.within(w.start, w.end) for w in windows for one in cause.passes[w.response])
-
-
-def _wrong_tokens(numbers: Numbers, tolerance: float) -> Tensor:
-    """Return which tokens [n] of a response are wrong."""
-    return numbers.usable & ~((numbers.recorded - numbers.reference).abs() <= tolerance)
 
 
 @dataclass(frozen=True)

@@ -247,6 +247,11 @@ def from_point(fault: Fault, start: int) -> Fault:
     return lambda m: [torch.cat([g[:start], b[start:]]) for g, b in zip(m.logprobs(), fault(m), strict=True)]
 
 
+def up_to_point(fault: Fault, end: int) -> Fault:
+    """Wrong up to a token, then right."""
+    return lambda m: [torch.cat([b[:end], g[end:]]) for g, b in zip(m.logprobs(), fault(m), strict=True)]
+
+
 def some_rows(fault: Fault, rows: set[int]) -> Fault:
     pairs = lambda m: enumerate(zip(m.logprobs(), fault(m), strict=True))  # noqa: E731
     return lambda m: [b if i in rows else g for i, (g, b) in pairs(m)]

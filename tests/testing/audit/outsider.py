@@ -30,6 +30,7 @@ from tests.testing.audit.material import (
     repetition,
     top_k,
     top_p,
+    up_to_point,
     with_bos,
 )
 
@@ -119,11 +120,6 @@ def mixed(m: Material) -> Values:
     return [0.9 * a + 0.1 * b for a, b in zip(m.logprobs(), m.logprobs(m.logits(old())), strict=True)]
 
 
-def old_first(m: Material) -> Values:
-    pairs = zip(m.logprobs(m.logits(old())), m.logprobs(), strict=True)
-    return [torch.cat([a[:6], b[6:]]) for a, b in pairs]
-
-
 def before(v: Tensor) -> Tensor:
     return torch.cat([v.new_zeros(1), v[:-1]])
 
@@ -152,7 +148,10 @@ OUTSIDER: dict[str, tuple[Fault, str]] = {
     "EOS after the prompt": (of_context(lambda p, r: [*p, EOS_ID, *r]), "prompt with an EOS token after it"),
     "another second token": (of_context(lambda p, r: [p[0], 7, *p[2:], *r]), UNKNOWN),
     "mixture of weights": (mixed, UNKNOWN),
-    "old weights up to token 6": (old_first, "at some of 109 tokens weights of old"),
+    "old weights up to token 6": (
+        up_to_point(lambda m: m.logprobs(m.logits(old())), 6),
+        "at some of 109 tokens weights of old",
+    ),
     "two faults in turn": (in_turn, UNKNOWN),
     "temperature by row": (by_row, UNKNOWN),
     "temperature annealed": (annealed, UNKNOWN),
@@ -182,7 +181,7 @@ OUTSIDER: dict[str, tuple[Fault, str]] = {
     # kinds that the table knows, in a shape that it may not
     "float16 logits": (of_logits(lambda x: x.half().double()), "logits rounded to float16"),
     "EOS banned up to token 4": (
-        lambda m: [torch.cat([a[:4], b[4:]]) for a, b in zip(filled(EOS_ID, -math.inf)(m), m.logprobs(), strict=True)],
+        up_to_point(filled(EOS_ID, -math.inf), 4),
         f"at some of 109 tokens normalised without token id {EOS_ID}",
     ),
     "EOS banned from token 4 on": (

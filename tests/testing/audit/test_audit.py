@@ -41,6 +41,7 @@ from tests.testing.audit.material import (
     Material,
     Values,
     first,
+    from_point,
     half,
     kept,
     material,
@@ -418,10 +419,7 @@ def test_causes_of_long_responses_are_found_in_windows(
     long = material(made.model, ((5, 55), (6, 50), (4, 58)))
     for name, size in {"WINDOW": 6, "SCREENED": 12, "TRIED": 27}.items():
         monkeypatch.setattr(limits, name, size)
-    bad = [
-        torch.cat([good[:start], b[start:]]) for good, b in zip(long.logprobs(), FAULTS[fault][0](long), strict=True)
-    ]
-    found = judged(long, stack, bad, long.logprobs())
+    found = judged(long, stack, from_point(FAULTS[fault][0], start)(long), long.logprobs())
     part = re.sub(r"^at \d+ of \d+ tokens", "in part:", found.sampler.cause)
     assert part in ({f"in part: {cause}", "unknown"} if start else {cause})
     assert found.trainer.is_right

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
-from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, RecordedChunk, Rounded, always
+from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, RecordedChunk, Rounded
 from ppo_repro.testing.audit.distributions import OF_TOP_K, ORDERS, cut, penalised, raw, target_logprobs, tempered
 from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.stack import StackSampling
@@ -116,7 +116,7 @@ def _row(
     name: CauseName,
     change: Change,
     parameter: Parameter | None = None,
-    presumes: Callable[[StackSampling], bool] = always,
+    presumes: Callable[[StackSampling], bool] = lambda sampling: True,
     rounded: Rounded | None = None,
 ) -> Cause:
     return Cause(words, "distribution", name, change, presumes=presumes, parameter=parameter, rounded=rounded)

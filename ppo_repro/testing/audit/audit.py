@@ -67,9 +67,7 @@ class JudgedSide:
     left: float  # rms of what a known cause leaves, nats, on the tokens that were tried; else the distance
     known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
     best: tuple[Hypothesis, ...] = ()  # that explain the side
-    tried: tuple[
-        Hypothesis, ...
-    ] = ()  # these, those that leave at most half of the errors, and the one without a cause
+    tried: tuple[Hypothesis, ...] = ()  # these first, then those that leave at most half, and the one without a cause
     temperature: float | None = None  # one that explains it
 
     @property

@@ -62,7 +62,7 @@ class RecordedSide:
 
     @property
     def rms(self) -> float:
-        """Return the distance of the side, nats."""
+        """Return the rms of the errors, nats."""
         return rms(torch.cat(self.errors))
 
 

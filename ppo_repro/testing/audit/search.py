@@ -260,7 +260,11 @@ def _with_rounding(side: WrongSide, alone: Hypothesis) -> list[Hypothesis]:
 
 
 def _like_rounding(side: WrongSide, computed: Cause, left: Tensor) -> str:
-    """Say as which rounding the errors are as large, if they correlate with it too, and with which parts'; else ""."""
+    """Return the words for errors that have the size and the pattern of a 16-bit computation's rounding; else "".
+
+    They are "as large as bfloat16 rounding (0.017 nats rms) or router computed in bfloat16, with other bits" if a
+    router in bfloat16 gives that pattern too.
+    """
     assert computed.rounded is not None
     rounding, weights = side.rounding(computed, side.many), _of_same_format(side.causes, computed, "weights")[0]
     like = likeness(left, rounding, side.rounding(weights, side.many))

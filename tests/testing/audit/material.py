@@ -101,6 +101,12 @@ def sampled_by(m: Material, draw: Callable[[Tensor], int]) -> Material:
     return Material(m.model, m.prompts, [row[len(prompt) :] for row, prompt in zip(rows, m.prompts, strict=True)])
 
 
+def response(prompt: tuple[int, ...], ids: tuple[int, ...], padding: tuple[int, ...] = ()) -> DumpedResponse:
+    """A response without log-probs."""
+    values, counts = np.zeros(len(ids), np.float32), np.ones(len(ids), bool)
+    return DumpedResponse(1, prompt, ids, values, values, counts, padding)
+
+
 def first(n: int, m: Material) -> Material:
     """Its first n responses."""
     return Material(m.model, m.prompts[:n], m.responses[:n])

@@ -12,8 +12,7 @@ from ppo_repro.testing.audit.audit import audit
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from tests.support.models import qwen3_config, small_model
-from tests.testing.audit.material import TEMPERATURE, Material, material
-from tests.testing.audit.test_inputs import response
+from tests.testing.audit.material import TEMPERATURE, Material, material, response
 
 TURNS = (
     "{%- for m in messages %}{%- if m.role != 'system' or not loop.first %}"

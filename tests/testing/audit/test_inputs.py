@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.forward import Pass
 from ppo_repro.testing.audit.stack import StackModel
 from ppo_repro.testing.dumps import DumpedResponse
 from tests.support.models import qwen3_config, small_model
-
-
-def response(prompt: tuple[int, ...], ids: tuple[int, ...], padding: tuple[int, ...] = ()) -> DumpedResponse:
-    values, counts = np.zeros(len(ids), np.float32), np.ones(len(ids), bool)
-    return DumpedResponse(1, prompt, ids, values, values, counts, padding)
+from tests.testing.audit.material import response
 
 
 def inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> dict[str, Sequence[Sequence[Pass]]]:

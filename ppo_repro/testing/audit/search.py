@@ -29,7 +29,7 @@ from ppo_repro.testing.audit.causes.weights import of_weights
 from ppo_repro.testing.audit.distributions import Processing
 from ppo_repro.testing.audit.forward import Progress
 from ppo_repro.testing.audit.logits import Source, Tokens
-from ppo_repro.testing.audit.measure import correlation, explains, likeness, rms, sizes_apart
+from ppo_repro.testing.audit.measure import Format, correlation, explains, likeness, rms, sizes_apart
 from ppo_repro.testing.audit.predict import Combination
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from ppo_repro.testing.audit.tried_tokens import WrongSide
@@ -224,12 +224,11 @@ def _hypothesis(side: WrongSide, causes: Combination, left: Tensor) -> Hypothesi
 
 
 def _explains_zeros(side: WrongSide, combination: Combination) -> bool:
+    predicted = list[Tensor]()
     for values, w in zip(side.predictor(combination, side.many), side.many.windows, strict=True):
         at, numbers = slice(w.start, w.end), side.numbers[w.response]
-        is_zero = numbers.counts[at] & (numbers.recorded[at] == 0)
-        if not bool((values[is_zero].abs() <= side.tolerance).all()):
-            return False
-    return True
+        predicted.append(values[numbers.counts[at] & (numbers.recorded[at] == 0)])
+    return bool((torch.cat(predicted).abs() <= side.tolerance).all())
 
 
 def _with_rounding(side: WrongSide, alone: Hypothesis) -> list[Hypothesis]:
@@ -266,21 +265,20 @@ def _like_rounding(side: WrongSide, computed: Cause, left: Tensor) -> str:
     router in bfloat16 gives that pattern too.
     """
     assert computed.rounded is not None
-    rounding, weights = side.rounding(computed, side.many), _of_same_format(side.causes, computed, "weights")[0]
+    rounding, (weights,) = side.rounding(computed, side.many), _of_format(side.causes, "weights", computed.rounded.to)
     like = likeness(left, rounding, side.rounding(weights, side.many))
     if not like:
         return ""
-    parts = _of_same_format(side.causes, computed, "part")
+    parts = _of_format(side.causes, "part", computed.rounded.to)
     alike = [p.words for p in parts if correlation(left, side.rounding(p, side.many)) > limits.ALIKE * like]
     kind = computed.rounded.to if sizes_apart(left, rounding) <= limits.FORMATS_APART ** (1 / 3) else "16-bit"
     words = " or ".join([f"as large as {kind} rounding ({rms(rounding):.2g} nats rms)", *alike])
     return f"{words}, with other bits"
 
 
-def _of_same_format(causes: Sequence[Cause], cause: Cause, what: RoundedPart) -> list[Cause]:
-    """Return the causes that round `what` to the format of `cause`."""
-    assert cause.rounded is not None
-    return [other for other in causes if other.rounded == Rounded(what, cause.rounded.to)]
+def _of_format(causes: Sequence[Cause], what: RoundedPart, to: Format) -> list[Cause]:
+    """Return the causes that round `what` to a format."""
+    return [cause for cause in causes if cause.rounded == Rounded(what, to)]
 
 
 # other orders of the right numbers

@@ -111,9 +111,8 @@ def wrong_side_of(
 
 
 def _is_predicted(cause: Cause, windows: Sequence[Window]) -> bool:
-    if cause.stage != "input":
-        return True
-    return any(one.within(w.start, w.end) for w in windows for one in cause.passes[w.response])
+    passes = (one.within(w.start, w.end) for w in windows for one in cause.passes[w.response])
+    return cause.stage != "input" or any(passes)
 
 
 @dataclass(frozen=True)

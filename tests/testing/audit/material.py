@@ -259,8 +259,7 @@ def up_to_point(fault: Fault, end: int) -> Fault:
 
 
 def some_rows(fault: Fault, rows: set[int]) -> Fault:
-    pairs = lambda m: enumerate(zip(m.logprobs(), fault(m), strict=True))  # noqa: E731
-    return lambda m: [b if i in rows else g for i, (g, b) in pairs(m)]
+    return lambda m: [b if i in rows else g for i, (g, b) in enumerate(zip(m.logprobs(), fault(m), strict=True))]
 
 
 NO_T = "temperature 1 instead of 0.8"
@@ -329,10 +328,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         lambda m: m.logprobs(Material.logits(m, bf16(m), lambda i: [BOS_ID, *m.prompts[i]])),
         "computed in bfloat16 and prompt with a BOS token before it",
     ),
-    "BOS, no temperature": (
-        lambda m: m.logprobs(with_bos(m), 1.0),
-        f"prompt with a BOS token before it and {NO_T}",
-    ),
+    "BOS, no temperature": (lambda m: m.logprobs(with_bos(m), 1.0), f"prompt with a BOS token before it and {NO_T}"),
     "top-k 8, no temperature": (
         kept(top_k(8), 1.0, 1.0),
         "temperature 1 and normalised over the tokens that the cuts keep",

@@ -23,6 +23,7 @@ from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.distributions import DEFINITIONS, Chunk
 from ppo_repro.testing.audit.draws import left_out_of
+from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
 from ppo_repro.testing.audit.report import lines
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
@@ -100,6 +101,7 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, stack: 
     assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.known)
     if wrong.tried and wrong.cause != UNKNOWN:
         assert wrong.left <= 0.5 * wrong.distance.rms
+        assert wrong.left == wrong.best[0].left < 1e-4 or "float16" in wrong.cause
         assert wrong.tried[0] is wrong.best[0]
         assert wrong.advice
         assert all(a.left <= b.left for a, b in pairwise(wrong.tried) if (a in wrong.best) == (b in wrong.best))
@@ -109,12 +111,6 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, stack: 
         t.words for t in wrong.tried
     ]
     assert printed[-1] == f"verdict: the {wrong.name} is wrong"
-
-
-def test_numbers_in_another_order_leave_rounding(made: Material, stack: StackModel) -> None:
-    found = judged(made, stack, *(FAULTS[name][0](made) for name in ("sorted", "rows exchanged")))
-    for side in (found.sampler, found.trainer):
-        assert 0 < side.left == side.tried[0].left < 1e-5 < side.distance.rms
 
 
 @pytest.fixture(scope="module")
@@ -198,14 +194,11 @@ def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, stack: Stac
 
 @pytest.mark.parametrize(("name", "parts"), [("bfloat16", {"output matrix", "rotary table"}), ("float16", set[str]())])
 def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
-    made: Material, stack: StackModel, name: str, parts: set[str]
+    made: Material, stack: StackModel, name: Format, parts: set[str]
 ) -> None:
     rows = causes(made, stack, GIVEN, "tempered")
-    computed = next(row for row in rows if row.words == f"computed in {name}")
-    of_kind = {kind: search._of_same_format(rows, computed, kind) for kind in ("computed", "weights", "part")}
-    assert [row.words for row in of_kind["computed"]] == [f"computed in {name}"]
-    assert [row.words for row in of_kind["weights"]] == [f"weights rounded to {name}"]
-    assert {row.words.partition(" computed")[0] for row in of_kind["part"]} == parts
+    assert [row.words for row in search._of_format(rows, "weights", name)] == [f"weights rounded to {name}"]
+    assert {row.words.partition(" computed")[0] for row in search._of_format(rows, "part", name)} == parts
 
 
 def wrong_sampler(made: Material, causes: Sequence[Cause]) -> WrongSide:
@@ -216,14 +209,6 @@ def wrong_sampler(made: Material, causes: Sequence[Cause]) -> WrongSide:
         "sampler", responses, StackSampling(TEMPERATURE), "tempered", Reference(right, 1e-7, 0.0, 0)
     )
     return wrong_side_of(made.model, recorded, range(len(responses)), causes)
-
-
-@torch.no_grad()
-def test_a_search_needs_no_cause_that_rounds(made: Material) -> None:
-    """As for a model that overflows in 16 bits."""
-    rows = [row for row in DISTRIBUTIONS if row.rounded is None and row.name == "temperature"]
-    assert search.search(wrong_sampler(made, rows)).best[0].words == "temperature 0.7 instead of 0.8"
-    assert not search.search(wrong_sampler(made, [])).best
 
 
 @pytest.mark.parametrize(("least", "low", "high"), [(0.1, 0.6999, 0.7001), (0.9, 0.9, 1.0), (2.0, 1.0, 1.0)])
@@ -492,7 +477,7 @@ def test_errors_like_16_bit_rounding_have_a_format_by_their_size_and_no_cause_wi
 
 
 @pytest.mark.parametrize(
-    "family", ["phi", *(pytest.param(n, marks=pytest.mark.slow) for n in ("falcon", "bloom", "xglm", "opt"))]
+    "family", ["phi", "xglm", *(pytest.param(n, marks=pytest.mark.slow) for n in ("falcon", "bloom", "opt"))]
 )
 def test_an_architecture_that_the_kernels_do_not_know(family: str) -> None:
     """The positions of XGLM do not compute in 16 bits."""

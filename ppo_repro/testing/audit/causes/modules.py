@@ -23,12 +23,12 @@ from ppo_repro.testing.audit.causes.cause import Cause, Rounded, option
 from ppo_repro.testing.audit.causes.copies import (
     by_kind,
     copied,
+    narrow_products,
     rounded,
     weights,
     with_forward,
     with_function,
     with_modules,
-    with_narrow_products,
     with_weights,
 )
 
@@ -171,7 +171,7 @@ _WEIGHTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 def _of_experts(model: PreTrainedModel) -> Iterator[Cause]:
     routers = [name for name, module in model.named_modules() if _ROUTER.search(type(module).__name__)]
     if routers:
-        yield _in_bfloat16("router", partial(with_narrow_products, model, routers))
+        yield _in_bfloat16("router", partial(with_forward, model, routers, narrow_products))
         for words, weigh in _WEIGHTS.items():
             yield option(f"experts weighed {words}", ROUTER, partial(with_forward, model, routers, _weighted, weigh))
     shared = [name for name, _ in model.named_modules() if _SHARED.search(name)]
@@ -204,7 +204,7 @@ def _of_embeddings(model: PreTrainedModel) -> Iterator[Cause]:
     yield option(words, FACTOR, partial(_with_factor, model, rounded))
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
     if heads:
-        yield _in_bfloat16("output matrix", partial(with_narrow_products, model, heads))
+        yield _in_bfloat16("output matrix", partial(with_forward, model, heads, narrow_products))
 
 
 def _with_tied_output(model: PreTrainedModel) -> PreTrainedModel:
@@ -302,17 +302,9 @@ def _other_pairs(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., 
 
 
 def _of_heads(model: PreTrainedModel) -> Iterator[Cause]:
+    """Yield the repetition of all heads in turn, in place of each head by itself."""
     yield option(
         "queries with the keys of other heads",
         "let neighbouring heads of queries share a head of keys and values on both sides",
-        partial(with_function, model, "repeat_kv", _tiled),
+        partial(with_function, model, "repeat_kv", lambda repeat: lambda x, count: x.repeat(1, count, 1, 1)),
     )
-
-
-def _tiled(repeat: Callable[..., Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """Return the repetition of all heads in turn, in place of each head by itself."""
-
-    def repeated(x: Tensor, count: int) -> Tensor:
-        return x.repeat(1, count, 1, 1)
-
-    return repeated

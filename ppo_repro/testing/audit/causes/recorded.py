@@ -80,8 +80,10 @@ def moved(x: Tensor, by: int) -> Tensor:
 # the rows
 
 
-def _quantity(words: str, change: Change, parameter: Parameter | None = None) -> Cause:
-    return Cause(words, "quantity", "other_quantity", change, parameter=parameter)
+def _quantity(
+    words: str, change: Change, parameter: Parameter | None = None, name: CauseName = "other_quantity"
+) -> Cause:
+    return Cause(words, "quantity", name, change, parameter=parameter)
 
 
 def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "other_number") -> Cause:
@@ -107,19 +109,17 @@ RECORDED: tuple[Cause, ...] = (
         lambda chunk, s, logp, x: logp[:, int(x)],
         Parameter(propose=_nearest_token),
     ),
-    Cause(
+    _quantity(
         "log-prob of the token {x:+.0f} places on, by the right logits",
-        "quantity",
-        "other_pairs",
         lambda chunk, s, logp, x: _paired(chunk, logp, int(x), 0),
-        parameter=Parameter(STEPS, in_pairs=2),
-    ),
-    Cause(
-        "log-prob of the right token, by the logits {x:+.0f} places on",
-        "quantity",
+        Parameter(STEPS, in_pairs=2),
         "other_pairs",
+    ),
+    _quantity(
+        "log-prob of the right token, by the logits {x:+.0f} places on",
         lambda chunk, s, logp, x: _paired(chunk, logp, 0, int(x)),
-        parameter=Parameter(STEPS, in_pairs=2),
+        Parameter(STEPS, in_pairs=2),
+        "other_pairs",
     ),
     _unit("in base 2, not in nats", lambda y: y / math.log(2)),
     _unit("in base 10, not in nats", lambda y: y / math.log(10)),

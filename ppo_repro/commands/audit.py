@@ -101,8 +101,8 @@ def _is_audit(path: Path) -> bool:
         return False
 
 
-def _responses(options: argparse.Namespace, model: Path, run: RunDump | None) -> tuple[list[DumpedResponse], int, int]:
-    """Return the responses to audit, and how many others were skipped before them and are left after them.
+def _responses(options: argparse.Namespace, model: Path, run: RunDump | None) -> tuple[list[DumpedResponse], int]:
+    """Return the responses to audit, and how many others before the last one have no token that counts.
 
     Raises UserError if a model folder cannot be used, or if no response has a token that counts.
     """
@@ -116,7 +116,7 @@ def _responses(options: argparse.Namespace, model: Path, run: RunDump | None) ->
     responses = list(islice(rows, options.responses))
     if not responses:
         raise UserError(f"{options.dump}: has no response with a token that counts; there is nothing to audit")
-    return responses, responses[-1].row - len(responses), sum(1 for _ in rows)
+    return responses, responses[-1].row - len(responses)
 
 
 def _stack_model(options: argparse.Namespace, folder: Path, run: RunDump | None) -> StackModel:
@@ -150,13 +150,13 @@ def audit_command(options: argparse.Namespace) -> int:
     _check_out(options)
     which = "" if run is None else f"iteration {run.iteration}, "
     say(f"{options.dump}: {which}both sides beside the model of {model} in float64")
-    responses, skipped, unread = _responses(options, model, run)
+    responses, skipped = _responses(options, model, run)
 
     from ppo_repro.testing.audit.audit import audit
     from ppo_repro.testing.audit.report import as_fields, lines
 
     found = audit(_stack_model(options, model, run), responses, _sampling(options, run))
-    said = lines(found, skipped, unread)
+    said = lines(found, skipped, is_limited=len(responses) == options.responses)
     if options.out is not None:
         with whole_file(options.out) as path:
             found.tokens.to_parquet(path)

@@ -18,7 +18,15 @@ import pandas as pd
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.advice import ADVICE, CauseName
-from ppo_repro.testing.evidence import Group, MismatchSums, added, groups, mismatch_sums, require_columns
+from ppo_repro.testing.evidence import (
+    Group,
+    GroupColumn,
+    MismatchSums,
+    OptionalColumn,
+    added,
+    mismatch_sums,
+    require_columns,
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
 
 def diagnose_sums(sums: Sequence[MismatchSums]) -> Diagnosis:
     """Diagnose the sums of `evidence.mismatch_sums` of all iterations. Raises UserError if they have no token."""
-    if not sum(frame["tokens"] for frame in sums):
+    if not sum(frame.tokens for frame in sums):
         raise UserError("pairs have no token with two finite log-probs; there is nothing to compare")
     m = added(sums)
     evidence = _evidence(m)
@@ -96,8 +104,8 @@ def diagnose_sums(sums: Sequence[MismatchSums]) -> Diagnosis:
     verdict = _named(m, evidence, tier)
     untested = [row for row in ROWS if verdict == "unknown" and not row.is_tested(m)]
     advice = ADVICE[verdict].sentence
-    if m["above_0"]:  # losses or probabilities, as the guard and the audit say
-        advice = f"{m['above_0']:.0f} log-probs are above 0; give log-probs in nats."
+    if m.above_0:  # losses or probabilities, as the guard and the audit say
+        advice = f"{m.above_0:.0f} log-probs are above 0; give log-probs in nats."
     needed = "; ".join(dict.fromkeys(row.needs for row in untested))
     return Diagnosis(verdict, tuple(row.cause for row in untested), tier, advice, needed, evidence)
 
@@ -107,48 +115,44 @@ def _ratio(left: float, whole: float) -> float:
 
 
 def _tier(sums: MismatchSums) -> str:
-    if not sums["unequal"]:
+    if not sums.unequal:
         return "T0"
-    if sums["largest_ulp"] <= 4 and sums["largest_delta"] <= TIERS[0].max_abs:
+    if sums.largest_ulp <= 4 and sums.largest_delta <= TIERS[0].max_abs:
         return "T1"
-    mean_abs, k3 = sums["delta_abs"] / sums["tokens"], sums["k3"] / sums["tokens"]
+    mean_abs, k3 = sums.delta_abs / sums.tokens, sums.k3 / sums.tokens
     for tier in TIERS:
-        if mean_abs <= tier.mean_abs and sums["largest_delta"] <= tier.max_abs and k3 <= tier.k3:
+        if mean_abs <= tier.mean_abs and sums.largest_delta <= tier.max_abs and k3 <= tier.k3:
             return tier.name
     return BEYOND
 
 
 def _evidence(sums: MismatchSums) -> Evidence:
-    n = sums["tokens"]
-    covariance = sums["ab"] - sums["a"] * sums["b"] / n
-    spread = (sums["a_sq"] - sums["a"] ** 2 / n) * (sums["b_sq"] - sums["b"] ** 2 / n)
+    n = sums.tokens
+    covariance = sums.ab - sums.a * sums.b / n
+    spread = (sums.a_sq - sums.a**2 / n) * (sums.b_sq - sums.b**2 / n)
     slope, left_by_temperature = _temperature(sums)
-    repeated = _ratio(sums["again_sq"], sums["again_delta_sq"])
-    shift = min(_ratio(sums["next_sq"], sums["neighbours"]), _ratio(sums["previous_sq"], sums["neighbours"]))
+    repeated = _ratio(sums.again_sq, sums.again_delta_sq)
+    shift = min(_ratio(sums.next_sq, sums.neighbours), _ratio(sums.previous_sq, sums.neighbours))
+    formats = sums.formats_a, sums.formats_b
     return {
         "tokens": n,
-        "nonfinite": sums["nonfinite"],
-        "frac_bitwise_equal": 1 - sums["unequal"] / n,
-        "mean_abs": sums["delta_abs"] / n,
-        "max_abs": sums["largest_delta"],
-        "k3": sums["k3"] / n,
+        "nonfinite": sums.nonfinite,
+        "frac_bitwise_equal": 1 - sums.unequal / n,
+        "mean_abs": sums.delta_abs / n,
+        "max_abs": sums.largest_delta,
+        "k3": sums.k3 / n,
         "pearson_logp": covariance / math.sqrt(spread) if spread > 0 else math.nan,
         "temperature_ratio": 1 / (1 - slope) if slope < 1 else math.nan,
         "left_by_temperature": left_by_temperature,
-        "left_by_kept_mass": _ratio(sums["mass_sq"], sums["delta_sq"]) if sums["has_mass"] else math.nan,
-        "left_without_zeros": _ratio(sums["delta_sq"] - sums["at_zeros"], sums["delta_sq"]),
-        "left_by_shift": _ratio(shift, sums["delta_sq"] / n),
-        "left_by_sorting": _ratio(sums["sorted_sq"], sums["delta_sq"]),
-        "left_by_token": _ratio(sums["by_token_sq"], sums["by_one_slope_sq"]),
-        "repeat_over_delta": math.sqrt(repeated) if sums["any_again"] else math.nan,
-        "frac_bfloat16": _share_of_format(sums, "bfloat16"),
-        "frac_float16": _share_of_format(sums, "float16"),
+        "left_by_kept_mass": _ratio(sums.mass_sq, sums.delta_sq) if "log_kept_mass" in sums.columns else math.nan,
+        "left_without_zeros": _ratio(sums.delta_sq - sums.zeros_sq, sums.delta_sq),
+        "left_by_shift": _ratio(shift, sums.delta_sq / n),
+        "left_by_sorting": _ratio(sums.sorted_sq, sums.delta_sq),
+        "left_by_token": _ratio(sums.by_token_sq, sums.by_one_slope_sq),
+        "repeat_over_delta": math.sqrt(repeated) if sums.again else math.nan,
+        "frac_bfloat16": max(side.bfloat16 / max(side.nonzero, 1.0) for side in formats),
+        "frac_float16": max(side.float16 / max(side.nonzero, 1.0) for side in formats),
     }
-
-
-def _share_of_format(sums: MismatchSums, form: str) -> float:
-    """Return the share of a side's log-probs other than 0 that are numbers of a format, of the side with more."""
-    return max(sums[f"{side}_{form}"] / max(sums[f"{side}_nonzero"], 1.0) for side in ("a", "b"))
 
 
 def _temperature(sums: MismatchSums) -> tuple[float, float]:
@@ -157,14 +161,14 @@ def _temperature(sums: MismatchSums) -> tuple[float, float]:
     x = b + H, k = H + log sum p^2. The fit is the parabola for log sum_v p_v^s that is 0 with slope -H at s = 1 and
     log sum p^2 at s = 2. NaN without the entropies.
     """
-    if not sums["has_entropies"] or not sums["delta_sq"]:
+    if "entropies" not in sums.columns or not sums.delta_sq:
         return math.nan, math.nan
-    terms = np.array([sums["delta_sq"], -2 * sums["dx"], sums["xx"] - 2 * sums["dk"], 2 * sums["xk"], sums["kk"]])
+    terms = np.array([sums.delta_sq, -2 * sums.dx, sums.xx - 2 * sums.dk, 2 * sums.xk, sums.kk])
     residual = np.polynomial.Polynomial(terms)
     roots = residual.deriv().roots()
     real = roots[np.abs(roots.imag) < 1e-9].real
     best = min(real, key=lambda t: float(residual(t)), default=0.0)
-    return float(best), float(residual(best)) / sums["delta_sq"]
+    return float(best), float(residual(best)) / sums.delta_sq
 
 
 def _only_one_group(clean: Group, dirty: Group) -> bool:
@@ -198,9 +202,13 @@ class Row:
     needs: str = ""
 
 
-def _has(name: str) -> Callable[[MismatchSums], bool]:
-    """Return the function that says whether a sum is above 0."""
-    return lambda sums: sums[name] > 0
+def _has(column: OptionalColumn) -> Callable[[MismatchSums], bool]:
+    """Return the function that says whether all tokens have a column."""
+    return lambda sums: column in sums.columns
+
+
+def _has_second_pass(sums: MismatchSums) -> bool:
+    return sums.again > 0
 
 
 def _leaves(name: str, limit: float = LEFT) -> Callable[[MismatchSums, Evidence], bool]:
@@ -208,15 +216,15 @@ def _leaves(name: str, limit: float = LEFT) -> Callable[[MismatchSums, Evidence]
     return lambda sums, evidence: evidence[name] <= limit
 
 
-def _in_one_group(cause: CauseName, column: str, needs: str) -> Row:
+def _in_one_group(cause: CauseName, column: GroupColumn, needs: str) -> Row:
     """Return the row of a cause in the sequences where `column` is above 0; if all have it, nothing tests the cause."""
 
     def fits(sums: MismatchSums, evidence: Evidence) -> bool:
-        clean, dirty = groups(sums, column)
+        clean, dirty = sums.groups(column)
         return _ten_times(clean, dirty) or _only_one_group(clean, dirty)
 
     def is_tested(sums: MismatchSums) -> bool:
-        return sums[f"has_{column}"] > 0 and groups(sums, column)[0].sequences > 0
+        return column in sums.columns and sums.groups(column)[0].sequences > 0
 
     return Row(cause, fits, is_tested, needs)
 
@@ -226,7 +234,7 @@ def _fits_zeros(sums: MismatchSums, evidence: Evidence) -> bool:
 
 
 def _tells_zeros(sums: MismatchSums) -> bool:
-    return sums["has_mass"] > 0 or sums["zeros"] < sums["tokens"]  # greedy sampling has log-probs of 0 too
+    return "log_kept_mass" in sums.columns or sums.zeros < sums.tokens  # greedy sampling has log-probs of 0 too
 
 
 def _fits_shuffled(sums: MismatchSums, evidence: Evidence) -> bool:
@@ -246,28 +254,28 @@ def _fits_format(sums: MismatchSums, evidence: Evidence) -> bool:
 
 def _fits_tokens(sums: MismatchSums, evidence: Evidence) -> bool:
     # old weights may favour some tokens everywhere too
-    is_fresh = sums["has_steps_since_sync"] > 0 and not groups(sums, "steps_since_sync")[1].sequences
-    return is_fresh and sums["repeated"] >= ENOUGH_TOKENS and evidence["left_by_token"] <= LEFT_BY_TOKEN
+    is_fresh = "steps_since_sync" in sums.columns and not sums.groups("steps_since_sync")[1].sequences
+    return is_fresh and sums.repeated >= ENOUGH_TOKENS and evidence["left_by_token"] <= LEFT_BY_TOKEN
 
 
 ROWS = (
     _in_one_group("retokenization", "id_differs", "token_id_b, the ids that the trainer scored"),
     _in_one_group("other_prompt", "prompt_differs", "prompt_differs, 0 for some sequences"),
-    Row("truncated_sampling", _leaves("left_by_kept_mass"), _has("has_mass"), "log_kept_mass"),
+    Row("truncated_sampling", _leaves("left_by_kept_mass"), _has("log_kept_mass"), "log_kept_mass"),
     Row("zero_filled", _fits_zeros, _tells_zeros, "log_kept_mass"),
     Row("off_by_one", _leaves("left_by_shift")),
     Row("shuffled", _fits_shuffled),
     Row(
         "temperature",
         _leaves("left_by_temperature", LEFT_BY_TEMPERATURE),
-        _has("has_entropies"),
+        _has("entropies"),
         "entropies and prob_sq_sums of the trainer",
     ),
     _in_one_group("padding_leak", "pad_length", "pad_length of each row, some of them 0"),
-    Row("dropout", _fits_dropout, _has("any_again"), "logprobs_b_again, a second pass of the trainer"),
+    Row("dropout", _fits_dropout, _has_second_pass, "logprobs_b_again, a second pass of the trainer"),
     _in_one_group("stale_weights", "steps_since_sync", "steps_since_sync, some of them 0"),
     Row("reduced_precision", _fits_format),
-    Row("token_bias", _fits_tokens, _has("has_steps_since_sync"), "steps_since_sync, 0 everywhere"),
+    Row("token_bias", _fits_tokens, _has("steps_since_sync"), "steps_since_sync, 0 everywhere"),
 )
 
 
@@ -275,5 +283,5 @@ def _named(sums: MismatchSums, evidence: dict[str, float], tier: str) -> CauseNa
     """Return the first cause whose prediction fits."""
     if tier in ("T0", "T1", "T2"):
         agree: CauseName = "none" if tier == "T0" else "floating_point_noise"
-        return "non_finite" if sums["nonfinite"] else agree
+        return "non_finite" if sums.nonfinite else agree
     return next((row.cause for row in ROWS if row.fits(sums, evidence)), "unknown")

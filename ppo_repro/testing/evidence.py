@@ -1,16 +1,13 @@
-"""Compute the evidence of a diagnosis: sums over the tokens of one iteration, by name.
+"""Compute the evidence of a diagnosis: sums over the tokens of one iteration.
 
 `delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
-`added` adds the sums of iterations. `has_*` is 1 if the frame has an optional column, `any_*` if a token has it;
-`largest_*` are maxima.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,21 +19,77 @@ from ppo_repro.statistics.kl import Floats
 from ppo_repro.testing.dumps import ROUNDING
 from ppo_repro.testing.pairs import KEY, PAIR, with_mismatch
 
-# a sum that was not measured is 0
-MismatchSums = defaultdict[str, float]
 # optional columns, each of which parts the sequences in two groups: 0 at all tokens, and above 0 at some token
-GROUPED = ("pad_length", "steps_since_sync", "id_differs", "prompt_differs")
-KINDS = ("zero", "above")
+GroupColumn = Literal["pad_length", "steps_since_sync", "id_differs", "prompt_differs"]
+OptionalColumn = GroupColumn | Literal["entropies", "log_kept_mass"]
 
 
 @dataclass(frozen=True)
 class Group:
     """Sums over a group of sequences."""
 
-    sequences: float  # their number
-    equal: float  # the number whose log-probs all agree
-    means: float  # of their mean |delta|, nats
-    means_sq: float
+    sequences: float = 0.0  # their number
+    equal: float = 0.0  # the number whose log-probs all agree
+    means: float = 0.0  # of their mean |delta|, nats
+    means_sq: float = 0.0
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Counts of a side's log-probs other than 0, which every format has, and of the 16-bit numbers among them."""
+
+    nonzero: float = 0.0
+    float16: float = 0.0
+    bfloat16: float = 0.0
+
+
+Record = TypeVar("Record", Group, Formats)
+
+
+@dataclass(frozen=True)
+class MismatchSums:
+    """Sums over the tokens with two finite log-probs; a sum that was not measured is 0."""
+
+    nonfinite: float = 0.0  # the number of other tokens
+    tokens: float = 0.0
+    above_0: float = 0.0  # tokens with a log-prob above 0
+    unequal: float = 0.0  # tokens whose log-probs differ
+    largest_ulp: float = 0.0  # a maximum: float32 steps between the log-probs of a token
+    largest_delta: float = 0.0  # a maximum: |delta|
+    delta_abs: float = 0.0
+    delta_sq: float = 0.0
+    k3: float = 0.0
+    a: float = 0.0  # the sampler's log-probs; b: the trainer's
+    b: float = 0.0
+    a_sq: float = 0.0
+    b_sq: float = 0.0
+    ab: float = 0.0
+    sorted_sq: float = 0.0  # (a - b)^2 after both are sorted
+    zeros: float = 0.0  # tokens of which one log-prob is 0
+    zeros_sq: float = 0.0  # delta^2 of these tokens
+    neighbours: float = 0.0  # pairs of neighbouring tokens of a response
+    next_sq: float = 0.0  # (b[i] - a[i + 1])^2
+    previous_sq: float = 0.0  # (b[i + 1] - a[i])^2
+    repeated: float = 0.0  # tokens whose id occurs twice
+    by_token_sq: float = 0.0  # what a slope for each token id leaves of their delta^2
+    by_one_slope_sq: float = 0.0  # what one slope leaves
+    dx: float = 0.0  # delta x; with entropies H: x = b + H, k = H + log sum p^2
+    xx: float = 0.0
+    dk: float = 0.0
+    xk: float = 0.0
+    kk: float = 0.0
+    mass_sq: float = 0.0  # (delta - log_kept_mass)^2
+    again: float = 0.0  # tokens with a second pass of the trainer
+    again_sq: float = 0.0  # (second pass - b)^2
+    again_delta_sq: float = 0.0  # delta^2 of these tokens
+    formats_a: Formats = Formats()
+    formats_b: Formats = Formats()
+    columns: frozenset[OptionalColumn] = frozenset()  # that all tokens have
+    by_column: Mapping[GroupColumn, tuple[Group, Group]] = field(default_factory=dict)
+
+    def groups(self, column: GroupColumn) -> tuple[Group, Group]:
+        """Return the sequences where a column is 0, and the sequences where it is above 0."""
+        return self.by_column.get(column, (Group(), Group()))
 
 
 def mismatch_sums(pairs: pd.DataFrame) -> MismatchSums:
@@ -46,30 +99,45 @@ def mismatch_sums(pairs: pd.DataFrame) -> MismatchSums:
     """
     _check(pairs)
     pairs = with_mismatch(pairs.sort_values(KEY, kind="stable", ignore_index=True))
-    sums = {"nonfinite": _total(~pairs["finite"])}
     if "token_id_b" in pairs.columns:
         pairs["id_differs"] = pairs["token_id"] != pairs["token_id_b"]
     tokens = pairs[pairs["finite"]]
     a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
     a, b, delta = a32.astype(np.float64), b32.astype(np.float64), tokens["delta"].to_numpy()
     owner = np.unique(tokens["sequence"].to_numpy(), return_inverse=True)[1]
-    return defaultdict(
-        float,
-        sums
-        | _plain(tokens, a, b, delta)
-        | _positions(tokens, a, b, delta, owner)
-        | _by_token(tokens["token_id"].to_numpy(), b, delta)
-        | _optional(tokens, b, delta)
-        | _groups(tokens, delta, owner)
-        | _formats(a32, b32),
+    parts = (
+        MismatchSums(nonfinite=_total(~pairs["finite"])),
+        _plain(tokens, a, b, delta),
+        _positions(tokens, a, b, delta, owner),
+        _by_token(tokens["token_id"].to_numpy(), b, delta),
+        *_optional(tokens, b, delta),
+        *_groups(tokens, delta, owner),
+        MismatchSums(formats_a=_formats(a32), formats_b=_formats(b32)),
     )
+    return replace(added(parts), columns=frozenset().union(*(part.columns for part in parts)))
 
 
 def added(measured: Sequence[MismatchSums]) -> MismatchSums:
     """Add the sums of several iterations; an optional column that one iteration lacks counts as missing."""
-    combine = {"largest": max, "any": max, "has": min}
-    names = {name: combine.get(name.partition("_")[0], sum) for one in measured for name in one}
-    return defaultdict(float, {name: float(how(one[name] for one in measured)) for name, how in names.items()})
+    maxima = "largest_ulp", "largest_delta"
+    counted = [f.name for f in fields(MismatchSums) if isinstance(f.default, float) and f.name not in maxima]
+    pairs = {column: [one.groups(column) for one in measured] for also in measured for column in also.by_column}
+    return MismatchSums(
+        **{name: float(sum(getattr(one, name) for one in measured)) for name in counted},
+        largest_ulp=max(one.largest_ulp for one in measured),
+        largest_delta=max(one.largest_delta for one in measured),
+        formats_a=_by_field([one.formats_a for one in measured]),
+        formats_b=_by_field([one.formats_b for one in measured]),
+        columns=frozenset.intersection(*(one.columns for one in measured)),
+        by_column={
+            column: (_by_field([clean for clean, _ in of]), _by_field([dirty for _, dirty in of]))
+            for column, of in pairs.items()
+        },
+    )
+
+
+def _by_field(records: Sequence[Record]) -> Record:
+    return type(records[0])(*map(sum, zip(*map(astuple, records), strict=True)))
 
 
 def require_columns(pairs: pd.DataFrame) -> None:
@@ -94,43 +162,41 @@ def _total(values: npt.ArrayLike) -> float:
     return float(np.sum(np.asarray(values, dtype=np.float64)))
 
 
-def _plain(tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats) -> dict[str, float]:
+def _plain(tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats) -> MismatchSums:
     steps = tokens["ulp"].to_numpy()[has_steps(a, b)]
-    return {
-        "tokens": float(len(delta)),
-        "above_0": _total((a > ROUNDING) | (b > ROUNDING)),
-        "unequal": _total(~tokens["bitwise_equal"]),
-        "largest_ulp": float(steps.max(initial=0)),
-        "largest_delta": float(tokens["abs_delta"].max()) if len(tokens) else 0.0,
-        "delta_abs": _total(tokens["abs_delta"]),
-        "delta_sq": _total(delta**2),
-        "k3": _total(tokens["k3"]),
-        "a": _total(a),
-        "b": _total(b),
-        "a_sq": _total(a**2),
-        "b_sq": _total(b**2),
-        "ab": _total(a * b),
-        "sorted_sq": _total((np.sort(a) - np.sort(b)) ** 2),
-    }
+    return MismatchSums(
+        tokens=float(len(delta)),
+        above_0=_total((a > ROUNDING) | (b > ROUNDING)),
+        unequal=_total(~tokens["bitwise_equal"]),
+        largest_ulp=float(steps.max(initial=0)),
+        largest_delta=float(tokens["abs_delta"].max()) if len(tokens) else 0.0,
+        delta_abs=_total(tokens["abs_delta"]),
+        delta_sq=_total(delta**2),
+        k3=_total(tokens["k3"]),
+        a=_total(a),
+        b=_total(b),
+        a_sq=_total(a**2),
+        b_sq=_total(b**2),
+        ab=_total(a * b),
+        sorted_sq=_total((np.sort(a) - np.sort(b)) ** 2),
+    )
 
 
-def _positions(
-    tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]
-) -> dict[str, float]:
+def _positions(tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]) -> MismatchSums:
     zero = (a == 0.0) != (b == 0.0)
     same = owner[1:] == owner[:-1]
     # neighbours in the response, not just in the frame
     same &= np.diff(tokens["position"].to_numpy()) == 1
-    return {
-        "zeros": _total(zero),
-        "at_zeros": _total(delta[zero] ** 2),
-        "neighbours": _total(same),
-        "next_sq": _total((b[:-1] - a[1:])[same] ** 2),
-        "previous_sq": _total((b[1:] - a[:-1])[same] ** 2),
-    }
+    return MismatchSums(
+        zeros=_total(zero),
+        zeros_sq=_total(delta[zero] ** 2),
+        neighbours=_total(same),
+        next_sq=_total((b[:-1] - a[1:])[same] ** 2),
+        previous_sq=_total((b[1:] - a[:-1])[same] ** 2),
+    )
 
 
-def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> dict[str, float]:
+def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> MismatchSums:
     """Return the sums of squares left by the fit delta = slope * (1 - p), the effect of a wrong logit of a token.
 
     The slope of a token is fitted without this token, because noise must not explain itself.
@@ -145,15 +211,15 @@ def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> dict[str,
         return np.where(usable, (delta - slope * u) ** 2, 0.0)
 
     repeated = np.bincount(ids)[ids] > 1
-    return {
-        "repeated": _total(repeated),
-        "by_token_sq": _total(left(ids)[repeated]),
-        "by_one_slope_sq": _total(left(np.zeros_like(ids))[repeated]),
-    }
+    return MismatchSums(
+        repeated=_total(repeated),
+        by_token_sq=_total(left(ids)[repeated]),
+        by_one_slope_sq=_total(left(np.zeros_like(ids))[repeated]),
+    )
 
 
-def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float]:
-    evidence: dict[str, float] = {}
+def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> Iterator[MismatchSums]:
+    """Yield the sums of each optional column that the frame has."""
 
     def column(name: str) -> Floats:
         return tokens[name].to_numpy().astype(np.float64)
@@ -163,44 +229,40 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float
         usable = np.isfinite(entropy) & (sums_of_squares > 0)  # all, unless the numbers themselves are wrong
         entropy, moved = entropy[usable], delta[usable]
         x, k = b[usable] + entropy, entropy + np.log(sums_of_squares[usable])
-        products = {"dx": moved * x, "xx": x * x, "dk": moved * k, "xk": x * k, "kk": k * k}
-        evidence |= {"has_entropies": 1.0, **{name: _total(values) for name, values in products.items()}}
+        yield MismatchSums(
+            columns=frozenset({"entropies"}),
+            dx=_total(moved * x),
+            xx=_total(x * x),
+            dk=_total(moved * k),
+            xk=_total(x * k),
+            kk=_total(k * k),
+        )
     if "log_kept_mass" in tokens and np.isfinite(mass := column("log_kept_mass")).all():  # NaN: a response without it
-        evidence |= {"has_mass": 1.0, "mass_sq": _total((delta - mass) ** 2)}
+        yield MismatchSums(columns=frozenset({"log_kept_mass"}), mass_sq=_total((delta - mass) ** 2))
     if "logprobs_b_again" in tokens:
         again = column("logprobs_b_again")
         twice = np.isfinite(again)
-        sums = {"again_sq": _total((again - b)[twice] ** 2), "again_delta_sq": _total(delta[twice] ** 2)}
-        evidence |= {"any_again": float(twice.any()), **sums}
-    return evidence
+        squares = _total((again - b)[twice] ** 2), _total(delta[twice] ** 2)
+        yield MismatchSums(again=_total(twice), again_sq=squares[0], again_delta_sq=squares[1])
 
 
-def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Return the sums of each `Group`: for each column of GROUPED, where it is 0, and where it is above 0."""
-    sums: dict[str, float] = {}
+def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> Iterator[MismatchSums]:
+    """Yield the groups of sequences of each GroupColumn that the frame has."""
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
-    for column in (name for name in GROUPED if name in tokens):
-        sums[f"has_{column}"] = 1.0
+    columns: tuple[GroupColumn, ...] = get_args(GroupColumn)
+    for column in (name for name in columns if name in tokens):
         largest = np.zeros(len(means))
         np.maximum.at(largest, owner, tokens[column].to_numpy().astype(np.float64))
-        for kind, of in zip(KINDS, (means[largest == 0], means[largest > 0]), strict=True):
-            group = Group(float(len(of)), _total(of == 0.0), _total(of), _total(of**2))
-            sums |= {f"{column}_{kind}_{name}": value for name, value in asdict(group).items()}
-    return sums
+        groups = _group(means[largest == 0]), _group(means[largest > 0])
+        yield MismatchSums(columns=frozenset({column}), by_column={column: groups})
 
 
-def groups(sums: MismatchSums, column: str) -> list[Group]:
-    """Return the sequences where a column of GROUPED is 0, and the sequences where it is above 0."""
-    return [Group(*(sums[f"{column}_{kind}_{field.name}"] for field in fields(Group))) for kind in KINDS]
+def _group(means: Floats) -> Group:
+    return Group(float(len(means)), _total(means == 0.0), _total(means), _total(means**2))
 
 
-def _formats(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> dict[str, float]:
-    """Count the log-probs of each side other than 0, which every format has, and the 16-bit numbers among them."""
-    counts: dict[str, float] = {}
-    for name, side in (("a", a[a != 0.0]), ("b", b[b != 0.0])):
-        with np.errstate(over="ignore"):  # a log-prob beyond float16 overflows, and is not equal then
-            halves = side.astype(np.float16).astype(np.float32) == side
-        brains = side.view(np.uint32) & 0xFFFF == 0
-        counts |= {f"{name}_nonzero": float(len(side)), f"{name}_float16": _total(halves)}
-        counts[f"{name}_bfloat16"] = _total(brains)
-    return counts
+def _formats(side: npt.NDArray[np.float32]) -> Formats:
+    side = side[side != 0.0]
+    with np.errstate(over="ignore"):  # a log-prob beyond float16 overflows, and is not equal then
+        halves = side.astype(np.float16).astype(np.float32) == side
+    return Formats(float(len(side)), _total(halves), _total(side.view(np.uint32) & 0xFFFF == 0))

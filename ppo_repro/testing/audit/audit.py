@@ -33,22 +33,14 @@ from ppo_repro.testing.audit.distributions import DEFINITIONS, PROCESSED, sample
 from ppo_repro.testing.audit.draws import DrawCauses, Tally, drawn_from, left_out_of
 from ppo_repro.testing.audit.facts import facts, of_format
 from ppo_repro.testing.audit.measure import rms
-from ppo_repro.testing.audit.reference import (
-    RecordedSide,
-    chunks_of,
-    definitions_of,
-    different_orders,
-    distances,
-    largest_error,
-    numbers_of,
-    references_of,
-)
-from ppo_repro.testing.audit.search import Hypothesis, causes_after_logits, causes_before_logits, search
+from ppo_repro.testing.audit.reference import RecordedSide, chunks_of, largest_error, recorded_sides, references_of
+from ppo_repro.testing.audit.search import Hypotheses, Hypothesis, causes_after_logits, causes_before_logits, search
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
 from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
 from ppo_repro.testing.dumps import DumpedResponse, impossible
 
 TOKENS = ("row", "turn", "position", "token_id", "reference", "sampler", "trainer")
+UNKNOWN = "unknown"
 FILL = "record a log-prob for every token that counts, and leave padding out by the mask"
 
 
@@ -63,27 +55,6 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Right:
-    """Finding: the side is right."""
-
-
-@dataclass(frozen=True)
-class Explained:
-    """Finding: the side is wrong by a known cause."""
-
-    words: str
-    advice: str
-    left: float  # rms of what the cause leaves, nats, on the tokens that were tried
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """Finding: the side is wrong, and no cause fits."""
-
-    advice: str  # about tokens without a log-prob
-
-
-@dataclass(frozen=True)
 class JudgedSide:
     """Verdict about sampler or trainer."""
 
@@ -91,26 +62,18 @@ class JudgedSide:
     definition: str  # of DEFINITIONS, by which it was judged
     distance: Distance
     empty: int  # log-probs that are not finite, or exactly 0 where the model's probability is below limits.SURE
-    finding: Right | Explained | Unknown
+    cause: str  # in words; "" if the side is right, UNKNOWN if no cause fits
+    advice: str
+    left: float  # rms of what a known cause leaves, nats, on the tokens that were tried; else the distance
     known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
-    tried: tuple[Hypothesis, ...] = ()  # the best first, each once
+    best: tuple[Hypothesis, ...] = ()  # that explain the side
+    tried: tuple[Hypothesis, ...] = ()  # these first, then those that leave at most half, and the one without a cause
     temperature: float | None = None  # one that explains it
 
     @property
     def is_right(self) -> bool:
         """Return whether the side is right."""
-        return isinstance(self.finding, Right)
-
-    @property
-    def cause(self) -> str:
-        """Return the cause in words; "" if the side is right."""
-        match self.finding:
-            case Right():
-                return ""
-            case Explained(words):
-                return words
-            case Unknown():
-                return "unknown"
+        return not self.cause
 
 
 @dataclass(frozen=True)
@@ -142,17 +105,12 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
     _check_model(stack, responses)
     tallies = {name: Tally(left_out_of(stack, responses)) for name in sampled_from(sampling)}
     references = references_of(stack.model, responses, sampling, tallies)
-    orders = different_orders(responses, references, sampling)
-    definitions = orders or definitions_of(responses, references, sampling)
-    recorded = [
-        RecordedSide(name, responses, sampling, d, references[d], numbers_of(name, responses, references[d]))
-        for name, d in definitions.items()
-    ]
+    recorded, have_own_orders = recorded_sides(responses, references, sampling)
     sampler, trainer = _judged(stack, recorded)
-    are_comparable = not (orders and sampler.is_right and trainer.is_right)
+    are_comparable = not (have_own_orders and sampler.is_right and trainer.is_right)
     if not are_comparable:
         sampler, trainer = _of_its_order(sampler), _of_its_order(trainer)
-    reference = references[definitions["sampler"]]
+    reference = recorded[0].reference
     if not sampling.is_temperature_given:
         _check_temperature([sampler, trainer])
     _check_unexplained(sampler, trainer, recorded, reference.floor)
@@ -191,57 +149,49 @@ def _judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedS
 
 def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
     """Measure how far a side is; it is right up to limits.RIGHT times stock float32 if no token is further off."""
-    of_responses, limit = distances(side.numbers), limits.RIGHT * side.reference.floor
-    every = torch.cat(of_responses)
+    limit, every = limits.RIGHT * side.reference.floor, torch.cat(side.errors)
     largest = float(every.abs().max()) if len(every) else math.nan
-    far = [i for i, d in enumerate(of_responses) if bool((d.abs() > limits.FAR * limit).any())]
+    far = [i for i, d in enumerate(side.errors) if bool((d.abs() > limits.FAR * limit).any())]
     is_right = rms(every) <= limit
     if is_right and far:
         is_right = largest <= limits.STOCK_LARGEST * largest_error(model, side, far)
-    wrong = [] if is_right else [i for i, d in enumerate(of_responses) if rms(d) > limit or i in far]
+    wrong = [] if is_right else [i for i, d in enumerate(side.errors) if rms(d) > limit or i in far]
     return Distance(len(every), rms(every), largest, tuple(wrong))
 
 
 def _near(side: RecordedSide, distance: Distance) -> JudgedSide:
     """Return the verdict about a side whose log-probs are right; tokens without a log-prob make it wrong."""
     empty, gaps = _gaps(side.numbers)
-    finding = Explained(gaps, FILL, distance.rms) if gaps else Right()
-    return JudgedSide(side.name, side.definition, distance, empty, finding)
+    return JudgedSide(side.name, side.definition, distance, empty, gaps, FILL if gaps else "", distance.rms)
 
 
-def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, tried: Sequence[Hypothesis]) -> JudgedSide:
-    """Return the verdict about a wrong side from the hypotheses that were tried, the best first."""
-    best = [t for t in tried if t.explains]
+def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypotheses) -> JudgedSide:
+    """Return the verdict about a wrong side from the hypotheses that were tried."""
+    best, others = found.best, found.others
+    is_known = 0 < len(best) <= limits.NAMED
     empty, gaps = _gaps(side.numbers, are_zeros_explained=bool(best) and best[0].explains_zeros)
-    finding = _finding(best, gaps)
-    plain = next(t.left for t in tried if not t.deviations)
-    shown = [t for t in tried if t.explains or not t.deviations or t.left <= limits.HALF * plain]
-    fits = [*best, *(t for t in tried if t.left <= wrong.tolerance)]
+    words, advice = (" or ".join(t.words for t in best), best[0].advice) if is_known else (UNKNOWN, "")
+    plain = next(t.left for t in (*best, *others) if not t.deviations)
+    shown = [*best, *(t for t in others if not t.deviations or t.left <= limits.HALF * plain)]
+    fits = [*best, *(t for t in others if t.left <= wrong.tolerance)]
     return JudgedSide(
         name=side.name,
         definition=side.definition,
         distance=distance,
         empty=empty,
-        finding=finding,
-        known=tuple(_known(finding, wrong, side, gaps)),
+        cause=f"{gaps} and {words}" if gaps and is_known else words,
+        advice="; ".join(filter(None, (FILL if gaps else "", advice))),
+        left=best[0].left if is_known else distance.rms,
+        known=tuple(_known(is_known, wrong, side, gaps)),
+        best=tuple(best),
         tried=tuple(shown[: limits.SHOWN]),
         temperature=next((t.temperature for t in fits if t.temperature is not None), None),
     )
 
 
-def _finding(best: Sequence[Hypothesis], gaps: str) -> Explained | Unknown:
-    """Name the best hypotheses, and the tokens without a log-prob."""
-    if not 0 < len(best) <= limits.NAMED:
-        return Unknown(FILL if gaps else "")
-    words, advice = " or ".join(t.words for t in best), best[0].advice
-    if gaps:
-        words, advice = f"{gaps} and {words}", f"{FILL}; {advice}"
-    return Explained(words, advice, best[0].left)
-
-
-def _known(finding: Explained | Unknown, wrong: WrongSide, side: RecordedSide, gaps: str) -> list[str]:
+def _known(is_cause_known: bool, wrong: WrongSide, side: RecordedSide, gaps: str) -> list[str]:
     """Return sentences about the numbers; if a cause is named, only about the format of a computation."""
-    if isinstance(finding, Explained):
+    if is_cause_known:
         return of_format(wrong.stored) if wrong.stored.mantissa else []  # decimals are no format of a computation
     why = gaps or impossible(_counted(side.numbers).float().numpy())
     found = facts(side.responses, side.numbers, wrong.tolerance)
@@ -268,7 +218,7 @@ def _counted(numbers: Sequence[Numbers]) -> Tensor:
 def _of_its_order(side: JudgedSide) -> JudgedSide:
     """Return a side that is right for another order of cuts than the other side."""
     words = f"{PROCESSED}, each cut of all tokens" if side.definition == PROCESSED else side.definition
-    return replace(side, finding=Explained(words, "", side.distance.rms))
+    return replace(side, cause=words, advice="")
 
 
 # were the tokens drawn from the log-probs
@@ -336,7 +286,7 @@ def _check_unexplained(
     sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float
 ) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
-    if not (isinstance(sampler.finding, Unknown) and isinstance(trainer.finding, Unknown)):
+    if not sampler.cause == trainer.cause == UNKNOWN:
         return
     pairs = zip(*(side.numbers for side in recorded), strict=True)
     apart = rms(torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs]))

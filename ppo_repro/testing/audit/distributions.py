@@ -108,17 +108,9 @@ def _processed(first: Collection[str] = (), is_cut_first: bool = False) -> Proce
     return change
 
 
-def _has_min_and_top_p(s: StackSampling) -> bool:
-    return s.min_p > 0.0 and s.top_p < 1.0
-
-
 def _is_temperature_last(s: StackSampling) -> bool:
     """Return whether it matters that the temperature comes after the cuts."""
     return s.is_tempered() and (s.top_p < 1.0 or s.min_p > 0.0)
-
-
-def _is_temperature_last_of_both(s: StackSampling) -> bool:
-    return s.has_top_k_and_p() and _is_temperature_last(s)
 
 
 @dataclass(frozen=True)
@@ -135,10 +127,16 @@ OF_TOP_K = ", top-p of what top-k leaves"
 ORDERS = (
     Order("", _processed(), StackSampling.is_cut),
     Order(f"{OF_TOP_K} (Transformers, vLLM)", _processed(("top-k",)), StackSampling.has_top_k_and_p),
-    Order(", top-p of what min-p and top-k leave (vLLM)", _processed(("min-p", "top-k")), _has_min_and_top_p),
+    Order(
+        ", top-p of what min-p and top-k leave (vLLM)",
+        _processed(("min-p", "top-k")),
+        lambda s: s.min_p > 0.0 and s.top_p < 1.0,
+    ),
     Order(", the cuts before the temperature (MLX)", _processed(is_cut_first=True), _is_temperature_last),
     Order(
-        f"{OF_TOP_K}, before the temperature (llama.cpp)", _processed(("top-k",), True), _is_temperature_last_of_both
+        f"{OF_TOP_K}, before the temperature (llama.cpp)",
+        _processed(("top-k",), True),
+        lambda s: s.has_top_k_and_p() and _is_temperature_last(s),
     ),
 )
 # "raw" is only for a user who asks for it

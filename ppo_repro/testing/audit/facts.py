@@ -27,16 +27,7 @@ class _Response:
 
 
 def facts(responses: Sequence[DumpedResponse], numbers: Sequence[Numbers], tolerance: float) -> list[str]:
-    """Return sentences about wrong log-probs; "right" means equal up to rounding.
-
-    Args:
-        responses: prompts and tokens.
-        numbers: recorded and right log-probs of each response, in nats.
-        tolerance: largest rounding error, in nats.
-
-    Returns:
-        Sentences; the first ones narrow the cause most.
-    """
+    """Return sentences about log-probs wrong by more than `tolerance` nats; the first ones narrow the cause most."""
     every = [_response(r, of, tolerance) for r, of in zip(responses, numbers, strict=True)]
     wrong = [of for of in every if bool(of.is_wrong.any())]
     if not wrong:
@@ -50,9 +41,8 @@ def facts(responses: Sequence[DumpedResponse], numbers: Sequence[Numbers], toler
 
 
 def _response(r: DumpedResponse, of: Numbers, tolerance: float) -> _Response:
-    off, usable = of.recorded - of.reference, of.usable
-    is_wrong = usable & ~(off.abs() <= tolerance)
-    positions = usable.nonzero()[:, 0]
+    usable, off = of.usable, of.recorded - of.reference
+    positions, is_wrong = usable.nonzero()[:, 0], of.wrong(tolerance)
     return _Response(len(r.prompt_ids), positions, of.reference[usable], off[usable], is_wrong[usable])
 
 

@@ -1,4 +1,4 @@
-"""Logits and log-probs of windows of tokens. Computed ones are remembered, which changes no number."""
+"""Logits of windows of tokens. Computed ones are remembered, which changes no number."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Numbers, RecordedChunk
-from ppo_repro.testing.audit.distributions import Processing, target_logprobs
 from ppo_repro.testing.audit.forward import Pass, States, pass_over, slices, states
-from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
 
 
@@ -130,42 +128,3 @@ class Logits:
             self._changed = UNCHANGED, self.model  # frees the last one before another is made
             self._changed = weights, weights.make()
         return self._changed[1]
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """A distribution: the logits of a source, and the cause between logits and softmax, with its parameter."""
-
-    source: Source
-    cause: Cause
-    x: float
-
-
-class LogProbs:
-    """Compute log-probs by window; remember all of the targets, and the last of all tokens, which are large."""
-
-    def __init__(self, logits: Logits, sampling: StackSampling, definition: Processing) -> None:
-        self.logits, self.sampling, self.definition = logits, sampling, definition
-        self._of_targets: dict[Softmax, list[Tensor]] = {}
-        self._of_all: tuple[Softmax | None, list[list[Tensor]]] = (None, [])
-
-    def of_targets(self, softmax: Softmax) -> list[Tensor]:
-        """Return the log-probs of the targets, by window."""
-        if softmax not in self._of_targets:
-            self._of_targets[softmax] = [
-                torch.cat([target_logprobs(chunk.targets, self._scaled(softmax, chunk)).double() for chunk in chunks])
-                for chunks in self.logits.chunks(softmax.source)
-            ]
-        return self._of_targets[softmax]
-
-    def of_all(self, softmax: Softmax) -> list[list[Tensor]]:
-        """Return the log-probs of all tokens, by window and chunk."""
-        if self._of_all[0] != softmax:
-            windows = self.logits.chunks(softmax.source)
-            logprobs = [[self._scaled(softmax, chunk).log_softmax(-1) for chunk in chunks] for chunks in windows]
-            self._of_all = softmax, logprobs
-        return self._of_all[1]
-
-    def _scaled(self, softmax: Softmax, chunk: RecordedChunk) -> Tensor:
-        change = softmax.cause.change or self.definition
-        return change(chunk, self.sampling, chunk.logits, softmax.x)

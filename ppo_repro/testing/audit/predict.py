@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Numbers, Stage
-from ppo_repro.testing.audit.logits import Logits, LogProbs, Softmax, Source, Tokens
+from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, RecordedChunk, Stage
+from ppo_repro.testing.audit.distributions import Processing, target_logprobs
+from ppo_repro.testing.audit.logits import Logits, Source, Tokens
 from ppo_repro.testing.audit.stack import StackSampling
 
 Combination = tuple[tuple[Cause, float], ...]  # causes of different stages, each with the value of its parameter
 
 
 @dataclass(frozen=True)
-class Predictor:
-    """Predict numbers from the logits and log-probs of some responses."""
+class Softmax:
+    """A distribution: the logits of a source, and the cause between logits and softmax, with its parameter."""
 
-    logits: Logits
-    logprobs: LogProbs  # of these logits
-    numbers: Sequence[Numbers]
-    sampling: StackSampling
+    source: Source
+    cause: Cause
+    x: float
+
+
+class Predictor:
+    """Predict numbers from the logits of some responses; `definition` is the right distribution of their log-probs.
+
+    Remembered are all log-probs of targets, and the last ones of all tokens, which are large.
+    """
+
+    def __init__(self, logits: Logits, sampling: StackSampling, definition: Processing) -> None:
+        self.logits, self.sampling, self.definition = logits, sampling, definition
+        self._of_targets: dict[Softmax, list[Tensor]] = {}
+        self._of_all: tuple[Softmax | None, list[list[Tensor]]] = (None, [])
 
     def __call__(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the predicted numbers of each window, float64; NaN for tokens without a prediction."""
@@ -33,7 +45,7 @@ class Predictor:
         as_it_is = self.logits.chunks(Source(UNCHANGED, UNCHANGED, tokens)) if unit.change else []
         found = []
         for k, w in enumerate(tokens.windows):
-            values, at = self.numbers[w.response].reference, slice(w.start, w.end)
+            values, at = self.logits.numbers[w.response].reference, slice(w.start, w.end)
             if parts is not None:
                 values = torch.full_like(values, math.nan)
                 values[at] = parts[k]
@@ -49,10 +61,31 @@ class Predictor:
         softmax = Softmax(Source(weights, inputs, tokens), *stage.get("distribution", (UNCHANGED, 0.0)))
         wanted, x = stage.get("quantity", (UNCHANGED, 0.0))
         if wanted.change is None:
-            return self.logprobs.of_targets(softmax)
+            return self._logprobs_of_targets(softmax)
         found = []
-        windows, of_all = self.logits.chunks(softmax.source), self.logprobs.of_all(softmax)
+        windows, of_all = self.logits.chunks(softmax.source), self._logprobs_of_all(softmax)
         for chunks, logprobs in zip(windows, of_all, strict=True):
             pairs = zip(chunks, logprobs, strict=True)
             found.append(torch.cat([wanted.change(chunk, self.sampling, logp, x).double() for chunk, logp in pairs]))
         return found
+
+    def _logprobs_of_targets(self, softmax: Softmax) -> list[Tensor]:
+        """Return the log-probs of the targets, by window."""
+        if softmax not in self._of_targets:
+            self._of_targets[softmax] = [
+                torch.cat([target_logprobs(chunk.targets, self._scaled(softmax, chunk)).double() for chunk in chunks])
+                for chunks in self.logits.chunks(softmax.source)
+            ]
+        return self._of_targets[softmax]
+
+    def _logprobs_of_all(self, softmax: Softmax) -> list[list[Tensor]]:
+        """Return the log-probs of all tokens, by window and chunk."""
+        if self._of_all[0] != softmax:
+            windows = self.logits.chunks(softmax.source)
+            logprobs = [[self._scaled(softmax, chunk).log_softmax(-1) for chunk in chunks] for chunks in windows]
+            self._of_all = softmax, logprobs
+        return self._of_all[1]
+
+    def _scaled(self, softmax: Softmax, chunk: RecordedChunk) -> Tensor:
+        change = softmax.cause.change or self.definition
+        return change(chunk, self.sampling, chunk.logits, softmax.x)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -36,14 +37,33 @@ class Reference:
 
 @dataclass(frozen=True)
 class RecordedSide:
-    """Log-probs that one side recorded, beside the right ones by the definition that it is judged by."""
+    """Log-probs that one side recorded, beside the right ones by one definition."""
 
     name: str  # sampler or trainer
     responses: Sequence[DumpedResponse]
     sampling: StackSampling
     definition: str  # a name in DEFINITIONS
     reference: Reference
-    numbers: Sequence[Numbers]  # of each response
+
+    @cached_property
+    def numbers(self) -> list[Numbers]:
+        """Return the recorded and right log-probs of each response; a 0 of a token that is not sure is unusable."""
+        found = []
+        for r, right in zip(self.responses, self.reference.logprobs, strict=True):
+            recorded, counts = torch.tensor(getattr(r, self.name)).double(), torch.tensor(r.counts)
+            is_empty = ~recorded.isfinite() | ((recorded == 0) & (right < math.log(limits.SURE)))
+            found.append(Numbers(recorded, counts & ~is_empty, counts, right))
+        return found
+
+    @cached_property
+    def errors(self) -> list[Tensor]:
+        """Return recorded minus right log-probs of the usable tokens of each response, at most limits.MOST nats."""
+        return [(of.recorded - of.reference)[of.usable].clamp(-limits.MOST, limits.MOST) for of in self.numbers]
+
+    @property
+    def rms(self) -> float:
+        """Return the rms of the errors, nats."""
+        return rms(torch.cat(self.errors))
 
 
 def references_of(
@@ -119,76 +139,67 @@ def _logprobs(
     return {name: [torch.cat(parts) for parts in of] for name, of in found.items()}
 
 
-def numbers_of(name: str, responses: Sequence[DumpedResponse], reference: Reference) -> list[Numbers]:
-    """Return the recorded log-probs of a side beside the right ones; a 0 of a token that is not sure is unusable."""
-    found = []
-    for r, right in zip(responses, reference.logprobs, strict=True):
-        recorded, counts = torch.tensor(getattr(r, name)).double(), torch.tensor(r.counts)
-        is_empty = ~recorded.isfinite() | ((recorded == 0) & (right < math.log(limits.SURE)))
-        found.append(Numbers(recorded, counts & ~is_empty, counts, right))
-    return found
-
-
-def distances(numbers: Sequence[Numbers]) -> list[Tensor]:
-    """Return recorded minus right log-probs of the usable tokens of each response, at most limits.MOST nats."""
-    return [(of.recorded - of.reference)[of.usable].clamp(-limits.MOST, limits.MOST) for of in numbers]
-
-
-def _rms(name: str, responses: Sequence[DumpedResponse], reference: Reference) -> float:
-    return rms(torch.cat(distances(numbers_of(name, responses, reference))))
-
-
 # which distribution is meant
 
 
-def definitions_of(
+def recorded_sides(
     responses: Sequence[DumpedResponse], references: Mapping[str, Reference], sampling: StackSampling
-) -> dict[str, str]:
+) -> tuple[list[RecordedSide], bool]:
+    """Return sampler and trainer, each by the definition to judge it by, and whether each has an order of its own."""
+    sides = {
+        name: {d: RecordedSide(name, responses, sampling, d, reference) for d, reference in references.items()}
+        for name in ("sampler", "trainer")
+    }
+    orders = _different_orders(sides, sampling)
+    definitions = orders or _definitions(sides, sampling)
+    return [sides[name][definition] for name, definition in definitions.items()], bool(orders)
+
+
+# of a side, by definition
+ByDefinition = Mapping[str, RecordedSide]
+
+
+def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, str]:
     """Choose the definition of each side's log-probs: the user's, or else the nearest one to both sides.
 
     Both sides must have the same definition. Tokens were sampled at the temperature, so log-probs at temperature 1 are
     right only if the user declared them.
     """
     asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
-    free = [name for name, said in asked.items() if said == "auto"]
-    rounding = limits.RIGHT * max(reference.floor for reference in references.values())  # the same for all: no reason
+    free = [sides[name] for name, said in asked.items() if said == "auto"]
+    # the same for all: no reason
+    rounding = limits.RIGHT * max(side.reference.floor for side in sides["sampler"].values())
 
-    def distance(definition: str, sides: Sequence[str]) -> float:
-        reference, total = references[definition], 1.0 * (definition != "tempered")
-        for name in sides:
-            total += math.log(_rms(name, responses, reference) + rounding)
-        return total
+    def nearest(definitions: Iterable[str], to: Sequence[ByDefinition]) -> str:
+        def distance(definition: str) -> float:
+            return sum([math.log(of[definition].rms + rounding) for of in to], 1.0 * (definition != "tempered"))
 
-    def nearest(names: Sequence[str], sides: Sequence[str]) -> str:
-        return min(names, key=lambda definition: distance(definition, sides))
+        return min(definitions, key=distance)
 
     found = {}
     for name, said in asked.items():
         if said == "auto":
-            found[name] = nearest([definition for definition in references if definition != "raw"], free)
+            found[name] = nearest([definition for definition in sides[name] if definition != "raw"], free)
         elif said == PROCESSED:
-            found[name] = nearest(_of_engines(references), [name])
+            found[name] = nearest(_of_engines(sides[name]), [sides[name]])
         else:
             found[name] = said
     return found
 
 
-def different_orders(
-    responses: Sequence[DumpedResponse], references: Mapping[str, Reference], sampling: StackSampling
-) -> dict[str, str]:
+def _different_orders(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, str]:
     """Return the order of cuts that each side is right for if no order serves both sides, else nothing."""
     if {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto", PROCESSED}:
         return {}
     right: dict[str, list[str]] = {}
-    for name in ("sampler", "trainer"):
-        of_orders = {definition: references[definition] for definition in _of_engines(references)}
-        far = {definition: _rms(name, responses, of) / of.floor for definition, of in of_orders.items()}
+    for name, of in sides.items():
+        far = {definition: of[definition].rms / of[definition].reference.floor for definition in _of_engines(of)}
         right[name] = sorted((d for d, distance in far.items() if distance <= limits.RIGHT), key=lambda d: far[d])
     if not all(right.values()) or set(right["sampler"]) & set(right["trainer"]):
         return {}
     return {name: found[0] for name, found in right.items()}
 
 
-def _of_engines(references: Mapping[str, Reference]) -> list[str]:
+def _of_engines(definitions: Iterable[str]) -> list[str]:
     """Return the definitions of what engines sample from, in different orders of cuts."""
-    return [name for name in references if name.startswith(PROCESSED)]
+    return [name for name in definitions if name.startswith(PROCESSED)]

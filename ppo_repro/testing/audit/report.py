@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
-from ppo_repro.testing.audit.audit import Audit, Explained, JudgedSide, Right, Unknown
+from ppo_repro.testing.audit.audit import UNKNOWN, Audit, JudgedSide
+from ppo_repro.testing.audit.search import Hypothesis
 
 
 def verdict(found: Audit) -> str:
@@ -18,20 +18,22 @@ def verdict(found: Audit) -> str:
     return {0: "both sides are right", 1: f"the {''.join(wrong)} is wrong", 2: "both sides are wrong"}[len(wrong)]
 
 
-def lines(found: Audit, skipped: int = 0, unread: int = 0) -> list[str]:
+def lines(found: Audit, skipped: int = 0, is_limited: bool = False) -> list[str]:
     """Return the printed lines of the audit, the verdict last.
 
-    `skipped` is the number of responses left out, `unread` of those after the last one that was judged.
+    Args:
+        found: the audit.
+        skipped: the number of responses left out.
+        is_limited: whether the dump may have more responses, because as many were judged as the user asked for.
     """
     left_out = f" ({skipped:,} without a token that counts left out)" if skipped else ""
-    judged = f"{found.responses:,} of {found.responses + unread:,}" if unread else f"{found.responses:,}"
-    sides = (found.sampler, found.trainer)
+    first, sides = "the first " if is_limited else "", (found.sampler, found.trainer)
     return [
-        f"{len(found.tokens):,} tokens of {judged} responses{left_out}; stock float32 is "
+        f"{len(found.tokens):,} tokens of {first}{found.responses:,} responses{left_out}; stock float32 is "
         f"{found.floor:.2g} nats (rms) from the model in float64",
         *(_sentence(side, found.responses, found.are_comparable) for side in sides),
         *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
-        *(f"{side.name}: {_advice(side)}" for side in sides if _advice(side)),
+        *(f"{side.name}: {side.advice}" for side in sides if side.advice),
         *_drawn(found),
         f"verdict: {verdict(found)}",
     ]
@@ -73,11 +75,24 @@ def _side_fields(side: JudgedSide) -> dict[str, Any]:
         "wrong_responses": len(side.distance.wrong),
         "is_right": side.is_right,
         "cause": side.cause,
-        "advice": _advice(side),
-        "left": side.finding.left if isinstance(side.finding, Explained) else side.distance.rms,
+        "advice": side.advice,
+        "left": side.left,
         "known": side.known,
-        "tried": [asdict(t) for t in side.tried],
+        "tried": [_hypothesis_fields(t, t in side.best) for t in side.tried],
         "temperature": side.temperature,
+    }
+
+
+def _hypothesis_fields(t: Hypothesis, is_best: bool) -> dict[str, Any]:
+    return {
+        "words": t.words,
+        "advice": t.advice,
+        "left": t.left,
+        "explains": is_best,
+        "deviations": t.deviations,
+        "explains_zeros": t.explains_zeros,
+        "temperature": t.temperature,
+        "is_option": t.is_option,
     }
 
 
@@ -93,21 +108,16 @@ def _draw_fields(found: Audit) -> dict[str, Any]:
     }
 
 
-def _advice(side: JudgedSide) -> str:
-    return "" if isinstance(side.finding, Right) else side.finding.advice
-
-
 def _sentence(side: JudgedSide, responses: int, is_comparable: bool) -> str:
     distance, found = side.distance, f"{side.distance.rms:.2g} nats (rms) from the model in float64"
     if not is_comparable:
         return f"{side.name} is {side.cause}; {found}"
-    some = 0 < len(distance.wrong) < responses and not isinstance(side.finding, Unknown)
+    some = 0 < len(distance.wrong) < responses and side.cause != UNKNOWN
     where = f", in {len(distance.wrong)} of {responses} responses" if some else ""
     definition = "" if side.definition == "tempered" else f" (log-probs judged as {side.definition})"
     parts = [f"{found}{where}{definition}"] if distance.tokens else []
-    match side.finding:
-        case Unknown():
-            parts.append(f"the cause is unknown{': ' * bool(side.known)}{'; '.join(side.known)}")
-        case Explained(words, _, left):
-            parts += [words, *([f"that leaves {left:.2g} nats"] if side.tried else [])]
+    if side.cause == UNKNOWN:
+        parts.append(f"the cause is unknown{': ' * bool(side.known)}{'; '.join(side.known)}")
+    elif side.cause:
+        parts += [side.cause, *([f"that leaves {side.left:.2g} nats"] if side.tried else [])]
     return f"{side.name} is {'right' if side.is_right else 'wrong'}: {'; '.join(parts)}"

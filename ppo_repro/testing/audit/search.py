@@ -8,7 +8,7 @@ what they leave (`measure.explains`). The search ends as soon as something expla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import itemgetter
@@ -29,25 +29,39 @@ from ppo_repro.testing.audit.causes.weights import of_weights
 from ppo_repro.testing.audit.distributions import Processing
 from ppo_repro.testing.audit.forward import Progress
 from ppo_repro.testing.audit.logits import Source, Tokens
-from ppo_repro.testing.audit.measure import correlation, explains, likeness, rms, sizes_apart
+from ppo_repro.testing.audit.measure import Format, correlation, explains, likeness, rms, sizes_apart
 from ppo_repro.testing.audit.predict import Combination
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from ppo_repro.testing.audit.tried_tokens import WrongSide
 from ppo_repro.testing.dumps import DumpedResponse
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Hypothesis:
-    """Causes that were tried: in words, with a remedy, and the rms of the error that they leave, nats."""
+    """Causes that were tried on a wrong side, and what they leave of its errors."""
 
+    causes: Combination  # whose numbers were compared; () for none
+    errors: Tensor  # [n] that are left, nats
+    explains: bool  # whether these are rounding
     words: str
     advice: str
-    left: float
-    explains: bool  # whether what it leaves is rounding
     deviations: float  # causes; one with a parameter counts half more
     explains_zeros: bool = False  # whether every log-prob of exactly 0 is predicted
     temperature: float | None = None  # one that all logits were divided by, if that is among the causes
     is_option: bool = False  # a single option of the model's architecture
+
+    @property
+    def left(self) -> float:
+        """Return the rms of the errors that are left, nats."""
+        return rms(self.errors)
+
+
+@dataclass(frozen=True)
+class Hypotheses:
+    """Hypotheses about a wrong side, each once: the best ones explain it with the fewest deviations, if any does."""
+
+    best: list[Hypothesis]
+    others: list[Hypothesis]  # those that leave the smallest errors first
 
 
 def causes_before_logits(stack: StackModel, responses: Sequence[DumpedResponse]) -> list[Cause]:
@@ -61,29 +75,27 @@ def causes_after_logits(sampling: StackSampling, definition: Processing) -> list
     return [cause for cause in rows if cause.presumes(sampling) and cause.change is not definition]
 
 
-def search(side: WrongSide) -> list[Hypothesis]:
-    """Return hypotheses about all tried tokens, or else about the wrong tokens only; the best come first."""
-    whole = _best_first(_tried(side))
-    if any(t.explains for t in whole):
+def search(side: WrongSide) -> Hypotheses:
+    """Return the hypotheses about all tried tokens; if none explains these, also those about the wrong tokens only."""
+    whole, of_wrong = _sorted(_tried(side)), side.wrong_alone
+    if whole.best or not limits.FEW <= of_wrong.count < limits.SOME * side.count:
         return whole
-    of_wrong, part = side.wrong_alone, list[Hypothesis]()
-    if limits.FEW <= of_wrong.count < limits.SOME * side.count:
-        words = f"at {of_wrong.count} of {side.count} tokens"
-        part = [replace(t, words=f"{words} {t.words}", temperature=None) for t in _tried(of_wrong) if t.explains]
-    return [*_best_first(part), *whole]
+    words = f"at {of_wrong.count} of {side.count} tokens"
+    part = _sorted([replace(t, words=f"{words} {t.words}", temperature=None) for t in _tried(of_wrong) if t.explains])
+    return Hypotheses(part.best, [*part.others, *whole.others])
 
 
 def _tried(side: WrongSide) -> list[Hypothesis]:
     """Try no cause, other orders, single causes, 16-bit rounding, pairs of causes, until something explains."""
     singles, limit = _screened(side, "causes", [(cause,) for cause in side.causes]), _limit(side)
-    plain = Trial((), side.plain)
-    tried = [_hypothesis(side, plain), *_reordered(side), *_hypotheses(side, singles, limit)]
+    plain = _hypothesis(side, (), side.plain)
+    tried = [plain, *_reordered(side), *_compared(side, singles, limit)]
     if not any(t.explains for t in tried):
-        tried += _with_rounding(side, plain, tried[0])
+        tried += _with_rounding(side, plain)
     if not any(t.explains for t in tried):
         near = {combination[0][0] for left, combination in singles if left <= limit}
         pairs = [pair for pair in combinations(side.causes, 2) if _is_pair(*pair, near)]
-        tried += _hypotheses(side, _screened(side, "pairs of causes", pairs), limit)
+        tried += _compared(side, _screened(side, "pairs of causes", pairs), limit)
     return tried
 
 
@@ -100,31 +112,16 @@ def _is_pair(a: Cause, b: Cause, near: Set[Cause]) -> bool:
 # the loop
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Causes on all tried tokens: the errors [n] that they leave, and the rms of their 16-bit rounding, nats."""
-
-    combination: Combination
-    left: Tensor
-    rounding: float = 0.0
-
-
-def _trial(side: WrongSide, combination: Combination) -> Trial | None:
-    """Try causes on all tried tokens; None if they predict too few."""
-    left = side.left(combination, side.many)
-    rounded = (rms(side.rounding(c, side.many)) for c, _ in combination if c.rounds("computed", "part", "logits"))
-    return None if left is None else Trial(combination, left, max(rounded, default=0.0))
-
-
-def _hypotheses(side: WrongSide, screened: Sequence[tuple[float, Combination]], limit: float) -> list[Hypothesis]:
-    """Return the hypotheses of the best screened causes, after a trial on all tried tokens."""
+def _compared(side: WrongSide, screened: Sequence[tuple[float, Combination]], limit: float) -> list[Hypothesis]:
+    """Return the hypotheses of the best screened causes, compared on all tried tokens."""
     passing = [combination for left, combination in screened if left <= limit]
     found = []
     for some in passing[: limits.ON_ALL] or [combination for _, combination in screened[: limits.WORST]]:
-        trial = _trial(side, _fitted(side, some, side.many))
-        if trial is not None:
-            alone = _hypothesis(side, trial)
-            found += [alone, *_with_rounding(side, trial, alone)]
+        combination = _fitted(side, some, side.many)
+        left = side.left(combination, side.many)
+        if left is not None:
+            alone = _hypothesis(side, combination, left)
+            found += [alone, *_with_rounding(side, alone)]
     return found
 
 
@@ -201,73 +198,87 @@ def _fitted(side: WrongSide, combination: Combination, tokens: Tokens) -> Combin
 # does a hypothesis explain the numbers
 
 
-def _hypothesis(side: WrongSide, trial: Trial) -> Hypothesis:
-    combination, left = trial.combination, trial.left
+def _hypothesis(side: WrongSide, causes: Combination, left: Tensor) -> Hypothesis:
+    """Return the hypothesis that these causes alone leave the errors `left` on all tried tokens."""
     given = f"{side.predictor.sampling.temperature:.4g}"
-    words = [cause.words.format(x=x, given=given) if cause.change else cause.words for cause, x in combination]
-    before = rms(side.plain) if combination else math.inf
-    if side.stored.name and (explains(left, before, side.tolerance) or not combination):
+    words = [cause.words.format(x=x, given=given) if cause.change else cause.words for cause, x in causes]
+    before = rms(side.plain) if causes else math.inf
+    if side.stored.name and (explains(left, before, side.tolerance) or not causes):
         words.append(f"rounded to {side.stored.name}")
-    does = explains(left, before, side.tolerance, trial.rounding)
-    temperatures = (x for cause, x in combination if cause.parameter is not None and cause.parameter.is_temperature)
+    rounded = (
+        rms(side.rounding(cause, side.many)) for cause, _ in causes if cause.rounds("computed", "part", "logits")
+    )
+    does = explains(left, before, side.tolerance, max(rounded, default=0.0))
+    temperatures = (x for cause, x in causes if cause.parameter is not None and cause.parameter.is_temperature)
     return Hypothesis(
-        words=" and ".join(words) or "as it is",
-        advice="; ".join(dict.fromkeys(cause.advice for cause, _ in combination)) or ADVICE["coarse_records"].mend,
-        left=rms(left),
+        causes=causes,
+        errors=left,
         explains=does,
-        deviations=sum(cause.deviations for cause, _ in combination),
-        explains_zeros=does and _explains_zeros(side, combination),
+        words=" and ".join(words) or "as it is",
+        advice="; ".join(dict.fromkeys(cause.advice for cause, _ in causes)) or ADVICE["coarse_records"].mend,
+        deviations=sum(cause.deviations for cause, _ in causes),
+        explains_zeros=does and _explains_zeros(side, causes),
         temperature=next(temperatures, None),
-        is_option=len(combination) == 1 and combination[0][0].is_option,
+        is_option=len(causes) == 1 and causes[0][0].is_option,
     )
 
 
 def _explains_zeros(side: WrongSide, combination: Combination) -> bool:
+    predicted = list[Tensor]()
     for values, w in zip(side.predictor(combination, side.many), side.many.windows, strict=True):
         at, numbers = slice(w.start, w.end), side.numbers[w.response]
-        is_zero = numbers.counts[at] & (numbers.recorded[at] == 0)
-        if not bool((values[is_zero].abs() <= side.tolerance).all()):
-            return False
-    return True
+        predicted.append(values[numbers.counts[at] & (numbers.recorded[at] == 0)])
+    return bool((torch.cat(predicted).abs() <= side.tolerance).all())
 
 
-def _with_rounding(side: WrongSide, trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
-    """Return the hypothesis of 16-bit rounding besides, if the errors left have its size and its pattern.
+def _with_rounding(side: WrongSide, alone: Hypothesis) -> list[Hypothesis]:
+    """Return the hypotheses that the errors left by `alone` are 16-bit rounding, if they look like it.
 
     With experts there is none: a small error of any cause may choose other experts, which gives the same pattern.
     """
-    combination, left = trial.combination, trial.left
-    is_excluded = side.has_experts or any(cause.rounds("computed", "weights") for cause, _ in combination)
-    if alone.explains or is_excluded or (combination and alone.left > limits.HALF * rms(side.plain)):
+    is_rounded = any(cause.rounds("computed", "weights") for cause, _ in alone.causes)
+    is_far = bool(alone.causes) and alone.left > limits.HALF * rms(side.plain)
+    if alone.explains or side.has_experts or is_rounded or is_far:
         return []
-    for cause in [cause for cause in side.causes if cause.rounds("computed")]:
-        rounding, weights = side.rounding(cause, side.many), _of_same_format(side.causes, cause, "weights")[0]
-        like = likeness(left, rounding, side.rounding(weights, side.many))
-        if not like:
+    for cause in (cause for cause in side.causes if cause.rounds("computed")):
+        words, mend = _like_rounding(side, cause, alone.errors), ADVICE["reduced_precision"].mend
+        if not words:
             continue
-        words, advice = f"{_as_large_as(side, cause, left, like)}, with other bits", ADVICE["reduced_precision"].mend
-        if not combination:
-            return [Hypothesis(words, advice, alone.left, True, 1.5)]
-        words, advice = f"{alone.words} and {words}", f"{alone.advice}; {advice}"
-        exact = _trial(side, ((cause, 0.0), *combination))
-        also = Hypothesis(words, advice, alone.left, True, alone.deviations + 1.5)
-        return [also] if exact is None else [_hypothesis(side, exact), also]
+        similar = Hypothesis(
+            causes=alone.causes,
+            errors=alone.errors,
+            explains=True,
+            words=f"{alone.words} and {words}" if alone.causes else words,
+            advice=f"{alone.advice}; {mend}" if alone.causes else mend,
+            deviations=alone.deviations + 1.5,
+        )
+        together = (cause, 0.0), *alone.causes
+        left = side.left(together, side.many) if alone.causes else None
+        return [similar] if left is None else [_hypothesis(side, together, left), similar]
     return []
 
 
-def _as_large_as(side: WrongSide, cause: Cause, left: Tensor, like: float) -> str:
-    """Say which rounding errors are as large as, and which parts of the model give errors that correlate as well."""
-    assert cause.rounded is not None
-    rounding, parts = side.rounding(cause, side.many), _of_same_format(side.causes, cause, "part")
+def _like_rounding(side: WrongSide, computed: Cause, left: Tensor) -> str:
+    """Return the words for errors that have the size and the pattern of a 16-bit computation's rounding; else "".
+
+    They are "as large as bfloat16 rounding (0.017 nats rms) or router computed in bfloat16, with other bits" if a
+    router in bfloat16 gives that pattern too.
+    """
+    assert computed.rounded is not None
+    rounding, (weights,) = side.rounding(computed, side.many), _of_format(side.causes, "weights", computed.rounded.to)
+    like = likeness(left, rounding, side.rounding(weights, side.many))
+    if not like:
+        return ""
+    parts = _of_format(side.causes, "part", computed.rounded.to)
     alike = [p.words for p in parts if correlation(left, side.rounding(p, side.many)) > limits.ALIKE * like]
-    kind = cause.rounded.to if sizes_apart(left, rounding) <= limits.FORMATS_APART ** (1 / 3) else "16-bit"
-    return " or ".join([f"as large as {kind} rounding ({rms(rounding):.2g} nats rms)", *alike])
+    kind = computed.rounded.to if sizes_apart(left, rounding) <= limits.FORMATS_APART ** (1 / 3) else "16-bit"
+    words = " or ".join([f"as large as {kind} rounding ({rms(rounding):.2g} nats rms)", *alike])
+    return f"{words}, with other bits"
 
 
-def _of_same_format(causes: Sequence[Cause], cause: Cause, what: RoundedPart) -> list[Cause]:
-    """Return the causes that round `what` to the format of `cause`."""
-    assert cause.rounded is not None
-    return [other for other in causes if other.rounded == Rounded(what, cause.rounded.to)]
+def _of_format(causes: Sequence[Cause], what: RoundedPart, to: Format) -> list[Cause]:
+    """Return the causes that round `what` to a format."""
+    return [cause for cause in causes if cause.rounded == Rounded(what, to)]
 
 
 # other orders of the right numbers
@@ -275,64 +286,51 @@ def _of_same_format(causes: Sequence[Cause], cause: Cause, what: RoundedPart) ->
 
 def _reordered(side: WrongSide) -> Iterator[Hypothesis]:
     """Yield the hypotheses that the numbers are log-probs of other responses, or of other tokens of the response."""
-    orders: dict[str, Callable[[WrongSide, int], Tensor | None]] = {
-        "the log-probs of other responses": _elsewhere,
-        "the right numbers in another order within the response": _exchanged,
-    }
-    for words, order in orders.items():
+    recorded = [of.recorded[of.usable].cpu() for of in side.numbers]
+    right = [of.reference[of.usable].cpu() for of in side.numbers]
+
+    def fits(i: int, left: Tensor) -> bool:
+        # what is right but for few tokens has no other order
+        return explains(left, rms(recorded[i] - right[i]), side.tolerance)
+
+    def of_other_response(i: int) -> Tensor | None:
+        size = len(recorded[i])
+        others = (recorded[i] - x for j, x in enumerate(right) if j != i and size == len(x) > 1)
+        return next((left for left in others if fits(i, left)), None)
+
+    def of_other_tokens(i: int) -> Tensor | None:
+        left = recorded[i].sort().values - right[i].sort().values
+        return left if len(left) > 2 and fits(i, left) else None
+
+    for words, order in (
+        ("the log-probs of other responses", of_other_response),
+        ("the right numbers in another order within the response", of_other_tokens),
+    ):
         parts = list[Tensor]()
         for i in side.wrong:
-            if (left := order(side, i)) is None:
+            if (left := order(i)) is None:
                 break
             parts.append(left)
         else:
-            yield Hypothesis(words, ADVICE["shuffled"].mend, rms(torch.cat(parts)), True, 1.5)
-
-
-def _recorded(side: WrongSide, i: int) -> Tensor:
-    return side.numbers[i].recorded[side.numbers[i].usable].cpu()
-
-
-def _right(side: WrongSide, i: int) -> Tensor:
-    return side.numbers[i].reference[side.numbers[i].usable].cpu()
-
-
-def _elsewhere(side: WrongSide, i: int) -> Tensor | None:
-    """Return the errors of a response's numbers as those of another response that they fit; None if there is none."""
-    recorded = _recorded(side, i)
-    for j in range(len(side.numbers)):
-        other = _right(side, j)
-        if j != i and len(recorded) == len(other) > 1 and _fits(side, i, recorded - other):
-            return recorded - other
-    return None
-
-
-def _exchanged(side: WrongSide, i: int) -> Tensor | None:
-    """Return the errors of a response's sorted numbers; None if there are others than the right ones."""
-    left = _recorded(side, i).sort().values - _right(side, i).sort().values
-    return left if len(left) > 2 and _fits(side, i, left) else None
-
-
-def _fits(side: WrongSide, i: int, left: Tensor) -> bool:
-    # what is right but for few tokens has no other order
-    return explains(left, rms(_recorded(side, i) - _right(side, i)), side.tolerance)
+            yield Hypothesis((), torch.cat(parts), True, words, ADVICE["shuffled"].mend, deviations=1.5)
 
 
 # which hypotheses are the best
 
 
-def _best_first(tried: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Sort hypotheses, the best first, without duplicates; those with more deviations lose `explains`.
+def _sorted(tried: Sequence[Hypothesis]) -> Hypotheses:
+    """Leave out duplicates, and tell the hypotheses that explain with the fewest deviations from the others.
 
     An option of the model may predict the same numbers as a fitted parameter (a divisor of the logits acts as a
-    temperature). Then both explain.
+    temperature). Then both are among the best.
     """
     once: dict[str, Hypothesis] = {}
     for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
         # another cause beside one that leaves the same explains nothing more
         if t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):
             once.setdefault(t.words, t)
-    most = min((t.deviations for t in tried if t.explains), default=0.0)
-    most += 0.5 * any(t.explains and t.is_option for t in tried)
-    found = [replace(t, explains=t.explains and t.deviations <= most) for t in once.values()]
-    return sorted(found, key=lambda t: (not t.explains, t.left))
+    fewest = min((t.deviations for t in tried if t.explains), default=0.0)
+    fewest += 0.5 * any(t.explains and t.is_option for t in tried)
+    by_left = sorted(once.values(), key=lambda t: t.left)
+    best = [t for t in by_left if t.explains and t.deviations <= fewest]
+    return Hypotheses(best, [t for t in by_left if t not in best])

@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, Numbers
 from ppo_repro.testing.audit.distributions import DEFINITIONS, tempered
-from ppo_repro.testing.audit.logits import Logits, LogProbs, Tokens, Window
+from ppo_repro.testing.audit.logits import Logits, Tokens, Window
 from ppo_repro.testing.audit.measure import Stored, errors, rms, stored_as
 from ppo_repro.testing.audit.predict import Combination, Predictor
 from ppo_repro.testing.audit.reference import RecordedSide
-from ppo_repro.testing.dumps import DumpedResponse
 
 EXACT_LOGITS = Cause("logits", "distribution", "none", tempered)  # beside which logits are rounded
 
@@ -58,7 +57,7 @@ class WrongSide:
     @property
     def wrong_alone(self) -> WrongSide:
         """Return the side as if only its wrong tokens were usable."""
-        numbers = [replace(of, usable=_wrong_tokens(of, self.tolerance)) for of in self.numbers]
+        numbers = [replace(of, usable=of.wrong(self.tolerance)) for of in self.numbers]
         return replace(self, numbers=numbers)
 
     def left(self, combination: Combination, tokens: Tokens) -> Tensor | None:
@@ -87,20 +86,19 @@ def wrong_side_of(
     `wrong` are the indices of the responses with a wrong log-prob. A cause of the input is left out if it predicts none
     of the tokens.
     """
-    responses, numbers = side.responses, side.numbers
+    prompts, numbers = [len(r.prompt_ids) for r in side.responses], side.numbers
     every = torch.cat([numbers[i].recorded[numbers[i].usable] for i in wrong])
     ideal = torch.cat([numbers[i].reference[numbers[i].usable] for i in wrong])
     scale = max(1.0, rms(every) / max(rms(ideal), 1e-9))
     tolerance = limits.RIGHT * side.reference.floor * scale + 2.0**-22 * rms(every)
     device = model.device
     numbers = [Numbers(*(x.to(device) for x in (of.recorded, of.usable, of.counts, of.reference))) for of in numbers]
-    logits = Logits(model, responses, numbers)
-    logprobs = LogProbs(logits, side.sampling, DEFINITIONS[side.definition])
-    few, many = _tokens(responses, numbers, [_wrong_tokens(of, tolerance) for of in numbers], wrong)
+    some = [_WrongResponse(i, prompts[i], numbers[i].usable, numbers[i].wrong(tolerance)) for i in wrong]
+    few, many = _tokens(some)
     return WrongSide(
         name=side.name,
         causes=tuple(cause for cause in causes if _is_predicted(cause, few)),
-        predictor=Predictor(logits, logprobs, numbers, side.sampling),
+        predictor=Predictor(Logits(model, side.responses, numbers), side.sampling, DEFINITIONS[side.definition]),
         numbers=numbers,
         wrong=wrong,
         few=Tokens(few, is_screening=True),
@@ -113,56 +111,49 @@ def wrong_side_of(
 
 
 def _is_predicted(cause: Cause, windows: Sequence[Window]) -> bool:
-    if cause.stage != "input":
-        return True
-    return any(one.within(w.start, w.end) for w in windows for one in cause.passes[w.response])
+    passes = (one.within(w.start, w.end) for w in windows for one in cause.passes[w.response])
+    return cause.stage != "input" or any(passes)
 
 
-def _wrong_tokens(numbers: Numbers, tolerance: float) -> Tensor:
-    """Return which tokens [n] of a response are wrong."""
-    return numbers.usable & ~((numbers.recorded - numbers.reference).abs() <= tolerance)
+@dataclass(frozen=True)
+class _WrongResponse:
+    """A response with a wrong log-prob."""
+
+    index: int
+    prompt: int  # tokens of the prompt
+    usable: Tensor  # bool [n]
+    is_wrong: Tensor  # bool [n]
+
+    @cached_property
+    def first(self) -> int:
+        """Return the first wrong token."""
+        return int((self.is_wrong.nonzero()[:1, 0].tolist() or [0])[0])
 
 
-def _tokens(
-    responses: Sequence[DumpedResponse], numbers: Sequence[Numbers], bad: Sequence[Tensor], wrong: Sequence[int]
-) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
-    """Return the windows for all causes, and the windows for the best causes; `bad`: which tokens [n] are wrong."""
+def _tokens(wrong: Sequence[_WrongResponse]) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
+    """Return the windows for all causes, and the windows for the best causes."""
     window, tried = limits.WINDOW, limits.TRIED
-    few = _windows(responses, numbers, bad, wrong, window, limits.SCREENED, window)
-    many = _windows(responses, numbers, bad, wrong, max(4 * window, math.ceil(tried / len(wrong))), tried, tried)
-    last, size = many[-1], len(responses[many[-1].response].response_ids)
+    few = _windows(wrong, window, limits.SCREENED, window)
+    many = _windows(wrong, max(4 * window, math.ceil(tried / len(wrong))), tried, tried)
+    last = many[-1]
+    size = next(len(of.usable) for of in wrong if of.index == last.response)
     if size > last.end:  # a cause has to be right at the end of a response too
         many += (Window(last.response, max(last.end, size - 4 * window), size),)
     return few, many
 
 
-def _windows(
-    responses: Sequence[DumpedResponse],
-    numbers: Sequence[Numbers],
-    bad: Sequence[Tensor],
-    wrong: Sequence[int],
-    length: int,
-    tokens: int,
-    most: int,
-) -> tuple[Window, ...]:
-    """Return windows of wrong responses until they have enough usable tokens, or enough wrong ones.
+def _windows(wrong: Sequence[_WrongResponse], length: int, enough: int, enough_wrong: int) -> tuple[Window, ...]:
+    """Return windows until they have `enough` usable tokens, or `enough_wrong` wrong ones.
 
-    Args:
-        responses: prompts and tokens.
-        numbers: of each response, which tokens are usable.
-        bad: of each response, which tokens [n] are wrong.
-        wrong: the responses to choose from; those with few tokens before the window come first, for short passes.
-        length: tokens of a window, or up to twice as many if they are the rest of the response.
-        tokens: usable tokens that are enough.
-        most: wrong tokens that are enough.
+    A window has `length` tokens, or up to twice as many if they are the rest of the response. Responses with few tokens
+    before their window come first, for short passes.
     """
     found, usable, count, most_right = list[Window](), 0, 0, limits.WINDOW
-    first = {i: (bad[i].nonzero()[:1, 0].tolist() or [0])[0] for i in wrong}
-    for i in sorted(wrong, key=lambda i: max(first[i], most_right) + len(responses[i].prompt_ids)):
-        if usable < tokens and count < most:
-            start, whole = max(0, first[i] - min(most_right, length // 2)), len(responses[i].response_ids)
+    for of in sorted(wrong, key=lambda of: max(of.first, most_right) + of.prompt):
+        if usable < enough and count < enough_wrong:
+            start, whole = max(0, of.first - min(most_right, length // 2)), len(of.usable)
             end = whole if whole - start <= 2 * length else start + length
-            found.append(Window(i, start, end))
-            usable += int(numbers[i].usable[start:end].sum())
-            count += int(bad[i][start:end].sum())
+            found.append(Window(of.index, start, end))
+            usable += int(of.usable[start:end].sum())
+            count += int(of.is_wrong[start:end].sum())
     return tuple(found)

@@ -54,6 +54,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {**SHAPE, "partial_rotary_factor": 0.5, "use_parallel_residual": True}),
     "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64,
                       "scale_attn_by_inverse_layer_idx": True, "bos_token_id": None, "eos_token_id": None}),
+    "falcon": ("falcon", NO_KEYS),
+    "bloom": ("bloom", {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 4, "pad_token_id": None}),
+    "xglm": ("xglm", {"vocab_size": VOCAB, "d_model": 48, "ffn_dim": 72, "num_layers": 2, "attention_heads": 4}),
+    "opt": ("opt", {**NO_KEYS, "ffn_dim": 72, "word_embed_proj_dim": 48}),
 }  # fmt: skip
 
 

@@ -58,9 +58,9 @@ class Material:
         pairs = zip(self.plain if logits is None else logits, self.responses, strict=True)
         return [(x.double() / temperature).log_softmax(-1)[range(len(r)), r] for x, r in pairs]
 
-    def matrix(self, i: int) -> np.ndarray:
+    def matrix(self, i: int) -> Tensor:
         """Log-probs [n, V] at the temperature, of response i."""
-        return (self.plain[i].double() / TEMPERATURE).log_softmax(-1).numpy()
+        return (self.plain[i].double() / TEMPERATURE).log_softmax(-1)
 
     def dump(self, sampler: Values, trainer: Values, mask: list[list[bool]] | None = None) -> list[DumpedResponse]:
         """The responses of a dump with these numbers."""
@@ -70,6 +70,9 @@ class Material:
             sides = [np.array(x.tolist(), np.float32) for x in (s, t)]
             found.append(DumpedResponse(i + 1, tuple(p), tuple(r), *sides, counts))
         return found
+
+
+Fault = Callable[[Material], Values]
 
 
 @torch.no_grad()
@@ -96,6 +99,12 @@ def sampled_by(m: Material, draw: Callable[[Tensor], int]) -> Material:
         for row, of in zip(rows, logits, strict=True):
             row.append(draw(of))
     return Material(m.model, m.prompts, [row[len(prompt) :] for row, prompt in zip(rows, m.prompts, strict=True)])
+
+
+def response(prompt: tuple[int, ...], ids: tuple[int, ...], padding: tuple[int, ...] = ()) -> DumpedResponse:
+    """A response without log-probs."""
+    values, counts = np.zeros(len(ids), np.float32), np.ones(len(ids), bool)
+    return DumpedResponse(1, prompt, ids, values, values, counts, padding)
 
 
 def first(n: int, m: Material) -> Material:
@@ -126,7 +135,7 @@ def packed(m: Material, i: int) -> list[int]:
     return [*(m.prompts[i - 1] + m.responses[i - 1] if i else []), *m.prompts[i]]
 
 
-def at(by: Callable[[int], int]) -> Callable[[Material], Values]:
+def at(by: Callable[[int], int]) -> Fault:
     """Positions of the response moved by `by` of the prompt's length."""
 
     def fault(m: Material) -> Values:
@@ -139,11 +148,16 @@ def at(by: Callable[[int], int]) -> Callable[[Material], Values]:
     return fault
 
 
+def after(prompt: Callable[[Material, int], Sequence[int]]) -> Fault:
+    """The model sees prompt(m, i) before response i."""
+    return lambda m: m.logprobs(m.logits(prompt=lambda i: prompt(m, i)))
+
+
 def with_bos(m: Material) -> list[Tensor]:
     return m.logits(prompt=lambda i: [BOS_ID, *m.prompts[i]])
 
 
-def of_tokens(change: Callable[[Tensor], Tensor]) -> Callable[[Material], Values]:
+def of_tokens(change: Callable[[Tensor], Tensor]) -> Fault:
     """A fault of what is recorded: of each response's log-probs."""
     return lambda m: [change(v) for v in m.logprobs()]
 
@@ -156,47 +170,54 @@ def shifted(k: int) -> Callable[[Tensor], Tensor]:
     return fault
 
 
-def cut(kind: str, limit: float, temperature: float = TEMPERATURE) -> Callable[[Material], Values]:
-    """Normalised over the tokens that top-k, top-p or min-p keeps, by a loop over tokens."""
+def kept(keep: Callable[[Tensor], Tensor], cut_at: float = TEMPERATURE, temperature: float = TEMPERATURE) -> Fault:
+    """Normalised over the tokens that keep(p [n, V]) says, p at the temperature `cut_at`, and the sampled one."""
 
     def fault(m: Material) -> Values:
         found = []
         for x, r in zip(m.plain, m.responses, strict=True):
-            p = np.exp((x.double() / temperature).log_softmax(-1).numpy())
-            values = []
-            for row, token in zip(p, r, strict=True):
-                order = np.argsort(-row)
-                before = np.concatenate([[0.0], np.cumsum(row[order])[:-1]])
-                rank = np.arange(len(row))
-                keep = {"top-k": rank < limit, "top-p": before < limit, "min-p": row[order] >= limit * row.max()}[kind]
-                keep = keep | (order == token)  # so that the sampled token has a log-prob
-                values.append(math.log(row[token] / row[order][keep].sum()))
-            found.append(torch.tensor(values))
+            within, n = keep((x.double() / cut_at).softmax(-1)), range(len(r))
+            within[n, r] = True
+            p = (x.double() / temperature).softmax(-1)
+            found.append((p[n, r] / (p * within).sum(-1)).log())
         return found
 
     return fault
 
 
-def penalty(kind: str, x: float) -> Callable[[Material], Values]:
-    """Repetition (prompt and response), presence or frequency penalty (response alone), by a loop over tokens."""
+def top_k(k: int) -> Callable[[Tensor], Tensor]:
+    return lambda p: p >= p.topk(k, -1).values[:, -1:]
+
+
+def first_part(p: Tensor, order: Tensor, limit: float) -> Tensor:
+    """Whether the tokens that come before in this order have less than `limit` of the probability."""
+    sums = p.gather(1, order)
+    return torch.zeros_like(p, dtype=torch.bool).scatter(1, order, sums.cumsum(-1) - sums < limit)
+
+
+def top_p(limit: float) -> Callable[[Tensor], Tensor]:
+    return lambda p: first_part(p, p.argsort(-1, descending=True), limit)
+
+
+def penalty(change: Callable[[Tensor, int], Tensor], with_prompt: bool = False) -> Fault:
+    """change(logit, count) for each token that the response, or prompt and response, had `count` times before."""
 
     def fault(m: Material) -> Values:
         found = []
-        for logits, prompt, response in zip(m.plain, m.prompts, m.responses, strict=True):
-            values = []
-            for t, token in enumerate(response):
-                row, before = logits[t].double().clone(), response[:t]
-                if kind == "repetition":
-                    for v in {*prompt, *before}:
-                        row[v] = row[v] / x if row[v] > 0 else row[v] * x
-                else:
-                    for v in set(before):
-                        row[v] -= x * (before.count(v) if kind == "frequency" else 1)
-                values.append(float((row / TEMPERATURE).log_softmax(-1)[token]))
-            found.append(torch.tensor(values))
-        return found
+        for x, prompt, response in zip(m.plain, m.prompts, m.responses, strict=True):
+            logits = x.double().clone()
+            for t in range(len(response)):
+                before = [*(prompt if with_prompt else ()), *response[:t]]
+                for v in set(before):
+                    logits[t, v] = change(logits[t, v], before.count(v))
+            found.append(logits)
+        return m.logprobs(found)
 
     return fault
+
+
+def repetition(logit: Tensor, count: int) -> Tensor:
+    return logit / 1.3 if logit > 0 else logit * 1.3
 
 
 def noise(size: float, seed: int = 3) -> Callable[[Tensor], Tensor]:
@@ -204,7 +225,7 @@ def noise(size: float, seed: int = 3) -> Callable[[Tensor], Tensor]:
     return lambda v: v + size * torch.randn(len(v), generator=generator)
 
 
-def paired(token: int = 0, logits: int = 0) -> Callable[[Material], Values]:
+def paired(token: int = 0, logits: int = 0) -> Fault:
     """The log-prob of the token so many places on, by the logits so many places on."""
 
     def fault(m: Material) -> Values:
@@ -218,30 +239,31 @@ def paired(token: int = 0, logits: int = 0) -> Callable[[Material], Values]:
     return fault
 
 
-def quantity(of: Callable[[np.ndarray], np.ndarray]) -> Callable[[Material], Values]:
-    return lambda m: [torch.tensor(of(m.matrix(i))) for i in range(len(m.responses))]
+def of_matrix(change: Callable[[Tensor, Tensor], Tensor]) -> Fault:
+    """change(log-probs [n, V], sampled ids [n, 1]) -> [n]."""
+    return lambda m: [change(m.matrix(i), torch.tensor(r)[:, None]) for i, r in enumerate(m.responses)]
 
 
 def as_bfloat16(v: Tensor) -> Tensor:
     return v.float().bfloat16().double()
 
 
-def from_point(fault: Callable[[Material], Values], start: int) -> Callable[[Material], Values]:
+def from_point(fault: Fault, start: int) -> Fault:
     """Right up to a token, then wrong."""
     return lambda m: [torch.cat([g[:start], b[start:]]) for g, b in zip(m.logprobs(), fault(m), strict=True)]
 
 
-def some_rows(fault: Callable[[Material], Values], rows: set[int]) -> Callable[[Material], Values]:
-    pairs = lambda m: enumerate(zip(m.logprobs(), fault(m), strict=True))  # noqa: E731
-    return lambda m: [b if i in rows else g for i, (g, b) in pairs(m)]
+def up_to_point(fault: Fault, end: int) -> Fault:
+    """Wrong up to a token, then right."""
+    return lambda m: [torch.cat([b[:end], g[end:]]) for g, b in zip(m.logprobs(), fault(m), strict=True)]
 
 
-def cut_prompt(n: int) -> Callable[[Material], Values]:
-    return lambda m: m.logprobs(m.logits(prompt=lambda i: m.prompts[i][-n:]))
+def some_rows(fault: Fault, rows: set[int]) -> Fault:
+    return lambda m: [b if i in rows else g for i, (g, b) in enumerate(zip(m.logprobs(), fault(m), strict=True))]
 
 
 NO_T = "temperature 1 instead of 0.8"
-FAULTS: dict[str, tuple[Callable[[Material], Values], str]] = {
+FAULTS: dict[str, tuple[Fault, str]] = {
     "bfloat16": (lambda m: m.logprobs(m.logits(bf16(m))), "computed in bfloat16"),
     "float16": (lambda m: m.logprobs(m.logits(half(m.model, torch.float16))), "computed in float16"),
     "no temperature": (lambda m: m.logprobs(temperature=1.0), NO_T),
@@ -253,28 +275,16 @@ FAULTS: dict[str, tuple[Callable[[Material], Values], str]] = {
         "temperature 1 instead of 0.8 and divided by the temperature 0.8 after the softmax",
     ),
     "old weights": (lambda m: m.logprobs(m.logits(old())), "weights of old"),
-    "BOS": (lambda m: m.logprobs(with_bos(m)), "prompt with a BOS token before it"),
-    "only the last token of the prompt": (cut_prompt(1), "prompt cut to its last 1 tokens"),
-    "first token missing": (
-        lambda m: m.logprobs(m.logits(prompt=lambda i: m.prompts[i][1:])),
-        "prompt without its first token",
-    ),
-    "prompt truncated": (cut_prompt(4), "prompt cut to its last 4 tokens"),
-    "padded": (
-        lambda m: m.logprobs(m.logits(prompt=lambda i: [*padding(m, i), *m.prompts[i]])),
-        "attention to the padding before the prompt",
-    ),
-    "packed": (
-        lambda m: m.logprobs(m.logits(prompt=lambda i: packed(m, i))),
-        "attention to the response before it",
-    ),
+    "BOS": (after(lambda m, i: [BOS_ID, *m.prompts[i]]), "prompt with a BOS token before it"),
+    "only the last token of the prompt": (after(lambda m, i: m.prompts[i][-1:]), "prompt cut to its last 1 tokens"),
+    "first token missing": (after(lambda m, i: m.prompts[i][1:]), "prompt without its first token"),
+    "prompt truncated": (after(lambda m, i: m.prompts[i][-4:]), "prompt cut to its last 4 tokens"),
+    "padded": (after(lambda m, i: [*padding(m, i), *m.prompts[i]]), "attention to the padding before the prompt"),
+    "packed": (after(packed), "attention to the response before it"),
+    "wrong prompts": (after(lambda m, i: (m.prompts[i + 1 :] or m.prompts[i:])[0]), "prompt of the response after it"),
     "positions again": (at(lambda start: -start), "positions from 0 at the response"),
     "positions too high": (at(lambda start: 1), "positions of the response one too high"),
     "positions too low": (at(lambda start: -1), "positions of the response one too low"),
-    "wrong prompts": (
-        lambda m: m.logprobs(m.logits(prompt=lambda i: m.prompts[i + 1] if i + 1 < len(m.prompts) else m.prompts[i])),
-        "prompt of the response after it",
-    ),
     "moved left": (of_tokens(shifted(1)), "each entry is of the token +1 places on"),
     "moved right by 3": (of_tokens(shifted(-3)), "each entry is of the token -3 places on"),
     "moved left by 5": (of_tokens(shifted(5)), "each entry is of the token +5 places on"),
@@ -295,19 +305,22 @@ FAULTS: dict[str, tuple[Callable[[Material], Values], str]] = {
     ),
     "loss": (of_tokens(lambda v: -v), "minus the log-prob (a loss)"),
     "probability": (of_tokens(torch.exp), "the probability, not its logarithm"),
-    "greedy": (quantity(lambda x: x.max(-1)), "log-prob of the likeliest token"),
-    "entropy": (quantity(lambda x: -(np.exp(x) * x).sum(-1)), "the entropy"),
-    "minus entropy": (quantity(lambda x: (np.exp(x) * x).sum(-1)), "minus the entropy"),
-    "pad token": (quantity(lambda x: x[:, PAD_ID]), "log-prob of token id 0 at every position"),
+    "greedy": (of_matrix(lambda x, r: x.amax(-1)), "log-prob of the likeliest token"),
+    "entropy": (of_matrix(lambda x, r: -(x.exp() * x).sum(-1)), "the entropy"),
+    "minus entropy": (of_matrix(lambda x, r: (x.exp() * x).sum(-1)), "minus the entropy"),
+    "pad token": (of_matrix(lambda x, r: x[:, PAD_ID]), "log-prob of token id 0 at every position"),
     "labels not shifted": (paired(token=-1), "log-prob of the token -1 places on, by the right logits"),
     "logits not shifted": (paired(logits=1), "log-prob of the right token, by the logits +1 places on"),
-    "top-k 8": (cut("top-k", 8), "of the processed distribution, not of all tokens"),
-    "top-k 20": (cut("top-k", 20), "normalised over the tokens that top-k keeps (try --top-k 20)"),
-    "top-p": (cut("top-p", 0.97), "normalised over the tokens that top-p keeps (try --top-p "),
-    "min-p": (cut("min-p", 0.01), "normalised over the tokens that min-p keeps (try --min-p "),
-    "repetition penalty": (penalty("repetition", 1.3), "repetition penalty 1.3"),
-    "presence penalty": (penalty("presence", 0.7), "presence penalty 0.7"),
-    "frequency penalty": (penalty("frequency", 0.4), "frequency penalty 0.4"),
+    "top-k 8": (kept(top_k(8)), "of the processed distribution, not of all tokens"),
+    "top-k 20": (kept(top_k(20)), "normalised over the tokens that top-k keeps (try --top-k 20)"),
+    "top-p": (kept(top_p(0.97)), "normalised over the tokens that top-p keeps (try --top-p "),
+    "min-p": (
+        kept(lambda p: p >= 0.01 * p.amax(-1, keepdim=True)),
+        "normalised over the tokens that min-p keeps (try --min-p ",
+    ),
+    "repetition penalty": (penalty(repetition, with_prompt=True), "repetition penalty 1.3"),
+    "presence penalty": (penalty(lambda logit, count: logit - 0.7), "presence penalty 0.7"),
+    "frequency penalty": (penalty(lambda logit, count: logit - 0.4 * count), "frequency penalty 0.4"),
     "stored in bfloat16": (of_tokens(as_bfloat16), "rounded to bfloat16"),
     "stored with 2 decimals": (of_tokens(lambda v: v.round(decimals=2)), "rounded to 2 decimals"),
     "bfloat16, no temperature": (lambda m: m.logprobs(m.logits(bf16(m)), 1.0), f"computed in bfloat16 and {NO_T}"),
@@ -315,12 +328,9 @@ FAULTS: dict[str, tuple[Callable[[Material], Values], str]] = {
         lambda m: m.logprobs(Material.logits(m, bf16(m), lambda i: [BOS_ID, *m.prompts[i]])),
         "computed in bfloat16 and prompt with a BOS token before it",
     ),
-    "BOS, no temperature": (
-        lambda m: m.logprobs(with_bos(m), 1.0),
-        f"prompt with a BOS token before it and {NO_T}",
-    ),
+    "BOS, no temperature": (lambda m: m.logprobs(with_bos(m), 1.0), f"prompt with a BOS token before it and {NO_T}"),
     "top-k 8, no temperature": (
-        cut("top-k", 8, 1.0),
+        kept(top_k(8), 1.0, 1.0),
         "temperature 1 and normalised over the tokens that the cuts keep",
     ),
     "moved left, no temperature": (

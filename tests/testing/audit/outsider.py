@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout
@@ -18,16 +17,22 @@ from tests.support.models import VOCAB, seeded
 from tests.testing.audit.material import (
     EOS_ID,
     TEMPERATURE,
+    Fault,
     Material,
     Values,
+    first_part,
     from_point,
+    kept,
+    of_matrix,
     of_tokens,
     old,
-    quantity,
+    penalty,
+    repetition,
+    top_k,
+    top_p,
+    up_to_point,
     with_bos,
 )
-
-Fault = Callable[[Material], Values]
 
 
 def of_logits(change: Callable[[Tensor], Tensor]) -> Fault:
@@ -59,47 +64,9 @@ def of_context(view: Callable[[list[int], list[int]], list[int]]) -> Fault:
     return fault
 
 
-def kept(keep: Callable[[Tensor], Tensor], temperature: float = TEMPERATURE) -> Fault:
-    """Normalised over the tokens that keep(p [n, V]) says, and the sampled one."""
-
-    def fault(m: Material) -> Values:
-        found = []
-        for x, r in zip(m.plain, m.responses, strict=True):
-            within, n = keep((x.double() / temperature).softmax(-1)), range(len(r))
-            within[n, r] = True
-            p = (x.double() / TEMPERATURE).softmax(-1)
-            found.append((p[n, r] / (p * within).sum(-1)).log())
-        return found
-
-    return fault
-
-
-def first_90_percent(p: Tensor, order: Tensor) -> Tensor:
-    sums = p.gather(1, order)
-    return torch.zeros_like(p, dtype=torch.bool).scatter(1, order, sums.cumsum(-1) - sums < 0.9)
-
-
-def top_p(p: Tensor) -> Tensor:
-    return first_90_percent(p, p.argsort(-1, descending=True))
-
-
 def typical(p: Tensor) -> Tensor:
     surprise = -p.log()
-    return first_90_percent(p, (surprise - (p * surprise).sum(-1, keepdim=True)).abs().argsort(-1))
-
-
-def repetition(prompt: bool, always_divided: bool) -> Fault:
-    def fault(m: Material) -> Values:
-        found = []
-        for x, p, r in zip(m.plain, m.prompts, m.responses, strict=True):
-            logits = x.double().clone()
-            for t in range(len(r)):
-                for v in {*(p if prompt else ()), *r[:t]}:
-                    logits[t, v] *= 1 / 1.3 if always_divided or logits[t, v] > 0 else 1.3
-            found.append((logits / TEMPERATURE).log_softmax(-1)[range(len(r)), r])
-        return found
-
-    return fault
+    return first_part(p, (surprise - (p * surprise).sum(-1, keepdim=True)).abs().argsort(-1), 0.9)
 
 
 def to_int8(model: PreTrainedModel) -> None:
@@ -123,12 +90,6 @@ def with_dropout(model: Any) -> None:
 
 def one_layer(model: Any) -> None:
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
-
-
-def of_matrix(change: Callable[[Tensor, Tensor], Tensor]) -> Fault:
-    """change(log-probs [n, V], sampled ids [n, 1]) -> [n]."""
-    pairs = lambda m: ((torch.tensor(m.matrix(i)), torch.tensor(r)[:, None]) for i, r in enumerate(m.responses))  # noqa: E731
-    return lambda m: [change(x, r) for x, r in pairs(m)]
 
 
 def filled(token: int, value: float, add: bool = False) -> Fault:
@@ -159,11 +120,6 @@ def mixed(m: Material) -> Values:
     return [0.9 * a + 0.1 * b for a, b in zip(m.logprobs(), m.logprobs(m.logits(old())), strict=True)]
 
 
-def old_first(m: Material) -> Values:
-    pairs = zip(m.logprobs(m.logits(old())), m.logprobs(), strict=True)
-    return [torch.cat([a[:6], b[6:]]) for a, b in pairs]
-
-
 def before(v: Tensor) -> Tensor:
     return torch.cat([v.new_zeros(1), v[:-1]])
 
@@ -192,13 +148,16 @@ OUTSIDER: dict[str, tuple[Fault, str]] = {
     "EOS after the prompt": (of_context(lambda p, r: [*p, EOS_ID, *r]), "prompt with an EOS token after it"),
     "another second token": (of_context(lambda p, r: [p[0], 7, *p[2:], *r]), UNKNOWN),
     "mixture of weights": (mixed, UNKNOWN),
-    "old weights up to token 6": (old_first, "at some of 109 tokens weights of old"),
+    "old weights up to token 6": (
+        up_to_point(lambda m: m.logprobs(m.logits(old())), 6),
+        "at some of 109 tokens weights of old",
+    ),
     "two faults in turn": (in_turn, UNKNOWN),
     "temperature by row": (by_row, UNKNOWN),
     "temperature annealed": (annealed, UNKNOWN),
     "pairs exchanged": (of_tokens(second_half_first), "the right numbers in another order within the response"),
     "token id + 1": (of_matrix(lambda x, r: x.gather(1, (r + 1) % VOCAB)[:, 0]), UNKNOWN),
-    "second likeliest": (quantity(lambda x: np.sort(x, -1)[:, -2]), UNKNOWN),
+    "second likeliest": (of_matrix(lambda x, r: x.sort(-1).values[:, -2]), UNKNOWN),
     "beside the likeliest": (of_matrix(lambda x, r: x.gather(1, r)[:, 0] - x.max(-1).values), UNKNOWN),
     "log of the rank": (of_matrix(lambda x, r: -(1.0 + (x > x.gather(1, r)).sum(-1)).log()), UNKNOWN),
     "ceiling": (of_tokens(lambda v: v.clamp(max=-0.5)), UNKNOWN),
@@ -210,19 +169,19 @@ OUTSIDER: dict[str, tuple[Fault, str]] = {
     ),
     "top-a": (kept(lambda p: p >= 0.3 * p.max(-1, keepdim=True).values ** 2), UNKNOWN),
     "epsilon cut": (kept(lambda p: p >= 0.004), UNKNOWN),
-    "top-p of undivided logits": (kept(top_p, 1.0), UNKNOWN),
-    "top-p of the temperature twice": (kept(top_p, 0.64), UNKNOWN),
+    "top-p of undivided logits": (kept(top_p(0.9), 1.0), UNKNOWN),
+    "top-p of the temperature twice": (kept(top_p(0.9), 0.64), UNKNOWN),
     "typical": (kept(typical), UNKNOWN),
-    "top-k 5 and the sampled one": (kept(lambda p: p >= p.topk(5, -1).values[:, -1:]), UNKNOWN),
-    "repetition penalty on the response": (repetition(False, False), "repetition penalty 1.3 on response tokens alone"),
-    "repetition penalty that always divides": (repetition(True, True), UNKNOWN),
+    "top-k 5 and the sampled one": (kept(top_k(5)), UNKNOWN),
+    "repetition penalty on the response": (penalty(repetition), "repetition penalty 1.3 on response tokens alone"),
+    "repetition penalty that always divides": (penalty(lambda logit, count: logit / 1.3, with_prompt=True), UNKNOWN),
     "log10 of per cent": (of_tokens(lambda v: (v.exp() * 100).log10()), UNKNOWN),
     "bits and a floor": (of_tokens(lambda v: (v / math.log(2)).clamp(min=-3)), UNKNOWN),
     "a line": (of_tokens(lambda v: v * 1.7 - 0.2), UNKNOWN),
     # kinds that the table knows, in a shape that it may not
     "float16 logits": (of_logits(lambda x: x.half().double()), "logits rounded to float16"),
     "EOS banned up to token 4": (
-        lambda m: [torch.cat([a[:4], b[4:]]) for a, b in zip(filled(EOS_ID, -math.inf)(m), m.logprobs(), strict=True)],
+        up_to_point(filled(EOS_ID, -math.inf), 4),
         f"at some of 109 tokens normalised without token id {EOS_ID}",
     ),
     "EOS banned from token 4 on": (

@@ -95,11 +95,7 @@ CASES: dict[str, tuple[str, Fault, str]] = {
     "attention soft cap": ("gemma2", config(attn_logit_softcapping=None), "attn_logit_softcapping"),
     "final soft cap": ("gemma2", config(final_logit_softcapping=None), "final_logit_softcapping"),
     "sliding window": ("gemma2", config(layer_types=["full_attention"] * 2), "layer_types"),
-    "window in other layers": (
-        "gemma2",
-        config(layer_types=["full_attention", "sliding_attention"]),
-        "layer_types",
-    ),
+    "window in other layers": ("gemma2", config(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
     "window one too wide": ("mistral", config(sliding_window=6), "sliding_window 6 instead of 5"),
     "no window": ("mistral", config(sliding_window=None), "attention without its sliding window (sliding_window)"),
     "query_pre_attn_scalar": ("gemma2", config(query_pre_attn_scalar=16), "query_pre_attn_scalar 16 instead of 24"),

@@ -117,10 +117,13 @@ def test_a_dump_without_end_tokens_accuses_nobody_of_a_ban(cli: Cli, dump: tuple
     assert code == 0, out
 
 
-def test_the_first_line_counts_the_responses_of_the_dump(cli: Cli, dump: tuple[Path, Path]) -> None:
-    every = len(dump[0].read_text().splitlines())
-    _, out, _ = cli("audit", dump[0], "--model", dump[1], "--responses", "6")
-    assert f" tokens of 6 of {every} responses; " in out.splitlines()[0]
+def test_rows_after_the_judged_responses_are_not_read(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "dump.jsonl"
+    path.write_text("".join(dump[0].read_text().splitlines(keepends=True)[:6]) + "{damaged")
+    code, out, _ = cli("audit", path, "--model", dump[1], "--responses", "6")
+    assert code == 0
+    assert " tokens of the first 6 responses; " in out.splitlines()[0]
+    assert f"{path}:7: not valid JSON" in one_line(cli("audit", path, "--model", dump[1], "--responses", "7")[2])
 
 
 @pytest.mark.slow
@@ -156,23 +159,41 @@ def test_other_weights_are_wrong_and_named_where_they_are_given(cli: Cli, dump: 
     assert json.loads(out)["sampler"]["cause"] == f"weights of {dump[1]}"
 
 
-# What TRL 1.12.0's GRPOTrainer sees, sampler and trainer: experiments/guard_your_stack/trl_dump.py with these options,
-# on the reference model of small.yaml, 8 prompts, 12 tokens, temperature 0.8. Another warm start needs new dumps.
+RAW = "temperature 1 instead of 0.8"
+# What is wrong with sampler and trainer in dumps of real stacks. "bfloat16": "computed in" it, or "as large as" its
+# rounding: the processor decides.
 REAL = {
-    "float32": ("", ""),
-    "float32 --raw": ("temperature 1 instead of 0.8", ""),
-    "bfloat16": ("bfloat16", "bfloat16"),  # "computed in" it, or "as large as" its rounding: the processor decides
-    "float32 --checkpointing": ("only the token before (no key/value cache)", ""),
+    # TRL 1.12.0's GRPOTrainer: experiments/guard_your_stack/trl_dump.py with the options that the name has, on the
+    # reference model of small.yaml, 8 prompts, 12 tokens, temperature 0.8. Another warm start needs new dumps.
+    "trl/float32": ("", ""),
+    "trl/float32_raw": (RAW, ""),
+    "trl/bfloat16": ("bfloat16", "bfloat16"),
+    "trl/float32_checkpointing": ("only the token before (no key/value cache)", ""),
+    # stock SGLang 0.5.21 servers on the CPU: tests/support/sglang_dumps.py
+    "sglang/float32": ("", ""),
+    "sglang/float32_trainer_bfloat16": ("", "bfloat16"),
+    "sglang/float32_trainer_without_temperature": ("", RAW),
+    "sglang/float32_top_p": ("", ""),  # SGLang's log-probs are of all tokens, whatever top-p keeps
+    "sglang/float32_rescored": (RAW, ""),  # SGLang divides by the temperature while it samples, and not in a prefill
+    "sglang/float32_stale": ("weights of ", ""),
+    "sglang/float32_raw": (RAW, ""),
+    "sglang/bfloat16": ("bfloat16", ""),
+    "sglang/bfloat16_trainer_bfloat16": ("bfloat16", "bfloat16"),
+    "sglang/bfloat16_trainer_without_temperature": ("bfloat16", RAW),
+    "sglang/bfloat16_raw": (RAW, ""),
 }
+QUICK = "trl/float32", "sglang/float32", "sglang/float32_trainer_without_temperature"
 
 
-@pytest.mark.parametrize("options", [pytest.param(o, marks=[pytest.mark.slow] * (o != "float32")) for o in REAL])
-def test_dumps_of_the_real_trl(cli: Cli, dump: tuple[Path, Path], options: str) -> None:
-    path = Path(__file__).parent / "trl" / f"{options.replace(' --', '_')}.jsonl"
-    code, out, err = cli("audit", path, "--model", dump[1], "--temperature", "0.8", "--json")
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in REAL])
+def test_dumps_of_real_stacks(cli: Cli, dump: tuple[Path, Path], name: str) -> None:
+    reference, later = dump[1], dump[1].parents[1] / FINAL
+    models = ["--model", later, "--also", reference] if name == "sglang/float32_stale" else ["--model", reference]
+    path = Path(__file__).parent / f"{name}.jsonl"
+    code, out, err = cli("audit", path, *models, "--temperature", "0.8", "--json")
     assert "error: " not in err
-    assert code == int(any(REAL[options]))
-    assert says(json.loads(out), *REAL[options])
+    assert code == int(any(REAL[name]))
+    assert says(json.loads(out), *REAL[name])
 
 
 def says(found: dict[str, Any], sampler: str, trainer: str) -> bool:
@@ -183,37 +204,8 @@ def says(found: dict[str, Any], sampler: str, trainer: str) -> bool:
     )
 
 
-# What stock SGLang 0.5.21 servers on the CPU sampled: see tests/support/sglang_dumps.py.
-RAW = "temperature 1 instead of 0.8"
-OF_SGLANG = {
-    "float32": ("", ""),
-    "float32_trainer_bfloat16": ("", "bfloat16"),
-    "float32_trainer_without_temperature": ("", RAW),
-    "float32_top_p": ("", ""),  # SGLang's log-probs are of all tokens, whatever top-p keeps
-    "float32_rescored": (RAW, ""),  # SGLang divides by the temperature while it samples, and not in a prefill
-    "float32_stale": ("weights of ", ""),
-    "float32_raw": (RAW, ""),
-    "bfloat16": ("bfloat16", ""),
-    "bfloat16_trainer_bfloat16": ("bfloat16", "bfloat16"),
-    "bfloat16_trainer_without_temperature": ("bfloat16", RAW),
-    "bfloat16_raw": (RAW, ""),
-}
-
-
-QUICK = "float32", "float32_trainer_without_temperature"
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(d.name, marks=[pytest.mark.slow] * (d.name not in QUICK)) for d in sglang_dumps.DUMPS]
-)
-def test_dumps_of_the_real_sglang(cli: Cli, dump: tuple[Path, Path], name: str) -> None:
-    reference, later = dump[1], dump[1].parents[1] / FINAL
-    models = ["--model", later, "--also", reference] if name == "float32_stale" else ["--model", reference]
-    path = Path(__file__).parent / "sglang" / f"{name}.jsonl"
-    code, out, err = cli("audit", path, *models, "--temperature", "0.8", "--json")
-    assert "error: " not in err
-    assert code == int(any(OF_SGLANG[name]))
-    assert says(json.loads(out), *OF_SGLANG[name])
+def test_each_dump_of_sglang_has_a_verdict() -> None:
+    assert {f"sglang/{d.name}" for d in sglang_dumps.DUMPS} == {name for name in REAL if name.startswith("sglang/")}
 
 
 @pytest.mark.sglang
@@ -226,7 +218,7 @@ def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp
     found = json.loads(out)
     assert code == int(dtype == "bfloat16")
     assert found["tokens"] == 12 * len(sglang_dumps.PROMPTS)
-    assert says(found, *OF_SGLANG[dtype])
+    assert says(found, *REAL[f"sglang/{dtype}"])
 
 
 @pytest.mark.parametrize(

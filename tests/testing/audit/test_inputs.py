@@ -1,86 +1,20 @@
-"""What each input of a cause feeds a model: by hand, and a chat template put on, taken off, doubled."""
+"""What each input of a cause feeds a model, by hand; `test_chat_templates` has the chat templates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from transformers import PreTrainedTokenizerBase
-
-from ppo_repro.tasks.tokenizer import train_bpe
-from ppo_repro.testing.audit.causes.chat_templates import (
-    BARE,
-    CUED,
-    CUED_TWICE,
-    DEFAULT,
-    NO_DEFAULT,
-    NO_SYSTEM,
-    TEMPLATED,
-    TWICE,
-    UNCUED,
-    Template,
-    parsed,
-)
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.forward import Pass
 from ppo_repro.testing.audit.stack import StackModel
 from ppo_repro.testing.dumps import DumpedResponse
 from tests.support.models import qwen3_config, small_model
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'][0] }}|{{ m['content'] }}>{% endfor %}"
-    "{% if add_generation_prompt %}<a|{% endif %}"
-)
-
-
-def response(prompt: tuple[int, ...], ids: tuple[int, ...], padding: tuple[int, ...] = ()) -> DumpedResponse:
-    values, counts = np.zeros(len(ids), np.float32), np.ones(len(ids), bool)
-    return DumpedResponse(1, prompt, ids, values, values, counts, padding)
-
-
-def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
-    found = train_bpe(["ab<>|/;usaSBcdn"], 40)
-    found.chat_template = template
-    return found
+from tests.testing.audit.material import response
 
 
 def inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> dict[str, Sequence[Sequence[Pass]]]:
     """The passes of each response, by the words of an input."""
     return {cause.words: cause.passes for cause in of_inputs(responses, stack)}
-
-
-def prompts(of: PreTrainedTokenizerBase, text: str) -> dict[str, str]:
-    """By the words of an input, the text that it makes of a prompt."""
-    one = response(tuple(of(text).input_ids), (3,))
-    found = inputs([one], StackModel(small_model(qwen3_config(), 4), {}, tokenizer=of))
-    return {words: of.decode(list(fed[0][0].ids)) for words, fed in found.items() if fed[0][0].positions is None}
-
-
-def test_a_chat_template_is_put_on_taken_off_and_doubled() -> None:
-    of = tokenizer()
-    bare, whole = prompts(of, "ab"), prompts(of, "<u|ab><a|")
-    assert (bare[TEMPLATED], bare[CUED]) == ("<u|ab><a|", "ab<a|")
-    assert not {BARE, UNCUED, TWICE} & bare.keys()
-    assert (whole[BARE], whole[UNCUED]) == ("ab", "<u|ab>")
-    assert whole[TWICE] == "<u|<u|ab><a|><a|"
-    assert whole[CUED_TWICE] == "<u|ab><a|<a|"
-    assert not {TEMPLATED, CUED, NO_SYSTEM, DEFAULT} & whole.keys()
-
-
-def test_a_default_system_turn_is_left_out_and_put_in() -> None:
-    of = tokenizer("{% if messages[0]['role'] != 'system' %}<s|bab>{% endif %}" + TEMPLATE)
-    given, own, none = prompts(of, "<s|bab><u|ab><a|"), prompts(of, "<s|aa><u|ab><a|"), prompts(of, "<u|ab><a|")
-    assert given[NO_DEFAULT] == own[NO_SYSTEM] == "<u|ab><a|"
-    assert own[DEFAULT] == none[DEFAULT] == "<s|bab><u|ab><a|"
-    assert given[TWICE] == "<s|bab><u|<s|bab><u|ab><a|><a|"
-    assert not {NO_DEFAULT, NO_SYSTEM} & none.keys()
-
-
-def test_a_template_is_parsed_into_the_texts_around_those_of_a_prompt() -> None:
-    of = tokenizer("{% if messages[0]['role'] != 'system' %}<s|Be kind.>{% endif %}" + TEMPLATE)
-    expected = Template("<s|Be kind.><u|", "><a|", "<a|", "", "<u|", "<s|Be kind.>", "<s|", "><u|")
-    assert parsed(of) == expected
-    assert parsed(tokenizer("{{ messages | length }}")) is None
 
 
 def test_a_second_bos_token_has_its_own_words() -> None:

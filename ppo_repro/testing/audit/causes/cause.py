@@ -34,6 +34,10 @@ class Numbers:
     counts: Tensor
     reference: Tensor  # the log-probs of the model as they should be
 
+    def wrong(self, tolerance: float) -> Tensor:
+        """Return which tokens [n] are wrong by more than `tolerance` nats."""
+        return self.usable & ~((self.recorded - self.reference).abs() <= tolerance)
+
 
 @dataclass(frozen=True)
 class RecordedChunk(Chunk):
@@ -88,11 +92,6 @@ class Rounded:
     to: Format
 
 
-def always(sampling: StackSampling) -> bool:
-    """Presume nothing."""
-    return True
-
-
 @dataclass(frozen=True, eq=False)  # two causes are never the same: what one predicts is kept under the cause
 class Cause:
     """One cause: how the audit says it, what it computes in one stage, and what that presumes.
@@ -106,7 +105,7 @@ class Cause:
     change: Change | None = None  # of a distribution, a quantity or a unit
     make: Callable[[], PreTrainedModel] | None = None  # of weights: the model that computes the logits
     passes: Sequence[Sequence[Pass]] = ()  # of an input: the forward passes of each response
-    presumes: Callable[[StackSampling], bool] = always
+    presumes: Callable[[StackSampling], bool] = lambda sampling: True
     parameter: Parameter | None = None
     rounded: Rounded | None = None
     changes: int = 1  # that the cause consists of

@@ -9,12 +9,6 @@ from typing import Any
 from ppo_repro.base.errors import UserError
 from ppo_repro.tasks.templates import Chat, Ids, rendered
 
-TEMPLATED, TWICE = "prompt in the chat template", "prompt in the chat template twice"
-BARE = "prompt without the chat template"
-CUED, CUED_TWICE = "prompt with the generation prompt after it", "prompt with a second generation prompt after it"
-UNCUED = "prompt without the generation prompt"
-NO_DEFAULT, NO_SYSTEM = "prompt without the template's default system turn", "prompt without its system turn"
-DEFAULT = "prompt with the template's default system turn"
 _USER, _MODEL, _LATER, _SYSTEM = (f"ppo-repro-{word}" for word in ("content", "answer", "question", "rules"))
 
 
@@ -121,13 +115,17 @@ def templated(tokenizer: Any, prompts: Sequence[Ids]) -> dict[str, list[Ids]]:
         return [ids(change(text), special) for text in texts]
 
     return {
-        TEMPLATED: [() if is_whole else ids(text) for text, is_whole in zip(inside, are_whole, strict=True)],
-        TWICE: [ids(text) if is_whole else () for text, is_whole in zip(inside, are_whole, strict=True)],
-        BARE: changed(template.bare, special=True),
-        CUED: changed(template.cued),
-        CUED_TWICE: changed(template.cued_twice),
-        UNCUED: changed(template.uncued),
-        NO_DEFAULT: changed(template.without_default),
-        NO_SYSTEM: changed(template.without_system),
-        DEFAULT: changed(template.with_default),
+        "prompt in the chat template": [
+            () if is_whole else ids(text) for text, is_whole in zip(inside, are_whole, strict=True)
+        ],
+        "prompt in the chat template twice": [
+            ids(text) if is_whole else () for text, is_whole in zip(inside, are_whole, strict=True)
+        ],
+        "prompt without the chat template": changed(template.bare, special=True),
+        "prompt with the generation prompt after it": changed(template.cued),
+        "prompt with a second generation prompt after it": changed(template.cued_twice),
+        "prompt without the generation prompt": changed(template.uncued),
+        "prompt without the template's default system turn": changed(template.without_default),
+        "prompt without its system turn": changed(template.without_system),
+        "prompt with the template's default system turn": changed(template.with_default),
     }

@@ -129,11 +129,6 @@ def rounded(x: Tensor) -> Tensor:
     return x.bfloat16().to(x.dtype)
 
 
-def with_narrow_products(model: PreTrainedModel, names: Sequence[str]) -> PreTrainedModel:
-    """Copy the model; some modules compute their matrix products in bfloat16."""
-    return with_forward(model, names, _in_bfloat16)
-
-
 class _Narrow(TorchFunctionMode):
     """Run matrix products in bfloat16 while the block runs."""
 
@@ -144,6 +139,7 @@ class _Narrow(TorchFunctionMode):
         return func(*narrow).to(args[0].dtype)
 
 
-def _in_bfloat16(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def narrow_products(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute a module with matrix products in bfloat16; a wrapper for `with_forward`."""
     with _Narrow():
         return forward(*args, **kwargs)

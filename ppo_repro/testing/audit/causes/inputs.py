@@ -43,9 +43,12 @@ def _inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> dict[str,
     }
     found["no prompt"] = [[pass_over((), r.response_ids)] if len(r.response_ids) > 1 else None for r in responses]
     # a turn's tokens are a run of tokens that count; those between two turns lead to the second
-    found["context without the tokens between turns"] = [_seeing(r, _is_sampled) for r in responses]
-    found["context without the earlier turns"] = [_seeing(r, _is_of_this_turn) for r in responses]
-    found["context without the sampled tokens of earlier turns"] = [_seeing(r, _is_not_earlier) for r in responses]
+    contexts: dict[str, Callable[[int, int, bool], bool]] = {
+        "context without the tokens between turns": lambda turn, now, counts: counts,
+        "context without the earlier turns": lambda turn, now, counts: turn == now,
+        "context without the sampled tokens of earlier turns": lambda turn, now, counts: turn == now or not counts,
+    }
+    found |= {words: [_seeing(r, keep) for r in responses] for words, keep in contexts.items()}
     found["only the token before (no key/value cache)"] = [_one_by_one(r, has_positions) for r in responses]
     if has_positions:
         starts = [len(r.prompt_ids) for r in responses]
@@ -115,18 +118,6 @@ def _one_by_one(r: DumpedResponse, has_positions: bool) -> Sequence[Pass]:
         places = (at,) if has_positions else None
         passes.append(Pass(whole[at : at + 1], (token,), (0,), r.response_ids[token : token + 1], places))
     return passes
-
-
-def _is_sampled(turn: int, now: int, counts: bool) -> bool:
-    return counts
-
-
-def _is_of_this_turn(turn: int, now: int, counts: bool) -> bool:
-    return turn == now
-
-
-def _is_not_earlier(turn: int, now: int, counts: bool) -> bool:
-    return turn == now or not counts
 
 
 def _seeing(r: DumpedResponse, keep: Callable[[int, int, bool], bool]) -> Sequence[Pass] | None:

@@ -23,12 +23,12 @@ from ppo_repro.testing.audit.causes.cause import Cause, Rounded, option
 from ppo_repro.testing.audit.causes.copies import (
     by_kind,
     copied,
+    narrow_products,
     rounded,
     weights,
     with_forward,
     with_function,
     with_modules,
-    with_narrow_products,
     with_weights,
 )
 
@@ -159,35 +159,19 @@ def _with_number(model: PreTrainedModel, names: Sequence[str], value: float) -> 
 # routers and shared experts
 
 
-def _of_all(every: Tensor, taken: Tensor) -> Tensor:
-    return (taken - every.logsumexp(-1, keepdim=True)).exp()
-
-
-def _of_taken(every: Tensor, taken: Tensor) -> Tensor:
-    return taken.softmax(-1)
-
-
-def _by_sigmoid(every: Tensor, taken: Tensor) -> Tensor:
-    return taken.sigmoid()
-
-
-def _equally(every: Tensor, taken: Tensor) -> Tensor:
-    return torch.full_like(taken, 1 / taken.shape[-1])
-
-
 # of the logits [n, E] of all experts, and the logits [n, k] of the experts taken: weights [n, k]
 _WEIGHTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "by the softmax over all experts": _of_all,
-    "by the softmax over the experts taken": _of_taken,
-    "by the sigmoid": _by_sigmoid,
-    "equally": _equally,
+    "by the softmax over all experts": lambda every, taken: (taken - every.logsumexp(-1, keepdim=True)).exp(),
+    "by the softmax over the experts taken": lambda every, taken: taken.softmax(-1),
+    "by the sigmoid": lambda every, taken: taken.sigmoid(),
+    "equally": lambda every, taken: torch.full_like(taken, 1 / taken.shape[-1]),
 }
 
 
 def _of_experts(model: PreTrainedModel) -> Iterator[Cause]:
     routers = [name for name, module in model.named_modules() if _ROUTER.search(type(module).__name__)]
     if routers:
-        yield _in_bfloat16("router", partial(with_narrow_products, model, routers))
+        yield _in_bfloat16("router", partial(with_forward, model, routers, narrow_products))
         for words, weigh in _WEIGHTS.items():
             yield option(f"experts weighed {words}", ROUTER, partial(with_forward, model, routers, _weighted, weigh))
     shared = [name for name, _ in model.named_modules() if _SHARED.search(name)]
@@ -220,7 +204,7 @@ def _of_embeddings(model: PreTrainedModel) -> Iterator[Cause]:
     yield option(words, FACTOR, partial(_with_factor, model, rounded))
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
     if heads:
-        yield _in_bfloat16("output matrix", partial(with_narrow_products, model, heads))
+        yield _in_bfloat16("output matrix", partial(with_forward, model, heads, narrow_products))
 
 
 def _with_tied_output(model: PreTrainedModel) -> PreTrainedModel:
@@ -259,10 +243,6 @@ def _frequencies(rotary: Module) -> list[str]:
     return [name for name in rotary._buffers if name.endswith("inv_freq")]
 
 
-def _same_weight(name: str, x: Tensor) -> Tensor | None:
-    return None
-
-
 def _weight_in_bfloat16(name: str, x: Tensor) -> Tensor | None:
     return rounded(x) if x.is_floating_point() else None
 
@@ -283,7 +263,7 @@ def _with_rotary(
     model: PreTrainedModel,
     names: Sequence[str],
     wrapper: Callable[..., Any],
-    weight: Callable[[str, Tensor], Tensor | None] = _same_weight,
+    weight: Callable[[str, Tensor], Tensor | None] = lambda name, x: None,
 ) -> PreTrainedModel:
     """Copy the model with weight(name, weight) as weights, and wrapper(forward, module, *args) in rotary modules.
 
@@ -322,17 +302,9 @@ def _other_pairs(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., 
 
 
 def _of_heads(model: PreTrainedModel) -> Iterator[Cause]:
+    """Yield the repetition of all heads in turn, in place of each head by itself."""
     yield option(
         "queries with the keys of other heads",
         "let neighbouring heads of queries share a head of keys and values on both sides",
-        partial(with_function, model, "repeat_kv", _tiled),
+        partial(with_function, model, "repeat_kv", lambda repeat: lambda x, count: x.repeat(1, count, 1, 1)),
     )
-
-
-def _tiled(repeat: Callable[..., Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """Return the repetition of all heads in turn, in place of each head by itself."""
-
-    def repeated(x: Tensor, count: int) -> Tensor:
-        return x.repeat(1, count, 1, 1)
-
-    return repeated

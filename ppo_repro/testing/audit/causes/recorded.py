@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Cause, Parameter, RecordedChunk
+from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, RecordedChunk
 from ppo_repro.testing.audit.distributions import target_logprobs
 from ppo_repro.testing.audit.stack import StackSampling
 
@@ -25,24 +24,8 @@ MOST_SHIFTED = 64  # places
 # another quantity than the token's log-prob
 
 
-def _likeliest(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
-    return logp.max(-1).values
-
-
-def _entropy(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
+def _entropy(logp: Tensor) -> Tensor:
     return -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
-
-
-def _minus_entropy(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
-    return -_entropy(chunk, s, logp, x)
-
-
-def _logit(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
-    return chunk.logits.gather(-1, chunk.targets[:, None])[:, 0]
-
-
-def _of_one_token(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
-    return logp[:, int(x)]
 
 
 def _nearest_token(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
@@ -50,14 +33,6 @@ def _nearest_token(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> 
     chunk = max(chunks, key=lambda r: int(r.usable.sum()))
     logp = (chunk.logits / sampling.temperature).log_softmax(-1)[chunk.usable]
     return [float((logp - chunk.wanted[chunk.usable][:, None]).abs().mean(0).argmin())]
-
-
-def _of_other_token(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
-    return _paired(chunk, logp, int(x), 0)
-
-
-def _by_other_logits(chunk: RecordedChunk, s: StackSampling, logp: Tensor, x: float) -> Tensor:
-    return _paired(chunk, logp, 0, int(x))
 
 
 def _paired(chunk: RecordedChunk, logp: Tensor, token: int, logits: int) -> Tensor:
@@ -71,42 +46,10 @@ def _paired(chunk: RecordedChunk, logp: Tensor, token: int, logits: int) -> Tens
 # another unit than nats of one token
 
 
-def _to_the_end(y: Tensor) -> Tensor:
-    return y.flip(0).cumsum(0).flip(0)
-
-
-def _running_mean(y: Tensor) -> Tensor:
-    return y.cumsum(0) / torch.arange(1, len(y) + 1, device=y.device)
-
-
-def _sum(y: Tensor) -> Tensor:
-    return y.sum().expand_as(y)
-
-
-def _mean(y: Tensor) -> Tensor:
-    return y.mean().expand_as(y)
-
-
-def _by_length(y: Tensor) -> Tensor:
-    return y / len(y)
-
-
-def _divided_by_temperature(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:
-    return v / s.temperature
-
-
-def _shifted(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:
-    return moved(v, int(x))
-
-
 def _shifts(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
     """Propose the shifts that leave a token, the short ones first."""
     longest = min(max(len(r.numbers.counts) for r in chunks) - 1, MOST_SHIFTED)
     return [float(k) for n in range(1, longest + 1) for k in (n, -n)]
-
-
-def _limited(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:
-    return v.clamp(min=x)
 
 
 def _lower_limit(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
@@ -115,10 +58,6 @@ def _lower_limit(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Se
     values = torch.cat([n.recorded[n.usable] for n in of_responses])
     low = values.min() if len(values) else torch.tensor(0.0)
     return [float(low)] if int((values == low).sum()) >= 2 and int((values > low).sum()) >= limits.VARIED else []
-
-
-def _with_added(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:
-    return (v.exp() + x).clamp_min(1e-30).log()
 
 
 def _added_probability(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
@@ -141,80 +80,84 @@ def moved(x: Tensor, by: int) -> Tensor:
 # the rows
 
 
-def _counted(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `change` to the numbers of the tokens that count; others are not predicted."""
-    found, counts = torch.full_like(v, torch.nan), chunk.numbers.counts
-    found[counts] = change(v[counts])
-    return found
+def _quantity(
+    words: str, change: Change, parameter: Parameter | None = None, name: CauseName = "other_quantity"
+) -> Cause:
+    return Cause(words, "quantity", name, change, parameter=parameter)
 
 
 def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "other_number") -> Cause:
-    return Cause(words, "unit", name, partial(_counted, change=change))
+    """Return the row that applies `change` to the numbers of the tokens that count; others are not predicted."""
+
+    def of_counted(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:
+        found, counts = torch.full_like(v, torch.nan), chunk.numbers.counts
+        found[counts] = change(v[counts])
+        return found
+
+    return Cause(words, "unit", name, of_counted)
 
 
 RECORDED: tuple[Cause, ...] = (
-    Cause("log-prob of the likeliest token", "quantity", "other_quantity", _likeliest),
-    Cause("minus the entropy", "quantity", "other_quantity", _minus_entropy),
-    Cause("the entropy", "quantity", "other_quantity", _entropy),
-    Cause("the logit, not normalised", "quantity", "other_quantity", _logit),
-    Cause(
+    _quantity("log-prob of the likeliest token", lambda chunk, s, logp, x: logp.max(-1).values),
+    _quantity("minus the entropy", lambda chunk, s, logp, x: -_entropy(logp)),
+    _quantity("the entropy", lambda chunk, s, logp, x: _entropy(logp)),
+    _quantity(
+        "the logit, not normalised", lambda chunk, s, logp, x: chunk.logits.gather(-1, chunk.targets[:, None])[:, 0]
+    ),
+    _quantity(
         "log-prob of token id {x:.0f} at every position",
-        "quantity",
-        "other_quantity",
-        _of_one_token,
-        parameter=Parameter(propose=_nearest_token),
+        lambda chunk, s, logp, x: logp[:, int(x)],
+        Parameter(propose=_nearest_token),
     ),
-    Cause(
+    _quantity(
         "log-prob of the token {x:+.0f} places on, by the right logits",
-        "quantity",
+        lambda chunk, s, logp, x: _paired(chunk, logp, int(x), 0),
+        Parameter(STEPS, in_pairs=2),
         "other_pairs",
-        _of_other_token,
-        parameter=Parameter(STEPS, in_pairs=2),
     ),
-    Cause(
+    _quantity(
         "log-prob of the right token, by the logits {x:+.0f} places on",
-        "quantity",
+        lambda chunk, s, logp, x: _paired(chunk, logp, 0, int(x)),
+        Parameter(STEPS, in_pairs=2),
         "other_pairs",
-        _by_other_logits,
-        parameter=Parameter(STEPS, in_pairs=2),
     ),
-    _unit("in base 2, not in nats", partial(torch.div, other=math.log(2))),
-    _unit("in base 10, not in nats", partial(torch.div, other=math.log(10))),
-    _unit("minus the log-prob (a loss)", torch.neg),
-    _unit("the probability, not its logarithm", torch.exp),
+    _unit("in base 2, not in nats", lambda y: y / math.log(2)),
+    _unit("in base 10, not in nats", lambda y: y / math.log(10)),
+    _unit("minus the log-prob (a loss)", lambda y: -y),
+    _unit("the probability, not its logarithm", lambda y: y.exp()),
     Cause(
         "divided by the temperature {given} after the softmax",
         "unit",
         "temperature",
-        _divided_by_temperature,
+        lambda chunk, s, v, x: v / s.temperature,
         presumes=StackSampling.is_tempered,
     ),
     Cause(
         "each entry is of the token {x:+.0f} places on",
         "unit",
         "off_by_one",
-        _shifted,
+        lambda chunk, s, v, x: moved(v, int(x)),
         parameter=Parameter(propose=_shifts, in_pairs=4),
     ),
-    _unit("cumulative sums", partial(torch.cumsum, dim=0)),
-    _unit("sums from each token to the end", _to_the_end),
-    _unit("running means", _running_mean),
-    _unit("the sum over the response at every token", _sum),
-    _unit("the mean over the response at every token", _mean),
-    _unit("divided by the number of tokens of the response", _by_length),
-    _unit("in the opposite order", partial(torch.flip, dims=(0,)), "shuffled"),
+    _unit("cumulative sums", lambda y: y.cumsum(0)),
+    _unit("sums from each token to the end", lambda y: y.flip(0).cumsum(0).flip(0)),
+    _unit("running means", lambda y: y.cumsum(0) / torch.arange(1, len(y) + 1, device=y.device)),
+    _unit("the sum over the response at every token", lambda y: y.sum().expand_as(y)),
+    _unit("the mean over the response at every token", lambda y: y.mean().expand_as(y)),
+    _unit("divided by the number of tokens of the response", lambda y: y / len(y)),
+    _unit("in the opposite order", lambda y: y.flip(0), "shuffled"),
     Cause(
         "cut off below {x:.4g}",
         "unit",
         "other_number",
-        _limited,
+        lambda chunk, s, v, x: v.clamp(min=x),
         parameter=Parameter(propose=_lower_limit, in_pairs=1),
     ),
     Cause(
         "the logarithm of the probability + {x:.3g}",
         "unit",
         "epsilon_in_log",
-        _with_added,
+        lambda chunk, s, v, x: (v.exp() + x).clamp_min(1e-30).log(),
         parameter=Parameter(propose=_added_probability, is_fitted=True),
     ),
 )

@@ -7,52 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
-from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, Proposal, RecordedChunk, Rounded, always
-from ppo_repro.testing.audit.distributions import (
-    OF_TOP_K,
-    ORDERS,
-    cut,
-    penalised,
-    raw,
-    target_logprobs,
-    tempered,
-)
+from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, RecordedChunk, Rounded
+from ppo_repro.testing.audit.distributions import OF_TOP_K, ORDERS, cut, penalised, raw, target_logprobs, tempered
 from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.stack import StackSampling
 
-TEMPERATURES = (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0)
+TEMPERATURE = Parameter((1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0), is_fitted=True, in_pairs=1, is_temperature=True)
+FACTOR = Parameter((0.8, 0.95, 1.05, 1.2, 1.5, 2.0), is_fitted=True)
+TERM = Parameter((-0.5, 0.2, 0.5, 1.0), is_fitted=True)
+CAP = Parameter((5.0, 15.0, 30.0, 50.0), is_fitted=True)
 TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 25, 30, 32, 40, 50, 64, 80, 100, 128, 200, 256, 500, 512, 1000, 1024)
 TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995, 0.999)
 MIN_P = (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3)
-FACTORS = (0.8, 0.95, 1.05, 1.2, 1.5, 2.0)
-TERMS = (-0.5, 0.2, 0.5, 1.0)
-CAPS = (5.0, 15.0, 30.0, 50.0)
 
 
 def _least(x: float) -> float:
     return max(x, 1e-3)
-
-
-# temperature
-
-
-def _tempered_twice(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return logits / s.temperature**2
-
-
-def _multiplied(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return logits * s.temperature
-
-
-def _divided(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return logits / _least(x)
 
 
 # cuts
@@ -66,10 +42,6 @@ def _cut_at_temperature_1(
 
 def _is_tempered_and_cut(s: StackSampling) -> bool:
     return s.is_tempered() and s.is_cut()
-
-
-def _is_tempered_and_cut_twice(s: StackSampling) -> bool:
-    return _is_tempered_and_cut(s) and s.has_top_k_and_p()
 
 
 def _kept(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float, option: str) -> Tensor:
@@ -139,66 +111,87 @@ def _missing_token(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> 
 # the rows
 
 
-def _row(words: str, name: CauseName, change: Change, presumes: Callable[[StackSampling], bool] = always) -> Cause:
-    return Cause(words, "distribution", name, change, presumes=presumes)
-
-
-def _usual(words: str, name: CauseName, change: Change, values: Sequence[float], is_fitted: bool = True) -> Cause:
-    """Return a row whose parameter has usual values; if `is_fitted`, it may have others."""
-    return replace(_row(words, name, change), parameter=Parameter(values, is_fitted=is_fitted))
-
-
-def _found(words: str, name: CauseName, change: Change, propose: Proposal) -> Cause:
-    """Return a row whose parameter follows from the recorded numbers."""
-    return replace(_row(words, name, change), parameter=Parameter(propose=propose))
+def _row(
+    words: str,
+    name: CauseName,
+    change: Change,
+    parameter: Parameter | None = None,
+    presumes: Callable[[StackSampling], bool] = lambda sampling: True,
+    rounded: Rounded | None = None,
+) -> Cause:
+    return Cause(words, "distribution", name, change, presumes=presumes, parameter=parameter, rounded=rounded)
 
 
 def _kept_by(option: str, values: Sequence[float]) -> Cause:
     words = f"normalised over the tokens that {option} keeps (try --{option} {{x:.4g}})"
-    return _usual(words, "truncated_sampling", partial(_kept, option=option), values, is_fitted=False)
+    return _row(words, "truncated_sampling", partial(_kept, option=option), Parameter(values))
 
 
-_KEPT = "temperature 1 and normalised over the tokens that the cuts keep"
+_AT_1 = "temperature 1 and normalised over the tokens that the cuts keep"
 DISTRIBUTIONS: tuple[Cause, ...] = (
-    _row("temperature 1 instead of {given}", "temperature", raw, StackSampling.is_tempered),
-    _row("temperature {given} applied twice", "temperature", _tempered_twice, StackSampling.is_tempered),
-    _row("logits multiplied by the temperature {given}", "temperature", _multiplied, StackSampling.is_tempered),
-    replace(
-        _row("temperature {x:.4g} instead of {given}", "temperature", _divided),
-        parameter=Parameter(TEMPERATURES, is_fitted=True, in_pairs=1, is_temperature=True),
+    _row("temperature 1 instead of {given}", "temperature", raw, presumes=StackSampling.is_tempered),
+    _row(
+        "temperature {given} applied twice",
+        "temperature",
+        lambda chunk, s, logits, x: logits / s.temperature**2,
+        presumes=StackSampling.is_tempered,
+    ),
+    _row(
+        "logits multiplied by the temperature {given}",
+        "temperature",
+        lambda chunk, s, logits, x: logits * s.temperature,
+        presumes=StackSampling.is_tempered,
+    ),
+    _row(
+        "temperature {x:.4g} instead of {given}",
+        "temperature",
+        lambda chunk, s, logits, x: logits / _least(x),
+        TEMPERATURE,
     ),
     *(
         _row(
             f"of the processed distribution{order.words}, not of all tokens",
             "truncated_sampling",
             order.change,
-            order.differs,
+            presumes=order.differs,
         )
         for order in ORDERS
     ),
-    _row("of all tokens, not of the processed distribution", "truncated_sampling", tempered, StackSampling.is_cut),
-    _row(_KEPT, "truncated_sampling", _cut_at_temperature_1, _is_tempered_and_cut),
     _row(
-        f"{_KEPT}{OF_TOP_K}",
+        "of all tokens, not of the processed distribution",
+        "truncated_sampling",
+        tempered,
+        presumes=StackSampling.is_cut,
+    ),
+    _row(_AT_1, "truncated_sampling", _cut_at_temperature_1, presumes=_is_tempered_and_cut),
+    _row(
+        f"{_AT_1}{OF_TOP_K}",
         "truncated_sampling",
         partial(_cut_at_temperature_1, first=("top-k",)),
-        _is_tempered_and_cut_twice,
+        presumes=lambda s: _is_tempered_and_cut(s) and s.has_top_k_and_p(),
     ),
     _kept_by("top-k", TOP_K),
     _kept_by("top-p", TOP_P),
     _kept_by("min-p", MIN_P),
-    _usual("repetition penalty {x:.4g}", "penalty", _repetition, FACTORS),
-    _usual("repetition penalty {x:.4g} on response tokens alone", "penalty", _repetition_in_response, FACTORS),
-    _usual("presence penalty {x:.4g}", "penalty", _presence, TERMS),
-    _usual("frequency penalty {x:.4g}", "penalty", _frequency, TERMS),
+    _row("repetition penalty {x:.4g}", "penalty", _repetition, FACTOR),
+    _row("repetition penalty {x:.4g} on response tokens alone", "penalty", _repetition_in_response, FACTOR),
+    _row("presence penalty {x:.4g}", "penalty", _presence, TERM),
+    _row("frequency penalty {x:.4g}", "penalty", _frequency, TERM),
     *(
-        replace(
-            _row(f"logits rounded to {name}", "coarse_logits", partial(_rounded, dtype=dtype)),
+        _row(
+            f"logits rounded to {name}",
+            "coarse_logits",
+            partial(_rounded, dtype=dtype),
             rounded=Rounded("logits", name),
         )
         for name, dtype in FORMATS.items()
     ),
-    _usual("logits capped by {x:.4g} tanh(logit / {x:.4g})", "logit_cap", _capped, CAPS),
-    _found("normalised over {x:.0f} more tokens with a logit of 0", "padded_vocabulary", _with_zeros, _count_of_zeros),
-    _found("normalised without token id {x:.0f}", "banned_token", _without_token, _missing_token),
+    _row("logits capped by {x:.4g} tanh(logit / {x:.4g})", "logit_cap", _capped, CAP),
+    _row(
+        "normalised over {x:.0f} more tokens with a logit of 0",
+        "padded_vocabulary",
+        _with_zeros,
+        Parameter(propose=_count_of_zeros),
+    ),
+    _row("normalised without token id {x:.0f}", "banned_token", _without_token, Parameter(propose=_missing_token)),
 )

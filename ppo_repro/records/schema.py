@@ -16,6 +16,12 @@ SCHEMA_VERSION = 2
 # what a run may have that brings columns of its own: several turns, a sampler that is behind, responses encoded again
 Feature = Literal["turns", "lag", "retokenized"]
 Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
+# what has the values of a column, one of its fields each: an object of `buffers.py` or `control/buffers.py`, an optimizer
+# step of any kind of run, a preference pair; `computed` are the values that the code computes as it makes the table
+Source = Literal[
+    "prompts", "rollout", "forward", "rewards", "advantages", "step", "policy", "value", "digests", "evaluation", "pair",
+    "computed",
+]
 LEVELS: tuple[RecordLevel, ...] = ("lean", "full", "deep")  # each level has what the levels before it have
 
 
@@ -34,7 +40,9 @@ class Column:
     name: str
     kind: str
     unit: str
+    source: Source
     description: str
+    field: str = ""  # of the source; empty: the field with the column's name
     nullable: bool = False
     in_fingerprint: bool = True
     level: RecordLevel = "lean"  # the lowest that records it
@@ -68,207 +76,328 @@ class Table:
     columns: tuple[Column, ...]
     level: RecordLevel = "lean"  # the lowest that records it
 
-    def named(self, *names: str) -> tuple[Column, ...]:
-        """Return the columns with these names, in the order of this table, for use in another table."""
-        return tuple(column for column in self.columns if column.name in names)
+    def named(self, *names: str, source: Source | None = None) -> tuple[Column, ...]:
+        """Return the columns with these names, in the order of this table, for use in another table.
 
-    def always(self, *names: str) -> tuple[Column, ...]:
-        """Return the columns with these names as columns that are never null, for use in another table."""
-        return tuple(replace(column, nullable=False) for column in self.named(*names))
+        `source`: where the other table has them from, in fields of their names; None: from where this table has them.
+        """
+        found = tuple(column for column in self.columns if column.name in names)
+        return found if source is None else tuple(replace(column, source=source, field="") for column in found)
+
+    def always(self, *names: str, source: Source | None = None) -> tuple[Column, ...]:
+        """Return the columns of `named` as columns that are never null."""
+        return tuple(replace(column, nullable=False) for column in self.named(*names, source=source))
 
 
-ITERATION = Column("iteration", "int32", "count", "Rollout-update cycle, from 0.")
-_SEQUENCE = Column("sequence", "int32", "index", "Response within the iteration, from 0.")
-_POSITION = Column("position", "int32", "index", "Token within the response, from 0.")
-EPOCH = Column("epoch", "int32", "index", "Pass over the rollout, from 0.")
-MINIBATCH = Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0.")
+ITERATION = Column("iteration", "int32", "count", "computed", "Rollout-update cycle, from 0.")
+_SEQUENCE = Column("sequence", "int32", "index", "computed", "Response within the iteration, from 0.")
+_POSITION = Column("position", "int32", "index", "computed", "Token within the response, from 0.")
+EPOCH = Column("epoch", "int32", "index", "step", "Pass over the rollout, from 0.")
+MINIBATCH = Column("minibatch", "int32", "index", "step", "Minibatch within the epoch, from 0.")
 _SCHEDULED = tuple(replace(column, stage="losses") for column in (EPOCH, MINIBATCH, _SEQUENCE, _POSITION))
 
 SEQUENCES = Table("sequences", "one row per response", ("iteration", "sequence"), (
     ITERATION, _SEQUENCE,
-    Column("prompt_key", "string", "", "Stable name of the prompt in its task."),
-    Column("sample_index", "int32", "index", "Which sample of that prompt."),
-    Column("seed", "int64", "", "Sampler seed of this response."),
-    Column("prompt", "string", "", "Prompt text."),
-    Column("response", "string", "", "Response text without special tokens."),
-    Column("answer", "string", "", "What the verifier expects."),
-    Column("prompt_ids", "list<int32>", "token id", "Prompt tokens."),
-    Column("response_ids", "list<int32>", "token id", "Response tokens, end token included."),
-    Column("prompt_length", "int32", "tokens", "Length of prompt_ids."),
-    Column("response_length", "int32", "tokens", "Length of response_ids."),
-    Column("finish_reason", "string", "", "`stop` after an end token, `length` at the limit."),
-    Column("scores", "float64", "", "Weighted sum of the reward terms, after the rule for a missing end token.", stage="rewards"),
-    Column("score_parts", "list<float64>", "", "Unweighted value of each reward term, in the order of the configuration."),
-    Column("is_correct", "bool", "", "Right by the verifier, or equal to the answer; and ended by itself."),
-    Column("kl_penalty_sum", "float64", "reward", "Sum of kl_penalties over the response.", stage="rewards"),
-    Column("reward_sum", "float64", "", "Sum of rewards over the response.", stage="rewards"),
-    Column("episode_ids", "list<int32>", "token id", "All tokens after the prompt, those that the environment put in included; only where task.max_turns is greater than 1.", nullable=True, only_with="turns"),
-    Column("is_forced", "list<int32>", "", "For each of episode_ids 1 where the environment put it in, 0 where it was sampled; only likewise.", nullable=True, only_with="turns"),
-    Column("rollout_policy_versions", "list<int32>", "iterations", "Version of the policy that sampled each token: how many iterations it was trained for; only with mismatch.sampler.lag.", nullable=True, only_with="lag"),
-    Column("sampled_ids", "list<int32>", "token id", "The tokens as they were sampled, of which response_ids were encoded again; only with mismatch.trainer.retokenize.", nullable=True, only_with="retokenized"),
-    Column("is_as_sampled", "list<int32>", "", "For each of response_ids 1 where the token was sampled as it is, with the same text; only likewise.", nullable=True, only_with="retokenized"),
-    Column("server", "string", "", "SGLang server that sampled the response; null for the built-in engine.", nullable=True, in_fingerprint=False, level="full"),
-    Column("latency", "float64", "s", "From the server's receipt of the request to its last token; null for the built-in engine.", nullable=True, in_fingerprint=False, level="full"),
+    Column("prompt_key", "string", "", "prompts", "Stable name of the prompt in its task."),
+    Column("sample_index", "int32", "index", "prompts", "Which sample of that prompt."),
+    Column("seed", "int64", "", "prompts", "Sampler seed of this response."),
+    Column("prompt", "string", "", "prompts", "Prompt text."),
+    Column("response", "string", "", "rollout", "Response text without special tokens."),
+    Column("answer", "string", "", "prompts", "What the verifier expects."),
+    Column("prompt_ids", "list<int32>", "token id", "prompts", "Prompt tokens."),
+    Column("response_ids", "list<int32>", "token id", "computed", "Response tokens, end token included."),
+    Column("prompt_length", "int32", "tokens", "computed", "Length of prompt_ids."),
+    Column("response_length", "int32", "tokens", "computed", "Length of response_ids."),
+    Column("finish_reason", "string", "", "rollout", "`stop` after an end token, `length` at the limit."),
+    Column("scores", "float64", "", "rewards",
+        "Weighted sum of the reward terms, after the rule for a missing end token.", stage="rewards"),
+    Column("score_parts", "list<float64>", "", "rewards",
+        "Unweighted value of each reward term, in the order of the configuration."),
+    Column("is_correct", "bool", "", "rewards", "Right by the verifier, or equal to the answer; and ended by itself."),
+    Column("kl_penalty_sum", "float64", "reward", "computed",
+        "Sum of kl_penalties over the response.", stage="rewards"),
+    Column("reward_sum", "float64", "", "computed", "Sum of rewards over the response.", stage="rewards"),
+    Column("episode_ids", "list<int32>", "token id", "computed",
+        "All tokens after the prompt, those that the environment put in included; only where task.max_turns is "
+        "greater than 1.", nullable=True, only_with="turns"),
+    Column("is_forced", "list<int32>", "", "computed",
+        "For each of episode_ids 1 where the environment put it in, 0 where it was sampled; only likewise.",
+        nullable=True, only_with="turns"),
+    Column("rollout_policy_versions", "list<int32>", "iterations", "rollout",
+        "Version of the policy that sampled each token: how many iterations it was trained for; only with "
+        "mismatch.sampler.lag.", nullable=True, only_with="lag"),
+    Column("sampled_ids", "list<int32>", "token id", "rollout",
+        "The tokens as they were sampled, of which response_ids were encoded again; only with "
+        "mismatch.trainer.retokenize.", nullable=True, only_with="retokenized"),
+    Column("is_as_sampled", "list<int32>", "", "computed",
+        "For each of response_ids 1 where the token was sampled as it is, with the same text; only likewise.",
+        nullable=True, only_with="retokenized"),
+    Column("server", "string", "", "rollout",
+        "SGLang server that sampled the response; null for the built-in engine.",
+        nullable=True, in_fingerprint=False, level="full"),
+    Column("latency", "float64", "s", "rollout",
+        "From the server's receipt of the request to its last token; null for the built-in engine.",
+        nullable=True, in_fingerprint=False, level="full"),
 ))
 
 TOKENS = Table("tokens", "one row per response token", ("iteration", "sequence", "position"), (
     ITERATION, _SEQUENCE, _POSITION,
-    Column("token_id", "int32", "token id", "The sampled token."),
-    Column("char_start", "int32", "characters", "Where the token's text starts in the response."),
-    Column("char_end", "int32", "characters", "Where it ends; equal to the start for a special token."),
-    Column("byte_start", "int32", "bytes", "Start in the UTF-8 encoded response."),
-    Column("byte_end", "int32", "bytes", "End in the UTF-8 encoded response."),
-    Column("word_id", "int32", "index", "Whitespace-separated word the token belongs to; a special token is a word of its own."),
-    Column("sub_idx", "int32", "index", "Token within its word, from 0."),
-    Column("rollout_logprobs", "float32", "nats", "Log-prob under the sampler, while sampling."),
-    Column("old_logprobs", "float32", "nats", "Log-prob in the training forward before any update."),
-    Column("ref_logprobs", "float32", "nats", "Log-prob under the frozen reference."),
-    Column("log_kept_mass", "float32", "nats", "Log of the mass kept by top-k/top-p."),
-    Column("entropies", "float32", "nats", "Entropy of the policy at this position."),
-    Column("prob_sq_sums", "float32", "", "Sum of squared probabilities of the policy."),
-    Column("ref_kl", "float32", "nats", "KL(policy || reference) over the whole distribution."),
-    Column("values", "float32", "reward", "Value model before the token; null without one.", nullable=True),
-    Column("kl_penalties", "float32", "reward", "kl_coef times the KL estimate; 0 where no reward charges it.", stage="rewards"),
-    Column("rewards", "float32", "reward", "placed_scores minus kl_penalties, whitened if configured; the input of GAE.", stage="rewards"),
-    Column("raw_advantages", "float32", "reward", "Generalized advantage estimate, or the group-relative score.", stage="advantages"),
-    Column("advantages", "float32", "", "Advantage used in the loss.", stage="advantages"),
-    Column("returns", "float32", "reward", "Value target, raw_advantages + values; null without a value model.", nullable=True, stage="advantages"),
-    full("kept_tokens", "list<int32>", "token id", "Tokens that top-k/top-p keep, by id, over which every log-prob of this token is normalised; null without them."),
-    full("cumulative_probs", "float32", "", "Probability under the policy of this token and of all that are more likely; of equally likely tokens the lower ids count as more likely."),
-    full("reverse_ref_kl", "float32", "nats", "KL(reference || policy) over the whole distribution; null unless the reward charges it."),
-    full("placed_scores", "float64", "reward", "The score where its placement puts it.", stage="rewards"),
-    full("raw_rewards", "float32", "reward", "placed_scores minus kl_penalties, before whitening.", stage="rewards"),
-    deep("rollout_routes", "list<int32>", "index", "Experts that computed the token's distribution in the sampler: for each layer with experts, in order, the chosen ones by rising index; null for dense models, an SGLang server, and tokens encoded again."),
-    deep("policy_routes", "list<int32>", "index", "Experts that computed the token's distribution in the training forward before any update, as in rollout_routes; null for dense models."),
+    Column("token_id", "int32", "token id", "computed", "The sampled token."),
+    Column("char_start", "int32", "characters", "computed", "Where the token's text starts in the response."),
+    Column("char_end", "int32", "characters", "computed", "Where it ends; equal to the start for a special token."),
+    Column("byte_start", "int32", "bytes", "computed", "Start in the UTF-8 encoded response."),
+    Column("byte_end", "int32", "bytes", "computed", "End in the UTF-8 encoded response."),
+    Column("word_id", "int32", "index", "computed",
+        "Whitespace-separated word the token belongs to; a special token is a word of its own."),
+    Column("sub_idx", "int32", "index", "computed", "Token within its word, from 0."),
+    Column("rollout_logprobs", "float32", "nats", "rollout", "Log-prob under the sampler, while sampling."),
+    Column("old_logprobs", "float32", "nats", "forward", "Log-prob in the training forward before any update."),
+    Column("ref_logprobs", "float32", "nats", "forward", "Log-prob under the frozen reference."),
+    Column("log_kept_mass", "float32", "nats", "rollout", "Log of the mass kept by top-k/top-p."),
+    Column("entropies", "float32", "nats", "forward", "Entropy of the policy at this position."),
+    Column("prob_sq_sums", "float32", "", "forward", "Sum of squared probabilities of the policy."),
+    Column("ref_kl", "float32", "nats", "forward", "KL(policy || reference) over the whole distribution."),
+    Column("values", "float32", "reward", "forward", "Value model before the token; null without one.", nullable=True),
+    Column("kl_penalties", "float32", "reward", "rewards",
+        "kl_coef times the KL estimate; 0 where no reward charges it.", stage="rewards"),
+    Column("rewards", "float32", "reward", "rewards",
+        "placed_scores minus kl_penalties, whitened if configured; the input of GAE.", stage="rewards"),
+    Column("raw_advantages", "float32", "reward", "advantages",
+        "Generalized advantage estimate, or the group-relative score.", stage="advantages"),
+    Column("advantages", "float32", "", "advantages", "Advantage used in the loss.", stage="advantages"),
+    Column("returns", "float32", "reward", "advantages",
+        "Value target, raw_advantages + values; null without a value model.", nullable=True, stage="advantages"),
+    full("kept_tokens", "list<int32>", "token id", "computed",
+        "Tokens that top-k/top-p keep, by id, over which every log-prob of this token is normalised; null without "
+        "them."),
+    full("cumulative_probs", "float32", "", "forward",
+        "Probability under the policy of this token and of all that are more likely; of equally likely tokens the "
+        "lower ids count as more likely."),
+    full("reverse_ref_kl", "float32", "nats", "forward",
+        "KL(reference || policy) over the whole distribution; null unless the reward charges it."),
+    full("placed_scores", "float64", "reward", "rewards", "The score where its placement puts it.", stage="rewards"),
+    full("raw_rewards", "float32", "reward", "rewards",
+        "placed_scores minus kl_penalties, before whitening.", stage="rewards"),
+    deep("rollout_routes", "list<int32>", "index", "computed",
+        "Experts that computed the token's distribution in the sampler: for each layer with experts, in order, the "
+        "chosen ones by rising index; null for dense models, an SGLang server, and tokens encoded again."),
+    deep("policy_routes", "list<int32>", "index", "computed",
+        "Experts that computed the token's distribution in the training forward before any update, as in "
+        "rollout_routes; null for dense models."),
 ))
 
-UPDATES = Table("updates", "one row per token, epoch and minibatch", ("iteration", "epoch", "minibatch", "sequence", "position"), (
+_UPDATE = ("iteration", "epoch", "minibatch", "sequence", "position")
+
+UPDATES = Table("updates", "one row per token, epoch and minibatch", _UPDATE, (
     ITERATION, *_SCHEDULED,
-    Column("new_logprobs", "float32", "nats", "Log-prob under the policy before this step; null where it takes none.", nullable=True),
-    Column("ratios", "float32", "", "exp(new_logprobs - anchor); ppo.ratio_anchor names the anchor. With sequence_clip exp of the mean difference of the response. Null where the policy takes no step.", nullable=True, stage="losses"),
-    Column("clip_flag", "string", "", "none; clip_high, clip_low, clip_dual (gradient zero); wrong_high, wrong_low (outside the band, gradient kept); bound_high, bound_low (CISPO's weight is its bound, gradient kept); unknown (your objective does not say); null where the policy takes no step.", nullable=True, stage="losses"),
-    Column("new_values", "float32", "reward", "Value model before this step; null where it takes none.", nullable=True),
-    Column("value_clipped", "bool", "", "The clipped branch decided the value loss.", stage="losses"),
-    Column("new_entropies", "float32", "nats", "Entropy of the policy before this step; null where it takes none.", nullable=True),
-    full("loss_weights", "float32", "", "Weight of the token in the losses of the step, from ppo.aggregation; 0 for tokens that rejected_tokens = left_out leaves out.", stage="losses"),
-    full("importance_weights", "float32", "", "Factor on surrogates and penalty_terms, from old_logprobs - rollout_logprobs, 0 for rejected tokens; null unless configured.", stage="losses"),
-    full("correction", "string", "", "What importance weights and rejection did to the token: none; truncated_high, truncated_low (the weight is a bound); masked_high, masked_low, rejected (the weight is 0); null unless configured.", stage="losses"),
-    full("policy_losses", "float32", "", "Policy loss of the token, all terms: surrogates plus penalty_terms, times importance_weights, minus entropy_coef times new_entropies, plus kl_terms; null where the policy takes no step.", stage="losses"),
-    full("surrogates", "float32", "", "The objective's term in ratio and advantage; null where the policy takes no step.", stage="losses"),
-    full("penalty_terms", "float32", "", "penalty_coef times KL(anchor || new), k3; null for other objectives.", stage="losses"),
-    full("kl_terms", "float32", "", "kl_coef times the KL estimate to the reference; null unless the loss has it.", stage="losses"),
-    full("value_losses", "float32", "", "Value loss of the token, before value_coef; null where the value model takes no step.", stage="losses"),
+    Column("new_logprobs", "float32", "nats", "policy",
+        "Log-prob under the policy before this step; null where it takes none.", nullable=True),
+    Column("ratios", "float32", "", "policy",
+        "exp(new_logprobs - anchor); ppo.ratio_anchor names the anchor. With sequence_clip exp of the mean "
+        "difference of the response. Null where the policy takes no step.", nullable=True, stage="losses"),
+    Column("clip_flag", "string", "", "computed",
+        "none; clip_high, clip_low, clip_dual (gradient zero); wrong_high, wrong_low (outside the band, gradient "
+        "kept); bound_high, bound_low (CISPO's weight is its bound, gradient kept); unknown (your objective does not "
+        "say); null where the policy takes no step.", nullable=True, stage="losses"),
+    Column("new_values", "float32", "reward", "value",
+        "Value model before this step; null where it takes none.", nullable=True),
+    Column("value_clipped", "bool", "", "computed", "The clipped branch decided the value loss.", stage="losses"),
+    Column("new_entropies", "float32", "nats", "policy",
+        "Entropy of the policy before this step; null where it takes none.", nullable=True),
+    full("loss_weights", "float32", "", "step",
+        "Weight of the token in the losses of the step, from ppo.aggregation; 0 for tokens that rejected_tokens = "
+        "left_out leaves out.", stage="losses"),
+    full("importance_weights", "float32", "", "policy",
+        "Factor on surrogates and penalty_terms, from old_logprobs - rollout_logprobs, 0 for rejected tokens; null "
+        "unless configured.", stage="losses"),
+    full("correction", "string", "", "computed",
+        "What importance weights and rejection did to the token: none; truncated_high, truncated_low (the weight is "
+        "a bound); masked_high, masked_low, rejected (the weight is 0); null unless configured.", stage="losses"),
+    full("policy_losses", "float32", "", "policy",
+        "Policy loss of the token, all terms: surrogates plus penalty_terms, times importance_weights, minus "
+        "entropy_coef times new_entropies, plus kl_terms; null where the policy takes no step.",
+        field="losses", stage="losses"),
+    full("surrogates", "float32", "", "policy",
+        "The objective's term in ratio and advantage; null where the policy takes no step.", stage="losses"),
+    full("penalty_terms", "float32", "", "policy",
+        "penalty_coef times KL(anchor || new), k3; null for other objectives.", stage="losses"),
+    full("kl_terms", "float32", "", "policy",
+        "kl_coef times the KL estimate to the reference; null unless the loss has it.", stage="losses"),
+    full("value_losses", "float32", "", "value",
+        "Value loss of the token, before value_coef; null where the value model takes no step.",
+        field="losses", stage="losses"),
 ))
 
 STEPS = Table("steps", "one row per optimizer step", ("iteration", "epoch", "minibatch"), (
     ITERATION, EPOCH, MINIBATCH,
-    Column("tokens", "int32", "tokens", "Response tokens in the minibatch.", stage="losses"),
-    Column("policy_loss", "float64", "", "All terms of the policy's loss, aggregated as configured; null where the policy takes no step.", nullable=True, stage="losses"),
-    Column("value_loss", "float64", "", "Half the squared error, clipped if configured, aggregated as configured; null where the value model takes no step.", nullable=True, stage="losses"),
-    Column("entropy", "float64", "nats", "Entropy before the step, token mean; null without a step.", nullable=True, stage="losses"),
-    Column("approx_kl", "float64", "nats", "KL(anchor || new) by k3, token mean; null without a step.", nullable=True, stage="losses"),
-    Column("clip_fraction", "float64", "", "Share of tokens whose policy gradient the clip removed; null without a step, and where that is unknown.", nullable=True, stage="losses"),
-    Column("value_clip_fraction", "float64", "", "Share of tokens whose value loss the clip decided; null without a step.", nullable=True, stage="losses"),
-    Column("grad_norm", "float64", "", "Global gradient norm of the policy (and of a value head on its trunk) before clipping; null without a step.", nullable=True),
-    Column("value_grad_norm", "float64", "", "Global gradient norm of a separate value model before clipping; null without a step.", nullable=True),
-    Column("learning_rate", "float64", "", "Policy learning rate of this iteration.", stage="coefficients"),
-    Column("value_learning_rate", "float64", "", "Value learning rate of this iteration; null without a separate value model.", nullable=True, stage="coefficients"),
-    Column("policy_digest", "string", "", "Digest of the policy weights after the step."),
-    Column("value_digest", "string", "", "Digest of the weights of value model or value head after the step; null without a value model.", nullable=True),
-    full("surrogate_loss", "float64", "", "Sum of surrogates times importance_weights times loss_weights; null without a step.", stage="losses"),
-    full("penalty_loss", "float64", "", "Sum of penalty_terms times importance_weights times loss_weights; null for other objectives than PPO-Penalty.", stage="losses"),
-    full("entropy_loss", "float64", "", "Minus entropy_coef times new_entropies, aggregated as configured; null without a step.", stage="losses"),
-    full("kl_loss", "float64", "", "kl_terms, aggregated as configured; null unless the loss has them.", stage="losses"),
+    Column("tokens", "int32", "tokens", "computed", "Response tokens in the minibatch.", stage="losses"),
+    Column("policy_loss", "float64", "", "policy",
+        "All terms of the policy's loss, aggregated as configured; null where the policy takes no step.",
+        field="loss", nullable=True, stage="losses"),
+    Column("value_loss", "float64", "", "value",
+        "Half the squared error, clipped if configured, aggregated as configured; null where the value model takes "
+        "no step.", field="loss", nullable=True, stage="losses"),
+    Column("entropy", "float64", "nats", "policy",
+        "Entropy before the step, token mean; null without a step.", nullable=True, stage="losses"),
+    Column("approx_kl", "float64", "nats", "policy",
+        "KL(anchor || new) by k3, token mean; null without a step.", nullable=True, stage="losses"),
+    Column("clip_fraction", "float64", "", "policy",
+        "Share of tokens whose policy gradient the clip removed; null without a step, and where that is unknown.",
+        nullable=True, stage="losses"),
+    Column("value_clip_fraction", "float64", "", "value",
+        "Share of tokens whose value loss the clip decided; null without a step.",
+        field="clip_fraction", nullable=True, stage="losses"),
+    Column("grad_norm", "float64", "", "policy",
+        "Global gradient norm of the policy (and of a value head on its trunk) before clipping; null without a step.",
+        nullable=True),
+    Column("value_grad_norm", "float64", "", "value",
+        "Global gradient norm of a separate value model before clipping; null without a step.",
+        field="grad_norm", nullable=True),
+    Column("learning_rate", "float64", "", "computed", "Policy learning rate of this iteration.", stage="coefficients"),
+    Column("value_learning_rate", "float64", "", "computed",
+        "Value learning rate of this iteration; null without a separate value model.",
+        nullable=True, stage="coefficients"),
+    Column("policy_digest", "string", "", "digests", "Digest of the policy weights after the step."),
+    Column("value_digest", "string", "", "digests",
+        "Digest of the weights of value model or value head after the step; null without a value model.",
+        nullable=True),
+    full("surrogate_loss", "float64", "", "policy",
+        "Sum of surrogates times importance_weights times loss_weights; null without a step.", stage="losses"),
+    full("penalty_loss", "float64", "", "policy",
+        "Sum of penalty_terms times importance_weights times loss_weights; null for other objectives than "
+        "PPO-Penalty.", stage="losses"),
+    full("entropy_loss", "float64", "", "policy",
+        "Minus entropy_coef times new_entropies, aggregated as configured; null without a step.", stage="losses"),
+    full("kl_loss", "float64", "", "policy",
+        "kl_terms, aggregated as configured; null unless the loss has them.", stage="losses"),
 ))
 
 ITERATIONS = Table("iterations", "one row per iteration", ("iteration",), (
     ITERATION,
-    Column("sequences", "int32", "count", "Responses sampled.", stage="summary"),
-    Column("tokens", "int32", "tokens", "Response tokens sampled.", stage="summary"),
-    Column("score_mean", "float64", "", "Mean score.", stage="summary"),
-    Column("accuracy", "float64", "", "Share of correct responses, sampled.", stage="summary"),
-    Column("reward_mean", "float64", "reward", "Mean over responses of the summed rewards.", stage="summary"),
-    Column("response_length_mean", "float64", "tokens", "Mean response length.", stage="summary"),
-    Column("truncated_fraction", "float64", "", "Share of responses cut at the length limit.", stage="summary"),
-    Column("entropy", "float64", "nats", "Entropy before the update, token mean.", stage="summary"),
-    Column("kl_coef", "float64", "", "Weight of the KL penalty or term; 0 without one.", stage="coefficients"),
-    Column("clip_range", "float64", "", "Adaptive clip range in force; null where it is fixed or there is none.", nullable=True, stage="coefficients"),
-    Column("penalty_coef", "float64", "", "Weight of KL(anchor || new) in PPO-Penalty; null for other objectives.", nullable=True, stage="coefficients"),
-    Column("return_mean", "float64", "reward", "Number added to predicted values; null unless returns are normalised.", nullable=True, stage="coefficients"),
-    Column("return_scale", "float64", "reward", "Factor of predicted values; null unless returns are normalised.", nullable=True, stage="coefficients"),
-    Column("policy_steps", "int32", "count", "Optimizer steps the policy took; fewer than planned after an early stop.", stage="coefficients"),
-    Column("ref_kl_per_token", "float64", "nats", "KL(policy || reference), exact, token mean.", stage="summary"),
-    Column("ref_kl_per_sequence", "float64", "nats", "KL(policy || reference), exact, summed over each response, mean over responses.", stage="summary"),
-    Column("explained_variance", "float64", "", "1 - Var(returns - values) / Var(returns); null where the returns do not vary.", nullable=True, stage="summary"),
-    Column("unequal_old_rollout_logprobs", "int64", "tokens", "Tokens whose old and rollout log-prob differ in any bit.", stage="summary"),
-    Column("max_abs_old_rollout", "float64", "nats", "Largest |old - rollout| log-prob difference.", stage="summary"),
-    Column("first_minibatch_tokens", "int64", "tokens", "Tokens of the first minibatch of the update.", stage="summary"),
-    Column("unequal_first_ratios", "int64", "tokens", "Tokens of the first minibatch whose ratio is not exactly 1.", stage="summary"),
-    Column("unequal_values", "int64", "tokens", "Tokens of the first minibatch whose recomputed value differs in any bit; 0 without a value model.", stage="summary"),
-    Column("eval_accuracy", "float64", "", "Greedy accuracy on held-out prompts before this update; null where not evaluated.", nullable=True, stage="summary"),
-    Column("eval_score", "float64", "", "Mean score of the greedy responses to held-out prompts; null where not evaluated.", nullable=True, stage="summary"),
-    Column("seconds_rollout", "float64", "s", "Wall time of sampling.", in_fingerprint=False),
-    Column("seconds_forward", "float64", "s", "Wall time of the scoring forwards.", in_fingerprint=False),
-    Column("seconds_update", "float64", "s", "Wall time of the optimizer steps.", in_fingerprint=False),
-    Column("seconds_evaluation", "float64", "s", "Wall time of the evaluation.", in_fingerprint=False),
-    Column("seconds_digests", "float64", "s", "Wall time of the digests of weights after the steps.", nullable=True, in_fingerprint=False),
-    Column("seconds_other", "float64", "s", "The rest of the iteration's wall time, so that the seconds add up to it.", nullable=True, in_fingerprint=False),
-    Column("ended_at", "float64", "s", "When the iteration ended, in seconds since 1970, UTC.", nullable=True, in_fingerprint=False),
+    Column("sequences", "int32", "count", "computed", "Responses sampled.", stage="summary"),
+    Column("tokens", "int32", "tokens", "computed", "Response tokens sampled.", stage="summary"),
+    Column("score_mean", "float64", "", "computed", "Mean score.", stage="summary"),
+    Column("accuracy", "float64", "", "computed", "Share of correct responses, sampled.", stage="summary"),
+    Column("reward_mean", "float64", "reward", "computed",
+        "Mean over responses of the summed rewards.", stage="summary"),
+    Column("response_length_mean", "float64", "tokens", "computed", "Mean response length.", stage="summary"),
+    Column("truncated_fraction", "float64", "", "computed",
+        "Share of responses cut at the length limit.", stage="summary"),
+    Column("entropy", "float64", "nats", "computed", "Entropy before the update, token mean.", stage="summary"),
+    Column("kl_coef", "float64", "", "computed",
+        "Weight of the KL penalty or term; 0 without one.", stage="coefficients"),
+    Column("clip_range", "float64", "", "computed",
+        "Adaptive clip range in force; null where it is fixed or there is none.", nullable=True, stage="coefficients"),
+    Column("penalty_coef", "float64", "", "computed",
+        "Weight of KL(anchor || new) in PPO-Penalty; null for other objectives.", nullable=True, stage="coefficients"),
+    Column("return_mean", "float64", "reward", "computed",
+        "Number added to predicted values; null unless returns are normalised.", nullable=True, stage="coefficients"),
+    Column("return_scale", "float64", "reward", "computed",
+        "Factor of predicted values; null unless returns are normalised.", nullable=True, stage="coefficients"),
+    Column("policy_steps", "int32", "count", "computed",
+        "Optimizer steps the policy took; fewer than planned after an early stop.", stage="coefficients"),
+    Column("ref_kl_per_token", "float64", "nats", "computed",
+        "KL(policy || reference), exact, token mean.", stage="summary"),
+    Column("ref_kl_per_sequence", "float64", "nats", "computed",
+        "KL(policy || reference), exact, summed over each response, mean over responses.", stage="summary"),
+    Column("explained_variance", "float64", "", "computed",
+        "1 - Var(returns - values) / Var(returns); null where the returns do not vary.",
+        nullable=True, stage="summary"),
+    Column("unequal_old_rollout_logprobs", "int64", "tokens", "computed",
+        "Tokens whose old and rollout log-prob differ in any bit.", stage="summary"),
+    Column("max_abs_old_rollout", "float64", "nats", "computed",
+        "Largest |old - rollout| log-prob difference.", stage="summary"),
+    Column("first_minibatch_tokens", "int64", "tokens", "computed",
+        "Tokens of the first minibatch of the update.", stage="summary"),
+    Column("unequal_first_ratios", "int64", "tokens", "computed",
+        "Tokens of the first minibatch whose ratio is not exactly 1.", stage="summary"),
+    Column("unequal_values", "int64", "tokens", "computed",
+        "Tokens of the first minibatch whose recomputed value differs in any bit; 0 without a value model.",
+        stage="summary"),
+    Column("eval_accuracy", "float64", "", "computed",
+        "Greedy accuracy on held-out prompts before this update; null where not evaluated.",
+        nullable=True, stage="summary"),
+    Column("eval_score", "float64", "", "computed",
+        "Mean score of the greedy responses to held-out prompts; null where not evaluated.",
+        nullable=True, stage="summary"),
+    Column("seconds_rollout", "float64", "s", "computed", "Wall time of sampling.", in_fingerprint=False),
+    Column("seconds_forward", "float64", "s", "computed", "Wall time of the scoring forwards.", in_fingerprint=False),
+    Column("seconds_update", "float64", "s", "computed", "Wall time of the optimizer steps.", in_fingerprint=False),
+    Column("seconds_evaluation", "float64", "s", "computed", "Wall time of the evaluation.", in_fingerprint=False),
+    Column("seconds_digests", "float64", "s", "computed",
+        "Wall time of the digests of weights after the steps.", nullable=True, in_fingerprint=False),
+    Column("seconds_other", "float64", "s", "computed",
+        "The rest of the iteration's wall time, so that the seconds add up to it.",
+        nullable=True, in_fingerprint=False),
+    Column("ended_at", "float64", "s", "computed",
+        "When the iteration ended, in seconds since 1970, UTC.", nullable=True, in_fingerprint=False),
 ))
 
 # in the order in which the data is computed, in which differences are reported
 TABLES = (SEQUENCES, TOKENS, UPDATES, STEPS, ITERATIONS)
 
 # side tables: what happens outside the iterations; in the digests of a run, not in its fingerprint
-_STEP = Column("step", "int32", "index", "Optimizer step, from 0.")
-_PAIR_EPOCH = Column("epoch", "int32", "index", "Pass over the pairs, from 0.")
-_PAIR = Column("pair", "int32", "index", "Row of the table `pairs`.")
+_STEP = Column("step", "int32", "index", "computed", "Optimizer step, from 0.")
+_PAIR_EPOCH = Column("epoch", "int32", "index", "step", "Pass over the pairs, from 0.")
+_PAIR = Column("pair", "int32", "index", "computed", "Row of the table `pairs`.")
 
 EVALUATIONS = Table("evaluations", "one row per held-out prompt and evaluation", ("iteration", "sequence"), (
-    Column("iteration", "int32", "count", "Iterations before the evaluation; the last evaluation has the number of all iterations."),
-    Column("sequence", "int32", "index", "Held-out prompt, from 0, in the order of the task."),
-    *SEQUENCES.named("prompt_key", "prompt", "response", "answer", "prompt_ids", "response_ids", "response_length"),
-    *SEQUENCES.named("finish_reason", "scores", "score_parts", "is_correct", "episode_ids", "is_forced"),
+    Column("iteration", "int32", "count", "computed",
+        "Iterations before the evaluation; the last evaluation has the number of all iterations."),
+    Column("sequence", "int32", "index", "computed", "Held-out prompt, from 0, in the order of the task."),
+    *SEQUENCES.named("prompt_key", "prompt", "response", "answer", "prompt_ids", "response_ids", source="evaluation"),
+    *SEQUENCES.named("response_length"),
+    *SEQUENCES.named("finish_reason", "scores", "score_parts", "is_correct", source="evaluation"),
+    *SEQUENCES.named("episode_ids", "is_forced"),
 ), level="full")
 
 WARM_START_STEPS = Table("warm_start_steps", "one row per supervised step before PPO", ("step",), (
     _STEP,
-    Column("epoch", "int32", "index", "Pass over the training prompts, from 0."),
-    Column("examples", "int32", "count", "Prompts with their answers in the minibatch."),
-    Column("tokens", "int32", "tokens", "Answer tokens in the minibatch, end tokens included."),
-    Column("loss", "float64", "nats", "Cross-entropy before the step, token mean."),
-    Column("learning_rate", "float64", "", "Learning rate of the step."),
-    Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
-    Column("accuracy", "float64", "", "Greedy accuracy on training prompts after the step; null where not measured.", nullable=True),
+    Column("epoch", "int32", "index", "step", "Pass over the training prompts, from 0."),
+    Column("examples", "int32", "count", "step", "Prompts with their answers in the minibatch."),
+    Column("tokens", "int32", "tokens", "step", "Answer tokens in the minibatch, end tokens included."),
+    Column("loss", "float64", "nats", "step", "Cross-entropy before the step, token mean."),
+    Column("learning_rate", "float64", "", "step", "Learning rate of the step."),
+    Column("grad_norm", "float64", "", "step", "Global gradient norm before clipping."),
+    Column("accuracy", "float64", "", "step",
+        "Greedy accuracy on training prompts after the step; null where not measured.", nullable=True),
 ), level="full")
 
 PAIRS = Table("pairs", "one row per preference pair of the reward model's training", ("pair",), (
-    Column("pair", "int32", "index", "Training pairs first, then held-out ones."),
-    Column("held_out", "bool", "", "Not trained on."),
-    Column("prompt_key", "string", "", "Stable name of the prompt in its task."),
-    Column("chosen", "string", "", "Text of the preferred response."),
-    Column("rejected", "string", "", "Text of the other response."),
-    Column("prompt_ids", "list<int32>", "token id", "Prompt tokens."),
-    Column("chosen_ids", "list<int32>", "token id", "Preferred response, end token included."),
-    Column("rejected_ids", "list<int32>", "token id", "The other response."),
-    Column("margin_before", "float32", "reward", "Score of the preferred response minus that of the other, before training; null for training pairs.", nullable=True),
-    Column("margin_after", "float32", "reward", "Score of the preferred response minus that of the other, after training; null for training pairs.", nullable=True),
+    Column("pair", "int32", "index", "computed", "Training pairs first, then held-out ones."),
+    Column("held_out", "bool", "", "computed", "Not trained on."),
+    Column("prompt_key", "string", "", "pair", "Stable name of the prompt in its task."),
+    Column("chosen", "string", "", "computed", "Text of the preferred response."),
+    Column("rejected", "string", "", "computed", "Text of the other response."),
+    Column("prompt_ids", "list<int32>", "token id", "pair", "Prompt tokens."),
+    Column("chosen_ids", "list<int32>", "token id", "pair", "Preferred response, end token included."),
+    Column("rejected_ids", "list<int32>", "token id", "pair", "The other response."),
+    Column("margin_before", "float32", "reward", "computed",
+        "Score of the preferred response minus that of the other, before training; null for training pairs.",
+        nullable=True),
+    Column("margin_after", "float32", "reward", "computed",
+        "Score of the preferred response minus that of the other, after training; null for training pairs.",
+        nullable=True),
 ), level="full")
 
 PAIR_UPDATES = Table("pair_updates", "one row per training pair and epoch", ("epoch", "minibatch", "pair"), (
     _PAIR_EPOCH, MINIBATCH, _PAIR,
-    Column("margins", "float32", "reward", "Score of the preferred response minus that of the other, before the step."),
-    Column("losses", "float32", "nats", "Bradley-Terry loss before the step."),
+    Column("margins", "float32", "reward", "computed",
+        "Score of the preferred response minus that of the other, before the step."),
+    Column("losses", "float32", "nats", "computed", "Bradley-Terry loss before the step."),
 ), level="full")
 
 PAIR_STEPS = Table("pair_steps", "one row per optimizer step of the reward model", ("epoch", "minibatch"), (
     _PAIR_EPOCH, MINIBATCH,
-    Column("pairs", "int32", "count", "Pairs in the minibatch."),
-    Column("loss", "float64", "nats", "Loss before the step, Bradley-Terry or DPO, mean over pairs."),
-    Column("margin", "float64", "reward", "Score or implicit reward of the preferred response minus that of the other, before the step, mean over pairs."),
-    Column("accuracy", "float64", "", "Share of pairs with a positive margin; one half for a margin of 0."),
-    Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
-    Column("reward_digest", "string", "", "Digest of the reward model's weights after the step."),
+    Column("pairs", "int32", "count", "step", "Pairs in the minibatch."),
+    Column("loss", "float64", "nats", "step", "Loss before the step, Bradley-Terry or DPO, mean over pairs."),
+    Column("margin", "float64", "reward", "step",
+        "Score or implicit reward of the preferred response minus that of the other, before the step, mean over "
+        "pairs."),
+    Column("accuracy", "float64", "", "step", "Share of pairs with a positive margin; one half for a margin of 0."),
+    Column("grad_norm", "float64", "", "step", "Global gradient norm before clipping."),
+    Column("reward_digest", "string", "", "step",
+        "Digest of the reward model's weights after the step.", field="digest"),
 ), level="full")
 
 # in the order in which the data is computed: once before the first iteration; then at every evaluation
@@ -277,59 +406,74 @@ SIDE_TABLES = (*PREPARATION, EVALUATIONS)
 
 # Control runs: a sequence is a fragment, the part of one episode that lies in one iteration; a token is a step of the
 # environment. Columns with the names of a language run mean the same; the anchor is the rollout, and no step is missing.
-_FRAGMENT = Column("sequence", "int32", "index", "Fragment within the iteration, from 0, by environment and time.")
-_STEP_OF_FRAGMENT = Column("position", "int32", "index", "Step within the fragment, from 0.")
+_FRAGMENT = Column("sequence", "int32", "index", "computed",
+    "Fragment within the iteration, from 0, by environment and time.")
+_STEP_OF_FRAGMENT = Column("position", "int32", "index", "computed", "Step within the fragment, from 0.")
 
 CONTROL_SEQUENCES = replace(SEQUENCES, grain="one row per fragment of an episode", columns=(
     ITERATION, _FRAGMENT,
-    Column("environment", "int32", "index", "Copy of the environment, from 0."),
-    Column("episode", "int32", "index", "Episode of the copy, from 0."),
-    Column("seed", "int64", "", "Seed with which the episode was reset."),
-    Column("first_step", "int32", "steps", "Step of the episode at which the fragment begins."),
-    Column("last_step", "int32", "steps", "Step of the iteration with which it ends."),
-    Column("fragment_length", "int32", "steps", "Steps of the fragment."),
-    Column("end_reason", "string", "", "`terminated` by the environment, `truncated` by its time limit, `cut` by the end of the iteration."),
-    Column("final_observations", "list<float32>", "", "Observation after the last action."),
-    Column("final_values", "float32", "reward", "Value with which the return goes on after the fragment; 0 where nothing follows."),
-    Column("reward_sum", "float64", "reward", "Sum of rewards over the fragment."),
-    Column("episode_return", "float64", "reward", "Sum of rewards over the episode; null where it has not ended.", nullable=True),
+    Column("environment", "int32", "index", "rollout", "Copy of the environment, from 0."),
+    Column("episode", "int32", "index", "rollout", "Episode of the copy, from 0."),
+    Column("seed", "int64", "", "rollout", "Seed with which the episode was reset."),
+    Column("first_step", "int32", "steps", "rollout", "Step of the episode at which the fragment begins."),
+    Column("last_step", "int32", "steps", "rollout", "Step of the iteration with which it ends."),
+    Column("fragment_length", "int32", "steps", "computed", "Steps of the fragment."),
+    Column("end_reason", "string", "", "rollout",
+        "`terminated` by the environment, `truncated` by its time limit, `cut` by the end of the iteration."),
+    Column("final_observations", "list<float32>", "", "rollout", "Observation after the last action."),
+    Column("final_values", "float32", "reward", "forward",
+        "Value with which the return goes on after the fragment; 0 where nothing follows."),
+    Column("reward_sum", "float64", "reward", "computed", "Sum of rewards over the fragment."),
+    Column("episode_return", "float64", "reward", "computed",
+        "Sum of rewards over the episode; null where it has not ended.", nullable=True),
 ))
 
 CONTROL_TOKENS = replace(TOKENS, grain="one row per environment step", columns=(
     ITERATION, _FRAGMENT, _STEP_OF_FRAGMENT,
-    Column("observations", "list<float32>", "", "Observation that the policy saw."),
-    Column("actions", "list<float32>", "", "Action that the policy drew: the index of a discrete action, or a real action before it is clipped to its space."),
+    Column("observations", "list<float32>", "", "rollout", "Observation that the policy saw."),
+    Column("actions", "list<float32>", "", "rollout",
+        "Action that the policy drew: the index of a discrete action, or a real action before it is clipped to its "
+        "space."),
     *TOKENS.named("rollout_logprobs", "old_logprobs", "entropies"),
     *TOKENS.always("values"),
-    Column("rewards", "float32", "reward", "Reward that the environment returned."),
+    Column("rewards", "float32", "reward", "rollout", "Reward that the environment returned."),
     *TOKENS.named("raw_advantages"),
     *TOKENS.always("returns"),
 ))
 
 CONTROL_UPDATES = replace(UPDATES, grain="one row per step, epoch and minibatch", columns=(
     ITERATION, EPOCH, MINIBATCH, _FRAGMENT, _STEP_OF_FRAGMENT,
-    Column("advantages", "float32", "", "Advantage used in the loss; whitening by minibatch gives each epoch its own."),
-    *UPDATES.always("new_logprobs", "ratios", "clip_flag", "new_values", "value_clipped", "new_entropies"),
-    *UPDATES.named("policy_losses", "surrogates", "value_losses"),
+    Column("advantages", "float32", "", "step",
+        "Advantage used in the loss; whitening by minibatch gives each epoch its own."),
+    *UPDATES.always("new_logprobs", "ratios", source="step"),
+    *UPDATES.always("clip_flag"),
+    *UPDATES.always("new_values", "value_clipped", "new_entropies", source="step"),
+    *UPDATES.named("policy_losses", "surrogates", "value_losses", source="step"),
 ))
 
 CONTROL_STEPS = replace(STEPS, columns=(
     *STEPS.named("iteration", "epoch", "minibatch", "tokens"),
-    *STEPS.always("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "value_clip_fraction"),
-    Column("joint_grad_norm", "float64", "", "Gradient norm over policy and critic together before clipping."),
-    *STEPS.named("learning_rate"),
-    Column("clip_range", "float64", "", "Clip range of the ratio in this step."),
-    *STEPS.always("policy_digest", "value_digest"),
-    *STEPS.named("surrogate_loss", "entropy_loss"),
+    *STEPS.always("policy_loss", "value_loss", source="step"),
+    *STEPS.always("entropy", source="computed"),
+    *STEPS.always("approx_kl", source="step"),
+    *STEPS.always("clip_fraction", "value_clip_fraction", source="computed"),
+    Column("joint_grad_norm", "float64", "", "step", "Gradient norm over policy and critic together before clipping."),
+    *STEPS.named("learning_rate", source="step"),
+    Column("clip_range", "float64", "", "step", "Clip range of the ratio in this step."),
+    *STEPS.always("policy_digest", "value_digest", source="step"),
+    *STEPS.named("surrogate_loss", "entropy_loss", source="step"),
 ))
 
 CONTROL_ITERATIONS = replace(ITERATIONS, columns=(
     *ITERATIONS.named("iteration", "sequences", "tokens"),
-    Column("episodes", "int32", "count", "Episodes that ended."),
-    Column("episode_return_mean", "float64", "reward", "Mean return of these episodes; null where none ended.", nullable=True),
+    Column("episodes", "int32", "count", "computed", "Episodes that ended."),
+    Column("episode_return_mean", "float64", "reward", "computed",
+        "Mean return of these episodes; null where none ended.", nullable=True),
     *ITERATIONS.named("entropy", "explained_variance", "unequal_old_rollout_logprobs", "max_abs_old_rollout"),
     *ITERATIONS.named("first_minibatch_tokens", "unequal_first_ratios", "unequal_values"),
-    Column("eval_return", "float64", "reward", "Mean return of whole episodes with the likeliest action before this update; null where not evaluated.", nullable=True),
+    Column("eval_return", "float64", "reward", "computed",
+        "Mean return of whole episodes with the likeliest action before this update; null where not evaluated.",
+        nullable=True),
     *ITERATIONS.named("seconds_rollout", "seconds_forward", "seconds_update", "seconds_evaluation"),
     *ITERATIONS.named("seconds_other", "ended_at"),
 ))
@@ -339,32 +483,37 @@ CONTROL_TABLES = (CONTROL_SEQUENCES, CONTROL_TOKENS, CONTROL_UPDATES, CONTROL_ST
 # DPO runs: an iteration is an epoch over the training pairs
 DPO_PAIRS = Table("pairs", "one row per preference pair", ("pair",), (
     *PAIRS.named("pair", "held_out", "prompt_key", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"),
-    Column("ref_chosen_logprobs", "float64", "nats", "Log-prob of the preferred response under the reference."),
-    Column("ref_rejected_logprobs", "float64", "nats", "Log-prob of the other response under the reference."),
+    Column("ref_chosen_logprobs", "float64", "nats", "computed",
+        "Log-prob of the preferred response under the reference."),
+    Column("ref_rejected_logprobs", "float64", "nats", "computed",
+        "Log-prob of the other response under the reference."),
 ))
 
 DPO_MARGINS = Table("margins", "one row per pair and epoch", ("iteration", "pair"), (
     ITERATION,
     *PAIRS.named("pair", "held_out"),
-    Column("chosen_logprobs", "float64", "nats", "Log-prob of the preferred response after the epoch."),
-    Column("rejected_logprobs", "float64", "nats", "Log-prob of the other response after the epoch."),
-    Column("margins", "float64", "reward", "Implicit reward of the preferred response minus that of the other, after the epoch."),
+    Column("chosen_logprobs", "float64", "nats", "computed", "Log-prob of the preferred response after the epoch."),
+    Column("rejected_logprobs", "float64", "nats", "computed", "Log-prob of the other response after the epoch."),
+    Column("margins", "float64", "reward", "computed",
+        "Implicit reward of the preferred response minus that of the other, after the epoch."),
 ))
 
 DPO_STEPS = Table("steps", "one row per optimizer step", ("iteration", "minibatch"), (
     ITERATION, MINIBATCH,
     *PAIR_STEPS.named("pairs", "loss", "margin", "accuracy", "grad_norm"),
-    *STEPS.named("policy_digest"),
+    replace(*STEPS.named("policy_digest"), source="step", field="digest"),
 ))
 
 DPO_ITERATIONS = Table("iterations", "one row per epoch", ("iteration",), (
     ITERATION,
-    Column("pairs", "int32", "count", "Training pairs."),
-    Column("loss", "float64", "nats", "DPO loss of the epoch's steps, mean over pairs."),
-    Column("margin", "float64", "reward", "Margin of the training pairs after the epoch, mean."),
-    Column("eval_margin", "float64", "reward", "Margin of the held-out pairs after the epoch, mean."),
-    Column("eval_pair_accuracy", "float64", "", "Share of held-out pairs in the right order after the epoch."),
-    Column("eval_accuracy", "float64", "", "Greedy accuracy on held-out prompts before the epoch; null where not evaluated.", nullable=True),
+    Column("pairs", "int32", "count", "computed", "Training pairs."),
+    Column("loss", "float64", "nats", "computed", "DPO loss of the epoch's steps, mean over pairs."),
+    Column("margin", "float64", "reward", "computed", "Margin of the training pairs after the epoch, mean."),
+    Column("eval_margin", "float64", "reward", "computed", "Margin of the held-out pairs after the epoch, mean."),
+    Column("eval_pair_accuracy", "float64", "", "computed",
+        "Share of held-out pairs in the right order after the epoch."),
+    Column("eval_accuracy", "float64", "", "computed",
+        "Greedy accuracy on held-out prompts before the epoch; null where not evaluated.", nullable=True),
     *ITERATIONS.named("seconds_evaluation", "seconds_forward", "seconds_update", "ended_at"),
 ))
 

@@ -70,7 +70,7 @@ def state_of(folder: Path) -> State:
     """Return the state of the cell's run on disk. Raises UserError if its manifest is damaged."""
     run_dir, last = run_of(folder), last_result(folder)
     if run_dir is not None:
-        status = manifest.load(run_dir).status
+        status = manifest.load_head(run_dir).status
         # a killed process cannot change its status, but the executor that waited for it has written a result
         return "interrupted" if status == "running" and last is not None else status
     if last is None:

@@ -65,8 +65,11 @@ def read_records(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
     return records
 
 
-def rollout_of(records: Records) -> buffers.Rollout:
-    """Return the sampled responses; the sets of kept tokens are absent, because no later stage reads them."""
+def rollout_of(records: Records, temperature: float) -> buffers.Rollout:
+    """Return the sampled responses; the sets of kept tokens are absent, because no later stage reads them.
+
+    `temperature`: at which they were sampled, which the configuration says.
+    """
     count, of = records.tables["tokens"].num_rows, partial(records.values, "sequences")
     lengths = records.tensor("sequences", "response_length").to(torch.int64)
     columns = [records.tensor("tokens", name).split(lengths.tolist()) for name in SPANS]
@@ -75,7 +78,7 @@ def rollout_of(records: Records) -> buffers.Rollout:
         prompts=buffers.Prompts(**{field.name: of(field.name) for field in fields(buffers.Prompts)}),
         response_ids=records.tensor("tokens", "token_id").to(torch.int64),
         lengths=lengths,
-        temperature=1.0,
+        temperature=temperature,
         rollout_logprobs=records.tensor("tokens", "rollout_logprobs"),
         log_kept_mass=records.tensor("tokens", "log_kept_mass"),
         kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
@@ -101,14 +104,9 @@ def _episodes(records: Records, table: str) -> tuple[buffers.Episode, ...] | Non
 
 def forward_of(records: Records) -> buffers.ForwardPass:
     """Return the outputs of the networks before the update."""
-    names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
-    return buffers.ForwardPass(
-        **{name: records.tensor("tokens", name) for name in names},
-        cumulative_probs=records.tensor_or_none("tokens", "cumulative_probs"),
-        reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
-        routes=torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32),
-        values=records.tensor_or_none("tokens", "values"),
-    )
+    names = [field.name for field in fields(buffers.ForwardPass) if field.name != "routes"]
+    found: dict[str, Any] = {name: records.tensor_or_none("tokens", name) for name in names}
+    return buffers.ForwardPass(**found, routes=torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32))
 
 
 def rewards_of(records: Records) -> buffers.Rewards:

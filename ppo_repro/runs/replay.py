@@ -136,7 +136,7 @@ def _recorded_iteration(
     config: RunConfig, records: Records, coefficients: buffers.Coefficients, functions: Functions
 ) -> buffers.Iteration:
     """Return a recorded iteration, with the losses computed from its records."""
-    rollout, forward = rollout_of(records), forward_of(records)
+    rollout, forward = rollout_of(records, config.rollout.temperature), forward_of(records)
     advantages = buffers.Advantages(
         raw_advantages=records.tensor("tokens", "raw_advantages"),
         advantages=records.tensor("tokens", "advantages"),
@@ -198,6 +198,11 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
             policy = _policy(config, batch, minibatch, records, rows, step["grad_norm"])
         if policy is not None:
             schedule.follow(policy)
+        elif start == 0:
+            raise PromiseBroken(
+                f"table updates, iteration {records.iteration}: new_logprobs or new_entropies is null in the first "
+                "minibatch"
+            )
         value = None
         new_values = records.tensor_or_none("updates", "new_values", rows)
         if batch.value_targets is not None and new_values is not None:

@@ -66,7 +66,7 @@ def run_of(folder: Path) -> Path | None:
     return runs[0] if runs else None
 
 
-def state_of(folder: Path) -> State:
+def cell_state(folder: Path) -> State:
     """Return the state of the cell's run on disk. Raises UserError if its manifest is damaged."""
     run_dir, last = run_of(folder), last_result(folder)
     if run_dir is not None:
@@ -84,11 +84,11 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
 
     All processes end when the stdin closes, which torchrun's processes inherit.
     """
-    forget_result(order)
     launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # a cell is no process of torchrun
     numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(order.threads))
     environment = {name: value for name, value in os.environ.items() if name not in launcher} | numbers
     folder = Path(order.folder)
+    (folder / RESULT).unlink(missing_ok=True)  # of the attempt before
     run_dir = run_of(folder)
     # `run` removes the files of a process that was killed before it wrote a manifest
     begin = ["run", str(folder / "config.yaml"), "--out", str(folder), "--json"]
@@ -127,11 +127,6 @@ def finish_cell(order: Order, process: subprocess.Popen[bytes], started: float) 
 def lost_cell(order: Order, message: str) -> Result:
     """Record that nobody knows the end of the cell, because its machine or its job is gone."""
     return record_result(order, LOST, message)
-
-
-def forget_result(order: Order) -> None:
-    """Remove the result of the previous attempt."""
-    (Path(order.folder) / RESULT).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,24 +15,12 @@ from ppo_repro.preferences.training import PreferenceStep
 from ppo_repro.records import arrow, schema
 from tests.support import synthetic_run
 
-LANGUAGE: dict[str, Any] = {
-    "prompts": buffers.Prompts,
-    "rollout": buffers.Rollout,
-    "forward": buffers.ForwardPass,
-    "rewards": buffers.Rewards,
-    "advantages": buffers.Advantages,
-    "step": buffers.MinibatchUpdate,
-    "policy": buffers.PolicyUpdate,
-    "value": buffers.ValueUpdate,
-    "digests": buffers.WeightDigests,
-    "evaluation": buffers.Evaluation,
+LANGUAGE = {
+    **get_type_hints(buffers.Iteration),
+    **{"prompts": buffers.Prompts, "evaluation": buffers.Evaluation, "digests": buffers.WeightDigests},
+    **{"step": buffers.MinibatchUpdate, "policy": buffers.PolicyUpdate, "value": buffers.ValueUpdate},
 }
-CONTROL = {
-    "rollout": control.Rollout,
-    "forward": control.ForwardPass,
-    "advantages": control.Advantages,
-    "step": control.MinibatchUpdate,
-}
+CONTROL = {**get_type_hints(control.ControlIteration), "step": control.MinibatchUpdate}
 PAIRS = {"step": PreferenceStep, "pair": Preference}
 TABLES = [
     *((table, LANGUAGE) for table in (*schema.TABLES, schema.EVALUATIONS)),
@@ -47,7 +35,8 @@ TABLES = [
 def test_the_source_of_a_column_has_a_field_for_it(table: schema.Table, sources: dict[str, Any]) -> None:
     for column in table.columns:
         if column.source != "computed":
-            assert (column.field or column.name) in {field.name for field in fields(sources[column.source])}, column.name
+            names = {field.name for field in fields(sources[column.source])}
+            assert (column.field or column.name) in names, column.name
 
 
 def test_a_column_without_a_source_is_an_error() -> None:

@@ -20,6 +20,7 @@ from ppo_repro.base.files import MANIFEST, atomic_write
 from ppo_repro.base.interrupts import held
 from ppo_repro.base.lock import locked_in
 from ppo_repro.records import manifest
+from ppo_repro.records.manifest import Head
 
 RESULT = "result.json"
 LOG = "log.txt"
@@ -68,11 +69,15 @@ def run_of(folder: Path) -> Path | None:
 
 def cell_state(folder: Path) -> State:
     """Return the state of the cell's run on disk. Raises UserError if its manifest is damaged."""
-    run_dir, last = run_of(folder), last_result(folder)
-    if run_dir is not None:
-        status = manifest.load_head(run_dir).status
+    run_dir = run_of(folder)
+    return state_from(None if run_dir is None else manifest.load_head(run_dir), last_result(folder))
+
+
+def state_from(head: Head | None, last: Result | None) -> State:
+    """Return the state of a cell from the manifest of its run and the result of its last attempt, if it has them."""
+    if head is not None:
         # a killed process cannot change its status, but the executor that waited for it has written a result
-        return "interrupted" if status == "running" and last is not None else status
+        return "interrupted" if head.status == "running" and last is not None else head.status
     if last is None:
         return "missing"
     # the cell ended before its first iteration, with an error or by a signal

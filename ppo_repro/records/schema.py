@@ -16,8 +16,8 @@ SCHEMA_VERSION = 2
 # what a run may have that brings columns of its own: several turns, a sampler that is behind, responses encoded again
 Feature = Literal["turns", "lag", "retokenized"]
 Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
-# what has the values of a column, one of its fields each: an object of `buffers.py` or `control/buffers.py`, an optimizer
-# step of any kind of run, a preference pair; `computed` are the values that the code computes as it makes the table
+# what has the values of a column in a field: an object of `buffers.py` or `control/buffers.py`, an optimizer step of any
+# kind of run, or a preference pair; `computed`: the code computes the values as it makes the table
 Source = Literal[
     "prompts", "rollout", "forward", "rewards", "advantages", "step", "policy", "value", "digests", "evaluation", "pair",
     "computed",
@@ -96,6 +96,7 @@ EPOCH = Column("epoch", "int32", "index", "step", "Pass over the rollout, from 0
 MINIBATCH = Column("minibatch", "int32", "index", "step", "Minibatch within the epoch, from 0.")
 _SCHEDULED = tuple(replace(column, stage="losses") for column in (EPOCH, MINIBATCH, _SEQUENCE, _POSITION))
 
+# a row: name, type, unit, source, meaning; then how the column differs from a usual one
 SEQUENCES = Table("sequences", "one row per response", ("iteration", "sequence"), (
     ITERATION, _SEQUENCE,
     Column("prompt_key", "string", "", "prompts", "Stable name of the prompt in its task."),

@@ -6,7 +6,6 @@ No other module of records/ knows tensors and stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.clock import moment
 from ppo_repro.base.errors import UserError
-from ppo_repro.buffers import Episode, Evaluation, Iteration, Spans, WarmStartStep
+from ppo_repro.buffers import Episode, Evaluation, Iteration, WarmStartStep
 from ppo_repro.config.algorithm import AdaptiveClipObjective, PenaltyObjective, PredictedValue
 from ppo_repro.config.layout import RecordLevel
 from ppo_repro.config.run import RunConfig
@@ -37,7 +36,8 @@ Columns = dict[str, Any]
 Stages = Mapping[schema.Source, Any]
 _MOST_IN_LISTS = 2**31 - 1  # elements of an Arrow column of lists
 _ROWS_AT_ONCE = 1024  # of kept tokens, which are whole vocabularies while they are unpacked
-SPANS = tuple(field.name for field in fields(Spans))
+# columns of codes, which are recorded as words
+_WORDS: Mapping[str, Callable[[Tensor], list[str]]] = {"clip_flag": flag_names, "correction": correction_names}
 
 
 def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
@@ -98,10 +98,13 @@ def tokens_of(table: schema.Table, source: schema.Source, steps: Sequence[Any], 
 
     A number of a step is repeated for its tokens. The tokens of a step that is None have nulls.
     """
-    return {name: _joined(values, sizes) for name, values in rows_of(table, source, steps).items()}
+    return {name: _joined(name, values, sizes) for name, values in rows_of(table, source, steps).items()}
 
 
-def _joined(values: Sequence[Any], sizes: Sequence[int]) -> np.ndarray | pa.Array:
+def _joined(name: str, values: Sequence[Any], sizes: Sequence[int]) -> np.ndarray | pa.Array | list[str | None]:
+    if name in _WORDS:
+        steps = zip(values, sizes, strict=True)
+        return [word for codes, size in steps for word in ([None] * size if codes is None else _WORDS[name](codes))]
     if isinstance(values[0], int):
         return np.repeat(int32(values), sizes)
     tensors = [torch.zeros(size) if value is None else value for value, size in zip(values, sizes, strict=True)]
@@ -146,6 +149,7 @@ def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
 def _tokens(item: Iteration, level: RecordLevel) -> Columns:
     rollout, forward = item.rollout, item.forward
     sequence, position = cells_of(rollout.lengths)
+    spans = rows_of(schema.TOKENS, "spans", rollout.spans)
     stages: Stages = {
         "rollout": rollout, "forward": forward, "rewards": item.rewards, "advantages": item.advantages
     }  # fmt: skip
@@ -154,7 +158,7 @@ def _tokens(item: Iteration, level: RecordLevel) -> Columns:
         "sequence": sequence,
         "position": position,
         "token_id": int32(rollout.response_ids),
-        **{name: int32([value for s in rollout.spans for value in getattr(s, name)]) for name in SPANS},
+        **{name: int32([value for response in responses for value in response]) for name, responses in spans.items()},
         "kept_tokens": _kept(rollout.kept_tokens.numpy()) if schema.includes(level, "full") else None,
         "rollout_routes": _lists(rollout.token_routes()),
         "policy_routes": _lists(forward.routes),
@@ -193,28 +197,18 @@ def _lists(rows: Tensor) -> list[np.ndarray] | None:
 
 
 def _updates(item: Iteration) -> Columns:
-    updates, policy, value = item.updates, [u.policy for u in item.updates], [u.value for u in item.updates]
+    updates, value = item.updates, [u.value for u in item.updates]
     sizes, tokens = [len(u.tokens) for u in updates], torch.cat([u.tokens for u in updates]).numpy()
     sequence, position = cells_of(item.rollout.lengths)
     clipped = [torch.zeros(n).bool() if v is None else v.clipped for v, n in zip(value, sizes, strict=True)]
     return {
         **tokens_of(schema.UPDATES, "step", updates, sizes),
-        **tokens_of(schema.UPDATES, "policy", policy, sizes),
+        **tokens_of(schema.UPDATES, "policy", [u.policy for u in updates], sizes),
         **tokens_of(schema.UPDATES, "value", value, sizes),
         "sequence": sequence[tokens],
         "position": position[tokens],
-        "clip_flag": _in_words([None if p is None else p.clip_flags for p in policy], flag_names, sizes),
-        "correction": _in_words([None if p is None else p.corrections for p in policy], correction_names, sizes),
         "value_clipped": torch.cat(clipped).numpy(),
     }
-
-
-def _in_words(
-    codes: Sequence[Tensor | None], words: Callable[[Tensor], list[str]], sizes: Sequence[int]
-) -> list[str | None]:
-    """Return the codes of each step's tokens as words; None for the tokens of steps without codes."""
-    steps = zip(codes, sizes, strict=True)
-    return [word for of_step, size in steps for word in ([None] * size if of_step is None else words(of_step))]
 
 
 def _steps(item: Iteration, config: RunConfig) -> Columns:

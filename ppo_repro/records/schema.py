@@ -19,8 +19,8 @@ Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
 # what has the values of a column in a field: an object of `buffers.py` or `control/buffers.py`, an optimizer step of any
 # kind of run, or a preference pair; `computed`: the code computes the values as it makes the table
 Source = Literal[
-    "prompts", "rollout", "forward", "rewards", "advantages", "step", "policy", "value", "digests", "evaluation", "pair",
-    "computed",
+    "prompts", "rollout", "spans", "forward", "rewards", "advantages", "step", "policy", "value", "digests", "evaluation",
+    "pair", "computed",
 ]
 LEVELS: tuple[RecordLevel, ...] = ("lean", "full", "deep")  # each level has what the levels before it have
 
@@ -144,13 +144,13 @@ SEQUENCES = Table("sequences", "one row per response", ("iteration", "sequence")
 TOKENS = Table("tokens", "one row per response token", ("iteration", "sequence", "position"), (
     ITERATION, _SEQUENCE, _POSITION,
     Column("token_id", "int32", "token id", "computed", "The sampled token."),
-    Column("char_start", "int32", "characters", "computed", "Where the token's text starts in the response."),
-    Column("char_end", "int32", "characters", "computed", "Where it ends; equal to the start for a special token."),
-    Column("byte_start", "int32", "bytes", "computed", "Start in the UTF-8 encoded response."),
-    Column("byte_end", "int32", "bytes", "computed", "End in the UTF-8 encoded response."),
-    Column("word_id", "int32", "index", "computed",
+    Column("char_start", "int32", "characters", "spans", "Where the token's text starts in the response."),
+    Column("char_end", "int32", "characters", "spans", "Where it ends; equal to the start for a special token."),
+    Column("byte_start", "int32", "bytes", "spans", "Start in the UTF-8 encoded response."),
+    Column("byte_end", "int32", "bytes", "spans", "End in the UTF-8 encoded response."),
+    Column("word_id", "int32", "index", "spans",
         "Whitespace-separated word the token belongs to; a special token is a word of its own."),
-    Column("sub_idx", "int32", "index", "computed", "Token within its word, from 0."),
+    Column("sub_idx", "int32", "index", "spans", "Token within its word, from 0."),
     Column("rollout_logprobs", "float32", "nats", "rollout", "Log-prob under the sampler, while sampling."),
     Column("old_logprobs", "float32", "nats", "forward", "Log-prob in the training forward before any update."),
     Column("ref_logprobs", "float32", "nats", "forward", "Log-prob under the frozen reference."),
@@ -196,10 +196,10 @@ UPDATES = Table("updates", "one row per token, epoch and minibatch", _UPDATE, (
     Column("ratios", "float32", "", "policy",
         "exp(new_logprobs - anchor); ppo.ratio_anchor names the anchor. With sequence_clip exp of the mean "
         "difference of the response. Null where the policy takes no step.", nullable=True, stage="losses"),
-    Column("clip_flag", "string", "", "computed",
+    Column("clip_flag", "string", "", "policy",
         "none; clip_high, clip_low, clip_dual (gradient zero); wrong_high, wrong_low (outside the band, gradient "
         "kept); bound_high, bound_low (CISPO's weight is its bound, gradient kept); unknown (your objective does not "
-        "say); null where the policy takes no step.", nullable=True, stage="losses"),
+        "say); null where the policy takes no step.", field="clip_flags", nullable=True, stage="losses"),
     Column("new_values", "float32", "reward", "value",
         "Value model before this step; null where it takes none.", nullable=True),
     Column("value_clipped", "bool", "", "computed", "The clipped branch decided the value loss.", stage="losses"),
@@ -211,9 +211,10 @@ UPDATES = Table("updates", "one row per token, epoch and minibatch", _UPDATE, (
     full("importance_weights", "float32", "", "policy",
         "Factor on surrogates and penalty_terms, from old_logprobs - rollout_logprobs, 0 for rejected tokens; null "
         "unless configured.", stage="losses"),
-    full("correction", "string", "", "computed",
+    full("correction", "string", "", "policy",
         "What importance weights and rejection did to the token: none; truncated_high, truncated_low (the weight is "
-        "a bound); masked_high, masked_low, rejected (the weight is 0); null unless configured.", stage="losses"),
+        "a bound); masked_high, masked_low, rejected (the weight is 0); null unless configured.",
+        field="corrections", stage="losses"),
     full("policy_losses", "float32", "", "policy",
         "Policy loss of the token, all terms: surrogates plus penalty_terms, times importance_weights, minus "
         "entropy_coef times new_entropies, plus kl_terms; null where the policy takes no step.",
@@ -447,7 +448,7 @@ CONTROL_UPDATES = replace(UPDATES, grain="one row per step, epoch and minibatch"
     Column("advantages", "float32", "", "step",
         "Advantage used in the loss; whitening by minibatch gives each epoch its own."),
     *UPDATES.always("new_logprobs", "ratios", source="step"),
-    *UPDATES.always("clip_flag"),
+    *UPDATES.always("clip_flag", source="computed"),
     *UPDATES.always("new_values", "value_clipped", "new_entropies", source="step"),
     *UPDATES.named("policy_losses", "surrogates", "value_losses", source="step"),
 ))

@@ -15,7 +15,6 @@ from torch import Tensor
 from ppo_repro import buffers
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader, schema
-from ppo_repro.records.columns import SPANS
 from ppo_repro.records.manifest import Manifest
 
 
@@ -71,7 +70,7 @@ def rollout_of(records: Records, temperature: float) -> buffers.Rollout:
     """
     count = records.tables["tokens"].num_rows
     lengths = records.tensor("sequences", "response_length").to(torch.int64)
-    columns = [records.tensor("tokens", name).split(lengths.tolist()) for name in SPANS]
+    spans = {name: of.split(lengths.tolist()) for name, of in _token_fields(records, "spans").items()}
     as_sampled = records.values_or_none("sequences", "is_as_sampled")
     return buffers.Rollout(
         prompts=buffers.Prompts(**_fields(records, schema.SEQUENCES, "prompts")),
@@ -84,7 +83,7 @@ def rollout_of(records: Records, temperature: float) -> buffers.Rollout:
         response=records.values("sequences", "response"),
         server=(None,) * len(lengths),
         latency=(None,) * len(lengths),
-        spans=tuple(buffers.Spans(*(part.tolist() for part in parts)) for parts in zip(*columns, strict=True)),
+        spans=tuple(buffers.Spans(**{n: of[i].tolist() for n, of in spans.items()}) for i in range(len(lengths))),
         episodes=_episodes(records, "sequences"),
         rollout_policy_versions=records.values_or_none("sequences", "rollout_policy_versions"),
         sampled_ids=records.values_or_none("sequences", "sampled_ids"),

@@ -17,7 +17,12 @@ from tests.support import synthetic_run
 
 LANGUAGE = {
     **get_type_hints(buffers.Iteration),
-    **{"prompts": buffers.Prompts, "evaluation": buffers.Evaluation, "digests": buffers.WeightDigests},
+    **{
+        "prompts": buffers.Prompts,
+        "spans": buffers.Spans,
+        "evaluation": buffers.Evaluation,
+        "digests": buffers.WeightDigests,
+    },
     **{"step": buffers.MinibatchUpdate, "policy": buffers.PolicyUpdate, "value": buffers.ValueUpdate},
 }
 CONTROL = {**get_type_hints(control.ControlIteration), "step": control.MinibatchUpdate}

@@ -47,7 +47,7 @@ def to_arrow(
             column.name,
             digests.ARROW_TYPES[column.kind],
             nullable=column.nullable,
-            metadata={"unit": column.unit, "description": column.description},
+            metadata={"unit": column.unit, "description": column.about},
         )
         for column in recorded
     ]

@@ -46,7 +46,7 @@ def test_the_source_of_a_column_has_a_field_for_it(table: schema.Table, sources:
 
 def test_a_column_without_a_source_is_an_error() -> None:
     with pytest.raises(TypeError, match="source"):
-        schema.Column("c", "int32", "", description="Any.")  # type: ignore[call-arg]
+        schema.Column("c", "int32", "", about="Any.")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", ["old_logprobs", "cumulative_probs", "policy_routes"])

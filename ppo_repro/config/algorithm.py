@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from ppo_repro.config.section import (
+    FIXED,
     FUNCTION,
     WORD,
     WORD_OR_FUNCTION,
@@ -248,30 +249,34 @@ class PredictedValue(Section):
     """Fields for training any value model."""
 
     clip_range: Positive | None = Field(0.2, description="Clip range around the old prediction; null: squared error.")
-    normalize_returns: bool = Field(False, description="Predict returns by running mean and standard deviation.")
+    normalize_returns: Annotated[bool, FIXED] = Field(
+        False, description="Predict returns by running mean and standard deviation."
+    )
 
 
 class SeparateValue(PredictedValue):
     """A value model with a trunk and an optimizer of its own."""
 
-    kind: Literal["separate"] = Field("separate", description="Train a value model of its own.")
-    init: Literal["policy", "reward_model"] = Field("policy", description="What its trunk starts as.")
+    kind: Annotated[Literal["separate"], FIXED] = Field("separate", description="Train a value model of its own.")
+    init: Annotated[Literal["policy", "reward_model"], FIXED] = Field("policy", description="What its trunk starts as.")
     learning_rate: NonNegative = Field(description="AdamW learning rate.")
     epochs: Count | None = Field(None, description="Passes over each rollout; null: as many as ppo.epochs.")
-    lora: LoraConfig | None = Field(None, description="Train its head and low-rank adapters; null: all weights.")
+    lora: Annotated[LoraConfig | None, FIXED] = Field(
+        None, description="Train its head and low-rank adapters; null: all weights."
+    )
 
 
 class ValueHead(PredictedValue):
     """A scalar head on the policy's trunk, trained in the same step."""
 
-    kind: Literal["head"] = Field(description="Put the value on the policy's trunk.")
+    kind: Annotated[Literal["head"], FIXED] = Field(description="Put the value on the policy's trunk.")
     value_coef: Positive = Field(0.1, description="Weight of the value loss beside the policy's.")
 
 
 class NoValue(Section):
     """No value model: for group advantages."""
 
-    kind: Literal["none"] = Field(description="Predict no values.")
+    kind: Annotated[Literal["none"], FIXED] = Field(description="Predict no values.")
 
 
 ValueConfig = Annotated[

@@ -134,6 +134,16 @@ def field_paths(model: type[BaseModel]) -> list[str]:
     return list(paths)
 
 
+def marked_fields(model: type[BaseModel], mark: str) -> Iterator[str]:
+    """Yield the dotted path of every field and section whose type is annotated with a mark."""
+    for name, info in model.model_fields.items():
+        if mark in info.metadata:
+            yield name
+            continue
+        for section in sections_of(info.annotation):
+            yield from (f"{name}.{below}" for below in marked_fields(section, mark))
+
+
 def types_of_fields(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
     """Yield the name and each type of every field in a section and in all sections below it, as they are declared."""
     for name, hint in get_type_hints(model, include_extras=True).items():

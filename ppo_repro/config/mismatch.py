@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.section import BelowOne, Fraction, Index, Positive, Section
+from ppo_repro.config.section import FIXED, BelowOne, Fraction, Index, Positive, Section
 
 Wide = Literal["float32", "bfloat16", "float16"]
 Format = Literal["float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8"]
@@ -61,7 +61,9 @@ class SamplerPrecision(Section):
 class SamplerFaults(Section):
     """Deliberate differences of the sampler's policy from the trained policy."""
 
-    lag: Index = Field(0, description="Iterations that the sampler's weights are behind, fewer at first; 0: none.")
+    lag: Annotated[Index, FIXED] = Field(
+        0, description="Iterations that the sampler's weights are behind, fewer at first; 0: none."
+    )
     token_bias: Positive | None = Field(None, description="Size of an error of each token's logit; null: none.")
     precision: SamplerPrecision = SamplerPrecision()
     stock: Wide | None = Field(None, description="Sample by torch in this dtype, bits not promised; null: do not.")
@@ -78,7 +80,7 @@ class MismatchConfig(Section):
 
     sampler: SamplerFaults = SamplerFaults()
     trainer: TrainerFaults = TrainerFaults()
-    flip: Literal["bit", "token"] | None = Field(
+    flip: Annotated[Literal["bit", "token"] | None, FIXED] = Field(
         None, description="The last bit of a weight, or the first token, is another in this run; null: nothing."
     )
 

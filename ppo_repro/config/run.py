@@ -24,6 +24,7 @@ from ppo_repro.config.layout import CheckpointConfig, LayoutConfig, RecordsConfi
 from ppo_repro.config.mismatch import MismatchConfig
 from ppo_repro.config.rollout import RolloutConfig
 from ppo_repro.config.section import (
+    FIXED,
     CheckedFunction,
     Count,
     Experiment,
@@ -143,7 +144,7 @@ class RunNumericsConfig(NumericsConfig):
 class RunConfig(Experiment):
     """The configuration of one language run."""
 
-    model: TinyModel | ModelFolder = Field(discriminator="kind")
+    model: Annotated[TinyModel | ModelFolder, FIXED] = Field(discriminator="kind")
     task: TaskConfig = Field(discriminator="kind")
     rollout: RolloutConfig
     reward: RewardConfig = RewardConfig()
@@ -151,7 +152,7 @@ class RunConfig(Experiment):
     advantages: AdvantagesConfig = GaeAdvantages()
     value: ValueConfig
     ppo: PPOConfig
-    lora: LoraConfig | None = Field(None, description="Train low-rank adapters; null: all weights.")
+    lora: Annotated[LoraConfig | None, FIXED] = Field(None, description="Train low-rank adapters; null: all weights.")
     evaluation: EvaluationConfig = EvaluationConfig()
     numerics: RunNumericsConfig
     mismatch: MismatchConfig = MismatchConfig()

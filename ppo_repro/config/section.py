@@ -52,6 +52,9 @@ Device = Annotated[str, AfterValidator(_known_device)]
 # a file or folder that a run reads: where it is copied, digested or brought to another machine is decided by this type
 PathText = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 ProgramText = Annotated[PathText, "a program, looked up on PATH if it has no slash, and no input"]
+# marks a field that decides the weights, the unit of values, or a fault of the first iteration, which a fork does not
+# compute; held-out prompts, end tokens and tokenizer are compared by value when the fork is prepared
+FIXED = "fixed in a fork"
 Foreign = dict[str, JsonValue]  # for a library, a function or a template: a path in it is not the package's
 
 
@@ -86,7 +89,7 @@ WORD, FUNCTION, WORD_OR_FUNCTION = Tag("word"), Tag("function"), Discriminator(_
 class NumericsMode(Section):
     """The mode of the numerics."""
 
-    mode: Mode = Field(
+    mode: Annotated[Mode, FIXED] = Field(
         "deterministic", description="One written order for every sum, so layout cannot matter, or stock torch."
     )
 
@@ -95,7 +98,7 @@ class Experiment(Section):
     """A whole configuration: its name, its seed, and a digest of all its fields except `records`."""
 
     experiment: Name = Field(description="Name of the experiment; the folder its results share.")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
+    seed: Annotated[int, Field(ge=0, lt=2**63), FIXED] = Field(description="Every random stream is derived from this.")
 
     def canonical(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, without `records`, and the number of the defaults."""

@@ -20,6 +20,7 @@ from ppo_repro.base.files import MANIFEST, atomic_write
 from ppo_repro.base.interrupts import held
 from ppo_repro.base.lock import locked_in
 from ppo_repro.records import manifest
+from ppo_repro.records.manifest import Head
 
 RESULT = "result.json"
 LOG = "log.txt"
@@ -66,13 +67,17 @@ def run_of(folder: Path) -> Path | None:
     return runs[0] if runs else None
 
 
-def state_of(folder: Path) -> State:
+def cell_state(folder: Path) -> State:
     """Return the state of the cell's run on disk. Raises UserError if its manifest is damaged."""
-    run_dir, last = run_of(folder), last_result(folder)
-    if run_dir is not None:
-        status = manifest.load(run_dir).status
+    run_dir = run_of(folder)
+    return state_from(None if run_dir is None else manifest.load_head(run_dir), last_result(folder))
+
+
+def state_from(head: Head | None, last: Result | None) -> State:
+    """Return the state of a cell from the manifest of its run and the result of its last attempt, if it has them."""
+    if head is not None:
         # a killed process cannot change its status, but the executor that waited for it has written a result
-        return "interrupted" if status == "running" and last is not None else status
+        return "interrupted" if head.status == "running" and last is not None else head.status
     if last is None:
         return "missing"
     # the cell ended before its first iteration, with an error or by a signal
@@ -84,11 +89,11 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
 
     All processes end when the stdin closes, which torchrun's processes inherit.
     """
-    forget_result(order)
     launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # a cell is no process of torchrun
     numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(order.threads))
     environment = {name: value for name, value in os.environ.items() if name not in launcher} | numbers
     folder = Path(order.folder)
+    (folder / RESULT).unlink(missing_ok=True)  # of the attempt before
     run_dir = run_of(folder)
     # `run` removes the files of a process that was killed before it wrote a manifest
     begin = ["run", str(folder / "config.yaml"), "--out", str(folder), "--json"]
@@ -127,11 +132,6 @@ def finish_cell(order: Order, process: subprocess.Popen[bytes], started: float) 
 def lost_cell(order: Order, message: str) -> Result:
     """Record that nobody knows the end of the cell, because its machine or its job is gone."""
     return record_result(order, LOST, message)
-
-
-def forget_result(order: Order) -> None:
-    """Remove the result of the previous attempt."""
-    (Path(order.folder) / RESULT).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.grids.cell import Order, Result, Results, last_result, lost_cell, results_forgotten, run_cell, state_of
+from ppo_repro.grids.cell import Order, Result, Results, cell_state, last_result, lost_cell, results_forgotten, run_cell
 
 if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission
@@ -78,7 +78,7 @@ class Ray:
         finally:
             ray.shutdown()
             for order in pending.values():
-                if state_of(Path(order.folder)) == "running":
+                if cell_state(Path(order.folder)) == "running":
                     lost_cell(order, "interrupted")
 
 
@@ -197,5 +197,5 @@ def _cancel(jobs: Jobs, log_folder: Path) -> None:
     while _queued(jobs) != set() and time.monotonic() < deadline:
         time.sleep(1.0)
     for job, order in jobs.items():
-        if state_of(Path(order.folder)) == "running":
+        if cell_state(Path(order.folder)) == "running":
             _lost(order, job, log_folder)

@@ -24,7 +24,7 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import AnyConfig, dump_yaml, load_any
 from ppo_repro.config.inputs import gather
 from ppo_repro.config.run import RunConfig
-from ppo_repro.grids.cell import Executor, Order, last_result, run_of, state_of
+from ppo_repro.grids.cell import Executor, Order, cell_state, last_result, run_of, state_from
 from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.changes import change_lines, config_changes
@@ -99,7 +99,7 @@ def _orders(grid: Grid, grid_dir: Path, keep_changed: bool, processes: int) -> l
         lay_out(cell, folder)
         if not keep_changed:
             check_unchanged(cell, folder)
-        if state_of(folder) != "complete":
+        if cell_state(folder) != "complete":
             orders.append(Order(cell.name, str(folder.absolute()), cell.config.layout.threads, processes))
     return orders
 
@@ -184,8 +184,9 @@ def _write(path: Path, table: pd.DataFrame) -> None:
 
 def _cell_row(grid_dir: Path, cell: Cell) -> CellRow:
     folder = grid_dir / "cells" / cell.name
-    run_dir, last, state = run_of(folder), last_result(folder), state_of(folder)
+    run_dir, last = run_of(folder), last_result(folder)
     recorded = None if run_dir is None else manifest.load_head(run_dir)
+    state = state_from(recorded, last)
     codes: set[str] = set()  # of the start and of every resume
     if run_dir is not None and recorded is not None:
         codes = {environment["code_digest"] for environment in read_environments(run_dir, recorded)}

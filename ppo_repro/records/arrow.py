@@ -22,19 +22,17 @@ def to_arrow(
 ) -> pa.Table:
     """Build a table from a copy of its columns; a column that is None is null in every row.
 
-    Columns above `level` are left out; columns of a level or feature may be missing. No value is cast if the cast could
+    Columns above `level` are left out, and columns of a feature that are None. No value is cast if the cast could
     change a bit. Raises ValueError, naming table and column.
     """
     if unknown := columns.keys() - {column.name for column in table.columns}:
         raise ValueError(f"table {table.name}, column {min(unknown)}: not in the schema")
-    above = {column.name for column in table.columns if not includes(level, column.level)}
-    names = columns.keys() - above
+    recorded = [column for column in table.columns if includes(level, column.level)]
+    if missing := [column.name for column in recorded if column.name not in columns]:
+        raise ValueError(f"table {table.name}, column {missing[0]}: missing")
+    recorded = [column for column in recorded if column.only_with is None or columns[column.name] is not None]
     arrays: list[pa.Array] = []
-    for column in table.columns:
-        if column.name not in names:
-            if not (column.may_be_missing or column.name in above):
-                raise ValueError(f"table {table.name}, column {column.name}: missing")
-            continue
+    for column in recorded:
         try:
             array = _to_array(column, columns[column.name], len(arrays[0]) if arrays else 0)
             if array.null_count and not column.nullable:
@@ -49,10 +47,9 @@ def to_arrow(
             column.name,
             digests.ARROW_TYPES[column.kind],
             nullable=column.nullable,
-            metadata={"unit": column.unit, "description": column.description},
+            metadata={"unit": column.unit, "description": column.about},
         )
-        for column in table.columns
-        if column.name in names
+        for column in recorded
     ]
     about = {"table": table.name, "grain": table.grain, "key": ",".join(table.key)}
     about["schema_version"] = str(schema.SCHEMA_VERSION)

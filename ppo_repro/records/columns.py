@@ -5,8 +5,7 @@ No other module of records/ knows tensors and stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.clock import moment
 from ppo_repro.base.errors import UserError
-from ppo_repro.buffers import Episode, Evaluation, Iteration, PolicyUpdate, Spans, ValueUpdate, WarmStartStep
+from ppo_repro.buffers import Episode, Evaluation, Iteration, WarmStartStep
 from ppo_repro.config.algorithm import AdaptiveClipObjective, PenaltyObjective, PredictedValue
 from ppo_repro.config.layout import RecordLevel
 from ppo_repro.config.run import RunConfig
@@ -34,9 +33,11 @@ from ppo_repro.statistics.bits import disagreement
 from ppo_repro.tasks.tokenizer import decode
 
 Columns = dict[str, Any]
+Stages = Mapping[schema.Source, Any]
 _MOST_IN_LISTS = 2**31 - 1  # elements of an Arrow column of lists
 _ROWS_AT_ONCE = 1024  # of kept tokens, which are whole vocabularies while they are unpacked
-SPANS = tuple(field.name for field in fields(Spans))
+# columns of codes, which are recorded as words
+_WORDS: Mapping[str, Callable[[Tensor], list[str]]] = {"clip_flag": flag_names, "correction": correction_names}
 
 
 def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
@@ -77,57 +78,37 @@ def int32(values: Any) -> np.ndarray:
     return np.asarray(values, dtype=np.int32)
 
 
-def fields_of(table: schema.Table, *stages: Any) -> Columns:
-    """Return the table's columns that are fields of one of the stages; the rows of a matrix become lists."""
-    found = {c.name: getattr(stage, c.name) for stage in stages for c in table.columns if hasattr(stage, c.name)}
+def fields_of(table: schema.Table, stages: Stages) -> Columns:
+    """Return the table's columns whose sources are these stages; the rows of a matrix become lists."""
+    found = {c.name: getattr(stages[c.source], c.field or c.name) for c in table.columns if c.source in stages}
     for name, value in found.items():
         if isinstance(value, Tensor):
             found[name] = list(value.numpy()) if value.dim() == 2 else value.numpy()
     return found
 
 
-def rows_of(table: schema.Table, items: Sequence[Any]) -> Columns:
-    """Return the table's columns that are fields of the items; each item is a row."""
-    return {c.name: [getattr(i, c.name) for i in items] for c in table.columns if hasattr(items[0], c.name)}
+def rows_of(table: schema.Table, source: schema.Source, items: Sequence[Any]) -> Columns:
+    """Return the table's columns with this source; each item is a row, of nulls if the item is None."""
+    fields = {c.name: c.field or c.name for c in table.columns if c.source == source}
+    return {name: [None if i is None else getattr(i, field) for i in items] for name, field in fields.items()}
 
 
-def _model_columns(table: schema.Table) -> dict[str, tuple[str, str]]:
-    """Return model and field of each column of a table that is a field of a model's optimizer step, or null without it.
+def tokens_of(table: schema.Table, source: schema.Source, steps: Sequence[Any], sizes: Sequence[int]) -> Columns:
+    """Return the table's columns with this source: a row for each token of optimizer steps with `sizes` tokens.
 
-    The column `policy_losses` is the policy's field `losses`, as both models have one.
+    A number of a step is repeated for its tokens. The tokens of a step that is None have nulls.
     """
-    found = {}
-    for model, step in (("value", ValueUpdate), ("policy", PolicyUpdate)):  # a name that both have is the policy's
-        names = {field.name for field in fields(step)}
-        for column in table.columns:
-            name = column.name.removeprefix(f"{model}_")
-            if name in names and column.nullable:
-                found[column.name] = model, name
-    return found
+    return {name: _joined(name, values, sizes) for name, values in rows_of(table, source, steps).items()}
 
 
-def _by_step(item: Iteration, model: str, name: str) -> list[Any]:
-    """Return field `name` of the `model`'s step in each minibatch; None if this model took no step."""
-    steps = [getattr(u, model) for u in item.updates]
-    return [None if step is None else getattr(step, name) for step in steps]
-
-
-def _by_token(item: Iteration, model: str, name: str) -> pa.Array:
-    """Return per-token field `name` of the `model`'s steps; null for minibatches without a step of this model."""
-    columns, sizes = _by_step(item, model, name), [len(u.tokens) for u in item.updates]
-    values = torch.cat([torch.zeros(n) if c is None else c for n, c in zip(sizes, columns, strict=True)])
-    return pa.array(values.numpy(), mask=np.repeat([column is None for column in columns], sizes))
-
-
-def _in_words(item: Iteration, name: str, words: Callable[[Tensor], list[str]]) -> list[str | None]:
-    """Return a per-token column of codes of the policy's steps as words; None for minibatches without a policy step."""
-    columns = zip(item.updates, _by_step(item, "policy", name), strict=True)
-    return [word for u, codes in columns for word in ([None] * len(u.tokens) if codes is None else words(codes))]
-
-
-def of_minibatches(updates: Sequence[Any], name: str) -> np.ndarray:
-    """Return field `name` of each minibatch, repeated for each of its tokens."""
-    return np.repeat(int32([getattr(u, name) for u in updates]), [len(u.tokens) for u in updates])
+def _joined(name: str, values: Sequence[Any], sizes: Sequence[int]) -> np.ndarray | pa.Array | list[str | None]:
+    if name in _WORDS:
+        steps = zip(values, sizes, strict=True)
+        return [word for codes, size in steps for word in ([None] * size if codes is None else _WORDS[name](codes))]
+    if isinstance(values[0], int):
+        return np.repeat(int32(values), sizes)
+    tensors = [torch.zeros(size) if value is None else value for value, size in zip(values, sizes, strict=True)]
+    return pa.array(torch.cat(tensors).numpy(), mask=np.repeat([value is None for value in values], sizes))
 
 
 def cells_of(lengths: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -141,8 +122,8 @@ def _sequences(item: Iteration) -> Columns:
     rollout, rewards = item.rollout, item.rewards
     prompts, lengths = rollout.prompts, rollout.lengths
     count = len(lengths)
-    columns: Columns = {
-        **fields_of(schema.SEQUENCES, prompts, rollout, rewards),
+    return {
+        **fields_of(schema.SEQUENCES, {"prompts": prompts, "rollout": rollout, "rewards": rewards}),
         "sequence": np.arange(count, dtype=np.int32),
         "response_ids": [int32(ids) for ids in torch.split(rollout.response_ids, lengths.tolist())],
         "prompt_length": int32([len(ids) for ids in prompts.prompt_ids]),
@@ -150,29 +131,34 @@ def _sequences(item: Iteration) -> Columns:
         "kl_penalty_sum": run_sums(rewards.kl_penalties, lengths).numpy(),
         "reward_sum": run_sums(rewards.rewards, lengths).numpy(),
         **_episode_columns(rollout.episodes),
+        "is_as_sampled": None if rollout.is_as_sampled is None else _as_numbers(rollout.is_as_sampled),
     }
-    if rollout.is_as_sampled is not None:
-        columns["is_as_sampled"] = [list(map(int, row)) for row in rollout.is_as_sampled]
-    return {name: values for name, values in columns.items() if values is not None}
+
+
+def _as_numbers(flags: Iterable[Sequence[bool]]) -> list[list[int]]:
+    return [list(map(int, row)) for row in flags]
 
 
 def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
-    """Return the columns of episodes of several turns; no columns if there are none."""
+    """Return the columns of episodes of several turns; they are None if there are none."""
     if episodes is None:
-        return {}
-    forced = [[int(put_in) for put_in in episode.is_forced] for episode in episodes]
-    return {"episode_ids": [episode.ids for episode in episodes], "is_forced": forced}
+        return {"episode_ids": None, "is_forced": None}
+    return {"episode_ids": [e.ids for e in episodes], "is_forced": _as_numbers(e.is_forced for e in episodes)}
 
 
 def _tokens(item: Iteration, level: RecordLevel) -> Columns:
     rollout, forward = item.rollout, item.forward
     sequence, position = cells_of(rollout.lengths)
+    spans = rows_of(schema.TOKENS, "spans", rollout.spans)
+    stages: Stages = {
+        "rollout": rollout, "forward": forward, "rewards": item.rewards, "advantages": item.advantages
+    }  # fmt: skip
     return {
-        **fields_of(schema.TOKENS, rollout, forward, item.rewards, item.advantages),
+        **fields_of(schema.TOKENS, stages),
         "sequence": sequence,
         "position": position,
         "token_id": int32(rollout.response_ids),
-        **{name: int32([value for s in rollout.spans for value in getattr(s, name)]) for name in SPANS},
+        **{name: int32([value for response in responses for value in response]) for name, responses in spans.items()},
         "kept_tokens": _kept(rollout.kept_tokens.numpy()) if schema.includes(level, "full") else None,
         "rollout_routes": _lists(rollout.token_routes()),
         "policy_routes": _lists(forward.routes),
@@ -211,32 +197,30 @@ def _lists(rows: Tensor) -> list[np.ndarray] | None:
 
 
 def _updates(item: Iteration) -> Columns:
-    tokens = torch.cat([u.tokens for u in item.updates]).numpy()
+    updates, value = item.updates, [u.value for u in item.updates]
+    sizes, tokens = [len(u.tokens) for u in updates], torch.cat([u.tokens for u in updates]).numpy()
     sequence, position = cells_of(item.rollout.lengths)
-    clipped = [torch.zeros(len(u.tokens)).bool() if u.value is None else u.value.clipped for u in item.updates]
+    clipped = [torch.zeros(n).bool() if v is None else v.clipped for v, n in zip(value, sizes, strict=True)]
     return {
-        "epoch": of_minibatches(item.updates, "epoch"),
-        "minibatch": of_minibatches(item.updates, "minibatch"),
+        **tokens_of(schema.UPDATES, "step", updates, sizes),
+        **tokens_of(schema.UPDATES, "policy", [u.policy for u in updates], sizes),
+        **tokens_of(schema.UPDATES, "value", value, sizes),
         "sequence": sequence[tokens],
         "position": position[tokens],
-        **{name: _by_token(item, *field) for name, field in _model_columns(schema.UPDATES).items()},
-        "clip_flag": _in_words(item, "clip_flags", flag_names),
-        "correction": _in_words(item, "corrections", correction_names),
         "value_clipped": torch.cat(clipped).numpy(),
-        "loss_weights": torch.cat([u.loss_weights for u in item.updates]).numpy(),
     }
 
 
 def _steps(item: Iteration, config: RunConfig) -> Columns:
-    count = len(item.updates)
     learning_rate, value_learning_rate = learning_rates(config.ppo, config.value, item.index)
     return {
-        **rows_of(schema.STEPS, item.updates),
-        **rows_of(schema.STEPS, item.digests),
+        **rows_of(schema.STEPS, "step", item.updates),
+        **rows_of(schema.STEPS, "policy", [u.policy for u in item.updates]),
+        **rows_of(schema.STEPS, "value", [u.value for u in item.updates]),
+        **rows_of(schema.STEPS, "digests", item.digests),
         "tokens": int32([len(u.tokens) for u in item.updates]),
-        **{name: _by_step(item, *field) for name, field in _model_columns(schema.STEPS).items()},
-        "learning_rate": [learning_rate] * count,
-        "value_learning_rate": [value_learning_rate] * count,
+        "learning_rate": [learning_rate] * len(item.updates),
+        "value_learning_rate": [value_learning_rate] * len(item.updates),
     }
 
 
@@ -299,7 +283,7 @@ def evaluation_table(evaluation: Evaluation, iteration: int, level: RecordLevel)
     columns: Columns = {
         "sequence": range(len(evaluation.prompt_key)),
         "response_length": [len(ids) for ids in evaluation.response_ids],
-        **fields_of(schema.EVALUATIONS, evaluation),
+        **fields_of(schema.EVALUATIONS, {"evaluation": evaluation}),
         **_episode_columns(evaluation.episodes),
     }
     return tables_at(iteration, [schema.EVALUATIONS], {schema.EVALUATIONS.name: columns}, level)
@@ -314,8 +298,8 @@ def preparation_tables(
     """Return the tables of the training before PPO, by name; a training that did not take place has no table."""
     columns: dict[str, Columns] = {}
     if warm_start:
-        steps = rows_of(schema.WARM_START_STEPS, warm_start)
-        columns["warm_start_steps"] = {"step": list(range(len(warm_start))), **steps}
+        steps = rows_of(schema.WARM_START_STEPS, "step", warm_start)
+        columns["warm_start_steps"] = {"step": range(len(warm_start)), **steps}
     if training is not None:
         trained, none = len(training.pairs), [None] * len(training.pairs)
         columns["pairs"] = {
@@ -324,8 +308,7 @@ def preparation_tables(
             "margin_after": pa.array([*none, *training.margins_after], pa.float32()),
         }
         columns["pair_updates"] = _pair_updates(training.steps)
-        digests = [step.digest for step in training.steps]
-        columns["pair_steps"] = {**rows_of(schema.PAIR_STEPS, training.steps), "reward_digest": digests}
+        columns["pair_steps"] = rows_of(schema.PAIR_STEPS, "step", training.steps)
     tables = [t for t in schema.PREPARATION if t.name in columns and schema.includes(level, t.level)]
     return {table.name: to_arrow(table, columns[table.name]) for table in tables}
 
@@ -333,7 +316,7 @@ def preparation_tables(
 def pair_columns(pairs: Sequence[Preference], trained: int, tokenizer: PreTrainedTokenizerBase) -> Columns:
     """Return the columns of preference pairs; the first `trained` pairs are the training pairs."""
     return {
-        **rows_of(schema.PAIRS, pairs),
+        **rows_of(schema.PAIRS, "pair", pairs),
         "pair": np.arange(len(pairs), dtype=np.int32),
         "held_out": np.arange(len(pairs)) >= trained,
         "chosen": [decode(tokenizer, pair.chosen_ids) for pair in pairs],
@@ -342,10 +325,8 @@ def pair_columns(pairs: Sequence[Preference], trained: int, tokenizer: PreTraine
 
 
 def _pair_updates(steps: Sequence[PreferenceStep]) -> Columns:
-    sizes = [step.pairs for step in steps]
     return {
-        "epoch": np.repeat(int32([step.epoch for step in steps]), sizes),
-        "minibatch": np.repeat(int32([step.minibatch for step in steps]), sizes),
+        **tokens_of(schema.PAIR_UPDATES, "step", steps, [step.pairs for step in steps]),
         "pair": [index for step in steps for index in step.indices],
         "margins": np.array([margin for step in steps for margin in step.margins], dtype=np.float32),
         "losses": np.array([loss for step in steps for loss in step.losses], dtype=np.float32),

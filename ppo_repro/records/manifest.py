@@ -48,7 +48,8 @@ class TableEntry:
     file_digest: str = dataclasses.field(compare=False)  # of the bytes
 
 
-@dataclass(frozen=True, slots=True, config=_CONFIG)
+# runs of earlier versions have a SHA-256 in each line, which the digest of the whole log has made unnecessary
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", strict=True))
 class IterationEntry:
     """A recorded iteration; `chain` follows from the previous iteration's link and the digests of `tables`."""
 
@@ -189,9 +190,8 @@ def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
 
 
 def to_line(entry: IterationEntry) -> bytes:
-    """Return the line of an iteration: JSON whose last field is the SHA-256 of the JSON without that field."""
-    content = _ENTRY.dump_json(entry, exclude_defaults=True)
-    return content[:-1] + f',"sha256":"{hashlib.sha256(content).hexdigest()}"}}\n'.encode()
+    """Return the line of an iteration in the log."""
+    return bytes(_ENTRY.dump_json(entry, exclude_defaults=True)) + b"\n"
 
 
 def extended(digest: str, line: bytes) -> str:
@@ -238,7 +238,7 @@ def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[Iterati
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error
     if len(lines) != count or reduce(extended, lines, "") != digest:
         raise UserError(f"{path}: is not the {count} lines in {size} bytes that the manifest counts; {_LOG_DAMAGED}")
-    return tuple(_ENTRY.validate_json(line.rpartition(b',"sha256":')[0] + b"}") for line in lines)
+    return tuple(map(_ENTRY.validate_json, lines))
 
 
 def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str]) -> str:

@@ -104,7 +104,7 @@ class RunWriter:
 
     def prepare(self, tables: Mapping[str, pa.Table]) -> None:
         """Record the tables of the training before the first iteration."""
-        self._save(preparation={**self.head.preparation, **self._written(None, tables)})
+        self._save({"preparation": {**self.head.preparation, **self._written(None, tables)}})
 
     def append(self, iteration: int, tables: Mapping[str, pa.Table]) -> None:
         """Record the next iteration: its tables, then its line in the log, then the manifest, which counts it."""
@@ -117,24 +117,26 @@ class RunWriter:
         line = manifest.to_line(IterationEntry(iteration, results, link, entries))
         manifest.cut_log(self.run_dir, head.log_bytes, line)
         self._save(
-            num_iterations=iteration + 1,
-            log_bytes=head.log_bytes + len(line),
-            log_digest=manifest.extended(head.log_digest, line),
-            fingerprint=link,
+            {
+                "num_iterations": iteration + 1,
+                "log_bytes": head.log_bytes + len(line),
+                "log_digest": manifest.extended(head.log_digest, line),
+                "fingerprint": link,
+            }
         )
 
     def note(self, name: str, tree: Mapping[str, Any]) -> None:
         """Write a JSON file beside the records, outside the fingerprint."""
         content = manifest.note_content(tree)
         if name in self.head.notes:  # a kill between the next two lines must not leave a file with another digest
-            self._save(notes={other: digest for other, digest in self.head.notes.items() if other != name})
+            self._save({"notes": {other: digest for other, digest in self.head.notes.items() if other != name}})
         atomic_write(self.run_dir / name, content)
-        self._save(notes={**self.head.notes, name: manifest.content_digest(content)})
+        self._save({"notes": {**self.head.notes, name: manifest.content_digest(content)}})
 
     def list_files(self, files: Mapping[str, str]) -> None:
         """List exactly these files in the manifest: SHA-256 by path relative to the run folder."""
         if files != self.head.files:
-            self._save(files=dict(files))
+            self._save({"files": dict(files)})
 
     def keep_only(self, files: Mapping[str, str]) -> None:
         """List exactly these files in the manifest, and remove the files that are no longer listed."""
@@ -150,7 +152,7 @@ class RunWriter:
 
     def mark(self, status: Status) -> None:
         """Write into the manifest that the run is running, interrupted or failed."""
-        self._save(status=status)
+        self._save({"status": status})
 
     def finish(self, final: Mapping[str, float | int | str], tables: Mapping[str, pa.Table]) -> None:
         """Close the run with its final results and the tables after the last iteration.
@@ -163,7 +165,7 @@ class RunWriter:
                 raise ValueError(f"final result {name} is a {type(value).__name__}, expected float, int or str")
         fingerprint = manifest.finished_fingerprint(self.head.fingerprint, final)
         ending = self._written(self.head.num_iterations, tables)
-        self._save(status="complete", final=dict(final), fingerprint=fingerprint, ending=ending)
+        self._save({"status": "complete", "final": dict(final), "fingerprint": fingerprint, "ending": ending})
 
     def _written(self, iteration: int | None, tables: Mapping[str, pa.Table]) -> dict[str, TableEntry]:
         """Write one file of each table, and return their entries."""
@@ -180,7 +182,7 @@ class RunWriter:
             entries[name] = TableEntry(data.num_rows, digest, manifest.content_digest(content))
         return entries
 
-    def _save(self, **changes: Any) -> None:
+    def _save(self, changes: Mapping[str, Any]) -> None:
         assert self.head.status != "complete"
         # constructed, not copied, so that every field is validated
         changed = Head(**{**dict(self.head), **changes})

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ppo_repro.base.clock import Clock, moment
 from ppo_repro.config.control import ControlConfig
@@ -27,13 +26,14 @@ from ppo_repro.ppo.objectives import flag_names, removes_gradient
 from ppo_repro.records import schema
 from ppo_repro.records.columns import (
     Columns,
+    Stages,
     cells_of,
     count_disagreement,
     fields_of,
     int32,
-    of_minibatches,
     rows_of,
     tables_at,
+    tokens_of,
 )
 from ppo_repro.runs.kind import Execution, Final, RunKind, Tables
 from ppo_repro.runs.starting_point import Start
@@ -116,7 +116,7 @@ def _sequences(item: ControlIteration) -> Columns:
     ends = zip(rollout.end_reason, rollout.episode_return, strict=True)
     return {
         "sequence": range(len(rollout.lengths)),
-        **fields_of(schema.CONTROL_SEQUENCES, rollout, item.forward),
+        **fields_of(schema.CONTROL_SEQUENCES, {"rollout": rollout, "forward": item.forward}),
         "fragment_length": int32(rollout.lengths),
         "reward_sum": run_sums(rollout.rewards, rollout.lengths).numpy(),
         "episode_return": [None if reason == "cut" else total for reason, total in ends],
@@ -125,17 +125,15 @@ def _sequences(item: ControlIteration) -> Columns:
 
 def _tokens(item: ControlIteration) -> Columns:
     sequence, position = cells_of(item.rollout.lengths)
-    columns = fields_of(schema.CONTROL_TOKENS, item.rollout, item.forward, item.advantages)
-    return {"sequence": sequence, "position": position, **columns}
+    stages: Stages = {"rollout": item.rollout, "forward": item.forward, "advantages": item.advantages}
+    return {"sequence": sequence, "position": position, **fields_of(schema.CONTROL_TOKENS, stages)}
 
 
 def _updates(item: ControlIteration) -> Columns:
     sequence, position = cells_of(item.rollout.lengths)
     tokens = torch.cat([u.tokens for u in item.updates]).numpy()
-    by_step = rows_of(schema.CONTROL_UPDATES, item.updates)
     return {
-        **{name: torch.cat(v).numpy() for name, v in by_step.items() if isinstance(v[0], Tensor)},
-        **{name: of_minibatches(item.updates, name) for name in ("epoch", "minibatch")},
+        **tokens_of(schema.CONTROL_UPDATES, "step", item.updates, [len(u.tokens) for u in item.updates]),
         "sequence": sequence[tokens],
         "position": position[tokens],
         "clip_flag": flag_names(torch.cat([u.clip_flags for u in item.updates])),
@@ -144,7 +142,7 @@ def _updates(item: ControlIteration) -> Columns:
 
 def _steps(item: ControlIteration) -> Columns:
     return {
-        **rows_of(schema.CONTROL_STEPS, item.updates),
+        **rows_of(schema.CONTROL_STEPS, "step", item.updates),
         "tokens": int32([len(u.tokens) for u in item.updates]),
         "entropy": [mean_of(u.new_entropies) for u in item.updates],
         "clip_fraction": [mean_of(removes_gradient(u.clip_flags)) for u in item.updates],

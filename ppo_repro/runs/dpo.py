@@ -125,10 +125,7 @@ class DPOExecution(Execution[Epoch]):
                 "rejected_logprobs": item.logprobs[1].numpy(),
                 "margins": item.margins.numpy(),
             },
-            "steps": {
-                **rows_of(schema.DPO_STEPS, steps),
-                "policy_digest": [step.digest for step in steps],
-            },
+            "steps": rows_of(schema.DPO_STEPS, "step", steps),
             "iterations": {
                 "pairs": [self.trained],
                 "loss": [mean_of(torch.tensor([loss for step in steps for loss in step.losses], dtype=torch.float64))],

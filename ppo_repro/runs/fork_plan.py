@@ -9,20 +9,15 @@ from pathlib import Path
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config import files
+from ppo_repro.config.fields import marked_fields
 from ppo_repro.config.inputs import Inputs, gather, run_folder
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import FIXED
 from ppo_repro.records import manifest
 from ppo_repro.records.changes import changes, config_changes
 from ppo_repro.records.folder import CONFIG_NAME, FINAL_STATE, REFERENCE, starts_of
 from ppo_repro.records.located import located_tree
 from ppo_repro.records.manifest import Manifest, Origin
-
-# what decides the weights and the unit of values, and the faults of the first iteration, which a fork does not compute;
-# held-out prompts, end tokens and tokenizer are compared by value when the fork is prepared
-FIXED = (
-    "seed", "model", "lora", "value.kind", "value.init", "value.lora", "value.normalize_returns", "numerics.mode",
-    "mismatch.sampler.lag", "mismatch.flip",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
     changed = config_changes(old.config, new.config) | changes(old.digests, new.digests)
     changed = {field: values for field, values in changed.items() if not _is_same_folder(field, old, new)}
     for field in changed:
-        if any(f"{field}.".startswith(f"{fixed}.") for fixed in FIXED):
+        if any(f"{field}.".startswith(f"{fixed}.") for fixed in marked_fields(RunConfig, FIXED)):
             raise UserError(
                 f"--set {field}: a fork goes on with the weights of its origin, so it cannot change this field; start "
                 "a run of its own"

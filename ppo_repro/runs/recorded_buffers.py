@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from ppo_repro import buffers
 from ppo_repro.base.errors import UserError
-from ppo_repro.records import manifest, reader
-from ppo_repro.records.columns import SPANS
+from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.manifest import Manifest
 
 
@@ -65,25 +63,27 @@ def read_records(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
     return records
 
 
-def rollout_of(records: Records) -> buffers.Rollout:
-    """Return the sampled responses; the sets of kept tokens are absent, because no later stage reads them."""
-    count, of = records.tables["tokens"].num_rows, partial(records.values, "sequences")
+def rollout_of(records: Records, temperature: float) -> buffers.Rollout:
+    """Return the sampled responses; the sets of kept tokens are absent, because no later stage reads them.
+
+    `temperature`: at which they were sampled, which the configuration says.
+    """
+    count = records.tables["tokens"].num_rows
     lengths = records.tensor("sequences", "response_length").to(torch.int64)
-    columns = [records.tensor("tokens", name).split(lengths.tolist()) for name in SPANS]
+    spans = {name: of.split(lengths.tolist()) for name, of in _token_fields(records, "spans").items()}
     as_sampled = records.values_or_none("sequences", "is_as_sampled")
     return buffers.Rollout(
-        prompts=buffers.Prompts(**{field.name: of(field.name) for field in fields(buffers.Prompts)}),
+        prompts=buffers.Prompts(**_fields(records, schema.SEQUENCES, "prompts")),
         response_ids=records.tensor("tokens", "token_id").to(torch.int64),
         lengths=lengths,
-        temperature=1.0,
-        rollout_logprobs=records.tensor("tokens", "rollout_logprobs"),
-        log_kept_mass=records.tensor("tokens", "log_kept_mass"),
+        temperature=temperature,
+        **_token_fields(records, "rollout"),
         kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
-        finish_reason=of("finish_reason"),
-        response=of("response"),
+        finish_reason=records.values("sequences", "finish_reason"),
+        response=records.values("sequences", "response"),
         server=(None,) * len(lengths),
         latency=(None,) * len(lengths),
-        spans=tuple(buffers.Spans(*(part.tolist() for part in parts)) for parts in zip(*columns, strict=True)),
+        spans=tuple(buffers.Spans(**{n: of[i].tolist() for n, of in spans.items()}) for i in range(len(lengths))),
         episodes=_episodes(records, "sequences"),
         rollout_policy_versions=records.values_or_none("sequences", "rollout_policy_versions"),
         sampled_ids=records.values_or_none("sequences", "sampled_ids"),
@@ -101,35 +101,41 @@ def _episodes(records: Records, table: str) -> tuple[buffers.Episode, ...] | Non
 
 def forward_of(records: Records) -> buffers.ForwardPass:
     """Return the outputs of the networks before the update."""
-    names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
-    return buffers.ForwardPass(
-        **{name: records.tensor("tokens", name) for name in names},
-        cumulative_probs=records.tensor_or_none("tokens", "cumulative_probs"),
-        reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
-        routes=torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32),
-        values=records.tensor_or_none("tokens", "values"),
-    )
+    routes = torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32)
+    return buffers.ForwardPass(**_token_fields(records, "forward"), routes=routes)
 
 
 def rewards_of(records: Records) -> buffers.Rewards:
     """Return scores and rewards; a column without records is 0, and is not compared."""
-    zeros = torch.zeros(records.tables["tokens"].num_rows)
-    placed, raw = (records.tensor_or_none("tokens", name) for name in ("placed_scores", "raw_rewards"))
+    zeros, recorded = torch.zeros(records.tables["tokens"].num_rows), _token_fields(records, "rewards")
+    unrecorded = {"placed_scores": zeros.to(torch.float64), "raw_rewards": zeros}
     return buffers.Rewards(
         scores=records.tensor("sequences", "scores"),
         score_parts=records.values("sequences", "score_parts"),
         is_correct=torch.tensor(records.values("sequences", "is_correct")),
-        kl_penalties=records.tensor("tokens", "kl_penalties"),
-        placed_scores=zeros.to(torch.float64) if placed is None else placed,
-        raw_rewards=zeros if raw is None else raw,
-        rewards=records.tensor("tokens", "rewards"),
+        **unrecorded | {name: column for name, column in recorded.items() if column is not None},
     )
+
+
+def advantages_of(records: Records) -> buffers.Advantages:
+    """Return advantages and value targets."""
+    return buffers.Advantages(**_token_fields(records, "advantages"))
+
+
+def _token_fields(records: Records, source: schema.Source) -> dict[str, Any]:
+    """Return the fields of a stage of which each is a column of the table `tokens`; None for one without records."""
+    names = [column.name for column in schema.TOKENS.columns if column.source == source]
+    return {name: records.tensor_or_none("tokens", name) for name in names}
+
+
+def _fields(records: Records, table: schema.Table, source: schema.Source) -> dict[str, Any]:
+    """Return the fields of a stage of which each is a column of a table, as Python values."""
+    return {c.name: records.values(table.name, c.name) for c in table.columns if c.source == source}
 
 
 def evaluation_of(records: Records) -> buffers.Evaluation | None:
     """Return the held-out responses; None if the run has no evaluation, or did not record its responses."""
     if "evaluations" not in records.tables:
         return None
-    names = [field.name for field in fields(buffers.Evaluation) if field.name != "episodes"]
-    columns: dict[str, Any] = {name: records.values("evaluations", name) for name in names}
-    return buffers.Evaluation(**columns, episodes=_episodes(records, "evaluations"))
+    found = _fields(records, schema.EVALUATIONS, "evaluation")
+    return buffers.Evaluation(**found, episodes=_episodes(records, "evaluations"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import MODELS, apply_overrides, validated
@@ -17,18 +18,27 @@ from ppo_repro.runs.machines import files_of
 from ppo_repro.runs.starting_point import start_files
 
 
-def inputs_of(
+@dataclass(frozen=True)
+class Continued(Generic[Config]):
+    """A recorded run that is computed on, or again."""
+
+    recorded: Manifest
+    config: Config
+    checkpoint: str | None  # from which it goes on, below the run folder; None: from the beginning
+    files: list[Path]  # that every machine needs; the model is among them unless the checkpoint has it
+
+
+def continued(
     kind: RunKind[Config, Item],
     run_dir: Path,
     recorded: Manifest,
     overrides: Sequence[str],
     elsewhere: Path | None,
-    start: str | None,
-) -> tuple[Config, list[Path]]:
-    """Return the configuration of a run that goes on from the checkpoint `start`, and the files for every machine.
+    checkpoint: str | None,
+) -> Continued[Config]:
+    """Find the inputs of a run that goes on from a checkpoint.
 
-    These include the model unless the checkpoint has it. Raises UserError if an input is missing, or if an override
-    names a field that may not change.
+    Raises UserError if an input is missing, or if an override names a field that may not change.
     """
     groups = " and ".join(kind.changeable)
     for override in overrides:
@@ -37,11 +47,12 @@ def inputs_of(
                 f"--set {override}: a recorded run may change fields of {groups} only; for another field "
                 f"start a run of its own, or go on from a checkpoint with `ppo-repro fork {shlex.quote(str(run_dir))}`"
             )
-    model_too = start is None or not folder.has_reference(recorded)
+    model_too = checkpoint is None or not folder.has_reference(recorded)
     tree = located_tree(run_dir, recorded, elsewhere, model_too)
     apply_overrides(tree, overrides)
     config: Config = validated(MODELS[kind.name], tree, str(run_dir / folder.CONFIG_NAME))  # type: ignore[assignment]
     named: dict[str, Any] = config.model_dump(mode="json")
     if not model_too:
         del named["model"]
-    return config, [*files_of(named), *(start_files(run_dir, recorded, start) if start else ())]
+    files = [*files_of(named), *(start_files(run_dir, recorded, checkpoint) if checkpoint else ())]
+    return Continued(recorded, config, checkpoint, files)

@@ -26,7 +26,15 @@ from ppo_repro.records.folder import FORKED_FROM, load_recorded_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.schema import ITERATIONS, Stage
 from ppo_repro.runs import checkpoint
-from ppo_repro.runs.recorded_buffers import Records, evaluation_of, forward_of, read_records, rewards_of, rollout_of
+from ppo_repro.runs.recorded_buffers import (
+    Records,
+    advantages_of,
+    evaluation_of,
+    forward_of,
+    read_records,
+    rewards_of,
+    rollout_of,
+)
 from ppo_repro.sampling.faults.trainer import with_loss_mask
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 from ppo_repro.stages.forward import kl_terms_of
@@ -136,12 +144,8 @@ def _recorded_iteration(
     config: RunConfig, records: Records, coefficients: buffers.Coefficients, functions: Functions
 ) -> buffers.Iteration:
     """Return a recorded iteration, with the losses computed from its records."""
-    rollout, forward = rollout_of(records), forward_of(records)
-    advantages = buffers.Advantages(
-        raw_advantages=records.tensor("tokens", "raw_advantages"),
-        advantages=records.tensor("tokens", "advantages"),
-        returns=records.tensor_or_none("tokens", "returns"),
-    )
+    rollout, forward = rollout_of(records, config.rollout.temperature), forward_of(records)
+    advantages = advantages_of(records)
     digests = zip(records.values("steps", "policy_digest"), records.values("steps", "value_digest"), strict=True)
     received = with_loss_mask(config.mismatch.trainer, rollout)
     batch = training_batch(config, coefficients, received, forward, advantages, functions)
@@ -198,6 +202,11 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
             policy = _policy(config, batch, minibatch, records, rows, step["grad_norm"])
         if policy is not None:
             schedule.follow(policy)
+        elif start == 0:
+            raise PromiseBroken(
+                f"table updates, iteration {records.iteration}: new_logprobs or new_entropies is null in the first "
+                "minibatch"
+            )
         value = None
         new_values = records.tensor_or_none("updates", "new_values", rows)
         if batch.value_targets is not None and new_values is not None:

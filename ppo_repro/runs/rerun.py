@@ -16,7 +16,7 @@ from ppo_repro.records.diff import Difference, first_final_difference, from_reco
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.runs.machines import on_every_machine
-from ppo_repro.runs.recorded_inputs import inputs_of
+from ppo_repro.runs.recorded_inputs import Continued, continued
 from ppo_repro.runs.starting_point import load_start
 
 
@@ -54,18 +54,19 @@ def rerun(
         UserError: the run is incomplete or damaged, an input is missing, iterations of `only` are not recorded, or an
             override could change a result.
     """
-    recorded, config, files, begun, name = kind.ranks.first(_to_rerun, kind, run_dir, overrides, elsewhere, only)
-    with on_every_machine(kind.ranks, config, lambda: files) as (config, here):
-        start = load_start(here(run_dir), recorded, name) if name else None
+    plan = kind.ranks.first(_to_rerun, kind, run_dir, overrides, elsewhere, only)
+    with on_every_machine(kind.ranks, plan.config, lambda: plan.files) as (config, here):
+        start = load_start(here(run_dir), plan.recorded, plan.checkpoint) if plan.checkpoint else None
+        begun = 0 if start is None else start.checkpoint.iteration
         opened = kind.over(run_dir, config.iterations).open(config, None, start)
         del start  # as large as weights and moments together
-        return _compared(kind, config, run_dir, recorded, opened, begun, only)
+        return _compared(kind, config, run_dir, plan.recorded, opened, begun, only)
 
 
 def _to_rerun(
     kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str], elsewhere: Path | None, only: range | None
-) -> tuple[Manifest, Config, list[Path], int, str | None]:
-    """Return manifest, configuration, the files that every machine needs, iterations and name of the checkpoint."""
+) -> Continued[Config]:
+    """Find the checkpoint from which a run is computed again, and its inputs."""
     recorded = reader.open_manifest(run_dir, allow_incomplete=only is not None)
     begun = recorded.own_iterations.start
     names = folder.starts_of(run_dir, recorded)
@@ -73,8 +74,7 @@ def _to_rerun(
         _require_own(only, begun, run_dir, recorded)
         begun = max([number for number in names if number <= only.start], default=begun)
     name = names.get(begun, folder.FORKED_FROM) if begun else None
-    config, files = inputs_of(kind, run_dir, recorded, overrides, elsewhere, name)
-    return recorded, config, files, begun, name
+    return continued(kind, run_dir, recorded, overrides, elsewhere, name)
 
 
 def _compared(

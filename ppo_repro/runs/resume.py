@@ -21,7 +21,7 @@ from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.execute import execute, work_along
 from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.machines import on_every_machine
-from ppo_repro.runs.recorded_inputs import inputs_of
+from ppo_repro.runs.recorded_inputs import Continued, continued
 from ppo_repro.runs.run import NO_TRACKING, mark_ended, raise_with_repair, writing
 from ppo_repro.runs.starting_point import load_newest
 from ppo_repro.runs.verify import Verified, verify
@@ -60,8 +60,9 @@ def resume(
     ranks.first(manifest.load, run_dir)  # before a lock is put beside a folder that is no run
     with ExitStack() as stack:
         stack.enter_context(writing(ranks, run_dir))
-        recorded, config, needed = ranks.first(_to_resume, kind, run_dir, overrides, elsewhere)
-        config, here = stack.enter_context(on_every_machine(ranks, config, lambda: needed))
+        plan = ranks.first(_to_resume, kind, run_dir, overrides, elsewhere)
+        recorded = plan.recorded
+        config, here = stack.enter_context(on_every_machine(ranks, plan.config, lambda: plan.files))
         start = load_newest(here(run_dir), recorded)
         resumed = Resumed(0 if start is None else start.checkpoint.iteration, recorded.num_iterations)
         again = kind.over(run_dir, recorded.num_iterations)
@@ -111,19 +112,19 @@ def remove_unfinished(run_dir: Path, recorded: Manifest, contents: Verified) -> 
 
 def _to_resume(
     kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str], elsewhere: Path | None
-) -> tuple[Manifest, Config, list[Path]]:
-    """Return the manifest of a run to resume, its configuration, and the files that every machine needs for it."""
+) -> Continued[Config]:
+    """Find the newest checkpoint of a run to resume, and its inputs."""
     recorded = manifest.load(run_dir)
     if recorded.status == "complete":
         raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {shlex.quote(str(run_dir))}`")
     starts = folder.starts_of(run_dir, recorded)
     start = starts[max(starts)] if starts else None
-    config, files = inputs_of(kind, run_dir, recorded, overrides, elsewhere, start)
-    if isinstance(config, RunConfig):
+    plan = continued(kind, run_dir, recorded, overrides, elsewhere, start)
+    if isinstance(plan.config, RunConfig):
         before = folder.load_recorded_config(run_dir)
-        _require_same_layout(before, config)
-        require_same_sampler(before, config)
-    return recorded, config, files
+        _require_same_layout(before, plan.config)
+        require_same_sampler(before, plan.config)
+    return plan
 
 
 def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str, str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -27,12 +28,7 @@ from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.output import masked
 from ppo_repro.config.files import read_tree
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import (
-    CONFIG_NAME,
-    ENVIRONMENT_NAME,
-    REPORT_NAME,
-    load_config_of,
-)
+from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_config_of
 from ppo_repro.records.grid import CELLS, GRID, RESULTS
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Head
@@ -172,16 +168,23 @@ class _Copy:
 class _RunCopy(_Copy):
     """Copy of one run in MLflow; a cell of a grid has another `experiment` and `name`."""
 
-    def __init__(self, client: MlflowClient, run_dir: Path, experiment: str = "", name: str = "", **tags: str) -> None:
+    def __init__(
+        self,
+        client: MlflowClient,
+        run_dir: Path,
+        experiment: str = "",
+        name: str = "",
+        tags: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         recorded = manifest.load_head(run_dir)
         config = load_config_of(run_dir, recorded)
         environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
-        tags |= {name: str(environment[name]) for name in OF_ENVIRONMENT} | {"kind": recorded.kind}
-        tags |= {f"package.{name}": str(version) for name, version in environment["packages"].items()}
+        about = {name: str(environment[name]) for name in OF_ENVIRONMENT} | {"kind": recorded.kind}
+        about |= {f"package.{name}": str(version) for name, version in environment["packages"].items()}
         params, started = config.model_dump(mode="json"), start_time(run_dir, recorded)
         name = read_label(run_dir).name or name or run_dir.name
         self.run_dir = run_dir
-        super().__init__(client, experiment or config.experiment, run_dir, name, params, tags, started)
+        super().__init__(client, experiment or config.experiment, run_dir, name, params, {**tags, **about}, started)
 
     def end(self, head: Head, last: Sequence[Scalar]) -> None:
         self.log(last)
@@ -200,7 +203,7 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
 
     def begin(run_dir: Path, row: dict[str, Any]) -> _RunCopy:
         tags = {**labels_of(row), "cell": str(row["cell"]), MLFLOW_PARENT_RUN_ID: parent.place.run_id}
-        return _RunCopy(client, run_dir, grid_dir.name, str(row["cell"]), **tags)
+        return _RunCopy(client, run_dir, grid_dir.name, str(row["cell"]), tags)
 
     copies, cells = follow(grid_dir, is_over, begin), pd.read_parquet(grid_dir / CELLS)
     ends = [end_time(copy.run_dir, manifest.load_head(copy.run_dir)) for copy in copies]

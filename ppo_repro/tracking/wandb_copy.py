@@ -14,7 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import wandb
+from wandb.errors import Error
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST
@@ -28,9 +31,6 @@ from ppo_repro.records.manifest import Head
 from ppo_repro.records.notes import read_note
 from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, follow, labels_of, write_page
 from ppo_repro.tracking.numbers import Scalar, sentences
-
-if TYPE_CHECKING:
-    import wandb
 
 FILES = "ppo_repro"  # the folder of our files in a W&B run
 KEPT = (MANIFEST, manifest.LOG_NAME, CONFIG_NAME, ENVIRONMENT_NAME)
@@ -59,8 +59,6 @@ class Place:
 @contextmanager
 def answering() -> Iterator[None]:
     """Convert the client's errors in this block to UserError; the message contains no key."""
-    from wandb.errors import Error
-
     try:
         yield
     except (Error, OSError, TimeoutError) as error:
@@ -104,13 +102,15 @@ class _RunCopy:
             kind, origin = "fork", recorded.origin
             more["origin"] = {**origin.model_dump(mode="json"), "wandb_id": _id(Path(origin.run))}
         self.run_dir = run_dir
-        self._run = _begin(
+        self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or config.experiment,
             id=_id(run_dir),
             name=read_label(run_dir).name or name or run_dir.name,
             group=group or None,
             job_type="cell" if group else kind,
             config={**config.model_dump(mode="json"), "ppo_repro": more},
+            reinit="create_new",
+            settings=_quiet(),
         )
         for axis in ("iteration", "step"):
             self._run.define_metric(axis, hidden=True)
@@ -151,15 +151,18 @@ class _RunCopy:
         self._run.save(str(folder / "*"), base_path=self._run.dir, policy="now")
 
 
-def _begin(**about: Any) -> wandb.Run:
-    """Begin a run of the client; the client prints nothing and collects no data about the machine."""
-    import wandb
-
-    settings = wandb.Settings(
-        **{"silent": True, "console": "off", "disable_git": True, "disable_code": True, "disable_job_creation": True},
-        **{"x_disable_stats": True, "x_disable_meta": True, "x_disable_machine_info": True},
+def _quiet() -> wandb.Settings:
+    """Return the settings with which the client prints nothing and collects no data about the machine."""
+    return wandb.Settings(
+        silent=True,
+        console="off",
+        disable_git=True,
+        disable_code=True,
+        disable_job_creation=True,
+        x_disable_stats=True,
+        x_disable_meta=True,
+        x_disable_machine_info=True,
     )
-    return wandb.init(**about, reinit="create_new", settings=settings)
 
 
 def _id(run_dir: Path) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.grids import clusters
-from ppo_repro.grids.cell import LOST, Order, Processes, last_result, record_result, state_of
+from ppo_repro.grids.cell import LOST, Order, Processes, cell_state, last_result, record_result
 from ppo_repro.grids.clusters import Slurm
 from ppo_repro.grids.grid import run_grid
 from ppo_repro.grids.spec import load_grid
@@ -133,7 +133,7 @@ def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(
     assert lost.exit_code == LOST
     assert "job 7_0 ended without a word" in lost.message
     assert last_result(tmp_path / "cell") == lost
-    assert state_of(tmp_path / "cell") == "interrupted"
+    assert cell_state(tmp_path / "cell") == "interrupted"
 
 
 def test_a_job_that_is_gone_has_the_result_of_its_cell(

@@ -20,11 +20,11 @@ from ppo_repro.grids.cell import (
     Order,
     Processes,
     Results,
+    cell_state,
     finish_cell,
     record_result,
     run_of,
     start_cell,
-    state_of,
 )
 from ppo_repro.grids.clusters import Ray
 from ppo_repro.grids.grid import Outcome, lines, run_grid
@@ -249,12 +249,12 @@ def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     process = start_cell(order)
     until(lambda: recorded_iterations(Path(order.folder)) >= 2, "two iterations")
     assert process.stdin is not None
-    assert state_of(Path(order.folder)) == "running"
+    assert cell_state(Path(order.folder)) == "running"
     process.stdin.close()
     assert process.wait(timeout=30) == 1
-    assert state_of(Path(order.folder)) == "running"  # as after a kill
+    assert cell_state(Path(order.folder)) == "running"  # as after a kill
     assert record_result(order, 1, "").exit_code == 1
-    assert state_of(Path(order.folder)) == "interrupted"
+    assert cell_state(Path(order.folder)) == "interrupted"
 
 
 def test_the_message_of_a_cell_is_of_its_last_attempt(tmp_path: Path) -> None:

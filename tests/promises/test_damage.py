@@ -16,7 +16,6 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.models.load import load_folder
@@ -27,6 +26,7 @@ from tests.support import synthetic_run
 from tests.support.cli import Cli, one_line
 from tests.support.language import run
 from tests.support.paths import TINY
+from tests.support.resume import Stopped
 
 DAMAGES = int(os.environ.get("DAMAGES", "24"))
 
@@ -135,14 +135,6 @@ def test_any_damage_is_named_and_not_read(tmp_path: Path) -> None:
     assert min(seen["refused"], seen["not used"]) > 3, seen
 
 
-class Interrupted(Silent):
-    """Ends a run after its second iteration."""
-
-    def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.slow
 def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
     """And a value model and an adapter, damaged or not, are no model."""
@@ -150,7 +142,7 @@ def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
     config = load_config(TINY, ["ppo.iterations=3", "checkpoints.every=1", "model.warm_start_steps=3", lora])
     whole, _ = run(config, tmp_path / "whole")
     with suppress(KeyboardInterrupt):
-        run(config, tmp_path / "part", Interrupted())
+        run(config, tmp_path / "part", Stopped(2))
     part, generator, seen = run_folder(config, tmp_path / "part"), random.Random(1), Counter[str]()
     for number in range(DAMAGES):
         with damaged(whole, KINDS[number % len(KINDS)], generator) as damage:

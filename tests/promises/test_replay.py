@@ -139,6 +139,15 @@ def test_one_line_names_a_changed_number_and_files_alone_are_whole(cli: Cli, cop
     assert cli.done("verify", copy, "--files").startswith("whole: complete")
 
 
+@pytest.mark.parametrize("column", ["new_logprobs", "new_entropies"])
+def test_a_first_step_without_numbers_is_one_line(cli: Cli, copy: Path, column: str) -> None:
+    rewrite_cell(copy, "updates", 1, column, lambda values: np.full(len(values), None))
+    code, _, err = cli("verify", copy)
+    assert code == 1
+    said = "table updates, iteration 1: new_logprobs or new_entropies is null in the first minibatch"
+    assert err.splitlines()[-1] == f"promise broken: {said}"
+
+
 def test_steps_that_the_early_stop_leaves_out_are_named(cli: Cli, tmp_path: Path) -> None:
     run_dir = record(tmp_path, "value={kind: head}", "ppo.early_stop_kl=0.5")
     count = reader.read_moment(run_dir, manifest.load(run_dir), 1)["steps"].num_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,24 @@ def with_fewer_fields(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def with_digests(log: Path) -> list[bytes]:
+    """End each line of a log with a SHA-256, as earlier versions did, and return the lines."""
+    lines = [line[:-1] + b',"sha256":"%064x"}\n' % 0 for line in log.read_bytes().splitlines()]
+    log.write_bytes(b"".join(lines))
+    return lines
+
+
 def aged(run_dir: Path) -> Path:
-    """Remove fields from a run's configuration, and give the folder the name of another digest."""
+    """Make a run one of an earlier version: fewer fields, another log, a folder with the name of another digest."""
     head, config = manifest.load_head(run_dir), with_fewer_fields(run_dir / "config.yaml")
-    files = {**head.files, "config.yaml": manifest.content_digest(config)}
-    manifest.save(head.model_copy(update={"config_digest": "0123456789ab", "files": files}), run_dir)
+    lines = with_digests(run_dir / manifest.LOG_NAME)
+    changes = {
+        "config_digest": "0123456789ab",
+        "files": {**head.files, "config.yaml": manifest.content_digest(config)},
+        "log_bytes": sum(map(len, lines)),
+        "log_digest": reduce(manifest.extended, lines, ""),
+    }
+    manifest.save(head.model_copy(update=changes), run_dir)
     return run_dir.rename(run_dir.with_name("seed7-0123456789ab"))
 
 

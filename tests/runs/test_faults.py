@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ppo_repro.analysis.pairs import run_evidence
 from ppo_repro.base.seeding import words
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest, reader
 from ppo_repro.testing.diagnosis import diagnose_chunks
 from tests.support.language import resume, run, tiny_run
 from tests.support.paths import TINY
+from tests.support.resume import Stopped
 from tests.support.runs import recomputed
 
 COMMON = (
@@ -180,14 +180,8 @@ def require_the_mismatch_is_what_its_definition_says(case: Case) -> None:
 
 def require_no_layout_shows_and_no_interruption(case: Case, tmp_path: Path) -> None:
     config = load_config(TINY, [*COMMON, *CASES[case.name]])
-
-    class Interrupting(Silent):
-        def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
-            if done == 2:
-                raise KeyboardInterrupt
-
     with suppress(KeyboardInterrupt):
-        run(config, tmp_path, Interrupting())
+        run(config, tmp_path, Stopped(2))
     found = resume(run_folder(config, tmp_path), LAYOUT)
     assert found.start > 0, "it began again, so nothing was taken from a checkpoint"
     assert manifest.load(run_folder(config, tmp_path)).fingerprint == manifest.load(case.folder).fingerprint

@@ -7,7 +7,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference
@@ -15,6 +14,7 @@ from ppo_repro.records.schema import LEVELS
 from ppo_repro.runs.replay import STAGES, LeftOut, Stage
 from tests.support.language import resume, run, tiny_run
 from tests.support.paths import TINY
+from tests.support.resume import Stopped
 from tests.support.runs import recomputed
 
 CUT = ("rollout.top_p=0.9", "rollout.temperature=1.3")
@@ -60,14 +60,9 @@ def test_the_files_have_the_columns_of_the_level(runs: dict[str, Path]) -> None:
 
 def resumed(out: Path, before: str, after: str, *overrides: str) -> tuple[Path, int]:
     """The folder of a run of 3 iterations that is resumed at another level, and its iterations at the first level."""
-
-    class Stopped(Silent):
-        def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
-            raise KeyboardInterrupt
-
     config = load_config(TINY, [*CUT, f"records.level={before}", "ppo.iterations=3", *overrides])
     with pytest.raises(KeyboardInterrupt):
-        run(config, out, Stopped())
+        run(config, out, Stopped(1))
     (run_dir,) = out.glob("tiny/*")
     count = reader.open_manifest(run_dir, allow_incomplete=True).num_iterations
     assert 0 < count < 3

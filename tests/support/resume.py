@@ -24,6 +24,17 @@ class Snapshots(Silent):
         shutil.copytree(self.run_dir, self.folder / str(done))
 
 
+class Stopped(Silent):
+    """Ends a run, as Ctrl-C does, after some of its iterations."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
+        if done == self.after:
+            raise KeyboardInterrupt
+
+
 @dataclass(frozen=True)
 class Recorded:
     """An uninterrupted run and its states on the way, by number of iterations."""

@@ -62,7 +62,7 @@ def hard_values(kind: str) -> Any:
 
 def one_column(kind: str, nullable: bool = False) -> schema.Table:
     """A table of one column c."""
-    return schema.Table("t", "", (), (schema.Column("c", kind, "nats", "Any.", nullable),))
+    return schema.Table("t", "", (), (schema.Column("c", kind, "nats", "computed", about="Any.", nullable=nullable),))
 
 
 def values_of(kind: str) -> st.SearchStrategy[Any]:

@@ -1,7 +1,7 @@
 """Tokenization and KL of a recorded run, iteration by iteration: `ppo-repro analyse tokenization RUN`.
 
-`word_boundaries` finds the words; `token_kl` makes tables by token, word and response; `kl_summary` averages them in
-every unit; `word_clip` computes the clip band for words; `retokenize` decodes and encodes the responses again.
+`words` finds the words; `token_kl` makes tables by token, word and response and averages them; `word_clip` computes the
+clip band for words; `retokenize` decodes and encodes the responses again.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -123,19 +124,17 @@ class BuiltInSampler:
         if not sampling.greedy:
             found = self.disturb(found, seeds, positions, sampling.temperature)
         samples = sample(found, seeds, positions, sampling, self.mode)
-        masses, kept = samples.log_kept_mass.tolist(), samples.kept_tokens.numpy()
-        drawn = map(Drawn, samples.logprobs.tolist(), masses, kept)
-        for item, token, numbers in zip(turn, samples.tokens.tolist(), drawn, strict=True):
-            item.add(token, numbers)
+        drawn = Drawn(*(getattr(samples, field.name).numpy() for field in fields(Drawn)))
+        for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):
+            item.add(token, drawn, row)
 
 
 def _completion(item: Seated, reason: str, routes: Tensor | None) -> Completion:
-    logprobs, masses, kept = zip(*item.drawn, strict=True)
     return Completion(
         response_ids=tuple(token for turn in item.turns for token in turn),
-        logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        log_kept_mass=torch.tensor(masses, dtype=torch.float32),
-        kept_tokens=torch.from_numpy(np.stack(kept)),
+        logprobs=torch.from_numpy(np.array([drawn.logprobs[row] for drawn, row in item.samples])),
+        log_kept_mass=torch.from_numpy(np.array([drawn.log_kept_mass[row] for drawn, row in item.samples])),
+        kept_tokens=_stacked([drawn.kept_tokens for drawn, _ in item.samples], item),
         finish_reason=reason,
         server=None,
         latency=None,
@@ -143,3 +142,10 @@ def _completion(item: Seated, reason: str, routes: Tensor | None) -> Completion:
         is_forced=tuple(item.forced),
         routes=routes,
     )
+
+
+def _stacked(columns: list[np.ndarray], item: Seated) -> Tensor:
+    """Stack the item's rows of the arrays [n, W], one array for each of its T tokens: [T, W]."""
+    if columns[0].shape[1] == 0:  # as usual; the rows need not be gathered
+        return torch.from_numpy(np.empty((len(columns), 0), columns[0].dtype))
+    return torch.from_numpy(np.array([column[row] for column, (_, row) in zip(columns, item.samples, strict=True)]))

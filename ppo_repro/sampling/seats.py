@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,34 +18,46 @@ from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.network import logits, network_of
 from ppo_repro.numerics.sequences import index, ragged
 
-_NO_TOKEN = -1
+
+def _keys(tokens: Sequence[int]) -> list[int]:
+    """Return a hash of every prefix, shortest first; equal prefixes have equal hashes."""
+    return list(accumulate(tokens, lambda key, token: hash((key, token)), initial=0))[1:]
 
 
 class PrefixIndex:
     """The tokens whose keys and values are in each seat."""
 
-    def __init__(self, seats: int, max_context: int) -> None:
-        self._tokens = np.full((seats, max_context), _NO_TOKEN, np.int32)
+    def __init__(self) -> None:
+        self._tokens: dict[int, tuple[int, ...]] = {}
+        self._seats: dict[int, int] = {}  # key of a prefix -> the seat last known to hold it
 
     def note(self, seat: int, tokens: Sequence[int]) -> None:
         """Note that `seat` now has the keys and values of exactly these tokens."""
-        self._tokens[seat, : len(tokens)] = tokens
-        self._tokens[seat, len(tokens) :] = _NO_TOKEN
+        for key in _keys(self._tokens.get(seat, ())):
+            if self._seats.get(key) == seat:
+                del self._seats[key]
+        self._tokens[seat] = tuple(tokens)
+        for key in _keys(tokens):
+            self._seats[key] = seat
 
     def longest(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """Find (seat, number of tokens) of the longest prefix of `prompt` in any seat; the number may be 0."""
-        same = self._tokens[:, : len(prompt)] == np.array(prompt, np.int32)
-        lengths = np.logical_and.accumulate(same, axis=1).sum(1)
-        seat = int(lengths.argmax())
-        return seat, int(lengths[seat])
+        """Find (seat, number of tokens) of the longest prefix of `prompt` in any seat; (0, 0) if there is none."""
+        keys = _keys(prompt)
+        for length in range(len(keys), 0, -1):
+            seat = self._seats.get(keys[length - 1])
+            # the seat may hold other tokens by now, and two prefixes may have the same key
+            if seat is not None and self._tokens[seat][:length] == tuple(prompt[:length]):
+                return seat, length
+        return 0, 0
 
 
-class Drawn(NamedTuple):
-    """The numbers of one sampled token."""
+@dataclass(frozen=True)
+class Drawn:
+    """A `Sample` as NumPy arrays, which read single numbers faster than tensors."""
 
-    logprob: float
-    log_kept_mass: float
-    kept_tokens: np.ndarray  # [ceil(V/8)] uint8 or [0]
+    logprobs: np.ndarray
+    log_kept_mass: np.ndarray
+    kept_tokens: np.ndarray
 
 
 @dataclass(eq=False)
@@ -56,7 +69,7 @@ class Seated:
     seat: int
     known: int = 0  # the first tokens, whose keys and values are in the seat when a prefill begins
     tokens: list[int] = field(default_factory=list)  # after the prompt: sampled, and put in by a dialogue
-    drawn: list[Drawn] = field(default_factory=list)  # of the sampled ones
+    samples: list[tuple[Drawn, int]] = field(default_factory=list)  # of the sampled ones
     turns: list[list[int]] = field(default_factory=lambda: [[]])  # the sampled ones by turn
     forced: list[bool] = field(default_factory=list)
 
@@ -75,12 +88,12 @@ class Seated:
         """Return whether the environment has spoken and the model has not read it."""
         return bool(self.forced) and self.forced[-1]
 
-    def add(self, token: int, drawn: Drawn) -> None:
+    def add(self, token: int, drawn: Drawn, row: int) -> None:
         """Append a sampled token."""
         self.tokens.append(token)
         self.forced.append(False)
         self.turns[-1].append(token)
-        self.drawn.append(drawn)
+        self.samples.append((drawn, row))
 
     def put_in(self, tokens: Sequence[int]) -> None:
         """Append tokens that the environment wrote and the policy did not sample, and begin another turn after them."""
@@ -102,9 +115,10 @@ class Seats:
         prefix_cache: bool,
         routes: bool,
     ) -> None:
-        """Make empty seats for a policy whose weights may not change any more.
+        """Make empty seats.
 
         Args:
+            policy: in deterministic or native numerics; its weights may not change any more.
             max_context: tokens of a seat.
             prefill_chunk: tokens of a prompt in one pass.
             routes: whether to note the experts of each token.
@@ -113,7 +127,7 @@ class Seats:
         self._network: Any = network_of(trunk_of(policy))
         self._network.prepare()
         self._cache = self._network.make_cache(count, max_context)
-        self._prefixes = PrefixIndex(count, max_context)
+        self._prefixes = PrefixIndex()
         # the experts that computed the token at each position of each seat, [count, max_context, M k]
         width = len(mixture_layers(policy)) * int(policy.config.num_experts_per_tok) if routes else 0
         self._routes = torch.zeros(count, max_context, width, dtype=torch.int32) if routes else None
@@ -137,20 +151,28 @@ class Seats:
     def _prefill_prompts(self, turn: list[Seated]) -> dict[Seated, Tensor]:
         """Compute the unknown tokens of the prompts, and return the logits [V] after each prompt.
 
-        Equal prompts come after the first of them, which they copy.
+        Equal prompts come after the first of them, whose keys and values they copy. In native numerics bits depend on
+        the seat that a prefix is copied from, so the order of copies stays.
         """
         firsts: dict[tuple[int, ...], Seated] = {}
+        equal: list[Seated] = []
         for item in turn:
-            firsts.setdefault(item.request.prompt_ids, item)
-        equal = [item for item in turn if item is not firsts[item.request.prompt_ids]]
-        found: dict[Seated, Tensor] = {}
-        for items in (list(firsts.values()), equal):
-            for item in items:
+            if item.request.prompt_ids in firsts:
+                equal.append(item)
+            else:
+                firsts[item.request.prompt_ids] = item
                 self._take_over(item)
-            found |= self._prefill(items)
-            for item in items:
-                self._prefixes.note(item.seat, item.request.prompt_ids)
-        return found
+            self._prefixes.note(item.seat, ())
+        found = self._prefill_and_note(list(firsts.values()))
+        for item in equal:
+            self._take_over(item)
+        return found | self._prefill_and_note(equal)
+
+    def _prefill_and_note(self, items: list[Seated]) -> dict[Seated, Tensor]:
+        rows = self._prefill(items)
+        for item in items:
+            self._prefixes.note(item.seat, item.request.prompt_ids)
+        return rows
 
     def _take_over(self, item: Seated) -> None:
         """Copy the longest prefix that a seat has; the last prompt token is always computed, for its logits."""
@@ -159,7 +181,6 @@ class Seats:
             self._network.copy_prefix(self._cache, source, item.seat, item.known)
             if self._routes is not None:
                 self._routes[item.seat, : item.known] = self._routes[source, : item.known]
-        self._prefixes.note(item.seat, item.request.prompt_ids[: item.known])
 
     def _prefill(self, items: list[Seated]) -> dict[Seated, Tensor]:
         """Compute `prefill_chunk` tokens of each context at a time, and return the logits [V] after each context."""

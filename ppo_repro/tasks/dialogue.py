@@ -39,7 +39,7 @@ def around_reply(task: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return before, after
 
 
-@dataclass
+@dataclass(eq=False)
 class Environment:
     """What ends and answers the model's turns in a run; it warns once about a template, for all of the run."""
 

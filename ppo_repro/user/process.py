@@ -72,12 +72,8 @@ class UserProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the child was started and has not closed its connection, as it does when it ends.
-
-        `Popen.poll` would free its number for another process, and `_stop` sends a signal to that number.
-        """
-        connection = self._child and self._child[1]
-        return connection is not None and not connection.closed and not connection.poll()
+        """Return whether the child was started and has not ended."""
+        return self._child is not None and self._child[0].poll() is None
 
     def end(self) -> None:
         """End the process now, with all processes that it started; no new process is started."""

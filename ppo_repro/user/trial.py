@@ -2,11 +2,12 @@
 
 | function | what changes | what must stay |
 |---|---|---|
-| each | the seed of the global generators | every bit of the results |
-| each | the machine, which `operations.py` judges by torch's operations | every bit |
+| each | the seed of the global generators | the results |
+| each, in deterministic numerics | the machine, which `operations.py` judges by torch's operations | every bit |
 | objective, estimator | the responses in a call | every bit; in native numerics the first digits |
 | objective, estimator | one token, to an extreme log-ratio or advantage | results are finite |
-| objective | one number of one token | losses of other tokens, unless the whole response before or after counts |
+| objective | the new log-prob of one token | other losses, but for the whole response, or all before or after |
+| objective | another number of one token | the loss of the token at one fixed distance, such as the next one |
 | advantages | the rewards of one response | advantages of the other prompts, unless all prompts count |
 
 `ppo_repro.testing.check_loss` tries losses of other trainers, which get padded rows in any dtype and have tolerances. A

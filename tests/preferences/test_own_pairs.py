@@ -137,7 +137,7 @@ def test_pairs_in_parquet_train_as_the_same_lines_do(
 
 
 def test_a_control_token_in_a_prompt_is_refused_without_the_advice_of_a_field_that_dpo_lacks(tmp_path: Path) -> None:
-    encode = encoder(character_tokenizer(["ab"]), validated(DPOConfig, tree(tmp_path), "dpo.yaml"), "")
+    encode = encoder(character_tokenizer(["ab"]), validated(DPOConfig, tree(tmp_path), "dpo.yaml"))
     assert encode([Problem("a", "ab", "")])
     with pytest.raises(UserError, match=r"reads as a control token; remove it$"):
         encode([Problem("e", "<eos>", "")])
@@ -150,7 +150,7 @@ def test_letter_and_accent_are_what_the_tokenizer_writes_as_one_character(tmp_pa
     config = validated(DPOConfig, tree(tmp_path), "dpo.yaml")
 
     def read() -> list[Preference]:
-        return pairs_of_file(tmp_path / "p.jsonl", "pairs", tokenizer, encoder(tokenizer, config, ""), False)
+        return pairs_of_file(tmp_path / "p.jsonl", "pairs", tokenizer, encoder(tokenizer, config), False)
 
     with pytest.raises(UserError, match=r"p\.jsonl:1: field 'chosen': the tokenizer cannot spell the response"):
         read()

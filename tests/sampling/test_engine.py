@@ -46,17 +46,16 @@ def test_a_finished_sequence_gives_its_seat_to_the_next(monkeypatch: pytest.Monk
     assert sum(before < 25 for _, before in passes) > 20
 
 
-def test_the_longest_prefix_is_found_in_the_seats_that_have_it_now() -> None:
-    prefixes = PrefixIndex(3, 8)
-    assert prefixes.longest(()) == prefixes.longest((1, 2)) == (0, 0)
-    prefixes.note(0, (1, 2, 3, 4))
-    prefixes.note(1, (1, 2, 9))
-    assert prefixes.longest((1, 2, 3, 5)) == (0, 3)
-    assert prefixes.longest((1, 2, 9, 9)) == (1, 3)
+def test_the_index_of_prefixes_has_the_keys_of_what_is_in_the_seats_alone() -> None:
+    prefixes = PrefixIndex()
+    for first in range(50):
+        prefixes.note(first % 2, (first, 1, 2, 3))
+    assert len(prefixes._seats) == 2 * 4
+    assert [prefixes.longest((first, 1, 9)) for first in (47, 48, 49)] == [(0, 0), (0, 2), (1, 2)]
+    prefixes.note(0, (49, 1, 2, 3))
     prefixes.note(1, ())
-    assert prefixes.longest((1, 2, 9)) == (0, 2), "another seat has a part of what a seat has lost"
-    prefixes.note(0, (7,))
-    assert prefixes.longest((1, 2)) == (0, 0)
+    assert len(prefixes._seats) == 4
+    assert prefixes.longest((49, 1, 9)) == (0, 2), "the keys belong to the seat that was noted last"
 
 
 def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:

@@ -23,7 +23,7 @@ from ppo_repro.tasks.problems import Problem, row_of
 from ppo_repro.user import process
 from ppo_repro.user.process import UserFunction, UserProcess, check_alone, check_repeats, load_reward
 from tests.support.paths import ROOT
-from tests.support.waiting import require_ended, until
+from tests.support.waiting import require_ended
 
 FIELD = "reward.terms.0.path"
 OF_FUNCTION = FunctionReward(kind="function", path="r.py:f")
@@ -142,28 +142,14 @@ def test_what_a_function_started_ends_also_where_its_own_process_is_gone(tmp_pat
     require_ended(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.parametrize("has_ended", [False, True])
-def test_a_process_gets_one_signal_while_its_number_is_its_own(
-    has_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system may give the number of a process that somebody has waited for to another one."""
-    function = loaded(tmp_path, f"import os\n{SIGNATURE}return os.getpid()")
-    child, signalled, kill = int(function(ROWS)[0]), list[int](), os.killpg
-
-    def signal_to(group: int, number: int) -> None:
-        os.kill(group, 0)  # raises if the number is free
-        signalled.append(group)
-        kill(group, number)
-
-    monkeypatch.setattr(os, "killpg", signal_to)
-    assert function.process.is_alive
-    if has_ended:
-        os.kill(child, signal.SIGKILL)
-        until(lambda: not function.process.is_alive, "the end of the process")
+def test_a_process_that_has_ended_gets_no_second_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may have given its number to another process by then."""
+    function, signalled = loaded(tmp_path, f"{SIGNATURE}return 1.0"), list[int]()
+    kill = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: (signalled.append(group), kill(group, number)))
     function.process.end()
     function.process.end()
-    assert signalled == [child]
-    assert not function.process.is_alive
+    assert len(signalled) == 1
 
 
 def test_ctrl_c_gets_out_of_a_function_that_catches_everything(tmp_path: Path) -> None:
@@ -215,6 +201,7 @@ GETS = (
             "x = 1\nimport missing_one",
             ":2 fails to load (ModuleNotFoundError: No module named 'missing_one'; install it",
         ),
+        ("x = 1\n\ndef f(:", ":3 fails to load (SyntaxError in Python 3."),
         ("import os\nos._exit(0)", " fails to load (it ended its process (exit status 0)"),
         ("f = 3", ": f is no function; make it one or rename it"),
         ("def f(prompt, response, answer, level): ...", f": f has a parameter 'level'; {GETS}"),

@@ -7,7 +7,7 @@ wrong form ends the run (`sampling/responses.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class EngineProcess:
         return self._functions[method]([row], seed)[0]
 
 
-@dataclass
+@dataclass(eq=False)
 class OwnSampler:
     """Sampler that uses the user's engine, and sends it the weights of `policy` whenever they have changed."""
 
@@ -72,7 +72,7 @@ class OwnSampler:
     end_ids: frozenset[int]
     max_context: int
     folder: Path  # below which the weights are written
-    _loaded: str = ""  # digest of the engine's weights
+    _loaded: str = field(default="", init=False)  # digest of the engine's weights
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None

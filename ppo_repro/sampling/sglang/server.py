@@ -83,7 +83,7 @@ def wait_until_ready(server: Server, timeout_s: int, waiting: Waiting) -> None:
     assert process is not None, "only servers that the run started are waited for"
     while not _is_healthy(server.url):
         waited = time.monotonic() - started
-        if _exit_code(process) is not None:
+        if process.poll() is not None:
             raise UserError(f"{death(server)}; it did not start")
         if any("address already in use" in line for line in _last_lines(server)):  # SGLang does not end then
             raise UserError(f"{server.url}: another program took this port; start the run again")
@@ -113,11 +113,10 @@ def death(server: Server) -> str | None:
     """
     if server.process is None:
         return None
-    given_up = time.monotonic() + DYING_SECONDS
-    while (code := _exit_code(server.process)) is None:
-        if time.monotonic() > given_up:
-            return None
-        time.sleep(POLL_SECONDS)
+    try:
+        code = server.process.wait(DYING_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
     lines = _last_lines(server)
     say(f"the last lines of {server.log}:")
     for line in lines:
@@ -125,14 +124,6 @@ def death(server: Server) -> str | None:
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     reason = next((line for line in reversed(lines) if "Error" in line or "error" in line), "")
     return f"SGLang ended with {how}{f' ({reason.strip()[:200]})' if reason else ''}, log {server.log}"
-
-
-def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """Return `Popen.poll`, but leave the process its number, to which `end` sends a signal."""
-    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def _last_lines(server: Server) -> list[str]:

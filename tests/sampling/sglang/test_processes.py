@@ -80,20 +80,14 @@ def test_servers_end_with_the_block_and_with_all_their_processes(policy: PreTrai
 
 
 def test_a_server_that_dies_at_the_start_is_reported_with_its_last_lines(
-    policy: PreTrainedModel, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    policy: PreTrainedModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its other processes get a signal by its number, which no other process may have by then."""
-    signalled, kill = list[int](), os.killpg
-    monkeypatch.setattr(
-        os, "killpg", lambda group, number: (os.kill(group, 0), signalled.append(group), kill(group, 9))
-    )
     with (
         pytest.raises(UserError, match=r"exit code 7 \(RuntimeError: not enough memory .*did not start"),
         started(tmp_path, policy, "dies"),
     ):
         pass
     assert "    starting\n" in capfd.readouterr().err
-    assert len(signalled) == 1
 
 
 def test_a_port_that_another_program_took_stops_no_later_start(

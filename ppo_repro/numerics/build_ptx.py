@@ -27,6 +27,7 @@ AT_ONCE = {
     "integer_gradient_tiles": 2,
     "attend_queries_2": 4,
     "attend_queries_8": 2,
+    "bounds_row": 4,
     "cut_row": 5,
     "divergence_row": 3,
     "heads_row": 2,

@@ -30,7 +30,7 @@ AT_ONCE = {
     "bounds_row": 4,
     "cut_row": 5,
     "divergence_row": 3,
-    "heads_row": 2,
+    "queries_row": 3,
     "route_backward_row": 2,
     "route_row": 3,
     "sample_row": 2,

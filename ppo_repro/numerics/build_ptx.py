@@ -39,7 +39,7 @@ IGNORED = "argument unused during compilation"  # zig passes options of CPUs to 
 
 
 def with_bounds(ptx: str) -> str:
-    """Write into each kernel the largest number of threads per block, and into those of AT_ONCE how many blocks must fit.
+    """Write into each kernel its largest number of threads, and into those of AT_ONCE how many thread blocks must fit.
 
     Both limit registers, and C cannot express them.
     """

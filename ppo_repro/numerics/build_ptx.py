@@ -20,20 +20,33 @@ FLAGS = (
     *("-Wall", "-Wextra", "-Wno-pass-failed", "-Wno-unused-parameter"),
 )
 THREADS = 256  # of a thread block, at most: GPU_THREADS of c/gpu/arguments.h
-# kernels of which a multiprocessor runs two thread blocks: one computes while the other waits
-PAIRED = ("integer_product_tall", "integer_gradient_tiles")
+# Thread blocks of a kernel that must fit a multiprocessor. Of the first two kernels, one thread block computes while
+# the other waits. For the others ptxas would choose fewer registers than they need, and keep numbers in memory.
+AT_ONCE = {
+    "integer_product_tall": 2,
+    "integer_gradient_tiles": 2,
+    "attend_queries_2": 4,
+    "attend_queries_8": 2,
+    "bounds_row": 4,
+    "cut_row": 5,
+    "divergence_row": 3,
+    "queries_row": 3,
+    "route_backward_row": 2,
+    "route_row": 3,
+    "sample_row": 2,
+}
 IGNORED = "argument unused during compilation"  # zig passes options of CPUs to every target
 
 
 def with_bounds(ptx: str) -> str:
-    """Write into each kernel the largest number of threads per block, and into PAIRED ones that two blocks must fit.
+    """Write into each kernel its largest number of threads, and into those of AT_ONCE how many thread blocks must fit.
 
     Both limit registers, and C cannot express them.
     """
 
     def bounded(entry: re.Match[str]) -> str:
-        pairs = "\n.minnctapersm 2" if entry[2] in PAIRED else ""
-        return f"{entry[1]}\n.maxntid {THREADS}, 1, 1{pairs}\n{{"
+        at_once = f"\n.minnctapersm {AT_ONCE[entry[2]]}" if entry[2] in AT_ONCE else ""
+        return f"{entry[1]}\n.maxntid {THREADS}, 1, 1{at_once}\n{{"
 
     return re.sub(r"(\.visible \.entry (\w+)\([^)]*\))[^{]*\{", bounded, ptx)
 

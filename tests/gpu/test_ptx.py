@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.numerics import build
-from ppo_repro.numerics.build_ptx import PAIRED, compile_ptx
+from ppo_repro.numerics.build_ptx import AT_ONCE, compile_ptx
 from tests.gpu.emulator.ptx import translate
 
 # Every float instruction that the rules have. Comparisons and moves round nothing. `max` would be lawful only where no
@@ -64,9 +64,10 @@ def test_an_instruction_that_the_tests_cannot_read_is_refused() -> None:
         translate(kernel.replace("mul.lo", "mul.hi"))
 
 
-@pytest.mark.parametrize("kernel", PAIRED)
-def test_two_thread_blocks_of_a_paired_kernel_fit_a_multiprocessor(ptx: str, kernel: str) -> None:
-    assert re.search(rf"\.entry {kernel}\([^)]*\)\n\.maxntid \d+, 1, 1\n\.minnctapersm 2\n\{{", ptx)
+@pytest.mark.parametrize("kernel", AT_ONCE)
+def test_a_kernel_says_how_many_thread_blocks_must_fit_a_multiprocessor(ptx: str, kernel: str) -> None:
+    bounds = rf"\.maxntid \d+, 1, 1\n\.minnctapersm {AT_ONCE[kernel]}\n"
+    assert re.search(rf"\.entry {kernel}\([^)]*\)\n{bounds}\{{", ptx)
 
 
 @pytest.mark.slow
@@ -91,10 +92,12 @@ def ptxas(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_nvidias_assembler_accepts_the_kernels(tmp_path: Path, ptxas: Path, architecture: str) -> None:
+def test_nvidias_assembler_keeps_all_numbers_in_registers(tmp_path: Path, ptxas: Path, architecture: str) -> None:
     command = [
         str(ptxas),
         f"-arch={architecture}",
+        "--warn-on-spills",
+        "--warn-on-local-memory-usage",
         str(build.SOURCES / build.ptx_name()),
         "-o",
         str(tmp_path / "cubin"),

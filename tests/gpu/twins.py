@@ -720,7 +720,7 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
     yield "cut", cut(3, 300, 40, 0.9)
     yield "sampling", sampling(5, 700)
     yield "sampling at temperature 1", sampling(5, 700, temperature=1.0)
-    yield "sampling masked", sampling(3, 90, masked=True)
+    yield "sampling masked", sampling(3, 300, masked=True)
     yield "sampling of few tokens", sampling(17, 16, masked=True)
     yield "noise", noise(5, 33)
     yield "optimizer", optimizer((5000, 3, 4096))

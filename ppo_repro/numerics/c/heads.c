@@ -50,46 +50,59 @@ INLINE void norm_heads(const Model *m, const float *w, const float *x, int heads
     norm(m->head_norm, m->eps, w, NULL, x + i * width, width, r + i, &no_mean, y + i * width);
 }
 
-// A token's queries are normed, rotated and rounded to `q`. Its keys are normed, rotated and rounded into the
-// cache; its values go there too. `memory`: normed queries, normed keys, one rotated key.
-ROW(heads_row, HeadRows) {
+// Rows that a token has: one for each head, but the norm of all heads needs them together
+INLINE int head_rows(const Model *m, int heads) { return m->qk_norm == QK_NORM_WHOLE ? 1 : heads; }
+
+// Norms, rotates and rounds `heads` heads of x, which are `step` floats apart, to y [heads][head_dim]
+INLINE void turn_heads(const HeadRows *a, int token, const float *w, const float *x, int step, int heads,
+                       float *r, float *y) {
+  const Model *m = &a->m;
+  if (m->qk_norm != QK_NORM_NONE) {
+    norm_heads(m, w, x, heads, r, y);
+    MEET_LANES;
+    x = y;
+    step = m->head_dim;
+  }
+  for (int h = 0; h < heads; h++)
+    rotate_head(&a->rotary, a->position[token], x + (long)h * step, m->head_dim, 1.0f, y + h * m->head_dim);
+  MEET_LANES;
+  for (int h = 0; h < heads; h++) round_row(m->round_activations, 0, y + h * m->head_dim, m->head_dim);
+}
+
+// Queries, to `q`
+ROW(queries_row, HeadRows) {
+  const Model *m = &a->m;
+  const int rows = head_rows(m, m->heads);
+  const int token = row / rows;
+  const long first = row % rows;  // head
+  const float *x = a->qkv + (long)token * qkv_width(m) + m->q_at + first * m->q_step;
+  const long at = (long)token * m->heads + first;
+  turn_heads(a, token, a->q_norm, x, m->q_step, m->heads / rows, a->q_r + at, a->q + at * m->head_dim);
+}
+
+// Keys and values, to the cache. `memory` holds the keys.
+ROW(keys_row, HeadRows) {
   const Model *m = &a->m;
   const int d_all = m->head_dim;
-  const int position = a->position[row];
-  const int base = a->base[a->sequence[row]];
-  const float *qkv = a->qkv + (long)row * qkv_width(m);
-  const float *queries = qkv + m->q_at;
-  const float *keys = qkv + m->k_at;
-  int q_step = m->q_step;
-  int k_step = m->k_step;
-  float *key = memory + q_width(m) + kv_width(m);
-  if (m->qk_norm != QK_NORM_NONE) {
-    norm_heads(m, a->q_norm, queries, m->heads, a->q_r + (long)row * m->heads, memory);
-    norm_heads(m, a->k_norm, keys, m->kv_heads, a->k_r + (long)row * m->kv_heads, memory + q_width(m));
-    queries = memory;
-    keys = memory + q_width(m);
-    q_step = k_step = d_all;
-    MEET_LANES;
-  }
-  for (int h = 0; h < m->heads; h++) {
-    float *q = a->q + (long)row * q_width(m) + h * d_all;
-    rotate_head(&a->rotary, position, queries + (long)h * q_step, d_all, 1.0f, q);
-    MEET_LANES;
-    round_row(m->round_activations, 0, q, d_all);
-  }
-  for (int h = 0; h < m->kv_heads; h++) {
-    const long head = ((long)h * a->capacity + base) * d_all;
+  const int rows = head_rows(m, m->kv_heads);
+  const int heads = m->kv_heads / rows;
+  const int token = row / rows;
+  const long first = row % rows;
+  const float *qkv = a->qkv + (long)token * qkv_width(m);
+  float *r = a->k_r + (long)token * m->kv_heads + first;
+  turn_heads(a, token, a->k_norm, qkv + m->k_at + first * m->k_step, m->k_step, heads, r, memory);
+  const int position = a->position[token];
+  const int base = a->base[a->sequence[token]];
+  for (int h = 0; h < heads; h++) {
+    const long head = ((first + h) * a->capacity + base) * d_all;
+    float *key = memory + h * d_all;
     float *cached_key = a->keys + head + key_at(position, d_all);
     float *cached_value = a->values + head + (long)position * d_all;
-    const float *value = qkv + m->v_at + (long)h * m->v_step;
-    rotate_head(&a->rotary, position, keys + (long)h * k_step, d_all, 1.0f, key);
-    MEET_LANES;
-    round_row(m->round_activations, 0, key, d_all);
+    const float *value = qkv + m->v_at + (first + h) * m->v_step;
     round_row(m->round_cache, 0, key, d_all);
     EACH(d, d_all) cached_key[d * COLS] = key[d];
     EACH(d, d_all) cached_value[d] = value[d];
     round_row(m->round_cache, 0, cached_value, d_all);
-    MEET_LANES;
   }
 }
 
@@ -191,8 +204,10 @@ static void heads_step(const Pass *pass, const Layer *l, const Heads *heads, con
       .keys = heads->keys,
       .values = heads->values,
   };
-  int floats = q_width(m) + kv_width(m) + m->head_dim;
-  for_rows_with_memory(pass->b->tokens, floats, heads_row, &rows);
+  const int tokens = pass->b->tokens;
+  const int key_rows = head_rows(m, m->kv_heads);
+  for_rows(tokens * head_rows(m, m->heads), queries_row, &rows);
+  for_rows_with_memory(tokens * key_rows, kv_width(m) / key_rows, keys_row, &rows);
 }
 
 // The gradient of a norm of queries or keys, whose first head begins at column `at` of a row of qkv

@@ -71,6 +71,7 @@ typedef enum {
   SCRATCH_DELTAS,           // model_backward: gradients of one layer
   SCRATCH_EXPERTS,          // gradients of the rows of experts
   SCRATCH_SQUARES,          // gradient_squares: sums of stretches
+  SCRATCH_BOUNDS,           // sample_tokens: the largest bounds of groups of tokens
   SCRATCH_ROWS,             // here and below: on a GPU; for_rows_with_memory
   SCRATCH_PARTIAL_PRODUCTS,
   SCRATCH_GRADIENT_PARTS,

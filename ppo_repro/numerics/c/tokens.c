@@ -344,16 +344,20 @@ ROW(normal_row, Noise) {
 // A score that can win is above -12 - 710, log p of the likeliest token and the smallest noise. There the
 // roundings of the bound, a float32 sum, stay below this.
 #define BOUND_SLACK 1e-3f
-enum { SCAN = 64 };  // tokens that are skipped together: free
+enum { GROUP = 256 };  // tokens whose bounds are computed together: free
+
+INLINE int groups_of(int v) { return (v + GROUP - 1) / GROUP; }
 
 typedef struct {
   Sampling of;
+  float *highest;  // [n][groups_of(v)]: the largest bound of each group
   int *not_finite;
 } SamplingRows;
 
 // The parts of a token's score
 typedef struct {
   const float *z;
+  const uint8_t *eligible;
   const int *columns;  // NULL: a token's column is its id
   uint32_t start;      // the hash of the row's seed and position
   float temperature;
@@ -361,13 +365,29 @@ typedef struct {
   double log_total;
 } Scores;
 
+// Of a row whose softmax is known
+INLINE Scores scores_of(const Sampling *of, int row) {
+  return (Scores){
+      .z = of->logits + row * of->ld,
+      .eligible = eligible_row(of->eligible, row, of->v),
+      .columns = of->columns ? of->columns + (long)row * of->v : NULL,
+      .start = absorb_row(0, of->seeds[row], of->positions[row]),
+      .temperature = of->temperature,
+      .top = (float)of->rows[row].top,
+      .log_total = of->rows[row].log_total,
+  };
+}
+
 INLINE uint32_t hash_of(const Scores *s, int token) {
   return finish(absorb(s->start, (uint32_t)(s->columns ? s->columns[token] : token)), 16);
 }
 
+INLINE float log_prob_of(const Scores *s, int token) {
+  return log_prob(shifted_logit(s->z[token], s->temperature, s->top), s->log_total);
+}
+
 INLINE double score_of(const Scores *s, int token) {
-  float log_p = log_prob(shifted_logit(s->z[token], s->temperature, s->top), s->log_total);
-  return (double)log_p + gumbel_of_hash(hash_of(s, token));
+  return (double)log_prob_of(s, token) + gumbel_of_hash(hash_of(s, token));
 }
 
 INLINE float bound_of(const Scores *s, int token) {
@@ -375,57 +395,70 @@ INLINE float bound_of(const Scores *s, int token) {
   return log_p + gumbel_bound(hash_of(s, token));
 }
 
+// Writes the bounds of a group of tokens to `bound` [GROUP], and returns how many tokens it has
+INLINE int write_bounds(const Scores *s, int v, int group, float *bound) {
+  const int first = group * GROUP;
+  const int count = least(GROUP, v - first);
+  if (s->columns) {
+    EACH_OF_MANY(i, count) bound[i] = s->eligible[first + i] ? bound_of(s, first + i) : -INFINITE;
+  } else if (is_one(s->temperature)) {
+    Scores at_one = *s;
+    at_one.temperature = 1.0f;
+    EACH_OF_MANY(i, count) bound[i] = bound_of(&at_one, first + i);
+  } else {
+    EACH_OF_MANY(i, count) bound[i] = bound_of(s, first + i);
+  }
+  MEET_LANES;
+  return count;
+}
+
 // The largest score of the tokens whose bound reaches the threshold, and the first token that has it. Most
 // groups of tokens have no token like this.
-INLINE Best best_token(const Scores *s, const float *bound, int v, float threshold) {
+INLINE Best best_token(const Scores *s, const float *highest, int v, float threshold, float *bound) {
   Best best = {-INFINITE, 0};
-  SHARE(group, (v + SCAN - 1) / SCAN) {
-    int begin = group * SCAN;
-    int end = least(begin + SCAN, v);
-    int any = 0;
-    for (int token = begin; token < end; token++) any |= bound[token] >= threshold;
-    for (int token = begin; any && token < end; token++) {
-      if (bound[token] < threshold) continue;
-      double score = score_of(s, token);
+  for (int group = 0; group < groups_of(v); group++) {
+    if (highest[group] < threshold) continue;
+    const int count = write_bounds(s, v, group, bound);
+    SHARE(i, count) {
+      if (bound[i] < threshold) continue;
+      const int token = group * GROUP + i;
+      const double score = score_of(s, token);
       if (score > best.score) best = (Best){score, token};
     }
   }
   return best_of_lanes(best);
 }
 
-// Rule 8, definition: sampling.sample: the first token with the largest score log p + noise. A score
-// takes two logarithms in float64, and nearly all of them lose. So each token gets an upper bound of its
-// score (`memory` [v]). Then the tokens with the highest bound get a score, and with it all tokens whose
-// bound reaches this score: no other can win.
-ROW(sample_row, SamplingRows) {
+// Rule 8, definition: sampling.sample: the first token with the largest score log p + noise. A score takes
+// two logarithms in float64, and nearly all of them lose. So each token gets an upper bound of its score.
+// Then the tokens with the highest bound get a score, and with it all tokens whose bound reaches this score:
+// no other can win. Three functions, because only the sums of the softmax have an order: on a GPU the groups
+// of tokens are computed at once.
+ROW(softmax_row, SamplingRows) {
   const Sampling *of = &a->of;
-  const int v = of->v;
-  const uint8_t *eligible = eligible_row(of->eligible, row, v);
-  Scores s = {.z = of->logits + row * of->ld, .temperature = of->temperature};
-  s.columns = of->columns ? of->columns + (long)row * v : NULL;
-  s.start = absorb_row(0, of->seeds[row], of->positions[row]);
-  const Softmax softmax = row_softmax(s.z, NULL, v, of->temperature, NULL);
-  s.top = (float)softmax.top;
-  s.log_total = softmax.log_total;
+  const Softmax softmax = row_softmax(of->logits + row * of->ld, NULL, of->v, of->temperature, NULL);
   of->rows[row] = softmax;
   check_finite(softmax, a->not_finite);
-  if (softmax.log_total != softmax.log_total) return;
-  float *bound = memory;
-  if (s.columns) {
-    EACH_OF_MANY(token, v) bound[token] = eligible[token] ? bound_of(&s, token) : -INFINITE;
-  } else if (is_one(s.temperature)) {
-    Scores at_one = s;
-    at_one.temperature = 1.0f;
-    EACH_OF_MANY(token, v) bound[token] = bound_of(&at_one, token);
-  } else {
-    EACH_OF_MANY(token, v) bound[token] = bound_of(&s, token);
-  }
-  MEET_LANES;
-  const float highest = largest(bound, v);
-  const Best first = best_token(&s, bound, v, highest);
-  const Best best = best_token(&s, bound, v, (float)first.score - BOUND_SLACK);
+}
+
+// A row here is a group of tokens. `memory` [GROUP] holds their bounds, here and in sample_row.
+ROW(bounds_row, SamplingRows) {
+  const int groups = groups_of(a->of.v);
+  const Scores s = scores_of(&a->of, row / groups);
+  const int count = write_bounds(&s, a->of.v, row % groups, memory);
+  a->highest[row] = largest(memory, count);
+}
+
+ROW(sample_row, SamplingRows) {
+  const Sampling *of = &a->of;
+  const Scores s = scores_of(of, row);
+  if (s.log_total != s.log_total) return;
+  const int groups = groups_of(of->v);
+  const float *highest = a->highest + (long)row * groups;
+  const Best first = best_token(&s, highest, of->v, largest(highest, groups), memory);
+  const Best best = best_token(&s, highest, of->v, (float)first.score - BOUND_SLACK, memory);
   of->tokens[row] = best.element;
-  of->logprobs[row] = log_prob(shifted_logit(s.z[best.element], s.temperature, s.top), s.log_total);
+  of->logprobs[row] = log_prob_of(&s, best.element);
 }
 
 // ===================================================================================================== calls
@@ -461,8 +494,12 @@ int cut_tokens(const Cut *of) {
 void normal_noise(const Noise *of) { for_rows(of->n, normal_row, of); }
 
 int sample_tokens(const Sampling *of) {
-  int *not_finite = clear_flag();
-  for_rows_with_memory(of->n, of->v, sample_row, &(SamplingRows){*of, not_finite});
-  return !flag_value(not_finite);
+  const int groups = groups_of(of->v);
+  float *highest = shared_scratch(SCRATCH_BOUNDS, (size_t)of->n * (size_t)groups);
+  const SamplingRows rows = {*of, highest, clear_flag()};
+  for_rows(of->n, softmax_row, &rows);
+  for_rows_with_memory(of->n * groups, GROUP, bounds_row, &rows);
+  for_rows_with_memory(of->n, GROUP, sample_row, &rows);
+  return !flag_value(rows.not_finite);
 }
 #endif

@@ -44,19 +44,23 @@ INLINE void close_tile_slots(float y[][4], const int is_high, float *parts, int 
 }
 
 // The thread's elements of dw that exist: element c of four q is at `at` in the arrays of partial sums. See
-// own_row, and machine.h for integers
-#define EACH_ELEMENT(a, corner, is_high, ...)                                               \
-  UNROLL                                                                                    \
-  for (int q = 0; q < fours_of(is_high); q++)                                               \
-    UNROLL                                                                                  \
-    for (int c = 0; c < 4; c++) {                                                           \
-      const int n = (corner).row + ((is_high) ? q / 4 * 16 + c / 2 * 8 : q / 2 % 4 + q / 8 * 64); \
-      const int k = (corner).column + ((is_high) ? q % 4 * 8 + c % 2 : q % 2 * 64 + c);     \
-      const long at = (a)->grad + (long)n * (a)->k + k;                                     \
-      if (n < (a)->n && k < (a)->k) {                                                       \
-        __VA_ARGS__                                                                         \
-      }                                                                                     \
-    }
+// own_row, and machine.h for integers. Each use computes the 32 or 64 addresses anew: registers do not
+// suffice for them beside the sums.
+#define EACH_ELEMENT(a, corner, is_high, ...)                                                     \
+  {                                                                                               \
+    const Corner from = {not_ahead((corner).row), not_ahead((corner).column)};                    \
+    UNROLL                                                                                        \
+    for (int q = 0; q < fours_of(is_high); q++)                                                   \
+      UNROLL                                                                                      \
+      for (int c = 0; c < 4; c++) {                                                               \
+        const int n = from.row + ((is_high) ? q / 4 * 16 + c / 2 * 8 : q / 2 % 4 + q / 8 * 64);   \
+        const int k = from.column + ((is_high) ? q % 4 * 8 + c % 2 : q % 2 * 64 + c);             \
+        const long at = (a)->grad + (long)n * (a)->k + k;                                         \
+        if (n < (a)->n && k < (a)->k) {                                                           \
+          __VA_ARGS__                                                                             \
+        }                                                                                         \
+      }                                                                                           \
+  }
 
 // The sums that earlier passes left, up to the first slot of this one
 INLINE void open_sums(const GradientArguments *a, Corner corner, const int is_high, float *parts,

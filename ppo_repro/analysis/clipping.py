@@ -6,35 +6,231 @@ One iteration is in memory at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
-from ppo_repro.analysis.clip_flags import FLAGS, clipped_at_start, ratios_of, token_flags, value_flags
-from ppo_repro.analysis.clusters import effective_share
-from ppo_repro.analysis.update_rows import (
-    ClipRule,
-    Floats,
-    IterationRows,
-    column,
-    load_iterations,
-    policy_rows,
-    steps_of,
-)
+from ppo_repro.analysis.clusters import Floats, effective_share
+from ppo_repro.analysis.pairs import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
+from ppo_repro.config.algorithm import ClipObjective, PredictedValue, clip_band
+from ppo_repro.config.run import RunConfig
+from ppo_repro.records import reader
+from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.statistics.kl import k1, k3
 
+Bool = npt.NDArray[np.bool_]
+
+# objectives whose bounds the clip analyses do not count: they are not on the ratio of each token
+NOT_BY_TOKEN = {
+    "sequence_clip": "clips whole responses",
+    "cispo": "bounds weights and clips nothing",
+    "function": "has bounds of its own",
+}
+
+TOKEN = ["sequence", "position"]
+STEP = ["epoch", "minibatch"]
+TOKEN_COLUMNS = [
+    *("iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies"),
+    *("values", "advantages", "returns"),
+]
+
+# five flags that never overlap and together are band_out
+DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "out_without_advantage")
+FLAGS = ("band_out", *DISJOINT, "dual_zero", "grad_zero")
 VALUE_FLAGS = ("vf_band_out", "vf_grad_zero")
 SUBSETS = ("all", "adv_pos", "adv_neg")
 NAN = float("nan")
 # the columns of clip_step with the estimates of KL
 ESTIMATES = {"k1": "kl_k1", "k3": "kl_k3"}
+
+
+@dataclass(frozen=True)
+class ClipRule:
+    """Clip range of one iteration. Ratios in [1 - low, 1 + high] are in the band."""
+
+    anchor: str  # rollout or old: the denominator of the ratio
+    low: float
+    high: float
+    dual: float | None  # where the advantage is negative, ratios above it have no gradient
+    value_range: float | None  # of the value around its old prediction, reward units; None: not clipped
+
+
+@dataclass(frozen=True)
+class IterationRows:
+    """Tables of one iteration: its tokens, its steps, and one row per step and token."""
+
+    iteration: int
+    rule: ClipRule
+    tokens: pd.DataFrame  # TOKEN_COLUMNS
+    steps: pd.DataFrame  # epoch, minibatch in order
+    rows: pd.DataFrame  # rows of `updates` with the columns of their token, and float64 log_ratios
+
+
+# one row for each token of each step
+
+
+def clip_rule(config: RunConfig, iteration: pd.Series, band: tuple[float, float] | None = None) -> ClipRule:
+    """Return the clip range of a row of the table `iterations`; `band` (low, high) replaces the run's range.
+
+    Raises UserError if the objective does not clip token ratios and `band` is None, or for a wrong band.
+    """
+    objective, value = config.ppo.objective, config.value
+    dual = objective.dual_clip if band is None and isinstance(objective, ClipObjective) else None
+    found = band or clip_band(objective, float(iteration["clip_range"]))
+    if found is None:
+        what = NOT_BY_TOKEN.get(objective.kind, "clips nothing")
+        raise UserError(
+            f"ppo.objective.kind = {objective.kind} {what}, only clip and adaptive_clip clip by the token's ratio; "
+            "give a clip range to see what it would have clipped"
+        )
+    low, high = found
+    if not (0.0 < low < 1.0 and 0.0 < high < np.inf):
+        raise UserError(f"clip range = {low:g}, {high:g}: the lower must be between 0 and 1, the upper above 0")
+    value_range = None
+    if isinstance(value, PredictedValue) and value.clip_range is not None:
+        value_range = value.clip_range * (float(iteration["return_scale"]) if value.normalize_returns else 1.0)
+    return ClipRule(config.ppo.ratio_anchor, low, high, dual, value_range)
+
+
+def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
+    """Return the rows of `updates` with their token's columns and log_ratios = new_logprobs - anchor, float64 nats.
+
+    The order of `updates` is kept. Raises UserError if a row has no token.
+    """
+    rows = updates.merge(tokens, on=TOKEN, how="inner", validate="many_to_one")
+    if len(rows) != len(updates):
+        raise UserError(f"{len(updates) - len(rows)} rows of updates have no row in tokens; the records are damaged")
+    new = rows["new_logprobs"].to_numpy(np.float64)
+    rows["anchor_logprobs"] = rows[f"{anchor}_logprobs"].to_numpy(np.float64)
+    rows["log_ratios"] = new - rows["anchor_logprobs"].to_numpy()
+    return rows
+
+
+def load_iterations(
+    run_dir: Path | str,
+    *,
+    iterations: Sequence[int] | None = None,
+    band: tuple[float, float] | None = None,
+) -> Iterator[IterationRows]:
+    """Yield the iterations of a run; `band` (low, high) replaces the run's clip range.
+
+    A fork begins with its first own iteration, because its configuration is not the origin's. Raises UserError for
+    missing or damaged records, for an iteration of the origin, or if the run clips nothing and `band` is None.
+    """
+    recorded = reader.open_manifest(run_dir)
+    overview = reader.read_iterations(
+        run_dir, iterations=own_iterations(run_dir, recorded, iterations), recorded=recorded
+    )
+    config = load_recorded_config(run_dir)
+    for _, row in overview.iterrows():
+        index = int(row["iteration"])
+        rule = clip_rule(config, row, band)
+        one = [index]
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=TOKEN_COLUMNS, recorded=recorded)
+        updates = reader.read_updates(run_dir, iterations=one, recorded=recorded).drop(columns="iteration")
+        yield IterationRows(
+            iteration=index,
+            rule=rule,
+            tokens=tokens,
+            steps=reader.read_steps(run_dir, iterations=one, columns=STEP, recorded=recorded),
+            rows=join_tokens(tokens, updates, rule.anchor),
+        )
+
+
+def policy_rows(item: IterationRows) -> pd.DataFrame:
+    """Return the rows of the steps in which the policy was updated."""
+    return item.rows[item.rows["clip_flag"].notna()]
+
+
+def steps_of(rows: pd.DataFrame) -> dict[tuple[int, int], npt.NDArray[np.intp]]:
+    """Return the indices of the rows of each step, by (epoch, minibatch)."""
+    epochs, minibatches = (rows[name].to_numpy(np.int64) for name in STEP)
+    present = np.unique(np.stack([epochs, minibatches]), axis=1).T.tolist()
+    return {(e, m): np.flatnonzero((epochs == e) & (minibatches == m)) for e, m in present}
+
+
+def column(rows: pd.DataFrame, name: str) -> Floats:
+    """Return a column as a float64 array."""
+    return rows[name].to_numpy(dtype=np.float64)
+
+
+# definitions of "clipped", in float64 and with strict inequalities
+
+
+def ratios_of(log_ratios: Floats) -> Floats:
+    """Return the ratio r = exp(log_ratio), float64; infinite if the exponential overflows."""
+    with np.errstate(over="ignore"):
+        return np.exp(log_ratios)
+
+
+def band_out(ratios: Floats, low: float, high: float) -> Bool:
+    """Return which ratios [N] are below 1 - low or above 1 + high, bool [N], whatever the advantage."""
+    return (ratios < 1.0 - low) | (ratios > 1.0 + high)
+
+
+def flags_of_ratios(ratios: Floats, advantages: Floats, rule: ClipRule) -> dict[str, Bool]:
+    """Return each flag of FLAGS, bool [N], from ratios and advantages [N]; a ratio of NaN has no flag.
+
+    band_out: r < 1 - low or r > 1 + high. clip_high: A > 0 and r > 1 + high; clip_low: A < 0 and r < 1 - low;
+    wrong_high: A < 0 and r > 1 + high; wrong_low: A > 0 and r < 1 - low; out_without_advantage: band_out and A = 0.
+    dual_zero: A < 0 and r > c, only with a dual clip. grad_zero: clip_high, clip_low or dual_zero.
+    """
+    above, below = ratios > 1.0 + rule.high, ratios < 1.0 - rule.low
+    up, down = advantages > 0, advantages < 0
+    beyond = np.zeros(len(ratios), dtype=bool) if rule.dual is None else (ratios > rule.dual) & down
+    return {
+        "band_out": band_out(ratios, rule.low, rule.high),
+        "clip_high": above & up,
+        "clip_low": below & down,
+        "wrong_high": above & down,
+        "wrong_low": below & up,
+        "out_without_advantage": (above | below) & (advantages == 0),
+        "dual_zero": beyond,
+        "grad_zero": above & up | below & down | beyond,
+    }
+
+
+def token_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
+    """Return the columns FLAGS (bool) and `ratio` (float64) for rows of policy steps, with the index of `rows`."""
+    ratios = ratios_of(column(rows, "log_ratios"))
+    flags = flags_of_ratios(ratios, column(rows, "advantages"), rule)
+    return pd.DataFrame({**flags, "ratio": ratios}, index=rows.index)
+
+
+def clipped_at_start(rows: pd.DataFrame, rule: ClipRule) -> Bool:
+    """Return grad_zero of each token before any step, at pi_old / anchor, bool [N]; false with the anchor `old`."""
+    unmoved = ratios_of(column(rows, "old_logprobs") - column(rows, f"{rule.anchor}_logprobs"))
+    return flags_of_ratios(unmoved, column(rows, "advantages"), rule)["grad_zero"]
+
+
+def recorded_clipped(flags: pd.Series) -> Bool:
+    """Return which flags of the column `clip_flag` say that the clip removed the gradient, bool [N]; null does not."""
+    return flags.str.startswith("clip_").fillna(False).to_numpy(np.bool_)
+
+
+def value_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
+    """Return the columns vf_band_out and vf_grad_zero (bool) for rows of steps that the value model took.
+
+    vf_band_out: |v - v_old| > range; vf_grad_zero: vf_band_out and (v_clip - R)^2 > (v - R)^2. All are false if values
+    are not clipped.
+    """
+    new, old, returns = (column(rows, name) for name in ("new_values", "values", "returns"))
+    reach = np.inf if rule.value_range is None else rule.value_range
+    moved = new - old
+    outside = np.abs(moved) > reach
+    farther = (old + np.clip(moved, -reach, reach) - returns) ** 2 > (new - returns) ** 2
+    return pd.DataFrame({"vf_band_out": outside, "vf_grad_zero": outside & farther}, index=rows.index)
+
+
+# the tables of one iteration
 
 
 def effective_samples(log_weights: Floats) -> float:
@@ -142,6 +338,9 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
             tables.append(table.assign(lo=lows[bins], hi=lows[bins + 1]))
     names = ["iteration", "kind", "adv_sign", "lo", "hi", "n", *FLAGS]
     return pd.concat(tables, ignore_index=True)[names]
+
+
+# the tables of a run, and the command
 
 
 @dataclass(frozen=True)

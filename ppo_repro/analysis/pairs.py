@@ -33,6 +33,7 @@ from ppo_repro.testing.dumps import FORMATS, Names, read_dump
 from ppo_repro.testing.pairs import KEY, PAIR, tokens_of
 
 PAIRS = ("rollout_vs_old", "old_vs_first_new")
+NO_TOKEN = "there is no token to compare; give a run or a file with responses"
 OPTIONAL = ["entropies", "prob_sq_sums", "log_kept_mass", "advantages"]
 LAG, TURN, ROUTE = "policy_lag", "turn", "route"
 # "flipped": sampler and trainer chose different experts; after that, their later tokens see different pasts

@@ -6,17 +6,16 @@ Side a of a pair is the sampler, side b the trainer. The analysis ignores the ru
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import ratios_of
+from ppo_repro.analysis.clipping import Bool, ratios_of
 from ppo_repro.analysis.clusters import Floats, effective_share, exact_sum, mean
-from ppo_repro.analysis.mismatch_metrics import NO_TOKEN
-from ppo_repro.analysis.update_rows import Bool
+from ppo_repro.analysis.pairs import NO_TOKEN
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Rejection, VetoRejection
 from ppo_repro.statistics.kl import k2, k3
@@ -138,19 +137,25 @@ def applied(
     return weights, changes
 
 
-# per response: tokens whose weight is bounded or 0; tokens whose weight is 0; sums of the weights, of their squares, of
-# k3, and of k3 over the tokens whose weight is not 0
-_SUMS = ("changed", "weightless", "weight", "weight_sq", "k3", "k3_kept")
+def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> pd.DataFrame:
+    """Return sums over the tokens of each response of a chunk, one row per response.
 
-
-def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> list[Floats]:
-    """Return the sums _SUMS of one chunk, one number [R] per response."""
+    Columns: tokens, changed (tokens whose weight is bounded or 0), weightless (tokens whose weight is 0), the sums of
+    weight, weight_sq and k3, and k3_kept (k3 over the tokens whose weight is not 0).
+    """
     weights, changes = applied(remedy.importance_weights, remedy.rejection, delta, response)
-    changed, without = changes.astype(str) != "none", np.isin(changes.astype(str), WEIGHTLESS)
-    divergence = k3(delta)
+    is_weightless, divergence = np.isin(changes.astype(str), WEIGHTLESS), k3(delta)
     with np.errstate(over="ignore"):
-        columns = (changed, without, weights, weights * weights, divergence, np.where(without, 0.0, divergence))
-    return [np.asarray(np.bincount(response, column), np.float64) for column in columns]
+        of_tokens = {
+            "tokens": np.ones(len(delta)),
+            "changed": changes.astype(str) != "none",
+            "weightless": is_weightless,
+            "weight": weights,
+            "weight_sq": weights * weights,
+            "k3": divergence,
+            "k3_kept": np.where(is_weightless, 0.0, divergence),
+        }
+    return pd.DataFrame({name: np.bincount(response, values) for name, values in of_tokens.items()})
 
 
 def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUBLISHED) -> pd.DataFrame:
@@ -167,35 +172,30 @@ def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUB
         k3: KL(a || b), nats, token mean
         k3_kept: k3 over tokens whose weight is not 0
     """
-    lengths, sums = [], []
+    sums: list[list[pd.DataFrame]] = []  # by chunk and remedy
     for chunk in pairs:
         a, b = (chunk[name].to_numpy().astype(np.float64) for name in ("logprobs_a", "logprobs_b"))
         response = chunk.groupby(["iteration", "sequence"]).ngroup().to_numpy()
         complete = (np.bincount(response, ~(np.isfinite(a) & np.isfinite(b))) == 0)[response]
         codes = np.unique(response[complete], return_inverse=True)[1]
-        lengths.append(np.bincount(codes))
         sums.append([_sums(remedy, (b - a)[complete], codes) for remedy in remedies])
     if not sums:
         raise UserError(NO_TOKEN)
-    n = np.concatenate(lengths)
-    return pd.DataFrame(
-        [
-            _row(remedy, n, dict(zip(_SUMS, (np.concatenate(c) for c in zip(*parts, strict=True)), strict=True)))
-            for remedy, parts in zip(remedies, zip(*sums, strict=True), strict=True)
-        ]
-    )
+    by_remedy = zip(remedies, zip(*sums, strict=True), strict=True)
+    return pd.DataFrame([_row(remedy, pd.concat(parts)) for remedy, parts in by_remedy])
 
 
-def _row(remedy: Remedy, n: npt.NDArray[np.int64], of_response: Mapping[str, Floats]) -> dict[str, object]:
-    total = {name: exact_sum(column) for name, column in of_response.items()}
-    tokens, kept = int(n.sum()) or math.nan, int(n.sum()) - total["weightless"]
+def _row(remedy: Remedy, responses: pd.DataFrame) -> dict[str, object]:
+    total = {str(name): exact_sum(responses[name].to_numpy(np.float64)) for name in responses}
+    tokens, kept = total["tokens"] or math.nan, total["tokens"] - total["weightless"]
+    changed, weightless, length = (responses[name].to_numpy(np.float64) for name in ("changed", "weightless", "tokens"))
     return {
         "remedy": remedy.name,
         "bounds": remedy.bounds,
         "tokens_changed": total["changed"] / tokens,
         "tokens_weightless": total["weightless"] / tokens,
-        "responses_changed": mean((of_response["changed"] > 0).astype(np.float64)).value,
-        "responses_weightless": mean((of_response["weightless"] == n).astype(np.float64)).value,
+        "responses_changed": mean((changed > 0).astype(np.float64)).value,
+        "responses_weightless": mean((weightless == length).astype(np.float64)).value,
         "weight_mean": total["weight"] / tokens,
         "ess_frac": effective_share(total["weight"], total["weight_sq"], tokens),
         "k3": total["k3"] / tokens,

@@ -17,6 +17,7 @@ from ppo_repro.base.output import did_you_mean
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import FIXED
 from ppo_repro.config.yaml_text import describe_value
 
 LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
@@ -145,12 +146,21 @@ def marked_fields(model: type[BaseModel], mark: str) -> Iterator[str]:
 
 
 def types_of_fields(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and each type of every field in a section and in all sections below it, as they are declared."""
+    """Yield the name and each type of every field in a section and in all sections below it, without the mark FIXED."""
     for name, hint in get_type_hints(model, include_extras=True).items():
         if name in model.model_fields:
-            yield from ((name, declared) for declared in (hint, *get_args(hint)))
+            declared = _without_mark(hint)
+            yield from ((name, each) for each in (declared, *get_args(declared)))
         for section in sections_of(hint):
             yield from types_of_fields(section)
+
+
+def _without_mark(hint: Any) -> Any:
+    if get_origin(hint) is not Annotated:
+        return hint
+    declared, *metadata = get_args(hint)
+    kept = [entry for entry in metadata if entry != FIXED]
+    return Annotated[(declared, *kept)] if kept else declared
 
 
 def sections_of(annotation: Any) -> tuple[type[BaseModel], ...]:

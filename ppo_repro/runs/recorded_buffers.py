@@ -124,13 +124,13 @@ def advantages_of(records: Records) -> buffers.Advantages:
 
 def _token_fields(records: Records, source: schema.Source) -> dict[str, Any]:
     """Return the fields of a stage of which each is a column of the table `tokens`; None for one without records."""
-    names = [column.name for column in schema.TOKENS.columns if column.source == source]
-    return {name: records.tensor_or_none("tokens", name) for name in names}
+    columns = [column for column in schema.TOKENS.columns if column.source == source]
+    return {c.field or c.name: records.tensor_or_none("tokens", c.name) for c in columns}
 
 
 def _fields(records: Records, table: schema.Table, source: schema.Source) -> dict[str, Any]:
     """Return the fields of a stage of which each is a column of a table, as Python values."""
-    return {c.name: records.values(table.name, c.name) for c in table.columns if c.source == source}
+    return {c.field or c.name: records.values(table.name, c.name) for c in table.columns if c.source == source}
 
 
 def evaluation_of(records: Records) -> buffers.Evaluation | None:

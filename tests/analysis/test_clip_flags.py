@@ -7,8 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.clip_flags import flags_of_ratios, token_flags, value_flags
-from ppo_repro.analysis.update_rows import clip_rule, load_iterations, policy_rows
+from ppo_repro.analysis.clipping import (
+    clip_rule,
+    flags_of_ratios,
+    load_iterations,
+    policy_rows,
+    token_flags,
+    value_flags,
+)
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from tests.analysis.clip_rows import RULE, make_item, single

@@ -9,9 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.compare import compare_runs
-from ppo_repro.analysis.comparison_table import run_compare
-from ppo_repro.analysis.paired_responses import hazard, numeric_rows, paired_responses
+from ppo_repro.analysis.compare import compare_runs, hazard, numeric_rows, paired_responses, run_compare
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import diff, reader
 from tests.support.cli import Cli

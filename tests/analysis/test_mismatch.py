@@ -9,8 +9,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis.buckets import bucket_of
-from ppo_repro.analysis.mismatch_buckets import bucket_sums, bucket_table
-from ppo_repro.analysis.mismatch_metrics import merged, sums_of, update_table
+from ppo_repro.analysis.mismatch import bucket_sums, bucket_table, merged, sums_of, update_table
 from ppo_repro.testing.pairs import with_mismatch
 from tests.analysis.chunks import chunk
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_repro.analysis.clipping import load_iterations
 from ppo_repro.analysis.grid_outcomes import clip_shares, mismatch
 from ppo_repro.analysis.pairs import (
     LAG,
@@ -24,11 +25,10 @@ from ppo_repro.analysis.pairs import (
     with_lag_turn_route,
 )
 from ppo_repro.analysis.parity import parity
-from ppo_repro.analysis.report.run_curves import summary_tables
-from ppo_repro.analysis.report.run_facts import read_facts
-from ppo_repro.analysis.report.run_scan import scan_run
+from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
+from ppo_repro.analysis.report.data.run_curves import summary_tables
+from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.tokenization import run_summary
-from ppo_repro.analysis.update_rows import load_iterations
 from ppo_repro.records import manifest, reader
 from ppo_repro.testing.pairs import KEY, PAIR
 from tests.support.synthetic_run import bits
@@ -60,7 +60,7 @@ def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda run: scan_run(facts := read_facts(run), *summary_tables(facts)),
+        lambda run: read_page_numbers(facts := read_facts(run), *summary_tables(facts)),
         lambda run: list(run_evidence(run)),
         lambda run: list(run_pairs(run, "old_vs_first_new")),
         lambda run: list(load_iterations(run)),

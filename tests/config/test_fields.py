@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -27,7 +27,7 @@ from ppo_repro.config.files import (
     validated,
 )
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import MAX_FLOAT, PathText, ProgramText, Section
+from ppo_repro.config.section import FIXED, MAX_FLOAT, PathText, ProgramText, Section
 from ppo_repro.config.yaml_text import parse_yaml
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 from tests.support.runs import small_config
@@ -78,11 +78,15 @@ class Above(Section):
     many: tuple[Below, ...]
     other: PathText | None
     program: ProgramText
+    fixed: Annotated[PathText, FIXED]
+    fixed_or_none: Annotated[PathText | None, FIXED]
 
 
 def test_a_new_path_is_found_by_its_type_alone() -> None:
     types = list(types_of_fields(Above))
-    assert [name for name, declared in types if declared == PathText] == ["folder", "folder", "other"]
+    assert [name for name, declared in types if declared == PathText] == [
+        *("folder", "folder", "other", "fixed", "fixed_or_none")
+    ]
     assert [name for name, declared in types if declared == ProgramText] == ["program"]
 
 

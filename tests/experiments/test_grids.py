@@ -10,11 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.clip_flags import token_flags
+from ppo_repro.analysis.clipping import load_iterations, policy_rows, token_flags
 from ppo_repro.analysis.figures import across, differences
 from ppo_repro.analysis.grid_outcomes import MEASURES, clip_shares, measures_of, outcomes
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation, report
-from ppo_repro.analysis.update_rows import load_iterations, policy_rows
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli

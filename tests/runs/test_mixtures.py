@@ -8,11 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.mismatch import measure
-from ppo_repro.analysis.mismatch_buckets import bucket_table
+from ppo_repro.analysis.mismatch import bucket_table, measure
 from ppo_repro.analysis.pairs import ROUTE, ROUTES, run_pairs
 from ppo_repro.analysis.parity import parity
-from ppo_repro.analysis.report.mismatch_section import bucket_figure
+from ppo_repro.analysis.report.sections.sampler_and_trainer import bucket_figure
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig

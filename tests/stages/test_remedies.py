@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ppo_repro.analysis.clipping import load_iterations
 from ppo_repro.analysis.remedies import applied
-from ppo_repro.analysis.update_rows import load_iterations
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss

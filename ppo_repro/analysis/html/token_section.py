@@ -25,7 +25,7 @@ def select(summary: pd.DataFrame, count: int) -> pd.DataFrame:
     """Choose up to `count` responses, and add `why`: the keys of REASONS that chose each response.
 
     The reasons take turns. Each reason chooses its next best response until `count` or MAX_TOKENS is reached. `summary`
-    has the rows of `Scan.responses`. The returned rows are in the order of `summary`.
+    has the rows of `PageNumbers.responses`. The returned rows are in the order of `summary`.
     """
     rows = summary.reset_index(drop=True)
     latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")

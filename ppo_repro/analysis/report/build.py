@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.report.dpo_page import dpo_page
 from ppo_repro.analysis.report.pair_page import pair_page
-from ppo_repro.analysis.report.run_facts import read_facts
 from ppo_repro.analysis.report.run_page import run_page
 from ppo_repro.analysis.report.runs_page import runs_page
 from ppo_repro.base.errors import UserError

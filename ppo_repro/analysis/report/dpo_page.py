@@ -16,11 +16,11 @@ from ppo_repro.analysis.html.page import (
     page,
     scrolled,
 )
-from ppo_repro.analysis.report.curves import Curve, metric_figures, run_chart, step_figure
-from ppo_repro.analysis.report.distributions import distribution_figure
-from ppo_repro.analysis.report.run_curves import run_curves, summary_tables
-from ppo_repro.analysis.report.run_facts import Facts, repeating
-from ppo_repro.analysis.report.terms import terms
+from ppo_repro.analysis.report.data.run_curves import run_curves, summary_tables
+from ppo_repro.analysis.report.data.run_facts import Facts, repeating
+from ppo_repro.analysis.report.sections.curves import Curve, metric_figures, run_chart, step_figure
+from ppo_repro.analysis.report.sections.distributions import distribution_figure
+from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
 

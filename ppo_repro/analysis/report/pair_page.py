@@ -10,13 +10,13 @@ import pandas as pd
 
 from ppo_repro.analysis.html.markup import Html, differences, element, escape, number, share, table
 from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
-from ppo_repro.analysis.report import run_verdicts
-from ppo_repro.analysis.report.curves import Curve, curve_sections, informative, main_chart
-from ppo_repro.analysis.report.held_out import card, evaluations, shortened
-from ppo_repro.analysis.report.run_curves import OneRun, read_run
-from ppo_repro.analysis.report.run_facts import Facts, repeating
+from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
+from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.run_page import first_and_last
-from ppo_repro.analysis.report.terms import terms
+from ppo_repro.analysis.report.sections import verdicts
+from ppo_repro.analysis.report.sections.curves import Curve, curve_sections, informative, main_chart
+from ppo_repro.analysis.report.sections.held_out import card, evaluations, shortened
+from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.changes import shown
 from ppo_repro.records.diff import RUN, first_difference, setup_changes
@@ -70,15 +70,15 @@ def _line_names(facts: Sequence[Facts]) -> list[str]:
 
 def _learning(runs: Sequence[OneRun]) -> list[Verdict]:
     """Return a sentence about the first and last score or return of each run, and a warning about its weight."""
-    verdicts = []
+    sentences = []
     for name, run in zip(NAMES, runs, strict=True):
         for main in run.facts.kind.main:
             values = run.curves[run.curves["metric"] == main.metric].sort_values("iteration")["value"].tolist()
             if values:
-                verdicts.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({main.unit})."))
+                sentences.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({main.unit})."))
                 break
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."
-    return [*verdicts, Verdict("fact", alone)]
+    return [*sentences, Verdict("fact", alone)]
 
 
 def _first(facts: Sequence[Facts]) -> Verdict:
@@ -95,12 +95,12 @@ def _first(facts: Sequence[Facts]) -> Verdict:
 
 
 def _agreement(name: str, run: OneRun) -> list[Verdict]:
-    verdicts = [Verdict(v.kind, v.text.replace("The run", name)) for v in run_verdicts.state(run.facts)]
+    sentences = [Verdict(v.kind, v.text.replace("The run", name)) for v in verdicts.state(run.facts)]
     if run.unequal:
         text = f"{name}: {share(run.unequal, run.tokens)} of log-probs differ between sampler and trainer."
-        return [*verdicts, Verdict("differs", text)]
+        return [*sentences, Verdict("differs", text)]
     text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.kind.unit}."
-    return [*verdicts, Verdict("holds", text)]
+    return [*sentences, Verdict("holds", text)]
 
 
 def _different(facts: Sequence[Facts]) -> pd.DataFrame:

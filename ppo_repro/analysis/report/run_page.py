@@ -10,17 +10,17 @@ from ppo_repro.analysis.html.markup import element, table
 from ppo_repro.analysis.html.page import Card, Section, facts_html, folded_table, folded_text, page, scrolled
 from ppo_repro.analysis.html.token_data import token_data
 from ppo_repro.analysis.html.token_section import select, token_section
-from ppo_repro.analysis.report import curves, run_verdicts
-from ppo_repro.analysis.report.clipping_section import clipping_section
-from ppo_repro.analysis.report.curves import Curve
-from ppo_repro.analysis.report.distributions import change_figures
-from ppo_repro.analysis.report.held_out import samples_section
-from ppo_repro.analysis.report.mismatch_section import cause_of, mismatch_section
-from ppo_repro.analysis.report.run_curves import summary_tables
-from ppo_repro.analysis.report.run_facts import Facts, repeating
-from ppo_repro.analysis.report.run_kinds import Metric
-from ppo_repro.analysis.report.run_scan import scan_run
-from ppo_repro.analysis.report.terms import terms
+from ppo_repro.analysis.report.data.metrics import Metric
+from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
+from ppo_repro.analysis.report.data.run_curves import summary_tables
+from ppo_repro.analysis.report.data.run_facts import Facts, repeating
+from ppo_repro.analysis.report.sections import curves, verdicts
+from ppo_repro.analysis.report.sections.curves import Curve
+from ppo_repro.analysis.report.sections.distributions import change_figures
+from ppo_repro.analysis.report.sections.held_out import samples_section
+from ppo_repro.analysis.report.sections.ratios_and_clipping import clipping_section
+from ppo_repro.analysis.report.sections.sampler_and_trainer import cause_of, mismatch_section
+from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.records.notes import by_phase, phases_of
 
@@ -28,37 +28,37 @@ from ppo_repro.records.notes import by_phase, phases_of
 def run_page(facts: Facts, responses: int) -> str:
     """Return the page of one run of PPO, which shows `responses` responses token by token."""
     iterations, steps = summary_tables(facts)
-    scan = scan_run(facts, iterations, steps)
-    counts, own, kind = scan.counts, facts.own(iterations), facts.kind
+    numbers = read_page_numbers(facts, iterations, steps)
+    counts, own, kind = numbers.counts, facts.own(iterations), facts.kind
     is_diagnosed = counts.parity.unequal_old_rollout_logprobs and has_responses(facts.manifest)
     cause, by_bucket = cause_of(facts) if is_diagnosed else ([], [])
     cards = (
         Card(
             "Did it learn?",
-            [*run_verdicts.origin(facts), *run_verdicts.learning(facts, iterations)],
-            chart=curves.run_chart(facts, scan.curves),
+            [*verdicts.origin(facts), *verdicts.learning(facts, iterations)],
+            chart=curves.run_chart(facts, numbers.curves),
         ),
-        Card("Is it on-policy?", [*run_verdicts.on_policy(facts, counts.parity, counts.draws), *cause]),
-        Card("What went wrong?", run_verdicts.troubles(facts, own, counts.nonfinite_ratios, counts.nonfinite_deltas)),
+        Card("Is it on-policy?", [*verdicts.on_policy(facts, counts.parity, counts.draws), *cause]),
+        Card("What went wrong?", verdicts.troubles(facts, own, counts.nonfinite_ratios, counts.nonfinite_deltas)),
         Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
     )
     learning, optimisation, agreement = (
-        curves.metric_figures(wanted, [Curve("this run", scan.curves)], forked_at=facts.forked_at)
+        curves.metric_figures(wanted, [Curve("this run", numbers.curves)], forked_at=facts.forked_at)
         for wanted in (kind.learning, kind.optimisation, kind.agreement)
     )
-    distributions = change_figures(scan.values, kind.main[-1].unit, kind.samples)
+    distributions = change_figures(numbers.values, kind.main[-1].unit, kind.samples)
     sections = [
         Section("learning", "Learning", figures=[*learning, *distributions]),
         Section("optimisation", "Optimisation", figures=optimisation),
         mismatch_section(counts, by_bucket, agreement),
-        clipping_section(facts, own, facts.own(steps), scan),
+        clipping_section(facts, own, facts.own(steps), numbers),
         *samples_section(facts),
-        _numbers(facts, iterations, steps, scan.curves),
+        _numbers(facts, iterations, steps, numbers.curves),
     ]
     data = None
-    if responses and len(scan.responses):
-        data = token_data(facts.run_dir, select(scan.responses, responses))
-        sections.append(token_section(data, len(scan.responses)))
+    if responses and len(numbers.responses):
+        data = token_data(facts.run_dir, select(numbers.responses, responses))
+        sections.append(token_section(data, len(numbers.responses)))
     return page(facts.name, cards, sections, data)
 
 

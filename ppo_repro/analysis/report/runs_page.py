@@ -13,13 +13,13 @@ from ppo_repro.analysis.grid_outcomes import incomplete_cells
 from ppo_repro.analysis.grid_table import SPREAD
 from ppo_repro.analysis.html.markup import Html, element, escape, sentence, share, table
 from ppo_repro.analysis.html.page import Card, Section, Verdict, folded_table, page, scrolled
-from ppo_repro.analysis.report import curves
-from ppo_repro.analysis.report.curves import Curve, curve_sections, main_chart
-from ppo_repro.analysis.report.folder_runs import FolderRuns, largest_possible, largest_recorded, read_folder
-from ppo_repro.analysis.report.grid_answer import answer_cards, spread
-from ppo_repro.analysis.report.run_curves import OneRun
-from ppo_repro.analysis.report.run_kinds import ANY, score_range
-from ppo_repro.analysis.report.terms import terms
+from ppo_repro.analysis.report.data.folder_runs import FolderRuns, largest_possible, largest_recorded, read_folder
+from ppo_repro.analysis.report.data.metrics import ANY, score_range
+from ppo_repro.analysis.report.data.run_curves import OneRun
+from ppo_repro.analysis.report.sections import curves
+from ppo_repro.analysis.report.sections.curves import Curve, curve_sections, main_chart
+from ppo_repro.analysis.report.sections.grid_answer import answer_cards, spread
+from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.config.files import DPO
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.grid import CELLS, read_grid_table

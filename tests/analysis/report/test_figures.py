@@ -14,13 +14,14 @@ from ppo_repro.analysis.html import charts
 from ppo_repro.analysis.html.page import Figure, figure_html
 from ppo_repro.analysis.html.token_data import token_data
 from ppo_repro.analysis.html.token_section import select
-from ppo_repro.analysis.report import curves, run_kinds
-from ppo_repro.analysis.report.clipping_section import flag_figure, ratio_figures
-from ppo_repro.analysis.report.mismatch_section import bucket_figure
-from ppo_repro.analysis.report.run_curves import recorded_rows, summary_tables
-from ppo_repro.analysis.report.run_facts import read_facts
-from ppo_repro.analysis.report.run_scan import FLAG_WORDS, delta_counts, ratio_quantiles, scan_run
-from ppo_repro.analysis.report.run_verdicts import on_purpose
+from ppo_repro.analysis.report.data import metrics
+from ppo_repro.analysis.report.data.page_numbers import FLAG_WORDS, delta_counts, ratio_quantiles, read_page_numbers
+from ppo_repro.analysis.report.data.run_curves import recorded_rows, summary_tables
+from ppo_repro.analysis.report.data.run_facts import read_facts
+from ppo_repro.analysis.report.sections import curves
+from ppo_repro.analysis.report.sections.ratios_and_clipping import flag_figure, ratio_figures
+from ppo_repro.analysis.report.sections.sampler_and_trainer import bucket_figure
+from ppo_repro.analysis.report.sections.verdicts import on_purpose
 from ppo_repro.records import reader
 from tests.support.runs import small_config
 
@@ -41,7 +42,7 @@ def test_intervals_over_seeds_by_hand() -> None:
         return pd.DataFrame({"iteration": iterations, "metric": "score", "value": value, "low": 0.0, "high": 0.0})
 
     def frame(values: list[float], score: tuple[float, float]) -> pd.DataFrame:
-        return curves.over_seeds([seed(value, [0]) for value in values], run_kinds.LEARNING, score)
+        return curves.over_seeds([seed(value, [0]) for value in values], metrics.LEARNING, score)
 
     few = frame([1.0, 3.0, math.nan], (0.0, 9.0))
     assert few.iloc[0].tolist() == [0, "score", 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"
@@ -64,14 +65,14 @@ def test_intervals_over_seeds_by_hand() -> None:
     ],
 )
 def test_the_possible_range_of_scores(reward: str, possible: tuple[float, float]) -> None:
-    assert run_kinds.score_range(small_config(f"reward={reward}")) == possible
+    assert metrics.score_range(small_config(f"reward={reward}")) == possible
 
 
 def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve() -> None:
     both = pd.DataFrame({"iteration": [0, 1] * 2, "metric": ["score"] * 2 + ["entropy"] * 2, "value": 0.5})
     both[["low", "high"]] = math.nan
     drawn = [curves.Curve("first", both[both["metric"] == "score"]), curves.Curve("second", both, (both, both))]
-    wanted = [metric for metric in run_kinds.LEARNING if metric.key in ("score", "entropy")]
+    wanted = [metric for metric in metrics.LEARNING if metric.key in ("score", "entropy")]
     score, entropy = (figure.chart for figure in curves.metric_figures(wanted, drawn))
     assert 'class="line stroke0"' in score
     assert 'class="line stroke1"' in score
@@ -90,7 +91,7 @@ def test_lines_that_hide_each_other_are_named_below_their_chart() -> None:
     both = pd.DataFrame({"iteration": [0, 1], "metric": ["score"] * 2, "value": [0.5, 0.6], "low": 0.0, "high": 1.0})
     other = both.assign(value=[0.5, 0.7])
     drawn = [curves.Curve("a", both), curves.Curve("b", other), curves.Curve("c", both.copy())]
-    wanted = [metric for metric in run_kinds.LEARNING if metric.key == "score"]
+    wanted = [metric for metric in metrics.LEARNING if metric.key == "score"]
     (figure,) = curves.metric_figures(wanted, drawn)
     assert figure.caption.endswith("the same line: `a` and `c`.")
     (figure,) = curves.metric_figures(wanted, drawn[:2])
@@ -106,8 +107,8 @@ def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: 
 
     def has_figure(*runs: list[float]) -> bool:
         tables = [iterations.assign(**{column: values}) for values in runs]
-        lines = [curves.Curve("", recorded_rows(t, steps, {}, run_kinds.OPTIMISATION)) for t in tables]
-        return title in {figure.title for figure in curves.metric_figures(run_kinds.OPTIMISATION, lines)}
+        lines = [curves.Curve("", recorded_rows(t, steps, {}, metrics.OPTIMISATION)) for t in tables]
+        return title in {figure.title for figure in curves.metric_figures(metrics.OPTIMISATION, lines)}
 
     assert has_figure([0.2, 0.2, 0.4])
     assert has_figure([0.2, 0.2, 0.2], [0.2, 0.2, 0.4])
@@ -117,7 +118,7 @@ def test_a_coefficient_has_a_figure_if_it_changes_over_a_run(deterministic_run: 
 def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> None:
     facts = read_facts(deterministic_run)
     iterations, steps = summary_tables(facts)
-    scan = scan_run(facts, iterations, steps)
+    scan = read_page_numbers(facts, iterations, steps)
     held_out = scan.curves[scan.curves["metric"] == "eval_accuracy"].sort_values("iteration")
     measured = iterations[iterations["eval_accuracy"].notna()]
     assert held_out["iteration"].tolist() == [*measured["iteration"], len(iterations)]
@@ -142,7 +143,7 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
 
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
     facts = read_facts(native_run)
-    data = token_data(native_run, select(scan_run(facts, *summary_tables(facts)).responses, 12))
+    data = token_data(native_run, select(read_page_numbers(facts, *summary_tables(facts)).responses, 12))
     assert len(data["responses"]) == 12
     keys = [column["key"] for column in data["columns"]]
     assert {"delta", "ratio_0", "ratio_1", "flag_0", "flag_1", "values", "advantages", "ref_kl"} <= set(keys)

@@ -19,12 +19,12 @@ from scipy import stats
 
 from ppo_repro.analysis.html.page import page
 from ppo_repro.analysis.report import build
-from ppo_repro.analysis.report.grid_answer import answer_cards, main_effects
+from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
+from ppo_repro.analysis.report.data.run_curves import summary_tables
+from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.report.pair_page import pair_page
-from ppo_repro.analysis.report.run_curves import summary_tables
-from ppo_repro.analysis.report.run_facts import read_facts
-from ppo_repro.analysis.report.run_scan import scan_run
-from ppo_repro.analysis.report.run_verdicts import learning, on_policy, troubles
+from ppo_repro.analysis.report.sections.grid_answer import answer_cards, main_effects
+from ppo_repro.analysis.report.sections.verdicts import learning, on_policy, troubles
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
@@ -110,7 +110,7 @@ def test_the_first_screen_answers_four_questions(deterministic_run: Path, native
 def test_a_page_compares_accuracy_with_the_peer_of_the_precision(deterministic_run: Path) -> None:
     facts = read_facts(deterministic_run)
     assert facts.accuracy is not None
-    scan = scan_run(facts, *summary_tables(facts))
+    scan = read_page_numbers(facts, *summary_tables(facts))
     for stock in ("float32", "bfloat16"):
         beside = replace(facts, accuracy=replace(facts.accuracy, stock=stock))
         said = on_policy(beside, scan.counts.parity, scan.counts.draws)[-1].text

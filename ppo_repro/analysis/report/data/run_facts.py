@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_repro.analysis.report.run_kinds import KINDS, Kind
+from ppo_repro.analysis.report.data.metrics import KINDS, Kind
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig

@@ -12,8 +12,8 @@ import pandas as pd
 
 from ppo_repro.analysis import clusters, parity
 from ppo_repro.analysis.clusters import Floats
-from ppo_repro.analysis.report.run_facts import Facts, read_facts
-from ppo_repro.analysis.report.run_kinds import Metric
+from ppo_repro.analysis.report.data.metrics import Metric
+from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
 from ppo_repro.config.files import CONTROL
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses

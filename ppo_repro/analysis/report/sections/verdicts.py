@@ -10,7 +10,7 @@ import pandas as pd
 from ppo_repro.analysis.html.markup import number, sentence, share
 from ppo_repro.analysis.html.page import Verdict
 from ppo_repro.analysis.parity import Parity
-from ppo_repro.analysis.report.run_facts import Facts
+from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis import parity
-from ppo_repro.analysis.clip_flags import recorded_clipped
+from ppo_repro.analysis.clipping import recorded_clipped
 from ppo_repro.analysis.clusters import Floats
 from ppo_repro.analysis.pairs import deltas
 from ppo_repro.analysis.parity import Parity, parity_of
-from ppo_repro.analysis.report.run_curves import (
+from ppo_repro.analysis.report.data.run_curves import (
     Rows,
     read_sampled,
     return_rows,
@@ -27,7 +27,7 @@ from ppo_repro.analysis.report.run_curves import (
     sampled_rows,
     with_recorded,
 )
-from ppo_repro.analysis.report.run_facts import Facts
+from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.summary import draws_of_records
@@ -71,7 +71,7 @@ class _Iteration:
 
 
 @dataclass(frozen=True)
-class Scan:
+class PageNumbers:
     """Numbers for a run's page; `responses` is empty for a control run.
 
     Curves, values and responses are of all iterations; the other numbers are of those that the run itself computed.
@@ -102,11 +102,11 @@ def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
     return table.reindex(columns=QUANTILES).reset_index().assign(iteration=iteration)
 
 
-def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Scan:
+def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> PageNumbers:
     """Read all iterations of a run of PPO once, and return the numbers for its page."""
     found = {number: _scan_iteration(facts, number) for number in facts.iterations}
     own = [found[number] for number in facts.manifest.own_iterations]
-    return Scan(
+    return PageNumbers(
         curves=with_recorded(facts, [row for one in found.values() for row in one.rows], iterations, steps),
         values={number: one.values for number, one in found.items()},
         responses=pd.concat([one.responses for one in found.values()], ignore_index=True),

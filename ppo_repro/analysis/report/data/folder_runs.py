@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.report.run_curves import OneRun, read_run
-from ppo_repro.analysis.report.run_kinds import ANY, Kind, score_range
+from ppo_repro.analysis.report.data.metrics import ANY, Kind, score_range
+from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
 from ppo_repro.config.run import RunConfig

@@ -12,11 +12,10 @@ import pandas as pd
 from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section, Verdict
-from ppo_repro.analysis.mismatch import Measured, measure, tables
-from ppo_repro.analysis.mismatch_buckets import bucket_table
+from ppo_repro.analysis.mismatch import Measured, bucket_table, measure, tables
 from ppo_repro.analysis.pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
-from ppo_repro.analysis.report.run_facts import Facts
-from ppo_repro.analysis.report.run_scan import DELTA_EDGES, Counts
+from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
+from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.testing.diagnosis import diagnose_sums
 from ppo_repro.testing.evidence import MismatchSums, mismatch_sums
 
@@ -47,7 +46,7 @@ BUCKETS = {
 def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     """Diagnose why sampler and trainer differ, and draw the mismatch by probability, position, lag, turn and route.
 
-    This reads the run once more, because only a run whose scan found unequal log-probs needs the other columns.
+    This reads the run once more, because only a run with unequal log-probs needs the other columns.
     """
     measured, sums = list[Measured](), list[MismatchSums]()
     for pairs in run_evidence(facts.run_dir, allow_incomplete=True):
@@ -78,7 +77,7 @@ def mismatch_section(counts: Counts, by_bucket: list[Figure], draws: list[Figure
 def delta_figure(counted: npt.NDArray[np.int64], equal: int) -> Figure:
     """Draw a histogram of |delta| for each sign.
 
-    `counted` is the result of `run_scan.delta_counts`; `equal` tokens have delta = 0.
+    `counted` is the result of `page_numbers.delta_counts`; `equal` tokens have delta = 0.
     """
     used = np.flatnonzero(counted.sum(axis=0))
     edges, counted = DELTA_EDGES[used[0] : used[-1] + 2], counted[:, used[0] : used[-1] + 1]

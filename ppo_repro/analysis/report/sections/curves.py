@@ -12,8 +12,8 @@ from ppo_repro.analysis.clusters import Floats
 from ppo_repro.analysis.html.charts import Line, Rule, axis_for, legend, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
-from ppo_repro.analysis.report.run_facts import Facts
-from ppo_repro.analysis.report.run_kinds import Metric, Range
+from ppo_repro.analysis.report.data.metrics import Metric, Range
+from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.analysis.significance import one_sample, t_interval
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from ppo_repro.analysis.html.markup import element, evenly_spread, number, table
 from ppo_repro.analysis.html.page import Section, scrolled
-from ppo_repro.analysis.report.run_facts import Facts
+from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Manifest
 

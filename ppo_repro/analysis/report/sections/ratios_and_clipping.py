@@ -14,22 +14,22 @@ import pandas as pd
 from ppo_repro.analysis.html.charts import Line, Rule, axis_for, line_chart
 from ppo_repro.analysis.html.markup import number, share
 from ppo_repro.analysis.html.page import Figure, Section
-from ppo_repro.analysis.report.run_facts import Facts
-from ppo_repro.analysis.report.run_scan import FLAG_WORDS, Scan
+from ppo_repro.analysis.report.data.page_numbers import FLAG_WORDS, PageNumbers
+from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.config.algorithm import FunctionObjective, clip_band
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.run import RunConfig
 
 
-def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:
+def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, numbers: PageNumbers) -> Section:
     """Return the section about ratios and clipping; if no step had ratios, a sentence replaces the figures."""
     title = "Ratios and clipping"
-    if not len(scan.ratios):
+    if not len(numbers.ratios):
         return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
     rules = clip_rules(facts.ppo, iterations, steps)
-    drawn = ratio_figures(scan.ratios, rules)
-    if scan.flags[list(FLAG_WORDS)].to_numpy().any():
-        drawn.append(flag_figure(scan.flags))
+    drawn = ratio_figures(numbers.ratios, rules)
+    if numbers.flags[list(FLAG_WORDS)].to_numpy().any():
+        drawn.append(flag_figure(numbers.flags))
     notes: tuple[str, ...] = ()
     if isinstance(facts.config, RunConfig) and isinstance(facts.config.ppo.objective, FunctionObjective):
         name = Path(facts.config.ppo.objective.path).name

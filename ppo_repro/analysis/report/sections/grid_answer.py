@@ -11,7 +11,7 @@ import pandas as pd
 from ppo_repro.analysis.grid_table import comparisons, interval
 from ppo_repro.analysis.html.markup import number, table
 from ppo_repro.analysis.html.page import Card, Verdict, scrolled
-from ppo_repro.analysis.report.curves import MANY_SEEDS
+from ppo_repro.analysis.report.sections.curves import MANY_SEEDS
 from ppo_repro.analysis.significance import detectable, holm
 from ppo_repro.config.files import read_tree
 from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table

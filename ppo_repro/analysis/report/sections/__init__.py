@@ -1,0 +1,1 @@
+"""Make the parts of a page: figures, tables and sentences, in files with the titles of the page."""

@@ -89,10 +89,15 @@ def follow(folder: Path, is_over: IsOver, begin: Callable[[Path, dict[str, Any]]
     while not over:
         over = still(POLL_SECONDS)  # asked before reading: the last iterations are read too
         for run_dir, row in _runs(folder):
-            number = run_dir.stat().st_ino
-            if number not in followed:
-                followed[number] = _Followed(run_dir, begin(run_dir, row))
-            followed[number].catch_up(over)
+            try:
+                number = run_dir.stat().st_ino
+                if number not in followed:
+                    followed[number] = _Followed(run_dir, begin(run_dir, row))
+                followed[number].catch_up(over)
+            except (FileNotFoundError, UserError):
+                if run_dir.is_dir():
+                    raise
+                # the run failed before its first iteration, and removed its folder just now
         over = over or (not is_grid and all(run.ended for run in followed.values()))
     for run in followed.values():
         if run.is_gone:

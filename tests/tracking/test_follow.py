@@ -66,6 +66,17 @@ def test_a_run_that_removes_its_folder_has_no_copy(native_run: Path, tmp_path: P
     assert mlflow_copy.copy(run_dir, f"sqlite:///{tmp_path}/mlflow.db", lambda seconds: True) is None
 
 
+def test_a_run_that_removes_its_folder_while_it_is_read_ends_no_copy(
+    native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [(tmp_path / "removed", {}), (native_run, {})]
+    monkeypatch.setattr(following, "_runs", lambda folder: runs)
+    begun = []
+    with pytest.raises(KeyError, match=r"begun"):
+        following.follow(native_run, lambda seconds: True, lambda run_dir, row: begun.append(run_dir) or {}["begun"])
+    assert begun == [native_run]
+
+
 def test_the_copy_of_a_run_that_removed_its_folder_has_failed(native_run: Path, tmp_path: Path) -> None:
     run_dir, looks = Path(shutil.copytree(native_run, tmp_path / "run")), iter([False, True])
     cut_back(run_dir, 1, "running")

@@ -61,18 +61,15 @@ class Packing:
     moves: bool = True  # put parameters that lie apart together in memory; False: copy them
 
 
-PLAIN = Packing()
-
-
 class PackedMatrix:
     """Weight [N, K] and bias [N], each of one or more parameters, which the kernels read one after the other."""
 
     def __init__(
         self,
         weights: Sequence[Tensor],
+        packing: Packing,
         biases: Sequence[Tensor] = (),
         transposed: bool = False,
-        packing: Packing = PLAIN,
         struct: Struct | None = None,
     ) -> None:
         """Describe the matrix; `prepare` packs it.
@@ -135,7 +132,7 @@ class ExpertMatrix(PackedMatrix):
     def __init__(self, stacked: Tensor, expert: int, packing: Packing, structs: Any) -> None:
         """Describe the matrix of an expert; `structs` is the C array `Matrix[E]` of all experts."""
         self._stacked, self._expert, self._structs = stacked, expert, structs  # C memory lives as long as its array
-        super().__init__([stacked.detach()[expert]], packing=packing, struct=structs + expert)
+        super().__init__([stacked.detach()[expert]], packing, struct=structs + expert)
 
     def prepare(self) -> Struct:
         """Return the struct with panels of the current weights."""
@@ -160,14 +157,14 @@ def _joined(tensors: Sequence[Tensor], form: str, scaled: bool) -> Tensor | None
     return tensors[0] if are_together(tensors) else torch.cat([tensor.detach() for tensor in tensors])
 
 
-def matrix_of(layers: Sequence[Any], packing: Packing = PLAIN, struct: Struct | None = None) -> PackedMatrix:
+def matrix_of(layers: Sequence[Any], packing: Packing, struct: Struct | None = None) -> PackedMatrix:
     """Return the matrix of linear layers with consecutive outputs; `struct` is that of `PackedMatrix`."""
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     weights = [layer.weight for layer in layers]
-    return PackedMatrix(weights, biases, isinstance(layers[0], Conv1D), packing, struct)
+    return PackedMatrix(weights, packing, biases, isinstance(layers[0], Conv1D), struct)
 
 
-def packed(module: nn.Module, packing: Packing = PLAIN) -> PackedMatrix:
+def packed(module: nn.Module, packing: Packing) -> PackedMatrix:
     """Return the packed weights of an nn.Linear outside of a trunk: a head, or a layer of a control network.
 
     The next call returns the same object, unless the module has another weight or bias, or `packing` differs.

@@ -27,9 +27,8 @@ class PackedModel:
     """C struct `Model` of one trunk.
 
     The structs of matrices and norms lie inside the struct of their layer. Weights may change in place between passes:
-    call `prepare` before each pass, then `set_gradient_offsets` before a backward pass. The weights of one matrix
-    (queries, keys and values; gates and ups) are moved to one memory, one after another, or copied, as
-    `Lowered.moves_weights` says.
+    call `prepare` before each pass, then `set_gradient_offsets` before a backward pass. `prepare` puts the weights of
+    one matrix (queries, keys and values; gates and ups) together in memory, or copies them: see `Packing.moves`.
     """
 
     def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:

@@ -97,20 +97,20 @@ def rms(x: Tensor) -> float:
 
 def test_a_layer_is_packed_again_for_another_format() -> None:
     layer, x = torch.nn.Linear(37, 5, bias=False), torch.ones(3, 37)
-    plain = product(x, packed(layer))
+    plain = product(x, packed(layer, Packing()))
     coarse = product(x, packed(layer, Packing("int8")))
-    assert unequal(coarse, product(x, packed(layer))) > 0
+    assert unequal(coarse, product(x, packed(layer, Packing()))) > 0
     with torch.no_grad():
         layer.weight.copy_(round_rows(layer.weight.detach(), "int8"))
-    assert unequal(coarse, product(x, packed(layer))) == 0
+    assert unequal(coarse, product(x, packed(layer, Packing()))) == 0
     assert unequal(coarse, plain) > 0
 
 
 def test_a_layer_is_packed_again_for_another_bias() -> None:
     layer, x = torch.nn.Linear(37, 5), torch.ones(3, 37)
-    product(x, packed(layer))
+    product(x, packed(layer, Packing()))
     layer.bias = None
-    assert unequal(product(x, packed(layer)), product(x, matrix_of((layer,)))) == 0
+    assert unequal(product(x, packed(layer, Packing())), product(x, matrix_of((layer,), Packing()))) == 0
 
 
 @pytest.mark.parametrize("architecture", EVERY_FAMILY)

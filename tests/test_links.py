@@ -85,7 +85,7 @@ def test_a_broken_link_would_be_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert broken(page) == ["gone.md", "gone.svg", "there.md#no", "#no", "../outside.md", "gone2.md"]
 
 
-@pytest.mark.parametrize("name", ["runs", "records", "grids", "tracking"])
+@pytest.mark.parametrize("name", ["runs", "records", "grids", "tracking", "numerics"])
 def test_the_page_of_a_folder_says_what_each_of_its_files_does(name: str) -> None:
     folder = ROOT / "ppo_repro" / name
     text = (folder / "README.md").read_text(encoding="utf-8")

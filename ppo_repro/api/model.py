@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
 from typing import Any, NoReturn, cast
@@ -16,14 +16,14 @@ from torch.autograd import Function
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from ppo_repro.api.passes import Passes, Watched, modules_of, settings_of
+from ppo_repro.api.passes import Passes, Watched, new_passes
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Precision
 from ppo_repro.config.section import MAX_FLOAT, MAX_THREADS
 from ppo_repro.numerics import library, network
-from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, positions_of, trunk_of
+from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, positions_of
 from ppo_repro.numerics.interface import ints
-from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of, numbers_of, shapes_of
+from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of, set_recompute
 from ppo_repro.numerics.matrices import PRECISIONS
 from ppo_repro.numerics.network import Network, network_of
 from ppo_repro.numerics.sequences import Ragged, ragged
@@ -194,7 +194,7 @@ def deterministic(
         parameter.grad = None
     longest = max_context or min(positions_of(model.config), MAX_CONTEXT)
     lower(copied, Lowered(longest, moves_weights=False, precision=precision))
-    copied._passes = Passes(modules_of(copied), numbers_of(copied), shapes_of(copied), settings_of(copied.config))
+    copied._passes = new_passes(copied)
     copied.forward = partial(_forward, copied)  # unlike a method, it can be saved
     copied.generate = partial(_no_generate, copied)
     copied.accepts_loss_kwargs = True  # transformers' Trainer then passes num_items_in_batch
@@ -224,9 +224,7 @@ def begin_pass(model: PreTrainedModel) -> None:
     Raises UserError if it cannot compute with them.
     """
     passes_of(model).begin(model)
-    trunk, lowered = trunk_of(model), cast(Lowered, lowered_of(model))
-    if lowered.recompute != model.is_gradient_checkpointing:
-        trunk._lowered = replace(lowered, recompute=model.is_gradient_checkpointing)  # type: ignore[assignment]
+    set_recompute(model, model.is_gradient_checkpointing)
 
 
 def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:

@@ -116,6 +116,11 @@ class Passes:
                 )
 
 
+def new_passes(model: PreTrainedModel) -> Passes:
+    """Return the state of a deterministic model before its first pass."""
+    return Passes(modules_of(model), numbers_of(model), shapes_of(model), settings_of(model.config))
+
+
 def _has_hook(module: nn.Module) -> bool:
     hooks = (hook for kind in _MODULE_HOOKS for hook in getattr(module, kind).values())
     # with gradient checkpointing transformers puts a hook on the embeddings, which only asks for gradients

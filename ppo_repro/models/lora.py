@@ -25,7 +25,7 @@ from ppo_repro.base.seeding import words
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics.linear import product
 from ppo_repro.numerics.lowering import is_deterministic
-from ppo_repro.numerics.matrices import PackedMatrix
+from ppo_repro.numerics.matrices import PackedMatrix, Packing
 from ppo_repro.numerics.network import Network, network_of
 
 _UNIFORM_BITS = 24
@@ -78,7 +78,7 @@ class Lora:
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply [M, N] by [N, K]: sum_n a[m, n] b[n, k]; deterministic numerics use the rule of linear layers."""
-        return product(a, PackedMatrix([b.contiguous()], transposed=True)) if self.deterministic else a @ b
+        return product(a, PackedMatrix([b.contiguous()], Packing(), transposed=True)) if self.deterministic else a @ b
 
     @torch.no_grad()
     def merge(self) -> None:

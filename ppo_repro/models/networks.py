@@ -22,7 +22,7 @@ from ppo_repro.numerics.families import attention_of, check_visibility, decoder_
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.linear import linear
-from ppo_repro.numerics.lowering import Lowered, lower, lowered_of
+from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of, set_recompute
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import logits, network_of
 from ppo_repro.numerics.rounding import NARROW, Rounding
@@ -95,9 +95,8 @@ def draw_head(weight: Tensor, name: str, seed: int) -> None:
 
 def checkpoint_gradients(trunk: PreTrainedModel) -> None:
     """Let the trunk keep no activations inside decoder layers; its backward pass computes them again."""
-    lowered = lowered_of(trunk)
-    if lowered is not None:
-        lower(trunk, replace(lowered, recompute=True))
+    if is_deterministic(trunk):
+        set_recompute(trunk, True)
         return
     for layer in decoder_layers(trunk):
         layer.gradient_checkpointing = True

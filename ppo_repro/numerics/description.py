@@ -35,8 +35,6 @@ ACTIVATIONS = {  # by transformers' names
     "gelu_pytorch_tanh": constants.ACT_GELU_TANH,
     "gelu_python_tanh": constants.ACT_GELU_TANH,
 }
-
-
 NORMS = ("norm1", "norm1_after", "norm2", "norm2_after")  # of a layer, as `model_forward` counts them
 
 

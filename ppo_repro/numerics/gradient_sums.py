@@ -25,8 +25,6 @@ MAX_LEVELS = constants.MAX_LEVELS
 _ALIGNED = 16  # floats
 
 Slots = Sequence[int] | np.ndarray
-
-
 _Key = tuple[str, tuple[tuple[str, ...], ...]]  # a label, and the parameters' names in groups
 Group = Sequence[Tensor]  # parameters that are one matrix for the kernels, for example queries, keys and values
 

@@ -13,7 +13,7 @@ from ppo_repro.base.mode import Precision
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import Struct, ffi, pointer
-from ppo_repro.numerics.matrices import PackedMatrix, packed
+from ppo_repro.numerics.matrices import PackedMatrix, Packing, packed
 from ppo_repro.numerics.sequences import Rows, edge_of, sums_of
 
 LAYER = "a linear layer"
@@ -80,7 +80,7 @@ def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None, precision: Pre
     Gradients of W and b go to `rows.sums`; `rows` has the sequence of each row of x, and may be None if W and b are not
     trained. Raises ValueError if nothing receives their gradients.
     """
-    matrix = packed(layer, precision=precision)
+    matrix = packed(layer, Packing(precision=precision))
     trained = [p for p in (*matrix.weights, *matrix.biases) if p.requires_grad]
     if torch.is_grad_enabled() and (x.requires_grad or trained):
         if trained:

@@ -1,12 +1,13 @@
 """Check a transformers model, and mark it for deterministic numerics with its settings.
 
-The model stays as transformers made it, module by module. `lower` only sets the attribute `_lowered` of its trunk.
+The model stays as transformers made it. Its trunk gets an attribute `_lowered`, which a copied or saved model keeps.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -55,6 +56,12 @@ def lowered_of(model: nn.Module) -> Lowered | None:
     """Return the settings of a model in deterministic numerics; None for a model in native numerics."""
     lowered = getattr(trunk_of(model) if isinstance(model, PreTrainedModel) else model, "_lowered", None)
     return lowered if isinstance(lowered, Lowered) else None
+
+
+def set_recompute(model: PreTrainedModel, recompute: bool) -> None:
+    """Change `Lowered.recompute` of a deterministic model."""
+    lowered = replace(cast(Lowered, lowered_of(model)), recompute=recompute)
+    trunk_of(model)._lowered = lowered  # type: ignore[assignment]
 
 
 def is_deterministic(model: nn.Module) -> bool:

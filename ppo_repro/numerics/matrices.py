@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,19 +51,26 @@ def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(number for t in tensors for number in (t.data_ptr(), t._version))
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How a matrix is packed. Rounding changes the packed copy alone."""
+
+    weights: str = "float32"  # format of `rounding.py`
+    biases: str = "float32"
+    precision: Precision = "highest"  # of the products
+    moves: bool = True  # put parameters that lie apart together in memory; False: copy them
+
+
 class PackedMatrix:
     """Weight [N, K] and bias [N], each of one or more parameters, which the kernels read one after the other."""
 
     def __init__(
         self,
         weights: Sequence[Tensor],
+        packing: Packing,
         biases: Sequence[Tensor] = (),
         transposed: bool = False,
-        form: str = "float32",
-        bias_form: str = "float32",
         struct: Struct | None = None,
-        moves: bool = True,
-        precision: Precision = "highest",
     ) -> None:
         """Describe the matrix; `prepare` packs it.
 
@@ -70,22 +78,16 @@ class PackedMatrix:
             weights: parameters [N_i, K], float32; N is the sum of the N_i.
             biases: parameters [N_i], float32, or none.
             transposed: whether `weights` is one parameter [K, N].
-            form, bias_form: formats of `rounding.py` to which weights and biases are rounded before they are packed;
-                the parameters stay as they are.
             struct: the C struct `Matrix` to fill, whose memory the caller keeps alive; None for a new struct.
-            moves: whether `prepare` moves parameters that lie apart into one storage; otherwise it copies them.
-            precision: of the products.
         """
-        self.weights, self.biases = tuple(weights), tuple(biases)
+        self.weights, self.biases, self.packing = tuple(weights), tuple(biases), packing
         rows = sum(w.shape[0] for w in weights)
         n, k = (weights[0].shape[1], rows) if transposed else (rows, weights[0].shape[1])
         self.shape = weights[0].shape
         self.struct = ffi.new("Matrix *") if struct is None else struct
         self.struct.n, self.struct.k, self.struct.transposed = n, k, transposed
         self.struct.grad, self.struct.bias_grad = -1, -1
-        self.form, self.precision = form, precision
-        self.struct.precision = PRECISIONS.index(precision)
-        self._bias_form, self._moves = bias_form, moves
+        self.struct.precision = PRECISIONS.index(packing.precision)
         self._state: tuple[int, ...] = ()
         self._panels: Tensor | None = None
         self._read: tuple[Tensor | None, ...] = ()  # weight and bias in the kernels' memory
@@ -106,12 +108,12 @@ class PackedMatrix:
         device = self.weights[0].device
         if versions_of((*self.weights, *self.biases)) == self._state:
             return matrix
-        if self._moves:
+        if self.packing.moves:
             self.fuse()
         kernels = kernels_of(device)
         if self._panels is None:
             self._panels = torch.empty(kernels.panel_floats(matrix.n, matrix.k, matrix.precision), device=device)
-        self._read = _joined(self.weights, self.form, True), _joined(self.biases, self._bias_form, False)
+        self._read = _joined(self.weights, self.packing.weights, True), _joined(self.biases, self.packing.biases, False)
         matrix.w, matrix.bias = (pointer(tensor, device) for tensor in self._read)
         matrix.panels = pointer(self._panels, device)
         kernels.pack(matrix)
@@ -122,6 +124,25 @@ class PackedMatrix:
         """Write into the struct the memory for the gradients of weight and bias; None for no gradients."""
         self.struct.grad = -1 if sums is None else sums.offset(*self.weights)
         self.struct.bias_grad = -1 if sums is None or not self.biases else sums.offset(*self.biases)
+
+
+class ExpertMatrix(PackedMatrix):
+    """Weight [N, K] of one expert, a part of the parameter [E, N, K] of all experts of a layer."""
+
+    def __init__(self, stacked: Tensor, expert: int, packing: Packing, structs: Any) -> None:
+        """Describe the matrix of an expert; `structs` is the C array `Matrix[E]` of all experts."""
+        self._stacked, self._expert, self._structs = stacked, expert, structs  # C memory lives as long as its array
+        super().__init__([stacked.detach()[expert]], packing, struct=structs + expert)
+
+    def prepare(self) -> Struct:
+        """Return the struct with panels of the current weights."""
+        self.weights = (self._stacked.detach()[self._expert],)  # the parameter may have other memory now
+        return super().prepare()
+
+    def set_gradient_offsets(self, sums: SlotSums | None) -> None:
+        """Write into the struct the memory for the gradient of the weight; None for no gradient."""
+        first = -1 if sums is None else sums.offset(self._stacked)
+        self.struct.grad = first if first < 0 else first + self._expert * self.weights[0].numel()
 
 
 def _joined(tensors: Sequence[Tensor], form: str, scaled: bool) -> Tensor | None:
@@ -136,32 +157,24 @@ def _joined(tensors: Sequence[Tensor], form: str, scaled: bool) -> Tensor | None
     return tensors[0] if are_together(tensors) else torch.cat([tensor.detach() for tensor in tensors])
 
 
-def matrix_of(
-    layers: Sequence[Any],
-    form: str,
-    bias_form: str,
-    struct: Struct | None = None,
-    moves: bool = True,
-    precision: Precision = "highest",
-) -> PackedMatrix:
-    """Return the matrix of linear layers with consecutive outputs; `PackedMatrix` describes the other arguments."""
+def matrix_of(layers: Sequence[Any], packing: Packing, struct: Struct | None = None) -> PackedMatrix:
+    """Return the matrix of linear layers with consecutive outputs; `struct` is that of `PackedMatrix`."""
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     weights = [layer.weight for layer in layers]
-    return PackedMatrix(weights, biases, isinstance(layers[0], Conv1D), form, bias_form, struct, moves, precision)
+    return PackedMatrix(weights, packing, biases, isinstance(layers[0], Conv1D), struct)
 
 
-def packed(module: nn.Module, form: str = "float32", precision: Precision = "highest") -> PackedMatrix:
+def packed(module: nn.Module, packing: Packing) -> PackedMatrix:
     """Return the packed weights of an nn.Linear outside of a trunk: a head, or a layer of a control network.
 
-    The next call returns the same object, unless the module has another weight or bias, or `form` or
-    `precision` differs.
+    The next call returns the same object, unless the module has another weight or bias, or `packing` differs.
     """
     attached = attached_to(module)
     matrix: PackedMatrix | None = attached.matrix
     if matrix is not None:
         same_weight = matrix.weights[0] is module.weight and matrix.shape == module.weight.shape
         same_bias = next(iter(matrix.biases), None) is getattr(module, "bias", None)
-        if same_weight and same_bias and (matrix.form, matrix.precision) == (form, precision):
+        if same_weight and same_bias and matrix.packing == packing:
             return matrix
-    matrix = attached.matrix = matrix_of((module,), form, form, precision=precision)
+    matrix = attached.matrix = matrix_of((module,), packing)
     return matrix

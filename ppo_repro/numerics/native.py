@@ -83,9 +83,6 @@ class NativeNetwork:
     def prepare(self) -> None:
         """Do nothing, because stock torch needs no packed weights."""
 
-    def forget(self) -> None:
-        """Do nothing, because stock torch needs no packed weights."""
-
     def make_cache(self, seats: int, positions: int) -> NativeCache:
         return NativeCache(self.trunk.config, seats, positions, self.trunk.device, self.trunk.dtype)
 

@@ -27,7 +27,7 @@ from ppo_repro.numerics.kernel_batch import Cache, KernelBatch, cache_of_batch, 
 from ppo_repro.numerics.linear import linear, product
 from ppo_repro.numerics.logit_scale import logit_scale_of
 from ppo_repro.numerics.lowering import Lowered, lowered_of, shapes_of
-from ppo_repro.numerics.matrices import packed
+from ppo_repro.numerics.matrices import Packing, packed
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.packed_model import PackedModel
 from ppo_repro.numerics.rounding import round_rows
@@ -219,6 +219,6 @@ def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> 
     if rounding.other_weights == "float32":
         out = linear(hidden, head, rows, lowered.precision)
     else:
-        out = product(hidden, packed(head, rounding.other_weights, lowered.precision))
+        out = product(hidden, packed(head, Packing(rounding.other_weights, rounding.other_weights, lowered.precision)))
     out = scale(out, deterministic=True)
     return out if rounding.logits == "float32" else round_rows(out, rounding.logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +18,7 @@ from ppo_repro.numerics.families import head_dim
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import CPU, Struct, ffi, pointer
 from ppo_repro.numerics.lowering import Lowered
-from ppo_repro.numerics.matrices import PRECISIONS, PackedMatrix, matrix_of, versions_of
+from ppo_repro.numerics.matrices import PRECISIONS, ExpertMatrix, PackedMatrix, Packing, matrix_of, versions_of
 from ppo_repro.numerics.rotary import rotating, tables
 from ppo_repro.numerics.rounding import FORMATS, round_rows
 
@@ -26,9 +27,8 @@ class PackedModel:
     """C struct `Model` of one trunk.
 
     The structs of matrices and norms lie inside the struct of their layer. Weights may change in place between passes:
-    call `prepare` before each pass, then `set_gradient_offsets` before a backward pass. The weights of one matrix
-    (queries, keys and values; gates and ups) are moved to one memory, one after another, or copied, as
-    `Lowered.moves_weights` says.
+    call `prepare` before each pass, then `set_gradient_offsets` before a backward pass. `prepare` puts the weights of
+    one matrix (queries, keys and values; gates and ups) together in memory, or copies them: see `Packing.moves`.
     """
 
     def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
@@ -39,11 +39,10 @@ class PackedModel:
         self.description = describe(trunk)
         self.device = CPU if trunk.device.type == "meta" else trunk.device  # `plan` has shapes alone
         self.matrices: list[PackedMatrix] = []
-        self._experts: list[tuple[Tensor, list[PackedMatrix]]] = []  # a parameter [E, N, K], and its E matrices
         self._norms: list[tuple[nn.Module, Struct]] = []
-        self._arrays: list[Struct] = []  # memory of the matrices of experts
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # cosines and sines, by id of the parameters
-        self._rounding, self._precision, self._moves = lowered.rounding, lowered.precision, lowered.moves_weights
+        self._rounding = rounding = lowered.rounding
+        self._packing = Packing(rounding.weights, rounding.other_weights, lowered.precision, lowered.moves_weights)
         self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
 
         layers = self.description.layers
@@ -72,23 +71,16 @@ class PackedModel:
         struct.mixture = mixture
         for name, number in parts.numbers.items():
             setattr(struct, name, number)
-        weights, other_weights = self._rounding.weights, self._rounding.other_weights
         for name, norm in parts.norms.items():
             self._add_norm(norm, ffi.addressof(struct, name))
+        of_router = replace(self._packing, weights=self._rounding.other_weights)
         for name, layers in parts.matrices.items():
-            form = other_weights if name == "router" else weights
-            place = ffi.addressof(struct, name)
-            self.matrices.append(matrix_of(layers, form, other_weights, place, self._moves, self._precision))
+            packing = of_router if name == "router" else self._packing
+            self.matrices.append(matrix_of(layers, packing, ffi.addressof(struct, name)))
         for name, stacked in parts.experts.items():
-            array = ffi.new("Matrix[]", len(stacked))
-            experts = [
-                PackedMatrix([w], form=weights, struct=array + e, precision=self._precision)
-                for e, w in enumerate(stacked.detach())
-            ]
-            setattr(struct, name, array)
-            self._arrays.append(array)
-            self._experts.append((stacked, experts))
-            self.matrices += experts
+            structs = ffi.new("Matrix[]", len(stacked))
+            setattr(struct, name, structs)
+            self.matrices += [ExpertMatrix(stacked, e, self._packing, structs) for e in range(len(stacked))]
 
     def _rotate(self, struct: Struct, config: PretrainedConfig, rope: dict[str, Any], positions: int) -> None:
         """Fill in the rotary positions of a layer. Layers with the same parameters share one pair of tables."""
@@ -105,9 +97,6 @@ class PackedModel:
     def prepare(self) -> None:
         """Let the struct point to the current weights, and pack the weights that have changed."""
         library.check_denormals()
-        for stacked, experts in self._experts:
-            for matrix, weight in zip(experts, stacked.detach(), strict=True):
-                matrix.weights = (weight,)  # the parameter may have other memory now
         for matrix in self.matrices:
             matrix.prepare()
         for norm, struct in self._norms:
@@ -133,10 +122,6 @@ class PackedModel:
 
         for matrix in self.matrices:
             matrix.set_gradient_offsets(sums)
-        for stacked, experts in self._experts:
-            first = offset(stacked)
-            for e, matrix in enumerate(experts):
-                matrix.struct.grad = first if first < 0 else first + e * stacked[e].numel()
         for norm, struct in self._norms:
             struct.grad, struct.b_grad = offset(norm.weight), offset(getattr(norm, "bias", None))
         self.struct.embedding_grad = offset(self.description.embedding)
@@ -173,7 +158,7 @@ class PackedModel:
     def packed_floats(self, outputs: int) -> int:
         """Return the number of floats in the packed copies of the weights, with a head of `outputs` outputs."""
         shapes = [(matrix.struct.n, matrix.struct.k) for matrix in self.matrices] + [(outputs, self.struct.hidden)]
-        floats, precision = kernels_of(self.device).panel_floats, PRECISIONS.index(self._precision)
+        floats, precision = kernels_of(self.device).panel_floats, PRECISIONS.index(self._packing.precision)
         return sum(floats(n, k, precision) for n, k in shapes)
 
 

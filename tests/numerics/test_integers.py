@@ -27,7 +27,7 @@ from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.linear import product as kernels_product
-from ppo_repro.numerics.matrices import packed
+from ppo_repro.numerics.matrices import Packing, packed
 from ppo_repro.numerics.sequences import Rows, slots_of
 from tests.support.definition import array, assert_same
 from tests.support.variants import EVERY, opened, using
@@ -105,7 +105,7 @@ def layer_of(w: Array, transposed: bool) -> nn.Module:
 
 def by_kernel(x: Array, w: Array) -> Array:
     """x w^T by the kernel."""
-    return kernels_product(torch.from_numpy(x), packed(layer_of(w, False), precision="high")).numpy()
+    return kernels_product(torch.from_numpy(x), packed(layer_of(w, False), Packing(precision="high"))).numpy()
 
 
 def rows_of(lengths: list[int]) -> tuple[Array, Array]:

@@ -16,7 +16,7 @@ from experiments.benchmarks.float64 import deterministic_scores
 from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.definition.rounding import rounded as rounded_by_definition
 from ppo_repro.numerics.linear import product
-from ppo_repro.numerics.matrices import matrix_of, packed
+from ppo_repro.numerics.matrices import Packing, matrix_of, packed
 from ppo_repro.numerics.rounding import FORMATS, NARROW, Rounding, round_rows
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.runs.accuracy import Text, policy_scores, reference_scores, stock_scores
@@ -97,20 +97,20 @@ def rms(x: Tensor) -> float:
 
 def test_a_layer_is_packed_again_for_another_format() -> None:
     layer, x = torch.nn.Linear(37, 5, bias=False), torch.ones(3, 37)
-    plain = product(x, packed(layer))
-    coarse = product(x, packed(layer, "int8"))
-    assert unequal(coarse, product(x, packed(layer))) > 0
+    plain = product(x, packed(layer, Packing()))
+    coarse = product(x, packed(layer, Packing("int8")))
+    assert unequal(coarse, product(x, packed(layer, Packing()))) > 0
     with torch.no_grad():
         layer.weight.copy_(round_rows(layer.weight.detach(), "int8"))
-    assert unequal(coarse, product(x, packed(layer))) == 0
+    assert unequal(coarse, product(x, packed(layer, Packing()))) == 0
     assert unequal(coarse, plain) > 0
 
 
 def test_a_layer_is_packed_again_for_another_bias() -> None:
     layer, x = torch.nn.Linear(37, 5), torch.ones(3, 37)
-    product(x, packed(layer))
+    product(x, packed(layer, Packing()))
     layer.bias = None
-    assert unequal(product(x, packed(layer)), product(x, matrix_of((layer,), "float32", "float32"))) == 0
+    assert unequal(product(x, packed(layer, Packing())), product(x, matrix_of((layer,), Packing()))) == 0
 
 
 @pytest.mark.parametrize("architecture", EVERY_FAMILY)

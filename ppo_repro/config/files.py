@@ -93,8 +93,9 @@ def read_tree(path: Path, overrides: Sequence[str] = (), kinds: Sequence[str] = 
     Relative paths in the file start at its folder, paths in overrides at the current folder. Raises UserError if
     anything is wrong.
     """
-    tree = read_yaml(found(path))
-    from_folder(tree, path.parent)
+    file = found(path)
+    tree = read_yaml(file)
+    from_folder(tree, file.parent)
     if isinstance(tree, dict):
         apply_overrides(tree, overrides)
     other = _kind_of_file(tree)

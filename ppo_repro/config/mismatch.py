@@ -85,7 +85,7 @@ class MismatchConfig(Section):
     )
 
     @property
-    def bound(self) -> str:
+    def machine_dependent_setting(self) -> str:
         """Return the setting that makes stock torch sample, so that bits depend on the machine; empty otherwise."""
         return "" if self.sampler.stock is None else f"mismatch.sampler.stock = {self.sampler.stock}"
 

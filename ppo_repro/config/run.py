@@ -173,9 +173,9 @@ class RunConfig(Experiment):
         return self.numerics.mode == "native"
 
     @property
-    def bound(self) -> str:
+    def machine_dependent_setting(self) -> str:
         """Return the setting that makes bits depend on the machine; empty if no setting does."""
-        return "numerics.mode = native" if self.is_native else self.mismatch.bound
+        return "numerics.mode = native" if self.is_native else self.mismatch.machine_dependent_setting
 
     @property
     def functions(self) -> dict[str, CheckedFunction]:

@@ -52,8 +52,9 @@ Device = Annotated[str, AfterValidator(_known_device)]
 # a file or folder that a run reads: where it is copied, digested or brought to another machine is decided by this type
 PathText = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 ProgramText = Annotated[PathText, "a program, looked up on PATH if it has no slash, and no input"]
-# marks a field that decides the weights, the unit of values, or a fault of the first iteration, which a fork does not
-# compute; held-out prompts, end tokens and tokenizer are compared by value when the fork is prepared
+# Marks a field that a fork cannot change. Such a field decides the weights, the unit of values, or a fault of the first
+# iteration, and a fork computes none of them again. Held-out prompts, end tokens and tokenizer have no mark. They are
+# compared by value when the fork is prepared.
 FIXED = "fixed in a fork"
 Foreign = dict[str, JsonValue]  # for a library, a function or a template: a path in it is not the package's
 

@@ -161,7 +161,7 @@ def check_unchanged(cell: Cell, folder: Path) -> None:
 def _is_same_everywhere(config: AnyConfig) -> bool:
     """Return whether every machine computes the same bits; environments of Gymnasium take sines from the C library."""
     if isinstance(config, RunConfig):
-        return not config.bound and not config.rollout.engine_without_promise
+        return not config.machine_dependent_setting and not config.rollout.engine_without_promise
     return isinstance(config, DPOConfig) and config.numerics.mode == "deterministic"
 
 

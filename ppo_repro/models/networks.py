@@ -25,7 +25,7 @@ from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of, set_recompute
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import logits, network_of
-from ppo_repro.numerics.rounding import NARROW, Rounding
+from ppo_repro.numerics.rounding import NARROW, NumberFormats
 from ppo_repro.numerics.sequences import Rows
 
 
@@ -183,10 +183,10 @@ def values_of(value_model: ValueModel, hidden: Tensor, batch: TokenBatch) -> Ten
     return scalar(value_model.head, hidden, batch.rows, lowered_of(value_model.trunk))
 
 
-def rounding_of(config: SamplerPrecision) -> Rounding:
+def rounding_of(config: SamplerPrecision) -> NumberFormats:
     """Return the number format of each kind of number, from the formats that the configuration names."""
     narrow_inputs = config.activations in NARROW
-    return Rounding(
+    return NumberFormats(
         weights=config.weights,
         other_weights=config.rest if config.weights in NARROW else config.weights,
         linear_inputs=config.activations if narrow_inputs else "float32",
@@ -196,13 +196,13 @@ def rounding_of(config: SamplerPrecision) -> Rounding:
     )
 
 
-def rounded_view(policy: PreTrainedModel, rounding: Rounding) -> PreTrainedModel:
+def rounded_view(policy: PreTrainedModel, rounding: NumberFormats) -> PreTrainedModel:
     """Return a model with the same parameters as `policy` that rounds as `rounding` says.
 
     If `rounding` rounds nothing, the result is `policy` itself.
     """
     lowered = lowered_of(policy)
-    if lowered is None or rounding == Rounding():
+    if lowered is None or rounding == NumberFormats():
         return policy
     shared = (*policy.parameters(), *policy.buffers())
     view = copy.deepcopy(policy, {id(tensor): tensor for tensor in shared})

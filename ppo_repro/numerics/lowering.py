@@ -18,7 +18,7 @@ from ppo_repro.base.mode import Precision
 from ppo_repro.base.output import shown
 from ppo_repro.numerics.description import check_config
 from ppo_repro.numerics.families import NAMES, TRUNKS, trunk_of
-from ppo_repro.numerics.rounding import EXACT, Rounding
+from ppo_repro.numerics.rounding import EXACT, NumberFormats
 
 # of training; and copies of numbers that transformers does not read again
 _SWITCHES = ("training", "gradient_checkpointing", "max_seq_len_cached", "vocab_size")
@@ -29,7 +29,7 @@ class Lowered:
     """Settings of a trunk in deterministic numerics."""
 
     max_context: int  # positions of a sequence
-    rounding: Rounding = EXACT
+    rounding: NumberFormats = EXACT
     precision: Precision = "highest"
     recompute: bool = False  # keep only inputs of layers; the backward pass computes the rest again
     moves_weights: bool = True  # put the weights of one matrix together in memory; False: copy weights that lie apart

@@ -15,7 +15,7 @@ NARROW = FORMATS[3:]  # formats of 8 bits, with a scale for each row
 
 
 @dataclass(frozen=True)
-class Rounding:
+class NumberFormats:
     """Format of each kind of number; float32 does not round."""
 
     weights: str = "float32"  # of the linear layers of attention and MLP
@@ -26,7 +26,7 @@ class Rounding:
     logits: str = "float32"
 
 
-EXACT = Rounding()
+EXACT = NumberFormats()
 
 
 def round_rows(x: Tensor, form: str, scaled: bool = True) -> Tensor:

@@ -38,7 +38,7 @@ class Corrections(NamedTuple):
     changes: Tensor  # [N] uint8, a Correction each
 
 
-REMOVING = (Correction.MASKED_HIGH, Correction.MASKED_LOW, Correction.REJECTED)
+WITHOUT_LOSS = (Correction.MASKED_HIGH, Correction.MASKED_LOW, Correction.REJECTED)
 
 
 def correction_names(corrections: Tensor) -> list[str]:
@@ -49,7 +49,7 @@ def correction_names(corrections: Tensor) -> list[str]:
 
 def removes_loss(corrections: Tensor) -> Tensor:
     """Return where the weight is 0, so that the token has no loss: bool, in the shape of `corrections`."""
-    return torch.isin(corrections, torch.tensor(REMOVING, dtype=torch.uint8))
+    return torch.isin(corrections, torch.tensor(WITHOUT_LOSS, dtype=torch.uint8))
 
 
 def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, level: str) -> Tensor:

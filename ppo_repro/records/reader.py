@@ -99,7 +99,7 @@ def read_table(
 
     Args:
         name: of the table, as in ppo_repro/records/README.md.
-        iterations: from 0; None: all that were recorded.
+        iterations: from 0; the evaluation after N iterations has number N. None: all that were recorded.
         columns: names; None: all.
         allow_incomplete: read runs that are not complete.
         recorded: the manifest, for one of many reads: to read and check a long run's manifest takes tenths of a second.
@@ -109,7 +109,7 @@ def read_table(
     """
     folder = Path(run_dir)
     recorded = recorded or open_manifest(folder, allow_incomplete)
-    wanted = None if iterations is None else _checked_iterations(folder, recorded, iterations)
+    wanted = None if iterations is None else _checked_iterations(folder, recorded, name, iterations)
     moments = (None, *range(recorded.num_iterations + 1)) if wanted is None else wanted
     files = [f for i in moments for f in manifest.recorded_at(recorded, i) if f.table.name == name]
     table = next((t for t in manifest.tables_of(recorded) if t.name == name), None)
@@ -153,8 +153,8 @@ def _checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] 
     return tuple(by_name[name] for name in columns)
 
 
-def _checked_iterations(run_dir: Path, recorded: Manifest, iterations: Sequence[int]) -> tuple[int, ...]:
-    count = len(recorded.iterations)
+def _checked_iterations(run_dir: Path, recorded: Manifest, name: str, iterations: Sequence[int]) -> tuple[int, ...]:
+    count = recorded.num_iterations + (name in recorded.ending)
     for index, iteration in enumerate(iterations):
         # 1.0 and True are equal to a number in the range
         if isinstance(iteration, bool | float) or iteration not in range(count):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from ppo_repro.base.clock import Clock, as_text
@@ -13,6 +13,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.inputs import digest_of
 from ppo_repro.config.rollout import OwnEngine, SGLangServers
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import sorted_json
 from ppo_repro.records import folder, manifest
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.notes import resumed_notes
@@ -145,9 +146,9 @@ def _require_same_layout(recorded: RunConfig, config: RunConfig) -> None:
     """Raise UserError for another layout if a layout can change results: in native numerics, or if torch samples."""
     before, now = recorded.layout.model_dump(), config.layout.model_dump()
     changed = next((name for name in now if now[name] != before[name]), None)
-    if changed is not None and config.bound:
+    if changed is not None and (setting := config.machine_dependent_setting):
         raise UserError(
-            f"--set layout.{changed}={now[changed]}: the run has {before[changed]}, and with {config.bound} "
+            f"--set layout.{changed}={now[changed]}: the run has {before[changed]}, and with {setting} "
             "another layout may give other bits; leave it out, or use `ppo-repro run` for a run of its own"
         )
 
@@ -160,23 +161,34 @@ def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
     """
     before, now = _sampler(recorded), _sampler(config)
     if before != now:
+        both = f"would sample with {now.description}, and the run samples with {before.description}"
         raise UserError(
-            f"rollout.engine: would sample with {now}, and the run samples with {before}, which gives other bits; "
-            "leave rollout.engine as it is recorded, or use `ppo-repro run` for a run of its own"
+            f"rollout.engine: {both}, which gives other bits; leave rollout.engine as it is recorded, or use "
+            "`ppo-repro run` for a run of its own"
         )
 
 
-def _sampler(config: RunConfig) -> str:
-    """Return a description of all settings that decide the sampled bits."""
+@dataclass(frozen=True)
+class _Sampler:
+    """All settings that decide the sampled bits, and a description of them."""
+
+    settings: tuple[object, ...]
+    description: str = field(compare=False)
+
+
+def _sampler(config: RunConfig) -> _Sampler:
     engine = config.rollout.engine
     if isinstance(engine, OwnEngine):
         file, _, name = engine.path.rpartition(":")
-        return f"{name} of a file of SHA-256 {digest_of(Path(file))[:12]}, parameters {engine.parameters}"
-    if not isinstance(engine, SGLangServers):
-        return f"{config.numerics.mode} numerics"
-    if engine.numerics == "deterministic":
-        return "deterministic numerics"
+        digest = digest_of(Path(file))
+        description = f"{name} of a file of SHA-256 {digest[:12]}, parameters {engine.parameters}"
+        return _Sampler((name, digest, sorted_json(engine.parameters)), description)
+    if not isinstance(engine, SGLangServers) or engine.numerics == "deterministic":
+        return _Sampler((config.numerics.mode,), f"{config.numerics.mode} numerics")
+    numerics = "SGLang's own numerics"
     if engine.urls:
-        return f"SGLang's own numerics (servers that run already: {len(engine.urls)})"
-    arguments = " ".join(engine.arguments) or "none"
-    return f"SGLang's own numerics (servers: {engine.servers}, arguments: {arguments})"
+        count = len(engine.urls)
+        return _Sampler((numerics, count), f"{numerics} (servers that run already: {count})")
+    arguments = shlex.join(engine.arguments) or "none"
+    description = f"{numerics} (servers: {engine.servers}, arguments: {arguments})"
+    return _Sampler((numerics, engine.servers, engine.arguments), description)

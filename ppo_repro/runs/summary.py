@@ -221,7 +221,7 @@ def not_promised(config: RunConfig) -> list[str]:
     engine = config.rollout.engine_without_promise
     if not engine:
         return []
-    follows = "" if config.bound else "; scores, rewards and updates follow from them bit for bit"
+    follows = "" if config.machine_dependent_setting else "; scores, rewards and updates follow from them bit for bit"
     return [f"{engine}: sampled tokens and their log-probs are recorded, not promised{follows}"]
 
 

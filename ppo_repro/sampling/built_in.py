@@ -26,7 +26,7 @@ def unchanged(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: flo
     return logits
 
 
-class Schedule:
+class RequestQueue:
     """Requests that wait, and requests in seats; a finished request gives its seat to the next one."""
 
     def __init__(self, requests: Sequence[Request], seats: int) -> None:
@@ -93,14 +93,14 @@ class BuiltInSampler:
             check_request(request, sampling, self.policy.config.vocab_size, self.max_context)
         count, routes = min(self.seats, len(requests)), sampling.routes and bool(routers(self.policy))
         seats = Seats(self.policy, count, self.max_context, self.prefill_chunk, self.prefix_cache, routes)
-        schedule = Schedule(requests, count)
+        queue = RequestQueue(requests, count)
         done: dict[int, Completion] = {}
-        while turn := schedule.next_turn():
+        while turn := queue.next_turn():
             self._sample(turn, seats.logits_after(turn), sampling)
             for item in turn:
                 if reason := self._end_or_reply(item, sampling, dialogue):
                     done[item.index] = _completion(item, reason, seats.release(item))
-                    schedule.finish(item)
+                    queue.finish(item)
         return [done[index] for index in range(len(requests))]
 
     def _end_or_reply(self, item: Seated, sampling: Sampling, dialogue: Dialogue | None) -> str:

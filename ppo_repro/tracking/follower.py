@@ -163,15 +163,13 @@ def _wait(process: subprocess.Popen[str], folder: Path, target: Target, copies: 
         process.communicate()
         problem = f"tracking did not finish within {patience:.0f} s after the run"
     else:
-        lines = out.splitlines()  # MLflow's client prints too
-        told = [line.removeprefix(DONE) for line in lines if line.startswith(DONE)]
-        if told:
-            found = json.loads(told[-1])
+        *_, answer = ["", *out.splitlines()]
+        if answer.startswith(DONE):
+            found = json.loads(answer.removeprefix(DONE))
             copies.lines += found["lines"]
             copies.fields |= found["fields"]
             return
-        *_, last = ["", *lines]
-        problem = f"tracking failed: {last or f'its process ended with {process.returncode}'}"
+        problem = f"tracking failed: {answer or f'its process ended with {process.returncode}'}"
     say(f"{problem}; {_later(folder, target)}" if folder.exists() else problem)
 
 
@@ -186,7 +184,12 @@ def _tell_end(ended: threading.Event) -> None:
 
 
 def main(folder: Path, target: Target) -> None:
-    """Copy the run or grid until stdin closes; if that fails, print the reason on stdout and exit with 1."""
+    """Copy the run or grid until stdin closes; if that fails, print the reason on stdout and exit with 1.
+
+    What libraries and functions print goes to stderr: nobody reads stdout before the end, and a full pipe blocks.
+    """
+    answer = os.fdopen(os.dup(1), "w", errors="backslashreplace")
+    os.dup2(2, 1)
     ended = threading.Event()
     threading.Thread(target=_tell_end, args=(ended,), daemon=True).start()
     try:
@@ -194,10 +197,10 @@ def main(folder: Path, target: Target) -> None:
     except UserError as error:
         if target.kind == FUNCTION:
             say(f"warning: {one_line(error)}; the run goes on")
-        print(one_line(error))
+        print(one_line(error), file=answer)
         sys.exit(1)
     # flushed: threads of libraries may abort the process while it ends, after all copies are made
-    print(DONE + json.dumps({"lines": copies.lines, "fields": copies.fields}), flush=True)
+    print(DONE + json.dumps({"lines": copies.lines, "fields": copies.fields}), file=answer, flush=True)
 
 
 if __name__ == "__main__":

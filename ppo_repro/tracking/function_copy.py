@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +56,7 @@ class _Calls:
                 metrics = iterations.setdefault(scalar.step, {"run": str(self._run_dir), "iteration": scalar.step})
                 metrics[name] = scalar.value
         for metrics in iterations.values():
-            with redirect_stdout(sys.stderr):  # stdout belongs to the command
-                self._function(metrics)
+            self._function(metrics)
             self.count += 1
 
     def end(self, head: Head, last: Sequence[Scalar]) -> None:

@@ -110,12 +110,12 @@ def _named(function: Function, values: Mapping[str, Any]) -> Any:
         is_answer = lacking[0] in ("answer", *PLAIN["answer"])
         there = "no prompt of the task has one" if is_answer else f"there is only {', '.join(data)}"
         raise RefusedError(f"asks for '{lacking[0]}', and {there}")
-    positions = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in values]
+    by_position = {p.name: values.get(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_ONLY}
     takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
     asked = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    names = [name for name in values if (takes_others or name in asked) and name not in positions]
+    names = [name for name in values if (takes_others or name in asked) and name not in by_position]
     try:
-        return function(*(values[name] for name in positions), **{name: values[name] for name in names})
+        return function(*by_position.values(), **{name: values[name] for name in names})
     except TypeError as error:
         if takes_others and "unexpected keyword" in str(error):
             advice = "if a decorator hides the function's parameters, give the decorator functools.wraps"

@@ -54,10 +54,13 @@ def test_a_run_opened_in_python_is_what_the_records_say(deterministic_run: Path)
     assert run.config.seed == 7
     assert len(run.table("tokens", iterations=[1])) == len(run.table("tokens").query("iteration == 1"))
     assert set(run.table("evaluations")["iteration"]) == {0, 2, 3}
+    assert len(run.table("evaluations", iterations=[3])) == len(run.table("evaluations").query("iteration == 3"))
     assert run.final["eval_accuracy"] == run.table("evaluations").query("iteration == 3")["is_correct"].mean()
     for call, message in (
         (lambda: run.table("tokenz"), "no table 'tokenz'; there are .*tokens"),
         (lambda: run.table("tokens", columns=["nothing"]), "has no column 'nothing'"),
+        (lambda: run.table("tokens", iterations=[3]), "no iteration 3; recorded are 0 to 2"),
+        (lambda: run.table("evaluations", iterations=[4]), "no iteration 4; recorded are 0 to 3"),
         (lambda: ppo_repro.open_run(deterministic_run / "nowhere"), "no such folder"),
     ):
         with pytest.raises(UserError, match=message):

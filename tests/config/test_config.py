@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from ppo_repro.base.errors import Mistakes, UserError
-from ppo_repro.config.files import apply_overrides, build_config, dump_yaml, found, from_pyyaml, load_config
+from ppo_repro.config.files import apply_overrides, build_config, dump_yaml, found, from_pyyaml, load_config, read_tree
 from ppo_repro.config.mistakes import mistakes as lines_of
 from ppo_repro.config.section import Section
 from ppo_repro.config.yaml_text import parse_yaml, write_yaml
@@ -292,6 +292,16 @@ def test_a_name_is_a_file_of_the_package_unless_there_is_one_here(
     assert found(Path("sub/quickstart")) == Path("sub/quickstart")
     (tmp_path / "quickstart").write_text("experiment: mine")
     assert found(Path("quickstart")) == Path("quickstart")
+
+
+def test_relative_paths_in_a_file_of_the_package_start_at_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "quickstart.yaml").write_text("task: {kind: jsonl, path: prompts.jsonl}")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr("ppo_repro.config.files.installed", lambda name: tmp_path / name)
+    assert read_tree(Path("quickstart"))["task"]["path"] == str(tmp_path / "prompts.jsonl")
 
 
 def test_relative_paths_follow_the_file_and_paths_of_overrides_the_current_folder(

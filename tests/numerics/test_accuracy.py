@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from experiments.benchmarks.float64 import GradientComparison, compare, compare_gradients, typical
 from ppo_repro.models.networks import make_policy, rounded_view
-from ppo_repro.numerics.rounding import Rounding
+from ppo_repro.numerics.rounding import NumberFormats
 from ppo_repro.runs.accuracy import Text, measure
 from tests.numerics.outliers import cases_of, linear_layers, outlier_model
 from tests.support.models import CONFIGS, CONTEXT, MIXTURES, random_sequences
@@ -98,7 +98,7 @@ def test_a_model_in_bfloat16_fails_every_bound(architecture: str) -> None:
 def bfloat16(policy: PreTrainedModel) -> PreTrainedModel:
     """The policy with weights and results of bfloat16, and exact products: what mixed precision has at best."""
     every = dict.fromkeys(("weights", "other_weights", "activations", "kv_cache"), "bfloat16")
-    return rounded_view(policy, Rounding(**every))
+    return rounded_view(policy, NumberFormats(**every))
 
 
 @pytest.mark.parametrize("architecture", DISTINCT)

@@ -17,7 +17,7 @@ from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.definition.rounding import rounded as rounded_by_definition
 from ppo_repro.numerics.linear import product
 from ppo_repro.numerics.matrices import Packing, matrix_of, packed
-from ppo_repro.numerics.rounding import FORMATS, NARROW, Rounding, round_rows
+from ppo_repro.numerics.rounding import FORMATS, NARROW, NumberFormats, round_rows
 from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.runs.accuracy import Text, policy_scores, reference_scores, stock_scores
 from tests.support.float32 import LARGEST, bits, tensor
@@ -86,7 +86,7 @@ def test_rows_of_hard_numbers_are_those_of_the_definition(name: str) -> None:
     np.testing.assert_array_equal(round_rows(x.view(4, 3), name).numpy(), expected)
 
 
-BFLOAT16 = Rounding("bfloat16", "bfloat16", "float32", "bfloat16", "float32", "bfloat16")
+BFLOAT16 = NumberFormats("bfloat16", "bfloat16", "float32", "bfloat16", "float32", "bfloat16")
 PROMPTS, RESPONSES = ragged(5, 3)
 TEXT = Text(PROMPTS, RESPONSES)
 

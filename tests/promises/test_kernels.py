@@ -36,8 +36,7 @@ from ppo_repro.numerics.interface import ffi, ints, pointer
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
-from ppo_repro.numerics.rounding import EXACT
-from ppo_repro.numerics.rounding import Rounding as Formats
+from ppo_repro.numerics.rounding import EXACT, NumberFormats
 from ppo_repro.numerics.sequences import Rows, ragged, slots_of
 from tests.support.broken import broken_library
 from tests.support.definition import array, assert_same, model_from
@@ -86,7 +85,7 @@ class Case:
             parameter.data = gradients[name]
         return hidden, parameters(model_from(named, 1))
 
-    def over_cache(self, chunks: Sequence[int], rounding: Formats = EXACT) -> list[Array]:
+    def over_cache(self, chunks: Sequence[int], rounding: NumberFormats = EXACT) -> list[Array]:
         """Hidden states in chunks of these sizes in turn, the sequences in seats of a cache in another order."""
         network = Network(self.trunk, Lowered(CONTEXT, rounding, self.precision))
         network.prepare()
@@ -244,7 +243,7 @@ def test_micro_batches_threads_recomputation_and_the_cache_compute_the_definitio
 def test_kernels_round_as_the_definition(trunk: PreTrainedModel, wide: str, inputs: str, cached: str) -> None:
     case = Case(trunk, (130, 3))
     model = replace(case.model, rounding=Rounding(wide, inputs, cached))
-    rounding = Formats(activations=wide, linear_inputs=inputs, kv_cache=cached)
+    rounding = NumberFormats(activations=wide, linear_inputs=inputs, kv_cache=cached)
     for x, ids in zip(case.over_cache((130,), rounding), case.ids, strict=True):
         assert_same(x, forward(model, ids).hidden, "hidden states")
 

@@ -7,7 +7,7 @@ from pytest import mark
 
 from experiments.benchmarks.float64 import compare
 from ppo_repro.models.networks import make_policy, rounded_view
-from ppo_repro.numerics.rounding import Rounding
+from ppo_repro.numerics.rounding import NumberFormats
 from ppo_repro.records.notes import LARGEST_RATIO
 from ppo_repro.runs.accuracy import LENGTH, Text, measure, text_of
 from tests.support.models import CONTEXT, FAMILIES, VOCAB, source_model
@@ -50,7 +50,7 @@ def test_a_policy_is_accurate_and_stays_what_it_was(architecture: str) -> None:
 def test_a_model_that_rounds_is_low_accuracy() -> None:
     """The negative control: weights as bfloat16 has them."""
     policy = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
-    found = measure(rounded_view(policy, Rounding(weights="bfloat16")), TEXT)
+    found = measure(rounded_view(policy, NumberFormats(weights="bfloat16")), TEXT)
     assert found.is_low
     assert found.ratio > 10 * LARGEST_RATIO["float32"]
     assert found.sentence().endswith("above 4")
@@ -61,5 +61,5 @@ def test_precision_high_is_measured_beside_bfloat16() -> None:
     found = measure(make_policy(source, "deterministic", CONTEXT, "high"), TEXT, "bfloat16")
     assert not found.is_low
     assert f"; stock bfloat16 {found.stock_rms:.2g} and" in found.sentence()
-    coarse = rounded_view(make_policy(source, "deterministic", CONTEXT), Rounding(weights="float8_e4m3"))
+    coarse = rounded_view(make_policy(source, "deterministic", CONTEXT), NumberFormats(weights="float8_e4m3"))
     assert measure(coarse, TEXT, "bfloat16").is_low

@@ -18,6 +18,7 @@ from tests.grids.small_grids import written_grid
 from tests.support.cli import Cli
 from tests.support.paths import TINY
 from tests.support.synthetic_run import cut_back
+from tests.support.waiting import until
 
 slow = pytest.mark.slow
 FOLLOW = """
@@ -119,6 +120,22 @@ def test_a_function_that_cannot_be_called_is_one_line_before_the_run(
 def test_two_places_of_one_kind_are_refused(cli: Cli, follow: str, tmp_path: Path) -> None:
     said = cli.refusal("run", TINY, "--track", "sqlite:///a.db", "--track", "mlflow")
     assert "sqlite:///a.db and mlflow are of one kind; give one of each kind" in said
+
+
+def test_a_client_that_prints_much_does_not_stop(
+    deterministic_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody reads what it prints before the run ends; this one prints more than a pipe holds, as a library may."""
+    printing = "import os\nfrom helper import PATH\n\ndef follow(metrics):\n    os.write(1, b'x' * 200_000)\n"
+    (tmp_path / "helper.py").write_text(f"PATH = {str(tmp_path / 'seen')!r}\n")
+    (tmp_path / "follow.py").write_text(printing + "    open(PATH, 'a').write('seen')\n")
+    target, copies = Target(FUNCTION, f"{tmp_path}/follow.py:follow"), Copies()
+    with followed(deterministic_run, copies, [target]):
+        until(lambda: (tmp_path / "seen").exists() and (tmp_path / "seen").read_text() == 3 * "seen", "a copy", 30.0)
+    assert copies.fields == {FUNCTION: {"path": target.place, "iterations": 3}}
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("x") >= 600_000
 
 
 @slow

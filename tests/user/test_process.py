@@ -275,6 +275,7 @@ def test_a_function_with_two_scores_for_one_input_is_refused(tmp_path: Path, hea
         ("prompt, completion, ground_truth", "p1 r1 a1"),
         ("question, solution_str, extra_info", "p1 r1 {}"),
         ("answer, response, /", "a1 r1"),
+        ("tolerance=0.5, response='', /", "0.5 r1"),
         ("*, response", "r1"),
         ("response, tolerance=0.5", "r1 0.5"),
         ("response, *rest", "r1 ()"),

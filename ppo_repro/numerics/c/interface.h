@@ -66,8 +66,9 @@ typedef struct {
 } Matrix;
 
 // Partial sums of the gradients of a minibatch (rule 2), to which a backward pass adds. A minibatch has
-// 2^levels slots of sequences, joined as a binary tree. After the whole slots 0 .. s - 1, level[i + 1] holds
-// a subtree of 2^i slots for each bit i of s; level[0] holds slot s so far, and in the end the whole tree.
+// 2^levels slots of sequences, joined as a binary tree. When slots 0 .. s - 1 are complete, level[i + 1]
+// holds a subtree of 2^i slots for each bit i that is 1 in s. For s = 6, level[3] holds slots 0 .. 3, and
+// level[2] holds slots 4 and 5. level[0] holds what slot s has so far. In the end it holds the whole tree.
 // One backward pass goes from slot `first` to slot `last`. All arrays have the same offsets.
 typedef struct {
   float *level[MAX_LEVELS];
@@ -261,7 +262,7 @@ typedef struct {
   const int64_t *seeds;      // [n]
   const int64_t *positions;  // [n]
   const uint8_t *eligible;   // [n][v], which tokens may be sampled; NULL: all
-  const int *columns;        // [n][v], a token's column of the noise; NULL, with `eligible`: its id
+  const int *columns;        // [n][v], a token's column of the noise. NULL if `eligible` is: then its id
   int64_t *tokens;           // results [n]
   float *logprobs;           // of the softmax over all tokens
   Softmax *rows;             // [n], written: the softmax over all tokens

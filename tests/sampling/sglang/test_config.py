@@ -39,6 +39,11 @@ OTHER_BITS: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
     (("numerics.mode=native",), ("numerics.mode=native", *STOCK), "the run samples with native numerics"),
     (STOCK, (*STOCK, "rollout.engine.servers=2"), "servers: 2"),
     (STOCK, (*STOCK, "rollout.engine.arguments=[--dtype, half]"), "arguments: --dtype half"),
+    (
+        (*STOCK, "rollout.engine.arguments=[-a, b]"),
+        (*STOCK, "rollout.engine.arguments=['-a b']"),
+        "arguments: '-a b'",
+    ),
 ]
 
 

@@ -266,7 +266,7 @@ def _check_model(stack: StackModel, responses: Sequence[DumpedResponse]) -> None
                 raise UserError(
                     f"row {r.row}: token {worst} is not in the vocabulary of {size} of the {name}; {advice}"
                 )
-            if length > (most := positions(model)):
+            if length - 1 > (most := positions(model)):  # the last token is no input
                 raise UserError(f"row {r.row}: {length} tokens; the {name} has {most} positions; {advice}")
 
 

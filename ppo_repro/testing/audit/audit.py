@@ -29,7 +29,7 @@ from ppo_repro.models.stock import float64
 from ppo_repro.statistics.draws import Draws
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, Numbers
-from ppo_repro.testing.audit.distributions import DEFINITIONS, PROCESSED, sampled_from
+from ppo_repro.testing.audit.distributions import EACH_CUT_OF_ALL, Definition, sampled_from
 from ppo_repro.testing.audit.draws import DrawCauses, Tally, drawn_from, left_out_of
 from ppo_repro.testing.audit.facts import facts, of_format
 from ppo_repro.testing.audit.measure import rms
@@ -59,7 +59,7 @@ class JudgedSide:
     """Verdict about sampler or trainer."""
 
     name: str
-    definition: str  # of DEFINITIONS, by which it was judged
+    definition: Definition  # by which it was judged
     distance: Distance
     empty: int  # log-probs that are not finite, or exactly 0 where the model's probability is below limits.SURE
     cause: str  # in words; "" if the side is right, UNKNOWN if no cause fits
@@ -103,7 +103,7 @@ class Audit:
 def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: StackSampling) -> Audit:
     """Judge both sides of a dump. Raises UserError if the dump cannot come from this model."""
     _check_model(stack, responses)
-    tallies = {name: Tally(left_out_of(stack, responses)) for name in sampled_from(sampling)}
+    tallies = {definition: Tally(left_out_of(stack, responses)) for definition in sampled_from(sampling)}
     references = references_of(stack.model, responses, sampling, tallies)
     recorded, have_own_orders = recorded_sides(responses, references, sampling)
     sampler, trainer = _judged(stack, recorded)
@@ -141,7 +141,7 @@ def _judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedS
             continue
         say(f"audit: {side.name} is wrong; looks for the cause")
         before_logits = before_logits or causes_before_logits(stack, side.responses)  # once for both sides
-        causes = [*before_logits, *causes_after_logits(side.sampling, DEFINITIONS[side.definition])]
+        causes = [*before_logits, *causes_after_logits(side.sampling, side.definition)]
         wrong = wrong_side_of(stack.model, side, distance.wrong, causes)
         found.append(_far(side, distance, wrong, search(wrong)))
     return found
@@ -217,8 +217,8 @@ def _counted(numbers: Sequence[Numbers]) -> Tensor:
 
 def _of_its_order(side: JudgedSide) -> JudgedSide:
     """Return a side that is right for another order of cuts than the other side."""
-    words = f"{PROCESSED}, each cut of all tokens" if side.definition == PROCESSED else side.definition
-    return replace(side, cause=words, advice="")
+    order = ", each cut of all tokens" if side.definition == EACH_CUT_OF_ALL else ""
+    return replace(side, cause=f"{side.definition.words}{order}", advice="")
 
 
 # were the tokens drawn from the log-probs
@@ -228,17 +228,17 @@ def _causes_of_draws(
     model: PreTrainedModel,
     responses: Sequence[DumpedResponse],
     sampling: StackSampling,
-    tallies: Mapping[str, Tally],
+    tallies: Mapping[Definition, Tally],
 ) -> str:
     """Return the causes that explain tokens that were not drawn from the likeliest of the distributions."""
     say("audit: tokens were not drawn from the log-probs; looks for the cause")
-    name = drawn_from(tallies)
-    if not tallies[name].draws().tokens:
+    definition = drawn_from(tallies)
+    if not tallies[definition].draws().tokens:
         return ""  # no drawn token is possible at all
-    causes = DrawCauses(tallies[name], sampling.temperature)
+    causes = DrawCauses(tallies[definition], sampling.temperature)
     with float64(model):
         for _, chunk, counts in chunks_of(model, responses, is_wide=True):
-            causes.add(DEFINITIONS[name](chunk, sampling, chunk.logits, 0.0), chunk.targets, counts)
+            causes.add(definition.change(chunk, sampling, chunk.logits, 0.0), chunk.targets, counts)
     return causes.words()
 
 

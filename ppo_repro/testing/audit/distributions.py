@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -114,40 +115,47 @@ def _is_temperature_last(s: StackSampling) -> bool:
 
 
 @dataclass(frozen=True)
-class Order:
-    """Processing of logits in one order of cuts, as in some engines, which `words` name."""
+class Definition:
+    """A distribution that log-probs may be of."""
 
-    words: str
+    kind: Literal["tempered", "processed", "raw"]
     change: Processing
-    differs: Callable[[StackSampling], bool]  # with these settings from the orders before it
+    order: str = ""  # of the cuts, in words, with the engines that have it
+    differs: Callable[[StackSampling], bool] = lambda sampling: True  # with these settings from the orders before it
+
+    @property
+    def words(self) -> str:
+        """Return its kind and its order of cuts."""
+        return f"{self.kind}{self.order}"
 
 
-PROCESSED = "processed"
 OF_TOP_K = ", top-p of what top-k leaves"
-ORDERS = (
-    Order("", _processed(), StackSampling.is_cut),
-    Order(f"{OF_TOP_K} (Transformers, vLLM)", _processed(("top-k",)), StackSampling.has_top_k_and_p),
-    Order(
-        ", top-p of what min-p and top-k leave (vLLM)",
+TEMPERED, RAW = Definition("tempered", tempered), Definition("raw", raw)
+EACH_CUT_OF_ALL = Definition("processed", _processed(), "", StackSampling.is_cut)
+PROCESSED = (
+    EACH_CUT_OF_ALL,
+    Definition("processed", _processed(("top-k",)), f"{OF_TOP_K} (Transformers, vLLM)", StackSampling.has_top_k_and_p),
+    Definition(
+        "processed",
         _processed(("min-p", "top-k")),
+        ", top-p of what min-p and top-k leave (vLLM)",
         lambda s: s.min_p > 0.0 and s.top_p < 1.0,
     ),
-    Order(", the cuts before the temperature (MLX)", _processed(is_cut_first=True), _is_temperature_last),
-    Order(
-        f"{OF_TOP_K}, before the temperature (llama.cpp)",
+    Definition(
+        "processed", _processed(is_cut_first=True), ", the cuts before the temperature (MLX)", _is_temperature_last
+    ),
+    Definition(
+        "processed",
         _processed(("top-k",), True),
+        f"{OF_TOP_K}, before the temperature (llama.cpp)",
         lambda s: s.has_top_k_and_p() and _is_temperature_last(s),
     ),
 )
-# "raw" is only for a user who asks for it
-DEFINITIONS: dict[str, Processing] = {
-    "tempered": tempered, **{f"{PROCESSED}{order.words}": order.change for order in ORDERS}, "raw": raw,
-}  # fmt: skip
 
 
-def sampled_from(sampling: StackSampling) -> list[str]:
+def sampled_from(sampling: StackSampling) -> list[Definition]:
     """Return the distributions that a stack with these settings may sample from."""
-    return [f"{PROCESSED}{order.words}" for order in ORDERS if order.differs(sampling)] or ["tempered"]
+    return [definition for definition in PROCESSED if definition.differs(sampling)] or [TEMPERED]
 
 
 def target_logprobs(targets: Tensor, logits: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ppo_repro.testing.audit.audit import UNKNOWN, Audit, JudgedSide
+from ppo_repro.testing.audit.distributions import TEMPERED
 from ppo_repro.testing.audit.search import Hypothesis
 
 
@@ -67,7 +68,7 @@ def as_fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
 def _side_fields(side: JudgedSide) -> dict[str, Any]:
     return {
         "name": side.name,
-        "definition": side.definition,
+        "definition": side.definition.words,
         "tokens": side.distance.tokens,
         "empty": side.empty,
         "rms": side.distance.rms,
@@ -114,7 +115,7 @@ def _sentence(side: JudgedSide, responses: int, is_comparable: bool) -> str:
         return f"{side.name} is {side.cause}; {found}"
     some = 0 < len(distance.wrong) < responses and side.cause != UNKNOWN
     where = f", in {len(distance.wrong)} of {responses} responses" if some else ""
-    definition = "" if side.definition == "tempered" else f" (log-probs judged as {side.definition})"
+    definition = "" if side.definition == TEMPERED else f" (log-probs judged as {side.definition.words})"
     parts = [f"{found}{where}{definition}"] if distance.tokens else []
     if side.cause == UNKNOWN:
         parts.append(f"the cause is unknown{': ' * bool(side.known)}{'; '.join(side.known)}")

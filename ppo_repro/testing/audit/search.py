@@ -26,7 +26,7 @@ from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.causes.weights import of_weights
-from ppo_repro.testing.audit.distributions import Processing
+from ppo_repro.testing.audit.distributions import Definition
 from ppo_repro.testing.audit.forward import Progress
 from ppo_repro.testing.audit.logits import Source, Tokens
 from ppo_repro.testing.audit.measure import Format, correlation, explains, likeness, rms, sizes_apart
@@ -69,10 +69,10 @@ def causes_before_logits(stack: StackModel, responses: Sequence[DumpedResponse])
     return [*of_weights(stack.model, stack.others), *of_inputs(responses, stack)]
 
 
-def causes_after_logits(sampling: StackSampling, definition: Processing) -> list[Cause]:
+def causes_after_logits(sampling: StackSampling, definition: Definition) -> list[Cause]:
     """Return the causes that follow the logits and whose presumption holds; `definition` is what is right."""
     rows = (*DISTRIBUTIONS, *RECORDED)
-    return [cause for cause in rows if cause.presumes(sampling) and cause.change is not definition]
+    return [cause for cause in rows if cause.presumes(sampling) and cause.change is not definition.change]
 
 
 def search(side: WrongSide) -> Hypotheses:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, Numbers
-from ppo_repro.testing.audit.distributions import DEFINITIONS, tempered
+from ppo_repro.testing.audit.distributions import tempered
 from ppo_repro.testing.audit.logits import Logits, Tokens, Window
 from ppo_repro.testing.audit.measure import Stored, errors, rms, stored_as
 from ppo_repro.testing.audit.predict import Combination, Predictor
@@ -98,7 +98,7 @@ def wrong_side_of(
     return WrongSide(
         name=side.name,
         causes=tuple(cause for cause in causes if _is_predicted(cause, few)),
-        predictor=Predictor(Logits(model, side.responses, numbers), side.sampling, DEFINITIONS[side.definition]),
+        predictor=Predictor(Logits(model, side.responses, numbers), side.sampling, side.definition.change),
         numbers=numbers,
         wrong=wrong,
         few=Tokens(few, is_screening=True),

@@ -21,7 +21,7 @@ from ppo_repro.testing.audit.audit import UNKNOWN, Audit, audit
 from ppo_repro.testing.audit.causes.cause import Cause, Parameter
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
-from ppo_repro.testing.audit.distributions import DEFINITIONS, Chunk
+from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, sampled_from
 from ppo_repro.testing.audit.draws import left_out_of
 from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
@@ -145,8 +145,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
             changed = row.logits.clone() / TEMPERATURE
             changed[0, list(sampler)] = -math.inf
         else:
-            name = "processed" if sampler.is_cut() else "tempered"
-            changed = DEFINITIONS[name](row, sampler, row.logits, 0.0)
+            changed = sampled_from(sampler)[0].change(row, sampler, row.logits, 0.0)
         return int(torch.multinomial(changed[0].softmax(-1), 1, generator=generator))
 
     made = sampled_by(prompts, draw)
@@ -180,13 +179,13 @@ def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> N
     }
 
 
-def causes(made: Material, stack: StackModel, sampling: StackSampling, definition: str) -> list[Cause]:
+def causes(made: Material, stack: StackModel, sampling: StackSampling, definition: Definition) -> list[Cause]:
     before = search.causes_before_logits(stack, made.dump(made.logprobs(), made.logprobs()))
-    return [*before, *search.causes_after_logits(sampling, DEFINITIONS[definition])]
+    return [*before, *search.causes_after_logits(sampling, definition)]
 
 
 def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, stack: StackModel) -> None:
-    rows = causes(made, stack, ALL_CUTS, "raw")
+    rows = causes(made, stack, ALL_CUTS, RAW)
     assert len({row.words for row in rows}) == len(rows)  # by which logits are remembered
     without_a_row = {"none", "floating_point_noise", "non_finite", "unknown", "coarse_records"}
     assert {row.name for row in rows} | {row.cause for row in ROWS} | without_a_row == set(ADVICE)
@@ -196,7 +195,7 @@ def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, stack: Stac
 def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
     made: Material, stack: StackModel, name: Format, parts: set[str]
 ) -> None:
-    rows = causes(made, stack, GIVEN, "tempered")
+    rows = causes(made, stack, GIVEN, TEMPERED)
     assert [row.words for row in search._of_format(rows, "weights", name)] == [f"weights rounded to {name}"]
     assert {row.words.partition(" computed")[0] for row in search._of_format(rows, "part", name)} == parts
 
@@ -205,9 +204,7 @@ def wrong_sampler(made: Material, causes: Sequence[Cause]) -> WrongSide:
     """Numbers of temperature 0.7, beside the right ones."""
     responses = made.dump(made.logprobs(temperature=0.7), made.logprobs())
     right = [torch.tensor(r.trainer).double() for r in responses]
-    recorded = RecordedSide(
-        "sampler", responses, StackSampling(TEMPERATURE), "tempered", Reference(right, 1e-7, 0.0, 0)
-    )
+    recorded = RecordedSide("sampler", responses, StackSampling(TEMPERATURE), TEMPERED, Reference(right, 1e-7, 0.0, 0))
     return wrong_side_of(made.model, recorded, range(len(responses)), causes)
 
 
@@ -326,7 +323,7 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
     found = audit(stack, made.dump(values, values, mask), sampling)
     assert found.sampler.is_right
     assert found.trainer.is_right
-    assert found.sampler.definition == f"processed{order}" if sampling.is_cut() else "tempered"
+    assert found.sampler.definition.words == f"processed{order}" if sampling.is_cut() else "tempered"
 
 
 @pytest.mark.slow

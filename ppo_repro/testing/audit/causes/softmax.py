@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
 from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, RecordedChunk, Rounded
-from ppo_repro.testing.audit.distributions import OF_TOP_K, ORDERS, cut, penalised, raw, target_logprobs, tempered
+from ppo_repro.testing.audit.distributions import OF_TOP_K, PROCESSED, cut, penalised, raw, target_logprobs, tempered
 from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.stack import StackSampling
 
@@ -150,12 +150,12 @@ DISTRIBUTIONS: tuple[Cause, ...] = (
     ),
     *(
         _row(
-            f"of the processed distribution{order.words}, not of all tokens",
+            f"of the processed distribution{definition.order}, not of all tokens",
             "truncated_sampling",
-            order.change,
-            presumes=order.differs,
+            definition.change,
+            presumes=definition.differs,
         )
-        for order in ORDERS
+        for definition in PROCESSED
     ),
     _row(
         "of all tokens, not of the processed distribution",

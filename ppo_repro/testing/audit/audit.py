@@ -151,7 +151,7 @@ def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
     """Measure how far a side is; it is right up to limits.RIGHT times stock float32 if no token is further off."""
     limit, every = limits.RIGHT * side.reference.floor, torch.cat(side.errors)
     largest = float(every.abs().max()) if len(every) else math.nan
-    far = [i for i, d in enumerate(side.errors) if bool((d.abs() > limits.FAR * limit).any())]
+    far = [i for i, d in enumerate(side.errors) if bool((d.abs() > limits.TOKEN_OVER_RMS * limit).any())]
     is_right = rms(every) <= limit
     if is_right and far:
         is_right = largest <= limits.STOCK_LARGEST * largest_error(model, side, far)
@@ -172,7 +172,7 @@ def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypoth
     empty, gaps = _gaps(side.numbers, are_zeros_explained=bool(best) and best[0].explains_zeros)
     words, advice = (" or ".join(t.words for t in best), best[0].advice) if is_known else (UNKNOWN, "")
     plain = next(t.left for t in (*best, *others) if not t.deviations)
-    shown = [*best, *(t for t in others if not t.deviations or t.left <= limits.HALF * plain)]
+    shown = [*best, *(t for t in others if not t.deviations or t.left <= limits.OF_ERRORS * plain)]
     fits = [*best, *(t for t in others if t.left <= wrong.tolerance)]
     return JudgedSide(
         name=side.name,

@@ -65,8 +65,8 @@ class RecordedSide:
 
     @cached_property
     def errors(self) -> list[Tensor]:
-        """Return recorded minus right log-probs of the usable tokens of each response, at most limits.MOST nats."""
-        return [(of.recorded - of.reference)[of.usable].clamp(-limits.MOST, limits.MOST) for of in self.numbers]
+        """Return recorded minus right log-probs of the usable tokens of each response, at most limits.CLAMP nats."""
+        return [(of.recorded - of.reference)[of.usable].clamp(-limits.CLAMP, limits.CLAMP) for of in self.numbers]
 
     @property
     def rms(self) -> float:

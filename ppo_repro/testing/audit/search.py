@@ -45,7 +45,7 @@ class Hypothesis:
     explains: bool  # whether these are rounding
     words: str
     advice: str
-    deviations: float  # causes; one with a parameter counts half more
+    deviations: float  # causes, with limits.PER_PARAMETER and limits.PATTERN
     explains_zeros: bool = False  # whether every log-prob of exactly 0 is predicted
     temperature: float | None = None  # one that all logits were divided by, if that is among the causes
     is_option: bool = False  # a single option of the model's architecture
@@ -78,7 +78,7 @@ def causes_after_logits(sampling: StackSampling, definition: Definition) -> list
 def search(side: WrongSide) -> Hypotheses:
     """Return the hypotheses about all tried tokens; if none explains these, also those about the wrong tokens only."""
     whole, of_wrong = _sorted(_tried(side)), side.wrong_alone
-    if whole.best or not limits.FEW <= of_wrong.count < limits.SOME * side.count:
+    if whole.best or not limits.FEWEST_NUMBERS <= of_wrong.count < limits.WRONG_ALONE * side.count:
         return whole
     words = f"at {of_wrong.count} of {side.count} tokens"
     part = _sorted([replace(t, words=f"{words} {t.words}", temperature=None) for t in _tried(of_wrong) if t.explains])
@@ -129,7 +129,7 @@ def _limit(side: WrongSide) -> float:
     """Return the rms that a cause may leave on a few tokens to pass the screening."""
     halves = (cause for cause in side.causes if cause.rounds("computed", "weights"))
     rounding = (side.scale * rms(side.rounding(cause, side.few)) for cause in halves)
-    return limits.NEAR * max([limits.FAR * side.tolerance, *rounding])
+    return limits.NEAR * max([limits.TOKEN_OVER_RMS * side.tolerance, *rounding])
 
 
 def _screened(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]) -> list[tuple[float, Combination]]:
@@ -189,7 +189,7 @@ def _fitted(side: WrongSide, combination: Combination, tokens: Tokens) -> Combin
     def residuals(x: Any) -> Any:
         left = side.left(_at(combination, index, float(x[0])), tokens)
         # a value that predicts other tokens than the first value is refused
-        return left.numpy() if left is not None and len(left) == size else np.full(size, limits.MOST)
+        return left.numpy() if left is not None and len(left) == size else np.full(size, limits.CLAMP)
 
     fit = least_squares(residuals, [combination[index][1]], method="lm", diff_step=1e-4, ftol=1e-2, xtol=1e-10)
     return _at(combination, index, float(fit.x[0]))
@@ -237,7 +237,7 @@ def _with_rounding(side: WrongSide, alone: Hypothesis) -> list[Hypothesis]:
     With experts there is none: a small error of any cause may choose other experts, which gives the same pattern.
     """
     is_rounded = any(cause.rounds("computed", "weights") for cause, _ in alone.causes)
-    is_far = bool(alone.causes) and alone.left > limits.HALF * rms(side.plain)
+    is_far = bool(alone.causes) and alone.left > limits.OF_ERRORS * rms(side.plain)
     if alone.explains or side.has_experts or is_rounded or is_far:
         return []
     for cause in (cause for cause in side.causes if cause.rounds("computed")):
@@ -250,7 +250,7 @@ def _with_rounding(side: WrongSide, alone: Hypothesis) -> list[Hypothesis]:
             explains=True,
             words=f"{alone.words} and {words}" if alone.causes else words,
             advice=f"{alone.advice}; {mend}" if alone.causes else mend,
-            deviations=alone.deviations + 1.5,
+            deviations=alone.deviations + limits.PATTERN,
         )
         together = (cause, 0.0), *alone.causes
         left = side.left(together, side.many) if alone.causes else None
@@ -312,7 +312,7 @@ def _reordered(side: WrongSide) -> Iterator[Hypothesis]:
                 break
             parts.append(left)
         else:
-            yield Hypothesis((), torch.cat(parts), True, words, ADVICE["shuffled"].mend, deviations=1.5)
+            yield Hypothesis((), torch.cat(parts), True, words, ADVICE["shuffled"].mend, limits.PATTERN)
 
 
 # which hypotheses are the best
@@ -330,7 +330,7 @@ def _sorted(tried: Sequence[Hypothesis]) -> Hypotheses:
         if t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):
             once.setdefault(t.words, t)
     fewest = min((t.deviations for t in tried if t.explains), default=0.0)
-    fewest += 0.5 * any(t.explains and t.is_option for t in tried)
+    fewest += limits.PER_PARAMETER * any(t.explains and t.is_option for t in tried)
     by_left = sorted(once.values(), key=lambda t: t.left)
     best = [t for t in by_left if t.explains and t.deviations <= fewest]
     return Hypotheses(best, [t for t in by_left if t not in best])

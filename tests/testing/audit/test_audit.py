@@ -233,7 +233,7 @@ def test_a_single_wrong_token_among_many_is_seen(made: Material, stack: StackMod
 def test_a_single_token_that_hardly_changes_the_rms_has_no_cause(
     made: Material, stack: StackModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "FAR", 1.0)  # as in a response of a thousand tokens
+    monkeypatch.setattr(limits, "TOKEN_OVER_RMS", 1.0)  # as in a response of a thousand tokens
     good = made.logprobs()
     bad = [v.clone() for v in good]
     bad[1][7] -= 30 * judged(made, stack, good, good).floor

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.advice import ADVICE, CauseName
+from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.distributions import Chunk
 from ppo_repro.testing.audit.forward import Pass
 from ppo_repro.testing.audit.measure import Format
@@ -118,8 +119,8 @@ class Cause:
 
     @property
     def deviations(self) -> float:
-        """Return the number of changes; a parameter counts half a change more."""
-        return self.changes + 0.5 * (self.parameter is not None)
+        """Return the number of changes; a parameter counts limits.PER_PARAMETER more."""
+        return self.changes + limits.PER_PARAMETER * (self.parameter is not None)
 
     @property
     def is_option(self) -> bool:

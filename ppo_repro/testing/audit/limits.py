@@ -55,7 +55,7 @@ TRIED = 256
 NEAR = 3.0
 # at most so many of the causes that pass are tried on more tokens. If none passes, so many of the nearest ones are
 ON_ALL, WORST = 12, 3
-# wrong tokens get a cause of their own if they are less than this part of the tokens. Else the few right ones are chance
+# wrong tokens get a cause of their own if they are less than this part of the tokens. Else the right ones are chance
 WRONG_ALONE = 0.95
 
 # What explains wrong draws? (`draws.DrawCauses`)

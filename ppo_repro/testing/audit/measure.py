@@ -57,9 +57,7 @@ def rms(x: Tensor) -> float:
 
 def errors(recorded: Tensor, predicted: Tensor, stored: Stored) -> Tensor:
     """Return recorded - predicted, less what rounding to the stored format explains; at most limits.CLAMP nats."""
-    apart = (
-        (recorded - predicted).nan_to_num(limits.CLAMP, limits.CLAMP, -limits.CLAMP).clamp(-limits.CLAMP, limits.CLAMP)
-    )
+    apart = (recorded - predicted).nan_to_num(limits.CLAMP).clamp(-limits.CLAMP, limits.CLAMP)
     return apart.sign() * (apart.abs() - stored.half_spacing(recorded)).clamp_min(0.0)
 
 

@@ -86,17 +86,24 @@ def search(side: WrongSide) -> Hypotheses:
 
 
 def _tried(side: WrongSide) -> list[Hypothesis]:
-    """Try no cause, other orders, single causes, 16-bit rounding, pairs of causes, until something explains."""
+    """Try the stages of the search in turn, until a hypothesis explains."""
+    tried = list[Hypothesis]()
+    for stage in _stages(side):
+        tried += stage
+        if any(t.explains for t in stage):
+            break
+    return tried
+
+
+def _stages(side: WrongSide) -> Iterator[list[Hypothesis]]:
+    """Yield no cause, other orders and single causes; then 16-bit rounding; then pairs of causes."""
     singles, limit = _screened(side, "causes", [(cause,) for cause in side.causes]), _limit(side)
     plain = _hypothesis(side, (), side.plain)
-    tried = [plain, *_reordered(side), *_compared(side, singles, limit)]
-    if not any(t.explains for t in tried):
-        tried += _with_rounding(side, plain)
-    if not any(t.explains for t in tried):
-        near = {combination[0][0] for left, combination in singles if left <= limit}
-        pairs = [pair for pair in combinations(side.causes, 2) if _is_pair(*pair, near)]
-        tried += _compared(side, _screened(side, "pairs of causes", pairs), limit)
-    return tried
+    yield [plain, *_reordered(side), *_compared(side, singles, limit)]
+    yield _with_rounding(side, plain)
+    near = {combination[0][0] for left, combination in singles if left <= limit}
+    pairs = [pair for pair in combinations(side.causes, 2) if _is_pair(*pair, near)]
+    yield _compared(side, _screened(side, "pairs of causes", pairs), limit)
 
 
 def _is_pair(a: Cause, b: Cause, near: Set[Cause]) -> bool:

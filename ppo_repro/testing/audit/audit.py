@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pandas as pd
 import torch
@@ -40,7 +41,6 @@ from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
 from ppo_repro.testing.dumps import DumpedResponse, impossible
 
 TOKENS = ("row", "turn", "position", "token_id", "reference", "sampler", "trainer")
-UNKNOWN = "unknown"
 FILL = "record a log-prob for every token that counts, and leave padding out by the mask"
 
 
@@ -54,6 +54,9 @@ class Distance:
     wrong: tuple[int, ...]  # responses with a wrong log-prob; () if the side is right
 
 
+State = Literal["right", "explained", "unknown", "of its own order"]
+
+
 @dataclass(frozen=True)
 class JudgedSide:
     """Verdict about sampler or trainer."""
@@ -62,7 +65,8 @@ class JudgedSide:
     definition: Definition  # by which it was judged
     distance: Distance
     empty: int  # log-probs that are not finite, or exactly 0 where the model's probability is below limits.SURE
-    cause: str  # in words; "" if the side is right, UNKNOWN if no cause fits
+    state: State  # of its own order: right for an order of cuts that the other side is wrong for
+    cause: str  # in words; "" if the side is right, "unknown" if no cause fits, or the order of cuts
     advice: str
     left: float  # rms of what a known cause leaves, nats, on the tokens that were tried; else the distance
     known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
@@ -72,8 +76,8 @@ class JudgedSide:
 
     @property
     def is_right(self) -> bool:
-        """Return whether the side is right."""
-        return not self.cause
+        """Return whether the side is right for the same distribution as the other side."""
+        return self.state == "right"
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,6 @@ class Audit:
     draws: Draws  # judged only if the sampler's log-probs are right
     are_drawn: bool = True  # from the model's distribution
     drawn_by: str = ""  # the causes that explain other draws
-    are_comparable: bool = True  # False: each side is right for an order of cuts of its own
 
     @property
     def is_right(self) -> bool:
@@ -107,8 +110,7 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
     references = references_of(stack.model, responses, sampling, tallies)
     recorded, have_own_orders = recorded_sides(responses, references, sampling)
     sampler, trainer = _judged(stack, recorded)
-    are_comparable = not (have_own_orders and sampler.is_right and trainer.is_right)
-    if not are_comparable:
+    if have_own_orders and sampler.is_right and trainer.is_right:
         sampler, trainer = _of_its_order(sampler), _of_its_order(trainer)
     reference = recorded[0].reference
     if not sampling.is_temperature_given:
@@ -124,7 +126,6 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
         draws=tally.draws(),
         are_drawn=not tally.is_wrong(),
         drawn_by=_causes_of_draws(stack.model, responses, sampling, tallies) if tally.is_wrong() else "",
-        are_comparable=are_comparable,
     )
 
 
@@ -162,7 +163,8 @@ def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
 def _near(side: RecordedSide, distance: Distance) -> JudgedSide:
     """Return the verdict about a side whose log-probs are right; tokens without a log-prob make it wrong."""
     empty, gaps = _gaps(side.numbers)
-    return JudgedSide(side.name, side.definition, distance, empty, gaps, FILL if gaps else "", distance.rms)
+    state: State = "explained" if gaps else "right"
+    return JudgedSide(side.name, side.definition, distance, empty, state, gaps, FILL if gaps else "", distance.rms)
 
 
 def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypotheses) -> JudgedSide:
@@ -170,7 +172,7 @@ def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypoth
     best, others = found.best, found.others
     is_known = 0 < len(best) <= limits.NAMED
     empty, gaps = _gaps(side.numbers, are_zeros_explained=bool(best) and best[0].explains_zeros)
-    words, advice = (" or ".join(t.words for t in best), best[0].advice) if is_known else (UNKNOWN, "")
+    words, advice = (" or ".join(t.words for t in best), best[0].advice) if is_known else ("unknown", "")
     plain = next(t.left for t in (*best, *others) if not t.deviations)
     shown = [*best, *(t for t in others if not t.deviations or t.left <= limits.OF_ERRORS * plain)]
     fits = [*best, *(t for t in others if t.left <= wrong.tolerance)]
@@ -179,6 +181,7 @@ def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypoth
         definition=side.definition,
         distance=distance,
         empty=empty,
+        state="explained" if is_known else "unknown",
         cause=f"{gaps} and {words}" if gaps and is_known else words,
         advice="; ".join(filter(None, (FILL if gaps else "", advice))),
         left=best[0].left if is_known else distance.rms,
@@ -218,7 +221,7 @@ def _counted(numbers: Sequence[Numbers]) -> Tensor:
 def _of_its_order(side: JudgedSide) -> JudgedSide:
     """Return a side that is right for another order of cuts than the other side."""
     order = ", each cut of all tokens" if side.definition == EACH_CUT_OF_ALL else ""
-    return replace(side, cause=f"{side.definition.words}{order}", advice="")
+    return replace(side, state="of its own order", cause=f"{side.definition.words}{order}", advice="")
 
 
 # were the tokens drawn from the log-probs
@@ -286,7 +289,7 @@ def _check_unexplained(
     sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float
 ) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
-    if not sampler.cause == trainer.cause == UNKNOWN:
+    if not sampler.state == trainer.state == "unknown":
         return
     pairs = zip(*(side.numbers for side in recorded), strict=True)
     apart = rms(torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs]))

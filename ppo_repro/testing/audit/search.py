@@ -8,11 +8,11 @@ what they leave (`measure.explains`). The search ends as soon as something expla
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from ppo_repro.testing.audit.tried_tokens import WrongSide
 from ppo_repro.testing.dumps import DumpedResponse
 
+# of errors that causes leave, or of the numbers of a side
+Pattern = Literal["none", "like 16-bit rounding", "of other responses", "of other tokens"]
+
 
 @dataclass(frozen=True, eq=False)
 class Hypothesis:
@@ -46,9 +49,15 @@ class Hypothesis:
     words: str
     advice: str
     deviations: float  # causes, with limits.PER_PARAMETER and limits.PATTERN
+    pattern: Pattern = "none"
     explains_zeros: bool = False  # whether every log-prob of exactly 0 is predicted
     temperature: float | None = None  # one that all logits were divided by, if that is among the causes
     is_option: bool = False  # a single option of the model's architecture
+
+    @property
+    def identity(self) -> tuple[Pattern, tuple[Cause, ...]]:
+        """Return what tells it from other hypotheses; other values of parameters make no other hypothesis."""
+        return self.pattern, tuple(cause.row(x) for cause, x in self.causes)
 
     @property
     def left(self) -> float:
@@ -143,18 +152,13 @@ def _screened(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]])
     """Return the rms that each combination leaves on a few tokens, with the values of its parameters, in order."""
     screened: list[tuple[float, Combination]] = []
     progress = Progress(f"{side.name}, {what}", len(combined))
-    for causes in sorted(combined, key=_by_logits):
+    for causes in combined:
         combination = _with_values(side, causes)
         left = None if combination is None else side.left(combination, side.few)
         if combination is not None and left is not None:
             screened.append((rms(left), combination))
         progress.step()
     return sorted(screened, key=itemgetter(0))
-
-
-def _by_logits(causes: tuple[Cause, ...]) -> list[list[str]]:
-    """Return the key of an order in which logits and their softmax are computed once."""
-    return [[cause.words for cause in causes if cause.stage == stage] for stage in ("weights", "input", "distribution")]
 
 
 def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | None:
@@ -258,6 +262,7 @@ def _with_rounding(side: WrongSide, alone: Hypothesis) -> list[Hypothesis]:
             words=f"{alone.words} and {words}" if alone.causes else words,
             advice=f"{alone.advice}; {mend}" if alone.causes else mend,
             deviations=alone.deviations + limits.PATTERN,
+            pattern="like 16-bit rounding",
         )
         together = (cause, 0.0), *alone.causes
         left = side.left(together, side.many) if alone.causes else None
@@ -309,17 +314,18 @@ def _reordered(side: WrongSide) -> Iterator[Hypothesis]:
         left = recorded[i].sort().values - right[i].sort().values
         return left if len(left) > 2 and fits(i, left) else None
 
-    for words, order in (
-        ("the log-probs of other responses", of_other_response),
-        ("the right numbers in another order within the response", of_other_tokens),
-    ):
+    orders: tuple[tuple[Pattern, str, Callable[[int], Tensor | None]], ...] = (
+        ("of other responses", "the log-probs of other responses", of_other_response),
+        ("of other tokens", "the right numbers in another order within the response", of_other_tokens),
+    )
+    for pattern, words, order in orders:
         parts = list[Tensor]()
         for i in side.wrong:
             if (left := order(i)) is None:
                 break
             parts.append(left)
         else:
-            yield Hypothesis((), torch.cat(parts), True, words, ADVICE["shuffled"].mend, limits.PATTERN)
+            yield Hypothesis((), torch.cat(parts), True, words, ADVICE["shuffled"].mend, limits.PATTERN, pattern)
 
 
 # which hypotheses are the best
@@ -331,11 +337,11 @@ def _sorted(tried: Sequence[Hypothesis]) -> Hypotheses:
     An option of the model may predict the same numbers as a fitted parameter (a divisor of the logits acts as a
     temperature). Then both are among the best.
     """
-    once: dict[str, Hypothesis] = {}
+    once: dict[tuple[Pattern, tuple[Cause, ...]], Hypothesis] = {}
     for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
         # another cause beside one that leaves the same explains nothing more
         if t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):
-            once.setdefault(t.words, t)
+            once.setdefault(t.identity, t)
     fewest = min((t.deviations for t in tried if t.explains), default=0.0)
     fewest += limits.PER_PARAMETER * any(t.explains and t.is_option for t in tried)
     by_left = sorted(once.values(), key=lambda t: t.left)

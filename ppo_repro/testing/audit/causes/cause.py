@@ -79,6 +79,7 @@ class Parameter:
     is_fitted: bool = False  # least squares improve the best of these values
     in_pairs: int = 0  # so many of these values are tried together with another cause
     is_temperature: bool = False  # all logits are divided by it
+    at_one: Cause | None = None  # the row that is the value 1 alone
 
     def values(self, chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
         """Return the values to try on some tokens."""
@@ -126,6 +127,11 @@ class Cause:
     def is_option(self) -> bool:
         """Return whether an option of the model's architecture is computed otherwise."""
         return self.name == "other_architecture"
+
+    def row(self, x: float) -> Cause:
+        """Return the row that the cause is at a value of its parameter: its own, unless another one is this value."""
+        other = None if self.parameter is None else self.parameter.at_one
+        return self if other is None or abs(x - 1.0) > limits.SAME_VALUE else other
 
     def rounds(self, *what: RoundedPart) -> bool:
         """Return whether the cause rounds one of these to 16 bits."""

@@ -97,23 +97,6 @@ def raw(chunk: Chunk, s: StackSampling, logits: Tensor, x: float = 0.0) -> Tenso
     return logits
 
 
-def _processed(first: Collection[str] = (), is_cut_first: bool = False) -> Processing:
-    """Return the function that applies penalty, temperature and cuts to logits; if `is_cut_first`, cuts come first."""
-
-    def change(chunk: Chunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-        if s.repetition_penalty != 1.0:
-            logits = penalised(logits, chunk.seen, s.repetition_penalty)
-        cuts = s.top_k, s.top_p, s.min_p, first
-        return cut(logits, *cuts) / s.temperature if is_cut_first else cut(logits / s.temperature, *cuts)
-
-    return change
-
-
-def _is_temperature_last(s: StackSampling) -> bool:
-    """Return whether it matters that the temperature comes after the cuts."""
-    return s.is_tempered() and (s.top_p < 1.0 or s.min_p > 0.0)
-
-
 @dataclass(frozen=True)
 class Definition:
     """A distribution that log-probs may be of."""
@@ -129,26 +112,40 @@ class Definition:
         return f"{self.kind}{self.order}"
 
 
+def _in_order(
+    order: str, differs: Callable[[StackSampling], bool], first: Collection[str] = (), is_cut_first: bool = False
+) -> Definition:
+    """Return the distribution after penalty, temperature and cuts; if `is_cut_first`, cuts come before temperature."""
+
+    def change(chunk: Chunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+        if s.repetition_penalty != 1.0:
+            logits = penalised(logits, chunk.seen, s.repetition_penalty)
+        cuts = s.top_k, s.top_p, s.min_p, first
+        return cut(logits, *cuts) / s.temperature if is_cut_first else cut(logits / s.temperature, *cuts)
+
+    return Definition("processed", change, order, differs)
+
+
+def _is_temperature_last(s: StackSampling) -> bool:
+    """Return whether it matters that the temperature comes after the cuts."""
+    return s.is_tempered() and (s.top_p < 1.0 or s.min_p > 0.0)
+
+
 OF_TOP_K = ", top-p of what top-k leaves"
 TEMPERED, RAW = Definition("tempered", tempered), Definition("raw", raw)
-EACH_CUT_OF_ALL = Definition("processed", _processed(), "", StackSampling.is_cut)
+EACH_CUT_OF_ALL = _in_order("", StackSampling.is_cut)
 PROCESSED = (
     EACH_CUT_OF_ALL,
-    Definition("processed", _processed(("top-k",)), f"{OF_TOP_K} (Transformers, vLLM)", StackSampling.has_top_k_and_p),
-    Definition(
-        "processed",
-        _processed(("min-p", "top-k")),
-        ", top-p of what min-p and top-k leave (vLLM)",
-        lambda s: s.min_p > 0.0 and s.top_p < 1.0,
+    _in_order(f"{OF_TOP_K} (Transformers, vLLM)", StackSampling.has_top_k_and_p, ("top-k",)),
+    _in_order(
+        ", top-p of what min-p and top-k leave (vLLM)", lambda s: s.min_p > 0.0 and s.top_p < 1.0, ("min-p", "top-k")
     ),
-    Definition(
-        "processed", _processed(is_cut_first=True), ", the cuts before the temperature (MLX)", _is_temperature_last
-    ),
-    Definition(
-        "processed",
-        _processed(("top-k",), True),
+    _in_order(", the cuts before the temperature (MLX)", _is_temperature_last, is_cut_first=True),
+    _in_order(
         f"{OF_TOP_K}, before the temperature (llama.cpp)",
         lambda s: s.has_top_k_and_p() and _is_temperature_last(s),
+        ("top-k",),
+        is_cut_first=True,
     ),
 )
 
@@ -156,6 +153,13 @@ PROCESSED = (
 def sampled_from(sampling: StackSampling) -> list[Definition]:
     """Return the distributions that a stack with these settings may sample from."""
     return [definition for definition in PROCESSED if definition.differs(sampling)] or [TEMPERED]
+
+
+def definitions_of(sampling: StackSampling) -> list[Definition]:
+    """Return the definitions that the settings distinguish, or that the user asked for."""
+    said = {sampling.sampler_logprobs, sampling.trainer_logprobs}
+    asked = (definition for definition in (EACH_CUT_OF_ALL, RAW) if definition.kind in said)
+    return list(dict.fromkeys([TEMPERED, *sampled_from(sampling), *asked]))
 
 
 def target_logprobs(targets: Tensor, logits: Tensor) -> Tensor:

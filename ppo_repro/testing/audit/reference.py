@@ -15,15 +15,7 @@ from transformers import PreTrainedModel
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Numbers
-from ppo_repro.testing.audit.distributions import (
-    EACH_CUT_OF_ALL,
-    RAW,
-    TEMPERED,
-    Chunk,
-    Definition,
-    sampled_from,
-    target_logprobs,
-)
+from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, definitions_of, target_logprobs
 from ppo_repro.testing.audit.draws import Tally
 from ppo_repro.testing.audit.forward import Progress, pass_over, slices, states
 from ppo_repro.testing.audit.measure import rms
@@ -80,14 +72,12 @@ def references_of(
     sampling: StackSampling,
     tallies: Mapping[Definition, Tally],
 ) -> dict[Definition, Reference]:
-    """Return the reference of each definition that the settings distinguish, or that the user asked for.
+    """Return the reference by each definition of the settings.
 
     `tallies` receive what was drawn. Stock float32 computes only the first tokens, because these suffice to estimate
     its rounding error.
     """
-    said = {sampling.sampler_logprobs, sampling.trainer_logprobs}
-    asked = (definition for definition in (EACH_CUT_OF_ALL, RAW) if definition.kind in said)
-    definitions = list(dict.fromkeys([TEMPERED, *sampled_from(sampling), *asked]))
+    definitions = definitions_of(sampling)
     sizes = [len(r.response_ids) for r in responses]
     first = [i for i, size in enumerate(accumulate(sizes)) if i == 0 or size <= limits.FLOOR_TOKENS]
     with float64(model):

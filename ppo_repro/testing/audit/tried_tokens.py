@@ -31,7 +31,7 @@ class WrongSide:
     """A wrong side, on the tokens that causes are tried on."""
 
     name: str
-    causes: tuple[Cause, ...]  # to try
+    causes: tuple[Cause, ...]  # to try, in the order of the stages: so logits and softmax are computed once
     predictor: Predictor
     numbers: Sequence[Numbers]
     wrong: Sequence[int]  # responses with a wrong log-prob

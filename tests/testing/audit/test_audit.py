@@ -200,6 +200,18 @@ def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
     assert {row.words.partition(" computed")[0] for row in search._of_format(rows, "part", name)} == parts
 
 
+def test_causes_not_words_tell_hypotheses_apart() -> None:
+    at_1, twice, multiplied, at_x = DISTRIBUTIONS[:4]
+
+    def of(cause: Cause, x: float, left: float) -> search.Hypothesis:
+        return search.Hypothesis(((cause, x),), torch.tensor([left]), True, "these words", "", cause.deviations)
+
+    tried = [of(twice, 0.0, 2e-7), of(multiplied, 0.0, 1e-7), of(twice, 0.0, 3e-7), of(at_1, 0.0, 5e-7)]
+    found = search._sorted([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
+    assert [t.causes[0][0] for t in found.best] == [multiplied, twice, at_1]
+    assert [t.causes for t in found.others] == [((at_x, 0.9),)]
+
+
 def wrong_sampler(made: Material, causes: Sequence[Cause]) -> WrongSide:
     """Numbers of temperature 0.7, beside the right ones."""
     responses = made.dump(made.logprobs(temperature=0.7), made.logprobs())

@@ -20,14 +20,6 @@ OF_ROUNDING = 0.4
 # an error has at most so many nats, so that an infinite one can be summed
 CLAMP = 1e3
 
-# Which hypotheses are the best? Those that explain a side with the fewest deviations: a cause counts 1
-# a parameter counts half a cause: its value adapts to the errors of another cause
-PER_PARAMETER = 0.5
-# a fitted value so near to another row's value is that row: four digits are printed
-SAME_VALUE = 5e-4
-# 16-bit rounding with other bits, or another order, counts as a cause with a parameter: such a pattern is vague
-PATTERN = 1.0 + PER_PARAMETER
-
 # Are errors 16-bit rounding with other bits? (`measure.likeness`)
 # bfloat16 has 3 bits less than float16, so their errors are 8 times apart
 FORMATS_APART = 8.0
@@ -66,7 +58,13 @@ LIKELIER = 10.0
 # a cause within e^3 of the best is named beside it
 AS_LIKELY = 3.0
 
-# What is said?
+# What is said? The hypotheses that explain a side with the fewest deviations; a cause counts 1
+# a parameter counts half a cause: its value adapts to the errors of another cause
+PER_PARAMETER = 0.5
+# a fitted value so near to another row's value is that row: four digits are printed
+SAME_VALUE = 5e-4
+# 16-bit rounding with other bits, or another order, counts as a cause with a parameter: such a pattern is vague
+PATTERN = 1.0 + PER_PARAMETER
 # so many hypotheses that explain a side equally well are named; with more the cause is unknown
 NAMED = 3
 # hypotheses that are listed

@@ -253,6 +253,12 @@ def test_a_single_token_that_hardly_changes_the_rms_has_no_cause(
     assert (found.is_right, found.cause, len(found.distance.wrong)) == (False, "unknown", 1)
 
 
+@pytest.mark.parametrize(("tokens", "cause"), [(3, "unknown"), (4, "temperature 1 instead of 0.8")])
+def test_a_cause_needs_four_tokens(made: Material, stack: StackModel, tokens: int, cause: str) -> None:
+    short = material(made.model, ((5, tokens),))
+    assert judged(short, stack, short.logprobs(temperature=1.0), short.logprobs()).sampler.cause == cause
+
+
 def test_other_weights_without_the_tokens_of_the_dump_are_refused(made: Material) -> None:
     good = made.logprobs()
     most = max(map(max, made.responses))

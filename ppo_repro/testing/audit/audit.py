@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pandas as pd
 import torch
@@ -29,7 +30,7 @@ from ppo_repro.models.stock import float64
 from ppo_repro.statistics.draws import Draws
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, Numbers
-from ppo_repro.testing.audit.distributions import DEFINITIONS, PROCESSED, sampled_from
+from ppo_repro.testing.audit.distributions import EACH_CUT_OF_ALL, Definition, sampled_from
 from ppo_repro.testing.audit.draws import DrawCauses, Tally, drawn_from, left_out_of
 from ppo_repro.testing.audit.facts import facts, of_format
 from ppo_repro.testing.audit.measure import rms
@@ -40,7 +41,6 @@ from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
 from ppo_repro.testing.dumps import DumpedResponse, impossible
 
 TOKENS = ("row", "turn", "position", "token_id", "reference", "sampler", "trainer")
-UNKNOWN = "unknown"
 FILL = "record a log-prob for every token that counts, and leave padding out by the mask"
 
 
@@ -54,15 +54,19 @@ class Distance:
     wrong: tuple[int, ...]  # responses with a wrong log-prob; () if the side is right
 
 
+State = Literal["right", "explained", "unknown", "of its own order"]
+
+
 @dataclass(frozen=True)
 class JudgedSide:
     """Verdict about sampler or trainer."""
 
     name: str
-    definition: str  # of DEFINITIONS, by which it was judged
+    definition: Definition  # by which it was judged
     distance: Distance
     empty: int  # log-probs that are not finite, or exactly 0 where the model's probability is below limits.SURE
-    cause: str  # in words; "" if the side is right, UNKNOWN if no cause fits
+    state: State  # of its own order: right for an order of cuts that the other side is wrong for
+    cause: str  # in words; "" if the side is right, "unknown" if no cause fits, or the order of cuts
     advice: str
     left: float  # rms of what a known cause leaves, nats, on the tokens that were tried; else the distance
     known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
@@ -72,8 +76,8 @@ class JudgedSide:
 
     @property
     def is_right(self) -> bool:
-        """Return whether the side is right."""
-        return not self.cause
+        """Return whether the side is right for the same distribution as the other side."""
+        return self.state == "right"
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,6 @@ class Audit:
     draws: Draws  # judged only if the sampler's log-probs are right
     are_drawn: bool = True  # from the model's distribution
     drawn_by: str = ""  # the causes that explain other draws
-    are_comparable: bool = True  # False: each side is right for an order of cuts of its own
 
     @property
     def is_right(self) -> bool:
@@ -103,12 +106,11 @@ class Audit:
 def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: StackSampling) -> Audit:
     """Judge both sides of a dump. Raises UserError if the dump cannot come from this model."""
     _check_model(stack, responses)
-    tallies = {name: Tally(left_out_of(stack, responses)) for name in sampled_from(sampling)}
+    tallies = {definition: Tally(left_out_of(stack, responses)) for definition in sampled_from(sampling)}
     references = references_of(stack.model, responses, sampling, tallies)
     recorded, have_own_orders = recorded_sides(responses, references, sampling)
     sampler, trainer = _judged(stack, recorded)
-    are_comparable = not (have_own_orders and sampler.is_right and trainer.is_right)
-    if not are_comparable:
+    if have_own_orders and sampler.is_right and trainer.is_right:
         sampler, trainer = _of_its_order(sampler), _of_its_order(trainer)
     reference = recorded[0].reference
     if not sampling.is_temperature_given:
@@ -124,7 +126,6 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
         draws=tally.draws(),
         are_drawn=not tally.is_wrong(),
         drawn_by=_causes_of_draws(stack.model, responses, sampling, tallies) if tally.is_wrong() else "",
-        are_comparable=are_comparable,
     )
 
 
@@ -141,7 +142,7 @@ def _judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedS
             continue
         say(f"audit: {side.name} is wrong; looks for the cause")
         before_logits = before_logits or causes_before_logits(stack, side.responses)  # once for both sides
-        causes = [*before_logits, *causes_after_logits(side.sampling, DEFINITIONS[side.definition])]
+        causes = [*before_logits, *causes_after_logits(side.sampling, side.definition)]
         wrong = wrong_side_of(stack.model, side, distance.wrong, causes)
         found.append(_far(side, distance, wrong, search(wrong)))
     return found
@@ -151,7 +152,7 @@ def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
     """Measure how far a side is; it is right up to limits.RIGHT times stock float32 if no token is further off."""
     limit, every = limits.RIGHT * side.reference.floor, torch.cat(side.errors)
     largest = float(every.abs().max()) if len(every) else math.nan
-    far = [i for i, d in enumerate(side.errors) if bool((d.abs() > limits.FAR * limit).any())]
+    far = [i for i, d in enumerate(side.errors) if bool((d.abs() > limits.TOKEN_OVER_RMS * limit).any())]
     is_right = rms(every) <= limit
     if is_right and far:
         is_right = largest <= limits.STOCK_LARGEST * largest_error(model, side, far)
@@ -162,7 +163,8 @@ def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
 def _near(side: RecordedSide, distance: Distance) -> JudgedSide:
     """Return the verdict about a side whose log-probs are right; tokens without a log-prob make it wrong."""
     empty, gaps = _gaps(side.numbers)
-    return JudgedSide(side.name, side.definition, distance, empty, gaps, FILL if gaps else "", distance.rms)
+    state: State = "explained" if gaps else "right"
+    return JudgedSide(side.name, side.definition, distance, empty, state, gaps, FILL if gaps else "", distance.rms)
 
 
 def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypotheses) -> JudgedSide:
@@ -170,15 +172,16 @@ def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypoth
     best, others = found.best, found.others
     is_known = 0 < len(best) <= limits.NAMED
     empty, gaps = _gaps(side.numbers, are_zeros_explained=bool(best) and best[0].explains_zeros)
-    words, advice = (" or ".join(t.words for t in best), best[0].advice) if is_known else (UNKNOWN, "")
+    words, advice = (" or ".join(t.words for t in best), best[0].advice) if is_known else ("unknown", "")
     plain = next(t.left for t in (*best, *others) if not t.deviations)
-    shown = [*best, *(t for t in others if not t.deviations or t.left <= limits.HALF * plain)]
+    shown = [*best, *(t for t in others if not t.deviations or t.left <= limits.OF_ERRORS * plain)]
     fits = [*best, *(t for t in others if t.left <= wrong.tolerance)]
     return JudgedSide(
         name=side.name,
         definition=side.definition,
         distance=distance,
         empty=empty,
+        state="explained" if is_known else "unknown",
         cause=f"{gaps} and {words}" if gaps and is_known else words,
         advice="; ".join(filter(None, (FILL if gaps else "", advice))),
         left=best[0].left if is_known else distance.rms,
@@ -217,8 +220,8 @@ def _counted(numbers: Sequence[Numbers]) -> Tensor:
 
 def _of_its_order(side: JudgedSide) -> JudgedSide:
     """Return a side that is right for another order of cuts than the other side."""
-    words = f"{PROCESSED}, each cut of all tokens" if side.definition == PROCESSED else side.definition
-    return replace(side, cause=words, advice="")
+    order = ", each cut of all tokens" if side.definition == EACH_CUT_OF_ALL else ""
+    return replace(side, state="of its own order", cause=f"{side.definition.words}{order}", advice="")
 
 
 # were the tokens drawn from the log-probs
@@ -228,17 +231,17 @@ def _causes_of_draws(
     model: PreTrainedModel,
     responses: Sequence[DumpedResponse],
     sampling: StackSampling,
-    tallies: Mapping[str, Tally],
+    tallies: Mapping[Definition, Tally],
 ) -> str:
     """Return the causes that explain tokens that were not drawn from the likeliest of the distributions."""
     say("audit: tokens were not drawn from the log-probs; looks for the cause")
-    name = drawn_from(tallies)
-    if not tallies[name].draws().tokens:
+    definition = drawn_from(tallies)
+    if not tallies[definition].draws().tokens:
         return ""  # no drawn token is possible at all
-    causes = DrawCauses(tallies[name], sampling.temperature)
+    causes = DrawCauses(tallies[definition], sampling.temperature)
     with float64(model):
         for _, chunk, counts in chunks_of(model, responses, is_wide=True):
-            causes.add(DEFINITIONS[name](chunk, sampling, chunk.logits, 0.0), chunk.targets, counts)
+            causes.add(definition.change(chunk, sampling, chunk.logits, 0.0), chunk.targets, counts)
     return causes.words()
 
 
@@ -266,7 +269,7 @@ def _check_model(stack: StackModel, responses: Sequence[DumpedResponse]) -> None
                 raise UserError(
                     f"row {r.row}: token {worst} is not in the vocabulary of {size} of the {name}; {advice}"
                 )
-            if length > (most := positions(model)):
+            if length - 1 > (most := positions(model)):  # the last token is no input
                 raise UserError(f"row {r.row}: {length} tokens; the {name} has {most} positions; {advice}")
 
 
@@ -286,7 +289,7 @@ def _check_unexplained(
     sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float
 ) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
-    if not sampler.cause == trainer.cause == UNKNOWN:
+    if not sampler.state == trainer.state == "unknown":
         return
     pairs = zip(*(side.numbers for side in recorded), strict=True)
     apart = rms(torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs]))

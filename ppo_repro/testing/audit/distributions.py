@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -96,8 +97,25 @@ def raw(chunk: Chunk, s: StackSampling, logits: Tensor, x: float = 0.0) -> Tenso
     return logits
 
 
-def _processed(first: Collection[str] = (), is_cut_first: bool = False) -> Processing:
-    """Return the function that applies penalty, temperature and cuts to logits; if `is_cut_first`, cuts come first."""
+@dataclass(frozen=True)
+class Definition:
+    """A distribution that log-probs may be of."""
+
+    kind: Literal["tempered", "processed", "raw"]
+    change: Processing
+    order: str = ""  # of the cuts, in words, with the engines that have it
+    differs: Callable[[StackSampling], bool] = lambda sampling: True  # with these settings from the orders before it
+
+    @property
+    def words(self) -> str:
+        """Return its kind and its order of cuts."""
+        return f"{self.kind}{self.order}"
+
+
+def _in_order(
+    order: str, differs: Callable[[StackSampling], bool], first: Collection[str] = (), is_cut_first: bool = False
+) -> Definition:
+    """Return the distribution after penalty, temperature and cuts; if `is_cut_first`, cuts come before temperature."""
 
     def change(chunk: Chunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
         if s.repetition_penalty != 1.0:
@@ -105,7 +123,7 @@ def _processed(first: Collection[str] = (), is_cut_first: bool = False) -> Proce
         cuts = s.top_k, s.top_p, s.min_p, first
         return cut(logits, *cuts) / s.temperature if is_cut_first else cut(logits / s.temperature, *cuts)
 
-    return change
+    return Definition("processed", change, order, differs)
 
 
 def _is_temperature_last(s: StackSampling) -> bool:
@@ -113,41 +131,35 @@ def _is_temperature_last(s: StackSampling) -> bool:
     return s.is_tempered() and (s.top_p < 1.0 or s.min_p > 0.0)
 
 
-@dataclass(frozen=True)
-class Order:
-    """Processing of logits in one order of cuts, as in some engines, which `words` name."""
-
-    words: str
-    change: Processing
-    differs: Callable[[StackSampling], bool]  # with these settings from the orders before it
-
-
-PROCESSED = "processed"
 OF_TOP_K = ", top-p of what top-k leaves"
-ORDERS = (
-    Order("", _processed(), StackSampling.is_cut),
-    Order(f"{OF_TOP_K} (Transformers, vLLM)", _processed(("top-k",)), StackSampling.has_top_k_and_p),
-    Order(
-        ", top-p of what min-p and top-k leave (vLLM)",
-        _processed(("min-p", "top-k")),
-        lambda s: s.min_p > 0.0 and s.top_p < 1.0,
+TEMPERED, RAW = Definition("tempered", tempered), Definition("raw", raw)
+EACH_CUT_OF_ALL = _in_order("", StackSampling.is_cut)
+PROCESSED = (
+    EACH_CUT_OF_ALL,
+    _in_order(f"{OF_TOP_K} (Transformers, vLLM)", StackSampling.has_top_k_and_p, ("top-k",)),
+    _in_order(
+        ", top-p of what min-p and top-k leave (vLLM)", lambda s: s.min_p > 0.0 and s.top_p < 1.0, ("min-p", "top-k")
     ),
-    Order(", the cuts before the temperature (MLX)", _processed(is_cut_first=True), _is_temperature_last),
-    Order(
+    _in_order(", the cuts before the temperature (MLX)", _is_temperature_last, is_cut_first=True),
+    _in_order(
         f"{OF_TOP_K}, before the temperature (llama.cpp)",
-        _processed(("top-k",), True),
         lambda s: s.has_top_k_and_p() and _is_temperature_last(s),
+        ("top-k",),
+        is_cut_first=True,
     ),
 )
-# "raw" is only for a user who asks for it
-DEFINITIONS: dict[str, Processing] = {
-    "tempered": tempered, **{f"{PROCESSED}{order.words}": order.change for order in ORDERS}, "raw": raw,
-}  # fmt: skip
 
 
-def sampled_from(sampling: StackSampling) -> list[str]:
+def sampled_from(sampling: StackSampling) -> list[Definition]:
     """Return the distributions that a stack with these settings may sample from."""
-    return [f"{PROCESSED}{order.words}" for order in ORDERS if order.differs(sampling)] or ["tempered"]
+    return [definition for definition in PROCESSED if definition.differs(sampling)] or [TEMPERED]
+
+
+def definitions_of(sampling: StackSampling) -> list[Definition]:
+    """Return the definitions that the settings distinguish, or that the user asked for."""
+    said = {sampling.sampler_logprobs, sampling.trainer_logprobs}
+    asked = (definition for definition in (EACH_CUT_OF_ALL, RAW) if definition.kind in said)
+    return list(dict.fromkeys([TEMPERED, *sampled_from(sampling), *asked]))
 
 
 def target_logprobs(targets: Tensor, logits: Tensor) -> Tensor:

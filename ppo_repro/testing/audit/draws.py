@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppo_repro.statistics.draws import CHANCE, NONE, Draws, draws_of
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.distributions import cut, target_logprobs
+from ppo_repro.testing.audit.distributions import Definition, cut, target_logprobs
 from ppo_repro.testing.audit.stack import StackModel
 from ppo_repro.testing.dumps import DumpedResponse
 
@@ -81,9 +81,9 @@ class Tally:
         return int(possible.sum()) - len(logprobs), float(logprobs[possible].sum())
 
 
-def drawn_from(tallies: Mapping[str, Tally]) -> str:
-    """Return the distribution, by its name in DEFINITIONS, that makes the drawn tokens likeliest."""
-    return max(tallies, key=lambda name: tallies[name].likelihood())
+def drawn_from(tallies: Mapping[Definition, Tally]) -> Definition:
+    """Return the distribution that makes the drawn tokens likeliest."""
+    return max(tallies, key=lambda definition: tallies[definition].likelihood())
 
 
 def among_others(logits: Tensor, left_out: Sequence[int]) -> Tensor:

@@ -38,7 +38,7 @@ class Stored:
 def stored_as(values: Tensor) -> Stored:
     """Return the narrowest format that holds all these numbers, `Stored()` if they need float32."""
     numbers = values[values.isfinite() & (values != 0)].float()
-    if len(numbers) < limits.FEW:
+    if len(numbers) < limits.FEWEST_NUMBERS:
         return Stored()
     if not (numbers.view(torch.int32) & 0xFFFF).any():
         return Stored("bfloat16", 7)
@@ -56,8 +56,8 @@ def rms(x: Tensor) -> float:
 
 
 def errors(recorded: Tensor, predicted: Tensor, stored: Stored) -> Tensor:
-    """Return recorded - predicted, less what rounding to the stored format explains; at most limits.MOST nats."""
-    apart = (recorded - predicted).nan_to_num(limits.MOST, limits.MOST, -limits.MOST).clamp(-limits.MOST, limits.MOST)
+    """Return recorded - predicted, less what rounding to the stored format explains; at most limits.CLAMP nats."""
+    apart = (recorded - predicted).nan_to_num(limits.CLAMP).clamp(-limits.CLAMP, limits.CLAMP)
     return apart.sign() * (apart.abs() - stored.half_spacing(recorded)).clamp_min(0.0)
 
 
@@ -72,8 +72,8 @@ def explains(left: Tensor, before: float, tolerance: float, rounding: float = 0.
     """
     is_float32 = (
         rms(left) <= tolerance
-        and float(left.abs().amax()) <= limits.FAR * tolerance
-        and rms(left) < limits.HALF * before
+        and float(left.abs().amax()) <= limits.TOKEN_OVER_RMS * tolerance
+        and rms(left) < limits.OF_ERRORS * before
     )
     return is_float32 or (rounding > 0.0 and rms(left) <= limits.OF_ROUNDING * rounding)
 

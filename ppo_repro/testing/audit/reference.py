@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Numbers
-from ppo_repro.testing.audit.distributions import DEFINITIONS, PROCESSED, Chunk, sampled_from, target_logprobs
+from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, definitions_of, target_logprobs
 from ppo_repro.testing.audit.draws import Tally
 from ppo_repro.testing.audit.forward import Progress, pass_over, slices, states
 from ppo_repro.testing.audit.measure import rms
@@ -42,7 +42,7 @@ class RecordedSide:
     name: str  # sampler or trainer
     responses: Sequence[DumpedResponse]
     sampling: StackSampling
-    definition: str  # a name in DEFINITIONS
+    definition: Definition
     reference: Reference
 
     @cached_property
@@ -57,8 +57,8 @@ class RecordedSide:
 
     @cached_property
     def errors(self) -> list[Tensor]:
-        """Return recorded minus right log-probs of the usable tokens of each response, at most limits.MOST nats."""
-        return [(of.recorded - of.reference)[of.usable].clamp(-limits.MOST, limits.MOST) for of in self.numbers]
+        """Return recorded minus right log-probs of the usable tokens of each response, at most limits.CLAMP nats."""
+        return [(of.recorded - of.reference)[of.usable].clamp(-limits.CLAMP, limits.CLAMP) for of in self.numbers]
 
     @property
     def rms(self) -> float:
@@ -70,35 +70,34 @@ def references_of(
     model: PreTrainedModel,
     responses: Sequence[DumpedResponse],
     sampling: StackSampling,
-    tallies: Mapping[str, Tally],
-) -> dict[str, Reference]:
-    """Return the reference of each definition that the settings distinguish, or that the user asked for.
+    tallies: Mapping[Definition, Tally],
+) -> dict[Definition, Reference]:
+    """Return the reference by each definition of the settings.
 
     `tallies` receive what was drawn. Stock float32 computes only the first tokens, because these suffice to estimate
     its rounding error.
     """
-    asked = {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto"}
-    names = list(dict.fromkeys(["tempered", *sampled_from(sampling), *sorted(asked)]))
+    definitions = definitions_of(sampling)
     sizes = [len(r.response_ids) for r in responses]
     first = [i for i, size in enumerate(accumulate(sizes)) if i == 0 or size <= limits.FLOOR_TOKENS]
     with float64(model):
-        wide = _logprobs(model, responses, sampling, names, tallies)
-    stock = _logprobs(model, [responses[i] for i in first], sampling, names)
+        wide = _logprobs(model, responses, sampling, definitions, tallies)
+    stock = _logprobs(model, [responses[i] for i in first], sampling, definitions)
     references = {}
-    for name in names:
-        pairs = zip(wide[name], stock[name], (responses[i].counts for i in first), strict=False)
+    for definition in definitions:
+        pairs = zip(wide[definition], stock[definition], (responses[i].counts for i in first), strict=False)
         apart = torch.cat([(b - a)[torch.tensor(counts)] for a, b, counts in pairs])
         apart = apart[apart.isfinite()]
         largest = float(apart.abs().max()) if len(apart) else 0.0
-        references[name] = Reference(wide[name], max(rms(apart), 2.0**-24), largest, len(first))
+        references[definition] = Reference(wide[definition], max(rms(apart), 2.0**-24), largest, len(first))
     return references
 
 
 def largest_error(model: PreTrainedModel, side: RecordedSide, some: Sequence[int]) -> float:
     """Return the largest distance (nats) of stock float32 over the first responses and `some` responses."""
-    responses, reference, name = side.responses, side.reference, side.definition
+    responses, reference, of = side.responses, side.reference, side.definition
     far = [i for i in some if i >= reference.measured]
-    stock = _logprobs(model, [responses[i] for i in far], side.sampling, [name])[name] if far else []
+    stock = _logprobs(model, [responses[i] for i in far], side.sampling, [of])[of] if far else []
     apart = [(x - reference.logprobs[i])[torch.tensor(responses[i].counts)] for i, x in zip(far, stock, strict=True)]
     return max([reference.largest, *(float(x[x.isfinite()].abs().amax(0)) for x in apart if len(x[x.isfinite()]))])
 
@@ -125,25 +124,25 @@ def _logprobs(
     model: PreTrainedModel,
     responses: Sequence[DumpedResponse],
     sampling: StackSampling,
-    names: Sequence[str],
-    tallies: Mapping[str, Tally] | None = None,
-) -> dict[str, list[Tensor]]:
+    definitions: Sequence[Definition],
+    tallies: Mapping[Definition, Tally] | None = None,
+) -> dict[Definition, list[Tensor]]:
     """Return the log-probs [n] float64 of each response by each definition; with `tallies` the model is in float64."""
-    found: dict[str, list[list[Tensor]]] = {name: [[] for _ in responses] for name in names}
+    found: dict[Definition, list[list[Tensor]]] = {of: [[] for _ in responses] for of in definitions}
     for i, chunk, counts in chunks_of(model, responses, tallies is not None):
-        for name in names:
-            logits = DEFINITIONS[name](chunk, sampling, chunk.logits, 0.0)
-            found[name][i].append(target_logprobs(chunk.targets, logits).cpu())
-            if tallies and name in tallies:
-                tallies[name].add(i, logits, chunk.targets, counts)
-    return {name: [torch.cat(parts) for parts in of] for name, of in found.items()}
+        for definition in definitions:
+            logits = definition.change(chunk, sampling, chunk.logits, 0.0)
+            found[definition][i].append(target_logprobs(chunk.targets, logits).cpu())
+            if tallies and definition in tallies:
+                tallies[definition].add(i, logits, chunk.targets, counts)
+    return {definition: [torch.cat(parts) for parts in of] for definition, of in found.items()}
 
 
 # which distribution is meant
 
 
 def recorded_sides(
-    responses: Sequence[DumpedResponse], references: Mapping[str, Reference], sampling: StackSampling
+    responses: Sequence[DumpedResponse], references: Mapping[Definition, Reference], sampling: StackSampling
 ) -> tuple[list[RecordedSide], bool]:
     """Return sampler and trainer, each by the definition to judge it by, and whether each has an order of its own."""
     sides = {
@@ -156,11 +155,11 @@ def recorded_sides(
 
 
 # of a side, by definition
-ByDefinition = Mapping[str, RecordedSide]
+ByDefinition = Mapping[Definition, RecordedSide]
 
 
-def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, str]:
-    """Choose the definition of each side's log-probs: the user's, or else the nearest one to both sides.
+def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:
+    """Choose the definition of each side's log-probs: of the user's kind, or else the nearest one to both sides.
 
     Both sides must have the same definition. Tokens were sampled at the temperature, so log-probs at temperature 1 are
     right only if the user declared them.
@@ -170,36 +169,29 @@ def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> 
     # the same for all: no reason
     rounding = limits.RIGHT * max(side.reference.floor for side in sides["sampler"].values())
 
-    def nearest(definitions: Iterable[str], to: Sequence[ByDefinition]) -> str:
-        def distance(definition: str) -> float:
-            return sum([math.log(of[definition].rms + rounding) for of in to], 1.0 * (definition != "tempered"))
+    def nearest(definitions: Iterable[Definition], to: Sequence[ByDefinition]) -> Definition:
+        def distance(definition: Definition) -> float:
+            return sum([math.log(of[definition].rms + rounding) for of in to], 1.0 * (definition != TEMPERED))
 
         return min(definitions, key=distance)
 
     found = {}
     for name, said in asked.items():
         if said == "auto":
-            found[name] = nearest([definition for definition in sides[name] if definition != "raw"], free)
-        elif said == PROCESSED:
-            found[name] = nearest(_of_engines(sides[name]), [sides[name]])
+            found[name] = nearest((definition for definition in sides[name] if definition != RAW), free)
         else:
-            found[name] = said
+            found[name] = nearest((of for of in sides[name] if of.kind == said), [sides[name]])
     return found
 
 
-def _different_orders(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, str]:
+def _different_orders(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:
     """Return the order of cuts that each side is right for if no order serves both sides, else nothing."""
-    if {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto", PROCESSED}:
+    if {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto", "processed"}:
         return {}
-    right: dict[str, list[str]] = {}
+    right: dict[str, list[Definition]] = {}
     for name, of in sides.items():
-        far = {definition: of[definition].rms / of[definition].reference.floor for definition in _of_engines(of)}
+        far = {d: side.rms / side.reference.floor for d, side in of.items() if d.kind == "processed"}
         right[name] = sorted((d for d, distance in far.items() if distance <= limits.RIGHT), key=lambda d: far[d])
     if not all(right.values()) or set(right["sampler"]) & set(right["trainer"]):
         return {}
     return {name: found[0] for name, found in right.items()}
-
-
-def _of_engines(definitions: Iterable[str]) -> list[str]:
-    """Return the definitions of what engines sample from, in different orders of cuts."""
-    return [name for name in definitions if name.startswith(PROCESSED)]

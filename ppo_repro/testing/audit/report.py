@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ppo_repro.testing.audit.audit import UNKNOWN, Audit, JudgedSide
+from ppo_repro.testing.audit.audit import Audit, JudgedSide
+from ppo_repro.testing.audit.distributions import TEMPERED
 from ppo_repro.testing.audit.search import Hypothesis
 
 
 def verdict(found: Audit) -> str:
     """Return the words that say which side is wrong, or that both are, or that none is."""
-    if not found.are_comparable:
+    if found.sampler.state == "of its own order":
         return "the sides are processed in different orders of the cuts; take one order on both"
     wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
     if not wrong and not found.are_drawn:
@@ -31,7 +32,7 @@ def lines(found: Audit, skipped: int = 0, is_limited: bool = False) -> list[str]
     return [
         f"{len(found.tokens):,} tokens of {first}{found.responses:,} responses{left_out}; stock float32 is "
         f"{found.floor:.2g} nats (rms) from the model in float64",
-        *(_sentence(side, found.responses, found.are_comparable) for side in sides),
+        *(_sentence(side, found.responses) for side in sides),
         *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
         *(f"{side.name}: {side.advice}" for side in sides if side.advice),
         *_drawn(found),
@@ -67,7 +68,7 @@ def as_fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
 def _side_fields(side: JudgedSide) -> dict[str, Any]:
     return {
         "name": side.name,
-        "definition": side.definition,
+        "definition": side.definition.words,
         "tokens": side.distance.tokens,
         "empty": side.empty,
         "rms": side.distance.rms,
@@ -108,16 +109,16 @@ def _draw_fields(found: Audit) -> dict[str, Any]:
     }
 
 
-def _sentence(side: JudgedSide, responses: int, is_comparable: bool) -> str:
+def _sentence(side: JudgedSide, responses: int) -> str:
     distance, found = side.distance, f"{side.distance.rms:.2g} nats (rms) from the model in float64"
-    if not is_comparable:
+    if side.state == "of its own order":
         return f"{side.name} is {side.cause}; {found}"
-    some = 0 < len(distance.wrong) < responses and side.cause != UNKNOWN
+    some = 0 < len(distance.wrong) < responses and side.state != "unknown"
     where = f", in {len(distance.wrong)} of {responses} responses" if some else ""
-    definition = "" if side.definition == "tempered" else f" (log-probs judged as {side.definition})"
+    definition = "" if side.definition == TEMPERED else f" (log-probs judged as {side.definition.words})"
     parts = [f"{found}{where}{definition}"] if distance.tokens else []
-    if side.cause == UNKNOWN:
+    if side.state == "unknown":
         parts.append(f"the cause is unknown{': ' * bool(side.known)}{'; '.join(side.known)}")
-    elif side.cause:
+    elif side.state == "explained":
         parts += [side.cause, *([f"that leaves {side.left:.2g} nats"] if side.tried else [])]
     return f"{side.name} is {'right' if side.is_right else 'wrong'}: {'; '.join(parts)}"

@@ -8,11 +8,11 @@ what they leave (`measure.explains`). The search ends as soon as something expla
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.causes.weights import of_weights
-from ppo_repro.testing.audit.distributions import Processing
+from ppo_repro.testing.audit.distributions import Definition
 from ppo_repro.testing.audit.forward import Progress
 from ppo_repro.testing.audit.logits import Source, Tokens
 from ppo_repro.testing.audit.measure import Format, correlation, explains, likeness, rms, sizes_apart
@@ -34,6 +34,9 @@ from ppo_repro.testing.audit.predict import Combination
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from ppo_repro.testing.audit.tried_tokens import WrongSide
 from ppo_repro.testing.dumps import DumpedResponse
+
+# of errors that causes leave, or of the numbers of a side
+Pattern = Literal["none", "like 16-bit rounding", "of other responses", "of other tokens"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +48,16 @@ class Hypothesis:
     explains: bool  # whether these are rounding
     words: str
     advice: str
-    deviations: float  # causes; one with a parameter counts half more
+    deviations: float  # causes, with limits.PER_PARAMETER and limits.PATTERN
+    pattern: Pattern = "none"
     explains_zeros: bool = False  # whether every log-prob of exactly 0 is predicted
     temperature: float | None = None  # one that all logits were divided by, if that is among the causes
     is_option: bool = False  # a single option of the model's architecture
+
+    @property
+    def identity(self) -> tuple[Pattern, tuple[Cause, ...]]:
+        """Return what tells it from other hypotheses; other values of parameters make no other hypothesis."""
+        return self.pattern, tuple(cause.row(x) for cause, x in self.causes)
 
     @property
     def left(self) -> float:
@@ -69,16 +78,16 @@ def causes_before_logits(stack: StackModel, responses: Sequence[DumpedResponse])
     return [*of_weights(stack.model, stack.others), *of_inputs(responses, stack)]
 
 
-def causes_after_logits(sampling: StackSampling, definition: Processing) -> list[Cause]:
+def causes_after_logits(sampling: StackSampling, definition: Definition) -> list[Cause]:
     """Return the causes that follow the logits and whose presumption holds; `definition` is what is right."""
     rows = (*DISTRIBUTIONS, *RECORDED)
-    return [cause for cause in rows if cause.presumes(sampling) and cause.change is not definition]
+    return [cause for cause in rows if cause.presumes(sampling) and cause.change is not definition.change]
 
 
 def search(side: WrongSide) -> Hypotheses:
     """Return the hypotheses about all tried tokens; if none explains these, also those about the wrong tokens only."""
     whole, of_wrong = _sorted(_tried(side)), side.wrong_alone
-    if whole.best or not limits.FEW <= of_wrong.count < limits.SOME * side.count:
+    if whole.best or not limits.FEWEST_NUMBERS <= of_wrong.count < limits.WRONG_ALONE * side.count:
         return whole
     words = f"at {of_wrong.count} of {side.count} tokens"
     part = _sorted([replace(t, words=f"{words} {t.words}", temperature=None) for t in _tried(of_wrong) if t.explains])
@@ -86,17 +95,24 @@ def search(side: WrongSide) -> Hypotheses:
 
 
 def _tried(side: WrongSide) -> list[Hypothesis]:
-    """Try no cause, other orders, single causes, 16-bit rounding, pairs of causes, until something explains."""
+    """Try the stages of the search in turn, until a hypothesis explains."""
+    tried = list[Hypothesis]()
+    for stage in _stages(side):
+        tried += stage
+        if any(t.explains for t in stage):
+            break
+    return tried
+
+
+def _stages(side: WrongSide) -> Iterator[list[Hypothesis]]:
+    """Yield no cause, other orders and single causes; then 16-bit rounding; then pairs of causes."""
     singles, limit = _screened(side, "causes", [(cause,) for cause in side.causes]), _limit(side)
     plain = _hypothesis(side, (), side.plain)
-    tried = [plain, *_reordered(side), *_compared(side, singles, limit)]
-    if not any(t.explains for t in tried):
-        tried += _with_rounding(side, plain)
-    if not any(t.explains for t in tried):
-        near = {combination[0][0] for left, combination in singles if left <= limit}
-        pairs = [pair for pair in combinations(side.causes, 2) if _is_pair(*pair, near)]
-        tried += _compared(side, _screened(side, "pairs of causes", pairs), limit)
-    return tried
+    yield [plain, *_reordered(side), *_compared(side, singles, limit)]
+    yield _with_rounding(side, plain)
+    near = {combination[0][0] for left, combination in singles if left <= limit}
+    pairs = [pair for pair in combinations(side.causes, 2) if _is_pair(*pair, near)]
+    yield _compared(side, _screened(side, "pairs of causes", pairs), limit)
 
 
 def _is_pair(a: Cause, b: Cause, near: Set[Cause]) -> bool:
@@ -129,25 +145,20 @@ def _limit(side: WrongSide) -> float:
     """Return the rms that a cause may leave on a few tokens to pass the screening."""
     halves = (cause for cause in side.causes if cause.rounds("computed", "weights"))
     rounding = (side.scale * rms(side.rounding(cause, side.few)) for cause in halves)
-    return limits.NEAR * max([limits.FAR * side.tolerance, *rounding])
+    return limits.NEAR * max([limits.TOKEN_OVER_RMS * side.tolerance, *rounding])
 
 
 def _screened(side: WrongSide, what: str, combined: Sequence[tuple[Cause, ...]]) -> list[tuple[float, Combination]]:
     """Return the rms that each combination leaves on a few tokens, with the values of its parameters, in order."""
     screened: list[tuple[float, Combination]] = []
     progress = Progress(f"{side.name}, {what}", len(combined))
-    for causes in sorted(combined, key=_by_logits):
+    for causes in combined:
         combination = _with_values(side, causes)
         left = None if combination is None else side.left(combination, side.few)
         if combination is not None and left is not None:
             screened.append((rms(left), combination))
         progress.step()
     return sorted(screened, key=itemgetter(0))
-
-
-def _by_logits(causes: tuple[Cause, ...]) -> list[list[str]]:
-    """Return the key of an order in which logits and their softmax are computed once."""
-    return [[cause.words for cause in causes if cause.stage == stage] for stage in ("weights", "input", "distribution")]
 
 
 def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | None:
@@ -189,7 +200,7 @@ def _fitted(side: WrongSide, combination: Combination, tokens: Tokens) -> Combin
     def residuals(x: Any) -> Any:
         left = side.left(_at(combination, index, float(x[0])), tokens)
         # a value that predicts other tokens than the first value is refused
-        return left.numpy() if left is not None and len(left) == size else np.full(size, limits.MOST)
+        return left.numpy() if left is not None and len(left) == size else np.full(size, limits.CLAMP)
 
     fit = least_squares(residuals, [combination[index][1]], method="lm", diff_step=1e-4, ftol=1e-2, xtol=1e-10)
     return _at(combination, index, float(fit.x[0]))
@@ -237,7 +248,7 @@ def _with_rounding(side: WrongSide, alone: Hypothesis) -> list[Hypothesis]:
     With experts there is none: a small error of any cause may choose other experts, which gives the same pattern.
     """
     is_rounded = any(cause.rounds("computed", "weights") for cause, _ in alone.causes)
-    is_far = bool(alone.causes) and alone.left > limits.HALF * rms(side.plain)
+    is_far = bool(alone.causes) and alone.left > limits.OF_ERRORS * rms(side.plain)
     if alone.explains or side.has_experts or is_rounded or is_far:
         return []
     for cause in (cause for cause in side.causes if cause.rounds("computed")):
@@ -250,7 +261,8 @@ def _with_rounding(side: WrongSide, alone: Hypothesis) -> list[Hypothesis]:
             explains=True,
             words=f"{alone.words} and {words}" if alone.causes else words,
             advice=f"{alone.advice}; {mend}" if alone.causes else mend,
-            deviations=alone.deviations + 1.5,
+            deviations=alone.deviations + limits.PATTERN,
+            pattern="like 16-bit rounding",
         )
         together = (cause, 0.0), *alone.causes
         left = side.left(together, side.many) if alone.causes else None
@@ -302,17 +314,18 @@ def _reordered(side: WrongSide) -> Iterator[Hypothesis]:
         left = recorded[i].sort().values - right[i].sort().values
         return left if len(left) > 2 and fits(i, left) else None
 
-    for words, order in (
-        ("the log-probs of other responses", of_other_response),
-        ("the right numbers in another order within the response", of_other_tokens),
-    ):
+    orders: tuple[tuple[Pattern, str, Callable[[int], Tensor | None]], ...] = (
+        ("of other responses", "the log-probs of other responses", of_other_response),
+        ("of other tokens", "the right numbers in another order within the response", of_other_tokens),
+    )
+    for pattern, words, order in orders:
         parts = list[Tensor]()
         for i in side.wrong:
             if (left := order(i)) is None:
                 break
             parts.append(left)
         else:
-            yield Hypothesis((), torch.cat(parts), True, words, ADVICE["shuffled"].mend, deviations=1.5)
+            yield Hypothesis((), torch.cat(parts), True, words, ADVICE["shuffled"].mend, limits.PATTERN, pattern)
 
 
 # which hypotheses are the best
@@ -324,13 +337,13 @@ def _sorted(tried: Sequence[Hypothesis]) -> Hypotheses:
     An option of the model may predict the same numbers as a fitted parameter (a divisor of the logits acts as a
     temperature). Then both are among the best.
     """
-    once: dict[str, Hypothesis] = {}
+    once: dict[tuple[Pattern, tuple[Cause, ...]], Hypothesis] = {}
     for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
         # another cause beside one that leaves the same explains nothing more
         if t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):
-            once.setdefault(t.words, t)
+            once.setdefault(t.identity, t)
     fewest = min((t.deviations for t in tried if t.explains), default=0.0)
-    fewest += 0.5 * any(t.explains and t.is_option for t in tried)
+    fewest += limits.PER_PARAMETER * any(t.explains and t.is_option for t in tried)
     by_left = sorted(once.values(), key=lambda t: t.left)
     best = [t for t in by_left if t.explains and t.deviations <= fewest]
     return Hypotheses(best, [t for t in by_left if t not in best])

@@ -19,7 +19,7 @@ class StackSampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    sampler_logprobs: str = "auto"  # or one of DEFINITIONS
+    sampler_logprobs: str = "auto"  # or the kind of a `Definition`
     trainer_logprobs: str = "auto"
     is_temperature_given: bool = True
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, Numbers
-from ppo_repro.testing.audit.distributions import DEFINITIONS, tempered
+from ppo_repro.testing.audit.distributions import tempered
 from ppo_repro.testing.audit.logits import Logits, Tokens, Window
 from ppo_repro.testing.audit.measure import Stored, errors, rms, stored_as
 from ppo_repro.testing.audit.predict import Combination, Predictor
@@ -31,7 +31,7 @@ class WrongSide:
     """A wrong side, on the tokens that causes are tried on."""
 
     name: str
-    causes: tuple[Cause, ...]  # to try
+    causes: tuple[Cause, ...]  # to try, in the order of the stages: so logits and softmax are computed once
     predictor: Predictor
     numbers: Sequence[Numbers]
     wrong: Sequence[int]  # responses with a wrong log-prob
@@ -98,7 +98,7 @@ def wrong_side_of(
     return WrongSide(
         name=side.name,
         causes=tuple(cause for cause in causes if _is_predicted(cause, few)),
-        predictor=Predictor(Logits(model, side.responses, numbers), side.sampling, DEFINITIONS[side.definition]),
+        predictor=Predictor(Logits(model, side.responses, numbers), side.sampling, side.definition.change),
         numbers=numbers,
         wrong=wrong,
         few=Tokens(few, is_screening=True),

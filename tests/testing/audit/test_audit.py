@@ -17,11 +17,11 @@ from torch import Tensor
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import forward, limits, reference, search
-from ppo_repro.testing.audit.audit import UNKNOWN, Audit, audit
+from ppo_repro.testing.audit.audit import Audit, audit
 from ppo_repro.testing.audit.causes.cause import Cause, Parameter
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
-from ppo_repro.testing.audit.distributions import DEFINITIONS, Chunk
+from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, sampled_from
 from ppo_repro.testing.audit.draws import left_out_of
 from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
@@ -99,7 +99,7 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, stack: 
     # where token id 2 is unlikely, its ban is smaller than rounding
     assert re.sub(r"at \d+ of", "at some of", wrong.cause).startswith(cause), wrong.cause
     assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.known)
-    if wrong.tried and wrong.cause != UNKNOWN:
+    if wrong.tried and wrong.state != "unknown":
         assert wrong.left <= 0.5 * wrong.distance.rms
         assert wrong.left == wrong.best[0].left < 1e-4 or "float16" in wrong.cause
         assert wrong.tried[0] is wrong.best[0]
@@ -145,8 +145,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
             changed = row.logits.clone() / TEMPERATURE
             changed[0, list(sampler)] = -math.inf
         else:
-            name = "processed" if sampler.is_cut() else "tempered"
-            changed = DEFINITIONS[name](row, sampler, row.logits, 0.0)
+            changed = sampled_from(sampler)[0].change(row, sampler, row.logits, 0.0)
         return int(torch.multinomial(changed[0].softmax(-1), 1, generator=generator))
 
     made = sampled_by(prompts, draw)
@@ -180,13 +179,13 @@ def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> N
     }
 
 
-def causes(made: Material, stack: StackModel, sampling: StackSampling, definition: str) -> list[Cause]:
+def causes(made: Material, stack: StackModel, sampling: StackSampling, definition: Definition) -> list[Cause]:
     before = search.causes_before_logits(stack, made.dump(made.logprobs(), made.logprobs()))
-    return [*before, *search.causes_after_logits(sampling, DEFINITIONS[definition])]
+    return [*before, *search.causes_after_logits(sampling, definition)]
 
 
 def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, stack: StackModel) -> None:
-    rows = causes(made, stack, ALL_CUTS, "raw")
+    rows = causes(made, stack, ALL_CUTS, RAW)
     assert len({row.words for row in rows}) == len(rows)  # by which logits are remembered
     without_a_row = {"none", "floating_point_noise", "non_finite", "unknown", "coarse_records"}
     assert {row.name for row in rows} | {row.cause for row in ROWS} | without_a_row == set(ADVICE)
@@ -196,18 +195,28 @@ def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, stack: Stac
 def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
     made: Material, stack: StackModel, name: Format, parts: set[str]
 ) -> None:
-    rows = causes(made, stack, GIVEN, "tempered")
+    rows = causes(made, stack, GIVEN, TEMPERED)
     assert [row.words for row in search._of_format(rows, "weights", name)] == [f"weights rounded to {name}"]
     assert {row.words.partition(" computed")[0] for row in search._of_format(rows, "part", name)} == parts
+
+
+def test_causes_not_words_tell_hypotheses_apart() -> None:
+    at_1, twice, multiplied, at_x = DISTRIBUTIONS[:4]
+
+    def of(cause: Cause, x: float, left: float) -> search.Hypothesis:
+        return search.Hypothesis(((cause, x),), torch.tensor([left]), True, "these words", "", cause.deviations)
+
+    tried = [of(twice, 0.0, 2e-7), of(multiplied, 0.0, 1e-7), of(twice, 0.0, 3e-7), of(at_1, 0.0, 5e-7)]
+    found = search._sorted([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
+    assert [t.causes[0][0] for t in found.best] == [multiplied, twice, at_1]
+    assert [t.causes for t in found.others] == [((at_x, 0.9),)]
 
 
 def wrong_sampler(made: Material, causes: Sequence[Cause]) -> WrongSide:
     """Numbers of temperature 0.7, beside the right ones."""
     responses = made.dump(made.logprobs(temperature=0.7), made.logprobs())
     right = [torch.tensor(r.trainer).double() for r in responses]
-    recorded = RecordedSide(
-        "sampler", responses, StackSampling(TEMPERATURE), "tempered", Reference(right, 1e-7, 0.0, 0)
-    )
+    recorded = RecordedSide("sampler", responses, StackSampling(TEMPERATURE), TEMPERED, Reference(right, 1e-7, 0.0, 0))
     return wrong_side_of(made.model, recorded, range(len(responses)), causes)
 
 
@@ -236,12 +245,18 @@ def test_a_single_wrong_token_among_many_is_seen(made: Material, stack: StackMod
 def test_a_single_token_that_hardly_changes_the_rms_has_no_cause(
     made: Material, stack: StackModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "FAR", 1.0)  # as in a response of a thousand tokens
+    monkeypatch.setattr(limits, "TOKEN_OVER_RMS", 1.0)  # as in a response of a thousand tokens
     good = made.logprobs()
     bad = [v.clone() for v in good]
     bad[1][7] -= 30 * judged(made, stack, good, good).floor
     found = judged(made, stack, bad, good).sampler
     assert (found.is_right, found.cause, len(found.distance.wrong)) == (False, "unknown", 1)
+
+
+@pytest.mark.parametrize(("tokens", "cause"), [(3, "unknown"), (4, "temperature 1 instead of 0.8")])
+def test_a_cause_needs_four_tokens(made: Material, stack: StackModel, tokens: int, cause: str) -> None:
+    short = material(made.model, ((5, tokens),))
+    assert judged(short, stack, short.logprobs(temperature=1.0), short.logprobs()).sampler.cause == cause
 
 
 def test_other_weights_without_the_tokens_of_the_dump_are_refused(made: Material) -> None:
@@ -326,7 +341,7 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
     found = audit(stack, made.dump(values, values, mask), sampling)
     assert found.sampler.is_right
     assert found.trainer.is_right
-    assert found.sampler.definition == f"processed{order}" if sampling.is_cut() else "tempered"
+    assert found.sampler.definition.words == f"processed{order}" if sampling.is_cut() else "tempered"
 
 
 @pytest.mark.slow

@@ -245,18 +245,19 @@ def test_mistakes_are_one_line(cli: Cli, dump: tuple[Path, Path], options: list[
     assert message in one_line(err)
 
 
-def test_rows_as_long_as_the_model_has_positions_and_longer_ones(
+def test_rows_whose_inputs_fill_the_positions_of_the_model_and_longer_ones(
     cli: Cli, dump: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    """The last token is no input."""
     row = json.loads(dump[0].read_text().splitlines()[0])
     positions = json.loads((dump[1] / "config.json").read_text())["max_position_embeddings"]
-    for more in (0, 1):
+    for more in (1, 2):
         filled = (row["prompt_ids"] * positions)[: positions + more - len(row["response_ids"])]
         (tmp_path / "dump.jsonl").write_text(json.dumps({**row, "prompt_ids": filled}) + "\n")
         code, _, err = cli("audit", tmp_path / "dump.jsonl", "--model", dump[1])
         assert code == 2
-        assert ("positions" in err) == (more == 1)  # other prompts than those that were sampled
-    assert f"row 1: {positions + 1} tokens; the model has {positions} positions" in one_line(err)
+        assert ("positions" in err) == (more == 2)  # other prompts than those that were sampled
+    assert f"row 1: {positions + 2} tokens; the model has {positions} positions" in one_line(err)
 
 
 @pytest.mark.parametrize(

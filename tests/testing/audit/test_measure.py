@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.testing.audit.limits import FAR, FORMATS_APART, NO_CHANCE, OF_ROUNDING
+from ppo_repro.testing.audit.limits import FORMATS_APART, NO_CHANCE, OF_ROUNDING, TOKEN_OVER_RMS
 from ppo_repro.testing.audit.measure import (
     Stored,
     errors,
@@ -59,7 +59,7 @@ def test_a_cause_that_leaves_half_of_what_was_there_explains_nothing_but_its_own
 def test_one_token_that_is_far_off_is_no_rounding(seed: int, size: float) -> None:
     x, tolerance = drawn(seed, size, 400), 2 * size
     assert explains(x, math.inf, tolerance)
-    x[7] = 1.1 * FAR * tolerance
+    x[7] = 1.1 * TOKEN_OVER_RMS * tolerance
     assert rms(x) < tolerance
     assert not explains(x, math.inf, tolerance)
 

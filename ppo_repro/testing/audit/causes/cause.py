@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.advice import ADVICE, CauseName
+from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.distributions import Chunk
 from ppo_repro.testing.audit.forward import Pass
 from ppo_repro.testing.audit.measure import Format
@@ -78,6 +79,7 @@ class Parameter:
     is_fitted: bool = False  # least squares improve the best of these values
     in_pairs: int = 0  # so many of these values are tried together with another cause
     is_temperature: bool = False  # all logits are divided by it
+    at_one: Cause | None = None  # the row that is the value 1 alone
 
     def values(self, chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
         """Return the values to try on some tokens."""
@@ -118,13 +120,18 @@ class Cause:
 
     @property
     def deviations(self) -> float:
-        """Return the number of changes; a parameter counts half a change more."""
-        return self.changes + 0.5 * (self.parameter is not None)
+        """Return the number of changes; a parameter counts limits.PER_PARAMETER more."""
+        return self.changes + limits.PER_PARAMETER * (self.parameter is not None)
 
     @property
     def is_option(self) -> bool:
         """Return whether an option of the model's architecture is computed otherwise."""
         return self.name == "other_architecture"
+
+    def row(self, x: float) -> Cause:
+        """Return the row that the cause is at a value of its parameter: its own, unless another one is this value."""
+        other = None if self.parameter is None else self.parameter.at_one
+        return self if other is None or abs(x - 1.0) > limits.SAME_VALUE else other
 
     def rounds(self, *what: RoundedPart) -> bool:
         """Return whether the cause rounds one of these to 16 bits."""

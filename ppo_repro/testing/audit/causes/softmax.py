@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
 from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, RecordedChunk, Rounded
-from ppo_repro.testing.audit.distributions import OF_TOP_K, ORDERS, cut, penalised, raw, target_logprobs, tempered
+from ppo_repro.testing.audit.distributions import OF_TOP_K, PROCESSED, cut, penalised, raw, target_logprobs, tempered
 from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.stack import StackSampling
 
-TEMPERATURE = Parameter((1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0), is_fitted=True, in_pairs=1, is_temperature=True)
 FACTOR = Parameter((0.8, 0.95, 1.05, 1.2, 1.5, 2.0), is_fitted=True)
 TERM = Parameter((-0.5, 0.2, 0.5, 1.0), is_fitted=True)
 CAP = Parameter((5.0, 15.0, 30.0, 50.0), is_fitted=True)
@@ -127,9 +126,13 @@ def _kept_by(option: str, values: Sequence[float]) -> Cause:
     return _row(words, "truncated_sampling", partial(_kept, option=option), Parameter(values))
 
 
+_TEMPERATURE_1 = _row("temperature 1 instead of {given}", "temperature", raw, presumes=StackSampling.is_tempered)
+TEMPERATURE = Parameter(
+    (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0), is_fitted=True, in_pairs=1, is_temperature=True, at_one=_TEMPERATURE_1
+)
 _AT_1 = "temperature 1 and normalised over the tokens that the cuts keep"
 DISTRIBUTIONS: tuple[Cause, ...] = (
-    _row("temperature 1 instead of {given}", "temperature", raw, presumes=StackSampling.is_tempered),
+    _TEMPERATURE_1,
     _row(
         "temperature {given} applied twice",
         "temperature",
@@ -150,12 +153,12 @@ DISTRIBUTIONS: tuple[Cause, ...] = (
     ),
     *(
         _row(
-            f"of the processed distribution{order.words}, not of all tokens",
+            f"of the processed distribution{definition.order}, not of all tokens",
             "truncated_sampling",
-            order.change,
-            presumes=order.differs,
+            definition.change,
+            presumes=definition.differs,
         )
-        for order in ORDERS
+        for definition in PROCESSED
     ),
     _row(
         "of all tokens, not of the processed distribution",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dis
 import hashlib
 import inspect
 import math
@@ -9,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import yaml
@@ -44,13 +46,16 @@ def reward_path(reward: Reward | str, folder: Path) -> str:
     file = getattr(module, "__file__", None)
     if reward.__module__ != "__main__" and file and getattr(module, name, None) is reward:
         return f"{file}:{name}"
-    used = inspect.getclosurevars(reward)
-    lines = []
-    for variable, value in sorted({**used.globals, **used.nonlocals}.items()):
+    try:
+        source = textwrap.dedent(inspect.getsource(reward))
+    except (OSError, TypeError) as error:
+        raise UserError(f"reward: the source of {name} cannot be read; give reward='FILE.py:FUNCTION'") from error
+    nonlocals, lines = inspect.getclosurevars(reward).nonlocals, []
+    for variable, value in sorted({**_globals_of(reward, source), **nonlocals}.items()):
         if isinstance(value, ModuleType):
             _require_installed(name, value)
             lines.append(f"import {value.__name__} as {variable}")
-        elif type(value) in PLAIN and variable not in used.nonlocals:
+        elif type(value) in PLAIN and variable not in nonlocals:
             is_literal = not isinstance(value, float) or math.isfinite(value)
             lines.append(f"{variable} = {value!r}" if is_literal else f"{variable} = float('{value}')")
         elif value is not reward:
@@ -58,14 +63,25 @@ def reward_path(reward: Reward | str, folder: Path) -> str:
                 f"reward: {name} uses '{variable}' of the notebook, of type {type(value).__name__}; put it inside the "
                 "function, or write a file and give reward='FILE.py:FUNCTION'"
             )
-    try:
-        source = "\n".join([*lines, "", "", textwrap.dedent(inspect.getsource(reward))])
-    except (OSError, TypeError) as error:
-        raise UserError(f"reward: the source of {name} cannot be read; give reward='FILE.py:FUNCTION'") from error
-    path = folder / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:12]}.py"
+    text = "\n".join([*lines, "", "", source])
+    path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, source.encode())
+    atomic_write(path, text.encode())
     return f"{path}:{name}"
+
+
+def _globals_of(function: FunctionType, source: str) -> dict[str, object]:
+    """Return the global variables that a function, functions inside it, its defaults or its annotations read."""
+    codes, names = [function.__code__], set[str]()
+    for code in codes:  # which grows
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        names |= {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    (head,) = ast.parse(source).body
+    assert isinstance(head, ast.FunctionDef)
+    around = [head.args] if head.returns is None else [head.args, head.returns]
+    names |= {node.id for part in around for node in ast.walk(part) if isinstance(node, ast.Name)}
+    read = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    return {name: value for name, value in read.items() if not name.startswith("__")}
 
 
 def _require_installed(name: str, module: ModuleType) -> None:

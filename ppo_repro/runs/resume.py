@@ -143,10 +143,13 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
 
 
 def _require_same_layout(recorded: RunConfig, config: RunConfig) -> None:
-    """Raise UserError for another layout if a layout can change results: in native numerics, or if torch samples."""
+    """Raise UserError for another layout if it may change results: in native numerics, or if stock code samples."""
     before, now = recorded.layout.model_dump(), config.layout.model_dump()
     changed = next((name for name in now if now[name] != before[name]), None)
-    if changed is not None and (setting := config.machine_dependent_setting):
+    engine, setting = config.rollout.engine, config.machine_dependent_setting
+    if isinstance(engine, SGLangServers) and engine.numerics == "stock" and not engine.urls:
+        setting = setting or "rollout.engine.numerics = stock"  # the run starts the servers by its layout
+    if changed is not None and setting:
         raise UserError(
             f"--set layout.{changed}={now[changed]}: the run has {before[changed]}, and with {setting} "
             "another layout may give other bits; leave it out, or use `ppo-repro run` for a run of its own"

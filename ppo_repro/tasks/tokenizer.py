@@ -99,7 +99,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spelled: froz
     """Decode tokens without a clean-up of spaces; only the special tokens in `spelled` have a text."""
     if spelled.isdisjoint(ids):
         return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    hidden = set(special_tokens(tokenizer).values()) - spelled
+    hidden = special_ids(tokenizer) - spelled
     return full_text(tokenizer, [token for token in ids if token not in hidden])
 
 
@@ -120,6 +120,11 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {**added, **dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))}
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return every special token, also those that no attribute of the tokenizer names, such as an end of turn."""
+    return frozenset(special_tokens(tokenizer).values())
+
+
 def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[int]:
     """Return the number of characters of `text` that are complete after each token.
 
@@ -127,11 +132,11 @@ def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str
     the cost is linear in the length, for bytes of no character too.
     """
     ends: list[int] = []
-    without_text = set(special_tokens(tokenizer).values())
+    special = special_ids(tokenizer)
     window, read, complete = 0, 0, 0
     recent = deque[int](maxlen=LOOK)  # tokens with text since `read`
     for i, token in enumerate(ids):
-        if token not in without_text:
+        if token not in special:
             recent.append(token)
         # a character has at most four bytes, so these few tell as well as all since `read` that none ends here
         if len(recent) == LOOK and decode(tokenizer, list(recent)).endswith("\ufffd"):
@@ -145,7 +150,6 @@ def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str
             recent.clear()
         ends.append(min(complete, len(text)))
     # an incomplete character at the end belongs to the last token that can have text
-    special = set(tokenizer.all_special_ids)
     last = max((i for i, token in enumerate(ids) if token not in special), default=len(ids))
     ends[last:] = [len(text)] * (len(ids) - last)
     return ends
@@ -162,7 +166,7 @@ def spans(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> 
     byte_offsets = [0]
     for character in text:
         byte_offsets.append(byte_offsets[-1] + len(character.encode("utf-8", "surrogatepass")))
-    special = set(tokenizer.all_special_ids)
+    special = special_ids(tokenizer)
     word_ids: list[int] = []
     sub_idx: list[int] = []
     inside_character = False

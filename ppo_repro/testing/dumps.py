@@ -36,8 +36,14 @@ EXTRA = {
 }
 DumpRow = Mapping[str, Any]
 Array = npt.NDArray[Any]
-Kind = Literal["log-probs in nats", "token ids", "positions", "0 and 1"]
-_DTYPES = {"log-probs in nats": "fiu", "token ids": "iu", "positions": "iu", "0 and 1": "fiub"}  # kinds of NumPy
+Kind = Literal["log-probs in nats", "numbers", "token ids", "positions", "0 and 1"]
+_DTYPES = {
+    "log-probs in nats": "fiu",
+    "numbers": "fiu",
+    "token ids": "iu",
+    "positions": "iu",
+    "0 and 1": "fiub",
+}  # kinds of NumPy
 
 
 @dataclass(frozen=True)
@@ -245,7 +251,7 @@ def _extra(where: str, row: DumpRow, tokens: int) -> dict[str, Array]:
         if 0 < len(values) != tokens:
             raise UserError(f"{where}: {name} has {len(values)} entries for {tokens} response tokens")
         if len(values):
-            found[name] = _array(where, name, values, "log-probs in nats")
+            found[name] = _array(where, name, values, "numbers")
     return found
 
 
@@ -273,8 +279,8 @@ def _response_length(where: str, row: DumpRow, name: str, tokens: int) -> int:
 
 
 def _array(where: str, name: str, values: Any, kind: Kind) -> Array:
-    """Return a list of numbers as an array of float64 or int64; null becomes NaN in log-probs."""
-    is_float = kind == "log-probs in nats"
+    """Return a list of numbers as an array of float64 or int64; null becomes NaN in float64."""
+    is_float = kind in ("log-probs in nats", "numbers")
     try:
         array = np.array([np.nan if v is None else v for v in values] if is_float else values)
         if array.ndim != 1 or (array.size and array.dtype.kind not in _DTYPES[kind]):

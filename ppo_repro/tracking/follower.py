@@ -160,7 +160,9 @@ def _wait(process: subprocess.Popen[str], folder: Path, target: Target, copies: 
         out, _ = process.communicate(timeout=patience)  # closes its stdin: the run is over
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
+        process.wait()  # not for the end of its output: a process that a user's function forked may keep the pipe
+        assert process.stdout is not None
+        process.stdout.close()
         problem = f"tracking did not finish within {patience:.0f} s after the run"
     else:
         *_, answer = ["", *out.splitlines()]
@@ -189,6 +191,7 @@ def main(folder: Path, target: Target) -> None:
     What libraries and functions print goes to stderr: nobody reads stdout before the end, and a full pipe blocks.
     """
     answer = os.fdopen(os.dup(1), "w", errors="backslashreplace")
+    os.register_at_fork(after_in_child=answer.close)  # a process that is left behind would keep the run waiting
     os.dup2(2, 1)
     ended = threading.Event()
     threading.Thread(target=_tell_end, args=(ended,), daemon=True).start()
@@ -197,7 +200,7 @@ def main(folder: Path, target: Target) -> None:
     except UserError as error:
         if target.kind == FUNCTION:
             say(f"warning: {one_line(error)}; the run goes on")
-        print(one_line(error), file=answer)
+        print(one_line(error), file=answer, flush=True)
         sys.exit(1)
     # flushed: threads of libraries may abort the process while it ends, after all copies are made
     print(DONE + json.dumps({"lines": copies.lines, "fields": copies.fields}), file=answer, flush=True)

@@ -89,13 +89,14 @@ def follow(folder: Path, is_over: IsOver, begin: Callable[[Path, dict[str, Any]]
     while not over:
         over = still(POLL_SECONDS)  # asked before reading: the last iterations are read too
         for run_dir, row in _runs(folder):
+            number = None
             try:
                 number = run_dir.stat().st_ino
                 if number not in followed:
                     followed[number] = _Followed(run_dir, begin(run_dir, row))
                 followed[number].catch_up(over)
             except (FileNotFoundError, UserError):
-                if run_dir.is_dir():
+                if run_dir.is_dir() and run_dir.stat().st_ino == number:
                     raise
                 # the run failed before its first iteration, and removed its folder just now
         over = over or (not is_grid and all(run.ended for run in followed.values()))

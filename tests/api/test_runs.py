@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import runpy
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -102,6 +103,23 @@ def test_overrides_are_a_dict_or_texts_for_a_file_and_for_a_tree(tmp_path: Path)
     run = ppo_repro.train(given, overrides=["seed=5"], out=tmp_path)
     assert run.config.seed == 5, "the caller's dict stays"
     assert given["seed"] == tree.seed, "the caller's dict stays"
+
+
+NESTED = '''
+def nested(prompt, response, answer, bonus=BONUS):
+    """Names inside a lambda and a generator, in a default, and an attribute with the name of a variable."""
+    right = any(re.match(word, response) for word in answer.split())
+    return (lambda x: x * math.pi)(bonus) if right else 0.0
+'''
+
+
+def test_a_notebooks_reward_takes_what_its_inner_functions_and_defaults_read(tmp_path: Path) -> None:
+    reward = of_a_notebook(NESTED, "nested", math=math, re=re, BONUS=BONUS, split=["a", "list"])
+    file, _, name = reward_path(reward, tmp_path).rpartition(":")
+    assert Path(file).read_text().startswith("BONUS = 0.5\nimport math as math\nimport re as re\n")
+    namespace: dict[str, Any] = {}
+    exec(Path(file).read_text(), namespace)
+    assert namespace[name]("", "12", "12 3") == reward("", "12", "12 3") == BONUS * math.pi
 
 
 OF_THIS_FOLDER = ModuleType("mine")

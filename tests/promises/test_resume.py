@@ -29,14 +29,14 @@ from ppo_repro.records import manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs import checkpoint, kept_checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
-from ppo_repro.runs.resume import Resumed
+from ppo_repro.runs.resume import Resumed, _require_same_layout
 from ppo_repro.runs.verify import verify
 from tests.support.forked import forked
 from tests.support.language import resume, tiny_run
 from tests.support.paths import TINY
 from tests.support.recipes import OTHER_LAYOUT
 from tests.support.resume import Recorded, newest, record, require_as_uninterrupted
-from tests.support.runs import run_below
+from tests.support.runs import run_below, small_config
 
 # what moves from iteration to iteration besides the weights
 ADAPTIVE = (
@@ -272,6 +272,18 @@ def test_a_layout_that_may_change_bits_is_refused(fields: tuple[str, ...], bound
             resume(part, [f"layout.{field}={now}"])
     assert (part / MANIFEST).read_bytes() == before
     assert resume(part, ["layout.threads=1"]) == Resumed(1, 1)
+
+
+def test_another_layout_of_stock_servers_that_the_run_starts_is_refused() -> None:
+    stock = "{kind: sglang, numerics: stock, servers: 1}"
+    recorded = small_config(f"rollout.engine={stock}")
+    config = small_config(f"rollout.engine={stock}", "layout.threads=2")
+    with pytest.raises(UserError, match=r"threads=2: the run has 1, and with rollout\.engine\.numerics = stock"):
+        _require_same_layout(recorded, config)
+    running = "{kind: sglang, numerics: stock, urls: ['http://127.0.0.1:1']}"
+    _require_same_layout(
+        small_config(f"rollout.engine={running}"), small_config(f"rollout.engine={running}", "layout.threads=2")
+    )
 
 
 def test_a_link_out_of_the_folder_is_refused(recorded: Recorded, tmp_path: Path) -> None:

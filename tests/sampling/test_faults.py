@@ -23,10 +23,11 @@ from ppo_repro.config.mismatch import MismatchConfig, TrainerFaults
 from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.sampling.faults.logits import biased
-from ppo_repro.sampling.faults.sampler import FlippingEngine, with_faults
+from ppo_repro.sampling.faults.sampler import FlippingEngine, flip_bit, with_faults
 from ppo_repro.sampling.faults.trainer import dropout, received
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.bare import bare_rollout
+from tests.support.models import CONFIGS, small_model
 from tests.support.runs import small_config
 from tests.support.thread_ranks import Thread, threads
 
@@ -118,6 +119,15 @@ def test_no_token_is_flipped_to_one_that_is_special_ends_a_response_or_is_unknow
     found = {token: flipped(token) for token in range(last + 1)}
     assert set(found.values()).isdisjoint({0, 1, end, last})
     assert found == {token: max(token - 1, 2) for token in range(last + 1)} | {2: 3, end + 1: end - 1}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_flipped_bit_is_not_of_an_embedding(family: str) -> None:
+    policy = small_model(CONFIGS[family](), 0)
+    before = {name: weight.clone() for name, weight in policy.named_parameters()}
+    flip_bit(policy)
+    (changed,) = (name for name, weight in policy.named_parameters() if not torch.equal(weight, before[name]))
+    assert ".layers.0." in changed or ".h.0." in changed
 
 
 TURNS = "task={kind: python, path: task.py, num_eval_prompts: 5, max_turns: 2}"

@@ -87,6 +87,18 @@ def test_words_are_cut_at_white_space(tokenizer: PreTrainedTokenizerFast, pieces
         assert (found.word_id[t], found.sub_idx[t]) == (word, sub)
 
 
+def test_an_end_of_turn_that_the_tokenizer_does_not_name_is_a_word_of_its_own() -> None:
+    """As Gemma's `<end_of_turn>`: special among the added tokens, but neither end, padding nor beginning."""
+    tokenizer = train_bpe(CORPUS, 10)
+    tokenizer.backend_tokenizer.add_special_tokens(["<turn>"])
+    turn, part = tokenizer.convert_tokens_to_ids("<turn>"), encode(tokenizer, "é")[0]
+    assert turn not in tokenizer.all_special_ids
+    found, text = spans_of(tokenizer, [*encode(tokenizer, "12"), part, turn])
+    assert text == "12\ufffd"
+    assert found.char_end == [1, 2, 3, 3], "half a character belongs to the last token that can have text"
+    assert found.word_id == [0, 0, 0, 1]
+
+
 KINDS = typing.get_args(TinyModel.model_fields["tokenizer"].annotation)
 TEXT = "the cat, in 2024 sat"
 KIND_CORPUS = [TEXT, "12+7=19", "1234567 cats", "é"]

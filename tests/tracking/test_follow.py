@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,23 @@ def test_a_process_that_aborts_after_its_last_copy_has_made_every_copy(cli: Cli,
     (tmp_path / "follow.py").write_text("import atexit, os\ndef follow(metrics):\n    atexit.register(os.abort)\n")
     said = cli.json("run", TINY, "--out", tmp_path, "--track", f"{tmp_path}/follow.py:follow")
     assert said["function"]["iterations"] == 2
+
+
+@slow
+def test_a_process_that_a_function_leaves_behind_holds_up_no_run(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppo_repro.tracking.follower.END_SECONDS", 5.0)
+    left = "    if os.fork() == 0:\n        time.sleep(1000)\n"
+    told = f"    print(os.getpid(), file=open({str(tmp_path / 'pids')!r}, 'a'), flush=True)\n"
+    body = left.replace("        time", f"    {told}        time")
+    (tmp_path / "follow.py").write_text(f"import os, time\ndef follow(metrics):\n{body}")
+    try:
+        said = cli.json("run", TINY, "--out", tmp_path, "--track", f"{tmp_path}/follow.py:follow")
+        assert said["function"]["iterations"] == 2
+    finally:
+        for pid in (tmp_path / "pids").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
 
 
 @slow

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.base.seeding import words
 from ppo_repro.buffers import Spans
 from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
-from ppo_repro.tasks.tokenizer import decode, spans
+from ppo_repro.tasks.tokenizer import decode, spans, special_ids
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def encode_again(
 
     Special tokens inside a response have no text, and are lost. None if the result has no token, or more than `most`.
     """
-    tail = [ids[-1]] if ended and ids[-1] in tokenizer.all_special_ids else []
+    tail = [ids[-1]] if ended and ids[-1] in special_ids(tokenizer) else []
     body = list(ids[: len(ids) - len(tail)])
     text = decode(tokenizer, ids)
     new = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -14,6 +14,7 @@ from ppo_repro.config.mismatch import MismatchConfig
 from ppo_repro.engine import Completion, Dialogue, Engine, Request, Sampling
 from ppo_repro.models.state import TrainState
 from ppo_repro.sampling.faults.retokenizing import RetokenizingEngine
+from ppo_repro.tasks.tokenizer import special_ids
 
 
 def with_faults(
@@ -33,7 +34,7 @@ def with_faults(
         flip_bit(state.policy)
     if mismatch.flip == "token":
         known = {i for i in tokenizer.get_vocab().values() if i < state.policy.config.vocab_size}
-        engine = FlippingEngine(engine, state, ranks, known.difference(tokenizer.all_special_ids, end_ids))
+        engine = FlippingEngine(engine, state, ranks, known.difference(special_ids(tokenizer), end_ids))
     if lag:
         engine = LaggingEngine(engine, state, lag)
     # here and not in `received`: the records have the trainer's tokens, and the loop compares the log-prob of each
@@ -42,7 +43,8 @@ def with_faults(
 
 def flip_bit(policy: nn.Module) -> None:
     """Change the last bit of the first number of the first weight matrix after the embeddings."""
-    matrix = next(p for name, p in policy.named_parameters() if p.dim() == 2 and "embed" not in name)
+    embeddings = {id(module.weight) for module in policy.modules() if isinstance(module, nn.Embedding)}
+    matrix = next(p for p in policy.parameters() if p.dim() == 2 and id(p) not in embeddings)
     with torch.no_grad():
         matrix.view(torch.int32)[0, 0].bitwise_xor_(1)
 

@@ -61,7 +61,7 @@ AS_LIKELY = 3.0
 # What is said? The hypotheses that explain a side with the fewest deviations; a cause counts 1
 # a parameter counts half a cause: its value adapts to the errors of another cause
 PER_PARAMETER = 0.5
-# a fitted value so near to another row's value is that row: four digits are printed
+# a fitted value so near to another row's value is that row
 SAME_VALUE = 5e-4
 # 16-bit rounding with other bits, or another order, counts as a cause with a parameter: such a pattern is vague
 PATTERN = 1.0 + PER_PARAMETER

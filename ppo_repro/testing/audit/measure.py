@@ -27,7 +27,10 @@ class Stored:
     decimals: int = 9
 
     def half_spacing(self, x: Tensor) -> Tensor:
-        """Return half the distance between neighbouring numbers of the format at each x, and 1 % for float32."""
+        """Return half the distance between neighbouring numbers of the format at each x, and 1 % more.
+
+        The 1 % is for a side that was stored in float32 after it was rounded to the format.
+        """
         if not self.name:
             return torch.zeros_like(x)
         if not self.mantissa:

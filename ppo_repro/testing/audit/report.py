@@ -75,6 +75,7 @@ def _side_fields(side: JudgedSide) -> dict[str, Any]:
         "largest": side.distance.largest,
         "wrong_responses": len(side.distance.wrong),
         "is_right": side.is_right,
+        "state": side.state,
         "cause": side.cause,
         "advice": side.advice,
         "left": side.left,

@@ -339,8 +339,10 @@ def _sorted(tried: Sequence[Hypothesis]) -> Hypotheses:
     """
     once: dict[tuple[Pattern, tuple[Cause, ...]], Hypothesis] = {}
     for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
+        if t.explains and not once.get(t.identity, t).explains:
+            once[t.identity] = t
         # another cause beside one that leaves the same explains nothing more
-        if t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):
+        elif t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):
             once.setdefault(t.identity, t)
     fewest = min((t.deviations for t in tried if t.explains), default=0.0)
     fewest += limits.PER_PARAMETER * any(t.explains and t.is_option for t in tried)

@@ -203,13 +203,15 @@ def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
 def test_causes_not_words_tell_hypotheses_apart() -> None:
     at_1, twice, multiplied, at_x = DISTRIBUTIONS[:4]
 
-    def of(cause: Cause, x: float, left: float) -> search.Hypothesis:
-        return search.Hypothesis(((cause, x),), torch.tensor([left]), True, "these words", "", cause.deviations)
+    def of(cause: Cause, x: float, left: float, explains: bool = True) -> search.Hypothesis:
+        return search.Hypothesis(((cause, x),), torch.tensor([left]), explains, "these words", "", cause.deviations)
 
     tried = [of(twice, 0.0, 2e-7), of(multiplied, 0.0, 1e-7), of(twice, 0.0, 3e-7), of(at_1, 0.0, 5e-7)]
     found = search._sorted([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
     assert [t.causes[0][0] for t in found.best] == [multiplied, twice, at_1]
     assert [t.causes for t in found.others] == [((at_x, 0.9),)]
+    found = search._sorted([of(at_1, 0.0, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
+    assert [t.causes for t in found.best] == [((at_x, 0.9997),)], "the fitted value explains, 1 does not"
 
 
 def wrong_sampler(made: Material, causes: Sequence[Cause]) -> WrongSide:
@@ -341,7 +343,7 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
     found = audit(stack, made.dump(values, values, mask), sampling)
     assert found.sampler.is_right
     assert found.trainer.is_right
-    assert found.sampler.definition.words == f"processed{order}" if sampling.is_cut() else "tempered"
+    assert found.sampler.definition.words == (f"processed{order}" if sampling.is_cut() else "tempered")
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def test_a_run_is_followed_through_its_death_and_its_second_life(browser: Any, t
         look(browser)
         browser.get(server.address)
         until(lambda: "No response matches" in text(browser, "#found"), "an empty page")
-        process = started("run", TINY, "--set", "ppo.iterations=40", "--out", tmp_path)
+        process = started("run", TINY, "--set", "ppo.iterations=100", "--out", tmp_path)
         try:
             until(lambda: " of " in text(browser, "#found"), "the first responses", 120)
             assert "running" in text(browser, "#runs")
@@ -178,11 +178,11 @@ def test_a_run_is_followed_through_its_death_and_its_second_life(browser: Any, t
             process.communicate()
         until(lambda: "1 killed" in text(browser, "#runs"), "that nobody writes the run")
         (run,) = (path.parent for path in tmp_path.glob("*/*/manifest.json"))
-        assert manifest.load_head(run).num_iterations < 40, "it was killed in time"
+        assert manifest.load_head(run).num_iterations < 100, "it was killed in time"
         resumed = started("resume", run)
         _, err = resumed.communicate(timeout=200)
         assert resumed.returncode == 0, err
-        until(lambda: "1 complete" in text(browser, "#runs") and "40 of 40" in text(browser, "#runs"), "the rest")
+        until(lambda: "1 complete" in text(browser, "#runs") and "100 of 100" in text(browser, "#runs"), "the rest")
         total = manifest.load(run).iterations
         responses = sum(entry.tables["sequences"].rows for entry in total)
         until(lambda: f" of {responses:,} responses" in text(browser, "#found"), "the responses of the rest")

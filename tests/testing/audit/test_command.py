@@ -156,7 +156,8 @@ def test_other_weights_are_wrong_and_named_where_they_are_given(cli: Cli, dump: 
     later = dump[1].parents[1] / FINAL
     code, out, _ = cli("audit", dump[0], "--model", later, "--also", dump[1], "--responses", "6", "--json")
     assert code == 1
-    assert json.loads(out)["sampler"]["cause"] == f"weights of {dump[1]}"
+    found = json.loads(out)["sampler"]
+    assert (found["state"], found["cause"]) == ("explained", f"weights of {dump[1]}")
 
 
 RAW = "temperature 1 instead of 0.8"

@@ -48,10 +48,13 @@ def reward_path(reward: Reward | str, folder: Path) -> str:
         return f"{file}:{name}"
     try:
         source = textwrap.dedent(inspect.getsource(reward))
-    except (OSError, TypeError) as error:
+        (head,) = ast.parse(source).body
+    except (OSError, TypeError, SyntaxError) as error:
         raise UserError(f"reward: the source of {name} cannot be read; give reward='FILE.py:FUNCTION'") from error
+    if not isinstance(head, ast.FunctionDef):
+        raise UserError(f"reward: {name} must be made by `def`, not by `async def`")
     nonlocals, lines = inspect.getclosurevars(reward).nonlocals, []
-    for variable, value in sorted({**_globals_of(reward, source), **nonlocals}.items()):
+    for variable, value in sorted({**_globals_of(reward, head), **nonlocals}.items()):
         if isinstance(value, ModuleType):
             _require_installed(name, value)
             lines.append(f"import {value.__name__} as {variable}")
@@ -70,14 +73,15 @@ def reward_path(reward: Reward | str, folder: Path) -> str:
     return f"{path}:{name}"
 
 
-def _globals_of(function: FunctionType, source: str) -> dict[str, object]:
-    """Return the global variables that a function, functions inside it, its defaults or its annotations read."""
+def _globals_of(function: FunctionType, head: ast.FunctionDef) -> dict[str, object]:
+    """Return the global variables that a function, functions inside it, its defaults or its annotations read.
+
+    `head` is the parsed source of the function.
+    """
     codes, names = [function.__code__], set[str]()
     for code in codes:  # which grows
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         names |= {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    (head,) = ast.parse(source).body
-    assert isinstance(head, ast.FunctionDef)
     around = [head.args] if head.returns is None else [head.args, head.returns]
     names |= {node.id for part in around for node in ast.walk(part) if isinstance(node, ast.Name)}
     read = {name: function.__globals__[name] for name in names if name in function.__globals__}

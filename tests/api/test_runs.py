@@ -122,6 +122,11 @@ def test_a_notebooks_reward_takes_what_its_inner_functions_and_defaults_read(tmp
     assert namespace[name]("", "12", "12 3") == reward("", "12", "12 3") == BONUS * math.pi
 
 
+def test_a_notebooks_reward_is_no_coroutine(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="made by `def`, not by `async def`"):
+        reward_path(of_a_notebook("async def later(response):\n    return 1.0\n", "later"), tmp_path)
+
+
 OF_THIS_FOLDER = ModuleType("mine")
 OF_THIS_FOLDER.__file__ = str(Path.cwd() / "mine.py")
 BORROWED = "def graded(response):\n    return mine.score(response)\n"

@@ -45,7 +45,7 @@ from pathlib import Path
 from ppo_repro.analysis.view.server import Server
 server = Server([Path(sys.argv[1])], 0)
 server.index.look()
-assert server.index.rows("select count(*) as n from responses")[0]["n"] > 0
+assert server.index.responses.rows("select count(*) as n from responses")[0]["n"] > 0
 server.index.close()
 """
 WANDB = """

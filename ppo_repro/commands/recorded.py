@@ -121,15 +121,15 @@ def verify_command(arguments: argparse.Namespace) -> int:
     """Check every file of a run by its digest, then compute rewards, advantages and losses again from the records."""
     say(f"{arguments.run}: every byte beside its recorded digest")
     from ppo_repro.records import manifest
-    from ppo_repro.runs.verify import verify
+    from ppo_repro.runs.verify_files import verify_files
 
     recorded = manifest.load(arguments.run)
-    whole = verify(arguments.run, recorded)
+    whole = verify_files(arguments.run, recorded)
     whole = dataclasses.replace(whole, status=state_of(arguments.run, whole.status))
     again, lines = None, whole.lines()
     if not arguments.files:
         say(f"{arguments.run}: computing from the records alone")
-        from ppo_repro.runs.replay import recompute
+        from ppo_repro.runs.verify_stages import recompute
 
         again = recompute(arguments.run, recorded)
         if not manifest.has_responses(recorded):

@@ -22,7 +22,7 @@ from ppo_repro.runs.machine_memory import require_memory
 from ppo_repro.runs.machines import files_of, on_every_machine
 from ppo_repro.runs.run import NO_TRACKING, Inherited, compute_new, writing
 from ppo_repro.runs.starting_point import Start, load_start, start_files
-from ppo_repro.runs.verify import verify
+from ppo_repro.runs.verify_files import verify_files
 from ppo_repro.stages.coefficients import first_coefficients
 
 WARM_START = "warm_start_steps"  # the only preparation that a fork does not repeat
@@ -48,7 +48,7 @@ def fork(
     ranks, files = kind.ranks, partial(_files, plan)
     with writing(ranks, plan.folder), tracking, on_every_machine(ranks, plan.config, files) as (config, here):
         if ranks.is_first:
-            verify(plan.source, plan.recorded)
+            verify_files(plan.source, plan.recorded)
         plan = replace(plan, config=config, source=here(plan.source))
         require_memory(config, ranks.size, ranks.rank)
         start = _start(plan)

@@ -25,7 +25,7 @@ from ppo_repro.runs.machines import on_every_machine
 from ppo_repro.runs.recorded_inputs import Continued, continued
 from ppo_repro.runs.run import NO_TRACKING, mark_ended, raise_with_repair, writing
 from ppo_repro.runs.starting_point import load_newest
-from ppo_repro.runs.verify import Verified, verify
+from ppo_repro.runs.verify_files import Verified, verify_files
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def resume(
             work_along(opened)
             return resumed
         files = _files_to_go_on_with(run_dir, recorded, resumed.start)
-        contents = verify(run_dir, recorded.model_copy(update={"files": files}))
+        contents = verify_files(run_dir, recorded.model_copy(update={"files": files}))
         clock.lap("inputs")
         environment = {**describe_environment(config, ranks.size), folder.STARTED: as_text(clock.started)}
         tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}

@@ -21,7 +21,7 @@ from ppo_repro.config.inputs import run_folder
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference
-from ppo_repro.runs.verify import verify
+from ppo_repro.runs.verify_files import verify_files
 from tests.support import synthetic_run
 from tests.support.cli import Cli, one_line
 from tests.support.language import run
@@ -107,7 +107,7 @@ def frames(run_dir: Path) -> list[pd.DataFrame]:
 def refusal(run_dir: Path) -> str:
     """What `verify` says; empty where it finds nothing."""
     try:
-        verify(run_dir)
+        verify_files(run_dir)
     except UserError as error:
         return str(error)
     return ""
@@ -186,7 +186,7 @@ def test_a_file_that_the_run_did_not_write_is_named(tmp_path: Path) -> None:
         path.unlink()
     for name in ("label.json.tmp", "report.html"):  # the first one is of a process that was killed
         (run_dir / name).write_text("x")
-    assert verify(run_dir).uncovered == ("label.json.tmp", "report.html")
+    assert verify_files(run_dir).uncovered == ("label.json.tmp", "report.html")
 
 
 def test_what_a_kill_leaves_is_told_apart(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_what_a_kill_leaves_is_told_apart(tmp_path: Path) -> None:
     notes = ("accuracy.json", "card.json", "resumed-001.json", "times.json.tmp")
     for name in ("manifest.json.tmp", *notes):
         (run_dir / name).write_text("half")
-    found = verify(run_dir)
+    found = verify_files(run_dir)
     expected = ["manifest.json.tmp", *notes, "records/tokens/iteration=000002.parquet"]
     assert list(found.unfinished) == sorted(expected)
     assert found.unfinished_line > 0

@@ -16,7 +16,7 @@ from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.fork_plan import plan_fork
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.summary import score_of
-from ppo_repro.runs.verify import verify
+from ppo_repro.runs.verify_files import verify_files
 from tests.support.cli import Cli
 from tests.support.disk import recorded
 from tests.support.language import fork, rerun, resume, tiny_run
@@ -55,7 +55,7 @@ def test_a_fork_is_on_the_disk_before_it_has_its_name_and_its_models_before_they
     named = [state for state in disk.states if str(name) in state.content]
     assert len(named) > 40
     for number, state in enumerate([*named[:10], *named[-10:]]):
-        verify(state.write(tmp_path / str(number)) / name)
+        verify_files(state.write(tmp_path / str(number)) / name)
 
 
 def test_a_finished_run_goes_on_as_if_it_had_been_longer(origin: Path, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_fork_resumes_and_reruns_without_its_origin(origin: Path, tmp_path: Pa
     assert fork(source, folder, 2, *changes, watcher=Snapshots(forked, tmp_path / "parts")) == forked
     shutil.rmtree(source)
     (tmp_path / "reward.py").unlink()
-    assert verify(forked).iterations == 5
+    assert verify_files(forked).iterations == 5
     found = rerun(forked, OTHER_LAYOUT)
     assert (found.difference, found.iterations) == (None, 3)
     assert found.fingerprint == manifest.load(forked).fingerprint

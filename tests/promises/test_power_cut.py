@@ -17,7 +17,7 @@ from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import NO_STATE, Checkpoint
 from ppo_repro.runs.resume import remove_unfinished
-from ppo_repro.runs.verify import verify
+from ppo_repro.runs.verify_files import verify_files
 from tests.support import synthetic_run
 from tests.support.disk import Disk, State, recorded
 
@@ -51,7 +51,7 @@ def record(run_dir: Path, disk: Disk | None = None) -> None:
     if not run_dir.exists():
         synthetic_run.create_run(run_dir)
     found = manifest.load(run_dir)
-    contents = verify(run_dir, found)
+    contents = verify_files(run_dir, found)
     if found.status == "complete":
         return
     remove_unfinished(run_dir, found, contents)
@@ -86,7 +86,7 @@ def require_whole(state: State, folder: Path) -> Path:
         assert state.promised == 0, where
     else:
         assert manifest.load(run_dir).num_iterations >= state.promised, where
-        verify(run_dir)
+        verify_files(run_dir)
     return run_dir
 
 
@@ -105,7 +105,7 @@ def test_a_run_goes_on_after_a_kill_or_a_power_cut_between_any_two_calls(tmp_pat
         if number % every == 0:
             record(run_dir)
             assert manifest.load(run_dir).fingerprint == expected.fingerprint, state.how
-            assert verify(run_dir).unfinished == (), state.how
+            assert verify_files(run_dir).unfinished == (), state.how
     print(f"\n{len(disk.calls)} calls, {len(disk.states)} states of the disk")
 
 

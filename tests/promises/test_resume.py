@@ -30,7 +30,7 @@ from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs import checkpoint, kept_checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.resume import Resumed, _require_same_layout
-from ppo_repro.runs.verify import verify
+from ppo_repro.runs.verify_files import verify_files
 from tests.support.forked import forked
 from tests.support.language import resume, tiny_run
 from tests.support.paths import TINY
@@ -64,7 +64,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     assert resume(run_dir, OTHER_LAYOUT) == Resumed(start, iterations)
     recorded.require_same(run_dir)
     assert all(path.read_bytes() == content for path, content in records.items()), "a committed file was rewritten"
-    assert verify(run_dir).status == "complete"
+    assert verify_files(run_dir).status == "complete"
 
 
 def test_a_reference_that_no_manifest_lists_yet_is_saved_again(recorded: Recorded, tmp_path: Path) -> None:
@@ -335,13 +335,13 @@ def test_runs_and_forks_killed_at_any_instant_are_resumed(tmp_path: Path) -> Non
             # everything that is there is of the uninterrupted run
             found = manifest.load(killed_dir)
             assert found.iterations == expected.iterations[: found.num_iterations]
-            half = "" if not verify(killed_dir).unfinished else ", while it wrote"
+            half = "" if not verify_files(killed_dir).unfinished else ", while it wrote"
             seen[f"{command}: {found.num_iterations} recorded{half}"] += 1
             is_complete = found.status == "complete"
         require_as_uninterrupted(killed_dir, whole)
-        assert verify(killed_dir).unfinished == ()
+        assert verify_files(killed_dir).unfinished == ()
         shutil.rmtree(out)
-    assert verify(run_dir).status == "complete", "a fork shares files with its origin"
+    assert verify_files(run_dir).status == "complete", "a fork shares files with its origin"
     print(f"\n{kills} kills in {chain} runs and forks of {seconds:.2f} s; found: {dict(sorted(seen.items()))}")
     assert kills >= KILLS
     assert len(seen) > 4

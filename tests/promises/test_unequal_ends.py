@@ -22,7 +22,7 @@ from ppo_repro.numerics.weights import weights_digest
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.runs.resume import Resumed
-from ppo_repro.runs.verify import verify
+from ppo_repro.runs.verify_files import verify_files
 from ppo_repro.stages.agreement import UnequalBits
 from tests.support.cli import Cli
 from tests.support.language import rerun, resume, run, tiny_run
@@ -77,7 +77,7 @@ def test_complete_iterations_are_kept_and_the_token_can_be_looked_at(failed: tup
     assert found["rollout_logprobs"].item() != found["old_logprobs"].item()
     last_step = reader.read_table("steps", whole_run).query("iteration == 0").iloc[-1]
     assert weights_digest(load_folder(run_dir / UNEQUAL)[0].named_parameters()) == last_step["policy_digest"]
-    whole = verify(run_dir)
+    whole = verify_files(run_dir)
     assert (whole.status, whole.iterations, whole.model_folders) == ("failed", 1, 1)
     assert (whole.unfinished, whole.uncovered) == ((), ())
 
@@ -97,7 +97,7 @@ def test_rerun_refuses_it_and_resume_ends_there_again_or_goes_on(
     # once what was wrong is put right, it is the run that it would have been
     assert resume(run_dir) == Resumed(0, 1)
     assert manifest.load(run_dir).fingerprint == manifest.load(whole_run).fingerprint
-    assert verify(run_dir).status == "complete"
+    assert verify_files(run_dir).status == "complete"
 
 
 def test_from_a_checkpoint_it_goes_on_and_what_was_kept_is_gone(
@@ -106,11 +106,11 @@ def test_from_a_checkpoint_it_goes_on_and_what_was_kept_is_gone(
     with monkeypatch.context() as patch:
         sampler_differs(patch, 1, 3, 0)
         run_dir, _ = ended(tmp_path, "checkpoints.every=1")
-    assert verify(run_dir).model_folders == 2  # and the reference
+    assert verify_files(run_dir).model_folders == 2  # and the reference
     assert resume(run_dir) == Resumed(1, 1)
     assert manifest.load(run_dir).fingerprint == manifest.load(whole_run).fingerprint
     assert not (run_dir / UNEQUAL).exists()
-    assert verify(run_dir).uncovered == ()
+    assert verify_files(run_dir).uncovered == ()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_ratio_or_a_value_of_the_first_minibatch_ends_the_first_iteration(
     assert re.match(rf"iteration 0, response \d+, token 0: {says}", error)
     # without a complete iteration the folder stays too: there is something to look at
     assert manifest.load(run_dir).status == "failed"
-    assert verify(run_dir).iterations == 0
+    assert verify_files(run_dir).iterations == 0
 
 
 @pytest.mark.parametrize("override", ["numerics.mode=native", "rollout.mismatch_sigma=0.1"])

@@ -23,9 +23,9 @@ from ppo_repro.numerics import library
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import setup_changes
 from ppo_repro.runs import checkpoint
-from ppo_repro.runs.replay import recompute
 from ppo_repro.runs.resume import Resumed
-from ppo_repro.runs.verify import verify
+from ppo_repro.runs.verify_files import verify_files
+from ppo_repro.runs.verify_stages import recompute
 from tests.grids.small_grids import grid_file
 from tests.support.language import fork, rerun, resume, run, tiny_run
 from tests.support.paths import TINY
@@ -68,7 +68,7 @@ def test_a_run_recorded_with_fewer_fields_opens_resumes_reruns_and_forks(tmp_pat
     whole, part = aged(recorded.whole), aged(recorded.copy(2, tmp_path))
     assert ppo_repro.open_run(whole).status == "complete"
     assert setup_changes(whole, new) == {}
-    assert verify(whole).iterations == 3
+    assert verify_files(whole).iterations == 3
     assert rerun(whole).difference is None
     assert resume(part) == Resumed(2, 2)
     require_as_uninterrupted(part, whole)

@@ -11,7 +11,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference
 from ppo_repro.records.schema import LEVELS
-from ppo_repro.runs.replay import STAGES, LeftOut, Stage
+from ppo_repro.runs.verify_stages import STAGES, LeftOut, Stage
 from tests.support.language import resume, run, tiny_run
 from tests.support.paths import TINY
 from tests.support.resume import Stopped

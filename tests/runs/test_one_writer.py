@@ -16,7 +16,7 @@ from ppo_repro.base.lock import only_writer
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest
 from ppo_repro.runs.fork_plan import plan_fork
-from ppo_repro.runs.verify import verify
+from ppo_repro.runs.verify_files import verify_files
 from tests.support.cli import Cli, sets
 from tests.support.control import resume, run, small_control
 from tests.support.language import tiny_run
@@ -50,7 +50,7 @@ def test_whoever_comes_at_any_moment_of_a_run_is_refused_and_the_run_is_whole(
     monkeypatch.undo()
     assert came["run"] > came["resume"] > 50, came
     assert manifest.load(run_dir).fingerprint == manifest.load(control_run).fingerprint
-    assert verify(run_dir).unfinished == ()
+    assert verify_files(run_dir).unfinished == ()
     assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
 
 

@@ -9,7 +9,7 @@ import pytest
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
-from ppo_repro.runs.replay import Recomputed, recompute
+from ppo_repro.runs.verify_stages import Recomputed, recompute
 from tests.support.paths import SMALL
 
 REWARD_MODEL = "{kind: trained_model, num_pairs: 24, minibatch_size: 8, learning_rate: 1e-3}"

@@ -15,7 +15,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.records import reader
 from ppo_repro.runs.resume import Resumed
-from ppo_repro.runs.verify import verify
+from ppo_repro.runs.verify_files import verify_files
 from tests.support.cli import Cli
 from tests.support.language import fork, rerun, resume, run
 from tests.support.own_engine import UNIFORM, config_of, written
@@ -73,7 +73,7 @@ def test_a_killed_run_goes_on_with_what_it_had_sampled(recorded: Recorded, tmp_p
     records = {path: path.read_bytes() for path in (run_dir / "records").rglob("*.parquet")}
     assert resume(run_dir) == Resumed(0, iterations)
     assert all(path.read_bytes() == content for path, content in records.items())
-    assert verify(run_dir).status == "complete"
+    assert verify_files(run_dir).status == "complete"
     assert rerun(run_dir).difference is None
 
 
@@ -187,7 +187,7 @@ def test_an_error_later_keeps_the_iterations_before_it(cli: Cli, tmp_path: Path)
     said = refusal(cli, tmp_path, once)
     assert "Engine.generate raised AssertionError: tired; 2 iterations are recorded" in said
     run_dir = run_below(tmp_path / "runs")
-    assert verify(run_dir).iterations == 2
+    assert verify_files(run_dir).iterations == 2
     assert resume(run_dir) == Resumed(0, 2)  # 2 calls suffice now
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ppo_repro.records import manifest, reader
-from ppo_repro.runs.replay import STAGES, Stage
+from ppo_repro.runs.verify_stages import STAGES, Stage
 from tests.support.cli import Cli
 from tests.support.language import tiny_run
 from tests.support.runs import recomputed

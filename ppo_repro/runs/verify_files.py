@@ -66,7 +66,7 @@ class Verified:
         return [*lines, *self.not_promised]
 
 
-def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
+def verify_files(run_dir: Path, recorded: Manifest | None = None) -> Verified:
     """Compare every file with its digest. Raises UserError for the first damaged, missing or foreign file.
 
     `recorded`: the manifest; None reads it from the folder.

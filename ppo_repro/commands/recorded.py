@@ -57,8 +57,8 @@ def _list(folder: Path, as_json: bool) -> int:
 def _listed(run_dir: Path) -> dict[str, Any]:
     """Describe one run folder; its state is `damaged` if a file that the description needs cannot be read."""
     from ppo_repro.records import manifest
+    from ppo_repro.records.changes import setup_of
     from ppo_repro.records.label import UNLABELLED, read_label
-    from ppo_repro.records.settings import setup_of
     from ppo_repro.runs.summary import score_of
 
     listed: dict[str, Any] = {"folder": str(run_dir), "kind": "-", "state": "damaged", "iterations": 0, "score": None}
@@ -178,8 +178,8 @@ def _show(arguments: argparse.Namespace) -> int:
 def diff_command(arguments: argparse.Namespace) -> int:
     """Compare configurations and inputs of two recorded runs, then every bit; exit 1 at a different bit."""
     say(f"{arguments.a} beside {arguments.b}, bit by bit")
-    from ppo_repro.records.changes import change_lines
-    from ppo_repro.records.diff import first_difference, setup_changes
+    from ppo_repro.records.changes import change_lines, setup_changes
+    from ppo_repro.records.diff import first_difference
 
     changed = setup_changes(arguments.a, arguments.b)
     difference = first_difference(arguments.a, arguments.b)

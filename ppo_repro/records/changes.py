@@ -1,12 +1,40 @@
-"""Compare the configurations and inputs of two runs, field by field, and describe the differences as text."""
+"""Compare the setups of two runs field by field: configuration, inputs and origin."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from ppo_repro.config.files import MODELS, as_written
 from ppo_repro.config.section import Experiment
-from ppo_repro.records.manifest import Origin
+from ppo_repro.config.yaml_text import read_yaml
+from ppo_repro.records import manifest
+from ppo_repro.records.folder import check_config
+from ppo_repro.records.manifest import Head, Origin
+
+Setup = Mapping[str, Any]
+
+
+def setup_of(run_dir: Path, head: Head) -> dict[str, Any]:
+    """Read the setup of a run: fields by dotted name, SHA-256 of inputs, origin of a fork.
+
+    A field that is newer than the run has its default. Raises UserError if config.yaml is damaged.
+    """
+    path = check_config(run_dir, head)
+    config = as_written(MODELS[head.kind], read_yaml(path), str(path))
+    setup = {**flat(config.model_dump(mode="json")), **head.inputs}
+    if head.origin is not None:
+        setup["origin"] = f"iteration {head.origin.iteration} ({Path(head.origin.run).name})"
+    return setup
+
+
+def setup_changes(left_dir: Path, right_dir: Path) -> dict[str, list[Any]]:
+    """Return [left, right] of each field, input digest and origin in which two runs differ.
+
+    Raises UserError if one of the runs is damaged.
+    """
+    return changes(*(setup_of(run_dir, manifest.load_head(run_dir)) for run_dir in (left_dir, right_dir)))
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:

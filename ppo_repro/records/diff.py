@@ -15,9 +15,7 @@ import pyarrow.compute as pc
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema
-from ppo_repro.records.changes import changes
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.records.settings import setup_of
 
 ROWS = "(rows)"
 RUN = "(run)"
@@ -70,14 +68,6 @@ class Difference:
             f"table {self.table}{iteration}, column {self.column}, {where}: {values}; "
             f"{self.unequal_in_column} of {self.rows} rows differ in this column"
         )
-
-
-def setup_changes(left_dir: Path, right_dir: Path) -> dict[str, list[Any]]:
-    """Return [left, right] of each field, input digest and origin in which two runs differ.
-
-    Raises UserError if one of the runs is damaged.
-    """
-    return changes(*(setup_of(run_dir, manifest.load_head(run_dir)) for run_dir in (left_dir, right_dir)))
 
 
 def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference | None:

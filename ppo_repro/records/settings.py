@@ -1,24 +1,18 @@
-"""Short labels of the differences between several runs, for lists and pages of runs."""
+"""Label each run of a list by the fields in which it differs from the other runs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
-from ppo_repro.config.files import MODELS, as_written
-from ppo_repro.config.yaml_text import read_yaml
-from ppo_repro.records.changes import flat
-from ppo_repro.records.folder import check_config
-from ppo_repro.records.manifest import Head
+from ppo_repro.records.changes import Setup
 
 WORDS = 3  # of a short label
 LONGEST = 24  # characters of a value in a short label
 EXPERIMENT = "experiment"
-
-Setup = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -27,19 +21,6 @@ class Setting:
 
     short: str
     whole: str
-
-
-def setup_of(run_dir: Path, head: Head) -> dict[str, Any]:
-    """Read the setup of a run: fields by dotted name, SHA-256 of inputs, origin of a fork.
-
-    A field that is newer than the run has its default. Raises UserError if config.yaml is damaged.
-    """
-    path = check_config(run_dir, head)
-    config = as_written(MODELS[head.kind], read_yaml(path), str(path))
-    setup = {**flat(config.model_dump(mode="json")), **head.inputs}
-    if head.origin is not None:
-        setup["origin"] = f"iteration {head.origin.iteration} ({Path(head.origin.run).name})"
-    return setup
 
 
 def settings_of(setups: Sequence[Setup]) -> list[Setting]:

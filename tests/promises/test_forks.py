@@ -11,7 +11,8 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.diff import first_difference, setup_changes
+from ppo_repro.records.changes import setup_changes
+from ppo_repro.records.diff import first_difference
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.fork_plan import plan_fork
 from ppo_repro.runs.resume import Resumed

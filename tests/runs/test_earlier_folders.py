@@ -21,7 +21,7 @@ from ppo_repro.grids.grid import lay_out, run_grid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.numerics import library
 from ppo_repro.records import manifest
-from ppo_repro.records.diff import setup_changes
+from ppo_repro.records.changes import setup_changes
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify_files import verify_files

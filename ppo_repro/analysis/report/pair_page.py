@@ -18,10 +18,10 @@ from ppo_repro.analysis.report.sections.curves import Curve, curve_sections, inf
 from ppo_repro.analysis.report.sections.held_out import card, evaluations, shortened
 from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.base.errors import UserError
-from ppo_repro.records.changes import shown
-from ppo_repro.records.diff import RUN, first_difference, setup_changes
+from ppo_repro.records.changes import setup_changes, setup_of, shown
+from ppo_repro.records.diff import RUN, first_difference
 from ppo_repro.records.label import read_label
-from ppo_repro.records.settings import settings_of, setup_of
+from ppo_repro.records.settings import settings_of
 from ppo_repro.runs.summary import change
 
 NAMES = ("A", "B")

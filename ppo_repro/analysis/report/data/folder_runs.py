@@ -18,9 +18,10 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
+from ppo_repro.records.changes import setup_of
 from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 from ppo_repro.records.label import read_label
-from ppo_repro.records.settings import Setting, settings_of, setup_of
+from ppo_repro.records.settings import Setting, settings_of
 
 
 @dataclass(frozen=True)

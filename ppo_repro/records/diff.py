@@ -122,7 +122,7 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
         return difference
     for column in table.columns:
         left_column, right_column = _column(left, column), _column(right, column)
-        if not column.is_compared or left_column is None or right_column is None:
+        if not column.is_result or left_column is None or right_column is None:
             continue
         rows = np.flatnonzero(_unequal(column.kind, left_column, right_column))
         if rows.size == 0:

@@ -34,7 +34,8 @@ def includes(level: RecordLevel, lowest: RecordLevel) -> bool:
 class Column:
     """One column: int32, int64, float32, float64, bool, string or a list<> of int32, float32 or float64.
 
-    A column above level `lean` is outside the fingerprint, which therefore is the same at every level.
+    The fingerprint covers the results of level `lean`, which every level records, so it is the same at every level.
+    `diff` and `rerun` compare all results that both runs have.
     """
 
     name: str
@@ -45,26 +46,25 @@ class Column:
     about: str
     field: str = ""  # of the source; empty: the field with the column's name
     nullable: bool = False
-    in_fingerprint: bool = True
+    is_result: bool = True  # False: a time or a place, which may differ between runs of equal results
     level: RecordLevel = "lean"  # the lowest that records it
     only_with: Feature | None = None  # only runs with this feature record the column; None: all runs do
-    also_compared: bool = False  # a result though outside the fingerprint: compared where both runs have it
     stage: Stage | None = None  # the stage of `verify` that computes the column again; None: no stage does
+
+    @property
+    def in_fingerprint(self) -> bool:
+        """Return whether the fingerprint covers this column."""
+        return self.is_result and self.level == "lean"
 
     @property
     def may_be_missing(self) -> bool:
         """Return whether a file may lack this column, whose values are then null."""
         return self.nullable and (self.only_with is not None or not self.in_fingerprint)
 
-    @property
-    def is_compared(self) -> bool:
-        """Return whether `diff` and `rerun` compare this column."""
-        return self.in_fingerprint or self.also_compared
-
 
 # results that `full` and `deep` record, and results that only `deep` records
-full = partial(Column, nullable=True, in_fingerprint=False, level="full", also_compared=True)
-deep = partial(full, level="deep")
+full = partial(Column, nullable=True, level="full")
+deep = partial(Column, nullable=True, level="deep")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ SEQUENCES = Table("sequences", "one row per response", ("iteration", "sequence")
         about="All tokens after the prompt, those that the environment put in included; only where task.max_turns is "
               "greater than 1."),
     Column("is_forced", "list<int32>", "", "computed", nullable=True, only_with="turns",
-        about="For each of episode_ids 1 where the environment put it in, 0 where it was sampled; only likewise."),
+        about="For each of episode_ids 1 where the environment put it in, 0 where it was sampled; only where "
+              "task.max_turns is greater than 1."),
     Column("rollout_policy_versions", "list<int32>", "iterations", "rollout", nullable=True, only_with="lag",
         about="Version of the policy that sampled each token: how many iterations it was trained for; only with "
               "mismatch.sampler.lag."),
@@ -132,10 +133,11 @@ SEQUENCES = Table("sequences", "one row per response", ("iteration", "sequence")
         about="The tokens as they were sampled, of which response_ids were encoded again; only with "
               "mismatch.trainer.retokenize."),
     Column("is_as_sampled", "list<int32>", "", "computed", nullable=True, only_with="retokenized",
-        about="For each of response_ids 1 where the token was sampled as it is, with the same text; only likewise."),
-    Column("server", "string", "", "rollout", nullable=True, in_fingerprint=False, level="full",
+        about="For each of response_ids 1 where the token was sampled as it is, with the same text; only with "
+              "mismatch.trainer.retokenize."),
+    Column("server", "string", "", "rollout", nullable=True, is_result=False, level="full",
         about="SGLang server that sampled the response; null for the built-in engine."),
-    Column("latency", "float64", "s", "rollout", nullable=True, in_fingerprint=False, level="full",
+    Column("latency", "float64", "s", "rollout", nullable=True, is_result=False, level="full",
         about="From the server's receipt of the request to its last token; null for the built-in engine."),
 ))
 
@@ -311,18 +313,18 @@ ITERATIONS = Table("iterations", "one row per iteration", ("iteration",), (
         about="Greedy accuracy on held-out prompts before this update; null where not evaluated."),
     Column("eval_score", "float64", "", "computed", nullable=True, stage="summary",
         about="Mean score of the greedy responses to held-out prompts; null where not evaluated."),
-    Column("seconds_rollout", "float64", "s", "computed", in_fingerprint=False, about="Wall time of sampling."),
-    Column("seconds_forward", "float64", "s", "computed", in_fingerprint=False,
+    Column("seconds_rollout", "float64", "s", "computed", is_result=False, about="Wall time of sampling."),
+    Column("seconds_forward", "float64", "s", "computed", is_result=False,
         about="Wall time of the scoring forwards."),
-    Column("seconds_update", "float64", "s", "computed", in_fingerprint=False,
+    Column("seconds_update", "float64", "s", "computed", is_result=False,
         about="Wall time of the optimizer steps."),
-    Column("seconds_evaluation", "float64", "s", "computed", in_fingerprint=False,
+    Column("seconds_evaluation", "float64", "s", "computed", is_result=False,
         about="Wall time of the evaluation."),
-    Column("seconds_digests", "float64", "s", "computed", nullable=True, in_fingerprint=False,
+    Column("seconds_digests", "float64", "s", "computed", nullable=True, is_result=False,
         about="Wall time of the digests of weights after the steps."),
-    Column("seconds_other", "float64", "s", "computed", nullable=True, in_fingerprint=False,
+    Column("seconds_other", "float64", "s", "computed", nullable=True, is_result=False,
         about="The rest of the iteration's wall time, so that the seconds add up to it."),
-    Column("ended_at", "float64", "s", "computed", nullable=True, in_fingerprint=False,
+    Column("ended_at", "float64", "s", "computed", nullable=True, is_result=False,
         about="When the iteration ended, in seconds since 1970, UTC."),
 ))
 

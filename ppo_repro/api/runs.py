@@ -14,7 +14,7 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import Difference, first_difference
-from ppo_repro.records.folder import load_config_of
+from ppo_repro.records.folder import load_any_recorded_config
 from ppo_repro.records.listing import state_of
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import read_table
@@ -71,7 +71,7 @@ class Run:
     @property
     def config(self) -> RunConfig | ControlConfig | DPOConfig:
         """Return the configuration of the run."""
-        return load_config_of(self.path, self._head)
+        return load_any_recorded_config(self.path, self._head)
 
     @property
     def tables(self) -> tuple[str, ...]:

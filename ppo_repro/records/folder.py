@@ -60,13 +60,13 @@ def check_config(run_dir: Path, recorded: Head) -> Path:
 def load_recorded_config(run_dir: Path | str) -> RunConfig:
     """Load the configuration with which a language run was started.
 
-    Raises UserError if the file or the manifest is missing or damaged.
+    Raises UserError if the file or the manifest is missing or damaged, or the run is of another kind.
     """
     path = check_config(Path(run_dir), manifest.load_head(Path(run_dir)))
     return build_config(read_tree(path, (), (LANGUAGE,)), str(path))
 
 
-def load_config_of(run_dir: Path, recorded: Head) -> AnyConfig:
+def load_any_recorded_config(run_dir: Path, recorded: Head) -> AnyConfig:
     """Load the configuration with which a run of any kind was started. Raises UserError if it is missing or damaged."""
     path = check_config(run_dir, recorded)
     return validated(MODELS[recorded.kind], read_tree(path), str(path))

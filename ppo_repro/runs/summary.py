@@ -17,7 +17,7 @@ from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ExactMatch, Verifier
 from ppo_repro.records import reader
-from ppo_repro.records.folder import load_config_of, load_recorded_config
+from ppo_repro.records.folder import load_any_recorded_config, load_recorded_config
 from ppo_repro.records.manifest import Head, Manifest, load, load_head
 from ppo_repro.records.notes import by_phase, phases_of, read_accuracy, read_card
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
@@ -72,7 +72,7 @@ def score_of(run_dir: Path, head: Head) -> float | None:
     """
     found: Iterable[Any] = [head.final.get(name) for name in ("eval_score", "eval_return", "last_100_return")]
     if head.num_iterations and not any(map(_is_number, found)):
-        config = load_config_of(run_dir, head)
+        config = load_any_recorded_config(run_dir, head)
         every = config.evaluation.every if isinstance(config, RunConfig) else 1
         # a fork's origin may have been evaluated at other iterations
         last = max((head.num_iterations - 1) // every * every, head.own_iterations.start - 1)

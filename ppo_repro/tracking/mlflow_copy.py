@@ -28,7 +28,7 @@ from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.output import masked
 from ppo_repro.config.files import read_tree
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_config_of
+from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_any_recorded_config
 from ppo_repro.records.grid import CELLS, GRID, RESULTS
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Head
@@ -177,7 +177,7 @@ class _RunCopy(_Copy):
         tags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         recorded = manifest.load_head(run_dir)
-        config = load_config_of(run_dir, recorded)
+        config = load_any_recorded_config(run_dir, recorded)
         environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
         about = {name: str(environment[name]) for name in OF_ENVIRONMENT} | {"kind": recorded.kind}
         about |= {f"package.{name}": str(version) for name, version in environment["packages"].items()}

@@ -24,7 +24,7 @@ from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.output import masked
 from ppo_repro.config.files import read_tree
 from ppo_repro.records import manifest
-from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_config_of
+from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_any_recorded_config
 from ppo_repro.records.grid import GRID
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Head
@@ -93,7 +93,7 @@ class _RunCopy:
 
     def __init__(self, run_dir: Path, name: str = "", group: str = "", about: dict[str, Any] | None = None) -> None:
         recorded = manifest.load_head(run_dir)
-        config = load_config_of(run_dir, recorded)
+        config = load_any_recorded_config(run_dir, recorded)
         environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
         more: dict[str, Any] = {"run_dir": str(run_dir.absolute()), **(about or {}), **environment["packages"]}
         more |= {name: environment[name] for name in OF_ENVIRONMENT}

@@ -30,7 +30,7 @@ from ppo_repro.grids.clusters import Ray
 from ppo_repro.grids.grid import Outcome, lines, run_grid
 from ppo_repro.grids.spec import Cell, load_grid
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.folder import load_config_of
+from ppo_repro.records.folder import load_any_recorded_config
 from tests.grids.small_grids import fingerprints, grid_file, written_grid
 from tests.support.cli import Cli
 from tests.support.interrupts import started
@@ -164,7 +164,7 @@ def test_another_machine_matters_where_results_are_not_the_same_everywhere(
     which: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = shutil.copytree(request.getfixturevalue(which), tmp_path / "cell" / "name" / "run")
-    config, real = load_config_of(run_dir, manifest.load_head(run_dir)), grid_module.describe_environment
+    config, real = load_any_recorded_config(run_dir, manifest.load_head(run_dir)), grid_module.describe_environment
     cell = Cell("seed=1", {}, config.seed, config)
     grid_module.check_unchanged(cell, tmp_path / "cell")
     for name in grid_module.OF_MACHINE:

@@ -18,7 +18,7 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.changes import change_lines, forked_from
-from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, STARTED, load_config_of
+from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, STARTED, load_any_recorded_config
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.notes import Accuracy, read_accuracy, read_card, read_note
@@ -77,7 +77,7 @@ def read_facts(run_dir: Path) -> Facts:
     if not manifest.own_iterations:
         advice = f"go on with `ppo-repro resume {shlex.quote(str(run_dir))}`"
         raise UserError(f"{run_dir}: the run is {manifest.status} and has no complete iteration to report; {advice}")
-    environment, config = read_note(run_dir, manifest, ENVIRONMENT_NAME), load_config_of(run_dir, manifest)
+    environment, config = read_note(run_dir, manifest, ENVIRONMENT_NAME), load_any_recorded_config(run_dir, manifest)
     text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
     label, name = read_label(run_dir).name, f"{config.experiment}/{run_dir.resolve().name}"
     name = f"{label} ({name})" if label else name

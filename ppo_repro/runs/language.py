@@ -38,7 +38,7 @@ from ppo_repro.runs.starting_point import Start
 from ppo_repro.sampling.faults.sampler import with_faults
 from ppo_repro.sampling.faults.trainer import received
 from ppo_repro.sampling.recorded import Recorded
-from ppo_repro.sampling.rollout_engine import own_engine, rollout_engine
+from ppo_repro.sampling.rollout_engine import EngineContext, own_engine, rollout_engine
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.rewards import evaluate
 
@@ -158,8 +158,9 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
     def open(self, config: RunConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[LanguageExecution]:
         """Open an execution. Raises PromiseBroken if a rank begins with other weights than the first one."""
         with ExitStack() as stack:
+            context = EngineContext(config, run_dir, self.recorded, self.watcher, self.ranks)
             # its mistakes are reported before the minutes of a warm start
-            own = stack.enter_context(own_engine(config, self.ranks, self.recorded))
+            own = stack.enter_context(own_engine(context))
             reference = None if start is None else start.reference
             prepared = prepare(config, self.watcher, reference, share=True, ranks=self.ranks)
             state, tokenizer, digests = prepared.state, prepared.task.tokenizer, _task_digests(prepared)
@@ -171,19 +172,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
                 checkpoint.restore(start.checkpoint, state, digests)
             del start  # as large as weights and moments together
             stack.enter_context(_quick_collections())
-            engine = stack.enter_context(
-                rollout_engine(
-                    config,
-                    built_in=prepared.engine,
-                    state=state,
-                    tokenizer=tokenizer,
-                    own=own,
-                    run_dir=run_dir,
-                    recorded=self.recorded,
-                    watcher=self.watcher,
-                    ranks=self.ranks,
-                )
-            )
+            engine = stack.enter_context(rollout_engine(context, own, prepared.engine, state, tokenizer))
             checkpoints = Checkpoints(config, state, tokenizer, digests, is_adapted=prepared.lora is not None)
             yield LanguageExecution(config, prepared, engine, self.ranks, checkpoints, self.watcher, accuracy)
 

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -23,14 +24,26 @@ from ppo_repro.sampling.recorded import Recorded, RecordedSampler
 from ppo_repro.sampling.shared import EvaluatedHere, SharedEngine
 
 
+@dataclass(frozen=True)
+class EngineContext:
+    """What an engine knows of its run before the run is prepared. The first of several processes owns the engine."""
+
+    config: RunConfig
+    run_dir: Path | None  # for logs, notes and weights; None for a temporary folder
+    recorded: Recorded | None  # samples that need not be drawn
+    watcher: Watcher  # receives the waiting times of servers
+    ranks: Ranks
+
+
 @contextmanager
-def own_engine(config: RunConfig, ranks: Ranks, recorded: Recorded | None) -> Iterator[EngineProcess | None]:
+def own_engine(context: EngineContext) -> Iterator[EngineProcess | None]:
     """Start the user's engine, which ends with the block; yield None in a process that does not use it.
 
-    The first of several processes uses it. Raises UserError if its file, its class or one of its methods is wrong.
+    Raises UserError if its file, its class or one of its methods is wrong.
     """
+    config, recorded = context.config, context.recorded
     settings, is_recorded = config.rollout.engine, recorded is not None and recorded.iterations >= config.iterations
-    if not isinstance(settings, OwnEngine) or is_recorded or not ranks.is_first:
+    if not isinstance(settings, OwnEngine) or is_recorded or not context.ranks.is_first:
         yield None
         return
     engine = EngineProcess(settings)
@@ -42,33 +55,23 @@ def own_engine(config: RunConfig, ranks: Ranks, recorded: Recorded | None) -> It
 
 @contextmanager
 def rollout_engine(
-    config: RunConfig,
+    context: EngineContext,
+    own: EngineProcess | None,
     built_in: BuiltInSampler,
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase,
-    own: EngineProcess | None,
-    run_dir: Path | None,
-    recorded: Recorded | None,
-    watcher: Watcher,
-    ranks: Ranks,
 ) -> Iterator[Engine]:
-    """Yield the engine of a run, and stop what it started when the block ends. The first of several processes owns it.
-
-    Args:
-        run_dir: for logs, notes and weights; None for a temporary folder.
-        recorded: samples that need not be drawn.
-        watcher: receives the waiting times of servers.
-    """
-    settings = config.rollout.engine
+    """Yield the engine of a prepared run, and stop what it started when the block ends; `own` is from `own_engine`."""
+    settings, recorded, ranks = context.config.rollout.engine, context.recorded, context.ranks
     if isinstance(settings, SGLangServers):
-        with _servers(config, settings, built_in, run_dir, watcher, ranks) as engine:
+        with _servers(context, settings, built_in) as engine:
             yield engine
     elif isinstance(settings, OwnEngine):
-        with _place(run_dir, ENGINE_NAME) as folder:
+        with _place(context.run_dir, ENGINE_NAME) as folder:
             sampler = None
             if own is not None:
-                context = config.numerics.max_context
-                sampler = OwnSampler(own, state.policy, tokenizer, built_in.stop_ids, context, folder)
+                longest = context.config.numerics.max_context
+                sampler = OwnSampler(own, state.policy, tokenizer, built_in.stop_ids, longest, folder)
             asked = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
             try:
                 yield asked if recorded is None else RecordedSampler(recorded, state, asked, ranks)
@@ -79,27 +82,21 @@ def rollout_engine(
 
 
 @contextmanager
-def _servers(
-    config: RunConfig,
-    settings: SGLangServers,
-    built_in: BuiltInSampler,
-    run_dir: Path | None,
-    watcher: Watcher,
-    ranks: Ranks,
-) -> Iterator[Engine]:
+def _servers(context: EngineContext, settings: SGLangServers, built_in: BuiltInSampler) -> Iterator[Engine]:
     """Yield SGLang servers with the policy and end tokens of the built-in engine."""
     from ppo_repro.sampling.sglang.engine import SGLangEngine
 
+    ranks = context.ranks
     if not ranks.is_first:
         yield SharedEngine(ranks, None)
         return
 
     def waiting(seconds: int) -> None:
-        watcher.step("SGLang", seconds, settings.timeout_s, "seconds of the longest wait for a server to start")
+        context.watcher.step("SGLang", seconds, settings.timeout_s, "seconds of the longest wait for a server to start")
 
     with (
-        _place(run_dir, SERVERS_NAME) as folder,
-        SGLangEngine(config, built_in.policy, built_in.stop_ids, folder).running(waiting) as servers,
+        _place(context.run_dir, SERVERS_NAME) as folder,
+        SGLangEngine(context.config, built_in.policy, built_in.stop_ids, folder).running(waiting) as servers,
     ):
         yield servers if ranks.size == 1 else SharedEngine(ranks, servers)
 

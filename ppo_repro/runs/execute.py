@@ -1,12 +1,13 @@
-"""Compute the iterations of an open run one by one, and record each while the next one is computed."""
+"""Compute the iterations of a run one by one, and record each while the next one is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Generic
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,105 +21,133 @@ from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.folder import TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.kept_checkpoints import require_room
-from ppo_repro.runs.kind import Config, Execution, Item, RunKind, Tables
+from ppo_repro.runs.kept_checkpoints import Checkpoints, require_room
+from ppo_repro.runs.kind import Config, Execution, Final, Item, RunKind, Tables
+from ppo_repro.runs.starting_point import Start
 from ppo_repro.stages.agreement import UnequalBits
 
 
-def execute(
-    kind: RunKind[Config, Item],
-    config: Config,
-    run_dir: Path,
-    opened: AbstractContextManager[Execution[Item]],
-    clock: Clock,
-) -> None:
-    """Record an execution in its run folder until it is complete; `clock` assigns every second to a phase.
+def execute(kind: RunKind[Config, Item], config: Config, run_dir: Path, start: Start | None, clock: Clock) -> None:
+    """Compute a run and record it in its folder until it is complete.
+
+    Args:
+        start: the state after iterations that are recorded; None: the run begins with the first iteration.
+        clock: assigns every second to a phase.
 
     Raises:
         PromiseBroken: an iteration that is already recorded differs when it is computed again; names the first cell.
         UnequalBits: an iteration breaks a promise of deterministic numerics; it is not recorded.
         UserError: the disk lacks room for the run's models and checkpoints.
     """
-    recorded, written, computed = manifest.load(run_dir), RunWriter(run_dir), 0
-    # where an error ends the block, the thread writes what it has begun
-    with opened as execution, ThreadPoolExecutor(1, "records") as thread, _keeping_unequal(run_dir, execution):
+    recorded, written = manifest.load(run_dir), RunWriter(run_dir)
+    with (
+        kind.open(config, run_dir, start) as execution,
+        ThreadPoolExecutor(1, "records") as thread,  # where an error ends the block, it writes what it has begun
+        _keeping_unequal(run_dir, execution),
+    ):
         require_room(run_dir, execution.bytes_to_keep())
-        _begin(recorded, written, execution)
-        checkpoints = execution.checkpoints
-        clock.lap("preparation")
-        recorder = _Recorder(recorded, written, thread)
+        recorder = _Recorder(execution, recorded, written, thread, clock)
+        recorder.begin()
         for item in execution.iterations():
             clock.divide(item.seconds)
-            computed, done, seconds = computed + 1, item.index + 1, sum(item.seconds.values())
+            done, seconds = item.index + 1, sum(item.seconds.values())
             tell = partial(kind.watcher.iteration, done, config.iterations, execution.progress(item), seconds)
-            recorder.record(item.index, execution.tables(item), tell)
-            is_due = checkpoints is not None and checkpoints.is_due(done)
-            if checkpoints is not None and is_due:
-                link = recorder.link(item.index)
-                clock.lap("records")
-                written.keep_only(checkpoints.save(run_dir, written.head, link))
-                clock.lap("checkpoints")
-            if computed == 1 or is_due:  # the first iteration says how long the others may take
-                recorder.settle()
-            clock.lap("records")
-        clock.lap(OTHER)
-        recorder.settle()
-        clock.lap("records")
-        results, side_tables = execution.ending(clock)
-        clock.lap(OTHER)
-        models = execution.keep_models(run_dir, written.head.fingerprint)
-        written.list_files({**written.head.files, **models})
-        clock.lap("models")
-    clock.lap("closing")
-    for name, tree in execution.closing_notes().items():
-        written.note(name, tree)
-    written.note(TIMES_NAME, {"iterations": computed, "seconds": clock.seconds})
-    written.finish(results, side_tables)
-    clock.lap("records")
+            recorder.record(item, tell)
+        results, side_tables = recorder.end()
+    recorder.close(results, side_tables)
 
 
-class _Recorder:
-    """Writes the tables of an iteration in a thread while the next iteration is computed, or compares its record."""
+class _Recorder(Generic[Item]):
+    """Records an execution. A thread writes the tables of an iteration while the next iteration is computed.
 
-    def __init__(self, recorded: Manifest, written: RunWriter, thread: ThreadPoolExecutor) -> None:
-        self._recorded, self._written, self._thread = recorded, written, thread
+    Each method ends a phase of the clock.
+    """
+
+    def __init__(
+        self,
+        execution: Execution[Item],
+        recorded: Manifest,
+        written: RunWriter,
+        thread: ThreadPoolExecutor,
+        clock: Clock,
+    ) -> None:
+        self._execution, self._recorded, self._written = execution, recorded, written
+        self._thread, self._clock = thread, clock
+        self._computed = 0
         self._begun: Future[None] | None = None
         self._tell: Callable[[], None] = lambda: None
 
-    def record(self, index: int, tables: Tables, tell: Callable[[], None]) -> None:
-        """Begin to write iteration `index`, or compare it with its record; call `tell` once it is on disk."""
-        self.settle()
-        if index < self._recorded.num_iterations:
-            require_as_recorded(from_recorded(self._written.run_dir, self._recorded, index, tables))
+    def begin(self) -> None:
+        """Record notes, the start of checkpoints and the preparation tables; compare tables that are recorded."""
+        execution, recorded, written = self._execution, self._recorded, self._written
+        for name, tree in execution.notes().items():
+            written.note(name, tree)
+        if execution.checkpoints is not None:
+            written.list_files({**written.head.files, **execution.checkpoints.keep_start(written.run_dir)})
+        tables = execution.preparation_tables()
+        require_as_recorded(from_recorded(written.run_dir, recorded, None, tables))
+        if new := {name: table for name, table in tables.items() if name not in recorded.preparation}:
+            written.prepare(new)
+        self._clock.lap("preparation")
+
+    def record(self, item: Item, tell: Callable[[], None]) -> None:
+        """Begin to write an iteration, or compare it with its record; save a checkpoint if it is due.
+
+        `tell` is called once the iteration is on disk.
+        """
+        tables, checkpoints = self._execution.tables(item), self._execution.checkpoints
+        self._computed += 1
+        self._settle()
+        if item.index < self._recorded.num_iterations:
+            require_as_recorded(from_recorded(self._written.run_dir, self._recorded, item.index, tables))
             tell()
         else:
-            self._begun, self._tell = self._thread.submit(self._written.append, index, tables), tell
+            self._begun, self._tell = self._thread.submit(self._written.append, item.index, tables), tell
+        is_due = checkpoints is not None and checkpoints.is_due(item.index + 1)
+        if checkpoints is not None and is_due:
+            self._save(checkpoints, item.index)
+        if self._computed == 1 or is_due:  # the first iteration says how long the others may take
+            self._settle()
+        self._clock.lap("records")
 
-    def link(self, index: int) -> str:
-        """Return the link of the records' chain at iteration `index`, the last one, once it is on disk."""
+    def _save(self, checkpoints: Checkpoints, index: int) -> None:
+        """Save a checkpoint after iteration `index`, once the iteration is on disk."""
         if self._begun is None:
-            return self._recorded.iterations[index].chain
-        self._begun.result()
-        return self._written.head.fingerprint  # of a run that is not complete: the last link
+            link = self._recorded.iterations[index].chain
+        else:
+            self._begun.result()
+            link = self._written.head.fingerprint  # of a run that is not complete: the last link
+        self._clock.lap("records")
+        self._written.keep_only(checkpoints.save(self._written.run_dir, self._written.head, link))
+        self._clock.lap("checkpoints")
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Wait until the begun iteration is on disk, and call its `tell` once. Raises what the thread raised."""
         if self._begun is not None:
             self._begun.result()
             self._begun = None
             self._tell()
 
+    def end(self) -> tuple[Final, Tables]:
+        """Save the trained models, and return the final results and side tables."""
+        self._clock.lap(OTHER)
+        self._settle()
+        self._clock.lap("records")
+        results = self._execution.ending(self._clock)
+        self._clock.lap(OTHER)
+        models = self._execution.keep_models(self._written.run_dir, self._written.head.fingerprint)
+        self._written.list_files({**self._written.head.files, **models})
+        self._clock.lap("models")
+        return results
 
-def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -> None:
-    """Record the preparation tables; if they are recorded already, compare them."""
-    for name, tree in execution.notes().items():
-        written.note(name, tree)
-    if execution.checkpoints is not None:
-        written.list_files({**written.head.files, **execution.checkpoints.keep_start(written.run_dir)})
-    tables = execution.preparation_tables()
-    require_as_recorded(from_recorded(written.run_dir, recorded, None, tables))
-    if new := {name: table for name, table in tables.items() if name not in recorded.preparation}:
-        written.prepare(new)
+    def close(self, results: Final, side_tables: Tables) -> None:
+        """Record the final results of a closed execution; the run is complete then."""
+        self._clock.lap("closing")
+        for name, tree in self._execution.closing_notes().items():
+            self._written.note(name, tree)
+        self._written.note(TIMES_NAME, {"iterations": self._computed, "seconds": self._clock.seconds})
+        self._written.finish(results, side_tables)
+        self._clock.lap("records")
 
 
 def require_as_recorded(difference: Difference | None) -> None:
@@ -154,9 +183,9 @@ def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None
         raise UnequalBits(f"{error}; {hint}", found) from error
 
 
-def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
+def work_along(kind: RunKind[Config, Item], config: Config, start: Start | None) -> None:
     """Compute a run without recording it; every process except the first one does this."""
-    with opened as execution:
+    with kind.open(config, None, start) as execution:
         checkpoints = execution.checkpoints
         for item in execution.iterations():
             if checkpoints is not None and checkpoints.is_due(item.index + 1):

@@ -170,7 +170,6 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
                 accuracy = self._measured(config, prepared)
             if start is not None:
                 checkpoint.restore(start.checkpoint, state, digests)
-            del start  # as large as weights and moments together
             stack.enter_context(_quick_collections())
             engine = stack.enter_context(rollout_engine(context, own, prepared.engine, state, tokenizer))
             checkpoints = Checkpoints(config, state, tokenizer, digests, is_adapted=prepared.lora is not None)

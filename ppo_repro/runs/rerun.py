@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +57,8 @@ def rerun(
     with on_every_machine(kind.ranks, plan.config, lambda: plan.files) as (config, here):
         start = load_start(here(run_dir), plan.recorded, plan.checkpoint) if plan.checkpoint else None
         begun = 0 if start is None else start.checkpoint.iteration
-        opened = kind.over(run_dir, config.iterations).open(config, None, start)
-        del start  # as large as weights and moments together
-        return _compared(kind, config, run_dir, plan.recorded, opened, begun, only)
+        with kind.over(run_dir, config.iterations).open(config, None, start) as execution:
+            return _compared(kind, config, run_dir, plan.recorded, execution, begun, only)
 
 
 def _to_rerun(
@@ -82,7 +80,7 @@ def _compared(
     config: Config,
     run_dir: Path,
     recorded: Manifest,
-    opened: AbstractContextManager[Execution[Item]],
+    execution: Execution[Item],
     begun: int,
     only: range | None,
 ) -> Rerun:
@@ -92,23 +90,22 @@ def _compared(
         taken = config.rollout.engine_without_promise
     fingerprint = recorded.iterations[begun - 1].chain if begun else digests.FINGERPRINT_SEED
     first, done, end = kind.ranks.first, begun, config.iterations if only is None else only.stop
-    with opened as execution:
-        difference = first(from_recorded, run_dir, recorded, None, execution.preparation_tables())
-        items = execution.iterations()
-        while difference is None and done < end:
-            item = next(items)
-            tables, done = execution.tables(item), item.index + 1
-            difference = first(from_recorded, run_dir, recorded, item.index, tables)
-            results = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
-            fingerprint = digests.chain(fingerprint, results)
-            if difference is None:
-                seconds = sum(item.seconds.values())
-                kind.watcher.iteration(done, config.iterations, execution.progress(item), seconds)
-        if difference is None and only is None:
-            final, side_tables = execution.ending(Clock())
-            difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
-            difference = difference or first_final_difference(recorded.final, final)
-            fingerprint = manifest.finished_fingerprint(fingerprint, final)
+    difference = first(from_recorded, run_dir, recorded, None, execution.preparation_tables())
+    items = execution.iterations()
+    while difference is None and done < end:
+        item = next(items)
+        tables, done = execution.tables(item), item.index + 1
+        difference = first(from_recorded, run_dir, recorded, item.index, tables)
+        results = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
+        fingerprint = digests.chain(fingerprint, results)
+        if difference is None:
+            seconds = sum(item.seconds.values())
+            kind.watcher.iteration(done, config.iterations, execution.progress(item), seconds)
+    if difference is None and only is None:
+        final, side_tables = execution.ending(Clock())
+        difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
+        difference = difference or first_final_difference(recorded.final, final)
+        fingerprint = manifest.finished_fingerprint(fingerprint, final)
     return Rerun(difference, fingerprint, begun, done - begun, taken)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
+from typing import Any
 
 from ppo_repro.base.clock import Clock, as_text
 from ppo_repro.base.errors import UserError
@@ -23,7 +24,7 @@ from ppo_repro.runs.execute import execute, work_along
 from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.machines import on_every_machine
 from ppo_repro.runs.recorded_inputs import Continued, continued
-from ppo_repro.runs.run import NO_TRACKING, mark_ended, raise_with_repair, writing
+from ppo_repro.runs.run import NO_TRACKING, end_by_error, writing
 from ppo_repro.runs.starting_point import load_newest
 from ppo_repro.runs.verify_files import Verified, verify_files
 
@@ -59,39 +60,40 @@ def resume(
     """
     clock, ranks = Clock(), kind.ranks
     ranks.first(manifest.load, run_dir)  # before a lock is put beside a folder that is no run
-    with ExitStack() as stack:
-        stack.enter_context(writing(ranks, run_dir))
+    with writing(ranks, run_dir):
         plan = ranks.first(_to_resume, kind, run_dir, overrides, elsewhere)
-        recorded = plan.recorded
-        config, here = stack.enter_context(on_every_machine(ranks, plan.config, lambda: plan.files))
-        start = load_newest(here(run_dir), recorded)
-        resumed = Resumed(0 if start is None else start.checkpoint.iteration, recorded.num_iterations)
-        again = kind.over(run_dir, recorded.num_iterations)
-        opened = again.open(config, run_dir if ranks.is_first else None, start)
-        del start  # as large as weights and moments together
-        ranks.require_same("iterations to go on from", (resumed.start, resumed.recorded))
-        if not ranks.is_first:
-            work_along(opened)
-            return resumed
-        files = _files_to_go_on_with(run_dir, recorded, resumed.start)
-        contents = verify_files(run_dir, recorded.model_copy(update={"files": files}))
-        clock.lap("inputs")
-        environment = {**describe_environment(config, ranks.size), folder.STARTED: as_text(clock.started)}
-        tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}
-        with tracking:
-            try:
-                written = RunWriter(run_dir)
-                written.list_files(files)
-                written.mark("running")
-                remove_unfinished(run_dir, recorded, contents)
-                written.note(f"resumed-{len(resumed_notes(recorded)) + 1:03d}.json", tree)
-                clock.lap("records")
-                execute(kind, config, run_dir, opened, clock)
-            except BaseException as error:
-                mark_ended(run_dir, error)
-                raise_with_repair(run_dir, error)
-                raise
+        with on_every_machine(ranks, plan.config, lambda: plan.files) as (config, here):
+            start = load_newest(here(run_dir), plan.recorded)
+            resumed = Resumed(0 if start is None else start.checkpoint.iteration, plan.recorded.num_iterations)
+            ranks.require_same("iterations to go on from", (resumed.start, resumed.recorded))
+            again = kind.over(run_dir, resumed.recorded)
+            if not ranks.is_first:
+                work_along(again, config, start)
+                return resumed
+            files = _files_to_go_on_with(run_dir, plan.recorded, resumed.start)
+            contents = verify_files(run_dir, plan.recorded.model_copy(update={"files": files}))
+            clock.lap("inputs")
+            environment = {**describe_environment(config, ranks.size), folder.STARTED: as_text(clock.started)}
+            tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}
+            with tracking:
+                try:
+                    _mark_resumed(run_dir, plan.recorded, files, contents, tree)
+                    clock.lap("records")
+                    execute(again, config, run_dir, start, clock)
+                except BaseException as error:
+                    end_by_error(run_dir, error)
     return resumed
+
+
+def _mark_resumed(
+    run_dir: Path, recorded: Manifest, files: Mapping[str, str], contents: Verified, note: Mapping[str, Any]
+) -> None:
+    """Write into the manifest that the run is running with these files, and remove what ended processes began."""
+    written = RunWriter(run_dir)
+    written.list_files(files)
+    written.mark("running")
+    remove_unfinished(run_dir, recorded, contents)
+    written.note(f"resumed-{len(resumed_notes(recorded)) + 1:03d}.json", note)
 
 
 def remove_unfinished(run_dir: Path, recorded: Manifest, contents: Verified) -> None:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from ppo_repro.base import interrupts
 from ppo_repro.base.clock import Clock, as_text
@@ -93,17 +94,16 @@ def compute_new(
     """
     ranks, inputs = kind.ranks, gather(config)
     start, origin = (None, "") if inherited is None else (inherited.start, inherited.fingerprint)
-    opened = kind.open(config, run_dir if ranks.is_first else None, start)
     clock.lap("inputs")
     ranks.require_same("input files", sorted(inputs.digests.values()))
     if not ranks.is_first:
-        work_along(opened)
+        work_along(kind, config, start)
         return
     environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
     temporary = writer.lay_out_run(run_dir, inputs, environment, run_digest(inputs, origin), kind.name)
     with _new_run(temporary, run_dir, label, inherited):
         clock.lap("records")
-        execute(kind, config, run_dir, opened, clock)
+        execute(kind, config, run_dir, start, clock)
 
 
 @contextmanager
@@ -125,14 +125,24 @@ def _new_run(temporary: Path, run_dir: Path, label: Label, inherited: Inherited 
         if temporary.exists():  # it has not been renamed yet
             shutil.rmtree(temporary, ignore_errors=True)
         elif manifest.load_head(run_dir).num_iterations > begun or isinstance(error, UnequalBits):
-            mark_ended(run_dir, error)
-            raise_with_repair(run_dir, error)
+            end_by_error(run_dir, error)
         else:
             remove_folder(run_dir)
         raise
 
 
-def mark_ended(run_dir: Path, error: BaseException) -> None:
+def end_by_error(run_dir: Path, error: BaseException) -> NoReturn:
+    """Write into the manifest that `error` ended the run, and raise it again.
+
+    If a function of the user failed, the message also says what to do.
+    """
+    _mark_ended(run_dir, error)
+    if isinstance(error, FunctionFailed) and error.field not in OUR_FILES:
+        raise FunctionFailed(f"{error}; {how_to_repair(run_dir, error.field)}", error.field) from error
+    raise error
+
+
+def _mark_ended(run_dir: Path, error: BaseException) -> None:
     """Write into the manifest that `error` ended the run, and which files of unequal bits were saved.
 
     If writing fails, the manifest still says "running", and the caller reports `error`. Records never change.
@@ -146,9 +156,3 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
             if sums.exists():
                 ended.list_files({**ended.head.files, sums.relative_to(run_dir).as_posix(): file_digest(sums)})
             ended.mark("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
-
-
-def raise_with_repair(run_dir: Path, error: BaseException) -> None:
-    """Raise `error` again; if a function of the user failed, the message also says what to do."""
-    if isinstance(error, FunctionFailed) and error.field not in OUR_FILES:
-        raise FunctionFailed(f"{error}; {how_to_repair(run_dir, error.field)}", error.field) from error

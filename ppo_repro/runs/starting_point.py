@@ -17,7 +17,10 @@ from ppo_repro.runs.checkpoint import Checkpoint, load
 
 @dataclass(frozen=True)
 class Start:
-    """The state from which a run continues."""
+    """The state from which a run continues.
+
+    Its tensors are pages of mapped files, so the system takes their memory back when memory is short.
+    """
 
     checkpoint: Checkpoint
     reference: Path | None  # the model that the run started as; None if its configuration makes or loads it

@@ -112,13 +112,12 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
-    with _working_together(partial(_plan_run, arguments)) as (ranks, watcher, (kind, config, folder)):
+    plan = partial(_plan_run, arguments)
+    with _working_together(plan) as (ranks, watcher, (kind, config, folder)), _resumable(folder, ranks):
         from ppo_repro.runs.run import run
 
         copying = followed(folder, copies, targets if ranks.is_first else ())
-        executed = _executed_by(kind, watcher, ranks)
-        with _resumable(folder, ranks):
-            run(executed, config, arguments.out, clock, copying, label)
+        run(_executed_by(kind, watcher, ranks), config, arguments.out, clock, copying, label)
         clock.lap("tracking" if targets else OTHER)
     if ranks.is_first:
         _report_run(folder, clock.with_total(), arguments.json, copies)
@@ -160,13 +159,13 @@ def resume_command(arguments: argparse.Namespace) -> int:
     """Continue a run that was killed, interrupted or failed; exit 1 if an iteration computed again differs."""
     say(f"{arguments.run}: going on after what is recorded")
     targets, copies = targets_of(arguments.track, arguments.tensorboard), Copies()
-    with _working_together(partial(_kind_to_resume, arguments.run)) as (ranks, watcher, kind):
+    plan = partial(_kind_to_resume, arguments.run)
+    with _working_together(plan) as (ranks, watcher, kind), _resumable(arguments.run, ranks):
         from ppo_repro.runs.resume import resume
 
         copying = followed(arguments.run, copies, targets if ranks.is_first else ())
         executed = _executed_by(kind, watcher, ranks)
-        with _resumable(arguments.run, ranks):
-            resumed = resume(executed, arguments.run, arguments.set, arguments.inputs, copying)
+        resumed = resume(executed, arguments.run, arguments.set, arguments.inputs, copying)
     if not ranks.is_first:
         return 0
     where = f"resumed from iteration {resumed.start}" if resumed.start else "computed again from the beginning"
@@ -191,13 +190,12 @@ def fork_command(arguments: argparse.Namespace) -> int:
 
     label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
-    with _working_together(partial(_plan_fork, arguments)) as (ranks, watcher, plan):
+    with _working_together(partial(_plan_fork, arguments)) as (ranks, watcher, plan), _resumable(plan.folder, ranks):
         from ppo_repro.runs.fork import fork
         from ppo_repro.runs.language import LanguageKind
 
         copying = followed(plan.folder, copies, targets if ranks.is_first else ())
-        with _resumable(plan.folder, ranks):
-            fork(LanguageKind(watcher, ranks), plan, clock, copying, label)
+        fork(LanguageKind(watcher, ranks), plan, clock, copying, label)
         clock.lap("tracking" if targets else OTHER)
     if ranks.is_first:
         _report_run(plan.folder, clock.with_total(), arguments.json, copies)

@@ -43,7 +43,9 @@ _TRACK = _shared("--track", metavar="WHERE", action="append", default=[], help=f
 _EVENTS = _shared("--tensorboard", metavar="DIR", type=path, help="write TensorBoard event files below DIR")
 _SETS: dict[str, Any] = {"metavar": "FIELD=VALUE", "action": "append", "default": []}
 _FIELD = _shared("--set", **_SETS, help="change one field; may be repeated")
-_CHANGEABLE = "another field of layout, records or rollout.engine, such as layout.threads=2; may be repeated"
+_CHANGEABLE = (
+    "another field of layout, records, checkpoints or rollout.engine, such as layout.threads=2; may be repeated"
+)
 _LAYOUT = _shared("--set", **_SETS, help=_CHANGEABLE)
 _CONFIG = _shared("config", metavar="CONFIG", type=path, help="YAML configuration")
 _SEED: dict[str, Any] = {"dest": "set", "type": lambda text: f"seed={count(text)}", "help": "as --set seed=N"}

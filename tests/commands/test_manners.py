@@ -221,8 +221,8 @@ def test_the_page_has_every_command_in_one_row(cli: Cli) -> None:
 @pytest.mark.parametrize("command", ["resume", "rerun"])
 def test_the_help_names_every_group_that_a_recorded_run_may_change(cli: Cli, command: str) -> None:
     said = " ".join(cli.done(command, "--help").split())
-    assert "another field of layout, records or rollout.engine, such as" in said
-    assert set(LanguageKind.changeable) == {"layout", "records", "rollout.engine"}
+    assert "another field of layout, records, checkpoints or rollout.engine, such as" in said
+    assert set(LanguageKind.changeable) == {"layout", "records", "checkpoints", "rollout.engine"}
 
 
 def test_fields_takes_several_sections(cli: Cli) -> None:

@@ -67,6 +67,17 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     assert verify_files(run_dir).status == "complete"
 
 
+@pytest.mark.parametrize(("every", "newest_one"), [(0, 2), (1, 5), (3, 3)])
+def test_a_resumed_run_may_save_other_checkpoints(
+    recorded: Recorded, tmp_path: Path, every: int, newest_one: int
+) -> None:
+    run_dir = recorded.copy(3, tmp_path)
+    assert resume(run_dir, [f"checkpoints.every={every}"]) == Resumed(2, 3)
+    require_as_uninterrupted(run_dir, recorded.whole)
+    assert verify_files(run_dir).checkpoints == 1
+    assert newest(run_dir).name == f"iteration-{newest_one:06d}.safetensors"
+
+
 def test_a_reference_that_no_manifest_lists_yet_is_saved_again(recorded: Recorded, tmp_path: Path) -> None:
     """A kill came after the folder had its name; of several chat templates a tokenizer saves a folder inside it."""
     run_dir = recorded.copy(1, tmp_path)

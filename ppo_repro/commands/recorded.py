@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -239,7 +240,8 @@ def track_command(arguments: argparse.Namespace) -> int:
     lines, fields = list[str](), dict[str, Any]()
     for target in targets:
         say(f"{arguments.run}: copying it into {target.place or target.kind}")
-        copies = copy(arguments.run, target)
+        with redirect_stdout(sys.stderr):  # stdout is for the result alone
+            copies = copy(arguments.run, target)
         lines += copies.lines
         fields |= copies.fields
     print_result(arguments.json, fields, lines)

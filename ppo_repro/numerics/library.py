@@ -158,11 +158,13 @@ def load() -> Kernels:
 def set_threads(count: int) -> None:
     """Set the number of threads the kernels use, which changes no result.
 
-    Raises UserError for more than the kernels take or the system gives.
+    Raises UserError for more than the kernels take or the system gives; the kernels then use as many as before.
     """
     kernels = load()
     check_denormals(kernels)  # new threads do as this one
     if kernels.set_threads(count) != 0:
+        if kernels.set_threads(kernels.threads) != 0:
+            kernels.threads = 1  # the system gives none now, not even the threads that it gave before
         raise UserError(
             f"threads = {count}: the kernels take 1 to 256 threads, and the system may start fewer; use fewer"
         )

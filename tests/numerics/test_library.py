@@ -143,6 +143,31 @@ def test_a_number_of_threads_that_no_pool_has_changes_nothing(count: int) -> Non
     assert library.load().threads == 2
 
 
+# a thread needs 8 MB of addresses for its stack; the process may have 64 MB more than it has
+WITHOUT_THREADS = """
+import os, resource
+from ppo_repro.base.errors import UserError
+from ppo_repro.numerics import library
+alone = len(os.listdir("/proc/self/task"))
+library.set_threads(3)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+try:
+    library.set_threads(200)
+except UserError as error:
+    print(error)
+print(len(os.listdir("/proc/self/task")) - alone + 1, library.load().threads)
+"""
+
+
+def test_a_system_without_more_threads_changes_nothing() -> None:
+    child = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True)
+    assert child.stdout.splitlines() == [
+        "threads = 200: the kernels take 1 to 256 threads, and the system may start fewer; use fewer",
+        "3 3",
+    ], child.stderr
+
+
 @pytest.mark.usefixtures("two_threads")
 def test_calls_of_several_python_threads_give_their_own_results() -> None:
     torch.manual_seed(0)

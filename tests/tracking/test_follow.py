@@ -13,7 +13,7 @@ import pytest
 from mlflow import MlflowClient
 
 from ppo_repro.records import manifest, reader
-from ppo_repro.tracking import following, mlflow_copy
+from ppo_repro.tracking import following, function_copy, mlflow_copy
 from ppo_repro.tracking.follower import FUNCTION, Copies, Target, copy, followed
 from tests.grids.small_grids import written_grid
 from tests.support.cli import Cli
@@ -54,6 +54,15 @@ def test_a_function_gets_every_iteration_of_a_recorded_run(
     assert {row["run"] for row in got} == {str(deterministic_run)}
     assert [row["score_mean"] for row in got] == rows["score_mean"].tolist()
     assert ["eval_accuracy" in row for row in got] == rows["eval_accuracy"].notna().tolist()
+
+
+def test_what_a_client_prints_is_no_part_of_the_result(
+    cli: Cli, deterministic_run: Path, follow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(function_copy, "copy", lambda *about: print("a word of the client") or ([], {}))
+    code, out, err = cli("track", deterministic_run, "--uri", follow, "--json")
+    assert (code, json.loads(out)) == (0, {"function": {}})
+    assert "a word of the client" in err
 
 
 def test_a_run_that_removes_its_folder_has_no_copy(native_run: Path, tmp_path: Path) -> None:

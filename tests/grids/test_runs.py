@@ -34,7 +34,9 @@ from ppo_repro.records.folder import load_any_recorded_config
 from tests.grids.small_grids import fingerprints, grid_file, written_grid
 from tests.support.cli import Cli
 from tests.support.interrupts import started
+from tests.support.language import run
 from tests.support.paths import SMALL_CONTROL
+from tests.support.resume import Stopped
 from tests.support.runs import recorded_iterations
 from tests.support.waiting import until
 
@@ -241,6 +243,25 @@ def laid_out(folder: Path, **fields: object) -> Order:
     cell = load_grid(grid_file(folder, {}, [1], **fields)).cells[0]
     grid_module.lay_out(cell, folder / "cell")
     return Order(cell.name, str(folder / "cell"), 1)
+
+
+@slow
+def test_an_interrupted_cell_with_a_damaged_log_is_named_and_stops_no_other(tmp_path: Path) -> None:
+    path = grid_file(tmp_path, {}, [1, 2])
+    cell, folder = load_grid(path).cells[0], tmp_path / "g" / "cells" / "seed=1"
+    grid_module.lay_out(cell, folder)
+    with pytest.raises(KeyboardInterrupt):
+        run(cell.config, folder, Stopped(2))  # type: ignore[arg-type]
+    log = run_of(folder) / manifest.LOG_NAME  # type: ignore[operator]
+    whole = log.read_bytes()
+    log.write_bytes(whole.replace(b"0", b"1", 1))
+    table = finished(path, tmp_path).table
+    assert table["state"].tolist() == ["interrupted", "complete"]
+    assert table["message"][0].startswith(f"error: {log}: is not the 2 lines in {len(whole)} bytes")
+    log.write_bytes(whole)
+    again = finished(path, tmp_path)
+    assert again.ran == ("seed=1",)
+    assert fingerprints(again)["seed=2"] == table["fingerprint"][1]
 
 
 @slow

@@ -7,18 +7,23 @@ from contextlib import contextmanager
 
 from transformers.utils import logging
 
-from ppo_repro.base.errors import UserError
+from ppo_repro.base.errors import UserError, is_out_of_memory
 
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Silence transformers while it reads files. Raises UserError, beginning with `where`, if reading fails."""
+    """Silence transformers while it reads files. Raises UserError, beginning with `where`, if reading fails.
+
+    A lack of memory passes unchanged.
+    """
     try:
         with quiet():
             yield
-    except (KeyboardInterrupt, MemoryError, UserError):
+    except (KeyboardInterrupt, UserError):
         raise
     except BaseException as error:  # a wrong value can fail anywhere, and Rust's panics are no Exception
+        if is_out_of_memory(error):
+            raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(f"{where}: cannot be loaded ({reason})") from error
 

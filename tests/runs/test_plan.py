@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from experiments.benchmarks import peak
 from ppo_repro.base.errors import OUT_OF_MEMORY, UserError
@@ -30,7 +31,7 @@ from ppo_repro.runs.plan import FLOAT, PHASES, PROCESS, as_json, plan_run
 from ppo_repro.runs.prepare import prepare
 from tests.support.cli import Cli, sets
 from tests.support.models import CLASSES, CONFIGS
-from tests.support.paths import ROOT, SMALL
+from tests.support.paths import ROOT, SMALL, TINY
 from tests.support.runs import small_config
 
 LORA = "{rank: 2, alpha: 4.0}"
@@ -282,6 +283,14 @@ def test_every_kind_of_failed_allocation_is_one_line(
     monkeypatch.setattr(runner, "execute", lambda *arguments: FAILURES[number]())
     assert cli.refusal("run", SMALL, "--out", tmp_path) == f"error: {OUT_OF_MEMORY}"
     assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("seed")] == []
+
+
+def test_a_model_that_does_not_fit_while_it_is_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, deterministic_run: Path
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *about, **more: FAILURES[0]())
+    change = f"model={{kind: folder, path: '{deterministic_run}/checkpoints/final'}}"
+    assert cli.refusal("run", TINY, "--set", change, "--out", tmp_path) == f"error: {OUT_OF_MEMORY}"
 
 
 def test_what_cannot_fit_is_refused_before_it_begins(

@@ -11,6 +11,7 @@ from typing import Any
 
 from ppo_repro.base.clock import Clock, as_text
 from ppo_repro.base.errors import UserError
+from ppo_repro.config.files import AnyConfig
 from ppo_repro.config.inputs import digest_of
 from ppo_repro.config.rollout import OwnEngine, SGLangServers
 from ppo_repro.config.run import RunConfig
@@ -123,9 +124,9 @@ def _to_resume(
     starts = folder.starts_of(run_dir, recorded)
     start = starts[max(starts)] if starts else None
     plan = continued(kind, run_dir, recorded, overrides, elsewhere, start)
-    if isinstance(plan.config, RunConfig):
-        before = folder.load_recorded_config(run_dir)
-        _require_same_layout(before, plan.config)
+    before = folder.load_any_recorded_config(run_dir, recorded)
+    _require_same_layout(before, plan.config)
+    if isinstance(before, RunConfig) and isinstance(plan.config, RunConfig):
         require_same_sampler(before, plan.config)
     return plan
 
@@ -144,13 +145,15 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
     }
 
 
-def _require_same_layout(recorded: RunConfig, config: RunConfig) -> None:
+def _require_same_layout(recorded: AnyConfig, config: AnyConfig) -> None:
     """Raise UserError for another layout if it may change results: in native numerics, or if stock code samples."""
     before, now = recorded.layout.model_dump(), config.layout.model_dump()
     changed = next((name for name in now if now[name] != before[name]), None)
-    engine, setting = config.rollout.engine, config.machine_dependent_setting
-    if isinstance(engine, SGLangServers) and engine.numerics == "stock" and not engine.urls:
-        setting = setting or "rollout.engine.numerics = stock"  # the run starts the servers by its layout
+    setting = "numerics.mode = native" if config.numerics.mode == "native" else ""
+    if isinstance(config, RunConfig):
+        engine, setting = config.rollout.engine, config.machine_dependent_setting
+        if isinstance(engine, SGLangServers) and engine.numerics == "stock" and not engine.urls:
+            setting = setting or "rollout.engine.numerics = stock"  # the run starts the servers by its layout
     if changed is not None and setting:
         raise UserError(
             f"--set layout.{changed}={now[changed]}: the run has {before[changed]}, and with {setting} "

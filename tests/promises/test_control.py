@@ -115,6 +115,16 @@ def test_a_killed_run_is_completed_and_compared(copy: Path, control_run: Path) -
         resume(copy)
 
 
+def test_a_layout_that_may_change_bits_is_refused(native: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(native, tmp_path / "native"))
+    synthetic_run.cut_back(run_dir, 2, "interrupted")
+    said = (
+        r"^--set layout\.update_micro_batch=7: the run has 0, and with numerics\.mode = native another layout may give"
+    )
+    with pytest.raises(UserError, match=said):
+        resume(run_dir, ["layout.update_micro_batch=7"])
+
+
 def test_an_action_whose_log_prob_is_another_one_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = loop.roll_out
 

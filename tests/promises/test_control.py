@@ -118,9 +118,7 @@ def test_a_killed_run_is_completed_and_compared(copy: Path, control_run: Path) -
 def test_a_layout_that_may_change_bits_is_refused(native: Path, tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(native, tmp_path / "native"))
     synthetic_run.cut_back(run_dir, 2, "interrupted")
-    said = (
-        r"^--set layout\.update_micro_batch=7: the run has 0, and with numerics\.mode = native another layout may give"
-    )
+    said = r"^--set layout\.update_micro_batch=7: the run has 0, and with numerics\.mode = native another layout may"
     with pytest.raises(UserError, match=said):
         resume(run_dir, ["layout.update_micro_batch=7"])
 

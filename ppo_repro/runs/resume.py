@@ -125,7 +125,7 @@ def _to_resume(
     start = starts[max(starts)] if starts else None
     plan = continued(kind, run_dir, recorded, overrides, elsewhere, start)
     before = folder.load_any_recorded_config(run_dir, recorded)
-    _require_same_layout(before, plan.config)
+    require_same_layout(before, plan.config)
     if isinstance(before, RunConfig) and isinstance(plan.config, RunConfig):
         require_same_sampler(before, plan.config)
     return plan
@@ -145,7 +145,7 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
     }
 
 
-def _require_same_layout(recorded: AnyConfig, config: AnyConfig) -> None:
+def require_same_layout(recorded: AnyConfig, config: AnyConfig) -> None:
     """Raise UserError for another layout if it may change results: in native numerics, or if stock code samples."""
     before, now = recorded.layout.model_dump(), config.layout.model_dump()
     changed = next((name for name in now if now[name] != before[name]), None)

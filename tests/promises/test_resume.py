@@ -29,7 +29,7 @@ from ppo_repro.records import manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs import checkpoint, kept_checkpoints
 from ppo_repro.runs.checkpoint import Checkpoint
-from ppo_repro.runs.resume import Resumed, _require_same_layout
+from ppo_repro.runs.resume import Resumed, require_same_layout
 from ppo_repro.runs.verify_files import verify_files
 from tests.support.forked import forked
 from tests.support.language import resume, tiny_run
@@ -290,9 +290,9 @@ def test_another_layout_of_stock_servers_that_the_run_starts_is_refused() -> Non
     recorded = small_config(f"rollout.engine={stock}")
     config = small_config(f"rollout.engine={stock}", "layout.threads=2")
     with pytest.raises(UserError, match=r"threads=2: the run has 1, and with rollout\.engine\.numerics = stock"):
-        _require_same_layout(recorded, config)
+        require_same_layout(recorded, config)
     running = "{kind: sglang, numerics: stock, urls: ['http://127.0.0.1:1']}"
-    _require_same_layout(
+    require_same_layout(
         small_config(f"rollout.engine={running}"), small_config(f"rollout.engine={running}", "layout.threads=2")
     )
 

@@ -73,7 +73,7 @@ def _start(plan: Fork) -> Start:
     task = {name: digest for name, digest in start.checkpoint.task.items() if name != PROMPTS}
     precision = plan.config.numerics.precision
     saved = replace(start.checkpoint, coefficients=coefficients, precision=precision, task=task)
-    return replace(start, checkpoint=saved)
+    return Start(saved, start.reference)
 
 
 def _take_over(plan: Fork, start: Start, folder: Path) -> int:

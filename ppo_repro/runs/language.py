@@ -169,7 +169,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
             if run_dir is not None and start is None:
                 accuracy = self._measured(config, prepared)
             if start is not None:
-                checkpoint.restore(start.checkpoint, state, digests)
+                checkpoint.restore(start.take(), state, digests)
             stack.enter_context(_quick_collections())
             engine = stack.enter_context(rollout_engine(context, own, prepared.engine, state, tokenizer))
             checkpoints = Checkpoints(config, state, tokenizer, digests, is_adapted=prepared.lora is not None)

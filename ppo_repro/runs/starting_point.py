@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -15,15 +15,26 @@ from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.checkpoint import Checkpoint, load
 
 
-@dataclass(frozen=True)
 class Start:
     """The state from which a run continues.
 
-    Its tensors are pages of mapped files, so the system takes their memory back when memory is short.
+    `reference` is the model that the run started as; None if its configuration makes or loads it.
     """
 
-    checkpoint: Checkpoint
-    reference: Path | None  # the model that the run started as; None if its configuration makes or loads it
+    def __init__(self, checkpoint: Checkpoint, reference: Path | None) -> None:
+        self._checkpoint: Checkpoint | None = checkpoint
+        self.reference = reference
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Return the checkpoint, which nobody has taken yet."""
+        assert self._checkpoint is not None
+        return self._checkpoint
+
+    def take(self) -> Checkpoint:
+        """Give the checkpoint away: its tensors are pages of a file, which stay mapped as long as anybody has them."""
+        taken, self._checkpoint = self.checkpoint, None
+        return taken
 
 
 def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:

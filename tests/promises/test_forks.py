@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.changes import setup_changes
 from ppo_repro.records.diff import first_difference
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.fork_plan import plan_fork
+from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.resume import Resumed
+from ppo_repro.runs.resume import resume as language_resume
 from ppo_repro.runs.summary import score_of
 from ppo_repro.runs.verify_files import verify_files
 from tests.support.cli import Cli
@@ -57,6 +60,24 @@ def test_a_fork_is_on_the_disk_before_it_has_its_name_and_its_models_before_they
     assert len(named) > 40
     for number, state in enumerate([*named[:10], *named[-10:]]):
         verify_files(state.write(tmp_path / str(number)) / name)
+
+
+class Mapped(Silent):
+    """Lists the checkpoints whose pages this process maps after an iteration."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
+        self.found += re.findall(r"\S+/(?:iteration-\d+|checkpoint)\.safetensors", Path("/proc/self/maps").read_text())
+
+
+def test_a_checkpoint_is_not_in_memory_while_a_run_goes_on(origin: Path, tmp_path: Path) -> None:
+    watcher = Mapped()
+    forked = fork(origin, tmp_path, 2, "checkpoints.every=0", watcher=watcher)
+    cut_back(forked, 3, "interrupted")
+    language_resume(LanguageKind(watcher), forked)
+    assert watcher.found == []
 
 
 def test_a_finished_run_goes_on_as_if_it_had_been_longer(origin: Path, tmp_path: Path) -> None:

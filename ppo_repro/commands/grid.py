@@ -10,7 +10,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import print_result, say
 
 if TYPE_CHECKING:
-    from ppo_repro.grids.cell import Executor
+    from ppo_repro.grids.executor import Executor
 
 
 def grid_command(arguments: argparse.Namespace) -> int:
@@ -46,8 +46,8 @@ def grid_command(arguments: argparse.Namespace) -> int:
 
 def _executor(arguments: argparse.Namespace, folder: Path) -> Executor:
     from ppo_repro.config.yaml_text import parse_yaml
-    from ppo_repro.grids.cell import Processes
     from ppo_repro.grids.clusters import Ray, Slurm
+    from ppo_repro.grids.executor import Processes
 
     if arguments.ray is not None and arguments.slurm is not None:
         raise UserError("--ray and --slurm: choose one")

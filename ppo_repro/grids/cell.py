@@ -1,19 +1,17 @@
-"""Run one cell of a grid, and run cells as processes of this machine."""
+"""One cell of a grid: its run, its state, and the process that computes it."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, atomic_write
@@ -26,8 +24,6 @@ RESULT = "result.json"
 LOG = "log.txt"
 BEGIN = "a new attempt begins"  # in the log
 LOST = 3  # exit code of a cell whose end no process saw
-POLL_SECONDS = 0.02
-END_SECONDS = 60.0  # for an interrupted cell to record that it was interrupted
 WRITER_SECONDS = 60.0  # for another process to stop writing the cell's run
 
 State = Literal["missing", "running", "interrupted", "failed", "complete"]
@@ -176,51 +172,3 @@ def last_result(folder: Path) -> Result | None:
         return Result(**json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: was changed or damaged; remove it, and the cell is checked again") from error
-
-
-Results = Generator[Result, None, None]
-
-
-class Executor(Protocol):
-    """Interface of the executors, which run cells in any order."""
-
-    def check(self) -> None:
-        """Raise UserError if no cell could run; nothing has been written by then."""
-        ...
-
-    def run(self, orders: Sequence[Order]) -> Results:
-        """Yield each result when its cell ends. Closing the generator ends the cells that still run."""
-        ...
-
-
-@dataclass(frozen=True)
-class Processes:
-    """Executor that runs up to `workers` cells at once on this machine, each in its own process."""
-
-    workers: int
-
-    def check(self) -> None:
-        """Raise UserError if no cell could run; nothing has been written by then."""
-
-    def run(self, orders: Sequence[Order]) -> Results:
-        waiting, live = deque(orders), dict[Order, tuple[subprocess.Popen[bytes], float]]()
-        try:
-            while waiting or live:
-                while waiting and len(live) < self.workers:
-                    order = waiting.popleft()
-                    live[order] = start_cell(order), time.perf_counter()
-                for order, (process, started) in list(live.items()):
-                    if process.poll() is not None:
-                        del live[order]
-                        yield finish_cell(order, process, started)
-                time.sleep(POLL_SECONDS)
-        finally:
-            for process, _ in live.values():
-                process.send_signal(signal.SIGINT)  # the cell records that it was interrupted
-            deadline = time.monotonic() + END_SECONDS
-            for order, (process, started) in live.items():
-                try:
-                    process.wait(max(0.1, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                finish_cell(order, process, started)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.grids.cell import Order, Result, Results, cell_state, last_result, lost_cell, results_forgotten, run_cell
+from ppo_repro.grids.cell import Order, Result, cell_state, last_result, lost_cell, results_forgotten, run_cell
+from ppo_repro.grids.executor import Results
 
 if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission

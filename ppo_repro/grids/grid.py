@@ -24,7 +24,8 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import AnyConfig, dump_yaml, load_any
 from ppo_repro.config.inputs import gather
 from ppo_repro.config.run import RunConfig
-from ppo_repro.grids.cell import Executor, Order, cell_state, last_result, run_of, state_from
+from ppo_repro.grids.cell import Order, cell_state, last_result, run_of, state_from
+from ppo_repro.grids.executor import Executor
 from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.changes import change_lines, config_changes

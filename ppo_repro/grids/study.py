@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import permutation
-from ppo_repro.grids.cell import Processes
+from ppo_repro.grids.executor import Processes
 from ppo_repro.grids.grid import run_grid
 from ppo_repro.grids.spec import Cell, Grid, load_grid
 

@@ -197,9 +197,8 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
                 f"table updates, iteration {records.iteration}: has {count} rows; "
                 f"the minibatches of the recorded steps have at least {end} tokens"
             )
-        rows, policy = slice(start, end), None
-        if turn.of_policy:
-            policy = _policy(config, batch, minibatch, records, rows, step["grad_norm"])
+        rows = slice(start, end)
+        policy = _policy(config, batch, minibatch, records, rows, step["grad_norm"]) if turn.of_policy else None
         if policy is not None:
             schedule.follow(policy)
         elif start == 0:
@@ -207,8 +206,7 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
                 f"table updates, iteration {records.iteration}: new_logprobs or new_entropies is null in the first "
                 "minibatch"
             )
-        value = None
-        new_values = records.tensor_or_none("updates", "new_values", rows)
+        new_values, value = records.tensor_or_none("updates", "new_values", rows), None
         if batch.value_targets is not None and new_values is not None:
             columns = value_loss(batch.value_targets, minibatch.tokens, new_values)
             value = value_update(minibatch, columns, step["value_grad_norm"])

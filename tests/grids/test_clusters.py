@@ -11,8 +11,9 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.grids import clusters
-from ppo_repro.grids.cell import LOST, Order, Processes, cell_state, last_result, record_result
+from ppo_repro.grids.cell import LOST, Order, cell_state, last_result, record_result
 from ppo_repro.grids.clusters import Slurm
+from ppo_repro.grids.executor import Processes
 from ppo_repro.grids.grid import run_grid
 from ppo_repro.grids.spec import load_grid
 from tests.grids.slurm import Cluster, cluster

@@ -15,18 +15,9 @@ from ray.cluster_utils import Cluster
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.lock import has_writer, only_writer
 from ppo_repro.grids import grid as grid_module
-from ppo_repro.grids.cell import (
-    Executor,
-    Order,
-    Processes,
-    Results,
-    cell_state,
-    finish_cell,
-    record_result,
-    run_of,
-    start_cell,
-)
+from ppo_repro.grids.cell import Order, cell_state, finish_cell, record_result, run_of, start_cell
 from ppo_repro.grids.clusters import Ray
+from ppo_repro.grids.executor import Executor, Processes, Results
 from ppo_repro.grids.grid import Outcome, lines, run_grid
 from ppo_repro.grids.spec import Cell, load_grid
 from ppo_repro.records import manifest, reader

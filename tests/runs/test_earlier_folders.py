@@ -16,7 +16,7 @@ from ppo_repro.base.files import MANIFEST
 from ppo_repro.base.mode import Precision
 from ppo_repro.config.files import load_config
 from ppo_repro.config.yaml_text import read_yaml, write_yaml
-from ppo_repro.grids.cell import Processes
+from ppo_repro.grids.executor import Processes
 from ppo_repro.grids.grid import lay_out, run_grid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.numerics import library

@@ -69,9 +69,9 @@ def rollout_engine(
             if own is not None:
                 context = config.numerics.max_context
                 sampler = OwnSampler(own, state.policy, tokenizer, built_in.stop_ids, context, folder)
-            asked = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
+            engine = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
             try:
-                yield asked if recorded is None else RecordedSampler(recorded, state, asked, ranks)
+                yield engine if recorded is None else RecordedSampler(recorded, state, engine, ranks)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)  # the weights that it loaded last
     else:

@@ -103,12 +103,12 @@ def load_callable(
     value = getattr(module, name, None)
     if value is None:
         raise UserError(f"{field} = {path!r}: {file} has no {name}")
-    found = UserCallable(field, file, name, begin_of(value, file), value)
+    loaded = UserCallable(field, file, name, begin_of(value, file), value)
     try:
         check_call(name, value, positions, parameters or {})
     except RefusedError as error:
-        raise UserError(f"{found.where}: {error}") from None
-    return found
+        raise UserError(f"{loaded.where}: {error}") from None
+    return loaded
 
 
 def not_loaded(field: str, file: str, error: BaseException) -> str:
@@ -235,8 +235,8 @@ def uncopied(before: Collection[str]) -> list[str]:
     new = {name: module for name, module in list(sys.modules.items()) if name not in before}
     files = [getattr(module, "__file__", None) for name, module in new.items() if not name.startswith(_PREFIX)]
     # torch has modules whose files are names only
-    found = [Path(file) for file in files if file and "site-packages" not in file and Path(file).is_absolute()]
-    return sorted(str(file) for file in found if not any(map(file.is_relative_to, homes)))
+    paths = [Path(file) for file in files if file and "site-packages" not in file and Path(file).is_absolute()]
+    return sorted(str(file) for file in paths if not any(map(file.is_relative_to, homes)))
 
 
 def described(error: BaseException, file: str | None = None) -> str:

@@ -104,8 +104,8 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection]:
 def _search_path() -> list[str]:
     """Return the folders in which the child looks for modules, without the current folder."""
     home, asked = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    found = [path for path in sys.path if path and (path in (home, *asked) or path != os.getcwd())]
-    return found if home in found else [*found, home]
+    folders = [path for path in sys.path if path and (path in (home, *asked) or path != os.getcwd())]
+    return folders if home in folders else [*folders, home]
 
 
 def _stop(child: subprocess.Popen[bytes], connection: Connection) -> None:
@@ -175,17 +175,20 @@ def load_from_package(
     process: UserProcess, field: str, code: str, module: Path, names: Iterable[str], seconds: float, longer: str = ""
 ) -> dict[str, UserFunction]:
     """Load functions of a module of this package that runs code of the user; messages name this `code`."""
-    found = load(process, field, module, dict.fromkeys(names, "unchecked"))
-    return {n: replace(f, file=Path(code), line="", seconds=seconds, longer=longer) for n, f in found.items()}
+    functions = load(process, field, module, dict.fromkeys(names, "unchecked"))
+    return {
+        name: replace(function, file=Path(code), line="", seconds=seconds, longer=longer)
+        for name, function in functions.items()
+    }
 
 
 def load_reward(process: UserProcess, field: str, term: CalledReward) -> UserFunction:
     """Load the function of a reward term. Raises UserError with its fault."""
     file, name = file_and_name(field, term.path)
-    found = load(process, field, file, {name: term.kind}, term.model_dump(mode="json"))
-    if name not in found:
+    functions = load(process, field, file, {name: term.kind}, term.model_dump(mode="json"))
+    if name not in functions:
         raise UserError(f"{field} = {term.path!r}: {file} has no function {name}")
-    return found[name]
+    return functions[name]
 
 
 def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -200,12 +203,12 @@ def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> 
 def _require_equal(
     function: UserFunction, rows: Sequence[Mapping[str, Any]], first: Sequence[Any], second: Sequence[Any]
 ) -> None:
-    for row, one, other in zip(rows, first, second, strict=True):
-        if one != other:
+    for row, earlier, later in zip(rows, first, second, strict=True):
+        if earlier != later:
             raise UserError(
-                f"{function.where}: {function.name} returned {shown(repr(one))} and then {shown(repr(other))} for the "
-                f"same input (prompt key '{shown(row['key'])}', text '{shown(row['turns'][-1])}'); it must follow from "
-                "its input alone"
+                f"{function.where}: {function.name} returned {shown(repr(earlier))} and then {shown(repr(later))} for "
+                f"the same input (prompt key '{shown(row['key'])}', text '{shown(row['turns'][-1])}'); it must follow "
+                "from its input alone"
             )
 
 
@@ -225,11 +228,11 @@ def check_alone(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> No
         return
     if together != alone:
         _require_equal(function, rows, alone, function(rows))
-    for row, one, other in zip(rows, alone, together, strict=True):
-        if one != other:
+    for row, single, beside in zip(rows, alone, together, strict=True):
+        if single != beside:
             raise UserError(
                 f"{function.where}: {function.name} compares completions: '{shown(row['response'])}' gets "
-                f"{one:g} alone and {other:g} beside {len(rows) - 1} others, and a run gives it one completion at a "
-                "time; let a score follow from its own completion, or score all responses at once in the score() of a "
-                "task of kind python"
+                f"{single:g} alone and {beside:g} beside {len(rows) - 1} others, and a run gives it one completion at "
+                "a time; let a score follow from its own completion, or score all responses at once in the score() of "
+                "a task of kind python"
             )

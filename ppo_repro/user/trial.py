@@ -100,7 +100,7 @@ def _unchecked(own: Own) -> str:
 
 
 @contextmanager
-def _told(own: Own, how: str) -> Iterator[None]:
+def _explained(own: Own, how: str) -> Iterator[None]:
     """Tell in the error of a call how the function was called."""
     try:
         yield
@@ -110,8 +110,8 @@ def _told(own: Own, how: str) -> Iterator[None]:
 
 def _estimates(own: OwnEstimator) -> Callable[[ObjectiveBatch], TokenLosses]:
     def estimates(batch: ObjectiveBatch) -> TokenLosses:
-        found = own.estimate(batch.new_logprobs, batch.ref_logprobs)
-        return TokenLosses(found, None, no_flags(found))
+        result = own.estimate(batch.new_logprobs, batch.ref_logprobs)
+        return TokenLosses(result, None, no_flags(result))
 
     return estimates
 
@@ -156,12 +156,12 @@ class _OfTokens:
 
     def result_of_calls(self, batch: ObjectiveBatch, calls: Sequence[slice], expected: _Result) -> _Result:
         """Call the function with some tokens at a time; return its results, and `expected` for all other tokens."""
-        found = _Result(*map(torch.clone, expected))
+        results = _Result(*map(torch.clone, expected))
         for tokens in calls:
             columns = {field.name: getattr(batch, field.name)[tokens] for field in fields(ObjectiveBatch)}
-            for column, values in zip(found, self.result(ObjectiveBatch(**columns)), strict=True):
+            for column, values in zip(results, self.result(ObjectiveBatch(**columns)), strict=True):
                 column[tokens] = values
-        return found
+        return results
 
 
 def _faults_by_tokens(config: RunConfig, tried: _OfTokens) -> Iterator[str]:
@@ -175,14 +175,14 @@ def _faults_by_tokens(config: RunConfig, tried: _OfTokens) -> Iterator[str]:
     if change := _difference(again, expected, batch, 0.0):
         yield f"gives two results for one batch, {change}; it must follow from its input alone"
     for layout, calls in layouts(config, batch):
-        with _told(tried.own, f" ({layout})"):
-            found = tried.result_of_calls(batch, calls, expected)
-        if change := _difference(found, expected, batch, NATIVE_TOLERANCE if config.is_native else 0.0):
-            if not _difference(found, expected, batch, NATIVE_TOLERANCE):
+        with _explained(tried.own, f" ({layout})"):
+            results = tried.result_of_calls(batch, calls, expected)
+        if change := _difference(results, expected, batch, NATIVE_TOLERANCE if config.is_native else 0.0):
+            if not _difference(results, expected, batch, NATIVE_TOLERANCE):
                 yield from _faults_by_machine(config, seen)  # explain a difference in the last bits
             yield f"depends on the layout. {layout}: {change}; let what a response gets depend on its own tokens alone"
     for extreme, few in extremes(drawn_few(config)):
-        with _told(tried.own, f" ({extreme}); bound it before it leaves float32"):
+        with _explained(tried.own, f" ({extreme}); bound it before it leaves float32"):
             tried.result(few)
     yield from _faults_by_machine(config, seen)
 
@@ -283,18 +283,18 @@ def _faults_between_prompts(config: RunConfig, own: OwnAdvantages) -> Iterator[s
             )
 
 
-def _difference(found: _Result, expected: _Result, batch: ObjectiveBatch, tolerance: float) -> str:
+def _difference(results: _Result, expected: _Result, batch: ObjectiveBatch, tolerance: float) -> str:
     """Describe which losses and gradients differ by more than `tolerance` times the largest, with a tolerance of 0 in
     any bit; "" if none do.
     """
     changes = []
     names = ("loss", "gradient", "gradient in entropies", "clip flag")
-    for name, a, b in zip(names, found, expected, strict=True):
-        apart = (a.float() - b.float()).abs() > tolerance * float(b.abs().max())
+    for name, actual, wanted in zip(names, results, expected, strict=True):
+        apart = (actual.float() - wanted.float()).abs() > tolerance * float(wanted.abs().max())
         if not tolerance:
-            apart |= a.signbit() != b.signbit()  # as numbers, -0 and 0 are equal
+            apart |= actual.signbit() != wanted.signbit()  # as numbers, -0 and 0 are equal
         wrong = apart.nonzero()[:, 0].tolist()
         if wrong:
-            both = f"{float(a[wrong[0]]):.9g} instead of {float(b[wrong[0]]):.9g}"
+            both = f"{float(actual[wrong[0]]):.9g} instead of {float(wanted[wrong[0]]):.9g}"
             changes.append(f"{name} differs at {len(wrong)} tokens, first {both}{place_of(batch, wrong[0])}")
     return "; ".join(changes)

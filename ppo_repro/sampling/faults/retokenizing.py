@@ -98,8 +98,8 @@ class RetokenizingEngine:
         before = spans(self.tokenizer, ids, text)
         new = encode_again(self.tokenizer, ids, before, most, ended) if most else None
         if new is None:
-            own = list(range(len(ids)))
-            new = Encoding(list(ids), before, own, own, [True] * len(own))
+            unchanged = list(range(len(ids)))
+            new = Encoding(list(ids), before, unchanged, unchanged, [True] * len(unchanged))
         count, versions = len(new.ids), completion.policy_versions
         return replace(
             completion,

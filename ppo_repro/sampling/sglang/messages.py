@@ -56,11 +56,11 @@ def read_routes(text: Any, inputs: int, routed: RoutedLayers) -> Tensor:
         raise ValueError(f"returned routed_experts that are no base64 of int32 ({error})") from error
     if flat.size != inputs * routed.layers * routed.per_token:
         raise ValueError(f"returned {flat.size} routed_experts for {inputs} tokens, {routed.layers} layers")
-    found = flat.reshape(inputs, routed.layers, routed.per_token)[:, list(routed.mixtures)]
-    rises = bool((np.diff(found, axis=-1) > 0).all())
-    if not rises or found.min(initial=0) < 0 or found.max(initial=0) >= routed.experts:
+    routes = flat.reshape(inputs, routed.layers, routed.per_token)[:, list(routed.mixtures)]
+    rises = bool((np.diff(routes, axis=-1) > 0).all())
+    if not rises or routes.min(initial=0) < 0 or routes.max(initial=0) >= routed.experts:
         raise ValueError(f"returned routed_experts that are not {routed.per_token} of {routed.experts} by rising index")
-    return torch.from_numpy(found.reshape(inputs, len(routed.mixtures) * routed.per_token).astype(np.int32))
+    return torch.from_numpy(routes.reshape(inputs, len(routed.mixtures) * routed.per_token).astype(np.int32))
 
 
 ALL_TOKENS = -1  # SGLang's top_k that cuts nothing

@@ -1,4 +1,4 @@
-"""Which modules lie beside a Python file of the user, and so belong to it."""
+"""Find the modules beside a Python file of the user, which belong to the file."""
 
 from __future__ import annotations
 

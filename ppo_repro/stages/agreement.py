@@ -1,6 +1,7 @@
-"""Checks of the promises of deterministic numerics in every iteration: sampler and trainer have the same bits.
+"""Check in every iteration of deterministic numerics that sampler and trainer computed the same bits.
 
-The trainer also agrees with itself. If a check fails, the iteration is not recorded and the run ends.
+The trainer's passes must also have the same bits as each other. If a check fails, the iteration is not recorded and the
+run ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Unequal:
-    """The K tokens at which two columns differ that must have the same bits, in the order of the records."""
+    """The K tokens at which two columns differ, which must have the same bits, in the order of the records."""
 
     iteration: int
     compared: int  # number of tokens, including tokens with equal bits

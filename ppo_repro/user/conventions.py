@@ -1,7 +1,7 @@
-"""How a function of the user's is called in its child process: the conventions of TRL, verl and this package.
+"""Call a user's function in the child process by a convention: of TRL, of verl, or of this package.
 
 A convention takes the function, one row of arguments and the section's options, and returns a value for JSON. `CALLS`
-has one row for each.
+lists the conventions.
 """
 
 from __future__ import annotations

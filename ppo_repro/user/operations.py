@@ -1,4 +1,4 @@
-"""Watch for operations of torch whose bits may depend on the machine, which are all but those listed here."""
+"""Watch for operations of torch whose bits may depend on the machine: all operations but those listed here."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Watch(TorchDispatchMode):
 
 
 def _has_same_bits(name: str, inputs: dict[str, Any], result: Any) -> bool:
-    """Whether an operation with these arguments has the same bits on every machine."""
+    """Return whether an operation with these arguments has the same bits on every machine."""
     if name in ("sum", "mean"):
         return inputs["self"].numel() <= result.numel()  # each sum has one number or none
     if name == "pow":
@@ -81,7 +81,7 @@ def _has_same_bits(name: str, inputs: dict[str, Any], result: Any) -> bool:
 
 
 def _repeats(inputs: dict[str, Any]) -> bool:
-    """Whether several numbers go to one place, as in the gradient of x[index] if `index` repeats an entry."""
+    """Return whether several numbers go to one place, as in the gradient of x[index] if `index` repeats an entry."""
     counts = torch.zeros(inputs["self"].shape, dtype=torch.int64)
     if "index" in inputs:
         counts.scatter_add_(inputs["dim"], inputs["index"], torch.ones_like(inputs["index"]))

@@ -5,10 +5,10 @@
 | each | the seed of the global generators | the results |
 | each, in deterministic numerics | the machine, which `operations.py` judges by torch's operations | every bit |
 | objective, estimator | the responses in a call | every bit; in native numerics the first digits |
-| objective, estimator | one token, to an extreme log-ratio or advantage | results are finite |
-| objective | the new log-prob of one token | other losses, but for the whole response, or all before or after |
-| objective | another number of one token | the loss of the token at one fixed distance, such as the next one |
-| advantages | the rewards of one response | advantages of the other prompts, unless all prompts count |
+| objective, estimator | one token gets an extreme log-ratio or advantage | results are finite |
+| objective | the new log-prob of one token | other losses, unless all tokens, all before or all after it change |
+| objective | another number of one token | the loss of the next token, or of the token at any other fixed distance |
+| advantages | the rewards of one response | advantages of the other prompts, unless those of all prompts change |
 
 `ppo_repro.testing.check_loss` tries losses of other trainers, which get padded rows in any dtype and have tolerances. A
 function of a run gets the tokens of whole responses, without padding, and every bit counts.
@@ -284,8 +284,9 @@ def _faults_between_prompts(config: RunConfig, own: OwnAdvantages) -> Iterator[s
 
 
 def _difference(results: _Result, expected: _Result, batch: ObjectiveBatch, tolerance: float) -> str:
-    """Describe which losses and gradients differ by more than `tolerance` times the largest, with a tolerance of 0 in
-    any bit; "" if none do.
+    """Describe which losses and gradients differ by more than `tolerance` times the largest one; "" if none do.
+
+    With a tolerance of 0 a difference in any bit counts.
     """
     changes = []
     names = ("loss", "gradient", "gradient in entropies", "clip flag")

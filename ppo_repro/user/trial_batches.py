@@ -1,4 +1,4 @@
-"""Random batches for the trial of the user's functions, and the calls and extreme tokens with which it tries them."""
+"""Draw random batches for the trial of the user's functions, divide them into calls, and make extreme tokens."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def drawn_few(config: RunConfig) -> ObjectiveBatch:
 
 
 def drawn(config: RunConfig, full: int, longest: int) -> ObjectiveBatch:
-    """Draw the tokens of short responses, with 1, 2, 4, ... tokens, and of full ones, as many as MOST_TOKENS allow.
+    """Draw short responses, with 1, 2, 4, ... tokens, and full responses, as many as MOST_TOKENS allow.
 
-    The numbers of a response resemble each other more than those of different responses, so that the statistics of
-    few responses differ much from those of all.
+    The numbers of one response resemble each other more than the numbers of different responses. So the statistics of
+    few responses differ much from the statistics of all responses.
 
     Args:
         config: gives the number of samples of a prompt, and what the ratios are to.
@@ -78,7 +78,7 @@ def drawn(config: RunConfig, full: int, longest: int) -> ObjectiveBatch:
 
 
 def layouts(config: RunConfig, drawn: ObjectiveBatch) -> Iterator[tuple[str, list[slice]]]:
-    """Yield the name of each layout, and the tokens of some of its calls; those of `ranks 2` are all tokens."""
+    """Yield the name of each layout with the tokens of some of its calls; the calls of `ranks 2` have all tokens."""
     ends = [0, *torch.cumsum(drawn.response_lengths, 0).tolist()]
     count, own = len(ends) - 1, config.layout.update_micro_batch
     for size in sorted({own, *(1 << k for k in range(count.bit_length()))}):

@@ -53,7 +53,7 @@ class RequestQueue:
 
 
 class BuiltInSampler:
-    """Samples with the weights that a policy has at the call; keys and values do not outlive a call."""
+    """Samples with the weights that the policy has at a call; no keys and values stay after the call."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class BuiltInSampler:
             seats: number of sequences at the same time.
             prefill_chunk: tokens of a prompt in one pass, 0 for all.
             prefix_cache: whether prompts reuse the keys and values of a shared prefix.
-            live: a model of which `policy` is a copy in another dtype: before each call the policy takes the live
-                weights, rounded. None: the policy itself is trained.
+            live: the trained model, if `policy` is its copy in another dtype; each call first rounds the live weights
+                into the copy. None if `policy` is the trained model.
             disturb: changes logits before a token is sampled from them; only deliberate faults need it.
         """
         self.policy, self.stop_ids, self.mode = policy, stop_ids, mode

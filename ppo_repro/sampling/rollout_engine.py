@@ -27,7 +27,7 @@ from ppo_repro.sampling.shared import EvaluatedHere, SharedEngine
 def own_engine(config: RunConfig, ranks: Ranks, recorded: Recorded | None) -> Iterator[EngineProcess | None]:
     """Start the user's engine, which ends with the block; yield None in a process that does not use it.
 
-    The first of several processes uses it. Raises UserError if its file, its class or one of its methods is wrong.
+    Only the first process of a run uses the engine. Raises UserError if the file, the class or a method is wrong.
     """
     settings, is_recorded = config.rollout.engine, recorded is not None and recorded.iterations >= config.iterations
     if not isinstance(settings, OwnEngine) or is_recorded or not ranks.is_first:
@@ -52,11 +52,11 @@ def rollout_engine(
     watcher: Watcher,
     ranks: Ranks,
 ) -> Iterator[Engine]:
-    """Yield the engine of a run, and stop what it started when the block ends. The first of several processes owns it.
+    """Yield the engine of a run; when the block ends, end the servers of the engine. The first process owns them.
 
     Args:
         run_dir: for logs, notes and weights; None for a temporary folder.
-        recorded: samples that need not be drawn.
+        recorded: the recorded samples, if the run is resumed or repeated.
         watcher: receives the waiting times of servers.
     """
     settings = config.rollout.engine
@@ -64,7 +64,7 @@ def rollout_engine(
         with _servers(config, settings, built_in, run_dir, watcher, ranks) as engine:
             yield engine
     elif isinstance(settings, OwnEngine):
-        with _place(run_dir, ENGINE_NAME) as folder:
+        with _folder(run_dir, ENGINE_NAME) as folder:
             sampler = None
             if own is not None:
                 context = config.numerics.max_context
@@ -98,14 +98,14 @@ def _servers(
         watcher.step("SGLang", seconds, settings.timeout_s, "seconds of the longest wait for a server to start")
 
     with (
-        _place(run_dir, SERVERS_NAME) as folder,
+        _folder(run_dir, SERVERS_NAME) as folder,
         SGLangEngine(config, built_in.policy, built_in.stop_ids, folder).running(waiting) as servers,
     ):
         yield servers if ranks.size == 1 else SharedEngine(ranks, servers)
 
 
 @contextmanager
-def _place(run_dir: Path | None, name: str) -> Iterator[Path]:
+def _folder(run_dir: Path | None, name: str) -> Iterator[Path]:
     """Yield a folder `name` in the run folder, or a temporary folder if `run_dir` is None."""
     if run_dir is not None:
         yield run_dir / name

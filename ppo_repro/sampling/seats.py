@@ -29,7 +29,7 @@ def _keys(tokens: Sequence[int]) -> list[int]:
 
 
 class PrefixIndex:
-    """The tokens whose keys and values are in each seat."""
+    """The tokens in each seat; finds the seat with the longest prefix of a prompt."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, tuple[int, ...]] = {}

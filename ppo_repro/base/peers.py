@@ -43,10 +43,10 @@ class Store(Protocol):
 
 
 class Peers:
-    """The other processes of a run, as this one hears of them."""
+    """The connections of this process to other processes of a run."""
 
     def __init__(self, rank: int, hosts: list[str], connections: dict[int, socket.socket]) -> None:
-        """Listen to the connections: the first process has one to each other process, another one to the first."""
+        """Listen to the connections: the first process has one to each other process, which has one to the first."""
         self.rank, self.hosts, self.connections = rank, hosts, connections
         self._first_word = threading.Lock()  # of one rank: what comes later follows from it
         for other in connections:

@@ -52,7 +52,7 @@ class Mistake(NamedTuple):
 def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationError) -> list[str]:
     """Return one line for each mistake that pydantic found in the tree of a `model`, in the order of its fields.
 
-    Fields of a section that belong to another kind of it share a line, and so do the allowed types of a value.
+    The fields that belong to another kind of a section share one line. The allowed types of a value share one line too.
     """
     found = dict.fromkeys(mistake for details in error.errors() for mistake in _found(model, tree, details))
     merged: dict[Mistake, str] = {}  # what is wrong; the key has no limits, which share a line

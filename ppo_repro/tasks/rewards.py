@@ -51,7 +51,7 @@ def extracted(response: str, extraction: AnswerExtraction) -> str | None:
 
 
 def matches(response: str, answer: str) -> bool:
-    """Return whether the response equals the answer, unless there is none; surrounding white space does not count."""
+    """Return whether the response equals the answer, if it is not empty; surrounding white space does not count."""
     return response.strip() == answer.strip() != ""
 
 

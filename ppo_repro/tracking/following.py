@@ -107,7 +107,7 @@ def follow(folder: Path, is_over: IsOver, begin: Callable[[Path, dict[str, Any]]
 
 
 def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield each run of a grid that has begun, with its row of the table of cells; or the one run, with no row."""
+    """Yield each run of a grid that has begun, with its row of the table of cells. For a run, yield it with no row."""
     if not (folder / CELLS).exists():
         if folder.is_dir():  # a run that fails before its first iteration removes its folder
             yield folder, {}

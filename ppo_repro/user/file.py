@@ -214,7 +214,7 @@ def _compiled(file: str) -> CodeType:
 
 
 def raised_by_user(error: BaseException) -> str | None:
-    """Return `FILE:LINE` of the last line of a user's file in the traceback of an error; None if there is none."""
+    """Return `FILE:LINE` of the last line of a user's file in the traceback of an error; None without such a line."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = zip(frames, traceback.extract_tb(error.__traceback__), strict=True)
     users = [line for frame, line in lines if str(frame.f_globals.get("__name__")).startswith(_PREFIX)]

@@ -67,7 +67,7 @@ class Own:
         raise self.refused("calls backward() itself; let it return the loss alone, which the run differentiates")
 
     def _numbers(self, result: object, lengths: Mapping[int, str], dtypes: Sequence[torch.dtype] = _FLOAT32) -> Tensor:
-        """Return `found` if it is a tensor of one of the lengths and dtypes. Raises UserError otherwise."""
+        """Return `result` if it is a tensor of one of the lengths and dtypes. Raises UserError otherwise."""
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         allowed = f"must be a {names} tensor {' or '.join(f'[{n}], {meaning}' for n, meaning in lengths.items())}"
         if not isinstance(result, Tensor):
@@ -125,7 +125,7 @@ def _copied(argument: Tokens | Tensor) -> Tokens | Tensor:
 
 
 def _named(name: str, value: Tokens | Tensor) -> list[tuple[str, Tensor]]:
-    """Return the tensors of an argument and their names: those of a batch, or the argument itself."""
+    """Return the tensors of an argument with their names: the columns of a batch, or the argument itself."""
     if isinstance(value, Tensor):
         return [(name, value)]
     columns = [(field.name, getattr(value, field.name)) for field in fields(value)]

@@ -162,7 +162,7 @@ class UserFunction(Named):
 def load(
     process: UserProcess, field: str, file: Path, calls: Mapping[str, str], options: Mapping[str, Any] | None = None
 ) -> dict[str, UserFunction]:
-    """Execute a file in the child and return the functions that it defines, of those whose conventions are `calls`.
+    """Execute a file in the child and return its functions with names in `calls`, which gives their conventions.
 
     Raises UserError if the file fails to load.
     """
@@ -215,8 +215,8 @@ def _require_equal(
 def check_alone(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError if a function of TRL scores responses otherwise together than alone.
 
-    Such a function ranks or normalises the responses of a call, and a run gives it one response at a time. A function
-    that fails for several responses is let be.
+    Such a function ranks or normalises the responses of a call, but a run gives it one response at a time. A function
+    that fails for several responses passes this check.
     """
     alone = function(rows)
     try:

@@ -136,7 +136,7 @@ class _OfTokens:
     def result(self, batch: ObjectiveBatch) -> _Result:
         """Return losses, gradients and flags of a call, as in a run.
 
-        Raises UserError if the function does what it must not do.
+        Raises UserError if a check of the call fails.
         """
         new, entropies = (x.detach().requires_grad_(self.trains) for x in (batch.new_logprobs, batch.entropies))
         ratios = probability_ratios(new, batch.anchor_logprobs)
@@ -256,7 +256,7 @@ def _mixed(dependences: Sequence[set[int]]) -> Iterator[tuple[int, set[int]]]:
 
 
 def _shifted(dependences: Sequence[set[int]]) -> Iterator[tuple[int, set[int]]]:
-    """Yield the positions between the ends if each depends on the one token at the same distance, which is not 0."""
+    """Yield all positions but the first and last, if each depends on one token alone, at one distance other than 0."""
     inside = list(enumerate(dependences))[1:-1]
     shifts = {other - position for position, others in inside for other in others}
     if len(inside) > 1 and all(others for _, others in inside) and len(shifts) == 1 and shifts != {0}:
@@ -264,7 +264,7 @@ def _shifted(dependences: Sequence[set[int]]) -> Iterator[tuple[int, set[int]]]:
 
 
 def _faults_between_prompts(config: RunConfig, own: OwnAdvantages) -> Iterator[str]:
-    """Yield the faults of advantages that depend on responses to some other prompts, but not on those to all."""
+    """Yield the faults of advantages that depend on responses to several prompts, but not to all prompts."""
     responses = SAMPLES_OF_PROBE * config.rollout.samples_per_prompt
     few = drawn(config, responses, min(4, config.rollout.max_response_tokens))
     rewards, prompts = few.advantages, set(few.groups.tolist())

@@ -40,7 +40,7 @@ def drawn(config: RunConfig, full: int, longest: int) -> ObjectiveBatch:
     few responses differ much from the statistics of all responses.
 
     Args:
-        config: gives the number of samples of a prompt, and what the ratios are to.
+        config: gives the number of samples of a prompt, and the denominator of the ratios.
         longest: the full length, in tokens.
     """
     samples, short = config.rollout.samples_per_prompt, [1 << k for k in range((longest - 1).bit_length())]

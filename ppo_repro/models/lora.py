@@ -67,10 +67,10 @@ class Lora:
 
     def factors(self) -> dict[str, Tensor]:
         """Return A [r, K] and B [N, r] of every layer by name, not copied."""
-        found: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
         for (a, b), layer in zip(self.factors_of.values(), self.layers.values(), strict=True):
-            found |= {a: layer.a, b: layer.b}
-        return found
+            by_name |= {a: layer.a, b: layer.b}
+        return by_name
 
     def trained(self) -> dict[str, Tensor]:
         """Return all trained parameters: the factors, and the parameters trained without factors."""

@@ -73,7 +73,7 @@ def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Colu
     ends = torch.cumsum(lengths, 0)
     sequence = torch.searchsorted(ends, tokens[rows], right=True)
     position = tokens[rows] - (ends - lengths)[sequence]
-    found = Unequal(
+    unequal_tokens = Unequal(
         iteration=iteration,
         compared=len(tokens),
         sequence=sequence,
@@ -81,7 +81,7 @@ def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Colu
         left=Column(left.name, left.values[rows]),
         right=Column(right.name, right.values[rows]),
     )
-    raise UnequalBits(found.describe(), found)
+    raise UnequalBits(unequal_tokens.describe(), unequal_tokens)
 
 
 def require_ratios_of_one(iteration: int, lengths: Tensor, ratios: Tensor, tokens: Tensor) -> None:

@@ -215,8 +215,8 @@ def _filled(template: str, line: Line) -> str:
         if place[1] not in line.fields:
             names = shown(", ".join(line.fields))
             raise UserError(f"{line.where}: task.prompt_template asks for {{{place[1]}}}; the line has {names}")
-        found = line.fields[place[1]]
-        return found if isinstance(found, str) else json.dumps(found)
+        entry = line.fields[place[1]]
+        return entry if isinstance(entry, str) else json.dumps(entry)
 
     return PLACE.sub(value, template)
 
@@ -315,14 +315,14 @@ def _load_file(task: PythonTask, process: UserProcess) -> dict[str, UserFunction
     file = Path(task.path)
     if file.suffix != ".py" or not file.is_file():
         raise UserError(f"{FIELD} = {task.path!r}: must be a Python file, NAME.py, that is there")
-    found = load(process, FIELD, file, {"prompts": "prompts", "score": "scores", "step": "step"})
-    if "prompts" not in found:
+    functions = load(process, FIELD, file, {"prompts": "prompts", "score": "scores", "step": "step"})
+    if "prompts" not in functions:
         raise UserError(f"{FIELD}: {file} has no function prompts; it returns the prompts of the task")
-    if task.max_turns > 1 and "step" not in found:
+    if task.max_turns > 1 and "step" not in functions:
         raise UserError(f"task.max_turns = {task.max_turns}: {file} has no function step; add it, or take 1")
-    if task.max_turns == 1 and "step" in found:
+    if task.max_turns == 1 and "step" in functions:
         raise UserError(f"task.max_turns = 1: {file} has a function step, which needs at least 2 turns; raise it")
-    return found
+    return functions
 
 
 def _read_prompts(prompts: UserFunction, chat_template: bool) -> list[Problem]:

@@ -27,7 +27,7 @@ IsOver = Callable[[float], bool]
 class RunCopy(Protocol):
     """Interface of a copy of one run."""
 
-    def log(self, found: Sequence[Scalar]) -> None:
+    def log(self, scalars: Sequence[Scalar]) -> None:
         """Copy numbers of new iterations."""
         ...
 

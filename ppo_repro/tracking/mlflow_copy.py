@@ -129,16 +129,16 @@ class _Copy:
         tags: dict[str, str],
         started: float,
     ) -> None:
-        found = client.get_experiment_by_name(experiment)
-        if found is not None and found.lifecycle_stage == LifecycleStage.DELETED:
+        existing = client.get_experiment_by_name(experiment)
+        if existing is not None and existing.lifecycle_stage == LifecycleStage.DELETED:
             raise UserError(
                 f"{experiment}: this experiment was deleted in MLflow; restore it with `mlflow experiments restore "
-                f"--experiment-id {found.experiment_id}`, for which MLFLOW_TRACKING_URI names the store, or remove it "
-                "for good with `mlflow gc`"
+                f"--experiment-id {existing.experiment_id}`, for which MLFLOW_TRACKING_URI names the store, or remove "
+                "it for good with `mlflow gc`"
             )
         # otherwise MLflow's pages take the runs for evaluations of prompts, with other tables
         kind = {"mlflow.experimentKind": "custom_model_development"}
-        number = str(found.experiment_id if found else client.create_experiment(experiment, tags=kind))
+        number = str(existing.experiment_id if existing else client.create_experiment(experiment, tags=kind))
         quoted = str(folder.absolute()).replace("'", "\\'")
         for old in client.search_runs([number], f"tags.`{FOLDER_TAG}` = '{quoted}'", ViewType.ACTIVE_ONLY):
             client.delete_run(old.info.run_id)
@@ -149,8 +149,8 @@ class _Copy:
         for start in range(0, len(leaves), PARAMS_PER_CALL):
             client.log_batch(self.place.run_id, params=leaves[start : start + PARAMS_PER_CALL])
 
-    def log(self, found: Sequence[Scalar]) -> None:
-        metrics = [Metric(s.name, s.value, _milliseconds(s.moment), s.step) for s in found]
+    def log(self, scalars: Sequence[Scalar]) -> None:
+        metrics = [Metric(s.name, s.value, _milliseconds(s.moment), s.step) for s in scalars]
         for start in range(0, len(metrics), METRICS_PER_CALL):
             self._client.log_batch(self.place.run_id, metrics=metrics[start : start + METRICS_PER_CALL])
 

@@ -88,7 +88,7 @@ def _loaded(functions: Loaded, request: dict[str, Any]) -> dict[str, object]:
 
 
 def _called(functions: Loaded, request: dict[str, Any], row: CallRow) -> dict[str, object]:
-    of = f"; prompt key '{shown(row['key'])}'" if "key" in row else ""
+    prompt = f"; prompt key '{shown(row['key'])}'" if "key" in row else ""
     field, file, name, line = (request[part] for part in ("field", "file", "name", "line"))
     try:
         seed_generators(request["seed"])
@@ -96,10 +96,10 @@ def _called(functions: Loaded, request: dict[str, Any], row: CallRow) -> dict[st
     except UserError as error:  # of a file of this package
         return {"error": str(error)}
     except RefusedError as error:
-        return {"error": f"{field}: {file}{line}: {name} {error}{of}"}
+        return {"error": f"{field}: {file}{line}: {name} {error}{prompt}"}
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code included
         raised = f"{described(error, file)}{_advice(error, request)}"
-        return {"error": f"{field}: {file}{line_of(error, file) or line}: {name} raised {raised}{of}"}
+        return {"error": f"{field}: {file}{line_of(error, file) or line}: {name} raised {raised}{prompt}"}
 
 
 def _advice(error: BaseException, request: dict[str, Any]) -> str:

@@ -150,8 +150,8 @@ class UserFunction(Named):
             seconds, sent = max(seconds, _SECONDS_PER_TRANSCRIPT * len(rows)), [{"transcripts": sent}]
 
         def lost(row: int, how: str) -> str:
-            of = f"; prompt key '{shown(sent[row]['key'])}'" if "key" in sent[row] else ""
-            return f"{self.where}: {self.name} {how}{self.longer if how.startswith(LATE) else ''}{of}"
+            prompt = f"; prompt key '{shown(sent[row]['key'])}'" if "key" in sent[row] else ""
+            return f"{self.where}: {self.name} {how}{self.longer if how.startswith(LATE) else ''}{prompt}"
 
         about = {name: getattr(self, name) for name in ("field", "name", "line", "call", "options")}
         request = {**about, "file": str(self.file), "seed": seed, "rows": sent}

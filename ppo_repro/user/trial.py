@@ -148,10 +148,10 @@ class _OfTokens:
         if new.grad is None and entropies.grad is None:
             _refuse(self.own, ["returned a loss without a gradient; it must depend on new_logprobs or entropies"])
         gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (new, entropies)]
-        for gradient, of in zip(gradients, ("new_logprobs", "entropies"), strict=True):
+        for gradient, column in zip(gradients, ("new_logprobs", "entropies"), strict=True):
             wrong = (~gradient.isfinite()).nonzero()[:, 0].tolist()
             if wrong:
-                raise self.own.refused(f"has a gradient in {of} that is not finite{place_of(batch, wrong[0])}")
+                raise self.own.refused(f"has a gradient in {column} that is not finite{place_of(batch, wrong[0])}")
         return _Result(losses.detach(), gradients[0], gradients[1], flags)
 
     def result_of_calls(self, batch: ObjectiveBatch, calls: Sequence[slice], expected: _Result) -> _Result:

@@ -37,7 +37,7 @@ class RequestQueue:
 
     def next_batch(self) -> list[Seated]:
         """Return the answered requests, or else new ones, or else all seated requests; none when all are finished."""
-        # in native numerics the order of the rows decides bits, and recorded runs have this one
+        # in native numerics the order of the rows decides bits, and recorded runs have this order
         self._seated.sort(key=lambda item: item.is_answered)
         if answered := [item for item in self._seated if item.is_answered]:
             return answered

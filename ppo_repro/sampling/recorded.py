@@ -32,7 +32,7 @@ class RecordedSampler:
     recorded: Recorded
     state: TrainState  # knows the iteration
     engine: Engine
-    ranks: Ranks  # the first one reads
+    ranks: Ranks  # the first process reads the records
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None

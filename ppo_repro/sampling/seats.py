@@ -75,7 +75,7 @@ class Seated:
     index: int
     request: Request
     seat: int
-    computed: int = 0  # the seat has the keys and values of so many first tokens of `context`
+    computed: int = 0  # number of the first tokens of `context` whose keys and values are in the seat
     tokens: list[int] = field(default_factory=list)  # after the prompt, the environment's tokens included
     is_forced: list[bool] = field(default_factory=list)  # which of `tokens` the environment put in
     sampled: list[Sampled] = field(default_factory=list)

@@ -22,7 +22,7 @@ from ppo_repro.config.tasks import PLACE, ArithmeticTask, ColumnAdditionTask, Js
 from ppo_repro.user.process import UserFunction, UserProcess, load
 
 FIELD = "task.path"
-_OF_GYM = {"entries": "unchecked", "score": "keywords"}
+_GYM_CALLS = {"entries": "unchecked", "score": "keywords"}
 ROLES = {"system", "user", "assistant", "tool"}
 
 
@@ -289,7 +289,7 @@ def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None)
         functions = _load_file(task, process)
         problems = _read_prompts(functions["prompts"], task.chat_template)
     else:
-        functions = load(process, "task.dataset", Path(__file__).with_name("gym_child.py"), _OF_GYM)
+        functions = load(process, "task.dataset", Path(__file__).with_name("gym_child.py"), _GYM_CALLS)
         row = {"dataset": task.dataset, "settings": task.settings, "seed": task.data_seed, "size": task.size}
         (entries,) = functions["entries"]([row])
         problems = [make_problem(f"{task.dataset}: entry {i}", entry) for i, entry in enumerate(entries)]

@@ -19,7 +19,7 @@ from ppo_repro.records.manifest import Head
 from ppo_repro.tracking.numbers import RunNumbers, Scalar
 
 POLL_SECONDS = 1.0
-OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # copied
+ENVIRONMENT_FIELDS = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # copied
 # waits for at most the given seconds; returns whether the process that writes records has ended
 IsOver = Callable[[float], bool]
 

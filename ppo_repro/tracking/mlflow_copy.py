@@ -33,7 +33,7 @@ from ppo_repro.records.grid import CELLS, GRID, RESULTS
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.notes import end_time, read_note, start_time
-from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow, labels_of, write_page
+from ppo_repro.tracking.following import ENVIRONMENT_FIELDS, IsOver, begun, follow, labels_of, write_page
 from ppo_repro.tracking.numbers import Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins
@@ -179,7 +179,7 @@ class _RunCopy(_Copy):
         recorded = manifest.load_head(run_dir)
         config = load_config_of(run_dir, recorded)
         environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
-        about = {name: str(environment[name]) for name in OF_ENVIRONMENT} | {"kind": recorded.kind}
+        about = {name: str(environment[name]) for name in ENVIRONMENT_FIELDS} | {"kind": recorded.kind}
         about |= {f"package.{name}": str(version) for name, version in environment["packages"].items()}
         params, started = config.model_dump(mode="json"), start_time(run_dir, recorded)
         name = read_label(run_dir).name or name or run_dir.name

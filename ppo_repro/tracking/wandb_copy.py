@@ -29,7 +29,7 @@ from ppo_repro.records.grid import GRID
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.notes import read_note
-from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, follow, labels_of, write_page
+from ppo_repro.tracking.following import ENVIRONMENT_FIELDS, IsOver, follow, labels_of, write_page
 from ppo_repro.tracking.numbers import Scalar, sentences
 
 FILES = "ppo_repro"  # the folder of our files in a W&B run
@@ -96,7 +96,7 @@ class _RunCopy:
         config = load_config_of(run_dir, recorded)
         environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
         more: dict[str, Any] = {"run_dir": str(run_dir.absolute()), **(about or {}), **environment["packages"]}
-        more |= {name: environment[name] for name in OF_ENVIRONMENT}
+        more |= {name: environment[name] for name in ENVIRONMENT_FIELDS}
         kind: str = recorded.kind
         if recorded.origin is not None:
             kind, origin = "fork", recorded.origin

@@ -256,7 +256,7 @@ class Convention:
     """How a kind of function is called, and the parameters by which it is known before it is called."""
 
     call: Callable[[Function, CallRow, CallRow], object]
-    positions: tuple[str, ...] = ()  # the arguments by position, if all functions of the kind have the same
+    positions: tuple[str, ...] = ()  # the arguments by position, if all functions of this kind have the same arguments
     shown_by: frozenset[str] = frozenset()  # parameters of a reward that show that it is of this kind
     withheld: frozenset[str] = frozenset()  # parameters of this kind in other stacks that no function gets
 
@@ -281,7 +281,7 @@ PLAIN = {
     "turns": (),
     "full_text": (),
 }
-_OF_RESPONSE = {"response", *PLAIN["response"], "turns", "full_text"}
+_RESPONSE_NAMES = {"response", *PLAIN["response"], "turns", "full_text"}
 _BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -316,5 +316,5 @@ def _check_plain(name: str, parameters: Mapping[str, inspect.Parameter]) -> None
             if meant or parameter.default is parameter.empty:
                 raise RefusedError(f"{name} has a parameter '{parameter.name}'; it gets by name {gets}{meant}")
     takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not takes_others and not parameters.keys() & _OF_RESPONSE:
+    if not takes_others and not parameters.keys() & _RESPONSE_NAMES:
         raise RefusedError(f"{name} has no parameter for the response; it gets by name {gets}")

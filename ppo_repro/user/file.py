@@ -158,7 +158,7 @@ def execute(file: Path) -> ModuleType:
     module = ModuleType(name)
     module.__file__, module.__path__, module.__package__ = str(file), [str(file.parent)], name
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _importer(name, file.parent)}
-    sys.modules[name] = module  # dataclasses look their module up here, and what lies beside it is found by its path
+    sys.modules[name] = module  # dataclasses look up their module here, and imports the path of modules beside it
     with redirect_stdout(sys.stderr):
         exec(_compiled(str(file)), module.__dict__)
     return module

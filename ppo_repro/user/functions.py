@@ -74,7 +74,7 @@ class Own:
             raise self.refused(f"returned a {type(result).__name__}; {allowed}")
         if result.dim() != 1 or len(result) not in lengths or result.dtype not in dtypes:
             raise self.refused(f"returned a tensor {list(result.shape)} {str(result.dtype)[6:]}; {allowed}")
-        return result.clone()  # the function may keep its own, and write into it later
+        return result.clone()  # the function may keep its tensor, and write into it later
 
     def _finite(self, numbers: Tensor, tokens: Tokens | None = None) -> Tensor:
         wrong = (~numbers.isfinite()).nonzero()[:, 0].tolist()

@@ -21,7 +21,7 @@ from ppo_repro.base.output import shown
 from ppo_repro.config.tasks import CalledReward
 from ppo_repro.user.file import Named, file_and_name
 
-CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more has most likely no end
+CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more most likely never ends
 _SECONDS_PER_TRANSCRIPT = 30.0  # in a call for all responses
 LATE = "gave no answer"
 ENDING_SECONDS = 5.0  # for a child to end after it has closed its pipe
@@ -110,7 +110,7 @@ def _search_path() -> list[str]:
 
 def _stop(child: subprocess.Popen[bytes], connection: Connection) -> None:
     """Kill a child's process group, which includes a server that the user's code started; it may outlive the child."""
-    if connection.closed:  # stopped before; the number of the group may be another's by now
+    if connection.closed:  # stopped before; the group's number may belong to another process now
         return
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
@@ -137,7 +137,7 @@ class UserFunction(Named):
     call: str  # convention by which the child calls the function
     options: Mapping[str, Any]
     seconds: float = CALL_SECONDS  # of wall time for one row
-    longer: str = ""  # what to do besides about a call that takes too long
+    longer: str = ""  # further advice about a call that takes too long
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
         """Call the function for each row of arguments; functions of the convention `scores` get all rows at once.

@@ -46,9 +46,9 @@ from ppo_repro.user.trial_batches import (
     with_rewards,
 )
 
-OF_PROBE, SAMPLES_OF_PROBE = 8, 4  # tokens of a response, and prompts, whose dependence on each other is tried
-WEIGHTS = torch.tensor([1 / 64, 1 / 128, 1 / 256])  # of losses by response, as different as those of a run
-NATIVE_TOLERANCE = 1e-4  # relative to the largest; deterministic numerics have none
+PROBE_TOKENS, PROBE_PROMPTS = 8, 4  # tokens of a response, and prompts, between which dependences are looked for
+WEIGHTS = torch.tensor([1 / 64, 1 / 128, 1 / 256])  # the responses' losses get these weights in turn, to differ as in a run
+NATIVE_TOLERANCE = 1e-4  # relative to the largest number; deterministic numerics allow no difference
 
 Batch = TypeVar("Batch", bound=Tokens)
 
@@ -72,11 +72,11 @@ def _seeded(seed: int) -> Iterator[None]:
 def try_functions(config: RunConfig, functions: Functions) -> None:
     """Call the user's functions on random batches. Raises UserError, naming file and line, for the first mistake."""
     if objective := _checked(config, functions.objective):
-        _refuse(objective, _faults_by_tokens(config, _OfTokens(objective, objective.losses, trains=True)))
+        _refuse(objective, _faults_by_tokens(config, _TokenFunction(objective, objective.losses, trains=True)))
         _refuse(objective, _faults_between_tokens(config, objective))
     if estimator := _checked(config, functions.estimator):
         trains = isinstance(config.kl, KLInLoss)
-        _refuse(estimator, _faults_by_tokens(config, _OfTokens(estimator, _estimates(estimator), trains)))
+        _refuse(estimator, _faults_by_tokens(config, _TokenFunction(estimator, _estimates(estimator), trains)))
     if advantages := _checked(config, functions.advantages):
         _refuse(advantages, _faults_by_iteration(config, advantages.advantages, reward_batches(config)))
         _refuse(advantages, _faults_between_prompts(config, advantages))
@@ -126,7 +126,7 @@ class _Result(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _OfTokens:
+class _TokenFunction:
     """A function that a run calls with the tokens of some responses."""
 
     own: Own
@@ -164,7 +164,7 @@ class _OfTokens:
         return results
 
 
-def _faults_by_tokens(config: RunConfig, tried: _OfTokens) -> Iterator[str]:
+def _faults_by_tokens(config: RunConfig, tried: _TokenFunction) -> Iterator[str]:
     """Yield the faults of a function that a run calls with micro-batches."""
     longest = config.rollout.max_response_tokens
     batch = drawn(config, config.ppo.minibatch_size, longest) if tried.trains else drawn_iteration(config)
@@ -212,7 +212,7 @@ def _faults_between_tokens(config: RunConfig, own: OwnObjective) -> Iterator[str
 
     The log-ratios are near 0 and the advantages positive, so that nothing is clipped.
     """
-    batch = drawn(config, FEW, min(OF_PROBE, config.rollout.max_response_tokens))
+    batch = drawn(config, FEW, min(PROBE_TOKENS, config.rollout.max_response_tokens))
     new = batch.anchor_logprobs + (batch.new_logprobs - batch.anchor_logprobs) * 1e-2
     batch = replace(batch, new_logprobs=new, advantages=batch.advantages.abs() + 1.0)
     first = len(new) - int(batch.response_lengths[-1])
@@ -265,7 +265,7 @@ def _shifted(dependences: Sequence[set[int]]) -> Iterator[tuple[int, set[int]]]:
 
 def _faults_between_prompts(config: RunConfig, own: OwnAdvantages) -> Iterator[str]:
     """Yield the faults of advantages that depend on responses to several prompts, but not to all prompts."""
-    responses = SAMPLES_OF_PROBE * config.rollout.samples_per_prompt
+    responses = PROBE_PROMPTS * config.rollout.samples_per_prompt
     few = drawn(config, responses, min(4, config.rollout.max_response_tokens))
     rewards, prompts = few.advantages, set(few.groups.tolist())
     before = own.advantages(with_rewards(config, few, rewards))

@@ -16,10 +16,10 @@ from ppo_repro.ppo.log_ratios import LOG_RATIOS, extreme_logprobs
 from ppo_repro.ppo.objectives import probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
 
-MOST_TOKENS = 1 << 19  # of the drawn responses
-MOST_CALLS = 12  # of a layout: the first ones, and as many others
-FEW, SHORT = 2, 40  # full responses of a small batch, and their tokens
-SIZES = torch.tensor([1.0, 1 / 16, 4.0])  # of the numbers of a response
+MOST_TOKENS = 1 << 19  # the full responses of a batch have at most so many tokens
+MOST_CALLS = 12  # of each layout the first 12 calls are tried, and up to 12 others
+FEW, SHORT = 2, 40  # a small batch has 2 full responses of at most 40 tokens
+SIZES = torch.tensor([1.0, 1 / 16, 4.0])  # scales; in a column all numbers of a response have one scale
 OLD_LOGPROBS = ("anchor_logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs")
 
 
@@ -71,7 +71,7 @@ def drawn(config: RunConfig, full: int, longest: int) -> ObjectiveBatch:
         advantages=advantages,
         corrections=torch.where(kept < 0.5, 0.0, kept),
         responses=responses,
-        groups=(responses // samples).clamp(max=max(count // samples, 1) - 1),  # none is too small
+        groups=(responses // samples).clamp(max=max(count // samples, 1) - 1),  # the last one gets the rest
         positions=torch.arange(n) - (torch.cumsum(lengths, 0) - lengths)[responses],
         lengths=lengths[responses],
     )

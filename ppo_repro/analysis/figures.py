@@ -39,6 +39,7 @@ from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import require_responses
 
+CURVES = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]
 GOOD = (0.1, 0.4)  # shares of clipped tokens that are called good
 RUN, MEAN, SHADE = "#0072b2", "#d55e00", "#00835f"
 STYLE: Any = {
@@ -64,22 +65,20 @@ def new_axes(width: float = 4.5, height: float = 3.3, columns: int = 1) -> list[
 
 
 def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
-    """Return one row per iteration of each run: mode, run, iteration, accuracy (greedy, held out), tokens, unequal.
+    """Return one row per iteration of each run: the recorded columns CURVES, mode and run.
 
-    unequal: tokens whose log-probs differ between sampler and trainer. The evaluation after a run's last update has a
-    row without tokens. Raises UserError on records that are missing or damaged.
+    The evaluation after a run's last update has a row without tokens. Raises UserError on records that are missing or
+    damaged.
     """
-    columns = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]
     parts = []
     for folder in runs:
         recorded = reader.open_manifest(folder)
         require_responses(folder, recorded)
-        rows = reader.read_iterations(folder, columns=columns)
+        rows = reader.read_iterations(folder, columns=CURVES)
         last = {"iteration": len(rows), "eval_accuracy": float(recorded.final["eval_accuracy"])}
-        found = pd.concat([rows, pd.DataFrame([last])], ignore_index=True)
-        parts.append(found.assign(mode=load_recorded_config(folder).numerics.mode, run=str(folder)))
-    renamed = {"unequal_old_rollout_logprobs": "unequal", "eval_accuracy": "accuracy"}
-    return pd.concat(parts, ignore_index=True).rename(columns=renamed)
+        curve = pd.concat([rows, pd.DataFrame([last])], ignore_index=True)
+        parts.append(curve.assign(mode=load_recorded_config(folder).numerics.mode, run=str(folder)))
+    return pd.concat(parts, ignore_index=True)
 
 
 def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
@@ -96,7 +95,7 @@ def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw greedy accuracy on held-out prompts by iteration: mean and range over the runs of each numerics mode."""
     (axes,) = [axes] if axes is not None else new_axes()
     for mode, rows in curves_of(runs).groupby("mode"):
-        band(rows, "accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
+        band(rows, "eval_accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
     axes.set(title="Learning: mean and range", xlabel="iteration", ylabel="greedy accuracy, held out")
     axes.set_ylim(bottom=0)
     axes.legend()
@@ -107,9 +106,9 @@ def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw the share of tokens whose log-probs differ between sampler and trainer, by iteration."""
     (axes,) = [axes] if axes is not None else new_axes()
     for mode, rows in curves_of(runs).groupby("mode"):
-        total, unequal = int(rows["tokens"].sum()), int(rows["unequal"].sum())
-        label = f"{mode}: {unequal:,} of {total:,}"
-        band(rows.assign(percent=100 * rows["unequal"] / rows["tokens"]), "percent", axes, label)
+        unequal = rows["unequal_old_rollout_logprobs"]
+        label = f"{mode}: {int(unequal.sum()):,} of {int(rows['tokens'].sum()):,}"
+        band(rows.assign(percent=100 * unequal / rows["tokens"]), "percent", axes, label)
     title = "Tokens whose log-probs differ in any bit"
     axes.set(title=title, xlabel="iteration", ylabel="sampler ≠ trainer, %")
     axes.set_ylim(bottom=0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.clipping import ClipRule, band_out, clipped_at_start, column, recorded_clipped
+from ppo_repro.analysis.clip_flags import ClipRule, band_out, clipped_at_start, column, recorded_clipped
 from ppo_repro.analysis.pairs import deltas, own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clipping import ClipRule, IterationRows, join_tokens
+from ppo_repro.analysis.clip_flags import ClipRule
+from ppo_repro.analysis.clipping import IterationRows, join_tokens
 
 RULE = ClipRule("old", 0.2, 0.2, None, 0.2)
 

@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.clipping import load_iterations, policy_rows, token_flags
+from ppo_repro.analysis.clip_flags import token_flags
+from ppo_repro.analysis.clipping import load_iterations, policy_rows
 from ppo_repro.analysis.figures import across, differences
 from ppo_repro.analysis.grid_outcomes import MEASURES, clip_shares, measures_of, outcomes
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation, report
@@ -123,8 +124,8 @@ def test_a_ratio_is_outside_the_band_whatever_the_advantage(tmp_path: Path) -> N
     """In a group of equal scores every advantage is 0, and no gradient is there to be removed."""
     run_dir = tiny_run(tmp_path, *GROUPS)
     flags = pd.concat([token_flags(policy_rows(item), item.rule) for item in load_iterations(run_dir)])
-    assert flags["out_without_advantage"].any()
-    assert clip_shares(run_dir) == (flags["grad_zero"].mean(), flags["band_out"].mean())
+    assert flags["outside_without_advantage"].any()
+    assert clip_shares(run_dir) == (flags["removed"].mean(), flags["outside"].mean())
 
 
 @pytest.mark.parametrize("kind", ["cispo, cap: 1.1, floor: 0.9", "unclipped"])

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis import parity
-from ppo_repro.analysis.clipping import recorded_clipped
+from ppo_repro.analysis.clip_flags import recorded_clipped
 from ppo_repro.analysis.clusters import Floats
 from ppo_repro.analysis.pairs import deltas
 from ppo_repro.analysis.parity import Parity, parity_of

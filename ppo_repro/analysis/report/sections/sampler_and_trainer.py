@@ -12,7 +12,8 @@ import pandas as pd
 from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section, Verdict
-from ppo_repro.analysis.mismatch import Measured, bucket_table, measure, tables
+from ppo_repro.analysis.mismatch import Measured, measure, tables
+from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
 from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
 from ppo_repro.analysis.report.data.run_facts import Facts
@@ -97,9 +98,9 @@ def delta_figure(counted: npt.NDArray[np.int64], equal: int) -> Figure:
 def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
     """Draw mean, 99th percentile and largest |delta| by bucket of `kind`, a key of BUCKETS.
 
-    `buckets` has columns kind, lo, hi, n, abs_mean, abs_p99, abs_max (nats), one row per bucket.
+    `buckets` has columns kind, lo, hi, n_tokens, abs_mean, abs_p99, abs_max (nats), one row per bucket.
     """
-    filled = buckets[(buckets["kind"] == kind) & (buckets["n"] > 0)].sort_values("lo", ignore_index=True)
+    filled = buckets[(buckets["kind"] == kind) & (buckets["n_tokens"] > 0)].sort_values("lo", ignore_index=True)
     columns = {"largest": "abs_max", "99th percentile": "abs_p99", "mean": "abs_mean"}
     values = {name: filled[column].to_numpy(np.float64) for name, column in columns.items()}
     # the axis begins below the smallest value, or its bar would have no height
@@ -118,7 +119,7 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
     )
     names = [f"{words} {_short(lo)} to {_short(hi)}" for lo, hi in zip(filled["lo"], filled["hi"], strict=True)]
     chart = bar_chart(np.arange(len(filled) + 1, dtype=np.float64), list(values.items()), x, y, alt, names)
-    return Figure(title, chart, caption, filled[["lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"]])
+    return Figure(title, chart, caption, filled[["lo", "hi", "n_tokens", "abs_mean", "abs_p99", "abs_max"]])
 
 
 def divergence_figure(divergences: pd.DataFrame) -> Figure:

@@ -42,15 +42,15 @@ def run_page(facts: Facts, responses: int) -> str:
         Card("What went wrong?", verdicts.troubles(facts, own, counts.nonfinite_ratios, counts.nonfinite_deltas)),
         Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
     )
-    learning, optimisation, agreement = (
+    learning, optimisation, beside_mismatch = (
         curves.metric_figures(wanted, [Curve("this run", numbers.curves)], forked_at=facts.forked_at)
-        for wanted in (kind.learning, kind.optimisation, kind.agreement)
+        for wanted in (kind.learning, kind.optimisation, kind.beside_mismatch)
     )
-    distributions = change_figures(numbers.values, kind.main[-1].unit, kind.samples)
+    distributions = change_figures(numbers.values, kind.first_chart[-1].unit, kind.samples)
     sections = [
         Section("learning", "Learning", figures=[*learning, *distributions]),
         Section("optimisation", "Optimisation", figures=optimisation),
-        mismatch_section(counts, by_bucket, agreement),
+        mismatch_section(counts, by_bucket, beside_mismatch),
         clipping_section(facts, own, facts.own(steps), numbers),
         *samples_section(facts),
         _numbers(facts, iterations, steps, numbers.curves),
@@ -74,9 +74,9 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_cu
     unequal = int(iterations["unequal_old_rollout_logprobs"].sum())
     rows = [
         ("iterations", f"{len(iterations):,} of {facts.config.iterations:,}"),
-        *((name, int(iterations[column].sum())) for name, column in facts.kind.counts),
+        *((total.title, int(iterations[total.name].sum())) for total in facts.kind.totals),
         ("optimizer steps", len(steps)),
-        (f"unequal old and rollout log-probs, {facts.kind.unit}", unequal),
+        (f"unequal old and rollout log-probs, {facts.kind.token_unit}", unequal),
         ("largest |old - rollout|, nats", float(iterations["max_abs_old_rollout"].max(skipna=False))),
     ]
     numbers = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]

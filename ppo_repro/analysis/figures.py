@@ -168,7 +168,7 @@ def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axe
             axes.plot([estimate.mean], [row], "|", color=MEAN, markersize=11, markeredgewidth=2.5)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel(MEASURES.get(measure, measure))
+    axes.set_xlabel(MEASURES[measure].meaning if measure in MEASURES else measure)
     return axes
 
 
@@ -213,7 +213,7 @@ def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = No
         axes.annotate(str(point), (mean[share], mean[measure]), xytext=(7, -3), textcoords="offset points")
     rank, low, high = rank_correlation(cells, share, measure)
     title = f"rank correlation {rank:.2f} [{low:.2f}, {high:.2f}]"
-    axes.set(title=title, xlabel=MEASURES[share], ylabel=measure)
+    axes.set(title=title, xlabel=MEASURES[share].meaning, ylabel=measure)
     return axes
 
 

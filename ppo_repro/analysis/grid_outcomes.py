@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -20,16 +21,49 @@ from ppo_repro.statistics.kl import k3
 
 LAST = FIRST = 5  # iterations
 TOKENS = ("old_logprobs", "rollout_logprobs", "advantages")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a run that compares settings: a column of `outcomes`."""
+
+    name: str
+    form: str  # format of a value
+    meaning: str
+    recorded: str = ""  # the column or final result that it is from; "" for a measure that is computed from tokens
+
+
 MEASURES = {
-    "accuracy": "greedy accuracy on held-out prompts after training",
-    "score": f"mean score of the sampled responses, last {LAST} iterations",
-    "KL": f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations",
-    "entropy": f"entropy of the policy, token mean, nats, last {LAST} iterations",
-    "explained": f"explained variance of the value model, first {FIRST} iterations",
-    "k3": "KL(rollout || old) by k3, token mean, nats, all iterations",
-    "floor": "share of response tokens whose gradient the clip would remove before any step, by mismatch alone",
-    "removed": "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count",
-    "outside": "share of token visits whose ratio was outside the band, as CleanRL counts",
+    measure.name: measure
+    for measure in (
+        Measure("accuracy", "{:.3f}", "greedy accuracy on held-out prompts after training", "eval_accuracy"),
+        Measure("score", "{:.3f}", f"mean score of the sampled responses, last {LAST} iterations", "score_mean"),
+        Measure(
+            "KL",
+            "{:.2f}",
+            f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations",
+            "ref_kl_per_sequence",
+        ),
+        Measure("entropy", "{:.2f}", f"entropy of the policy, token mean, nats, last {LAST} iterations", "entropy"),
+        Measure(
+            "explained",
+            "{:.2f}",
+            f"explained variance of the value model, first {FIRST} iterations",
+            "explained_variance",
+        ),
+        Measure("k3", "{:.1e}", "KL(rollout || old) by k3, token mean, nats, all iterations"),
+        Measure(
+            "clip_floor",
+            "{:.2%}",
+            "share of response tokens whose gradient the clip would remove before any step, by mismatch alone",
+        ),
+        Measure(
+            "removed",
+            "{:.1%}",
+            "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count",
+        ),
+        Measure("outside", "{:.1%}", "share of token visits whose ratio was outside the band, as CleanRL counts"),
+    )
 }
 
 
@@ -80,20 +114,19 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
 
 def end_measures(rows: pd.DataFrame) -> dict[str, float]:
     """Return score, KL and entropy of MEASURES from a run's table of iterations."""
-    columns = {"score": "score_mean", "KL": "ref_kl_per_sequence", "entropy": "entropy"}
-    return {name: float(rows[column].tail(LAST).mean()) for name, column in columns.items()}
+    return {name: float(rows[MEASURES[name].recorded].tail(LAST).mean()) for name in ("score", "KL", "entropy")}
 
 
 def measures_of(run_dir: Path) -> dict[str, float]:
     """Return MEASURES of a run except accuracy, which is in the grid's table; `explained` may be NaN."""
     rows = reader.read_iterations(run_dir)
     removed, outside = clip_shares(run_dir)
-    k3, floor = mismatch(run_dir)
+    divergence, floor = mismatch(run_dir)
     return {
         **end_measures(rows),
-        "explained": float(rows["explained_variance"].head(FIRST).mean()),
-        "k3": k3,
-        "floor": floor,
+        "explained": float(rows[MEASURES["explained"].recorded].head(FIRST).mean()),
+        "k3": divergence,
+        "clip_floor": floor,
         "removed": removed,
         "outside": outside,
     }
@@ -101,8 +134,8 @@ def measures_of(run_dir: Path) -> dict[str, float]:
 
 def incomplete_cells(cells: pd.DataFrame) -> list[str]:
     """Return name and state of each cell of a grid's table that is not complete, such as one that failed."""
-    found = cells[cells["state"] != "complete"].to_dict("records")
-    return [f"{row['cell']} ({row['state']})" for row in found]
+    incomplete = cells[cells["state"] != "complete"].to_dict("records")
+    return [f"{row['cell']} ({row['state']})" for row in incomplete]
 
 
 def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
@@ -128,7 +161,8 @@ def outcomes(grid: Path) -> pd.DataFrame:
 
     Raises UserError if the grid has no table or no complete cell.
     """
-    cells = complete_cells(grid, ("final.eval_accuracy",))
+    accuracy = f"final.{MEASURES['accuracy'].recorded}"
+    cells = complete_cells(grid, (accuracy,))
     measures = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in cells["run_dir"]])
-    measures.insert(0, "accuracy", cells["final.eval_accuracy"])
+    measures.insert(0, "accuracy", cells[accuracy])
     return pd.concat([cells[["point", *axes_of(cells), "seed", "fingerprint"]], measures], axis=1)

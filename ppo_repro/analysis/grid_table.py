@@ -25,17 +25,6 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.records.grid import axes_of
 
-DIGITS = {
-    "accuracy": "{:.3f}",
-    "score": "{:.3f}",
-    "KL": "{:.2f}",
-    "entropy": "{:.2f}",
-    "explained": "{:.2f}",
-    "k3": "{:.1e}",
-    "floor": "{:.2%}",
-    "removed": "{:.1%}",
-    "outside": "{:.1%}",
-}
 DRAWS = 2000
 P = {"p, paired t-test": "p", "p, Holm": "Holm"}  # columns of `comparisons` by title
 SPREAD = "mean ± half of the 95 % Student interval"
@@ -64,8 +53,8 @@ def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
         row = {
             axes: point,
             "seeds": len(group),
-            f"{measure}, {SPREAD}": interval(group[measure], DIGITS[measure]),
-            **{name: "" if math.isnan(mean) else DIGITS[name].format(mean) for name, mean in means.items()},
+            f"{measure}, {SPREAD}": interval(group[measure], MEASURES[measure].form),
+            **{name: "" if math.isnan(mean) else MEASURES[name].form.format(mean) for name, mean in means.items()},
         }
         table.append({**row, "fingerprints": group["fingerprint"].nunique()})
     return pd.DataFrame(table)
@@ -130,7 +119,7 @@ def markdown(table: pd.DataFrame) -> str:
 
 def report(cells: pd.DataFrame, measure: str, against: str) -> str:
     """Return the printed tables as Markdown."""
-    compared, signed = comparisons(cells, measure, against), DIGITS[measure].replace(":", ":+")
+    compared, signed = comparisons(cells, measure, against), MEASURES[measure].form.replace(":", ":+")
     paragraphs = [markdown(rows(cells, measure))]
     if len(compared):
         differences = pd.DataFrame(

@@ -110,7 +110,7 @@ def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Pa
         by_training = (steps["clip_fraction"] * steps["tokens"]).sum() / steps["tokens"].sum()
         assert made["removed"] == pytest.approx(by_training, rel=1e-5, abs=1e-9)
         assert made["removed"] > 0
-        assert made["floor"] == 0.0, "mismatch below 1e-4 nats puts no ratio beyond 0.2 before a step"
+        assert made["clip_floor"] == 0.0, "mismatch below 1e-4 nats puts no ratio beyond 0.2 before a step"
         assert made["score"] == pytest.approx(iterations["score_mean"].tail(5).mean())
 
 
@@ -179,7 +179,7 @@ def test_a_measure_that_a_setting_lacks_is_not_finite(deterministic_run: Path, t
     )  # fmt: skip
     for cells in (table, table[1:]):  # one setting has the measure, and none
         cells.to_parquet(tmp_path / "cells.parquet")
-        for measure in ("explained", "floor"):
+        for measure in ("explained", "clip_floor"):
             said = cli.done("analyse", "table", tmp_path, "--measure", measure)
             assert "\n| lacks | 1 | not finite |" in said
             assert "\n| lacks too | not finite |  |  |" in said

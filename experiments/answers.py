@@ -69,7 +69,7 @@ def outcome(run_dir: Path) -> dict[str, float]:
         **end_measures(rows),
         "length": float(rows["response_length_mean"].tail(LAST).mean()),
         "tokens": float(rows["tokens"].sum()),
-        "k3": mismatch(run_dir)[0],
+        "k3": mismatch(run_dir).k3,
     }
 
 

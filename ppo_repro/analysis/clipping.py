@@ -83,8 +83,9 @@ def load_iterations(
 ) -> Iterator[IterationRows]:
     """Yield the iterations of a run; `band` (low, high) replaces the run's clip range.
 
-    A fork begins with its first own iteration, because its configuration is not the origin's. Raises UserError for
-    missing or damaged records, for an iteration of the origin, or if the run clips nothing and `band` is None.
+    A fork begins with the first iteration that it computed, because its origin has another configuration. Raises
+    UserError for missing or damaged records, for an iteration of the origin, or if the run clips nothing and `band` is
+    None.
     """
     recorded = reader.open_manifest(run_dir)
     overview = reader.read_iterations(
@@ -242,7 +243,7 @@ class ClipTables:
 def clip_tables(
     run_dir: Path | str, *, iterations: Sequence[int] | None = None, band: tuple[float, float] | None = None
 ) -> ClipTables:
-    """Return all tables of a run; `band` (low, high) replaces the run's own clip range.
+    """Return all tables of a run; `band` (low, high) replaces the run's clip range.
 
     Raises UserError if records are missing, or if the run clips nothing and there is no band.
     """

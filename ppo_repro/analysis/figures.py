@@ -121,8 +121,8 @@ def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     (axes,) = [axes] if axes is not None else new_axes(7.0, 3.3 + 0.2 * len(runs))
     for folder in runs:
         recorded, columns = reader.open_manifest(folder), ["rollout_logprobs", "old_logprobs"]
-        own = own_iterations(folder, recorded, None)
-        tokens = reader.read_tokens(folder, iterations=own, columns=columns, recorded=recorded)
+        computed = own_iterations(folder, recorded, None)
+        tokens = reader.read_tokens(folder, iterations=computed, columns=columns, recorded=recorded)
         apart, name = np.abs(deltas(tokens)), sampler_of(load_recorded_config(folder))
         # one point per token that differs; a logarithmic axis has no place for the others
         drawn = np.sort(apart[np.isfinite(apart) & (apart > 0)])[::-1]
@@ -211,8 +211,8 @@ def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = No
     for point, mean in cells.groupby("point", sort=False)[[share, measure]].mean().iterrows():
         axes.plot([mean[share]], [mean[measure]], "_", color=MEAN, markersize=11, markeredgewidth=2.5)
         axes.annotate(str(point), (mean[share], mean[measure]), xytext=(7, -3), textcoords="offset points")
-    rank, low, high = rank_correlation(cells, share, measure)
-    title = f"rank correlation {rank:.2f} [{low:.2f}, {high:.2f}]"
+    rank = rank_correlation(cells, share, measure)
+    title = f"rank correlation {rank.value:.2f} [{rank.low:.2f}, {rank.high:.2f}]"
     axes.set(title=title, xlabel=MEASURES[share].meaning, ylabel=measure)
     return axes
 

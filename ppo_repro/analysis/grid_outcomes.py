@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -67,23 +68,38 @@ MEASURES = {
 }
 
 
-def clip_shares(run_dir: Path) -> tuple[float, float]:
-    """Return two shares of a run's own token visits: with a removed gradient, and with a ratio outside the band.
+class ClipShares(NamedTuple):
+    """Shares of token visits: the clip removed the gradient, and the ratio was outside the band."""
+
+    removed: float
+    outside: float
+
+
+class Mismatch(NamedTuple):
+    """Mismatch of sampler and trainer: mean k3 in nats, and the share of tokens that the clip cuts before any step."""
+
+    k3: float
+    clip_floor: float
+
+
+def clip_shares(run_dir: Path) -> ClipShares:
+    """Return the clipped shares of a run, over the iterations that the run itself computed.
 
     The ratio is the recorded one, so `sequence_clip` counts the tokens of responses outside its band. Both shares are 0
-    if the objective clips nothing, as `cispo`. Your own objective has no known band, so its second share is NaN. Its
-    first share is NaN if the objective does not say which tokens it cut.
+    if the objective clips nothing, as `cispo`. Your own objective has no known band, so `outside` is NaN; `removed` is
+    NaN if the objective does not say which tokens it cut.
     """
     recorded, objective = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo.objective
-    own = own_iterations(run_dir, recorded, None)
-    ranges = reader.read_iterations(run_dir, iterations=own, columns=["clip_range"], recorded=recorded)["clip_range"]
+    computed = own_iterations(run_dir, recorded, None)
+    columns = ["iteration", "clip_range"]
+    ranges = reader.read_iterations(run_dir, iterations=computed, columns=columns, recorded=recorded)
     count, removed, outside = 0, 0, math.nan if isinstance(objective, FunctionObjective) else 0.0
-    for iteration, clip_range in zip(own, ranges, strict=True):
+    for iteration, clip_range in ranges[columns].itertuples(index=False):
         visits = reader.read_updates(
             run_dir, iterations=[iteration], columns=["clip_flag", "ratios"], recorded=recorded
         ).dropna(subset="clip_flag")
         if (visits["clip_flag"] == "unknown").any():
-            return math.nan, math.nan
+            return ClipShares(math.nan, math.nan)
         count, removed = count + len(visits), removed + int(recorded_clipped(visits["clip_flag"]).sum())
         if isinstance(objective, SequenceClipObjective):
             band: tuple[float, float] | None = objective.clip_range, objective.high
@@ -91,14 +107,14 @@ def clip_shares(run_dir: Path) -> tuple[float, float]:
             band = clip_band(objective, float(clip_range))
         if band is not None:
             outside += float(band_out(column(visits, "ratios"), *band).sum())
-    return removed / count, outside / count
+    return ClipShares(removed / count, outside / count)
 
 
-def mismatch(run_dir: Path) -> tuple[float, float]:
-    """Return the mean of k3 and the clip floor over a run's own response tokens, one iteration in memory at a time.
+def mismatch(run_dir: Path) -> Mismatch:
+    """Return the mismatch of a run, over the response tokens of the iterations that the run itself computed.
 
-    The floor is the share of tokens whose gradient the clip would remove before any step. It is 0 with the anchor
-    `old`, whose first ratio is 1, and NaN if the objective has no fixed clip range.
+    One iteration is in memory at a time. clip_floor is 0 with the anchor `old`, whose first ratio is 1, and NaN if the
+    objective has no fixed clip range.
     """
     ppo, rule = load_recorded_config(run_dir).ppo, None
     if isinstance(clip := ppo.objective, ClipObjective):
@@ -109,7 +125,7 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
         count, divergence = count + len(tokens), divergence + float(k3(deltas(tokens)).sum())
         if rule is not None:
             removed += float(clipped_at_start(tokens, rule).sum())
-    return divergence / count, math.nan if rule is None else removed / count
+    return Mismatch(divergence / count, math.nan if rule is None else removed / count)
 
 
 def end_measures(rows: pd.DataFrame) -> dict[str, float]:
@@ -120,15 +136,11 @@ def end_measures(rows: pd.DataFrame) -> dict[str, float]:
 def measures_of(run_dir: Path) -> dict[str, float]:
     """Return MEASURES of a run except accuracy, which is in the grid's table; `explained` may be NaN."""
     rows = reader.read_iterations(run_dir)
-    removed, outside = clip_shares(run_dir)
-    divergence, floor = mismatch(run_dir)
     return {
         **end_measures(rows),
         "explained": float(rows[MEASURES["explained"].recorded].head(FIRST).mean()),
-        "k3": divergence,
-        "clip_floor": floor,
-        "removed": removed,
-        "outside": outside,
+        **mismatch(run_dir)._asdict(),
+        **clip_shares(run_dir)._asdict(),
     }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -90,7 +91,15 @@ def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
     return table
 
 
-def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> tuple[float, float, float]:
+class Correlation(NamedTuple):
+    """Spearman's rank correlation, and its 95 % bootstrap interval [low, high]."""
+
+    value: float
+    low: float
+    high: float
+
+
+def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> Correlation:
     """Return Spearman's correlation of two columns of `outcomes`, averaged over seeds, and its 95 % bootstrap interval.
 
     The bootstrap draws all settings of a seed together, because they start from the same policy. NaN if all shares or
@@ -108,7 +117,7 @@ def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> tuple[flo
 
     draws = [correlation([by_seed[i] for i in rng.integers(0, len(by_seed), len(by_seed))]) for _ in range(DRAWS)]
     low, high = np.nanquantile(draws, [0.025, 0.975]) if not np.isnan(draws).all() else (math.nan, math.nan)
-    return correlation(by_seed), float(low), float(high)
+    return Correlation(correlation(by_seed), float(low), float(high))
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -134,13 +143,13 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
         paragraphs.append(markdown(differences))
     if len(compared) > 1 and cells["outside"].any():
         for share in ("removed", "outside"):
-            value, low, high = rank_correlation(cells, share, measure)
-            if math.isnan(value):
+            rank = rank_correlation(cells, share, measure)
+            if math.isnan(rank.value):
                 continue
             runs = spearmanr(cells[share], cells[measure]).statistic
             paragraphs.append(
-                f"rank correlation of share {share} and {measure}: {value:.2f} over {len(compared) + 1} settings "
-                f"(bootstrap of seeds, 95 % [{low:.2f}, {high:.2f}]), {runs:.2f} over {len(cells)} runs"
+                f"rank correlation of share {share} and {measure}: {rank.value:.2f} over {len(compared) + 1} settings "
+                f"(bootstrap of seeds, 95 % [{rank.low:.2f}, {rank.high:.2f}]), {runs:.2f} over {len(cells)} runs"
             )
     return "\n\n".join(paragraphs)
 

@@ -96,7 +96,7 @@ def tables(measured: Iterable[Measured]) -> Tables:
 
 
 def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """Return the most important metrics of some pairs beside their ideal values.
+    """Return the most important metrics of pairs beside their ideal values.
 
     Columns: metric, reduction, value, se (clustered by response, NaN if undefined), ideal, meaning. KL and differences
     of log-probs are in nats. Raises UserError if there is no token.

@@ -40,7 +40,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     result, settings = runs.results[0], runs.settings
     means = runs.finals.groupby("point", sort=False)[result.name].mean().sort_values(ascending=False, kind="stable")
     lines = [_line(s, group) for s, group in settings.items() if s.short in set(means.index[:MAX_LINES])]
-    some = f"The {MAX_LINES} of {len(settings)} settings with the highest {result.title}; the table has all."
+    fewer = f"The {MAX_LINES} of {len(settings)} settings with the highest {result.title}; the table has all."
     forks = [FORKS] * any(run.facts.forked_at is not None for run in runs.listed)
     cards = [
         *_result_cards(runs, lines, forks),
@@ -49,7 +49,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     ]
     sections = [
         _list_of_runs(runs, linked_from),
-        *curve_sections(runs.listed[0].facts, lines, [some] * (len(settings) > MAX_LINES) + forks, _band(runs.finals)),
+        *curve_sections(runs.listed[0].facts, lines, [fewer] * (len(settings) > MAX_LINES) + forks, _band(runs.finals)),
         Section("terms", "Terms", blocks=[folded_table("Terms in words", terms())]),
     ]
     return page(f"{folder.resolve().name}: {len(runs.listed)} runs", cards, sections)

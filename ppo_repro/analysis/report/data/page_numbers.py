@@ -45,7 +45,7 @@ FLAG_WORDS = {
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts over some iterations; `+` adds others."""
+    """Counts over one or more iterations; `+` adds the counts of other iterations."""
 
     deltas: npt.NDArray[np.int64]  # of `delta_counts`
     nonfinite_deltas: int
@@ -74,7 +74,7 @@ class _Iteration:
 class PageNumbers:
     """Numbers for a run's page; `responses` is empty for a control run.
 
-    Curves, values and responses are of all iterations; the other numbers are of those that the run itself computed.
+    Curves, values and responses are of all iterations. The other numbers leave out iterations that a fork copied.
     """
 
     curves: pd.DataFrame
@@ -104,15 +104,15 @@ def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
 
 def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> PageNumbers:
     """Read all iterations of a run of PPO once, and return the numbers for its page."""
-    found = {number: _scan_iteration(facts, number) for number in facts.iterations}
-    own = [found[number] for number in facts.manifest.own_iterations]
+    scans = {number: _scan_iteration(facts, number) for number in facts.iterations}
+    computed = [scans[number] for number in facts.manifest.own_iterations]
     return PageNumbers(
-        curves=with_recorded(facts, [row for one in found.values() for row in one.rows], iterations, steps),
-        values={number: one.values for number, one in found.items()},
-        responses=pd.concat([one.responses for one in found.values()], ignore_index=True),
-        counts=reduce(add, (one.counts for one in own)),
-        ratios=pd.concat([one.ratios for one in own], ignore_index=True),
-        flags=pd.DataFrame([one.flags for one in own]),
+        curves=with_recorded(facts, [row for scan in scans.values() for row in scan.rows], iterations, steps),
+        values={number: scan.values for number, scan in scans.items()},
+        responses=pd.concat([scan.responses for scan in scans.values()], ignore_index=True),
+        counts=reduce(add, (scan.counts for scan in computed)),
+        ratios=pd.concat([scan.ratios for scan in computed], ignore_index=True),
+        flags=pd.DataFrame([scan.flags for scan in computed]),
     )
 
 

@@ -264,9 +264,9 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     """
     if not 0.0 < target_kl < np.inf:
         raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
-    whole = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tokens"] > 0)]
+    steps = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tokens"] > 0)]
     table = []
-    for iteration, group in whole.sort_values("step").groupby("iteration", sort=True):
+    for iteration, group in steps.sort_values("step").groupby("iteration", sort=True):
         for estimate in ESTIMATES:
             above = np.flatnonzero(group[estimate].to_numpy() > target_kl)
             taken = int(above[0]) + 1 if len(above) else len(group)

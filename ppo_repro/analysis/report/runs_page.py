@@ -107,12 +107,12 @@ def _left_out(runs: FolderRuns) -> list[Card]:
 def _line(setting: Setting, group: Sequence[OneRun]) -> Curve:
     config, kind = group[0].facts.config, group[0].facts.kind
     score = score_range(config) if isinstance(config, RunConfig) else ANY
-    runs = tuple(_own_curves(run) for run in group)
+    runs = tuple(_curves_after_fork(run) for run in group)
     seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()
     return Curve(setting.short, curves.over_seeds(runs, kind.metrics, score), seeds, setting.whole)
 
 
-def _own_curves(run: OneRun) -> pd.DataFrame:
+def _curves_after_fork(run: OneRun) -> pd.DataFrame:
     """Return the curves of a run; a fork's begin where it left its origin, whose setting it had before."""
     forked = run.facts.forked_at
     return run.curves if forked is None else run.curves[run.curves["iteration"] >= forked]

@@ -20,11 +20,11 @@ from ppo_repro.analysis.clusters import Floats
 from ppo_repro.analysis.pairs import deltas
 from ppo_repro.analysis.parity import Parity, parity_of
 from ppo_repro.analysis.report.data.run_curves import (
-    Rows,
+    Point,
     read_sampled,
-    return_rows,
+    return_points,
     returns_of,
-    sampled_rows,
+    sampled_points,
     with_recorded,
 )
 from ppo_repro.analysis.report.data.run_facts import Facts
@@ -62,7 +62,7 @@ class Counts:
 class _Iteration:
     """Numbers of one iteration; `responses` is empty for a control run."""
 
-    rows: Rows  # metrics of its samples
+    points: list[Point]  # metrics of its samples
     values: Floats  # scores, or returns of the episodes that ended
     counts: Counts
     ratios: pd.DataFrame  # of `ratio_quantiles`
@@ -107,7 +107,7 @@ def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFram
     scans = {number: _scan_iteration(facts, number) for number in facts.iterations}
     computed = [scans[number] for number in facts.manifest.own_iterations]
     return PageNumbers(
-        curves=with_recorded(facts, [row for scan in scans.values() for row in scan.rows], iterations, steps),
+        curves=with_recorded(facts, [point for scan in scans.values() for point in scan.points], iterations, steps),
         values={number: scan.values for number, scan in scans.items()},
         responses=pd.concat([scan.responses for scan in scans.values()], ignore_index=True),
         counts=reduce(add, (scan.counts for scan in computed)),
@@ -122,14 +122,14 @@ def _scan_iteration(facts: Facts, number: int) -> _Iteration:
     if has_responses(recorded):
         sequences, tokens = read_sampled(facts, number)
         draws, values = draws_of_records(number, tokens), sequences["scores"].to_numpy(np.float64)
-        rows = sampled_rows(number, sequences, tokens, draws)
+        points = sampled_points(number, sequences, tokens, draws)
         responses = _response_summary(number, sequences, tokens, updates)
     else:
         tokens = reader.read_tokens(run_dir, iterations=one, columns=parity.TOKENS, recorded=recorded)
         draws, values, responses = NONE, returns_of(facts, number), pd.DataFrame()
-        rows = return_rows(number, values)
+        points = return_points(number, values)
     ratios, flags = ratio_quantiles(number, updates), _flag_counts(number, updates["clip_flag"])
-    return _Iteration(rows, values, _counts(tokens, updates, draws), ratios, flags, responses)
+    return _Iteration(points, values, _counts(tokens, updates, draws), ratios, flags, responses)
 
 
 def _counts(tokens: pd.DataFrame, updates: pd.DataFrame, draws: Draws) -> Counts:

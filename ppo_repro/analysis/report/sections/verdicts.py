@@ -50,7 +50,7 @@ def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
     first, last = (float(iterations["score_mean"].iloc[i]) for i in (0, -1))
     kl = number(float(iterations["ref_kl_per_sequence"].iloc[-1]), 3)
     how = f"greedy, {number(config.task.num_eval_prompts)} prompts"
-    rewards = [float(facts.own(iterations)["reward_mean"].iloc[i]) for i in (0, -1)]
+    rewards = [float(facts.without_copied(iterations)["reward_mean"].iloc[i]) for i in (0, -1)]
     has_penalty = isinstance(config.kl, KLInReward) and config.kl.kl_coef > 0
     rewarded = f"; their mean reward, the score minus the KL penalty, {change(*rewards)}" if has_penalty else ""
     return [

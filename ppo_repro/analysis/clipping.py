@@ -43,22 +43,17 @@ TOKEN_COLUMNS = [
 ]
 
 SUBSETS = ("all", "adv_pos", "adv_neg")
-NAN = float("nan")
 ESTIMATES = ("k1", "k3")  # of KL(anchor || new)
 
 
 @dataclass(frozen=True)
 class IterationRows:
-    """Tables of one iteration: its tokens, its steps, and one row per step and token."""
+    """Tables of one iteration: its steps, and one row per step and token."""
 
     iteration: int
     rule: ClipRule
-    tokens: pd.DataFrame  # TOKEN_COLUMNS
     steps: pd.DataFrame  # epoch, minibatch in order
-    rows: pd.DataFrame  # rows of `updates` with the columns of their token, and float64 log_ratios
-
-
-# one row for each token of each step
+    rows: pd.DataFrame  # rows of `updates` with TOKEN_COLUMNS of their token, and float64 log_ratios
 
 
 def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
@@ -101,7 +96,6 @@ def load_iterations(
         yield IterationRows(
             iteration=index,
             rule=rule,
-            tokens=tokens,
             steps=reader.read_steps(run_dir, iterations=one, columns=STEP, recorded=recorded),
             rows=join_tokens(tokens, updates, rule.anchor),
         )
@@ -128,7 +122,7 @@ def effective_samples(log_weights: Floats) -> float:
     The largest log-weight is first subtracted, which cancels in the quotient and prevents overflow.
     """
     if not len(log_weights) or not np.isfinite(log_weights).all():
-        return NAN
+        return math.nan
     weights = np.exp(log_weights - log_weights.max())
     return effective_share(float(weights.sum()), float((weights**2).sum()), len(weights))
 
@@ -153,7 +147,7 @@ def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Floats, rule: ClipRu
     if not len(rows):
         return {"n_tokens": 0}
     ratios, log_ratios = column(flags, "ratio"), column(rows, "log_ratios")
-    shown = ratios if np.isfinite(ratios).all() else np.array([NAN])
+    shown = ratios if np.isfinite(ratios).all() else np.array([math.nan])
     beyond = (ratios > 1.0 + 2.0 * rule.high) | (ratios < 1.0 - 2.0 * rule.low)
     total = float(mass.sum())
     return {
@@ -164,7 +158,7 @@ def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Floats, rule: ClipRu
         "beyond_twice": float(beyond.mean()),
         **kl_estimates(log_ratios),
         "ess_frac": effective_samples(log_ratios),
-        "removed_mass": float(mass[flags["removed"]].sum()) / total if total and np.isfinite(total) else NAN,
+        "removed_mass": float(mass[flags["removed"]].sum()) / total if total and np.isfinite(total) else math.nan,
         "clip_floor": float(clipped_at_start(rows, rule).mean()),
     }
 
@@ -257,10 +251,10 @@ def clip_tables(
 def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     """Return the steps of each iteration up to an early stop, at the first step whose estimate exceeds `target_kl`.
 
-    The frame has one row per iteration and estimate, from the rows `all` of `clip_step`. The estimates
-    (nats, token mean) are k1 and k3 of KL(anchor || new). steps_taken includes the step that measured the estimate;
-    without a stop it counts all recorded steps. The records cannot say what would have followed a stop. Raises
-    UserError for a target that is not positive.
+    The frame has one row per iteration and estimate, from the rows `all` of `clip_step`. The estimates are k1 and k3 of
+    KL(anchor || new), token means in nats. steps_taken includes the step that measured the estimate; without a stop it
+    counts all recorded steps. The records cannot say what would have followed a stop. Raises UserError for a target
+    that is not positive.
     """
     if not 0.0 < target_kl < np.inf:
         raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")

@@ -62,7 +62,7 @@ def make_item(
     place = rows[["sequence", "position"]].merge(order, on=["sequence", "position"], how="left")["place"]
     rows["log_ratios"] = np.asarray(log_ratios, dtype=np.float64)[rows["epoch"], place]
     steps = rows[["epoch", "minibatch"]].drop_duplicates().reset_index(drop=True)
-    return IterationRows(0, rule, tokens, steps, rows)
+    return IterationRows(0, rule, steps, rows)
 
 
 def single(log_ratios: Sequence[float], advantages: Sequence[float], rule: ClipRule = RULE) -> IterationRows:

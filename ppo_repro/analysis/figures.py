@@ -183,7 +183,7 @@ def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> 
     if compared.empty:
         raise UserError("the complete cells have one setting, so nothing differs; draw `settings`")
     (axes,) = [axes] if axes is not None else new_axes(8.0, 1.0 + 0.3 * len(compared))
-    reach = np.abs(compared[["low", "high"]].to_numpy().T - compared["difference"].to_numpy())
+    reach = np.abs(compared[["ci_lo", "ci_hi"]].to_numpy().T - compared["difference"].to_numpy())
     rows = range(len(compared))
     axes.errorbar(compared["difference"], rows, xerr=reach, fmt="o", capsize=3)
     axes.axvline(0, color="0.4", linewidth=1)

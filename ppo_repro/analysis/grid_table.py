@@ -27,7 +27,6 @@ from ppo_repro.base.output import Parser, tell
 from ppo_repro.records.grid import axes_of
 
 DRAWS = 2000
-P = {"p, paired t-test": "p", "p, Holm": "Holm"}  # columns of `comparisons` by title
 SPREAD = "mean ± half of the 95 % Student interval"
 
 
@@ -70,9 +69,9 @@ def _require_same_seeds(cells: pd.DataFrame) -> None:
 def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
     """Compare each setting with `against`, paired by seed.
 
-    Columns: point, difference (mean), low and high (95 % Student interval), p (paired t-test), Holm (p corrected over
-    all settings). All are NaN for a setting with a difference that is not finite. Raises UserError for an unknown
-    setting, or if the settings have different seeds.
+    Columns: point, difference (mean), ci_lo and ci_hi (95 % Student interval), p_value (paired t-test), p_holm (Holm's
+    correction over all settings). The numbers are NaN for a setting with a difference that is not finite. Raises
+    UserError for an unknown setting, or if the settings have different seeds.
     """
     by_point = {str(point): group.set_index("seed")[measure] for point, group in cells.groupby("point", sort=False)}
     if against not in by_point:
@@ -85,9 +84,10 @@ def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
         apart = (values - by_point[against]).to_numpy(np.float64)
         estimate = one_sample(apart) if np.isfinite(apart).all() else Estimate(math.nan, math.nan, math.nan)
         low, high = t_interval(estimate, 0.95)
-        compared.append({"point": point, "difference": estimate.mean, "low": low, "high": high, "p": t_test(estimate)})
+        numbers = {"difference": estimate.mean, "ci_lo": low, "ci_hi": high, "p_value": t_test(estimate)}
+        compared.append({"point": point, **numbers})
     table = pd.DataFrame(compared)
-    table["Holm"] = holm(table["p"].tolist()) if len(table) else []
+    table["p_holm"] = holm(table["p_value"].tolist()) if len(table) else []
     return table
 
 
@@ -135,9 +135,10 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
             {
                 "setting": compared["point"],
                 f"{measure} minus {measure} of {against}, 95 % interval": [
-                    with_interval(signed, *numbers) for numbers in compared[["difference", "low", "high"]].to_numpy()
+                    with_interval(signed, *numbers) for numbers in compared[["difference", "ci_lo", "ci_hi"]].to_numpy()
                 ],
-                **{title: ["" if math.isnan(p) else f"{p:.4f}" for p in compared[name]] for title, name in P.items()},
+                "p, paired t-test": _texts_of_p(compared["p_value"]),
+                "p, Holm": _texts_of_p(compared["p_holm"]),
             }
         )
         paragraphs.append(markdown(differences))
@@ -152,6 +153,10 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
                 f"(bootstrap of seeds, 95 % [{rank.low:.2f}, {rank.high:.2f}]), {runs:.2f} over {len(cells)} runs"
             )
     return "\n\n".join(paragraphs)
+
+
+def _texts_of_p(values: pd.Series) -> list[str]:
+    return ["" if math.isnan(p) else f"{p:.4f}" for p in values]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -37,10 +37,11 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
     table = comparisons(found.sample(frac=1, random_state=0), "accuracy", "x").set_index("point")
     # y - x is 1, 2, 3: mean 2, standard error 1 / sqrt 3, t = 3.4641 with 2 degrees of freedom: p = 0.0742
     assert table.loc["y", "difference"] == pytest.approx(2.0)
-    assert (table.loc["y", "low"], table.loc["y", "high"]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
-    assert table.loc["y", "p"] == pytest.approx(0.0742, abs=1e-4)
+    assert (table.loc["y", "ci_lo"], table.loc["y", "ci_hi"]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
+    assert table.loc["y", "p_value"] == pytest.approx(0.0742, abs=1e-4)
     # z - x is 20, 0, -20: mean 0, so p = 1; Holm doubles the smaller p
-    assert (table.loc["z", "p"], table.loc["y", "Holm"]) == (pytest.approx(1.0), pytest.approx(0.1483, abs=1e-4))
+    assert table.loc["z", "p_value"] == pytest.approx(1.0)
+    assert table.loc["y", "p_holm"] == pytest.approx(0.1483, abs=1e-4)
     with pytest.raises(UserError, match=r"^--against q: .* x; y; z$"):
         comparisons(found, "accuracy", "q")
     for ask in (lambda cells: comparisons(cells, "accuracy", "x"), lambda cells: across(cells, "removed", "accuracy")):

@@ -71,10 +71,10 @@ def main_effects(folder: Path, finals: pd.DataFrame, result: Titled) -> pd.DataF
         first = str(means[axis].iloc[0])
         compared = comparisons(means.rename(columns={axis: "point"}), result.name, first)
         compared_axes.append(compared.assign(axis=axis.removeprefix("axis."), first=first))
-    rows = pd.concat(compared_axes) if compared_axes else pd.DataFrame(columns=["p"])
+    rows = pd.concat(compared_axes) if compared_axes else pd.DataFrame(columns=["p_value"])
     if rows.empty:
         return pd.DataFrame()
-    rows["Holm"] = holm(rows["p"].tolist())
+    rows["p_holm"] = holm(rows["p_value"].tolist())
     return pd.DataFrame(
         {
             "axis": rows["axis"],
@@ -89,8 +89,8 @@ def _columns(compared: pd.DataFrame, name: str) -> dict[str, list[str]]:
     return {
         name: [f"{difference:+.3f}" for difference in compared["difference"]],
         # NaN if all seeds have the same difference
-        "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
-        "p": [number(p, 3) for p in compared["Holm"]],
+        "95 % interval": [f"{number(row.ci_lo, 3)} to {number(row.ci_hi, 3)}" for row in compared.itertuples()],
+        "p": [number(p, 3) for p in compared["p_holm"]],
     }
 
 
@@ -106,12 +106,12 @@ def _answer(
         text = "No differences with intervals: they need the same seeds, at least two, in every setting."
         return [Verdict("fact", text)], pd.DataFrame()
     compared, count = comparisons(finals, result.name, points[0]), len(seeds.iloc[0])
-    compared[["low", "high"]] = compared[["low", "high"]].clip(-possible, possible)
-    is_clear = compared["Holm"] < 0.05
+    compared[["ci_lo", "ci_hi"]] = compared[["ci_lo", "ci_hi"]].clip(-possible, possible)
+    is_clear = compared["p_holm"] < 0.05
     differing = [
         Verdict(
             "differs",
-            f"`{row.point}`: {row.difference:+.3f}, between {row.low:+.3f} and {row.high:+.3f} (p {row.Holm:.2g})",
+            f"`{row.point}`: {row.difference:+.3f}, between {row.ci_lo:+.3f} and {row.ci_hi:+.3f} (p {row.p_holm:.2g})",
         )
         for row in compared[is_clear].itertuples()
     ]

@@ -34,7 +34,7 @@ def word_ratios(
 
         n_tokens: number of the word's tokens
         log_ratio: sum of the tokens' log-ratios
-        max_token_ratio: largest ratio of a token
+        ratio_max: largest ratio of a token
         n_outside: number of tokens outside the band
         n_removed: number of tokens with a recorded clip_* flag
         word_outside: whether the word's ratio is outside the band
@@ -49,14 +49,14 @@ def word_ratios(
     rows = rows.assign(
         n_tokens=1,
         log_ratio=log_ratio,
-        max_token_ratio=np.exp(log_ratio),
+        ratio_max=np.exp(log_ratio),
         n_outside=(log_ratio < low) | (log_ratio > high),
         n_removed=recorded_clipped(rows["clip_flag"]),
     )
     keys = ["iteration", "epoch", "sequence", "word_id", "is_special"]
     words = rows.groupby(keys, as_index=False).agg(
         **{name: (name, "sum") for name in ("n_tokens", "log_ratio", "n_outside", "n_removed")},
-        max_token_ratio=("max_token_ratio", "max"),
+        ratio_max=("ratio_max", "max"),
     )
     total, n = words["log_ratio"], words["n_tokens"]
     words["word_outside"] = (total < low) | (total > high)
@@ -68,7 +68,7 @@ def clip_table(words: pd.DataFrame) -> pd.DataFrame:
     """Return the table `tok_clip`: one row per iteration and epoch, with standard errors clustered by response.
 
     outside, removed: shares of the tokens, special tokens included. word_outside, word_outside_scaled: shares of the
-    words of text. max_token_ratio, max_word_ratio: the largest ratios.
+    words of text. ratio_max, word_ratio_max: the largest ratios.
     """
     rows = []
     for (iteration, epoch), group in words.groupby(["iteration", "epoch"], sort=True):
@@ -82,8 +82,8 @@ def clip_table(words: pd.DataFrame) -> pd.DataFrame:
             ("word_outside_scaled", of_text, "word_outside_scaled", "n_words"),
         ):
             row[label], row[f"{label}_se"] = _share(frame, count, unit)
-        row["max_token_ratio"] = group["max_token_ratio"].max()
-        row["max_word_ratio"] = np.exp(of_text["log_ratio"].max())
+        row["ratio_max"] = group["ratio_max"].max()
+        row["word_ratio_max"] = np.exp(of_text["log_ratio"].max())
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -125,4 +125,4 @@ def test_the_clip_band_in_words_by_hand() -> None:
     found = clip_table(words)
     assert found["outside"].tolist() == [0.25, 0.5]
     assert found["word_outside"].tolist() == [0.5, 0.5]
-    assert found["max_word_ratio"].tolist() == pytest.approx([1.3225, 1.69])
+    assert found["word_ratio_max"].tolist() == pytest.approx([1.3225, 1.69])

@@ -39,33 +39,19 @@ MEASURES = {
     for measure in (
         Measure("accuracy", "{:.3f}", "greedy accuracy on held-out prompts after training", "eval_accuracy"),
         Measure("score", "{:.3f}", f"mean score of the sampled responses, last {LAST} iterations", "score_mean"),
-        Measure(
-            "KL",
-            "{:.2f}",
-            f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations",
-            "ref_kl_per_sequence",
-        ),
+        Measure("KL", "{:.2f}", f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations",
+            "ref_kl_per_sequence"),
         Measure("entropy", "{:.2f}", f"entropy of the policy, token mean, nats, last {LAST} iterations", "entropy"),
-        Measure(
-            "explained",
-            "{:.2f}",
-            f"explained variance of the value model, first {FIRST} iterations",
-            "explained_variance",
-        ),
+        Measure("explained", "{:.2f}", f"explained variance of the value model, first {FIRST} iterations",
+            "explained_variance"),
         Measure("k3", "{:.1e}", "KL(rollout || old) by k3, token mean, nats, all iterations"),
-        Measure(
-            "clip_floor",
-            "{:.2%}",
-            "share of response tokens whose gradient the clip would remove before any step, by mismatch alone",
-        ),
-        Measure(
-            "removed",
-            "{:.1%}",
-            "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count",
-        ),
+        Measure("clip_floor", "{:.2%}",
+            "share of response tokens whose gradient the clip would remove before any step, by mismatch alone"),
+        Measure("removed", "{:.1%}",
+            "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count"),
         Measure("outside", "{:.1%}", "share of token visits whose ratio was outside the band, as CleanRL counts"),
     )
-}
+}  # fmt: skip
 
 
 class ClipShares(NamedTuple):

@@ -33,31 +33,26 @@ class BucketFigure(NamedTuple):
 
 BUCKETS = {
     "prob": BucketFigure(
-        "Difference by probability",
-        "probability under the sampler",
+        "Difference by probability", "probability under the sampler",
         "Rounding moves the log-probs of rare tokens most: the error goes with 1 - p.",
     ),
     "position": BucketFigure(
-        "Difference by position",
-        "position in the response (tokens)",
+        "Difference by position", "position in the response (tokens)",
         "An error that accumulates through the cache would grow with position.",
     ),
     LAG: BucketFigure(
-        "Difference by lag",
-        "iterations that the weights of the sampler were behind",
+        "Difference by lag", "iterations that the weights of the sampler were behind",
         "Tokens without a lag differ by what else there is.",
     ),
     TURN: BucketFigure(
-        "Difference by turn",
-        "turn of the model",
+        "Difference by turn", "turn of the model",
         "What the environment said before is the same on both sides.",
     ),
     ROUTE: BucketFigure(
-        "Difference by route",
-        "experts in sampler and trainer",
+        "Difference by route", "experts in sampler and trainer",
         "A flip: other experts compute the token in the trainer. After one, a token sees another past.",
     ),
-}
+}  # fmt: skip
 
 
 def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:

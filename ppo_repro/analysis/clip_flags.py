@@ -76,7 +76,7 @@ def ratios_of(log_ratios: Floats) -> Floats:
         return np.exp(log_ratios)
 
 
-def band_out(ratios: Floats, low: float, high: float) -> Bool:
+def is_outside(ratios: Floats, low: float, high: float) -> Bool:
     """Return which ratios [N] are below 1 - low or above 1 + high, bool [N], whatever the advantage."""
     return (ratios < 1.0 - low) | (ratios > 1.0 + high)
 
@@ -97,7 +97,7 @@ def flags_of_ratios(ratios: Floats, advantages: Floats, rule: ClipRule) -> dict[
     up, down = advantages > 0, advantages < 0
     beyond = np.zeros(len(ratios), dtype=bool) if rule.dual is None else (ratios > rule.dual) & down
     return {
-        "outside": band_out(ratios, rule.low, rule.high),
+        "outside": is_outside(ratios, rule.low, rule.high),
         "clip_high": above & up,
         "clip_low": below & down,
         "wrong_high": above & down,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import ClipRule, band_out, clipped_at_start, column, recorded_clipped
+from ppo_repro.analysis.clip_flags import ClipRule, clipped_at_start, column, is_outside, recorded_clipped
 from ppo_repro.analysis.pairs import deltas, own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
@@ -92,7 +92,7 @@ def clip_shares(run_dir: Path) -> ClipShares:
         else:
             band = clip_band(objective, float(clip_range))
         if band is not None:
-            outside += float(band_out(column(visits, "ratios"), *band).sum())
+            outside += float(is_outside(column(visits, "ratios"), *band).sum())
     return ClipShares(removed / count, outside / count)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_repro.analysis.mismatch import measure, merged, update_table
+from ppo_repro.analysis.mismatch import measure
+from ppo_repro.analysis.mismatch_metrics import merged, update_table
 from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Mode

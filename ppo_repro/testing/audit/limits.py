@@ -23,6 +23,8 @@ CLAMP = 1e3
 # Are errors 16-bit rounding with other bits? (`measure.likeness`)
 # bfloat16 has 3 bits less than float16, so their errors are 8 times apart
 FORMATS_APART = 8.0
+# errors are of one format rather than of either if their sizes are at most this factor apart
+SURE_OF_FORMAT = FORMATS_APART ** (1 / 3)
 # standard errors of a correlation that are no chance
 NO_CHANCE = 3.0
 # another part in bfloat16 is named too if its errors correlate nearly as well; parts of one layer are that alike
@@ -37,6 +39,10 @@ FEWEST_NUMBERS = 8
 VARIED = 6
 # response tokens on which stock float32 is measured: its rms has an error of about 2 %
 FLOOR_TOKENS = 2048
+
+# a cause is judged only by its numbers for at least so many tokens, and for one in so many of the tried tokens. A shift
+# predicts fewer tokens than there are, and so does an input that keeps only the last turn
+FEWEST_PREDICTED, PREDICTED_ONE_IN = 4, 3
 
 # On which tokens are causes tried? All causes on a few tokens, the best ones on some more.
 # tokens of a window, and at most so many right ones before its first wrong one
@@ -61,6 +67,8 @@ AS_LIKELY = 3.0
 # What is said? The hypotheses that explain a side with the fewest deviations; a cause counts 1
 # a parameter counts half a cause: its value adapts to the errors of another cause
 PER_PARAMETER = 0.5
+# a cause that leaves the same rms as a simpler one, up to this part, explains nothing more
+SAME_LEFT = 1e-3
 # a fitted value so near to another row's value is that row
 SAME_VALUE = 5e-4
 # 16-bit rounding with other bits, or another order, counts as a cause with a parameter: such a pattern is vague

@@ -89,7 +89,7 @@ def references_of(
         apart = torch.cat([(b - a)[torch.tensor(counts)] for a, b, counts in pairs])
         apart = apart[apart.isfinite()]
         largest = float(apart.abs().max()) if len(apart) else 0.0
-        references[definition] = Reference(wide[definition], max(rms(apart), 2.0**-24), largest, len(first))
+        references[definition] = Reference(wide[definition], max(rms(apart), limits.LEAST_FLOOR), largest, len(first))
     return references
 
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.advice import ADVICE
-from ppo_repro.testing.audit import forward, limits, reference, search
+from ppo_repro.testing.audit import forward, limits, reference, rounding, search
 from ppo_repro.testing.audit.audit import Audit, audit
 from ppo_repro.testing.audit.causes.cause import Cause, Parameter
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, sampled_from
 from ppo_repro.testing.audit.draws import left_out_of
+from ppo_repro.testing.audit.hypothesis import Hypothesis, best_of
 from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
 from ppo_repro.testing.audit.report import lines
@@ -196,21 +197,21 @@ def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
     made: Material, stack: StackModel, name: Format, parts: set[str]
 ) -> None:
     rows = causes(made, stack, GIVEN, TEMPERED)
-    assert [row.words for row in search._of_format(rows, "weights", name)] == [f"weights rounded to {name}"]
-    assert {row.words.partition(" computed")[0] for row in search._of_format(rows, "part", name)} == parts
+    assert [row.words for row in rounding._of_format(rows, "weights", name)] == [f"weights rounded to {name}"]
+    assert {row.words.partition(" computed")[0] for row in rounding._of_format(rows, "part", name)} == parts
 
 
 def test_causes_not_words_tell_hypotheses_apart() -> None:
     at_1, twice, multiplied, at_x = DISTRIBUTIONS[:4]
 
-    def of(cause: Cause, x: float, left: float, explains: bool = True) -> search.Hypothesis:
-        return search.Hypothesis(((cause, x),), torch.tensor([left]), explains, "these words", "", cause.deviations)
+    def of(cause: Cause, x: float, left: float, explains: bool = True) -> Hypothesis:
+        return Hypothesis(((cause, x),), torch.tensor([left]), explains, "these words", "", cause.deviations)
 
     tried = [of(twice, 0.0, 2e-7), of(multiplied, 0.0, 1e-7), of(twice, 0.0, 3e-7), of(at_1, 0.0, 5e-7)]
-    found = search._sorted([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
+    found = best_of([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
     assert [t.causes[0][0] for t in found.best] == [multiplied, twice, at_1]
     assert [t.causes for t in found.others] == [((at_x, 0.9),)]
-    found = search._sorted([of(at_1, 0.0, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
+    found = best_of([of(at_1, 0.0, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
     assert [t.causes for t in found.best] == [((at_x, 0.9997),)], "the fitted value explains, 1 does not"
 
 

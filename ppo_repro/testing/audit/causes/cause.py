@@ -113,6 +113,11 @@ class Cause:
     changes: int = 1  # that the cause consists of
     own_advice: str = ""
 
+    def said(self, x: float, sampling: StackSampling) -> str:
+        """Return the words with a value of the parameter and the user's temperature."""
+        # other words may have braces of their own, as of a folder's name
+        return self.words if self.change is None else self.words.format(x=x, given=f"{sampling.temperature:.4g}")
+
     @property
     def advice(self) -> str:
         """Return what to do about the cause."""

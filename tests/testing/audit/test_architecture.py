@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.audit import Audit, audit
+from ppo_repro.testing.audit.causes.weights import of_weights
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from tests.testing.audit.families import FAMILIES, made
 from tests.testing.audit.material import Material
@@ -291,3 +292,10 @@ def test_a_log_softmax_in_bfloat16_has_no_other_cause(logprobs: Callable[[Tensor
     found = audit(StackModel(m.model, {}), m.dump(values, m.logprobs()), GIVEN)
     assert found.trainer.is_right
     assert found.sampler.cause == "unknown" or found.sampler.cause.startswith("logits rounded to bfloat16")
+
+
+@pytest.mark.parametrize("family", ["llama3", pytest.param("stablelm", marks=pytest.mark.slow)])
+def test_each_option_is_tried_once(family: str) -> None:
+    """A field may take 1 or 1.0, and the biases of one layer may be all biases."""
+    words = [cause.words for cause in of_weights(made(family).model, {})]
+    assert len(set(words)) == len(words)

@@ -31,7 +31,7 @@ PROBE = 4  # tokens that show whether a model computes
 
 
 @torch.no_grad()
-def computed(make: Callable[[], PreTrainedModel]) -> Tensor | None:
+def probed(make: Callable[[], PreTrainedModel]) -> Tensor | None:
     """Return logits [1, PROBE, V] of some tokens; None if the model cannot be built or its forward fails."""
     try:
         made: Any = make()
@@ -46,7 +46,7 @@ def computed(make: Callable[[], PreTrainedModel]) -> Tensor | None:
 
 def is_finite(make: Callable[[], PreTrainedModel]) -> bool:
     """Return whether a model can be built and gives finite logits."""
-    logits = computed(make)
+    logits = probed(make)
     return logits is not None and bool(logits.isfinite().all())
 
 

@@ -113,7 +113,7 @@ def _of_vectors(model: PreTrainedModel) -> Iterator[Cause]:
     together: dict[str, list[str]] = {}
     for kind in biases:
         together.setdefault(kind.rpartition(".")[0].rpartition(".")[0], []).append(kind)
-    for of in (biases, *together.values()):
+    for of in (biases, *(some for some in together.values() if some != biases)):
         if len(of) > 1:
             names = {name for kind in of for name in kinds[kind]}
             words = f"without {', '.join(of)}" if len(of) < len(biases) else "without any bias"

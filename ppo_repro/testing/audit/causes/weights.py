@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import chain
 
 import torch
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.causes.cause import Cause, Rounded
-from ppo_repro.testing.audit.causes.copies import computed, is_finite, with_parameters_in
+from ppo_repro.testing.audit.causes.copies import is_finite, probed, with_parameters_in
 from ppo_repro.testing.audit.causes.fields import of_fields
 from ppo_repro.testing.audit.causes.modules import of_modules
 from ppo_repro.testing.audit.measure import FORMATS
@@ -20,7 +19,7 @@ def of_weights(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) ->
     """Yield the causes that change the model; `others` are other weights, by description."""
     for name, dtype in FORMATS.items():
         make = partial(with_parameters_in, model, dtype, dtype)
-        if computed(make) is not None:
+        if probed(make) is not None:
             yield Cause(
                 f"computed in {name}", "weights", "reduced_precision", make=make, rounded=Rounded("computed", name)
             )
@@ -39,10 +38,9 @@ def _itself(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _options(model: PreTrainedModel) -> Iterator[Cause]:
-    """Yield each option of the architecture that can be computed otherwise and gives finite logits, once."""
-    seen = set[str]()
-    for cause in chain(of_fields(model), of_modules(model)):
+    """Yield each option of the architecture that can be computed otherwise and gives finite logits."""
+    yield from of_fields(model)
+    for cause in of_modules(model):
         assert cause.make is not None
-        if cause.words not in seen and is_finite(cause.make):
-            seen.add(cause.words)
+        if is_finite(cause.make):
             yield cause

@@ -80,11 +80,14 @@ def hypothesis_of(side: WrongSide, causes: Combination, left: Tensor) -> Hypothe
 
 
 def _explains_zeros(side: WrongSide, combination: Combination) -> bool:
-    """Return whether the causes predict every recorded log-prob of exactly 0 of the tried tokens."""
-    predicted = list[Tensor]()
+    """Return whether the causes predict the zeros of the tried tokens; False if the side has zeros only elsewhere."""
+    predicted, is_one_tried = list[Tensor](), False
     for values, w in zip(side.predictor(combination, side.many), side.many.windows, strict=True):
         at, numbers = slice(w.start, w.end), side.numbers[w.response]
         predicted.append(values[numbers.counts[at] & (numbers.recorded[at] == 0)])
+        is_one_tried |= bool(numbers.unlikely_zeros[at].any())
+    if not is_one_tried and any(bool(of.unlikely_zeros.any()) for of in side.numbers):
+        return False
     return bool((torch.cat(predicted).abs() <= side.tolerance).all())
 
 

@@ -296,6 +296,19 @@ def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Mate
     assert zeros.sampler.cause == "all 109 numbers are exactly 0; nothing was recorded"
 
 
+def test_zeros_that_no_cause_was_tried_on_are_not_explained(
+    made: Material, stack: StackModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "TRIED", 16)  # as in a dump of many responses
+    monkeypatch.setattr(limits, "LONG_WINDOW", 8)
+    bad = made.logprobs(temperature=1.0)
+    for values in bad[5:]:
+        values[-1] = 0.0
+    found = judged(made, stack, bad, made.logprobs()).sampler
+    assert found.empty == 3
+    assert found.cause == f"3 of 109 tokens have no log-prob or a 0 and {NO_T}"
+
+
 # which distribution is meant
 
 

@@ -8,6 +8,7 @@ A row predicts the numbers that a side with this fault records, float64 [n] for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,6 +35,11 @@ class Numbers:
     usable: Tensor  # finite, and judged
     counts: Tensor
     reference: Tensor  # the log-probs of the model as they should be
+
+    @property
+    def unlikely_zeros(self) -> Tensor:
+        """Return which of the tokens [n] that count have a log-prob of exactly 0 and a probability below limits.SURE."""
+        return self.counts & (self.recorded == 0) & (self.reference < math.log(limits.SURE))
 
     def wrong(self, tolerance: float) -> Tensor:
         """Return which tokens [n] are wrong by more than `tolerance` nats."""

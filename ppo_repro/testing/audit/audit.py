@@ -287,9 +287,7 @@ def _require_temperature(sampling: StackSampling, sides: Iterable[JudgedSide]) -
         )
 
 
-def _check_weights(
-    sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float
-) -> None:
+def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
     if not sampler.state == trainer.state == "unknown":
         return

@@ -23,8 +23,8 @@ CLAMP = 1e3
 # Does a cause explain a wrong side? (`measure.explains`)
 # A cause leaves less than half of the errors. Near rounding, another cause may leave a bit less by chance.
 OF_ERRORS = 0.5
-# A cause that rounds to 16 bits leaves at most this part of its rounding errors. Another order of sums rounds otherwise:
-# dumps with the cause left up to 0.26, dumps with another cause 0.64 and more.
+# A cause that rounds to 16 bits leaves at most this part of its rounding. Another order of sums rounds otherwise: dumps
+# with the cause left up to 0.26. Dumps with another cause left 0.64 and more.
 OF_ROUNDING = 0.4
 
 # Are errors 16-bit rounding with other bits? (`measure.likeness`, `rounding`)

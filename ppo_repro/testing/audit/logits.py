@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Numbers, RecordedChunk
-from ppo_repro.testing.audit.forward import Pass, States, pass_over, slices, states
+from ppo_repro.testing.audit.forward import Pass, States, has_decoder_apart, pass_over, slices, states
 from ppo_repro.testing.dumps import DumpedResponse
 
 
@@ -63,6 +63,7 @@ class Logits:
 
     def __init__(self, model: PreTrainedModel, responses: Sequence[DumpedResponse], numbers: Sequence[Numbers]) -> None:
         self.model, self.responses, self.numbers = model, responses, numbers
+        self._is_apart = has_decoder_apart(model)
         self._changed: tuple[Cause, PreTrainedModel] = (UNCHANGED, model)
         self._hidden: dict[Source, list[tuple[States, Tensor]]] = {}
         self._chunks: dict[Source, list[list[RecordedChunk]]] = {}
@@ -102,7 +103,7 @@ class Logits:
                     numbered.append((k, part))
         model = self._model(source.weights)
         with self._precision(source):
-            of_passes = dict(states(model, [part for _, part in numbered]))
+            of_passes = dict(states(model, [part for _, part in numbered], self._is_apart))
         first, hidden = of_passes[0], []
         for w in windows:
             size = w.end - w.start, first.values.shape[-1]

@@ -17,7 +17,7 @@ from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Numbers
 from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, definitions_of, target_logprobs
 from ppo_repro.testing.audit.draws import Tally
-from ppo_repro.testing.audit.forward import Progress, pass_over, slices, states
+from ppo_repro.testing.audit.forward import Progress, has_decoder_apart, pass_over, slices, states
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
@@ -108,7 +108,7 @@ def chunks_of(
     """Yield the tokens of each response in chunks: its index, the chunk, and which of its tokens count."""
     progress = Progress(f"responses in float{64 if is_wide else 32}", len(responses))
     passes = [pass_over(r.prompt_ids, r.response_ids) for r in responses]
-    for i, of_tokens in states(model, passes, is_wide):
+    for i, of_tokens in states(model, passes, has_decoder_apart(model), is_wide):
         r, length = responses[i], len(responses[i].response_ids)
         ids, counts = (torch.tensor(values, device=model.device) for values in (r.response_ids, r.counts))
         for start in range(0, length, AT_ONCE):

@@ -38,7 +38,7 @@ class Numbers:
 
     @property
     def unlikely_zeros(self) -> Tensor:
-        """Return which of the tokens [n] that count have a log-prob of exactly 0 and a probability below limits.SURE."""
+        """Return which tokens [n] that count have a log-prob of exactly 0, and a probability below limits.SURE."""
         return self.counts & (self.recorded == 0) & (self.reference < math.log(limits.SURE))
 
     def wrong(self, tolerance: float) -> Tensor:

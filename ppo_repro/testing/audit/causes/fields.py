@@ -22,7 +22,8 @@ from transformers.activations import ACT2FN
 from ppo_repro.models.reading import quiet
 from ppo_repro.models.stock import with_config
 from ppo_repro.testing.audit.causes.cause import Cause, option
-from ppo_repro.testing.audit.causes.copies import is_finite, probed
+from ppo_repro.testing.audit.causes.trial import is_finite, probed
+from ppo_repro.testing.audit.patches import override
 
 WITHOUT = {  # what a field that is left out means; other fields are named by themselves
     "attention_bias": "attention without its biases",
@@ -232,7 +233,7 @@ def fields_read(model: PreTrainedModel) -> set[str]:
         read.add(kind.attribute_map.get(name, name))
         return kind.__getattribute__(self, name)
 
-    text.__class__ = type(kind.__name__, (kind,), {"__getattribute__": reading})
+    override(text, "__getattribute__", reading)
     read.clear()
     with quiet(), torch.no_grad():
         stock: Any = with_config(model, config)

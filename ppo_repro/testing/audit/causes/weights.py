@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.causes.cause import Cause, Rounded
-from ppo_repro.testing.audit.causes.copies import is_finite, probed, with_parameters_in
 from ppo_repro.testing.audit.causes.fields import of_fields
 from ppo_repro.testing.audit.causes.modules import of_modules
+from ppo_repro.testing.audit.causes.trial import is_finite, probed
 from ppo_repro.testing.audit.measure import FORMATS
+from ppo_repro.testing.audit.patches import with_parameters_in
 
 
 def of_weights(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> Iterator[Cause]:

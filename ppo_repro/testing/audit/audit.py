@@ -241,7 +241,7 @@ def _causes_of_draws(
     causes = DrawCauses(tallies[definition], sampling.temperature)
     with float64(model):
         for _, chunk, counts in chunks_of(model, responses, is_wide=True):
-            causes.add(definition.change(chunk, sampling, chunk.logits, 0.0), chunk.targets, counts)
+            causes.add(definition.logits(chunk, sampling), chunk.targets, counts)
     return causes.words()
 
 

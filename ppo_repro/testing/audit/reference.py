@@ -131,7 +131,7 @@ def _logprobs(
     found: dict[Definition, list[list[Tensor]]] = {of: [[] for _ in responses] for of in definitions}
     for i, chunk, counts in chunks_of(model, responses, tallies is not None):
         for definition in definitions:
-            logits = definition.change(chunk, sampling, chunk.logits, 0.0)
+            logits = definition.logits(chunk, sampling)
             found[definition][i].append(target_logprobs(chunk.targets, logits).cpu())
             if tallies and definition in tallies:
                 tallies[definition].add(i, logits, chunk.targets, counts)

@@ -146,7 +146,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
             changed = row.logits.clone() / TEMPERATURE
             changed[0, list(sampler)] = -math.inf
         else:
-            changed = sampled_from(sampler)[0].change(row, sampler, row.logits, 0.0)
+            changed = sampled_from(sampler)[0].logits(row, sampler)
         return int(torch.multinomial(changed[0].softmax(-1), 1, generator=generator))
 
     made = sampled_by(prompts, draw)

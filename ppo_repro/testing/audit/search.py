@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause
+from ppo_repro.testing.audit.causes.cause import Cause
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
@@ -136,7 +136,7 @@ def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | No
         return plain
     parameter, stage = causes[index].parameter, {cause.stage: cause for cause in causes}
     assert parameter is not None
-    source = Source(stage.get("weights", UNCHANGED), stage.get("input", UNCHANGED), side.few)
+    source = Source(stage.get("weights"), stage.get("input"), side.few)
     pairs = zip(side.predictor.logits.chunks(source), side.few.windows, strict=True)
     chunks = [replace(chunk, numbers=side.numbers[w.response]) for of_window, w in pairs for chunk in of_window]
     values = parameter.values(chunks, side.predictor.sampling)[: parameter.in_pairs if len(causes) > 1 else None]

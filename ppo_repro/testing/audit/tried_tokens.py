@@ -112,8 +112,9 @@ def wrong_side_of(
 
 
 def _is_predicted(cause: Cause, windows: Sequence[Window]) -> bool:
-    passes = (one.within(w.start, w.end) for w in windows for one in cause.passes[w.response])
-    return cause.stage != "input" or any(passes)
+    if cause.stage != "input":
+        return True
+    return any(one.within(w.start, w.end) for w in windows for one in cause.change[w.response])
 
 
 @dataclass(frozen=True)

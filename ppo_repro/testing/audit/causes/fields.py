@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 
 from ppo_repro.models.reading import quiet
 from ppo_repro.models.stock import with_config
-from ppo_repro.testing.audit.causes.cause import Cause, option
+from ppo_repro.testing.audit.causes.cause import CauseOf, MakeModel, option
 from ppo_repro.testing.audit.causes.trial import is_finite, probed
 from ppo_repro.testing.audit.patches import override
 
@@ -63,7 +63,7 @@ ASKED = (
 SHOWN = 60  # characters of a value
 
 
-def of_fields(model: PreTrainedModel) -> Iterator[Cause]:
+def of_fields(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
     """Yield the changes of each field that the model reads, and of options that are turned off together.
 
     A change that the model cannot compute is left out.
@@ -201,7 +201,7 @@ class FieldChange:
         setattr(config, self.path[0], entry)
 
 
-def _with_fields(model: PreTrainedModel, changes: Sequence[FieldChange]) -> Cause:
+def _with_fields(model: PreTrainedModel, changes: Sequence[FieldChange]) -> CauseOf[MakeModel]:
     said = " and ".join(f"{change.field} {_short(change.old)}" for change in changes)
     words = " and ".join(change.words for change in changes)
     advice = f"compute with {said} on both sides, as config.json says"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import is_out_of_memory
+from ppo_repro.testing.audit.causes.cause import MakeModel
 from ppo_repro.testing.audit.stack import vocabulary
 
 # how torch, transformers and Python refuse what cannot be computed
@@ -22,7 +21,7 @@ PROBE = 4  # tokens that show whether a model computes
 
 
 @torch.no_grad()
-def probed(make: Callable[[], PreTrainedModel]) -> Tensor | None:
+def probed(make: MakeModel) -> Tensor | None:
     """Return logits [1, PROBE, V] of some tokens; None if the model cannot be built or its forward fails."""
     try:
         made: Any = make()
@@ -35,7 +34,7 @@ def probed(make: Callable[[], PreTrainedModel]) -> Tensor | None:
     return logits
 
 
-def is_finite(make: Callable[[], PreTrainedModel]) -> bool:
+def is_finite(make: MakeModel) -> bool:
     """Return whether a model can be built and gives finite logits."""
     logits = probed(make)
     return logits is not None and bool(logits.isfinite().all())

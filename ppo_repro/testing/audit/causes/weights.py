@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.audit.causes.cause import Cause, Rounded
+from ppo_repro.testing.audit.causes.cause import CauseOf, MakeModel, Rounded
 from ppo_repro.testing.audit.causes.fields import of_fields
 from ppo_repro.testing.audit.causes.modules import of_modules
 from ppo_repro.testing.audit.causes.trial import is_finite, probed
@@ -16,21 +16,19 @@ from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.patches import with_parameters_in
 
 
-def of_weights(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> Iterator[Cause]:
+def of_weights(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> Iterator[CauseOf[MakeModel]]:
     """Yield the causes that change the model; `others` are other weights, by description."""
     for name, dtype in FORMATS.items():
         make = partial(with_parameters_in, model, dtype, dtype)
         if probed(make) is not None:
-            yield Cause(
-                f"computed in {name}", "weights", "reduced_precision", make=make, rounded=Rounded("computed", name)
-            )
+            words = f"computed in {name}"
+            yield CauseOf(words, "weights", "reduced_precision", make, rounded=Rounded("computed", name))
     for name, dtype in FORMATS.items():
         make = partial(with_parameters_in, model, dtype, torch.float32)
-        yield Cause(
-            f"weights rounded to {name}", "weights", "coarse_weights", make=make, rounded=Rounded("weights", name)
-        )
+        words = f"weights rounded to {name}"
+        yield CauseOf(words, "weights", "coarse_weights", make, rounded=Rounded("weights", name))
     for words, other in others.items():
-        yield Cause(words, "weights", "stale_weights", make=partial(_itself, other))
+        yield CauseOf(words, "weights", "stale_weights", partial(_itself, other))
     yield from _options(model)
 
 
@@ -38,10 +36,7 @@ def _itself(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _options(model: PreTrainedModel) -> Iterator[Cause]:
+def _options(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
     """Yield each option of the architecture that can be computed otherwise and gives finite logits."""
     yield from of_fields(model)
-    for cause in of_modules(model):
-        assert cause.make is not None
-        if is_finite(cause.make):
-            yield cause
+    yield from (cause for cause in of_modules(model) if is_finite(cause.change))

@@ -168,6 +168,6 @@ def check_advantages(
         is_right = ((found - expected).abs() <= limit) | ((found - in_verl).abs() <= of_float32)
         for i in (~is_right).nonzero()[:1, 0].tolist():
             both = f"{float(found[i]):.6g} instead of {float(expected[i]):.6g}"
-            name = layout.describe() or "all at once, padded right"
+            name = layout.describe()
             changes[name if dtype == torch.float64 else f"float32, {name}"] = f"{both} at {rollout.describe(i)}"
     return changes

@@ -38,6 +38,10 @@ NO_CHANCE = 3.0
 # A part in bfloat16 is named too if its errors correlate nearly as well. Parts of one layer have similar errors.
 ALIKE = 0.8
 
+# Which distribution are log-probs of? (`reference`)
+# Log-probs count as processed only if the sides are e times nearer to it, all sides together, than to the tempered one.
+UNLIKE_TEMPERED = 1.0
+
 # Which tokens can be judged?
 # A log-prob of exactly 0 was recorded only if the token's probability is at least this. Else nothing was recorded.
 SURE = 0.99
@@ -91,3 +95,9 @@ SHOWN = 8
 AGREE = 0.1
 # "Right up to a token, then not" is said if at least this part of the later tokens is wrong.
 WRONG_AFTER = 0.8
+# A sentence about the form of errors needs at least so many wrong tokens.
+FEWEST_FACTS = 3
+# Errors are equal, or proportional, up to so many times the tolerance: each has a rounding error of its own.
+SAME_ERROR = 3.0
+# A number is said to occur often if at least this part of the wrong tokens has it.
+OFTEN = 0.1

@@ -171,7 +171,8 @@ def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> 
 
     def nearest(definitions: Iterable[Definition], to: Sequence[ByDefinition]) -> Definition:
         def distance(definition: Definition) -> float:
-            return sum([math.log(of[definition].rms + rounding) for of in to], 1.0 * (definition != TEMPERED))
+            apart = limits.UNLIKE_TEMPERED if definition != TEMPERED else 0.0
+            return sum([math.log(of[definition].rms + rounding) for of in to], apart)
 
         return min(definitions, key=distance)
 

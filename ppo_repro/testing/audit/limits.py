@@ -13,7 +13,7 @@ RIGHT = 10.0
 TOKEN_OVER_RMS = 10.0
 # If a token is further off, the side is still right if its largest error is at most 3 times stock float32's.
 STOCK_LARGEST = 3.0
-# Stock float32 counts as at least so far from the model: a log-prob near 1 nat has this rounding error in float32.
+# Stock float32 counts as at least this far from the model: a log-prob near 1 nat has this rounding error in float32.
 LEAST_FLOOR = 2.0**-24
 # A wrong side's numbers may be off by this part of their rms: 4 times the rounding error of a float32 number.
 RECORDED = 2.0**-22
@@ -23,8 +23,8 @@ CLAMP = 1e3
 # Does a cause explain a wrong side? (`measure.explains`)
 # A cause leaves less than half of the errors. Near rounding, another cause may leave a bit less by chance.
 OF_ERRORS = 0.5
-# A cause that rounds to 16 bits leaves at most this part of its rounding. Another order of sums rounds otherwise: dumps
-# with the cause left up to 0.26. Dumps with another cause left 0.64 and more.
+# A cause that rounds to 16 bits leaves at most this part of its rounding: another order of sums rounds otherwise.
+# Dumps with the cause left up to 0.26. Dumps with another cause left 0.64 and more.
 OF_ROUNDING = 0.4
 
 # Are errors 16-bit rounding with other bits? (`measure.likeness`, `rounding`)
@@ -43,32 +43,32 @@ ALIKE = 0.8
 UNLIKE_TEMPERED = 1.0
 
 # Which tokens can be judged?
-# A log-prob of exactly 0 was recorded only if the token's probability is at least this. Else nothing was recorded.
+# A log-prob of exactly 0 counts as recorded only if the token's probability is at least this.
 SURE = 0.99
-# A pattern needs at least so many numbers. Fewer numbers have a format, or a cause of their own, by chance.
+# A pattern needs at least this many numbers. Fewer numbers have a format, or a cause of their own, by chance.
 FEWEST_NUMBERS = 8
-# A lower limit is tried only if at least so many numbers are above it. Else it explains any constant.
+# A lower limit is tried only if at least this many numbers are above it. Else it explains any constant.
 VARIED = 6
-# Stock float32 computes at most so many response tokens. The error of its rms is then about 2 %.
+# Stock float32 computes at most this many response tokens. The error of its rms is then about 2 %.
 FLOOR_TOKENS = 2048
 # A cause must predict at least 4 of the tokens that it is tried on, and one in 3. Not all causes predict all tokens: if
 # log-probs are moved by some positions, the tokens at an end of the response have no prediction.
 FEWEST_PREDICTED, PREDICTED_ONE_IN = 4, 3
 
 # On which tokens are causes tried? All causes are tried on a few tokens, the best ones on more.
-# A window has so many tokens. At most so many right tokens come before its first wrong one.
+# A window has this many tokens. At most this many right tokens come before its first wrong one.
 WINDOW = FEWEST_NUMBERS
-# A window has at least so many tokens when the best causes are tried.
+# A window has at least this many tokens when the best causes are tried.
 LONG_WINDOW = 4 * WINDOW
-# All causes are tried on so many tokens. Fewer tokens suffice if WINDOW of them are wrong.
+# All causes are tried on this many tokens. Fewer tokens suffice if WINDOW of them are wrong.
 SCREENED = 3 * WINDOW
-# The best causes are tried on so many tokens.
+# The best causes are tried on this many tokens.
 TRIED = 256
-# A cause is one of the best if it leaves at most so many times the largest rounding. The rms of few tokens varies.
+# A cause is one of the best if it leaves at most this many times the largest rounding. The rms of few tokens varies.
 NEAR = 3.0
-# So many of the best causes are tried on more tokens. If no cause is good enough, so many of the nearest ones are.
+# This many of the best causes are tried on more tokens. If no cause is good enough, this many of the nearest ones are.
 ON_ALL, WORST = 12, 3
-# Wrong tokens get a cause of their own if they are less than this part of the tokens. Else the others are right by
+# Wrong tokens get a cause of their own if they are less than this part of the tokens. The few others may be right by
 # chance.
 WRONG_ALONE = 0.95
 
@@ -85,19 +85,19 @@ PER_PARAMETER = 0.5
 PATTERN = 1.0 + PER_PARAMETER
 # A hypothesis that explains nothing is left out if a simpler one leaves the same rms, up to this part.
 SAME_LEFT = 1e-3
-# A fitted value that is so near to the value of another row counts as that row.
+# A fitted value that is this near to the value of another row counts as that row.
 SAME_VALUE = 5e-4
-# At most so many hypotheses that explain a side equally well are named. With more, the cause is unknown.
+# At most this many hypotheses that explain a side equally well are named. With more, the cause is unknown.
 NAMED = 3
-# At most so many hypotheses are listed.
+# At most this many hypotheses are listed.
 SHOWN = 8
 # Two sides have the same numbers if they are nearer to each other than this part of their distance from the model.
 AGREE = 0.1
 # "Right up to a token, then not" is said if at least this part of the later tokens is wrong.
 WRONG_AFTER = 0.8
-# A sentence about the form of errors needs at least so many wrong tokens.
+# A sentence about the form of errors needs at least this many wrong tokens.
 FEWEST_FACTS = 3
-# Errors are equal, or proportional, up to so many times the tolerance: each has a rounding error of its own.
+# Errors are equal, or proportional, up to this many times the tolerance: each has a rounding error of its own.
 SAME_ERROR = 3.0
 # A number is said to occur often if at least this part of the wrong tokens has it.
 OFTEN = 0.1

@@ -1,8 +1,8 @@
 """Search the causes of one wrong side: predict numbers from each cause, and measure whether the error left is rounding.
 
 Every cause is a row (`causes.cause.Cause`). All rows, and then all pairs of rows of different stages, go through one
-loop: predict a few tokens of the wrong side; predict more tokens from the rows that leave small errors there; judge what
-they leave (`hypothesis`, `rounding`). The search ends as soon as something explains the numbers.
+loop: predict a few tokens of the wrong side; predict more tokens from the rows that leave small errors there; judge
+what they leave (`hypothesis`, `rounding`). The search ends as soon as something explains the numbers.
 """
 
 from __future__ import annotations

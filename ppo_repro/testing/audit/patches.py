@@ -1,4 +1,4 @@
-"""Compute a model otherwise than its code and its weights say. No other file of the audit patches an object.
+"""Compute a model otherwise than its code and its weights say: every patch of the audit is made by these functions.
 
 | function | what is other | until |
 |---|---|---|

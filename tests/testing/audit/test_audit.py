@@ -187,7 +187,7 @@ def causes(made: Material, stack: StackModel, sampling: StackSampling, definitio
 
 def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, stack: StackModel) -> None:
     rows = causes(made, stack, ALL_CUTS, RAW)
-    assert len({row.words for row in rows}) == len(rows)  # by which logits are remembered
+    assert len({row.words for row in rows}) == len(rows)  # by which a reader tells them apart
     without_a_row = {"none", "floating_point_noise", "non_finite", "unknown", "coarse_records"}
     assert {row.name for row in rows} | {row.cause for row in ROWS} | without_a_row == set(ADVICE)
 

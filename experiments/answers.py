@@ -69,7 +69,7 @@ def outcome(run_dir: Path) -> dict[str, float]:
         **end_measures(rows),
         "length": float(rows["response_length_mean"].tail(LAST).mean()),
         "tokens": float(rows["tokens"].sum()),
-        "k3": mismatch(run_dir)[0],
+        "k3": mismatch(run_dir).k3,
     }
 
 
@@ -119,8 +119,8 @@ def settings_table(
     for point, cells in results.groupby(axis, sort=False):
         row = {axis: point, title: interval(cells[measure]), f"minus {against}": "", "p, Holm": ""}
         if (other := compared.get(point)) is not None:
-            row[f"minus {against}"] = with_interval("{:+.3f}", other["difference"], other["low"], other["high"])
-            row["p, Holm"] = f"{other['Holm']:.3f}"
+            row[f"minus {against}"] = with_interval("{:+.3f}", other["difference"], other["ci_lo"], other["ci_hi"])
+            row["p, Holm"] = f"{other['p_holm']:.3f}"
         for shown, (name, form) in columns.items():
             row[shown] = interval(cells[name]) if form is None else form.format(cells[name].mean())
         rows.append(row)

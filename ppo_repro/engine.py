@@ -60,7 +60,10 @@ class Dialogue(Protocol):
 
 @dataclass(frozen=True)
 class Completion:
-    """T sampled tokens; `buffers.Rollout` describes the fields."""
+    """An engine's response to one request, of T sampled tokens.
+
+    `stages.rollout.roll_out` joins the completions of an iteration to a `buffers.Rollout`, which describes the fields.
+    """
 
     response_ids: tuple[int, ...]  # [T], the end token included
     logprobs: Tensor  # [T] float32

@@ -22,8 +22,7 @@ MEASURE = "mean_accuracy"
 
 def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, and two shares of token visits: without a gradient, and outside the band."""
-    removed, outside = clip_shares(run_dir)
-    return outcome(run_dir) | {"removed": removed, "outside": outside}
+    return outcome(run_dir) | clip_shares(run_dir)._asdict()
 
 
 def figure(results: pd.DataFrame) -> Axes:

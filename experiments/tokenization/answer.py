@@ -25,7 +25,7 @@ def measures(run_dir: Path) -> dict[str, float]:
     """Return the outcome, KL per token, and the share of the last iteration's responses that encode to other ids."""
     found, last = outcome(run_dir), len(reader.read_iterations(run_dir)) - 1
     drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[last])
-    return found | {"KL_token": found["KL"] / found["length"], "drift": float(drift["drift_seq_frac"].iloc[0])}
+    return found | {"KL_token": found["KL"] / found["length"], "drift": float(drift["frac_drifted"].iloc[0])}
 
 
 def settings(results: pd.DataFrame) -> pd.DataFrame:

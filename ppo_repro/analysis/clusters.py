@@ -97,6 +97,6 @@ def quantile(counts: pd.Series, q: float) -> float:
     total = int(counts.sum())
     if not total:
         return math.nan
-    found = counts.index[int(np.searchsorted(counts.cumsum(), max(1, math.ceil(q * total))))]
-    edges = np.array([found, found + 1], np.int64) << _BITS_DROPPED
-    return float(edges.view(np.float64).mean()) if found else 0.0
+    bin_of_quantile = counts.index[int(np.searchsorted(counts.cumsum(), max(1, math.ceil(q * total))))]
+    edges = np.array([bin_of_quantile, bin_of_quantile + 1], np.int64) << _BITS_DROPPED
+    return float(edges.view(np.float64).mean()) if bin_of_quantile else 0.0

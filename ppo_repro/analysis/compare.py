@@ -2,10 +2,6 @@
 
 The level `bitwise` compares every recorded bit, `numeric` the log-probs of the same tokens, `distribution` scores and
 lengths, and `outcome` the final results.
-
-A pair is two responses to the same prompt at the same place of the same iteration. delta = log-prob of b - log-prob of
-a, over the pairs whose tokens are all the same. After the runs have diverged, likely responses agree more often, so
-delta does not describe all responses.
 """
 
 from __future__ import annotations
@@ -13,31 +9,26 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from scipy import stats
 
 from ppo_repro.analysis import significance
-from ppo_repro.analysis.clusters import ratio_of_sums, segment_sums
-from ppo_repro.analysis.pairs import chosen_iterations
-from ppo_repro.analysis.significance import Floats, holm
+from ppo_repro.analysis.clusters import Floats, ratio_of_sums
+from ppo_repro.analysis.response_pairs import COLUMNS, hazard, manifests, paired_responses
+from ppo_repro.analysis.significance import holm
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.records import reader
 from ppo_repro.records.diff import first_difference
 from ppo_repro.records.grid import GRID
-from ppo_repro.records.manifest import Manifest, require_responses
-from ppo_repro.statistics.bits import unequal_bits
 
-COLUMNS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
-_KEY = ["sequence", "position"]
 # nats of mean |delta|; a smaller difference of two float32 forwards is rounding
 MARGIN = 1e-3
 SHOWN = ["metric", "stat", "ci_lo", "ci_hi", "p_value", "p_holm", "n_units"]
@@ -48,11 +39,10 @@ Level = Literal["bitwise", "numeric", "distribution", "outcome"]
 Claim = Literal["difference", "equivalence", "number"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
-    """One finding of a comparison; `run_compare` adds the verdict of a test."""
+    """One finding of a comparison at one level; `run_compare` adds the verdict of a test."""
 
-    level: Level
     metric: str
     stat: float
     n_units: int
@@ -68,8 +58,8 @@ class Row:
 # the table: one row for each finding
 
 
-def run_compare(run_a: str, run_b: str, rows: Sequence[Row], alpha: float) -> pd.DataFrame:
-    """Return the table of a comparison, with a verdict on each row.
+def run_compare(run_a: str, run_b: str, levels: Mapping[Level, Sequence[Row]], alpha: float) -> pd.DataFrame:
+    """Return the table of a comparison from the rows of each level, with a verdict on each row.
 
     A difference is "different" if p_holm <= alpha, otherwise "no difference found", which does not mean "the same":
     a test of equivalence says more. An equivalence is "equivalent" if p_value <= alpha, otherwise "not shown".
@@ -78,15 +68,14 @@ def run_compare(run_a: str, run_b: str, rows: Sequence[Row], alpha: float) -> pd
         run_a, run_b, level, metric, stat, p_value, p_holm, ci_lo, ci_hi, margin, verdict, n_units, method. p_holm has
         Holm's correction over the metrics of one level that are tested for a difference.
     """
-    corrected = [math.nan] * len(rows)
-    for level in {row.level for row in rows}:
-        tested = [i for i, row in enumerate(rows) if row.level == level and row.claim == "difference"]
-        for row_index, p_holm in zip(tested, holm([rows[i].p_value for i in tested]), strict=True):
-            corrected[row_index] = float(p_holm)
+    records = []
+    for level, rows in levels.items():
+        corrected = holm([row.p_value if row.claim == "difference" else math.nan for row in rows])
+        for row, p_holm in zip(rows, corrected, strict=True):
+            verdict = _verdict(row, p_holm, alpha)
+            records.append({"level": level, **vars(row), "p_holm": p_holm, "verdict": verdict})
     numbers = ["stat", "p_value", "p_holm", "ci_lo", "ci_hi", "margin"]
-    table = pd.DataFrame([vars(row) for row in rows], columns=[field.name for field in fields(Row)])
-    table = table.assign(run_a=run_a, run_b=run_b, p_holm=corrected).astype(dict.fromkeys(numbers, "float64"))
-    table["verdict"] = [_verdict(row, p_holm, alpha) for row, p_holm in zip(rows, corrected, strict=True)]
+    table = pd.DataFrame(records).assign(run_a=run_a, run_b=run_b).astype(dict.fromkeys(numbers, "float64"))
     return table[["run_a", "run_b", "level", "metric", *numbers, "verdict", "n_units", "method"]]
 
 
@@ -99,105 +88,6 @@ def _verdict(row: Row, p_holm: float, alpha: float) -> str:
     if row.claim == "difference":
         return "different" if p_value <= alpha else "no difference found"
     return "equivalent" if p_value <= alpha else "not shown"
-
-
-# pairs of responses
-
-
-def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]:
-    """Return both manifests. Raises UserError if a run is incomplete or damaged, or if the kinds differ."""
-    a, b = (reader.open_manifest(run) for run in (run_a, run_b))
-    if a.kind != b.kind:
-        raise UserError(f"{run_a} is a {a.kind} run, {run_b} a {b.kind} run; compare runs of one kind")
-    return a, b
-
-
-def paired_responses(
-    run_a: Path | str,
-    run_b: Path | str,
-    *,
-    column: str = "old_logprobs",
-    iterations: Sequence[int] | None = None,
-) -> pd.DataFrame:
-    """Return one row for each pair of responses to the same prompt in two runs.
-
-    Args:
-        column: the log-probs to compare, one of COLUMNS.
-        iterations: the iterations to compare; None for all.
-
-    Returns:
-        The columns iteration, sequence, and
-
-        diverged: whether a token differs
-        compared: number of tokens up to and including the first different token, or of all
-        delta_sum, abs_sum: sums of delta and |delta| over the tokens, nats, float64; NaN for a pair that diverged
-        unequal: number of tokens whose log-probs differ in any bit; 0 for a pair that diverged
-
-    Raises:
-        UserError: another column, runs without responses, damaged records, or, without `iterations`, different
-            numbers of iterations.
-    """
-    if column not in COLUMNS:
-        raise UserError(f"column = {column!r}: must be {', '.join(COLUMNS)}")
-    runs = tuple(zip((run_a, run_b), manifests(run_a, run_b), strict=True))
-    require_responses(*runs[0])
-    selected, others = (chosen_iterations(recorded, iterations) for _, recorded in runs)
-    if len(selected) != len(others):
-        raise UserError(
-            f"{run_a} has {len(selected)} iterations, {run_b} has {len(others)}; name the iterations to compare"
-        )
-    if not len(selected):
-        raise UserError(f"{run_a} and {run_b}: there is no iteration to compare")
-    return pd.concat([_one_iteration(runs, column, i) for i in selected], ignore_index=True)
-
-
-def _one_iteration(runs: Sequence[tuple[Path | str, Manifest]], column: str, iteration: int) -> pd.DataFrame:
-    one, names = [iteration], ["sequence", "prompt_ids", "response_length"]
-    texts = [reader.read_sequences(run, iterations=one, columns=names, recorded=recorded) for run, recorded in runs]
-    responses = texts[0].merge(texts[1], on="sequence", suffixes=("_a", "_b"), validate="one_to_one")
-    prompts = zip(responses["prompt_ids_a"], responses["prompt_ids_b"], strict=True)
-    responses = responses[np.array([np.array_equal(x, y) for x, y in prompts], bool)]
-    names = [*_KEY, "token_id", column]
-    tokens = [reader.read_tokens(run, iterations=one, columns=names, recorded=recorded) for run, recorded in runs]
-    both = tokens[0].merge(tokens[1], on=_KEY, suffixes=("_a", "_b"), validate="one_to_one")
-    a, b = (both[f"{column}_{side}"].to_numpy(np.float32) for side in "ab")
-    delta = b.astype(np.float64) - a.astype(np.float64)
-    starts = np.flatnonzero(np.diff(both["sequence"], prepend=-1))
-    # numpy, because pandas would skip NaN in sums
-    sums = pd.DataFrame({"sequence": both["sequence"].to_numpy()[starts]})
-    for name, values in (("delta", delta), ("abs_delta", np.abs(delta)), ("unequal", unequal_bits(a, b).astype(float))):
-        sums[name] = segment_sums(values, starts)
-    parted = both[both["token_id_a"] != both["token_id_b"]].groupby("sequence")["position"].min()
-    return _responses(responses.merge(sums, on="sequence"), parted, iteration)
-
-
-def _responses(responses: pd.DataFrame, first_difference: pd.Series, iteration: int) -> pd.DataFrame:
-    lengths = responses[["response_length_a", "response_length_b"]].to_numpy(np.int64)
-    first = responses["sequence"].map(first_difference).to_numpy(np.float64)
-    # if a limit cut one response short, the first different token is the token after it
-    inside, longer = ~np.isnan(first), lengths[:, 0] != lengths[:, 1]
-    diverged = inside | longer
-    return pd.DataFrame(
-        {
-            "iteration": np.full(len(responses), iteration, np.int32),
-            "sequence": responses["sequence"].to_numpy(),
-            "compared": np.where(inside, np.nan_to_num(first) + 1, lengths.min(axis=1) + longer).astype(np.int64),
-            "diverged": diverged,
-            "delta_sum": np.where(diverged, np.nan, responses["delta"]),
-            "abs_sum": np.where(diverged, np.nan, responses["abs_delta"]),
-            "unequal": np.where(diverged, 0, responses["unequal"]).astype(np.int64),
-        }
-    )
-
-
-def hazard(compared: npt.NDArray[np.int64], diverged: npt.NDArray[np.bool_]) -> tuple[float, float, float]:
-    """Return h = first differences per compared token, and the exact 95 % Poisson interval (low, high) of h.
-
-    If h is the same at every position, a response of T tokens is identical with probability about exp(-h T).
-    """
-    exposure, count = int(compared.sum()), int(diverged.sum())
-    low = float(stats.chi2.ppf(0.025, 2 * count)) / 2 if count else 0.0
-    return count / exposure, low / exposure, float(stats.chi2.isf(0.025, 2 * (count + 1))) / 2 / exposure
 
 
 # the rows of each level
@@ -217,43 +107,87 @@ def numeric_rows(
     """
     same = responses[~responses["diverged"]]
     finite = np.isfinite(same["abs_sum"].to_numpy(np.float64))
-    compared = same[finite]
-    share = len(same) / len(responses) if len(responses) else math.nan
+    rows = _divergence_rows(responses, same, int((~finite).sum()), column)
+    return [*rows, *_delta_rows(same[finite], rng, column, margin, alpha)] if finite.any() else rows
+
+
+def _divergence_rows(responses: pd.DataFrame, same: pd.DataFrame, nonfinite: int, column: str) -> list[Row]:
+    """Return how many pairs have the same tokens, and how fast the pairs diverge."""
     rows = [
-        Row("numeric", "same_responses", share, len(responses), "share with all tokens the same"),
-        Row("numeric", "nonfinite", float((~finite).sum()), len(same), f"responses, {column}; left out below"),
+        Row(
+            metric="same_responses",
+            stat=len(same) / len(responses) if len(responses) else math.nan,
+            n_units=len(responses),
+            method="share with all tokens the same",
+        ),
+        Row(
+            metric="nonfinite", stat=float(nonfinite), n_units=len(same), method=f"responses, {column}; left out below"
+        ),
     ]
-    if len(responses):
-        rate, low, high = hazard(responses["compared"].to_numpy(np.int64), responses["diverged"].to_numpy(bool))
-        how = "first other tokens per token; exact Poisson interval"
-        rows.append(Row("numeric", "divergence_hazard", rate, len(responses), how, ci_lo=low, ci_hi=high))
-    if not len(compared):
+    if not len(responses):
         return rows
-    lengths = compared["compared"].to_numpy(np.int64)
+    divergence = hazard(responses["compared"].to_numpy(np.int64), responses["diverged"].to_numpy(bool))
+    speed = Row(
+        metric="divergence_hazard",
+        stat=divergence.rate,
+        n_units=len(responses),
+        method="first other tokens per token; exact Poisson interval",
+        ci_lo=divergence.low,
+        ci_hi=divergence.high,
+    )
+    return [*rows, speed]
+
+
+def _delta_rows(
+    compared: pd.DataFrame, rng: np.random.Generator, column: str, margin: float, alpha: float
+) -> list[Row]:
+    """Return bits, delta and |delta| of the pairs with the same tokens and finite log-probs, at least one."""
+    count, lengths = len(compared), compared["compared"].to_numpy(np.int64)
     deltas, absolute = (compared[name].to_numpy(np.float64) for name in ("delta_sum", "abs_sum"))
     test = significance.sign_flip(deltas / lengths, rng)
     size = significance.one_sample(absolute / lengths)
     low, high = significance.t_interval(size, 1 - 2 * alpha)
-
-    def token_mean(name: str, sums: Floats) -> Row:
-        value, se = ratio_of_sums(sums, lengths.astype(np.float64))
-        lowest, highest = significance.t_interval(significance.Estimate(value, se, len(compared) - 1), 1 - alpha)
-        how = "token mean; clustered by response"
-        return Row("numeric", f"{column}.{name}", value, len(compared), how, ci_lo=lowest, ci_hi=highest)
-
-    flips = f"mean of responses; {test.relabellings} sign changes{' (all)' if test.exact else ''}"
-    exact = float((compared["unequal"] == 0).mean())
+    bitwise = Row(
+        metric=f"{column}.bitwise",
+        stat=float((compared["unequal"] == 0).mean()),
+        n_units=count,
+        method="share of them with all bits equal",
+    )
+    differs = Row(
+        metric=f"{column}.delta",
+        stat=test.stat,
+        n_units=count,
+        method=f"mean of responses; {test.relabellings} sign changes{' (all)' if test.exact else ''}",
+        claim="difference",
+        p_value=test.p_value,
+    )
+    is_equivalent = Row(
+        metric=f"{column}.abs_delta",
+        stat=size.mean,
+        n_units=count,
+        method="mean of responses; TOST",
+        claim="equivalence",
+        p_value=significance.tost(size, margin),
+        ci_lo=low,
+        ci_hi=high,
+        margin=margin,
+    )
     return [
-        *rows,
-        Row("numeric", f"{column}.bitwise", exact, len(compared), "share of them with all bits equal"),
-        Row("numeric", f"{column}.delta", test.stat, len(compared), flips, "difference", test.p_value),
-        token_mean("delta", deltas),
-        Row(
-            *("numeric", f"{column}.abs_delta", size.mean, len(compared), "mean of responses; TOST", "equivalence"),
-            *(significance.tost(size, margin), low, high, margin),
-        ),
-        token_mean("abs_delta", absolute),
+        bitwise,
+        differs,
+        _token_mean(f"{column}.delta", deltas, lengths, alpha),
+        is_equivalent,
+        _token_mean(f"{column}.abs_delta", absolute, lengths, alpha),
     ]
+
+
+def _token_mean(metric: str, sums: Floats, lengths: npt.NDArray[np.int64], alpha: float) -> Row:
+    """Return the mean over tokens, from the sums and lengths of the responses."""
+    value, se = ratio_of_sums(sums, lengths.astype(np.float64))
+    low, high = significance.t_interval(significance.Estimate(value, se, len(sums) - 1), 1 - alpha)
+    return Row(
+        metric=metric, stat=value, n_units=len(sums), method="token mean; clustered by response", ci_lo=low, ci_hi=high
+    )
 
 
 def distribution_rows(
@@ -275,20 +209,43 @@ def distribution_rows(
     a, b = (reader.read_sequences(run, iterations=iterations, columns=names) for run in (run_a, run_b))
     pairs, rows = a.merge(b, on=names[:3], suffixes=("_a", "_b"), validate="one_to_one"), []
     for name in names[3:]:
-        frames = (pairs[f"{name}_a"], pairs[f"{name}_b"]) if len(pairs) else (a[name], b[name])
-        x, y = (values.to_numpy(np.float64) for values in frames)
+        columns = (pairs[f"{name}_a"], pairs[f"{name}_b"]) if len(pairs) else (a[name], b[name])
+        x, y = (values.to_numpy(np.float64) for values in columns)
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
-            # a test without these values would compare only some of the responses
-            rows.append(Row("distribution", name, math.nan, len(x) + len(y), "values are not finite", "difference"))
+            # a test without these values would compare only a part of the responses
+            missing = "values are not finite"
+            rows.append(Row(metric=name, stat=math.nan, n_units=len(x) + len(y), method=missing, claim="difference"))
         elif len(pairs):
-            test = significance.sign_flip(y - x, rng)
-            how = f"mean of pairs; {test.relabellings} sign changes"
-            rows.append(Row("distribution", name, test.stat, len(pairs), how, "difference", test.p_value))
+            rows.append(_paired_row(name, y - x, rng))
         else:
-            found = significance.welch(x, y)
-            p_value = significance.t_test(found)
-            rows.append(Row("distribution", name, found.mean, len(x) + len(y), "Welch's t", "difference", p_value))
+            rows.append(_welch_row(name, x, y))
     return rows
+
+
+def _paired_row(metric: str, differences: Floats, rng: np.random.Generator) -> Row:
+    """Test the differences of pairs by sign changes."""
+    test = significance.sign_flip(differences, rng)
+    return Row(
+        metric=metric,
+        stat=test.stat,
+        n_units=len(differences),
+        method=f"mean of pairs; {test.relabellings} sign changes",
+        claim="difference",
+        p_value=test.p_value,
+    )
+
+
+def _welch_row(metric: str, a: Floats, b: Floats) -> Row:
+    """Test the difference of the means of two samples by Welch's t."""
+    estimate = significance.welch(a, b)
+    return Row(
+        metric=metric,
+        stat=estimate.mean,
+        n_units=len(a) + len(b),
+        method="Welch's t",
+        claim="difference",
+        p_value=significance.t_test(estimate),
+    )
 
 
 def compare_runs(
@@ -318,13 +275,13 @@ def compare_runs(
     if not 0 < margin < math.inf or not 0 < alpha < 0.5:
         raise UserError(f"margin = {margin}, alpha = {alpha}: margin is positive, alpha between 0 and 0.5")
     responses = paired_responses(run_a, run_b, column=column, iterations=iterations)
-    rows = [
-        _bitwise_row(run_a, run_b),
-        *numeric_rows(responses, rng, column=column, margin=margin, alpha=alpha),
-        *distribution_rows(run_a, run_b, iterations, rng),
-        *_final_rows(run_a, run_b),
-    ]
-    return run_compare(str(run_a), str(run_b), rows, alpha)
+    levels: dict[Level, list[Row]] = {
+        "bitwise": [_bitwise_row(run_a, run_b)],
+        "numeric": numeric_rows(responses, rng, column=column, margin=margin, alpha=alpha),
+        "distribution": distribution_rows(run_a, run_b, iterations, rng),
+        "outcome": _final_rows(run_a, run_b),
+    }
+    return run_compare(str(run_a), str(run_b), levels, alpha)
 
 
 def _bitwise_row(run_a: Path | str, run_b: Path | str) -> Row:
@@ -334,25 +291,36 @@ def _bitwise_row(run_a: Path | str, run_b: Path | str) -> Row:
     if not same:
         first = first_difference(run_a, run_b)
         verdict = f"different: {first.describe()}" if first else "different"
-    iterations = max(len(a.iterations), len(b.iterations))
-    return Row("bitwise", "fingerprint", float(same), iterations, "SHA-256 of all values", verdict=verdict)
+    return Row(
+        metric="fingerprint",
+        stat=float(same),
+        n_units=max(len(a.iterations), len(b.iterations)),
+        method="SHA-256 of all values",
+        verdict=verdict,
+    )
 
 
 def _final_rows(run_a: Path | str, run_b: Path | str) -> list[Row]:
-    a, b = (found.final for found in manifests(run_a, run_b))
-    rows = []
-    for name in a:
-        value_a, value_b = a[name], b.get(name)
-        if not isinstance(value_a, str) and value_b is not None and not isinstance(value_b, str):
-            how = "difference b - a of one run each: seeds decide, see `ppo-repro analyse table`"
-            rows.append(Row("outcome", f"final.{name}", float(value_b) - float(value_a), 1, how, verdict="one seed"))
-    return rows
+    """Return the difference of each final result that both runs have."""
+    a, b = (recorded.final for recorded in manifests(run_a, run_b))
+    pairs = {name: (value, b.get(name)) for name, value in a.items()}
+    return [
+        Row(
+            metric=f"final.{name}",
+            stat=float(y) - float(x),
+            n_units=1,
+            method="difference b - a of one run each: seeds decide, see `ppo-repro analyse table`",
+            verdict="one seed",
+        )
+        for name, (x, y) in pairs.items()
+        if not isinstance(x, str) and y is not None and not isinstance(y, str)
+    ]
 
 
 # the command
 
 
-def _run(text: str) -> Path:
+def _folder_of_run(text: str) -> Path:
     """Return the folder of a run. Raises UserError for a grid."""
     path = run_named(text)
     if (path / GRID).is_file():
@@ -362,7 +330,7 @@ def _run(text: str) -> Path:
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="ppo-repro analyse compare", description="are two runs the same?")
-    parser.add_argument("runs", nargs="+", type=_run, metavar="RUN", help="two runs")
+    parser.add_argument("runs", nargs="+", type=_folder_of_run, metavar="RUN", help="two runs")
     parser.add_argument("--seed", type=int, required=True, help="seed of the sign changes")
     parser.add_argument("--alpha", type=float, default=0.05)
     parser.add_argument("--margin", type=float, default=MARGIN, help=f"nats of mean |delta| that are equal ({MARGIN})")
@@ -372,7 +340,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _iterations(a: Path, b: Path, first: int, last: int) -> range:
-    count = min(len(found.iterations) for found in manifests(a, b))
+    count = min(len(recorded.iterations) for recorded in manifests(a, b))
     if not 0 <= first <= last < count:  # checked here: the range may be too long for a list
         raise UserError(f"--iterations {first} {last}: must be 0 <= FIRST <= LAST <= {count - 1}, which both runs have")
     return range(first, last + 1)
@@ -408,11 +376,7 @@ def _lines(table: pd.DataFrame) -> list[str]:
         methods = [f"{method}{margin}" for method, margin in zip(rows["method"], margins, strict=True)]
         known = list(dict.fromkeys(methods))
         short = [verdict.partition(":")[0] for verdict in rows["verdict"]]
-        numbers = (
-            rows[SHOWN]
-            .rename(columns={"n_units": "n"})
-            .assign(verdict=short, method=[f"({known.index(name) + 1})" for name in methods])
-        )
+        numbers = rows[SHOWN].assign(verdict=short, method=[f"({known.index(name) + 1})" for name in methods])
         shown = numbers.dropna(axis=1, how="all").to_string(index=False, na_rep="", float_format="{:.4g}".format)
         out += ["", str(level), *shown.splitlines()]
         out += [line for verdict in rows["verdict"] if ":" in verdict for line in _wrapped(verdict)]

@@ -39,6 +39,7 @@ from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import require_responses
 
+CURVES = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]
 GOOD = (0.1, 0.4)  # shares of clipped tokens that are called good
 RUN, MEAN, SHADE = "#0072b2", "#d55e00", "#00835f"
 STYLE: Any = {
@@ -64,22 +65,20 @@ def new_axes(width: float = 4.5, height: float = 3.3, columns: int = 1) -> list[
 
 
 def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
-    """Return one row per iteration of each run: mode, run, iteration, accuracy (greedy, held out), tokens, unequal.
+    """Return one row per iteration of each run: the recorded columns CURVES, mode and run.
 
-    unequal: tokens whose log-probs differ between sampler and trainer. The evaluation after a run's last update has a
-    row without tokens. Raises UserError on records that are missing or damaged.
+    The evaluation after a run's last update has a row without tokens. Raises UserError on records that are missing or
+    damaged.
     """
-    columns = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]
     parts = []
     for folder in runs:
         recorded = reader.open_manifest(folder)
         require_responses(folder, recorded)
-        rows = reader.read_iterations(folder, columns=columns)
+        rows = reader.read_iterations(folder, columns=CURVES)
         last = {"iteration": len(rows), "eval_accuracy": float(recorded.final["eval_accuracy"])}
-        found = pd.concat([rows, pd.DataFrame([last])], ignore_index=True)
-        parts.append(found.assign(mode=load_recorded_config(folder).numerics.mode, run=str(folder)))
-    renamed = {"unequal_old_rollout_logprobs": "unequal", "eval_accuracy": "accuracy"}
-    return pd.concat(parts, ignore_index=True).rename(columns=renamed)
+        curve = pd.concat([rows, pd.DataFrame([last])], ignore_index=True)
+        parts.append(curve.assign(mode=load_recorded_config(folder).numerics.mode, run=str(folder)))
+    return pd.concat(parts, ignore_index=True)
 
 
 def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
@@ -96,7 +95,7 @@ def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw greedy accuracy on held-out prompts by iteration: mean and range over the runs of each numerics mode."""
     (axes,) = [axes] if axes is not None else new_axes()
     for mode, rows in curves_of(runs).groupby("mode"):
-        band(rows, "accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
+        band(rows, "eval_accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
     axes.set(title="Learning: mean and range", xlabel="iteration", ylabel="greedy accuracy, held out")
     axes.set_ylim(bottom=0)
     axes.legend()
@@ -107,9 +106,9 @@ def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw the share of tokens whose log-probs differ between sampler and trainer, by iteration."""
     (axes,) = [axes] if axes is not None else new_axes()
     for mode, rows in curves_of(runs).groupby("mode"):
-        total, unequal = int(rows["tokens"].sum()), int(rows["unequal"].sum())
-        label = f"{mode}: {unequal:,} of {total:,}"
-        band(rows.assign(percent=100 * rows["unequal"] / rows["tokens"]), "percent", axes, label)
+        unequal = rows["unequal_old_rollout_logprobs"]
+        label = f"{mode}: {int(unequal.sum()):,} of {int(rows['tokens'].sum()):,}"
+        band(rows.assign(percent=100 * unequal / rows["tokens"]), "percent", axes, label)
     title = "Tokens whose log-probs differ in any bit"
     axes.set(title=title, xlabel="iteration", ylabel="sampler ≠ trainer, %")
     axes.set_ylim(bottom=0)
@@ -122,8 +121,8 @@ def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     (axes,) = [axes] if axes is not None else new_axes(7.0, 3.3 + 0.2 * len(runs))
     for folder in runs:
         recorded, columns = reader.open_manifest(folder), ["rollout_logprobs", "old_logprobs"]
-        own = own_iterations(folder, recorded, None)
-        tokens = reader.read_tokens(folder, iterations=own, columns=columns, recorded=recorded)
+        computed = own_iterations(folder, recorded, None)
+        tokens = reader.read_tokens(folder, iterations=computed, columns=columns, recorded=recorded)
         apart, name = np.abs(deltas(tokens)), sampler_of(load_recorded_config(folder))
         # one point per token that differs; a logarithmic axis has no place for the others
         drawn = np.sort(apart[np.isfinite(apart) & (apart > 0)])[::-1]
@@ -169,7 +168,7 @@ def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axe
             axes.plot([estimate.mean], [row], "|", color=MEAN, markersize=11, markeredgewidth=2.5)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel(MEASURES.get(measure, measure))
+    axes.set_xlabel(MEASURES[measure].meaning if measure in MEASURES else measure)
     return axes
 
 
@@ -184,7 +183,7 @@ def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> 
     if compared.empty:
         raise UserError("the complete cells have one setting, so nothing differs; draw `settings`")
     (axes,) = [axes] if axes is not None else new_axes(8.0, 1.0 + 0.3 * len(compared))
-    reach = np.abs(compared[["low", "high"]].to_numpy().T - compared["difference"].to_numpy())
+    reach = np.abs(compared[["ci_lo", "ci_hi"]].to_numpy().T - compared["difference"].to_numpy())
     rows = range(len(compared))
     axes.errorbar(compared["difference"], rows, xerr=reach, fmt="o", capsize=3)
     axes.axvline(0, color="0.4", linewidth=1)
@@ -212,9 +211,9 @@ def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = No
     for point, mean in cells.groupby("point", sort=False)[[share, measure]].mean().iterrows():
         axes.plot([mean[share]], [mean[measure]], "_", color=MEAN, markersize=11, markeredgewidth=2.5)
         axes.annotate(str(point), (mean[share], mean[measure]), xytext=(7, -3), textcoords="offset points")
-    rank, low, high = rank_correlation(cells, share, measure)
-    title = f"rank correlation {rank:.2f} [{low:.2f}, {high:.2f}]"
-    axes.set(title=title, xlabel=MEASURES[share], ylabel=measure)
+    rank = rank_correlation(cells, share, measure)
+    title = f"rank correlation {rank.value:.2f} [{rank.low:.2f}, {rank.high:.2f}]"
+    axes.set(title=title, xlabel=MEASURES[share].meaning, ylabel=measure)
     return axes
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
-from ppo_repro.analysis.clipping import ClipRule, band_out, clipped_at_start, column, recorded_clipped
+from ppo_repro.analysis.clip_flags import ClipRule, clipped_at_start, column, is_outside, recorded_clipped
 from ppo_repro.analysis.pairs import deltas, own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
@@ -20,51 +22,85 @@ from ppo_repro.statistics.kl import k3
 
 LAST = FIRST = 5  # iterations
 TOKENS = ("old_logprobs", "rollout_logprobs", "advantages")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a run that compares settings: a column of `outcomes`."""
+
+    name: str
+    form: str  # format of a value
+    meaning: str
+    recorded: str = ""  # the column or final result that it is from; "" for a measure that is computed from tokens
+
+
 MEASURES = {
-    "accuracy": "greedy accuracy on held-out prompts after training",
-    "score": f"mean score of the sampled responses, last {LAST} iterations",
-    "KL": f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations",
-    "entropy": f"entropy of the policy, token mean, nats, last {LAST} iterations",
-    "explained": f"explained variance of the value model, first {FIRST} iterations",
-    "k3": "KL(rollout || old) by k3, token mean, nats, all iterations",
-    "floor": "share of response tokens whose gradient the clip would remove before any step, by mismatch alone",
-    "removed": "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count",
-    "outside": "share of token visits whose ratio was outside the band, as CleanRL counts",
-}
+    measure.name: measure
+    for measure in (
+        Measure("accuracy", "{:.3f}", "greedy accuracy on held-out prompts after training", "eval_accuracy"),
+        Measure("score", "{:.3f}", f"mean score of the sampled responses, last {LAST} iterations", "score_mean"),
+        Measure("KL", "{:.2f}", f"KL(policy || reference), exact, seq_mean_token_sum, nats, last {LAST} iterations",
+            "ref_kl_per_sequence"),
+        Measure("entropy", "{:.2f}", f"entropy of the policy, token mean, nats, last {LAST} iterations", "entropy"),
+        Measure("explained", "{:.2f}", f"explained variance of the value model, first {FIRST} iterations",
+            "explained_variance"),
+        Measure("k3", "{:.1e}", "KL(rollout || old) by k3, token mean, nats, all iterations"),
+        Measure("clip_floor", "{:.2%}",
+            "share of response tokens whose gradient the clip would remove before any step, by mismatch alone"),
+        Measure("removed", "{:.1%}",
+            "share of token visits whose policy gradient the clip removed, as TRL, verl and OpenRLHF count"),
+        Measure("outside", "{:.1%}", "share of token visits whose ratio was outside the band, as CleanRL counts"),
+    )
+}  # fmt: skip
 
 
-def clip_shares(run_dir: Path) -> tuple[float, float]:
-    """Return two shares of a run's own token visits: with a removed gradient, and with a ratio outside the band.
+class ClipShares(NamedTuple):
+    """Shares of token visits: the clip removed the gradient, and the ratio was outside the band."""
+
+    removed: float
+    outside: float
+
+
+class Mismatch(NamedTuple):
+    """Mismatch of sampler and trainer: mean k3 in nats, and the share of tokens that the clip cuts before any step."""
+
+    k3: float
+    clip_floor: float
+
+
+def clip_shares(run_dir: Path) -> ClipShares:
+    """Return the clipped shares of a run, over the iterations that the run itself computed.
 
     The ratio is the recorded one, so `sequence_clip` counts the tokens of responses outside its band. Both shares are 0
-    if the objective clips nothing, as `cispo`. Your own objective has no known band, so its second share is NaN. Its
-    first share is NaN if the objective does not say which tokens it cut.
+    if the objective clips nothing, as `cispo`. Your own objective has no known band, so `outside` is NaN; `removed` is
+    NaN if the objective does not say which tokens it cut.
     """
     recorded, objective = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo.objective
-    own = own_iterations(run_dir, recorded, None)
-    ranges = reader.read_iterations(run_dir, iterations=own, columns=["clip_range"], recorded=recorded)["clip_range"]
+    computed = own_iterations(run_dir, recorded, None)
+    columns = ["iteration", "clip_range"]
+    ranges = reader.read_iterations(run_dir, iterations=computed, columns=columns, recorded=recorded)
     count, removed, outside = 0, 0, math.nan if isinstance(objective, FunctionObjective) else 0.0
-    for iteration, clip_range in zip(own, ranges, strict=True):
+    for iteration, clip_range in ranges[columns].itertuples(index=False):
         visits = reader.read_updates(
             run_dir, iterations=[iteration], columns=["clip_flag", "ratios"], recorded=recorded
         ).dropna(subset="clip_flag")
         if (visits["clip_flag"] == "unknown").any():
-            return math.nan, math.nan
+            return ClipShares(math.nan, math.nan)
         count, removed = count + len(visits), removed + int(recorded_clipped(visits["clip_flag"]).sum())
         if isinstance(objective, SequenceClipObjective):
             band: tuple[float, float] | None = objective.clip_range, objective.high
         else:
             band = clip_band(objective, float(clip_range))
         if band is not None:
-            outside += float(band_out(column(visits, "ratios"), *band).sum())
-    return removed / count, outside / count
+            outside += float(is_outside(column(visits, "ratios"), *band).sum())
+    return ClipShares(removed / count, outside / count)
 
 
-def mismatch(run_dir: Path) -> tuple[float, float]:
-    """Return the mean of k3 and the clip floor over a run's own response tokens, one iteration in memory at a time.
+def mismatch(run_dir: Path) -> Mismatch:
+    """Return the mismatch of a run, over the response tokens of the iterations that the run itself computed.
 
-    The floor is the share of tokens whose gradient the clip would remove before any step. It is 0 with the anchor
-    `old`, whose first ratio is 1, and NaN if the objective has no fixed clip range.
+    One iteration is in memory at a time. clip_floor is 0 with the anchor `old`, whose first ratio is 1, and NaN if the
+    objective has no fixed clip range.
     """
     ppo, rule = load_recorded_config(run_dir).ppo, None
     if isinstance(clip := ppo.objective, ClipObjective):
@@ -75,34 +111,29 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
         count, divergence = count + len(tokens), divergence + float(k3(deltas(tokens)).sum())
         if rule is not None:
             removed += float(clipped_at_start(tokens, rule).sum())
-    return divergence / count, math.nan if rule is None else removed / count
+    return Mismatch(divergence / count, math.nan if rule is None else removed / count)
 
 
 def end_measures(rows: pd.DataFrame) -> dict[str, float]:
     """Return score, KL and entropy of MEASURES from a run's table of iterations."""
-    columns = {"score": "score_mean", "KL": "ref_kl_per_sequence", "entropy": "entropy"}
-    return {name: float(rows[column].tail(LAST).mean()) for name, column in columns.items()}
+    return {name: float(rows[MEASURES[name].recorded].tail(LAST).mean()) for name in ("score", "KL", "entropy")}
 
 
 def measures_of(run_dir: Path) -> dict[str, float]:
     """Return MEASURES of a run except accuracy, which is in the grid's table; `explained` may be NaN."""
     rows = reader.read_iterations(run_dir)
-    removed, outside = clip_shares(run_dir)
-    k3, floor = mismatch(run_dir)
     return {
         **end_measures(rows),
-        "explained": float(rows["explained_variance"].head(FIRST).mean()),
-        "k3": k3,
-        "floor": floor,
-        "removed": removed,
-        "outside": outside,
+        "explained": float(rows[MEASURES["explained"].recorded].head(FIRST).mean()),
+        **mismatch(run_dir)._asdict(),
+        **clip_shares(run_dir)._asdict(),
     }
 
 
 def incomplete_cells(cells: pd.DataFrame) -> list[str]:
     """Return name and state of each cell of a grid's table that is not complete, such as one that failed."""
-    found = cells[cells["state"] != "complete"].to_dict("records")
-    return [f"{row['cell']} ({row['state']})" for row in found]
+    incomplete = cells[cells["state"] != "complete"].to_dict("records")
+    return [f"{row['cell']} ({row['state']})" for row in incomplete]
 
 
 def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
@@ -128,7 +159,8 @@ def outcomes(grid: Path) -> pd.DataFrame:
 
     Raises UserError if the grid has no table or no complete cell.
     """
-    cells = complete_cells(grid, ("final.eval_accuracy",))
+    accuracy = f"final.{MEASURES['accuracy'].recorded}"
+    cells = complete_cells(grid, (accuracy,))
     measures = pd.DataFrame([measures_of(grid / str(run_dir)) for run_dir in cells["run_dir"]])
-    measures.insert(0, "accuracy", cells["final.eval_accuracy"])
+    measures.insert(0, "accuracy", cells[accuracy])
     return pd.concat([cells[["point", *axes_of(cells), "seed", "fingerprint"]], measures], axis=1)

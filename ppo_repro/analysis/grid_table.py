@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -25,19 +26,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.records.grid import axes_of
 
-DIGITS = {
-    "accuracy": "{:.3f}",
-    "score": "{:.3f}",
-    "KL": "{:.2f}",
-    "entropy": "{:.2f}",
-    "explained": "{:.2f}",
-    "k3": "{:.1e}",
-    "floor": "{:.2%}",
-    "removed": "{:.1%}",
-    "outside": "{:.1%}",
-}
 DRAWS = 2000
-P = {"p, paired t-test": "p", "p, Holm": "Holm"}  # columns of `comparisons` by title
 SPREAD = "mean ± half of the 95 % Student interval"
 
 
@@ -64,8 +53,8 @@ def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
         row = {
             axes: point,
             "seeds": len(group),
-            f"{measure}, {SPREAD}": interval(group[measure], DIGITS[measure]),
-            **{name: "" if math.isnan(mean) else DIGITS[name].format(mean) for name, mean in means.items()},
+            f"{measure}, {SPREAD}": interval(group[measure], MEASURES[measure].form),
+            **{name: "" if math.isnan(mean) else MEASURES[name].form.format(mean) for name, mean in means.items()},
         }
         table.append({**row, "fingerprints": group["fingerprint"].nunique()})
     return pd.DataFrame(table)
@@ -80,9 +69,9 @@ def _require_same_seeds(cells: pd.DataFrame) -> None:
 def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
     """Compare each setting with `against`, paired by seed.
 
-    Columns: point, difference (mean), low and high (95 % Student interval), p (paired t-test), Holm (p corrected over
-    all settings). All are NaN for a setting with a difference that is not finite. Raises UserError for an unknown
-    setting, or if the settings have different seeds.
+    Columns: point, difference (mean), ci_lo and ci_hi (95 % Student interval), p_value (paired t-test), p_holm (Holm's
+    correction over all settings). The numbers are NaN for a setting with a difference that is not finite. Raises
+    UserError for an unknown setting, or if the settings have different seeds.
     """
     by_point = {str(point): group.set_index("seed")[measure] for point, group in cells.groupby("point", sort=False)}
     if against not in by_point:
@@ -95,13 +84,22 @@ def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
         apart = (values - by_point[against]).to_numpy(np.float64)
         estimate = one_sample(apart) if np.isfinite(apart).all() else Estimate(math.nan, math.nan, math.nan)
         low, high = t_interval(estimate, 0.95)
-        compared.append({"point": point, "difference": estimate.mean, "low": low, "high": high, "p": t_test(estimate)})
+        numbers = {"difference": estimate.mean, "ci_lo": low, "ci_hi": high, "p_value": t_test(estimate)}
+        compared.append({"point": point, **numbers})
     table = pd.DataFrame(compared)
-    table["Holm"] = holm(table["p"].tolist()) if len(table) else []
+    table["p_holm"] = holm(table["p_value"].tolist()) if len(table) else []
     return table
 
 
-def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> tuple[float, float, float]:
+class Correlation(NamedTuple):
+    """Spearman's rank correlation, and its 95 % bootstrap interval [low, high]."""
+
+    value: float
+    low: float
+    high: float
+
+
+def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> Correlation:
     """Return Spearman's correlation of two columns of `outcomes`, averaged over seeds, and its 95 % bootstrap interval.
 
     The bootstrap draws all settings of a seed together, because they start from the same policy. NaN if all shares or
@@ -119,7 +117,7 @@ def rank_correlation(cells: pd.DataFrame, share: str, measure: str) -> tuple[flo
 
     draws = [correlation([by_seed[i] for i in rng.integers(0, len(by_seed), len(by_seed))]) for _ in range(DRAWS)]
     low, high = np.nanquantile(draws, [0.025, 0.975]) if not np.isnan(draws).all() else (math.nan, math.nan)
-    return correlation(by_seed), float(low), float(high)
+    return Correlation(correlation(by_seed), float(low), float(high))
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -130,30 +128,35 @@ def markdown(table: pd.DataFrame) -> str:
 
 def report(cells: pd.DataFrame, measure: str, against: str) -> str:
     """Return the printed tables as Markdown."""
-    compared, signed = comparisons(cells, measure, against), DIGITS[measure].replace(":", ":+")
+    compared, signed = comparisons(cells, measure, against), MEASURES[measure].form.replace(":", ":+")
     paragraphs = [markdown(rows(cells, measure))]
     if len(compared):
         differences = pd.DataFrame(
             {
                 "setting": compared["point"],
                 f"{measure} minus {measure} of {against}, 95 % interval": [
-                    with_interval(signed, *numbers) for numbers in compared[["difference", "low", "high"]].to_numpy()
+                    with_interval(signed, *numbers) for numbers in compared[["difference", "ci_lo", "ci_hi"]].to_numpy()
                 ],
-                **{title: ["" if math.isnan(p) else f"{p:.4f}" for p in compared[name]] for title, name in P.items()},
+                "p, paired t-test": _texts_of_p(compared["p_value"]),
+                "p, Holm": _texts_of_p(compared["p_holm"]),
             }
         )
         paragraphs.append(markdown(differences))
     if len(compared) > 1 and cells["outside"].any():
         for share in ("removed", "outside"):
-            value, low, high = rank_correlation(cells, share, measure)
-            if math.isnan(value):
+            rank = rank_correlation(cells, share, measure)
+            if math.isnan(rank.value):
                 continue
             runs = spearmanr(cells[share], cells[measure]).statistic
             paragraphs.append(
-                f"rank correlation of share {share} and {measure}: {value:.2f} over {len(compared) + 1} settings "
-                f"(bootstrap of seeds, 95 % [{low:.2f}, {high:.2f}]), {runs:.2f} over {len(cells)} runs"
+                f"rank correlation of share {share} and {measure}: {rank.value:.2f} over {len(compared) + 1} settings "
+                f"(bootstrap of seeds, 95 % [{rank.low:.2f}, {rank.high:.2f}]), {runs:.2f} over {len(cells)} runs"
             )
     return "\n\n".join(paragraphs)
+
+
+def _texts_of_p(values: pd.Series) -> list[str]:
+    return ["" if math.isnan(p) else f"{p:.4f}" for p in values]
 
 
 def main(argv: Sequence[str]) -> None:

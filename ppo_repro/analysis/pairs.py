@@ -51,16 +51,16 @@ def chosen_iterations(recorded: Manifest, iterations: Sequence[int] | None) -> S
 
 
 def own_iterations(run_dir: Path | str, recorded: Manifest, iterations: Sequence[int] | None) -> Sequence[int]:
-    """Return `iterations`, or all that a language run itself computed if None, where its settings are applied.
+    """Return `iterations`; if None, all iterations that a language run computed itself, with its own settings.
 
     Raises UserError for a run without responses, and for an iteration of a fork's origin.
     """
     require_responses(run_dir, recorded)
-    own = recorded.own_iterations
-    if copied := [i for i in iterations or () if 0 <= i < own.start]:
+    computed = recorded.own_iterations
+    if copied := [i for i in iterations or () if 0 <= i < computed.start]:
         whose = "is of the run that was forked, which has settings of its own; give the folder of that run"
         raise UserError(f"{run_dir}: iteration {copied[0]} {whose}")
-    return own if iterations is None else iterations
+    return computed if iterations is None else iterations
 
 
 def run_pairs(
@@ -136,21 +136,21 @@ def with_lag_turn_route(tokens: pd.DataFrame, sequences: pd.DataFrame) -> pd.Dat
 
     `sequences` has the columns _LAG_TURN_COLUMNS of the same iteration.
     """
-    found = {}
+    columns = {}
     _, versions, forced = (sequences[name] for name in _LAG_TURN_COLUMNS)
     if versions.notna().any():
-        found[LAG] = (tokens["iteration"].to_numpy() - np.concatenate(versions.to_list())).astype(np.int32)
+        columns[LAG] = (tokens["iteration"].to_numpy() - np.concatenate(versions.to_list())).astype(np.int32)
     if forced.notna().any():
-        found[TURN] = np.concatenate([turns_of(one) for one in forced])
+        columns[TURN] = np.concatenate([turns_of(one) for one in forced])
     if tokens[_ROUTE_COLUMNS].notna().any(axis=None):
-        found[ROUTE] = routes_of(tokens)
-    return tokens.drop(columns=_ROUTE_COLUMNS).assign(**found)
+        columns[ROUTE] = routes_of(tokens)
+    return tokens.drop(columns=_ROUTE_COLUMNS).assign(**columns)
 
 
 def run_evidence(
     run_dir: Path | str, iterations: Sequence[int] | None = None, allow_incomplete: bool = False
 ) -> Iterator[pd.DataFrame]:
-    """Yield the pairs `rollout_vs_old` of each own iteration of a language run, with every column of `diagnose_chunks`.
+    """Yield the pairs `rollout_vs_old` of each iteration that a run computed, with every column of `diagnose_chunks`.
 
     logprobs_b_again is new_logprobs of the first minibatch, before any step, and NaN for other tokens. The lag, the
     re-encoded ids, and the trainer's padding and prompts are the recorded values. Raises UserError on missing or
@@ -163,7 +163,7 @@ def run_evidence(
         sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=_SEQUENCES, recorded=recorded)
         updates = reader.read_updates(run_dir, iterations=[iteration], columns=_UPDATES, recorded=recorded)
         ids, as_sampled = pairs["token_id"].to_numpy(), sequences["is_as_sampled"]
-        own = np.bool_(True) if as_sampled.isna().all() else np.concatenate(as_sampled.to_list()) == 1
+        is_sampled = np.bool_(True) if as_sampled.isna().all() else np.concatenate(as_sampled.to_list()) == 1
         padding = np.maximum(faults.padding_leak - sequences["prompt_length"].to_numpy(), 0)
         first = updates[(updates["epoch"] == 0) & (updates["minibatch"] == 0)]
         again = pairs[_TOKEN].merge(first[[*_TOKEN, "new_logprobs"]], on=_TOKEN, how="left", validate="1:1")
@@ -171,7 +171,7 @@ def run_evidence(
             logprobs_b_again=again["new_logprobs"].to_numpy(),
             # the trainer's ids; -1 stands for the token that was sampled in place of such an id
             token_id_b=ids,
-            token_id=np.where(own, ids, np.int32(-1)),
+            token_id=np.where(is_sampled, ids, np.int32(-1)),
             pad_length=np.repeat(padding, sequences["response_length"].to_numpy()).astype(np.int32),
             steps_since_sync=pairs[LAG] if LAG in pairs else np.int32(0),
             prompt_differs=np.int32(bool(faults.prompt_before or faults.prompt_after)),
@@ -193,9 +193,9 @@ def imported_pairs(
     files = [paths] if isinstance(paths, str | Path) else paths
     responses = enumerate(r for path in files for r in read_dump(Path(path), names))
     for iteration, group in groupby(responses, lambda item: item[1].iteration):
-        some = list(group)
-        frame = pd.concat([tokens_of(r, sequence) for sequence, r in some], ignore_index=True)
-        frame.attrs.update(masked=sum(r.masked for _, r in some), iteration=iteration)
+        members = list(group)
+        frame = pd.concat([tokens_of(r, sequence) for sequence, r in members], ignore_index=True)
+        frame.attrs.update(masked=sum(r.masked for _, r in members), iteration=iteration)
         yield frame
 
 

@@ -21,7 +21,10 @@ UPDATES = [*KEY, "epoch", "minibatch", "ratios", "new_values"]
 
 @dataclass(frozen=True)
 class Parity:
-    """Counts over some iterations; `+` adds others. Log-probs are in nats; `unequal` means different in any bit."""
+    """Counts over one or more iterations; `+` adds the counts of other iterations.
+
+    Log-probs are in nats. `unequal` means different in any bit.
+    """
 
     tokens: int
     unequal_old_rollout_logprobs: int

@@ -48,7 +48,7 @@ def load_tokenizer(path: Path) -> RecordedTokenizer:
         return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(ids: Sequence[Sequence[int]]) -> list[str]:
-        return list(backend.decode_batch([list(some) for some in ids], skip_special_tokens=True))
+        return list(backend.decode_batch([list(row) for row in ids], skip_special_tokens=True))
 
     def decode_all(ids: Sequence[int]) -> str:
         return str(backend.decode(list(ids), skip_special_tokens=False))

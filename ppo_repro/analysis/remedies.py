@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.clipping import Bool, ratios_of
+from ppo_repro.analysis.clip_flags import Bool, ratios_of
 from ppo_repro.analysis.clusters import Floats, effective_share, exact_sum, mean
 from ppo_repro.analysis.pairs import NO_TOKEN
 from ppo_repro.base.errors import UserError

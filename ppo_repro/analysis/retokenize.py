@@ -39,23 +39,29 @@ def encoded_again(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> tupl
 def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.DataFrame:
     """Return the table `tok_drift`: one row per response, which compares encode(decode(ids)) with ids.
 
-    Columns: n_tok, drifted, first_drift_pos (index of the first token that differs, NaN without drift), len_delta (new
-    tokens minus old ones). The end token is left out; any other special token is drift, because no text contains it.
-    `sequences` has AUDIT_COLUMNS. Raises UserError if the tokenizer is not the run's.
+    The columns are iteration, sequence, and
+
+        n_tokens: number of sampled tokens
+        drifted: whether the ids differ
+        first_drift_position: index of the first token that differs; NaN without drift
+        length_delta: number of new tokens minus number of sampled tokens
+
+    The end token is left out; any other special token is drift, because no text contains it. `sequences` has
+    AUDIT_COLUMNS. Raises UserError if the tokenizer is not the run's.
     """
     table = sequences[["iteration", "sequence"]].reset_index(drop=True)
     pairs = list(zip(*encoded_again(sequences, tokenizer), strict=True))
-    table["n_tok"] = [len(a) for a, _ in pairs]
+    table["n_tokens"] = [len(a) for a, _ in pairs]
     table["drifted"] = [a != b for a, b in pairs]
     first = [
         next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))) for a, b in pairs
     ]
-    table["first_drift_pos"] = np.where(table["drifted"], first, np.nan)
-    table["len_delta"] = [len(b) - len(a) for a, b in pairs]
+    table["first_drift_position"] = np.where(table["drifted"], first, np.nan)
+    table["length_delta"] = [len(b) - len(a) for a, b in pairs]
     return table
 
 
 def drift_summary(drift: pd.DataFrame) -> dict[str, float]:
-    """Return drift_seq_frac, the share of responses that drifted, and its standard error."""
+    """Return frac_drifted, the share of responses that drifted, and its standard error."""
     share = mean(drift["drifted"].to_numpy(np.float64))
-    return {"drift_seq_frac": share.value, "drift_seq_frac_se": share.se}
+    return {"frac_drifted": share.value, "frac_drifted_se": share.se}

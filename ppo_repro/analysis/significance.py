@@ -56,11 +56,11 @@ def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> P
     exact = 2**n == count
     if n == 1:  # one value and its negative
         return Permutation(float(values[0]), 1.0, 2, True)
-    found = stats.permutation_test(
+    test = stats.permutation_test(
         (values,), lambda x, axis: x.mean(axis=axis), permutation_type="samples", vectorized=True,
         n_resamples=count if exact else draws, rng=rng, batch=max(1, (1 << 21) // n),
     )  # fmt: skip
-    return Permutation(float(values.mean()), float(found.pvalue), count if exact else draws, exact)
+    return Permutation(float(values.mean()), float(test.pvalue), count if exact else draws, exact)
 
 
 def one_sample(values: Floats) -> Estimate:

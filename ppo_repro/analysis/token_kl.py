@@ -1,13 +1,14 @@
 """Compute KL(policy || reference) and entropy of one iteration by token, word and response, and average them.
 
-Per token, with x = old_logprobs - ref_logprobs in nats and float64: k1 = x, k3 = e^-x - 1 + x, |k1|, and the recorded
-divergence over the whole distribution, `exact`. The sum of k1 over the tokens of a word is log p(word) / q(word),
-however the word is cut into tokens; sums of the other three depend on the cut into tokens.
+Per token, with x = old_logprobs - ref_logprobs in nats and float64: k1 = x, k3 = e^-x - 1 + x, abs_k1 = |k1|, and the
+recorded ref_kl, the exact divergence over the vocabulary. The sum of k1 over the tokens of a word is
+log p(word) / q(word), however the word is cut into tokens; sums of the other three depend on the cut into tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -24,16 +25,31 @@ TOKEN_COLUMNS = [
 ]
 SEQUENCE_COLUMNS = ["iteration", "sequence", "response"]
 # summed over tokens, in nats
-METRICS = ["kl_k1", "kl_k3", "kl_abs_k1", "kl_exact", "entropy"]
-UNITS = {"token": "n_tok", "word": "n_word", "char": "n_char", "byte": "n_byte"}
-Row = tuple[object, ...]  # SUMMARY_COLUMNS
-SUMMARY_COLUMNS = ["metric", "unit", "reduction", "value", "se", "n_units", "n_sequences", "n_undefined", "n_nonfinite"]
+METRICS = ["k1", "k3", "abs_k1", "ref_kl", "entropy"]
+UNITS = {"token": "n_tokens", "word": "n_words", "char": "n_chars", "byte": "n_bytes"}
+
+
+class SummaryRow(NamedTuple):
+    """A metric per unit by one reduction: a row of `summary_table`."""
+
+    metric: str
+    unit: str
+    reduction: str
+    value: float
+    se: float
+    n_units: int
+    n_sequences: int
+    n_undefined: int  # responses without the unit
+    n_nonfinite: int  # responses whose sum is not finite
+
+
+SUMMARY_COLUMNS = list(SummaryRow._fields)
 
 
 def estimators(old_logprobs: Floats, ref_logprobs: Floats) -> dict[str, Floats]:
     """Return k1, k3 and |k1| of KL(policy || reference) per token, nats, float64; the policy sampled the tokens."""
     x = np.asarray(old_logprobs, dtype=np.float64) - np.asarray(ref_logprobs, dtype=np.float64)
-    return {"kl_k1": x, "kl_k3": k3(-x), "kl_abs_k1": np.abs(x)}
+    return {"k1": x, "k3": k3(-x), "abs_k1": np.abs(x)}
 
 
 def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boundary) -> pd.DataFrame:
@@ -48,7 +64,7 @@ def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boun
         **{name: tokens[name].to_numpy() for name in [*KEY, "token_id", *OFFSETS]},
         **{name: getattr(words, name) for name in ("word_id", "sub_idx", "sub_len", "is_special", "straddles")},
         **estimators(tokens["old_logprobs"].to_numpy(), tokens["ref_logprobs"].to_numpy()),
-        "kl_exact": tokens["ref_kl"].to_numpy(np.float64),
+        "ref_kl": tokens["ref_kl"].to_numpy(np.float64),
         "entropy": tokens["entropies"].to_numpy(np.float64),
     }
     return pd.DataFrame(columns)
@@ -57,15 +73,15 @@ def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boun
 def word_table(table: pd.DataFrame) -> pd.DataFrame:
     """Return the table `tok_word`: one row per word of a `token_table`; METRICS are sums over the word's tokens, nats.
 
-    `<metric>_first` is the metric of the word's first token. `kl_k1` is log p(word) / q(word). n_tok, n_char, n_byte:
+    `<metric>_first` is the metric of the word's first token. `k1` is log p(word) / q(word). n_tokens, n_chars, n_bytes:
     size of the word; n_straddling: tokens with characters of two words.
     """
     starts = np.flatnonzero(table["sub_idx"].to_numpy() == 0)
     first, last = table.iloc[starts], table.iloc[np.append(starts, len(table))[1:] - 1]
     words = first[["iteration", "sequence", "word_id", "is_special"]].reset_index(drop=True)
-    words["n_tok"] = first["sub_len"].to_numpy()
+    words["n_tokens"] = first["sub_len"].to_numpy()
     for name in ("char", "byte"):
-        words[f"n_{name}"] = last[f"{name}_end"].to_numpy() - first[f"{name}_start"].to_numpy()
+        words[UNITS[name]] = last[f"{name}_end"].to_numpy() - first[f"{name}_start"].to_numpy()
     words["n_straddling"] = segment_sums(table["straddles"].to_numpy().astype(np.float64), starts).astype(np.int64)
     for name in METRICS:
         words[name] = segment_sums(table[name].to_numpy(), starts)
@@ -76,20 +92,20 @@ def word_table(table: pd.DataFrame) -> pd.DataFrame:
 def sequence_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
     """Return the table `tok_seq`: one row per response; METRICS are sums over its tokens, nats.
 
-    `<metric>_per_<unit>` is the sum divided by the number of units (tok, word, char, byte), NaN if that is 0. The end
+    `<metric>_per_<unit>` is the sum divided by the number of units (UNITS), NaN if that is 0. The end
     token is in the sums, but it is not a word.
     """
     starts = np.flatnonzero(table["position"].to_numpy() == 0)
     text = text_of(sequences)
     by_sequence = sequences[["iteration", "sequence"]].reset_index(drop=True)
-    by_sequence["n_tok"] = np.diff(np.append(starts, len(table)))
+    by_sequence["n_tokens"] = np.diff(np.append(starts, len(table)))
     is_word = ((table["sub_idx"] == 0) & ~table["is_special"]).to_numpy()
-    by_sequence["n_word"] = segment_sums(is_word.astype(np.float64), starts).astype(np.int64)
-    by_sequence["n_char"], by_sequence["n_byte"] = np.diff(text.starts), text.byte_lengths
+    by_sequence["n_words"] = segment_sums(is_word.astype(np.float64), starts).astype(np.int64)
+    by_sequence["n_chars"], by_sequence["n_bytes"] = np.diff(text.starts), text.byte_lengths
     for name in METRICS:
         by_sequence[name] = segment_sums(table[name].to_numpy(), starts)
-        for unit in ("tok", "word", "char", "byte"):
-            by_sequence[f"{name}_per_{unit}"] = by_sequence[name] / by_sequence[f"n_{unit}"].replace(0, np.nan)
+        for unit, count in UNITS.items():
+            by_sequence[f"{name}_per_{unit}"] = by_sequence[name] / by_sequence[count].replace(0, np.nan)
     return by_sequence
 
 
@@ -116,14 +132,23 @@ def summary_table(table: pd.DataFrame, word_table: pd.DataFrame) -> pd.DataFrame
     return summary
 
 
-def _row(metric: str, unit: str, reduction: str, sums: Floats, counts: Floats, undefined: int) -> Row:
+def _row(metric: str, unit: str, reduction: str, sums: Floats, counts: Floats, undefined: int) -> SummaryRow:
     """Return the ratio of `sums` to `counts`, which have one number per response, as a row of the table."""
-    units = len(sums) if unit == "share" else int(counts.sum())
-    nonfinite = int((~np.isfinite(sums)).sum())
-    return (metric, unit, reduction, *ratio_of_sums(sums, counts), units, len(sums), undefined, nonfinite)
+    value, se = ratio_of_sums(sums, counts)
+    return SummaryRow(
+        metric=metric,
+        unit=unit,
+        reduction=reduction,
+        value=value,
+        se=se,
+        n_units=len(sums) if unit == "share" else int(counts.sum()),
+        n_sequences=len(sums),
+        n_undefined=undefined,
+        n_nonfinite=int((~np.isfinite(sums)).sum()),
+    )
 
 
-def _of_units(table: pd.DataFrame) -> Iterator[Row]:
+def _of_units(table: pd.DataFrame) -> Iterator[SummaryRow]:
     """Yield METRICS per sequence and per unit."""
     ones = np.ones(len(table))
     for name in METRICS:
@@ -137,31 +162,31 @@ def _of_units(table: pd.DataFrame) -> Iterator[Row]:
             yield _row(name, unit, "mean_of_ratios", total[has] / count[has], ones[has], undefined)
 
 
-def _first_shares(table: pd.DataFrame, words: pd.DataFrame) -> Iterator[Row]:
+def _first_shares(table: pd.DataFrame, words: pd.DataFrame) -> Iterator[SummaryRow]:
     """Yield the share of the words' first tokens in each of METRICS."""
-    without_words = int((table["n_word"] == 0).sum())
+    without_words = int((table["n_words"] == 0).sum())
     for name in METRICS:
         first, total = (_by_response(table, words, words[column]) for column in (f"{name}_first", name))
-        if name == "kl_k1":
+        if name == "k1":
             mean, se = ratio_of_sums(total, np.ones(len(table)))
             first = first if abs(mean) >= 3.0 * se else np.full(len(first), np.nan)
         yield _row(f"{name}_first_share", "share", "ratio_of_sums", first, total, without_words)
 
 
-def _of_words(table: pd.DataFrame, words: pd.DataFrame) -> Iterator[Row]:
+def _of_words(table: pd.DataFrame, words: pd.DataFrame) -> Iterator[SummaryRow]:
     """Yield lengths of words, and shares and means over words."""
-    for label, column, unit in (("tokens", "n_tok", "char"), ("tokens", "n_tok", "word"), ("chars", "n_char", "word")):
+    for metric, unit in (("n_tokens", "char"), ("n_tokens", "word"), ("n_chars", "word")):
         count = table[UNITS[unit]].to_numpy(np.float64)
-        sums = table[column].to_numpy(np.float64)
-        yield _row(label, unit, "ratio_of_sums", sums, count, int((count == 0).sum()))
-    count = table["n_word"].to_numpy(np.float64)
-    for label, values in (
+        sums = table[metric].to_numpy(np.float64)
+        yield _row(metric, unit, "ratio_of_sums", sums, count, int((count == 0).sum()))
+    count = table["n_words"].to_numpy(np.float64)
+    for metric, values in (
         ("straddling_words", words["n_straddling"] > 0),
-        ("single_token_words", words["n_tok"] == 1),
-        ("kl_abs_k1_of_words", words["kl_k1"].abs()),
+        ("single_token_words", words["n_tokens"] == 1),
+        ("abs_k1_of_words", words["k1"].abs()),
     ):
         sums = _by_response(table, words, values)
-        yield _row(label, "word", "ratio_of_sums", sums, count, int((count == 0).sum()))
+        yield _row(metric, "word", "ratio_of_sums", sums, count, int((count == 0).sum()))
 
 
 def _by_response(table: pd.DataFrame, words: pd.DataFrame, values: pd.Series) -> Floats:

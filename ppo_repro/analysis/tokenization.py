@@ -80,7 +80,7 @@ def _clip(
 
 
 def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:
-    """Return `tok_summary` of some iterations (None: all), one below the other.
+    """Return `tok_summary` of `iterations` (None: all), one below the other.
 
     Raises UserError on missing or damaged records.
     """
@@ -93,7 +93,7 @@ def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence
 def run_drift(
     run_dir: Path | str, tokenizer: RecordedTokenizer, *, iterations: Sequence[int] | None = None
 ) -> pd.DataFrame:
-    """Return `drift_summary` of some iterations (None: all), one row each.
+    """Return `drift_summary` of `iterations` (None: all), one row each.
 
     Raises UserError if the tokenizer is not the run's.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clipping import recorded_clipped
+from ppo_repro.analysis.clip_flags import recorded_clipped
 from ppo_repro.analysis.clusters import Ratio, ratio_of_sums
 
 UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "new_logprobs", "clip_flag"]
@@ -32,13 +32,14 @@ def word_ratios(
     Returns:
         The columns iteration, epoch, sequence, word_id, is_special, and
 
-        n_tok: number of the word's tokens
+        n_tokens: number of the word's tokens
         log_ratio: sum of the tokens' log-ratios
-        max_token_ratio: largest ratio of a token
-        n_out: number of tokens outside the band
-        n_clipped: number of tokens with a recorded clip_* flag
-        word_out: whether the word's ratio is outside the band
-        word_out_scaled: whether the word's ratio is outside [(1 - low)^n, (1 + high)^n], which needs a token outside
+        ratio_max: largest ratio of a token
+        n_outside: number of tokens outside the band
+        n_removed: number of tokens with a recorded clip_* flag
+        word_outside: whether the word's ratio is outside the band
+        word_outside_scaled: whether the word's ratio is outside [(1 - low)^n, (1 + high)^n], which needs an outside
+            token
     """
     low, high = np.log1p(-clip_low), np.log1p(clip_high)
     names = ["iteration", "sequence", "position", "word_id", "is_special"]
@@ -46,43 +47,43 @@ def word_ratios(
     rows = updates[updates["new_logprobs"].notna()].merge(anchored, on=names[:3], validate="many_to_one")
     log_ratio = rows["new_logprobs"].astype(np.float64) - rows["anchor"]
     rows = rows.assign(
-        n_tok=1,
+        n_tokens=1,
         log_ratio=log_ratio,
-        max_token_ratio=np.exp(log_ratio),
-        n_out=(log_ratio < low) | (log_ratio > high),
-        n_clipped=recorded_clipped(rows["clip_flag"]),
+        ratio_max=np.exp(log_ratio),
+        n_outside=(log_ratio < low) | (log_ratio > high),
+        n_removed=recorded_clipped(rows["clip_flag"]),
     )
     keys = ["iteration", "epoch", "sequence", "word_id", "is_special"]
     words = rows.groupby(keys, as_index=False).agg(
-        **{name: (name, "sum") for name in ("n_tok", "log_ratio", "n_out", "n_clipped")},
-        max_token_ratio=("max_token_ratio", "max"),
+        **{name: (name, "sum") for name in ("n_tokens", "log_ratio", "n_outside", "n_removed")},
+        ratio_max=("ratio_max", "max"),
     )
-    total, n = words["log_ratio"], words["n_tok"]
-    words["word_out"] = (total < low) | (total > high)
-    words["word_out_scaled"] = (total < n * low) | (total > n * high)
+    total, n = words["log_ratio"], words["n_tokens"]
+    words["word_outside"] = (total < low) | (total > high)
+    words["word_outside_scaled"] = (total < n * low) | (total > n * high)
     return words
 
 
 def clip_table(words: pd.DataFrame) -> pd.DataFrame:
     """Return the table `tok_clip`: one row per iteration and epoch, with standard errors clustered by response.
 
-    token_out, token_clipped: shares of the tokens, special tokens included. word_out, word_out_scaled: shares of the
-    words of text. max_token_ratio, max_word_ratio: the largest ratios.
+    outside, removed: shares of the tokens, special tokens included. word_outside, word_outside_scaled: shares of the
+    words of text. ratio_max, word_ratio_max: the largest ratios.
     """
     rows = []
     for (iteration, epoch), group in words.groupby(["iteration", "epoch"], sort=True):
-        of_text = group[~group["is_special"]].assign(n_word=1)
-        row: dict[str, object] = {"iteration": iteration, "epoch": epoch, "n_tok": int(group["n_tok"].sum())}
-        row["n_word"] = len(of_text)
+        of_text = group[~group["is_special"]].assign(n_words=1)
+        row: dict[str, object] = {"iteration": iteration, "epoch": epoch, "n_tokens": int(group["n_tokens"].sum())}
+        row["n_words"] = len(of_text)
         for label, frame, count, unit in (
-            ("token_out", group, "n_out", "n_tok"),
-            ("token_clipped", group, "n_clipped", "n_tok"),
-            ("word_out", of_text, "word_out", "n_word"),
-            ("word_out_scaled", of_text, "word_out_scaled", "n_word"),
+            ("outside", group, "n_outside", "n_tokens"),
+            ("removed", group, "n_removed", "n_tokens"),
+            ("word_outside", of_text, "word_outside", "n_words"),
+            ("word_outside_scaled", of_text, "word_outside_scaled", "n_words"),
         ):
             row[label], row[f"{label}_se"] = _share(frame, count, unit)
-        row["max_token_ratio"] = group["max_token_ratio"].max()
-        row["max_word_ratio"] = np.exp(of_text["log_ratio"].max())
+        row["ratio_max"] = group["ratio_max"].max()
+        row["word_ratio_max"] = np.exp(of_text["log_ratio"].max())
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -1,4 +1,4 @@
-"""Let the gradients of a deterministic model go on from `.grad`, whoever wrote it.
+"""Add the gradients of a deterministic model to `.grad`, also if other code wrote `.grad`.
 
 A gradient is one chain of additions over all sequences since `zero_grad`. So a batch of eight sequences and eight
 batches of one give the same bits.
@@ -20,10 +20,10 @@ _ROWS = 1024  # of a gradient that are compared at once
 
 
 class RunningSums(GradientSums):
-    """Gradient sums that go on from `grad`, and write `grad` as stock torch does: in place, or anew after None.
+    """Gradient sums that continue from `grad`, and write `grad` as stock torch does: in place, or anew after None.
 
-    If a parameter has one use, a new `grad` shares the memory of the sum. If it has two, `grad` is the sum of both; the
-    uses go on as they are while `grad` is still their sum.
+    If a parameter has one use, a new `grad` shares the memory of the sum. If a parameter has two uses, `grad` is the
+    sum of both uses' gradients; each use continues its own sum as long as `grad` is still the sum of both.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:

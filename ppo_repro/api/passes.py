@@ -55,7 +55,7 @@ class Passes:
         self._sums: RunningSums | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and save no sums: the copy of a model has gradients of its own."""
+        """Copy and save no sums: the copy of a model has other gradients."""
         return Passes, (self._modules, self._numbers, self._shapes, self._settings)
 
     @property

@@ -1,4 +1,4 @@
-"""Sample from a deterministic model, and compute its log-probs of existing tokens: the same numbers."""
+"""Sample from a deterministic model, and compute log-probs of existing tokens: both have the same bits."""
 
 from __future__ import annotations
 

@@ -128,14 +128,14 @@ def _names(num_layers: int) -> dict[str, tuple[str, bool]]:
         "input_layernorm": "attn_norm",
         "post_attention_layernorm": "ffn_norm",
     }
-    found = {
+    names = {
         "model.embed_tokens.weight": ("token_embd.weight", False),
         "model.norm.weight": ("output_norm.weight", False),
     }
     for i in range(num_layers):
         for name, ggml in of_layer.items():
-            found[f"model.layers.{i}.{name}.weight"] = f"blk.{i}.{ggml}.weight", ggml in ("attn_q", "attn_k")
-    return found
+            names[f"model.layers.{i}.{name}.weight"] = f"blk.{i}.{ggml}.weight", ggml in ("attn_q", "attn_k")
+    return names
 
 
 def _in_rotary_order(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Which modules lie beside a Python file of the user, and so belong to it."""
+"""Find the modules beside a Python file of the user, which belong to the file."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def modules_beside(file: Path) -> tuple[Path, ...]:
     All Python files of an imported package count. A file that cannot be parsed imports nothing; loading reports its
     error.
     """
-    folder, found, left = file.parent, set[Path](), [file]
+    folder, modules, left = file.parent, set[Path](), [file]
     while left:
         for name in _imported(left.pop()):
             if is_beside(folder, name):
                 module = folder / f"{name}.py"
                 new = {module} if module.is_file() else set((folder / name).rglob("*.py"))
-                left += new - found
-                found |= new
-    return tuple(sorted(found - {file}))
+                left += new - modules
+                modules |= new
+    return tuple(sorted(modules - {file}))
 
 
 def _imported(file: Path) -> Iterator[str]:

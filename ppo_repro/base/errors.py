@@ -67,8 +67,8 @@ def mistakes_in(error: Exception) -> tuple[str, ...]:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error, or its cause, is a failed allocation in Python, NumPy, Arrow, torch or the system."""
     while error is not None:
-        said = any(words in str(error).lower() for words in _OUT_OF_MEMORY)
-        if isinstance(error, MemoryError) or (said and not isinstance(error, UserError)):
+        says_so = any(words in str(error).lower() for words in _OUT_OF_MEMORY)
+        if isinstance(error, MemoryError) or (says_so and not isinstance(error, UserError)):
             return True
         error = error.__cause__
     return False

@@ -73,12 +73,12 @@ def require_ours(path: Path, is_ours: Callable[[Path], bool] = _has_mark) -> Non
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}; make it, or choose another file")
     try:
-        found = is_ours(path)
+        has_marker = is_ours(path)
     except FileNotFoundError:
         return
     except OSError:
-        found = False
-    if not found:
+        has_marker = False
+    if not has_marker:
         raise UserError(f"{path}: exists, and was not written by ppo-repro; choose another file, or remove it")
 
 
@@ -199,8 +199,8 @@ def check_sums(folder: Path) -> set[str]:
             raise UserError(f"{folder / name}: has another SHA-256 than {path} says; {_RESTORE}")
         listed.add(name)
     # an additional file could change what is loaded, and a truncated SHA256SUMS would list too few
-    found = {entry.relative_to(folder).as_posix() for entry in folder.rglob("*") if entry.is_file()}
-    for name in sorted(found - listed):
+    present = {entry.relative_to(folder).as_posix() for entry in folder.rglob("*") if entry.is_file()}
+    for name in sorted(present - listed):
         raise UserError(f"{path}: does not list {name}; {_RESTORE}")
     return listed
 

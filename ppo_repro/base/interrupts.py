@@ -26,7 +26,7 @@ _ending: list[bool] = []
 def install() -> None:
     """Raise Terminated on SIGTERM, and KeyboardInterrupt on SIGINT unless this process was started ignoring it.
 
-    Raises one of them at once if a signal was `held` for this process.
+    Raises the exception at once if a signal was `held` for this process.
     """
     for state in (_heard, _asked, _ending):
         state.clear()

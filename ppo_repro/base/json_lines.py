@@ -89,8 +89,8 @@ def _parsed(where: str, content: bytes, constants: bool) -> dict[str, Any]:
 def text_field(where: str, name: str, value: object) -> str:
     """Return `value` if it is a text without lone surrogates and NUL. Raises UserError otherwise."""
     if not isinstance(value, str):
-        found = "is missing or null" if value is None else f"= {shown(repr(value))}"
-        raise UserError(f"{where}: field '{name}' {found}; must be a text")
+        shown_value = "is missing or null" if value is None else f"= {shown(repr(value))}"
+        raise UserError(f"{where}: field '{name}' {shown_value}; must be a text")
     bad = _NOT_CARRIED.search(value)
     if bad is not None:
         what = "the character NUL" if bad[0] == "\0" else "half of a surrogate pair"

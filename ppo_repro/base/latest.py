@@ -22,10 +22,10 @@ def run_named(text: str | Path) -> Path:
 
 def latest_run(root: Path = RUNS) -> Path:
     """Return the run below `root` that was written last. Raises UserError if there is none."""
-    found = list(folders_with(root, MANIFEST))
-    if not found:
+    runs = list(folders_with(root, MANIFEST))
+    if not runs:
         raise UserError(f"{LATEST}: there is no run in {root}; give the folder of a run, or go to where {root} is")
-    return max(found, key=lambda run_dir: (written_at(run_dir), str(run_dir)))
+    return max(runs, key=lambda run_dir: (written_at(run_dir), str(run_dir)))
 
 
 def written_at(run_dir: Path) -> float:

@@ -147,13 +147,13 @@ def _is_ours(content: bytes) -> bool:
     return not content.strip(b"\0") or _HOLDER.fullmatch(content) is not None
 
 
-def _lives(said: bytes) -> bool:
+def _lives(content: bytes) -> bool:
     """Return whether the process that a lock file names lives on this machine."""
-    found = _HOLDER.fullmatch(said)
-    if found is None or found[2].decode() != socket.gethostname():
+    holder = _HOLDER.fullmatch(content)
+    if holder is None or holder[2].decode() != socket.gethostname():
         return False
     try:
-        os.kill(int(found[1]), 0)
+        os.kill(int(holder[1]), 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # another user's

@@ -1,4 +1,4 @@
-"""The two numerics, one written order for every sum or stock torch; and the two precisions of the first."""
+"""The numerics: `deterministic`, one fixed order for every sum, in two precisions; and `native`, stock torch."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ def did_you_mean(word: str, allowed: Sequence[str]) -> str:
 def closest(word: str, allowed: Sequence[str], like: float = LIKE) -> str | None:
     """Return the allowed word most like `word`; None if no word has at least the similarity `like` (0 to 1)."""
     folded = {name.lower().replace("-", "_"): name for name in allowed}
-    found = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=like)
-    return folded[found[0]] if found else None
+    matches = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=like)
+    return folded[matches[0]] if matches else None
 
 
 def has_password(text: str) -> bool:

@@ -1,8 +1,8 @@
 """Notice the end of any process of a run, on any machine, and end the others.
 
-Each process holds a TCP connection to the first one, over which it says why it ends. A connection that closes without a
-word belonged to a process that was killed. The kernel closes the connection of a machine that answers no keepalive. A
-process that computes, scores or waits for hours answers them. A process also ends when its torchrun ends.
+Each process has a TCP connection to the first process, and sends over it why it ends. If a connection closes without
+such a message, its process was killed. The kernel closes the connection to a machine that answers no keepalive; a
+process that computes, scores or waits for hours still answers. A process also ends when its torchrun ends.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Store(Protocol):
 
 
 class Peers:
-    """The other processes of a run, as this one hears of them."""
+    """The connections of this process to other processes of a run."""
 
     def __init__(self, rank: int, hosts: list[str], connections: dict[int, socket.socket]) -> None:
-        """Listen to the connections: the first process has one to each other process, another one to the first."""
+        """Listen to the connections: the first process has one to each other process, which has one to the first."""
         self.rank, self.hosts, self.connections = rank, hosts, connections
         self._first_word = threading.Lock()  # of one rank: what comes later follows from it
         for other in connections:

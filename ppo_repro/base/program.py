@@ -1,4 +1,4 @@
-"""Run a program beside `ppo-repro`, as those of experiments, with an error in one line and an exit code."""
+"""Run a program of `experiments/` like a command of `ppo-repro`: an error is one line and an exit code."""
 
 from __future__ import annotations
 

@@ -127,15 +127,15 @@ def meant(path: str, known: Collection[str]) -> list[str]:
 
     The longest names that end the path count; if there are none, names that end with the path.
     """
-    written, found = path.lower().replace("-", "_").split("."), list[tuple[int, str]]()
+    written, candidates = path.lower().replace("-", "_").split("."), list[tuple[int, str]]()
     for row in ROWS:
         for parts in (name.split(".") for name in row.names if row.ours in known):
             if written[-len(parts) :] == parts:
-                found.append((len(parts), row.ours))
+                candidates.append((len(parts), row.ours))
             elif parts[-len(written) :] == written:
-                found.append((0, row.ours))
-    longest = max((length for length, _ in found), default=0)
-    return list(dict.fromkeys(ours for length, ours in found if length == longest))
+                candidates.append((0, row.ours))
+    longest = max((length for length, _ in candidates), default=0)
+    return list(dict.fromkeys(ours for length, ours in candidates if length == longest))
 
 
 def reason(path: str) -> str | None:

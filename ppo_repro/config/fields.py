@@ -56,14 +56,14 @@ def groups(sections: Sequence[str] = ()) -> list[Group]:
         *_groups(ControlConfig, "control", "", "A file for PPO on a Gymnasium environment."),
         *_groups(DPOConfig, "dpo", "", "A file for DPO on the responses of a recorded run, or on a file of pairs."),
     ]
-    found = []
+    inner = []
     for section in sections:
         below = [g for g in every if section in (g.file, g.path) or g.path.startswith(f"{section}.")]
         if not below:
             names = list(dict.fromkeys(group.path or group.file for group in every))
             raise UserError(f"fields {section}: must be one of {', '.join(names)}{did_you_mean(section, names)}")
-        found += [group for group in below if group not in found]
-    return found if sections else every
+        inner += [group for group in below if group not in inner]
+    return inner if sections else every
 
 
 def _groups(model: type[BaseModel], file: str, path: str, meaning: str) -> Iterator[Group]:
@@ -109,15 +109,15 @@ def _allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
         return f"list of {_allowed(inner[0])}"
     if annotation not in (int, float):
         return WORDS.get(annotation, "mapping")
-    found = [(word, getattr(limit, name, None)) for name, word in LIMITS.items() for limit in limits]
-    shown = [f"{word} {number:g}" for word, number in found if number is not None and number < SHOWN_BELOW]
+    limits_by_word = [(word, getattr(limit, name, None)) for name, word in LIMITS.items() for limit in limits]
+    shown = [f"{word} {number:g}" for word, number in limits_by_word if number is not None and number < SHOWN_BELOW]
     return " ".join([WORDS[annotation], *shown])
 
 
-def text(of: Sequence[Group]) -> list[str]:
+def text(chosen: Sequence[Group]) -> list[str]:
     """Return the lines that `ppo-repro fields` prints of some groups."""
     lines: list[str] = []
-    for group in of:
+    for group in chosen:
         file = f"in a {group.file} file" if group.path and group.file != "run" else ""
         lines += ["", ", ".join(filter(None, (group.path or group.file, group.kind, file))), f"  {group.meaning}"]
         for field in group.fields:

@@ -52,11 +52,11 @@ class Mistake(NamedTuple):
 def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationError) -> list[str]:
     """Return one line for each mistake that pydantic found in the tree of a `model`, in the order of its fields.
 
-    Fields of a section that belong to another kind of it share a line, and so do the allowed types of a value.
+    The fields that belong to another kind of a section share one line. The allowed types of a value share one line too.
     """
-    found = dict.fromkeys(mistake for details in error.errors() for mistake in _found(model, tree, details))
+    pairs = dict.fromkeys(mistake for details in error.errors() for mistake in _found(model, tree, details))
     merged: dict[Mistake, str] = {}  # what is wrong; the key has no limits, which share a line
-    for about, wrong in found:
+    for about, wrong in pairs:
         key = Mistake(about, LIMIT if wrong.startswith(LIMIT) else wrong)
         merged[key] = f"{merged[key]} or {wrong.removeprefix(LIMIT)}" if key in merged else wrong
     lines = [f"{about}: {wrong}" if about else wrong for (about, _), wrong in merged.items()]
@@ -195,10 +195,10 @@ def _same(path: str, known: Sequence[str]) -> list[str]:
     Of several fields, only the fields that share most sections with the path are returned.
     """
     plain = _plain(path)
-    found = coming_from.meant(plain, {*known, *_sections_in(known)})
-    found += [other for other in known if _last(other) == _last(plain) and other not in found]
-    most = max((_shared(plain, other) for other in found), default=0)
-    return [other for other in found if _shared(plain, other) == most]
+    same = coming_from.meant(plain, {*known, *_sections_in(known)})
+    same += [other for other in known if _last(other) == _last(plain) and other not in same]
+    most = max((_shared(plain, other) for other in same), default=0)
+    return [other for other in same if _shared(plain, other) == most]
 
 
 def _alike(path: str, known: Sequence[str]) -> list[str]:

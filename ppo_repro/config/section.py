@@ -124,12 +124,12 @@ def beyond_defaults(value: Any) -> Any:
         return [beyond_defaults(entry) for entry in value]
     if not isinstance(value, Section):
         return value
-    found = {}
+    changed = {}
     for name, field in type(value).model_fields.items():
-        found[name] = beyond_defaults(getattr(value, name))
-        if not field.is_required() and sorted_json(found[name]) == sorted_json(beyond_defaults(field.default)):
-            del found[name]
-    return found
+        changed[name] = beyond_defaults(getattr(value, name))
+        if not field.is_required() and sorted_json(changed[name]) == sorted_json(beyond_defaults(field.default)):
+            del changed[name]
+    return changed
 
 
 def sorted_json(tree: Any) -> str:

@@ -1,9 +1,8 @@
 """One frozen type per stage of a control iteration.
 
-A fragment is the part of one episode that is in one iteration: it begins when both have begun and ends when one of them
-ends. Fragments stand for responses, environment steps for tokens. Letters: B fragments, N = num_envs x steps_per_env
-steps of all fragments one after the other, ordered by environment and time, O observation size, A action size, M steps
-of a minibatch.
+A fragment is the part of one episode that lies in one iteration. Fragments stand for responses, environment steps for
+tokens. Letters: B fragments, N = num_envs x steps_per_env steps of all fragments one after the other, ordered by
+environment and time, O observation size, A action size, M steps of a minibatch.
 """
 
 from __future__ import annotations

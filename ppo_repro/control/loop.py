@@ -1,7 +1,7 @@
 """PPO on environments. Read `control_iterations` first: each of its lines is a stage, and the stages follow it.
 
-Actor and critic share no parameter, so one optimizer over both differs from two only in the norm of the gradient that
-is clipped, which is over all parameters together, as in CleanRL and Stable-Baselines3.
+Actor and critic share no parameter, and one optimizer steps on both. Two optimizers would differ only in clipping: here
+the norm is over the gradients of both, as in CleanRL and Stable-Baselines3.
 """
 
 from __future__ import annotations

@@ -131,13 +131,13 @@ def check_weights(folder: Path, where: str) -> int:
     raise UserError(f"{where}: has neither {WEIGHTS} nor {INDEX}; save the model again")
 
 
-def check_size(expected: int, found: int, where: str) -> None:
+def check_size(expected: int, actual: int, where: str) -> None:
     """Raise UserError, beginning with `where`, if a model has many more weights than its files.
 
     The check comes before the memory for the weights is allocated.
     """
-    if expected > MAX_LEFT_OUT * found:
-        raise UserError(f"{where}: its config.json wants {expected} weights, and its files have {found}; restore it")
+    if expected > MAX_LEFT_OUT * actual:
+        raise UserError(f"{where}: its config.json wants {expected} weights, and its files have {actual}; restore it")
 
 
 def _read_object(path: Path, where: str) -> dict[str, Any]:
@@ -178,8 +178,8 @@ def _check_kinds(path: Path, where: str) -> int:
     try:
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            kinds = {name: of.get_dtype() for name, of in slices.items()}
-            count = sum(math.prod(of.get_shape()) for of in slices.values())
+            kinds = {name: tensor.get_dtype() for name, tensor in slices.items()}
+            count = sum(math.prod(tensor.get_shape()) for tensor in slices.values())
     except (OSError, SafetensorError) as error:
         raise UserError(f"{where}: {path.name} cannot be read ({_short(error)}); restore it") from error
     for name, kind in sorted(kinds.items()):

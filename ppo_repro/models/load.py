@@ -63,8 +63,8 @@ def load_as(
     """
     config, expected = _read_config(folder, classes, where)
     check_sums(folder)
-    found = check_weights(folder, where)
-    check_size(expected, found, where)
+    count = check_weights(folder, where)
+    check_size(expected, count, where)
     tokenizer = _load_tokenizer(folder, config.vocab_size, where)
     with reading(where):  # what it would say is an error here
         loaded: Any = auto_class.from_pretrained(
@@ -138,8 +138,8 @@ def _read_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: 
     check_config(folder, where)
     with reading(where):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    found = config.architectures or ["unknown"]
-    architecture = str(found[0] if isinstance(found, list) else found)
+    architectures = config.architectures or ["unknown"]
+    architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
     kind = next((c for c in classes if c.__name__ == architecture), None)
     if kind is None:
         raise UserError(f"{where}: architecture {shown(architecture)}; must be one of {_names(classes)}")

@@ -1,9 +1,9 @@
 """Low-rank adapters that are always merged, so that sampler and trainer still agree on every bit. Hu et al., 2022.
 
-The model has the merged weights W' = W + s B A, A [r, K], B [N, r], and every forward pass uses them; other
-implementations compute x W^T + s (x A^T) B^T in training and merge for generation, which round differently. A backward
-pass collects the gradient of W' as in full training. The optimizer steps on A and B and merges again. That saves
-optimizer moments and checkpoint size, but no gradient memory.
+The model has the merged weights W' = W + s B A, A [r, K], B [N, r], and every forward pass uses W'. Other
+implementations compute x W^T + s (x A^T) B^T in training, and merge for generation; the two results round differently.
+A backward pass collects the gradient of W' as in full training. The optimizer steps on A and B and merges again. That
+saves optimizer moments and checkpoint size, but no gradient memory.
 
 A policy trains only its adapters. A value model also trains its head, whose weights are new.
 """
@@ -67,10 +67,10 @@ class Lora:
 
     def factors(self) -> dict[str, Tensor]:
         """Return A [r, K] and B [N, r] of every layer by name, not copied."""
-        found: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
         for (a, b), layer in zip(self.factors_of.values(), self.layers.values(), strict=True):
-            found |= {a: layer.a, b: layer.b}
-        return found
+            by_name |= {a: layer.a, b: layer.b}
+        return by_name
 
     def trained(self) -> dict[str, Tensor]:
         """Return all trained parameters: the factors, and the parameters trained without factors."""

@@ -94,13 +94,13 @@ def with_config(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
     Weights that the configuration lacks are left out. Raises RuntimeError if it needs other weights or other shapes.
     """
     with torch.device("meta"):
-        found = type(model)(config)
-    wanted, state = found.state_dict().keys(), model.state_dict()
-    found.load_state_dict({name: x for name, x in state.items() if name in wanted}, assign=True)
-    for name, module in list(found.named_modules()):
+        model_copy = type(model)(config)
+    wanted, state = model_copy.state_dict().keys(), model.state_dict()
+    model_copy.load_state_dict({name: x for name, x in state.items() if name in wanted}, assign=True)
+    for name, module in list(model_copy.named_modules()):
         if name and _constants(module):
-            found.set_submodule(name, _computed_again(found, module, torch.float32, model.device))
-    return found.eval()
+            model_copy.set_submodule(name, _computed_again(model_copy, module, torch.float32, model.device))
+    return model_copy.eval()
 
 
 def _constants(module: Module) -> list[str]:
@@ -116,11 +116,11 @@ def _computed_again(model: PreTrainedModel, module: Module, dtype: torch.dtype, 
         fresh: Module = kind(module.config).to(device)
         return fresh
     memo: dict[int, Any] = {id(p): Parameter(p.detach().to("meta"), False) for p in module.parameters()}
-    found = copy.deepcopy(module, memo | {id(model.config): model.config})  # of which no weight can be written
+    module_copy = copy.deepcopy(module, memo | {id(model.config): model.config})  # of which no weight can be written
     for name in _constants(module):
         old = module._buffers[name]
         assert old is not None
-        found._buffers[name] = torch.empty(old.shape, dtype=dtype, device=device)
-    model._init_weights(found)
-    found._parameters, found._modules = module._parameters, module._modules
-    return found
+        module_copy._buffers[name] = torch.empty(old.shape, dtype=dtype, device=device)
+    model._init_weights(module_copy)
+    module_copy._parameters, module_copy._modules = module._parameters, module._modules
+    return module_copy

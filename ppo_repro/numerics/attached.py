@@ -1,6 +1,6 @@
-"""Keep what the kernels made for a module in the module itself.
+"""Store data that the kernels made for a module in the module itself.
 
-A copy of a module starts without it, and it is deleted with the module.
+A copy of the module starts without the data. The data is deleted with the module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define the supported families of models, one row of `FAMILIES` each, and read numbers that configs name otherwise."""
+"""Define the supported families of models, one row of `FAMILIES` each, and read numbers of their configs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Divide trained tensors among the ranks of a run: each rank adds up, keeps moments of, and steps on its own shards.
 
-A shard is a range of elements that begins with a stretch of rule 3, so one rank sums the squares of a stretch. The
-shards of a tensor lie in the order of the ranks' *positions*. A position is the rank with its bits reversed: of 4 ranks
-the shards of 0, 2, 1 and 3 follow one another. Rule 2 joins ranks 0 and 1 first. Each then keeps one half of the
-tensor, and sends the other half as one range.
+A shard is a range of elements. It begins where a stretch of rule 3 begins, so one rank sums the squares of a stretch.
+The shards of a tensor lie in the order of the ranks' *positions*. A position is the rank with its bits reversed: with 4
+ranks the order of the shards is 0, 2, 1, 3. Rule 2 joins ranks 0 and 1 first. Then each of the two ranks keeps one half
+of the tensor, and sends the other half as one range.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ppo_repro.ppo import kl
 
 
 class Correction(IntEnum):
-    """How the corrections changed the weight of a token; if several did, what the last one did."""
+    """How the corrections changed the weight of a token; of several corrections the last one counts."""
 
     NONE = 0  # the weight is w, or 1 without importance weights
     TRUNCATED_HIGH = 1  # the weight is the upper bound

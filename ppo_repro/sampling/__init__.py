@@ -1,1 +1,1 @@
-"""All that samples: the built-in engine, SGLang, the user's class, recorded samples, deliberate faults."""
+"""The samplers of a run: the built-in engine, SGLang, the user's class, recorded samples, deliberate faults."""

@@ -1,10 +1,12 @@
-"""The built-in engine: any number of requests in a few seats, which `seats.py` computes."""
+"""The built-in engine: it seats requests, samples a token of each seated request, and ends completions.
+
+`seats.py` computes the logits, and `draw.py` samples from them.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from ppo_repro.base.mode import Mode
 from ppo_repro.engine import Completion, Dialogue, Request, Sampling, check_request
 from ppo_repro.numerics.families import routers
 from ppo_repro.sampling.draw import sample
-from ppo_repro.sampling.seats import Drawn, Seated, Seats
+from ppo_repro.sampling.seats import Sampled, Seated, Seats
 
 # logits [n, V] float32, seeds of the responses [n], positions [n] of the last input tokens, temperature -> logits
 LogitsHook = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -33,9 +35,9 @@ class RequestQueue:
         self._waiting, self._free = deque(enumerate(requests)), list(range(seats))
         self._seated: list[Seated] = []
 
-    def next_turn(self) -> list[Seated]:
-        """Return the answered requests, or else the new ones, or else all requests in seats; none when all are done."""
-        # in native numerics the order of the rows decides bits, and recorded runs have this one
+    def next_batch(self) -> list[Seated]:
+        """Return the answered requests, or else new ones, or else all seated requests; none when all are finished."""
+        # in native numerics the order of the rows decides bits, and recorded runs have this order
         self._seated.sort(key=lambda item: item.is_answered)
         if answered := [item for item in self._seated if item.is_answered]:
             return answered
@@ -45,13 +47,13 @@ class RequestQueue:
         return new or list(self._seated)
 
     def finish(self, item: Seated) -> None:
-        """Take a request out of its seat."""
+        """Free the seat of a request."""
         self._seated.remove(item)
         self._free.append(item.seat)
 
 
 class BuiltInSampler:
-    """Samples with the weights that a policy has at the call; keys and values do not outlive a call."""
+    """Samples with the weights that the policy has at a call; no keys and values stay after the call."""
 
     def __init__(
         self,
@@ -72,8 +74,8 @@ class BuiltInSampler:
             seats: number of sequences at the same time.
             prefill_chunk: tokens of a prompt in one pass, 0 for all.
             prefix_cache: whether prompts reuse the keys and values of a shared prefix.
-            live: a model of which `policy` is a copy in another dtype: before each call the policy takes the live
-                weights, rounded. None: the policy itself is trained.
+            live: the trained model, if `policy` is its copy in another dtype; each call first rounds the live weights
+                into the copy. None if `policy` is the trained model.
             disturb: changes logits before a token is sampled from them; only deliberate faults need it.
         """
         self.policy, self.stop_ids, self.mode = policy, stop_ids, mode
@@ -95,9 +97,9 @@ class BuiltInSampler:
         seats = Seats(self.policy, count, self.max_context, self.prefill_chunk, self.prefix_cache, routes)
         queue = RequestQueue(requests, count)
         done: dict[int, Completion] = {}
-        while turn := queue.next_turn():
-            self._sample(turn, seats.logits_after(turn), sampling)
-            for item in turn:
+        while batch := queue.next_batch():
+            self._sample(batch, seats.logits_after(batch), sampling)
+            for item in batch:
                 if reason := self._end_or_reply(item, sampling, dialogue):
                     done[item.index] = _completion(item, reason, seats.release(item))
                     queue.finish(item)
@@ -117,35 +119,31 @@ class BuiltInSampler:
         item.put_in(reply)
         return ""
 
-    def _sample(self, turn: list[Seated], found: Tensor, sampling: Sampling) -> None:
-        seeds = torch.tensor([item.request.seed for item in turn])
-        positions = torch.tensor([item.last_position for item in turn])
-        found = found.to(torch.float32)
+    def _sample(self, batch: list[Seated], logits: Tensor, sampling: Sampling) -> None:
+        """Sample a token of each request from logits [len(batch), V]."""
+        seeds = torch.tensor([item.request.seed for item in batch])
+        positions = torch.tensor([item.last_position for item in batch])
+        logits = logits.to(torch.float32)
         if not sampling.greedy:
-            found = self.disturb(found, seeds, positions, sampling.temperature)
-        samples = sample(found, seeds, positions, sampling, self.mode)
-        drawn = Drawn(*(getattr(samples, field.name).numpy() for field in fields(Drawn)))
-        for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):
-            item.add(token, drawn, row)
+            logits = self.disturb(logits, seeds, positions, sampling.temperature)
+        drawn = sample(logits, seeds, positions, sampling, self.mode)
+        columns = drawn.logprobs.numpy(), drawn.log_kept_mass.numpy(), drawn.kept_tokens.numpy()
+        for item, *row in zip(batch, drawn.tokens.tolist(), *columns, strict=True):
+            item.add(Sampled(*row))
 
 
 def _completion(item: Seated, reason: str, routes: Tensor | None) -> Completion:
+    tokens, *columns = zip(*item.sampled, strict=True)
+    logprobs, log_kept_mass, kept_tokens = (torch.from_numpy(np.array(column)) for column in columns)
     return Completion(
-        response_ids=tuple(token for turn in item.turns for token in turn),
-        logprobs=torch.from_numpy(np.array([drawn.logprobs[row] for drawn, row in item.samples])),
-        log_kept_mass=torch.from_numpy(np.array([drawn.log_kept_mass[row] for drawn, row in item.samples])),
-        kept_tokens=_stacked([drawn.kept_tokens for drawn, _ in item.samples], item),
+        response_ids=tokens,
+        logprobs=logprobs,
+        log_kept_mass=log_kept_mass,
+        kept_tokens=kept_tokens,
         finish_reason=reason,
         server=None,
         latency=None,
         episode_ids=tuple(item.tokens),
-        is_forced=tuple(item.forced),
+        is_forced=tuple(item.is_forced),
         routes=routes,
     )
-
-
-def _stacked(columns: list[np.ndarray], item: Seated) -> Tensor:
-    """Stack the item's rows of the arrays [n, W], one array for each of its T tokens: [T, W]."""
-    if columns[0].shape[1] == 0:  # as usual; the rows need not be gathered
-        return torch.from_numpy(np.empty((len(columns), 0), columns[0].dtype))
-    return torch.from_numpy(np.array([column[row] for column, (_, row) in zip(columns, item.samples, strict=True)]))

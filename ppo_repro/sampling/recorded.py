@@ -32,7 +32,7 @@ class RecordedSampler:
     recorded: Recorded
     state: TrainState  # knows the iteration
     engine: Engine
-    ranks: Ranks  # the first one reads
+    ranks: Ranks  # the first process reads the records
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
@@ -52,9 +52,9 @@ def _recorded_completions(run_dir: Path, iteration: int) -> dict[tuple[int, tupl
     columns = ["seed", "prompt_ids", "response_ids", "finish_reason"]
     rows = reader.read_sequences(run_dir, iterations=[iteration], columns=columns, allow_incomplete=True)
     tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=["rollout_logprobs"], allow_incomplete=True)
-    logprobs, start, found = tokens["rollout_logprobs"].to_numpy(), 0, {}
+    logprobs, start, by_seed = tokens["rollout_logprobs"].to_numpy(), 0, {}
     for seed, prompt_ids, ids, reason in zip(*(rows[name] for name in columns), strict=True):
         end = start + len(ids)
-        found[seed, tuple(prompt_ids.tolist())] = Completion.uncut(ids.tolist(), logprobs[start:end].tolist(), reason)
+        by_seed[seed, tuple(prompt_ids.tolist())] = Completion.uncut(ids.tolist(), logprobs[start:end].tolist(), reason)
         start = end
-    return found
+    return by_seed

@@ -30,7 +30,7 @@ class EngineContext:
 
     config: RunConfig
     run_dir: Path | None  # for logs, notes and weights; None for a temporary folder
-    recorded: Recorded | None  # samples that need not be drawn
+    recorded: Recorded | None  # the recorded samples, if the run is resumed or repeated
     watcher: Watcher  # receives the waiting times of servers
     ranks: Ranks
 
@@ -39,7 +39,7 @@ class EngineContext:
 def own_engine(context: EngineContext) -> Iterator[EngineProcess | None]:
     """Start the user's engine, which ends with the block; yield None in a process that does not use it.
 
-    Raises UserError if its file, its class or one of its methods is wrong.
+    Only the first process of a run uses the engine. Raises UserError if the file, the class or a method is wrong.
     """
     config, recorded = context.config, context.recorded
     settings, is_recorded = config.rollout.engine, recorded is not None and recorded.iterations >= config.iterations
@@ -61,20 +61,23 @@ def rollout_engine(
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[Engine]:
-    """Yield the engine of a prepared run, and stop what it started when the block ends; `own` is from `own_engine`."""
+    """Yield the engine of a prepared run; when the block ends, end the servers of the engine.
+
+    `own` is from `own_engine`.
+    """
     settings, recorded, ranks = context.config.rollout.engine, context.recorded, context.ranks
     if isinstance(settings, SGLangServers):
         with _servers(context, settings, built_in) as engine:
             yield engine
     elif isinstance(settings, OwnEngine):
-        with _place(context.run_dir, ENGINE_NAME) as folder:
+        with _folder(context.run_dir, ENGINE_NAME) as folder:
             sampler = None
             if own is not None:
                 longest = context.config.numerics.max_context
                 sampler = OwnSampler(own, state.policy, tokenizer, built_in.stop_ids, longest, folder)
-            asked = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
+            engine = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
             try:
-                yield asked if recorded is None else RecordedSampler(recorded, state, asked, ranks)
+                yield engine if recorded is None else RecordedSampler(recorded, state, engine, ranks)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)  # the weights that it loaded last
     else:
@@ -95,14 +98,14 @@ def _servers(context: EngineContext, settings: SGLangServers, built_in: BuiltInS
         context.watcher.step("SGLang", seconds, settings.timeout_s, "seconds of the longest wait for a server to start")
 
     with (
-        _place(context.run_dir, SERVERS_NAME) as folder,
+        _folder(context.run_dir, SERVERS_NAME) as folder,
         SGLangEngine(context.config, built_in.policy, built_in.stop_ids, folder).running(waiting) as servers,
     ):
         yield servers if ranks.size == 1 else SharedEngine(ranks, servers)
 
 
 @contextmanager
-def _place(run_dir: Path | None, name: str) -> Iterator[Path]:
+def _folder(run_dir: Path | None, name: str) -> Iterator[Path]:
     """Yield a folder `name` in the run folder, or a temporary folder if `run_dir` is None."""
     if run_dir is not None:
         yield run_dir / name

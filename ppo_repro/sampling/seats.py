@@ -1,11 +1,15 @@
-"""The sequences in progress: what of them is in which seat of the cache, and the logits after them."""
+"""Requests in seats: the tokens of each, and the logits after them.
+
+A seat is a part of the cache. It has the keys and values of one sequence. A request stays in its seat until its
+completion ends; keys and values stay until the next request takes the seat.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +29,7 @@ def _keys(tokens: Sequence[int]) -> list[int]:
 
 
 class PrefixIndex:
-    """The tokens whose keys and values are in each seat."""
+    """The tokens in each seat; finds the seat with the longest prefix of a prompt."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, tuple[int, ...]] = {}
@@ -51,27 +55,31 @@ class PrefixIndex:
         return 0, 0
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A `Sample` as NumPy arrays, which read single numbers faster than tensors."""
+class Sampled(NamedTuple):
+    """A sampled token: one row of a `draw.Sample`, as NumPy numbers, which are read faster than tensors."""
 
-    logprobs: np.ndarray
-    log_kept_mass: np.ndarray
+    token: int
+    logprob: np.float32
+    log_kept_mass: np.float32
     kept_tokens: np.ndarray
 
 
 @dataclass(eq=False)
 class Seated:
-    """A request in a seat, and its tokens so far."""
+    """A request in a seat, and its completion so far.
+
+    A request is new until its first token is sampled. It is answered while the policy has not read the environment's
+    last reply.
+    """
 
     index: int
     request: Request
     seat: int
-    known: int = 0  # the first tokens, whose keys and values are in the seat when a prefill begins
-    tokens: list[int] = field(default_factory=list)  # after the prompt: sampled, and put in by a dialogue
-    samples: list[tuple[Drawn, int]] = field(default_factory=list)  # of the sampled ones
-    turns: list[list[int]] = field(default_factory=lambda: [[]])  # the sampled ones by turn
-    forced: list[bool] = field(default_factory=list)
+    computed: int = 0  # number of the first tokens of `context` whose keys and values are in the seat
+    tokens: list[int] = field(default_factory=list)  # after the prompt, the environment's tokens included
+    is_forced: list[bool] = field(default_factory=list)  # which of `tokens` the environment put in
+    sampled: list[Sampled] = field(default_factory=list)
+    turns: list[list[int]] = field(default_factory=lambda: [[]])  # the sampled tokens of each turn
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -84,27 +92,29 @@ class Seated:
         return len(self.request.prompt_ids) + len(self.tokens) - 1
 
     @property
+    def is_new(self) -> bool:
+        return not self.tokens
+
+    @property
     def is_answered(self) -> bool:
-        """Return whether the environment has spoken and the model has not read it."""
-        return bool(self.forced) and self.forced[-1]
+        return bool(self.is_forced) and self.is_forced[-1]
 
-    def add(self, token: int, drawn: Drawn, row: int) -> None:
+    def add(self, sampled: Sampled) -> None:
         """Append a sampled token."""
-        self.tokens.append(token)
-        self.forced.append(False)
-        self.turns[-1].append(token)
-        self.samples.append((drawn, row))
+        self.tokens.append(sampled.token)
+        self.is_forced.append(False)
+        self.turns[-1].append(sampled.token)
+        self.sampled.append(sampled)
 
-    def put_in(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the environment wrote and the policy did not sample, and begin another turn after them."""
-        self.known = self.last_position
-        self.tokens += tokens
-        self.forced += [True] * len(tokens)
+    def put_in(self, reply: Sequence[int]) -> None:
+        """Append the environment's tokens, and begin the next turn."""
+        self.tokens += reply
+        self.is_forced += [True] * len(reply)
         self.turns.append([])
 
 
 class Seats:
-    """Keys and values of a policy's sequences; computes what a seat lacks, whatever else is computed with it."""
+    """Keys and values of a policy in seats; in deterministic numerics logits depend on one request alone."""
 
     def __init__(
         self,
@@ -132,41 +142,41 @@ class Seats:
         width = len(mixture_layers(policy)) * int(policy.config.num_experts_per_tok) if routes else 0
         self._routes = torch.zeros(count, max_context, width, dtype=torch.int32) if routes else None
 
-    def logits_after(self, turn: list[Seated]) -> Tensor:
-        """Return the logits [len(turn), V] after sequences that are all new, all answered, or all to be decoded."""
-        if turn[0].tokens and not turn[0].is_answered:
-            return self._decode(turn)
+    def logits_after(self, batch: list[Seated]) -> Tensor:
+        """Return the logits [len(batch), V] after requests that are all new, all answered, or all neither."""
+        first = batch[0]
+        if not first.is_new and not first.is_answered:
+            return self._decode(batch)
         if not self._prefix_cache:
-            for item in turn:
-                item.known = 0
-        takes_prefixes = self._prefix_cache and not turn[0].is_answered
-        rows = self._prefill_prompts(turn) if takes_prefixes else self._prefill(turn)
-        return torch.stack([rows[item] for item in turn])
+            for item in batch:
+                item.computed = 0
+        rows = self._prefill_prompts(batch) if first.is_new and self._prefix_cache else self._prefill(batch)
+        return torch.stack([rows[item] for item in batch])
 
     def release(self, item: Seated) -> Tensor | None:
-        """Leave the seat of a finished sequence to another one; return the sequence's routes, if they were noted."""
+        """Free the seat of a finished request; return the request's routes, if they were noted."""
         self._prefixes.note(item.seat, item.context[:-1])
         return None if self._routes is None else self._routes[item.seat, : item.last_position].clone()
 
-    def _prefill_prompts(self, turn: list[Seated]) -> dict[Seated, Tensor]:
-        """Compute the unknown tokens of the prompts, and return the logits [V] after each prompt.
+    def _prefill_prompts(self, batch: list[Seated]) -> dict[Seated, Tensor]:
+        """Copy the prefixes of prompts from other seats, compute the rest, and return the logits [V] after each prompt.
 
-        Equal prompts come after the first of them, whose keys and values they copy. In native numerics bits depend on
-        the seat that a prefix is copied from, so the order of copies stays.
+        If several prompts are equal, the first one is computed first, and the others copy its keys and values. In
+        native numerics bits depend on the seat from which a prefix is copied, so the order of copies must stay.
         """
         firsts: dict[tuple[int, ...], Seated] = {}
         equal: list[Seated] = []
-        for item in turn:
+        for item in batch:
             if item.request.prompt_ids in firsts:
                 equal.append(item)
             else:
                 firsts[item.request.prompt_ids] = item
                 self._take_over(item)
             self._prefixes.note(item.seat, ())
-        found = self._prefill_and_note(list(firsts.values()))
+        rows = self._prefill_and_note(list(firsts.values()))
         for item in equal:
             self._take_over(item)
-        return found | self._prefill_and_note(equal)
+        return rows | self._prefill_and_note(equal)
 
     def _prefill_and_note(self, items: list[Seated]) -> dict[Seated, Tensor]:
         rows = self._prefill(items)
@@ -176,37 +186,36 @@ class Seats:
 
     def _take_over(self, item: Seated) -> None:
         """Copy the longest prefix that a seat has; the last prompt token is always computed, for its logits."""
-        source, item.known = self._prefixes.longest(item.request.prompt_ids[:-1])
-        if item.known and source != item.seat:
-            self._network.copy_prefix(self._cache, source, item.seat, item.known)
+        source, item.computed = self._prefixes.longest(item.request.prompt_ids[:-1])
+        if item.computed and source != item.seat:
+            self._network.copy_prefix(self._cache, source, item.seat, item.computed)
             if self._routes is not None:
-                self._routes[item.seat, : item.known] = self._routes[source, : item.known]
+                self._routes[item.seat, : item.computed] = self._routes[source, : item.computed]
 
     def _prefill(self, items: list[Seated]) -> dict[Seated, Tensor]:
-        """Compute `prefill_chunk` tokens of each context at a time, and return the logits [V] after each context."""
+        """Compute the rest of each context, `prefill_chunk` tokens at a time; return the logits [V] after each one."""
         rows: dict[Seated, Tensor] = {}
         while items:
-            pieces = [item.context[item.known : item.known + self._prefill_chunk] for item in items]
-            hidden = self._forward(items, pieces, [item.known for item in items])
-            for item, piece in zip(items, pieces, strict=True):
-                item.known += len(piece)
-            ends = [row for row, item in enumerate(items) if item.known == len(item.context)]
+            chunks = [item.context[item.computed : item.computed + self._prefill_chunk] for item in items]
+            hidden = self._forward(items, chunks)
+            ends = [row for row, item in enumerate(items) if item.computed == len(item.context)]
             if ends:
-                found = logits(self._policy, hidden[torch.tensor(ends).to(hidden.device)])
-                rows.update(zip((items[row] for row in ends), found, strict=True))
-            items = [item for item in items if item.known < len(item.context)]
+                of_ends = logits(self._policy, hidden[torch.tensor(ends).to(hidden.device)])
+                rows.update(zip((items[row] for row in ends), of_ends, strict=True))
+            items = [item for item in items if item.computed < len(item.context)]
         return rows
 
-    def _decode(self, turn: list[Seated]) -> Tensor:
-        """Compute the last token of each response, and return the logits [len(turn), V] after it."""
-        pieces = [(item.tokens[-1],) for item in turn]
-        return logits(self._policy, self._forward(turn, pieces, [item.last_position for item in turn]))
+    def _decode(self, batch: list[Seated]) -> Tensor:
+        """Compute the last token of each completion, and return the logits [len(batch), V] after it."""
+        return logits(self._policy, self._forward(batch, [(item.tokens[-1],) for item in batch]))
 
-    def _forward(self, items: list[Seated], pieces: Sequence[tuple[int, ...]], starts: list[int]) -> Tensor:
-        """Compute the hidden states [R, H] of the last token of each piece, which begins at position starts[r]."""
-        batch, seats = ragged(pieces, past=starts), [item.seat for item in items]
+    def _forward(self, items: list[Seated], chunks: Sequence[tuple[int, ...]]) -> Tensor:
+        """Compute the next tokens of each request, and return the hidden states [R, H] of the last token of each."""
+        batch, seats = ragged(chunks, past=[item.computed for item in items]), [item.seat for item in items]
         hidden, routes = self._network.over_cache(batch, self._cache, seats, seen=self._routes is not None)
         if self._routes is not None:
             of_tokens = index(ints(seats)[batch.rows.sequence]), index(batch.rows.position)
             self._routes[of_tokens] = torch.from_numpy(routes)
-        return hidden if len(hidden) == len(pieces) else hidden[index(batch.start[1:] - 1).to(hidden.device)]
+        for item, chunk in zip(items, chunks, strict=True):
+            item.computed += len(chunk)
+        return hidden if len(hidden) == len(chunks) else hidden[index(batch.start[1:] - 1).to(hidden.device)]

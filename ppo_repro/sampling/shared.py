@@ -1,4 +1,4 @@
-"""Engines made of other engines: one for all processes of a run, and one that uses the built-in engine to evaluate."""
+"""Two engines around other engines: one shared by all processes of a run, one that evaluates by the built-in engine."""
 
 from __future__ import annotations
 

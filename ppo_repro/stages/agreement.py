@@ -1,6 +1,7 @@
-"""Checks of the promises of deterministic numerics in every iteration: sampler and trainer have the same bits.
+"""Check in every iteration of deterministic numerics that sampler and trainer computed the same bits.
 
-The trainer also agrees with itself. If a check fails, the iteration is not recorded and the run ends.
+The trainer's passes must also have the same bits as each other. If a check fails, the iteration is not recorded and the
+run ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Unequal:
-    """The K tokens at which two columns differ that must have the same bits, in the order of the records."""
+    """The K tokens at which two columns differ, which must have the same bits, in the order of the records."""
 
     iteration: int
     compared: int  # number of tokens, including tokens with equal bits
@@ -72,7 +73,7 @@ def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Colu
     ends = torch.cumsum(lengths, 0)
     sequence = torch.searchsorted(ends, tokens[rows], right=True)
     position = tokens[rows] - (ends - lengths)[sequence]
-    found = Unequal(
+    unequal_tokens = Unequal(
         iteration=iteration,
         compared=len(tokens),
         sequence=sequence,
@@ -80,7 +81,7 @@ def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Colu
         left=Column(left.name, left.values[rows]),
         right=Column(right.name, right.values[rows]),
     )
-    raise UnequalBits(found.describe(), found)
+    raise UnequalBits(unequal_tokens.describe(), unequal_tokens)
 
 
 def require_ratios_of_one(iteration: int, lengths: Tensor, ratios: Tensor, tokens: Tensor) -> None:

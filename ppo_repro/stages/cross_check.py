@@ -40,8 +40,8 @@ def cross_check(config: RunConfig, state: TrainState, rollout: Rollout, forward:
     changed = state.hidden_hook(hidden, tokens, ("scoring", state.iteration))
     of_tokens = logits(state.cpu_policy, changed)
     eligible = expand_kept(rollout.kept_tokens[tokens], of_tokens.shape[-1])
-    found, _ = token_statistics(of_tokens, batch.targets, rollout.temperature, eligible, "deterministic")
-    of_card, of_cpu = Column("old_logprobs", forward.old_logprobs[tokens]), Column("cpu_logprobs", found)
+    computed, _ = token_statistics(of_tokens, batch.targets, rollout.temperature, eligible, "deterministic")
+    of_card, of_cpu = Column("old_logprobs", forward.old_logprobs[tokens]), Column("cpu_logprobs", computed)
     require_same_bits(state.iteration, rollout.lengths, of_card, of_cpu, tokens)
     state.cross_checked += len(tokens)
 

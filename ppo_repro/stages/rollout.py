@@ -119,10 +119,12 @@ def _text(task: Task, completion: Completion) -> str:
 
 def known(name: str, values: Sequence[T | None]) -> tuple[T, ...] | None:
     """Return the values of all responses; None if no response has one. Raises ValueError if only some have one."""
-    found = tuple(value for value in values if value is not None)
-    if found and len(found) < len(values):
-        raise ValueError(f"{name}: the engine has it for {len(found)} of {len(values)} responses; must be all or none")
-    return found or None
+    present = tuple(value for value in values if value is not None)
+    if present and len(present) < len(values):
+        raise ValueError(
+            f"{name}: the engine has it for {len(present)} of {len(values)} responses; must be all or none"
+        )
+    return present or None
 
 
 def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:

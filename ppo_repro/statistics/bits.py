@@ -16,6 +16,17 @@ def unequal_bits(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     return np.asarray(left != right, dtype=bool)
 
 
+def in_bfloat16(x: Float32) -> npt.NDArray[np.bool_]:
+    """Return a bool per number: whether it is a bfloat16 number, whose low 16 bits are 0."""
+    return np.asarray(np.ascontiguousarray(x).view(np.uint32) & 0xFFFF == 0)
+
+
+def in_float16(x: Float32) -> npt.NDArray[np.bool_]:
+    """Return a bool per number: whether it is a float16 number."""
+    with np.errstate(over="ignore"):  # a number beyond float16 overflows, and is not equal then
+        return np.asarray(x.astype(np.float16).astype(np.float32) == x)
+
+
 class Disagreement(NamedTuple):
     """Counts of unequal numbers, and the largest |old - rollout| in nats, by their names in the table `iterations`."""
 

@@ -114,12 +114,12 @@ class Draws:
 
     def _found(self) -> str:
         """Return what the tokens exclude: a token beyond a cut was drawn, so the cut was not made."""
-        said = []
+        excluded = []
         if self.levels:
-            said.append(f"a top-p of {math.floor(self.highest * 1000) / 1000:g} or less")
+            excluded.append(f"a top-p of {math.floor(self.highest * 1000) / 1000:g} or less")
         if self.spread and (step := CLEAR * self.error * self.tokens / self.spread) < 0.5:
-            said.append(f"a temperature outside {1 / (1 + step):.2f} to {1 / (1 - step):.2f}")
-        return f"; {' or '.join(said)} would have been found" if said else ""
+            excluded.append(f"a temperature outside {1 / (1 + step):.2f} to {1 / (1 - step):.2f}")
+        return f"; {' or '.join(excluded)} would have been found" if excluded else ""
 
 
 NONE = Draws(0, 0.0, 0.0, 0.0, 0.0, 0, (0,) * len(TAILS), 0.0, 0)

@@ -79,7 +79,7 @@ class Conversations:
         for more in range(1, 4):  # tokens of bytes: an end that begins inside of a character may decode to no text
             if text.startswith("\ufffd"):
                 text = self._decoded(turn[-count - more :])
-        return any(one in text for one in stop)
+        return any(ending in text for ending in stop)
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         """Call `step` and encode its text; None if the episode ends.
@@ -160,5 +160,5 @@ class Conversations:
         """Return the texts of all turns of a completion, from the model's first turn on."""
         pairs = zip(completion.episode_ids, completion.is_forced, strict=True)
         pieces = [(forced, [token for token, _ in group]) for forced, group in groupby(pairs, key=lambda pair: pair[1])]
-        said = iter(self.said.get(index, ()))
-        return tuple(next(said) if forced else self._decoded(ids) for forced, ids in pieces)
+        replies = iter(self.said.get(index, ()))
+        return tuple(next(replies) if forced else self._decoded(ids) for forced, ids in pieces)

@@ -29,14 +29,14 @@ def entries(dataset: str, settings: dict[str, Any], seed: int, size: int) -> lis
     seed_generators(seed)
     try:
         _dataset = create_dataset(dataset, size=size, **{**settings, "seed": seed})
-        found = [_dataset[index] for index in range(size)]
+        items = [_dataset[index] for index in range(size)]
     except Exception as error:
         raise UserError(
             f"task.dataset = {dataset!r}: reasoning-gym refuses it, with task.settings = {shown(repr(settings))} "
             f"({described(error)})"
         ) from error
     problems: dict[str, dict[str, str]] = {}
-    for index, entry in enumerate(found):
+    for index, entry in enumerate(items):
         question, key = entry["question"], f"{dataset}-{seed}-{index}"
         if question not in problems:
             problems[question] = {"prompt": question, "answer": str(entry["answer"] or ""), "key": key}

@@ -52,18 +52,18 @@ LONGEST = 4000  # digits of a number that is compared by value; Python reads 4,3
 
 def _text(match: re.Match[str]) -> str:
     """Return a number in the form that `Fraction` reads."""
-    found = {name: value.translate(_PLAIN) for name, value in match.groupdict().items() if value is not None}
-    sign = (found.get("sign") or found.get("behind") or "").replace("+", "")
-    if "over" in found:
-        return f"{sign}{found['over']}/{found['under']}"
-    if "vulgar" in found:
-        return _fraction(sign, found.get("before"), *unicodedata.normalize("NFKC", found["vulgar"]).split("⁄"))
+    parts = {name: value.translate(_PLAIN) for name, value in match.groupdict().items() if value is not None}
+    sign = (parts.get("sign") or parts.get("behind") or "").replace("+", "")
+    if "over" in parts:
+        return f"{sign}{parts['over']}/{parts['under']}"
+    if "vulgar" in parts:
+        return _fraction(sign, parts.get("before"), *unicodedata.normalize("NFKC", parts["vulgar"]).split("⁄"))
     for top, bottom in itertools.product(("top", "top_digit"), ("bottom", "bottom_digit")):
-        if top in found and bottom in found:
-            return _fraction(sign, found.get("mixed"), found[top], found[bottom])
-    whole = re.sub(r"[^0-9]", "", found.get("whole", "")) or "0"
-    powers = [found[name] for name in ("power", "braced", "raised", "small") if name in found]
-    return sign + whole + found.get("part", found.get("alone", "")) + "".join(f"e{power}" for power in powers)
+        if top in parts and bottom in parts:
+            return _fraction(sign, parts.get("mixed"), parts[top], parts[bottom])
+    whole = re.sub(r"[^0-9]", "", parts.get("whole", "")) or "0"
+    powers = [parts[name] for name in ("power", "braced", "raised", "small") if name in parts]
+    return sign + whole + parts.get("part", parts.get("alone", "")) + "".join(f"e{power}" for power in powers)
 
 
 def _fraction(sign: str, whole: str | None, top: str, bottom: str) -> str:

@@ -22,7 +22,7 @@ from ppo_repro.config.tasks import PLACE, ArithmeticTask, ColumnAdditionTask, Js
 from ppo_repro.user.process import UserFunction, UserProcess, load
 
 FIELD = "task.path"
-_OF_GYM = {"entries": "unchecked", "score": "keywords"}
+_GYM_CALLS = {"entries": "unchecked", "score": "keywords"}
 ROLES = {"system", "user", "assistant", "tool"}
 
 
@@ -215,8 +215,8 @@ def _filled(template: str, line: Line) -> str:
         if place[1] not in line.fields:
             names = shown(", ".join(line.fields))
             raise UserError(f"{line.where}: task.prompt_template asks for {{{place[1]}}}; the line has {names}")
-        found = line.fields[place[1]]
-        return found if isinstance(found, str) else json.dumps(found)
+        entry = line.fields[place[1]]
+        return entry if isinstance(entry, str) else json.dumps(entry)
 
     return PLACE.sub(value, template)
 
@@ -289,7 +289,7 @@ def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None)
         functions = _load_file(task, process)
         problems = _read_prompts(functions["prompts"], task.chat_template)
     else:
-        functions = load(process, "task.dataset", Path(__file__).with_name("gym_child.py"), _OF_GYM)
+        functions = load(process, "task.dataset", Path(__file__).with_name("gym_child.py"), _GYM_CALLS)
         row = {"dataset": task.dataset, "settings": task.settings, "seed": task.data_seed, "size": task.size}
         (entries,) = functions["entries"]([row])
         problems = [make_problem(f"{task.dataset}: entry {i}", entry) for i, entry in enumerate(entries)]
@@ -315,14 +315,14 @@ def _load_file(task: PythonTask, process: UserProcess) -> dict[str, UserFunction
     file = Path(task.path)
     if file.suffix != ".py" or not file.is_file():
         raise UserError(f"{FIELD} = {task.path!r}: must be a Python file, NAME.py, that is there")
-    found = load(process, FIELD, file, {"prompts": "prompts", "score": "scores", "step": "step"})
-    if "prompts" not in found:
+    functions = load(process, FIELD, file, {"prompts": "prompts", "score": "scores", "step": "step"})
+    if "prompts" not in functions:
         raise UserError(f"{FIELD}: {file} has no function prompts; it returns the prompts of the task")
-    if task.max_turns > 1 and "step" not in found:
+    if task.max_turns > 1 and "step" not in functions:
         raise UserError(f"task.max_turns = {task.max_turns}: {file} has no function step; add it, or take 1")
-    if task.max_turns == 1 and "step" in found:
+    if task.max_turns == 1 and "step" in functions:
         raise UserError(f"task.max_turns = 1: {file} has a function step, which needs at least 2 turns; raise it")
-    return found
+    return functions
 
 
 def _read_prompts(prompts: UserFunction, chat_template: bool) -> list[Problem]:

@@ -46,12 +46,12 @@ def extracted(response: str, extraction: AnswerExtraction) -> str | None:
         return response
     if extraction == "last_number":
         return last_number(response)
-    found = _TAGS.findall(response)
-    return str(found[-1]) if found else None
+    texts = _TAGS.findall(response)
+    return str(texts[-1]) if texts else None
 
 
 def matches(response: str, answer: str) -> bool:
-    """Return whether the response equals the answer, unless there is none; surrounding white space does not count."""
+    """Return whether the response equals the answer, if it is not empty; surrounding white space does not count."""
     return response.strip() == answer.strip() != ""
 
 
@@ -60,10 +60,10 @@ def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
 
     With `last_number` numbers are compared by value, so that 85.0 is 85.
     """
-    found = extracted(response, extraction)
-    if found is None:
+    given_answer = extracted(response, extraction)
+    if given_answer is None:
         return False
-    return is_number(found, answer) if extraction == "last_number" else matches(found, answer)
+    return is_number(given_answer, answer) if extraction == "last_number" else matches(given_answer, answer)
 
 
 def right_steps(response: str, steps: Sequence[str]) -> list[int]:
@@ -165,8 +165,8 @@ def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
         )
     texts = [(p, text) for p in source.problems.train[:2] for text in (p.answer, "", p.prompt, p.answer)]
     rows = [row_of(p, [text], text, text, [*text.encode(), 0]) for p, text in texts]  # there is no tokenizer yet
-    told = {"has_answers": source.problems.has_answers}
-    functions = tuple(f and replace(f, options={**f.options, **told}) for f in judge.functions)
+    options = {"has_answers": source.problems.has_answers}
+    functions = tuple(f and replace(f, options={**f.options, **options}) for f in judge.functions)
     check_functions((*functions, source.verifier, source.step), rows)
     return replace(judge, functions=functions, extraction=task.answer_extraction, verifier=source.verifier)
 

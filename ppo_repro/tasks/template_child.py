@@ -73,13 +73,13 @@ def render(
     """Return the text of a chat. Raises UserError if the template fails; `templates.rendered` has the arguments."""
     try:
         _check_arguments(template, arguments, section)
-        found: Any = render_jinja_template(
+        text_and_spans: Any = render_jinja_template(
             conversations=[turns],
             chat_template=template,
             add_generation_prompt=cue,
             **{**special_tokens, "strftime_now": _clock(time, section), **arguments},
         )
-        text = str(found[0][0])  # texts, and where the model's turns are
+        text = str(text_and_spans[0][0])  # texts, and where the model's turns are
     except UserError:
         raise
     except Exception as error:
@@ -87,9 +87,9 @@ def render(
         raise UserError(f"{section}chat_template: the tokenizer's template cannot render a chat ({why})") from error
     address = _ADDRESS.search(text)
     if address is not None and not any(_ADDRESS.search(turn["content"]) for turn in turns):
-        said = shown(text[max(0, address.start() - 40) : address.end()])
+        part = shown(text[max(0, address.start() - 40) : address.end()])
         raise UserError(
-            f"{section}chat_template: the tokenizer's template writes an address of memory into the prompt ({said}), "
+            f"{section}chat_template: the tokenizer's template writes an address of memory into the prompt ({part}), "
             "which every process has another of; correct the template, which prints a function instead of its value"
         )
     return text

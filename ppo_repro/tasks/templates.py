@@ -157,11 +157,11 @@ def control_tokens_of(tokenizer: PreTrainedTokenizerBase, task: Prompted) -> Cal
     pattern = re.compile("|".join(map(re.escape, filter(None, tokens))) or "(?!)")
 
     def refuse(what: str, text: str) -> None:
-        found = None if isinstance(task, TextTask) and task.control_tokens == "allow" else pattern.search(text)
-        if found is not None:
+        match = None if isinstance(task, TextTask) and task.control_tokens == "allow" else pattern.search(text)
+        if match is not None:
             advice = ", or set task.control_tokens = allow" if isinstance(task, TextTask) else ""
             raise UserError(
-                f"{what} contains {shown(found[0])!r}, which the tokenizer reads as a control token; remove it{advice}"
+                f"{what} contains {shown(match[0])!r}, which the tokenizer reads as a control token; remove it{advice}"
             )
 
     return refuse
@@ -200,10 +200,10 @@ def encode_all(
     left = Split(*(tuple(p for p in part if p.key not in dropped) for part in (problems.train, problems.held_out)))
     parts = ("training", problems.train, left.train), ("held-out", problems.held_out, left.held_out)
     counts = [f"{len(part) - len(rest):,} of {len(part):,} {name} prompts" for name, part, rest in parts]
-    said = f"task.overlong = drop: {' and '.join(counts)} are left out, which numerics.max_context has no room for"
+    warning = f"task.overlong = drop: {' and '.join(counts)} are left out, which numerics.max_context has no room for"
     if not left.train or not left.held_out:
-        raise UserError(f"{said}; raise it, or give shorter prompts")
-    watcher.warning(said)
+        raise UserError(f"{warning}; raise it, or give shorter prompts")
+    watcher.warning(warning)
     return left, ids
 
 

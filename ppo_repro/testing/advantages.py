@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.testing.losses import LAYOUTS, WHOLE, DrawnResponses, lay_out, ordered
 
 Kind = Literal["gae", "rewards_to_go", "group_mean", "group_normalised"]
@@ -130,6 +131,7 @@ def check_advantages(
         A sentence by layout about the first token that differs; empty if the estimator conforms.
 
     Raises:
+        UserError: there is no such kind or divisor.
         Exception: any exception of the estimator.
 
     >>> from ppo_repro.testing import check_advantages
@@ -139,6 +141,9 @@ def check_advantages(
     >>> check_advantages(to_go, "rewards_to_go")
     {}
     """
+    for name, value, known in (("kind", kind, get_args(Kind)), ("divisor", divisor, get_args(Divisor))):
+        if value not in known:
+            raise UserError(f"check_advantages: {name} = {value!r}: must be one of {', '.join(map(repr, known))}")
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(2, sum(LENGTHS), generator=generator, dtype=torch.float64).float().double()
     rewards, values = ([part.tolist() for part in row.split(LENGTHS)] for row in numbers)
@@ -163,6 +168,6 @@ def check_advantages(
         is_right = ((found - expected).abs() <= limit) | ((found - in_verl).abs() <= of_float32)
         for i in (~is_right).nonzero()[:1, 0].tolist():
             both = f"{float(found[i]):.6g} instead of {float(expected[i]):.6g}"
-            name = layout.describe() or "all at once, padded right"
+            name = layout.describe()
             changes[name if dtype == torch.float64 else f"float32, {name}"] = f"{both} at {rollout.describe(i)}"
     return changes

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.statistics.bits import has_steps
+from ppo_repro.statistics.bits import has_steps, in_bfloat16, in_float16
 from ppo_repro.statistics.kl import Floats
 from ppo_repro.testing.dumps import ROUNDING
 from ppo_repro.testing.pairs import KEY, PAIR, with_mismatch
@@ -263,6 +263,4 @@ def _group(means: Floats) -> Group:
 
 def _formats(side: npt.NDArray[np.float32]) -> Formats:
     side = side[side != 0.0]
-    with np.errstate(over="ignore"):  # a log-prob beyond float16 overflows, and is not equal then
-        halves = side.astype(np.float16).astype(np.float32) == side
-    return Formats(float(len(side)), _total(halves), _total(side.view(np.uint32) & 0xFFFF == 0))
+    return Formats(float(len(side)), _total(in_float16(side)), _total(in_bfloat16(side)))

@@ -192,9 +192,9 @@ def golden_of(run: Path | str) -> Golden:
 def _changed(golden: Golden, now: Golden) -> str:
     """Describe the first difference between two runs; "" if there is none."""
     for iteration, (old, new) in enumerate(zip(golden.tables, now.tables, strict=False)):
-        for name in new:
-            if old.get(name) != new[name]:
-                return f"table {name}, iteration {iteration}: digest {new[name]}, golden {old.get(name)}"
+        for name in new | old:
+            if old.get(name) != new.get(name):
+                return f"table {name}, iteration {iteration}: digest {new.get(name)}, golden {old.get(name)}"
     if len(golden.tables) != len(now.tables):
         return f"number of iterations: {len(now.tables)}, golden {len(golden.tables)}"
     if golden.fingerprint != now.fingerprint:

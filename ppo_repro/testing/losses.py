@@ -46,6 +46,7 @@ class LossBatch:
 
 
 Loss = Callable[[LossBatch], Tensor]
+Combine = Literal["mean", "sum"]  # of the losses of micro-batches and ranks
 
 
 class _Layout(NamedTuple):
@@ -61,9 +62,10 @@ class _Layout(NamedTuple):
 
     def describe(self) -> str:
         fields = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
-        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items())
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items()) or WHOLE_IN_WORDS
 
 
+WHOLE_IN_WORDS = "all at once, padded right"
 WHOLE = _Layout()
 LAYOUTS = (
     *(_Layout(micro_batch=n) for n in (1, 2, 3)),
@@ -129,7 +131,7 @@ def _rollout_of(frame: pd.DataFrame) -> DrawnResponses:
 
 
 def _step(
-    loss: Loss, rollout: DrawnResponses, layout: _Layout, combine: str, dtype: torch.dtype = torch.float64
+    loss: Loss, rollout: DrawnResponses, layout: _Layout, combine: Combine, dtype: torch.dtype = torch.float64
 ) -> _Step:
     """Take one optimizer step in a layout; `combine` is `mean` or `sum`, over micro-batches and ranks.
 
@@ -261,7 +263,7 @@ def check_loss(
     loss: Loss,
     frame: pd.DataFrame,
     *,
-    combine: Literal["mean", "sum"],
+    combine: Combine,
     dtypes: Sequence[torch.dtype] = (torch.float32,),
 ) -> dict[str, str]:
     """Call a loss in many layouts, and return each change of its value or gradient.
@@ -294,21 +296,28 @@ def check_loss(
         raise UserError(f"check_loss: combine = {combine!r}: must be 'mean' or 'sum'")
     rollout = _rollout_of(frame)
     whole = _step(loss, rollout, WHOLE, combine)
-    found = {"all at once, padded right": _difference(whole, whole, rollout)}
+    found = {WHOLE.describe(): _difference(whole, whole, rollout)}
     if math.isfinite(whole.value) and bool(whole.gradients.isfinite().all()):
         for layout in LAYOUTS:
             found[layout.describe()] = _difference(_step(loss, rollout, layout, combine), whole, rollout)
-        failed: set[str] = set()  # cases that fail in float64 are not reported again for narrower dtypes
-        for dtype in (torch.float64, *dtypes):
-            for what, case in [("", rollout), *_extremes(rollout)]:
-                if what in failed:
-                    continue
-                # the inputs are rounded first: only the computation of the loss is compared
-                columns = {name: x.to(dtype).double() for name, x in case.columns.items()}
-                wide, narrow = (
-                    _step(loss, replace(case, columns=columns), WHOLE, combine, d) for d in (torch.float64, dtype)
-                )
-                if change := _difference(narrow, wide, rollout, dtype):
-                    failed.add(what)
-                    found[", ".join(filter(None, [str(dtype).removeprefix("torch."), what]))] = change
-    return {layout: change for layout, change in found.items() if change}
+        found |= _changes_of_dtype(loss, rollout, combine, (torch.float64, *dtypes))
+    return {what: change for what, change in found.items() if change}
+
+
+def _changes_of_dtype(
+    loss: Loss, rollout: DrawnResponses, combine: Combine, dtypes: Sequence[torch.dtype]
+) -> dict[str, str]:
+    """Return each change of the loss in a dtype, on the rollout and with an extreme token."""
+    found: dict[str, str] = {}
+    failed: set[str] = set()  # cases that fail in float64 are not reported again for narrower dtypes
+    for dtype in dtypes:
+        for what, case in [("", rollout), *_extremes(rollout)]:
+            if what in failed:
+                continue
+            # the inputs are rounded first: only the computation of the loss is compared
+            rounded = replace(case, columns={name: x.to(dtype).double() for name, x in case.columns.items()})
+            wide, narrow = (_step(loss, rounded, WHOLE, combine, of) for of in (torch.float64, dtype))
+            if change := _difference(narrow, wide, rollout, dtype):
+                failed.add(what)
+                found[", ".join(filter(None, [str(dtype).removeprefix("torch."), what]))] = change
+    return found

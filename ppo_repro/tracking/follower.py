@@ -117,8 +117,8 @@ def copy(folder: Path, target: Target, is_over: Callable[[float], bool] = lambda
     UserError if records are damaged or the target cannot be written.
     """
     tracker = import_module(f"ppo_repro.tracking.{target.kind}_copy")  # MLflow takes seconds to import
-    found = tracker.copy(folder, target.place, is_over)
-    return Copies() if found is None else Copies(found[0], {target.kind: found[1]})
+    copied = tracker.copy(folder, target.place, is_over)
+    return Copies() if copied is None else Copies(copied[0], {target.kind: copied[1]})
 
 
 @contextmanager
@@ -167,9 +167,9 @@ def _wait(process: subprocess.Popen[str], folder: Path, target: Target, copies: 
     else:
         *_, answer = ["", *out.splitlines()]
         if answer.startswith(DONE):
-            found = json.loads(answer.removeprefix(DONE))
-            copies.lines += found["lines"]
-            copies.fields |= found["fields"]
+            outcome = json.loads(answer.removeprefix(DONE))
+            copies.lines += outcome["lines"]
+            copies.fields |= outcome["fields"]
             return
         problem = f"tracking failed: {answer or f'its process ended with {process.returncode}'}"
     say(f"{problem}; {_later(folder, target)}" if folder.exists() else problem)

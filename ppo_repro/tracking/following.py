@@ -19,7 +19,7 @@ from ppo_repro.records.manifest import Head
 from ppo_repro.tracking.numbers import RunNumbers, Scalar
 
 POLL_SECONDS = 1.0
-OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # copied
+ENVIRONMENT_FIELDS = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # copied
 # waits for at most the given seconds; returns whether the process that writes records has ended
 IsOver = Callable[[float], bool]
 
@@ -27,7 +27,7 @@ IsOver = Callable[[float], bool]
 class RunCopy(Protocol):
     """Interface of a copy of one run."""
 
-    def log(self, found: Sequence[Scalar]) -> None:
+    def log(self, scalars: Sequence[Scalar]) -> None:
         """Copy numbers of new iterations."""
         ...
 
@@ -107,7 +107,7 @@ def follow(folder: Path, is_over: IsOver, begin: Callable[[Path, dict[str, Any]]
 
 
 def _runs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield each run of a grid that has begun, with its row of the table of cells; or the one run, with no row."""
+    """Yield each run of a grid that has begun, with its row of the table of cells. For a run, yield it with no row."""
     if not (folder / CELLS).exists():
         if folder.is_dir():  # a run that fails before its first iteration removes its folder
             yield folder, {}

@@ -48,9 +48,9 @@ class _Calls:
     def __init__(self, run_dir: Path, function: Callable[..., Any]) -> None:
         self.count, self._run_dir, self._function = 0, run_dir, function
 
-    def log(self, found: Sequence[Scalar]) -> None:
+    def log(self, scalars: Sequence[Scalar]) -> None:
         iterations: dict[int, dict[str, Any]] = {}
-        for scalar in found:
+        for scalar in scalars:
             group, _, name = scalar.name.partition("/")
             if group == "iteration":
                 metrics = iterations.setdefault(scalar.step, {"run": str(self._run_dir), "iteration": scalar.step})

@@ -33,7 +33,7 @@ from ppo_repro.records.grid import CELLS, GRID, RESULTS
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.notes import end_time, read_note, start_time
-from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow, labels_of, write_page
+from ppo_repro.tracking.following import ENVIRONMENT_FIELDS, IsOver, begun, follow, labels_of, write_page
 from ppo_repro.tracking.numbers import Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins
@@ -129,16 +129,16 @@ class _Copy:
         tags: dict[str, str],
         started: float,
     ) -> None:
-        found = client.get_experiment_by_name(experiment)
-        if found is not None and found.lifecycle_stage == LifecycleStage.DELETED:
+        existing = client.get_experiment_by_name(experiment)
+        if existing is not None and existing.lifecycle_stage == LifecycleStage.DELETED:
             raise UserError(
                 f"{experiment}: this experiment was deleted in MLflow; restore it with `mlflow experiments restore "
-                f"--experiment-id {found.experiment_id}`, for which MLFLOW_TRACKING_URI names the store, or remove it "
-                "for good with `mlflow gc`"
+                f"--experiment-id {existing.experiment_id}`, for which MLFLOW_TRACKING_URI names the store, or remove "
+                "it for good with `mlflow gc`"
             )
         # otherwise MLflow's pages take the runs for evaluations of prompts, with other tables
         kind = {"mlflow.experimentKind": "custom_model_development"}
-        number = str(found.experiment_id if found else client.create_experiment(experiment, tags=kind))
+        number = str(existing.experiment_id if existing else client.create_experiment(experiment, tags=kind))
         quoted = str(folder.absolute()).replace("'", "\\'")
         for old in client.search_runs([number], f"tags.`{FOLDER_TAG}` = '{quoted}'", ViewType.ACTIVE_ONLY):
             client.delete_run(old.info.run_id)
@@ -149,8 +149,8 @@ class _Copy:
         for start in range(0, len(leaves), PARAMS_PER_CALL):
             client.log_batch(self.place.run_id, params=leaves[start : start + PARAMS_PER_CALL])
 
-    def log(self, found: Sequence[Scalar]) -> None:
-        metrics = [Metric(s.name, s.value, _milliseconds(s.moment), s.step) for s in found]
+    def log(self, scalars: Sequence[Scalar]) -> None:
+        metrics = [Metric(s.name, s.value, _milliseconds(s.moment), s.step) for s in scalars]
         for start in range(0, len(metrics), METRICS_PER_CALL):
             self._client.log_batch(self.place.run_id, metrics=metrics[start : start + METRICS_PER_CALL])
 
@@ -179,7 +179,7 @@ class _RunCopy(_Copy):
         recorded = manifest.load_head(run_dir)
         config = load_any_recorded_config(run_dir, recorded)
         environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
-        about = {name: str(environment[name]) for name in OF_ENVIRONMENT} | {"kind": recorded.kind}
+        about = {name: str(environment[name]) for name in ENVIRONMENT_FIELDS} | {"kind": recorded.kind}
         about |= {f"package.{name}": str(version) for name, version in environment["packages"].items()}
         params, started = config.model_dump(mode="json"), start_time(run_dir, recorded)
         name = read_label(run_dir).name or name or run_dir.name

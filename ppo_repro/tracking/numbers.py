@@ -86,7 +86,7 @@ def sentences(run_dir: Path, head: Head) -> str:
 
     The list is Markdown.
     """
-    found = [f"{head.status} after {head.num_iterations} complete iterations"]
+    all_sentences = [f"{head.status} after {head.num_iterations} complete iterations"]
     if head.status == "complete":
-        found = summarise(run_dir).sentences
-    return "\n".join(f"* {sentence}" for sentence in (*found, f"fingerprint {head.fingerprint}"))
+        all_sentences = summarise(run_dir).sentences
+    return "\n".join(f"* {sentence}" for sentence in (*all_sentences, f"fingerprint {head.fingerprint}"))

@@ -51,8 +51,8 @@ class _RunCopy:
         indented = "\n".join(f"    {line}" for line in text.splitlines())
         self._writer.add_text("config", indented, walltime=start_time(run_dir, recorded))
 
-    def log(self, found: Sequence[Scalar]) -> None:
-        for scalar in found:
+    def log(self, scalars: Sequence[Scalar]) -> None:
+        for scalar in scalars:
             self._writer.add_scalar(scalar.name, scalar.value, scalar.step, walltime=scalar.moment)
         self._writer.flush()
 

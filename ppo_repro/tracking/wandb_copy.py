@@ -29,7 +29,7 @@ from ppo_repro.records.grid import GRID
 from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.notes import read_note
-from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, follow, labels_of, write_page
+from ppo_repro.tracking.following import ENVIRONMENT_FIELDS, IsOver, follow, labels_of, write_page
 from ppo_repro.tracking.numbers import Scalar, sentences
 
 FILES = "ppo_repro"  # the folder of our files in a W&B run
@@ -96,7 +96,7 @@ class _RunCopy:
         config = load_any_recorded_config(run_dir, recorded)
         environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
         more: dict[str, Any] = {"run_dir": str(run_dir.absolute()), **(about or {}), **environment["packages"]}
-        more |= {name: environment[name] for name in OF_ENVIRONMENT}
+        more |= {name: environment[name] for name in ENVIRONMENT_FIELDS}
         kind: str = recorded.kind
         if recorded.origin is not None:
             kind, origin = "fork", recorded.origin
@@ -122,8 +122,8 @@ class _RunCopy:
 
     def end(self, head: Head, last: Sequence[Scalar]) -> None:
         self.log([scalar for scalar in last if scalar.name.startswith("iteration/")])
-        found = {scalar.name: scalar.value for scalar in last if not scalar.name.startswith("iteration/")}
-        self._run.summary.update({**found, "fingerprint": head.fingerprint})
+        results = {scalar.name: scalar.value for scalar in last if not scalar.name.startswith("iteration/")}
+        self._run.summary.update({**results, "fingerprint": head.fingerprint})
         self._run.notes = sentences(self.run_dir, head)
         self._keep()
         self._run.finish(exit_code=0 if head.status == "complete" else 1)
@@ -131,10 +131,10 @@ class _RunCopy:
     def give_up(self) -> None:
         self._run.finish(exit_code=1)
 
-    def log(self, found: Sequence[Scalar]) -> None:
+    def log(self, scalars: Sequence[Scalar]) -> None:
         """Log a row for each iteration and each optimizer step: W&B has one history for both."""
         rows: dict[tuple[str, int], dict[str, float]] = {}
-        for scalar in found:
+        for scalar in scalars:
             axis = scalar.name.partition("/")[0]
             row = rows.setdefault((axis, scalar.step), {axis: scalar.step, "_timestamp": scalar.moment})
             row[scalar.name] = scalar.value

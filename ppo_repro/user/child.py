@@ -27,7 +27,7 @@ from ppo_repro.base.output import shown, visible
 from ppo_repro.user.conventions import CALLS, CallRow, Function, check_signature
 from ppo_repro.user.file import RefusedError, begin_of, described, execute, line_of, not_loaded, uncopied
 
-_functions: dict[tuple[str, str], Function] = {}  # by field of the configuration and name
+Loaded = dict[tuple[str, str], Function]  # by field of the configuration and name
 
 
 def _awaited(function: Function) -> Function:
@@ -52,8 +52,8 @@ def _loop() -> Any:
     return asyncio.Runner()
 
 
-def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Execute the file; return `:LINE` by function of `calls` that the file defines, "" if the line is unknown."""
+def _load(functions: Loaded, field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Execute the file and add its functions in `calls` to `functions`; return `:LINE` of each, "" if it is unknown."""
     os.chdir(folder)  # another file may have left it
     before = set(sys.modules)
     module, lines = execute(Path(file)), {}
@@ -65,7 +65,7 @@ def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[
             continue
         check_signature(name, function, call)
         lines[name] = begin_of(function, Path(file))
-        _functions[field, name] = _awaited(function)
+        functions[field, name] = _awaited(function)
     return lines
 
 
@@ -78,28 +78,28 @@ def seed_generators(seed: int) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-def _loaded(request: dict[str, Any]) -> dict[str, object]:
+def _loaded(functions: Loaded, request: dict[str, Any]) -> dict[str, object]:
     try:
-        return {"value": _load(**request)}
+        return {"value": _load(functions, **request)}
     except RefusedError as error:
         return {"error": f"{request['field']}: {request['file']}: {error}"}
     except BaseException as error:  # SystemExit of the user's code included
         return {"error": not_loaded(request["field"], request["file"], error)}
 
 
-def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
-    of = f"; prompt key '{shown(row['key'])}'" if "key" in row else ""
+def _called(functions: Loaded, request: dict[str, Any], row: CallRow) -> dict[str, object]:
+    prompt = f"; prompt key '{shown(row['key'])}'" if "key" in row else ""
     field, file, name, line = (request[part] for part in ("field", "file", "name", "line"))
     try:
         seed_generators(request["seed"])
-        return {"value": CALLS[request["call"]].call(_functions[field, name], row, request["options"])}
+        return {"value": CALLS[request["call"]].call(functions[field, name], row, request["options"])}
     except UserError as error:  # of a file of this package
         return {"error": str(error)}
     except RefusedError as error:
-        return {"error": f"{field}: {file}{line}: {name} {error}{of}"}
+        return {"error": f"{field}: {file}{line}: {name} {error}{prompt}"}
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code included
         raised = f"{described(error, file)}{_advice(error, request)}"
-        return {"error": f"{field}: {file}{line_of(error, file) or line}: {name} raised {raised}{of}"}
+        return {"error": f"{field}: {file}{line_of(error, file) or line}: {name} raised {raised}{prompt}"}
 
 
 def _advice(error: BaseException, request: dict[str, Any]) -> str:
@@ -111,13 +111,13 @@ def _advice(error: BaseException, request: dict[str, Any]) -> str:
     return f"; completions are {kinds[is_chat]}, with conversational: {str(not is_chat).lower()} {kinds[not is_chat]}"
 
 
-def _answers(request: dict[str, Any]) -> Iterable[dict[str, object]]:
+def _answers(functions: Loaded, request: dict[str, Any]) -> Iterable[dict[str, object]]:
     """Yield the reply to each row, up to the first error."""
     if "calls" in request:
-        yield _loaded(request)
+        yield _loaded(functions, request)
         return
     for row in request["rows"]:
-        reply = _called(request, row)
+        reply = _called(functions, request, row)
         yield reply
         if "error" in reply:
             return
@@ -152,9 +152,10 @@ def main() -> None:
         setattr(sys, name, _Visible(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True))
     os.set_inheritable(connection.fileno(), False)
     _ready()
+    functions: Loaded = {}
     with suppress(EOFError):
         while True:
-            for reply in _answers(json.loads(connection.recv_bytes())):
+            for reply in _answers(functions, json.loads(connection.recv_bytes())):
                 for stream in (sys.stdout, sys.stderr):
                     with suppress(AttributeError, ValueError, OSError):
                         stream.flush()

@@ -1,7 +1,7 @@
-"""How a function of the user's is called in its child process: the conventions of TRL, verl and this package.
+"""Call a user's function in the child process by a convention: of TRL, of verl, or of this package.
 
 A convention takes the function, one row of arguments and the section's options, and returns a value for JSON. `CALLS`
-has one row for each.
+lists the conventions.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def _value(value: Any) -> str:
     return f"{shown(repr(value))} of type {type(value).__name__}{of_shape}"
 
 
-def _list(value: object, of: str) -> list[Any]:
+def _list(value: object, entries: str) -> list[Any]:
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        raise RefusedError(f"returned a {type(value).__name__}; must be a list, {of}")
+        raise RefusedError(f"returned a {type(value).__name__}; must be a list, {entries}")
     return list(value)
 
 
@@ -182,19 +182,16 @@ def _trl(function: Function, row: CallRow, options: CallRow) -> float:
 def _trl_together(function: Function, row: CallRow, options: CallRow) -> list[float]:
     """Call TRL's `reward_func(prompts=[...], completions=[...], **columns) -> [float]` with all rows in each list."""
     rows = row["rows"]
-    prompts, completions = [one["prompt"] for one in rows], [one["response"] for one in rows]
+    prompts, completions = [entry["prompt"] for entry in rows], [entry["response"] for entry in rows]
     if options["conversational"]:
-        prompts = [
-            [{"role": "user", "content": one["prompt"]}] if one["messages"] is None else json.loads(one["messages"])
-            for one in rows
-        ]
+        prompts = [_messages(entry) for entry in rows]
         completions = [[{"role": "assistant", "content": completion}] for completion in completions]
-    fields = [{**_answer(one, options), **json.loads(one["fields"])} for one in rows]
+    fields = [{**_answer(entry, options), **json.loads(entry["fields"])} for entry in rows]
     values = {
-        **{name: [of.get(name) for of in fields] for name in dict.fromkeys(chain(*fields))},
+        **{name: [columns.get(name) for columns in fields] for name in dict.fromkeys(chain(*fields))},
         "prompts": prompts,
         "completions": completions,
-        "completion_ids": [one["response_ids"] for one in rows],
+        "completion_ids": [entry["response_ids"] for entry in rows],
         **{name: _left_out(name) for name in ("log_extra", "log_metric")},
         "trainer_state": _Withheld("trainer_state"),
     }
@@ -205,6 +202,14 @@ def _trl_together(function: Function, row: CallRow, options: CallRow) -> list[fl
             + "s" * (len(rows) > 1)
         )
     return list(map(number, scores))
+
+
+def _messages(row: CallRow) -> list[dict[str, str]]:
+    """Return the chat messages of a prompt; a text is a message of the user."""
+    if row["messages"] is None:
+        return [{"role": "user", "content": row["prompt"]}]
+    messages: list[dict[str, str]] = json.loads(row["messages"])
+    return messages
 
 
 def _verl(function: Function, row: CallRow, options: CallRow) -> float:
@@ -233,7 +238,7 @@ def _prompts(function: Function, row: CallRow, options: CallRow) -> list[dict[st
 
 
 def _scores(function: Function, row: CallRow, options: CallRow) -> list[float]:
-    transcripts = [make_transcript(one) for one in row["transcripts"]]
+    transcripts = [make_transcript(entry) for entry in row["transcripts"]]
     values = _list(function(transcripts), "one number for each transcript")
     if len(values) != len(transcripts):
         raise RefusedError(f"returned {len(values)} numbers for {len(transcripts)} transcripts")
@@ -251,7 +256,7 @@ class Convention:
     """How a kind of function is called, and the parameters by which it is known before it is called."""
 
     call: Callable[[Function, CallRow, CallRow], object]
-    positions: tuple[str, ...] = ()  # the arguments by position, if all functions of the kind have the same
+    positions: tuple[str, ...] = ()  # the arguments by position, if all functions of this kind have the same arguments
     shown_by: frozenset[str] = frozenset()  # parameters of a reward that show that it is of this kind
     withheld: frozenset[str] = frozenset()  # parameters of this kind in other stacks that no function gets
 
@@ -276,7 +281,7 @@ PLAIN = {
     "turns": (),
     "full_text": (),
 }
-_OF_RESPONSE = {"response", *PLAIN["response"], "turns", "full_text"}
+_RESPONSE_NAMES = {"response", *PLAIN["response"], "turns", "full_text"}
 _BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -303,7 +308,7 @@ def check_signature(name: str, function: Any, call: str) -> None:
 
 
 def _check_plain(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
-    gets = ", ".join(f"{one} ({', '.join(others)})" if others else one for one, others in PLAIN.items())
+    gets = ", ".join(f"{key} ({', '.join(aliases)})" if aliases else key for key, aliases in PLAIN.items())
     known = {*PLAIN, *chain(*PLAIN.values())}
     for parameter in parameters.values():
         if parameter.kind in _BY_NAME and parameter.name not in known:
@@ -311,5 +316,5 @@ def _check_plain(name: str, parameters: Mapping[str, inspect.Parameter]) -> None
             if meant or parameter.default is parameter.empty:
                 raise RefusedError(f"{name} has a parameter '{parameter.name}'; it gets by name {gets}{meant}")
     takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not takes_others and not parameters.keys() & _OF_RESPONSE:
+    if not takes_others and not parameters.keys() & _RESPONSE_NAMES:
         raise RefusedError(f"{name} has no parameter for the response; it gets by name {gets}")

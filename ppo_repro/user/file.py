@@ -103,12 +103,12 @@ def load_callable(
     value = getattr(module, name, None)
     if value is None:
         raise UserError(f"{field} = {path!r}: {file} has no {name}")
-    found = UserCallable(field, file, name, begin_of(value, file), value)
+    loaded = UserCallable(field, file, name, begin_of(value, file), value)
     try:
         check_call(name, value, positions, parameters or {})
     except RefusedError as error:
-        raise UserError(f"{found.where}: {error}") from None
-    return found
+        raise UserError(f"{loaded.where}: {error}") from None
+    return loaded
 
 
 def not_loaded(field: str, file: str, error: BaseException) -> str:
@@ -158,7 +158,7 @@ def execute(file: Path) -> ModuleType:
     module = ModuleType(name)
     module.__file__, module.__path__, module.__package__ = str(file), [str(file.parent)], name
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _importer(name, file.parent)}
-    sys.modules[name] = module  # dataclasses look their module up here, and what lies beside it is found by its path
+    sys.modules[name] = module  # dataclasses look up their module here, and imports the path of modules beside it
     with redirect_stdout(sys.stderr):
         exec(_compiled(str(file)), module.__dict__)
     return module
@@ -214,7 +214,7 @@ def _compiled(file: str) -> CodeType:
 
 
 def raised_by_user(error: BaseException) -> str | None:
-    """Return `FILE:LINE` of the last line of a user's file in the traceback of an error; None if there is none."""
+    """Return `FILE:LINE` of the last line of a user's file in the traceback of an error; None without such a line."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = zip(frames, traceback.extract_tb(error.__traceback__), strict=True)
     users = [line for frame, line in lines if str(frame.f_globals.get("__name__")).startswith(_PREFIX)]
@@ -235,8 +235,8 @@ def uncopied(before: Collection[str]) -> list[str]:
     new = {name: module for name, module in list(sys.modules.items()) if name not in before}
     files = [getattr(module, "__file__", None) for name, module in new.items() if not name.startswith(_PREFIX)]
     # torch has modules whose files are names only
-    found = [Path(file) for file in files if file and "site-packages" not in file and Path(file).is_absolute()]
-    return sorted(str(file) for file in found if not any(map(file.is_relative_to, homes)))
+    paths = [Path(file) for file in files if file and "site-packages" not in file and Path(file).is_absolute()]
+    return sorted(str(file) for file in paths if not any(map(file.is_relative_to, homes)))
 
 
 def described(error: BaseException, file: str | None = None) -> str:

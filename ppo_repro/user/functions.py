@@ -49,10 +49,10 @@ class Own:
         of the process.
         """
         copies = {name: _copied(value) for name, value in arguments.items()}
-        before, given = settings_of_process(), [x for argument in arguments.items() for _, x in _named(*argument)]
-        hooks = [tensor.register_hook(self._no_backward) for tensor in given if tensor.requires_grad]
+        before, tensors = settings_of_process(), [x for argument in arguments.items() for _, x in _named(*argument)]
+        hooks = [tensor.register_hook(self._no_backward) for tensor in tensors if tensor.requires_grad]
         try:
-            found = self.function(*copies.values(), **deepcopy(dict(self.parameters)))
+            result = self.function(*copies.values(), **deepcopy(dict(self.parameters)))
             require_settings(self.function, before)
         finally:
             for hook in hooks:
@@ -61,28 +61,28 @@ class Own:
                 os.chdir(str(before[_FOLDER]))  # the folder of the run may be relative to it
         if changed := [name for argument in copies.items() for name, tensor in _named(*argument) if tensor._version]:
             raise self.refused(f"changes {changed[0]} in place; let it change a copy")
-        return found
+        return result
 
     def _no_backward(self, gradient: Tensor) -> None:
         raise self.refused("calls backward() itself; let it return the loss alone, which the run differentiates")
 
-    def _numbers(self, found: object, lengths: Mapping[int, str], dtypes: Sequence[torch.dtype] = _FLOAT32) -> Tensor:
-        """Return `found` if it is a tensor of one of the lengths and dtypes. Raises UserError otherwise."""
+    def _numbers(self, result: object, lengths: Mapping[int, str], dtypes: Sequence[torch.dtype] = _FLOAT32) -> Tensor:
+        """Return `result` if it is a tensor of one of the lengths and dtypes. Raises UserError otherwise."""
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        allowed = f"must be a {names} tensor {' or '.join(f'[{n}], {of}' for n, of in lengths.items())}"
-        if not isinstance(found, Tensor):
-            raise self.refused(f"returned a {type(found).__name__}; {allowed}")
-        if found.dim() != 1 or len(found) not in lengths or found.dtype not in dtypes:
-            raise self.refused(f"returned a tensor {list(found.shape)} {str(found.dtype)[6:]}; {allowed}")
-        return found.clone()  # the function may keep its own, and write into it later
+        allowed = f"must be a {names} tensor {' or '.join(f'[{n}], {meaning}' for n, meaning in lengths.items())}"
+        if not isinstance(result, Tensor):
+            raise self.refused(f"returned a {type(result).__name__}; {allowed}")
+        if result.dim() != 1 or len(result) not in lengths or result.dtype not in dtypes:
+            raise self.refused(f"returned a tensor {list(result.shape)} {str(result.dtype)[6:]}; {allowed}")
+        return result.clone()  # the function may keep its tensor, and write into it later
 
-    def _finite(self, found: Tensor, tokens: Tokens | None = None) -> Tensor:
-        wrong = (~found.isfinite()).nonzero()[:, 0].tolist()
+    def _finite(self, numbers: Tensor, tokens: Tokens | None = None) -> Tensor:
+        wrong = (~numbers.isfinite()).nonzero()[:, 0].tolist()
         if wrong:
-            of = "" if tokens is None else place_of(tokens, wrong[0])
+            place = "" if tokens is None else place_of(tokens, wrong[0])
             more = f" and {len(wrong) - 1} more tokens" * (len(wrong) > 1)
-            raise self.refused(f"returned {float(found.detach()[wrong[0]]):g}{of}{more}; must be finite")
-        return found
+            raise self.refused(f"returned {float(numbers.detach()[wrong[0]]):g}{place}{more}; must be finite")
+        return numbers
 
 
 def settings_of_process() -> dict[str, object]:
@@ -117,19 +117,19 @@ def require_settings(function: UserCallable, before: Mapping[str, object]) -> No
             raise function.refused(f"or its file changes {name}, which the whole run shares; let it leave that{advice}")
 
 
-def _copied(given: Tokens | Tensor) -> Tokens | Tensor:
+def _copied(argument: Tokens | Tensor) -> Tokens | Tensor:
     """Return a batch or tensor in memory of its own; gradients pass."""
-    if isinstance(given, Tensor):
-        return given.clone()
-    return replace(given, **{name: tensor.clone() for name, tensor in _named("", given)})
+    if isinstance(argument, Tensor):
+        return argument.clone()
+    return replace(argument, **{name: tensor.clone() for name, tensor in _named("", argument)})
 
 
-def _named(argument: str, given: Tokens | Tensor) -> list[tuple[str, Tensor]]:
-    """Return the tensors of an argument and their names: those of a batch, or the argument itself."""
-    if isinstance(given, Tensor):
-        return [(argument, given)]
-    columns = [(field.name, getattr(given, field.name)) for field in fields(given)]
-    return [(name, column) for name, column in columns if column is not None]
+def _named(name: str, value: Tokens | Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors of an argument with their names: the columns of a batch, or the argument itself."""
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    columns = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return [(column_name, column) for column_name, column in columns if column is not None]
 
 
 def place_of(tokens: Tokens, index: int) -> str:
@@ -151,14 +151,14 @@ class OwnObjective(Own):
         The loss of a response becomes the loss of each of its tokens. Flags are UNKNOWN unless the function also
         returns which tokens it clipped: bool [n], or ClipFlags, uint8 [n]. Raises UserError for other results.
         """
-        found, flags = self._called({"batch": batch}), None
-        if isinstance(found, tuple):
-            if len(found) != 2:
-                raise self.refused(f"returned {len(found)} values; must return the loss, or loss and cut tokens")
-            found, flags = found
+        result, flags = self._called({"batch": batch}), None
+        if isinstance(result, tuple):
+            if len(result) != 2:
+                raise self.refused(f"returned {len(result)} values; must return the loss, or loss and cut tokens")
+            result, flags = result
         tokens, responses = len(batch.responses), len(batch.response_lengths)
-        of = {responses: "a loss for each response, not reduced", tokens: "a loss for each token, not reduced"}
-        losses = self._numbers(found, of)
+        lengths = {responses: "a loss for each response, not reduced", tokens: "a loss for each token, not reduced"}
+        losses = self._numbers(result, lengths)
         losses = losses if len(losses) == tokens else batch.of_tokens(losses)
         return TokenLosses(self._finite(losses, batch), None, self._flags(flags, batch))
 
@@ -184,9 +184,9 @@ class OwnAdvantages(Own):
     def advantages(self, batch: AdvantageBatch) -> Tensor:
         """Call the function; return the advantages [n] float32. Raises UserError for other results."""
         tokens, responses = len(batch.responses), len(batch.response_lengths)
-        of = {responses: "one for each response", tokens: "an advantage for each token"}
-        found = self._numbers(self._called({"batch": batch}), of)
-        return self._finite(found if len(found) == tokens else batch.of_tokens(found), batch)
+        lengths = {responses: "one for each response", tokens: "an advantage for each token"}
+        advantages = self._numbers(self._called({"batch": batch}), lengths)
+        return self._finite(advantages if len(advantages) == tokens else batch.of_tokens(advantages), batch)
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class OwnEstimator(Own):
 
     def estimate(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Call the function; return the KL of each token, [n] float32, nats. Raises UserError for other results."""
-        found = self._called({"logprobs": logprobs, "ref_logprobs": ref_logprobs})
-        return self._finite(self._numbers(found, {len(logprobs): "a KL for each token, in nats"}))
+        result = self._called({"logprobs": logprobs, "ref_logprobs": ref_logprobs})
+        return self._finite(self._numbers(result, {len(logprobs): "a KL for each token, in nats"}))
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,9 @@ class OwnPlacement(Own):
 
         Raises UserError for other results.
         """
-        of = {len(batch.responses): "a reward for each token"}
-        found = self._numbers(self._called({"batch": batch}), of, (torch.float32, torch.float64))
-        return self._finite(found.to(torch.float64), batch)
+        lengths = {len(batch.responses): "a reward for each token"}
+        rewards = self._numbers(self._called({"batch": batch}), lengths, (torch.float32, torch.float64))
+        return self._finite(rewards.to(torch.float64), batch)
 
 
 OwnT = TypeVar("OwnT", bound=Own)

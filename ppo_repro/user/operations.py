@@ -1,4 +1,4 @@
-"""Watch for operations of torch whose bits may depend on the machine, which are all but those listed here."""
+"""Watch for operations of torch whose bits may depend on the machine: all operations but those listed here."""
 
 from __future__ import annotations
 
@@ -58,33 +58,33 @@ class Watch(TorchDispatchMode):
         self, function: Any, types: Any, arguments: Any = (), named: dict[str, Any] | None = None
     ) -> Any:
         result = function(*arguments, **(named or {}))
-        given = dict(zip((a.name for a in function._schema.arguments), arguments, strict=False)) | (named or {})
+        inputs = dict(zip((a.name for a in function._schema.arguments), arguments, strict=False)) | (named or {})
         name = function._schema.name.removeprefix("aten::").rstrip("_")
-        kinds = {x.dtype for x in tree_leaves((given, result)) if isinstance(x, Tensor)}
+        kinds = {x.dtype for x in tree_leaves((inputs, result)) if isinstance(x, Tensor)}
         is_real = any(kind.is_floating_point for kind in kinds)
-        if any(kind.is_complex for kind in kinds) or (is_real and not _has_same_bits(name, given, result)):
+        if any(kind.is_complex for kind in kinds) or (is_real and not _has_same_bits(name, inputs, result)):
             self.machine_dependent.add(name)
         return result
 
 
-def _has_same_bits(name: str, given: dict[str, Any], result: Any) -> bool:
-    """Whether an operation with these arguments has the same bits on every machine."""
+def _has_same_bits(name: str, inputs: dict[str, Any], result: Any) -> bool:
+    """Return whether an operation with these arguments has the same bits on every machine."""
     if name in ("sum", "mean"):
-        return given["self"].numel() <= result.numel()  # each sum has one number or none
+        return inputs["self"].numel() <= result.numel()  # each sum has one number or none
     if name == "pow":
-        return not isinstance(given["exponent"], Tensor) and given["exponent"] in (1, 2)
+        return not isinstance(inputs["exponent"], Tensor) and inputs["exponent"] in (1, 2)
     if name in ("index_put", "scatter", "scatter_add"):
-        return "reduce" not in given and not _repeats(given)
+        return "reduce" not in inputs and not _repeats(inputs)
     # x + 0.1 * y is rounded once or twice, by the machine
-    is_plain = given.get("alpha", 1) == 1 and given.get("rounding_mode") is None and "decimals" not in given
+    is_plain = inputs.get("alpha", 1) == 1 and inputs.get("rounding_mode") is None and "decimals" not in inputs
     return name in _SAME_BITS and is_plain
 
 
-def _repeats(given: dict[str, Any]) -> bool:
-    """Whether several numbers go to one place, as in the gradient of x[index] if `index` repeats an entry."""
-    counts = torch.zeros(given["self"].shape, dtype=torch.int64)
-    if "index" in given:
-        counts.scatter_add_(given["dim"], given["index"], torch.ones_like(given["index"]))
+def _repeats(inputs: dict[str, Any]) -> bool:
+    """Return whether several numbers go to one place, as in the gradient of x[index] if `index` repeats an entry."""
+    counts = torch.zeros(inputs["self"].shape, dtype=torch.int64)
+    if "index" in inputs:
+        counts.scatter_add_(inputs["dim"], inputs["index"], torch.ones_like(inputs["index"]))
     else:
-        counts = torch.ops.aten.index_put(counts, given["indices"], torch.tensor(1), accumulate=True)
+        counts = torch.ops.aten.index_put(counts, inputs["indices"], torch.tensor(1), accumulate=True)
     return bool((counts > 1).any())

@@ -21,7 +21,7 @@ from ppo_repro.base.output import shown
 from ppo_repro.config.tasks import CalledReward
 from ppo_repro.user.file import Named, file_and_name
 
-CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more has most likely no end
+CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more most likely never ends
 _SECONDS_PER_TRANSCRIPT = 30.0  # in a call for all responses
 LATE = "gave no answer"
 ENDING_SECONDS = 5.0  # for a child to end after it has closed its pipe
@@ -104,13 +104,13 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection]:
 def _search_path() -> list[str]:
     """Return the folders in which the child looks for modules, without the current folder."""
     home, asked = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    found = [path for path in sys.path if path and (path in (home, *asked) or path != os.getcwd())]
-    return found if home in found else [*found, home]
+    folders = [path for path in sys.path if path and (path in (home, *asked) or path != os.getcwd())]
+    return folders if home in folders else [*folders, home]
 
 
 def _stop(child: subprocess.Popen[bytes], connection: Connection) -> None:
     """Kill a child's process group, which includes a server that the user's code started; it may outlive the child."""
-    if connection.closed:  # stopped before; the number of the group may be another's by now
+    if connection.closed:  # stopped before; the group's number may belong to another process now
         return
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
@@ -137,7 +137,7 @@ class UserFunction(Named):
     call: str  # convention by which the child calls the function
     options: Mapping[str, Any]
     seconds: float = CALL_SECONDS  # of wall time for one row
-    longer: str = ""  # what to do besides about a call that takes too long
+    longer: str = ""  # further advice about a call that takes too long
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
         """Call the function for each row of arguments; functions of the convention `scores` get all rows at once.
@@ -150,8 +150,8 @@ class UserFunction(Named):
             seconds, sent = max(seconds, _SECONDS_PER_TRANSCRIPT * len(rows)), [{"transcripts": sent}]
 
         def lost(row: int, how: str) -> str:
-            of = f"; prompt key '{shown(sent[row]['key'])}'" if "key" in sent[row] else ""
-            return f"{self.where}: {self.name} {how}{self.longer if how.startswith(LATE) else ''}{of}"
+            prompt = f"; prompt key '{shown(sent[row]['key'])}'" if "key" in sent[row] else ""
+            return f"{self.where}: {self.name} {how}{self.longer if how.startswith(LATE) else ''}{prompt}"
 
         about = {name: getattr(self, name) for name in ("field", "name", "line", "call", "options")}
         request = {**about, "file": str(self.file), "seed": seed, "rows": sent}
@@ -162,7 +162,7 @@ class UserFunction(Named):
 def load(
     process: UserProcess, field: str, file: Path, calls: Mapping[str, str], options: Mapping[str, Any] | None = None
 ) -> dict[str, UserFunction]:
-    """Execute a file in the child and return the functions that it defines, of those whose conventions are `calls`.
+    """Execute a file in the child and return its functions with names in `calls`, which gives their conventions.
 
     Raises UserError if the file fails to load.
     """
@@ -175,17 +175,20 @@ def load_from_package(
     process: UserProcess, field: str, code: str, module: Path, names: Iterable[str], seconds: float, longer: str = ""
 ) -> dict[str, UserFunction]:
     """Load functions of a module of this package that runs code of the user; messages name this `code`."""
-    found = load(process, field, module, dict.fromkeys(names, "unchecked"))
-    return {n: replace(f, file=Path(code), line="", seconds=seconds, longer=longer) for n, f in found.items()}
+    functions = load(process, field, module, dict.fromkeys(names, "unchecked"))
+    return {
+        name: replace(function, file=Path(code), line="", seconds=seconds, longer=longer)
+        for name, function in functions.items()
+    }
 
 
 def load_reward(process: UserProcess, field: str, term: CalledReward) -> UserFunction:
     """Load the function of a reward term. Raises UserError with its fault."""
     file, name = file_and_name(field, term.path)
-    found = load(process, field, file, {name: term.kind}, term.model_dump(mode="json"))
-    if name not in found:
+    functions = load(process, field, file, {name: term.kind}, term.model_dump(mode="json"))
+    if name not in functions:
         raise UserError(f"{field} = {term.path!r}: {file} has no function {name}")
-    return found[name]
+    return functions[name]
 
 
 def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -200,20 +203,20 @@ def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> 
 def _require_equal(
     function: UserFunction, rows: Sequence[Mapping[str, Any]], first: Sequence[Any], second: Sequence[Any]
 ) -> None:
-    for row, one, other in zip(rows, first, second, strict=True):
-        if one != other:
+    for row, earlier, later in zip(rows, first, second, strict=True):
+        if earlier != later:
             raise UserError(
-                f"{function.where}: {function.name} returned {shown(repr(one))} and then {shown(repr(other))} for the "
-                f"same input (prompt key '{shown(row['key'])}', text '{shown(row['turns'][-1])}'); it must follow from "
-                "its input alone"
+                f"{function.where}: {function.name} returned {shown(repr(earlier))} and then {shown(repr(later))} for "
+                f"the same input (prompt key '{shown(row['key'])}', text '{shown(row['turns'][-1])}'); it must follow "
+                "from its input alone"
             )
 
 
 def check_alone(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError if a function of TRL scores responses otherwise together than alone.
 
-    Such a function ranks or normalises the responses of a call, and a run gives it one response at a time. A function
-    that fails for several responses is let be.
+    Such a function ranks or normalises the responses of a call, but a run gives it one response at a time. A function
+    that fails for several responses passes this check.
     """
     alone = function(rows)
     try:
@@ -225,11 +228,11 @@ def check_alone(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> No
         return
     if together != alone:
         _require_equal(function, rows, alone, function(rows))
-    for row, one, other in zip(rows, alone, together, strict=True):
-        if one != other:
+    for row, single, beside in zip(rows, alone, together, strict=True):
+        if single != beside:
             raise UserError(
                 f"{function.where}: {function.name} compares completions: '{shown(row['response'])}' gets "
-                f"{one:g} alone and {other:g} beside {len(rows) - 1} others, and a run gives it one completion at a "
-                "time; let a score follow from its own completion, or score all responses at once in the score() of a "
-                "task of kind python"
+                f"{single:g} alone and {beside:g} beside {len(rows) - 1} others, and a run gives it one completion at "
+                "a time; let a score follow from its own completion, or score all responses at once in the score() of "
+                "a task of kind python"
             )

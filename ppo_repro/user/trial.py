@@ -5,10 +5,10 @@
 | each | the seed of the global generators | the results |
 | each, in deterministic numerics | the machine, which `operations.py` judges by torch's operations | every bit |
 | objective, estimator | the responses in a call | every bit; in native numerics the first digits |
-| objective, estimator | one token, to an extreme log-ratio or advantage | results are finite |
-| objective | the new log-prob of one token | other losses, but for the whole response, or all before or after |
-| objective | another number of one token | the loss of the token at one fixed distance, such as the next one |
-| advantages | the rewards of one response | advantages of the other prompts, unless all prompts count |
+| objective, estimator | one token gets an extreme log-ratio or advantage | results are finite |
+| objective | the new log-prob of one token | other losses, unless all tokens, all before or all after it change |
+| objective | another number of one token | the loss of the next token, or of the token at any other fixed distance |
+| advantages | the rewards of one response | advantages of the other prompts, unless those of all prompts change |
 
 `ppo_repro.testing.check_loss` tries losses of other trainers, which get padded rows in any dtype and have tolerances. A
 function of a run gets the tokens of whole responses, without padding, and every bit counts.
@@ -46,9 +46,9 @@ from ppo_repro.user.trial_batches import (
     with_rewards,
 )
 
-OF_PROBE, SAMPLES_OF_PROBE = 8, 4  # tokens of a response, and prompts, whose dependence on each other is tried
-WEIGHTS = torch.tensor([1 / 64, 1 / 128, 1 / 256])  # of losses by response, as different as those of a run
-NATIVE_TOLERANCE = 1e-4  # relative to the largest; deterministic numerics have none
+PROBE_TOKENS, PROBE_PROMPTS = 8, 4  # tokens of a response, and prompts, between which dependences are looked for
+WEIGHTS = torch.tensor([1 / 64, 1 / 128, 1 / 256])  # of the losses of three responses, in turn; they differ as in a run
+NATIVE_TOLERANCE = 1e-4  # relative to the largest number; deterministic numerics allow no difference
 
 Batch = TypeVar("Batch", bound=Tokens)
 
@@ -72,11 +72,11 @@ def _seeded(seed: int) -> Iterator[None]:
 def try_functions(config: RunConfig, functions: Functions) -> None:
     """Call the user's functions on random batches. Raises UserError, naming file and line, for the first mistake."""
     if objective := _checked(config, functions.objective):
-        _refuse(objective, _faults_by_tokens(config, _OfTokens(objective, objective.losses, trains=True)))
+        _refuse(objective, _faults_by_tokens(config, _TokenFunction(objective, objective.losses, trains=True)))
         _refuse(objective, _faults_between_tokens(config, objective))
     if estimator := _checked(config, functions.estimator):
         trains = isinstance(config.kl, KLInLoss)
-        _refuse(estimator, _faults_by_tokens(config, _OfTokens(estimator, _estimates(estimator), trains)))
+        _refuse(estimator, _faults_by_tokens(config, _TokenFunction(estimator, _estimates(estimator), trains)))
     if advantages := _checked(config, functions.advantages):
         _refuse(advantages, _faults_by_iteration(config, advantages.advantages, reward_batches(config)))
         _refuse(advantages, _faults_between_prompts(config, advantages))
@@ -100,7 +100,7 @@ def _unchecked(own: Own) -> str:
 
 
 @contextmanager
-def _told(own: Own, how: str) -> Iterator[None]:
+def _explained(own: Own, how: str) -> Iterator[None]:
     """Tell in the error of a call how the function was called."""
     try:
         yield
@@ -110,8 +110,8 @@ def _told(own: Own, how: str) -> Iterator[None]:
 
 def _estimates(own: OwnEstimator) -> Callable[[ObjectiveBatch], TokenLosses]:
     def estimates(batch: ObjectiveBatch) -> TokenLosses:
-        found = own.estimate(batch.new_logprobs, batch.ref_logprobs)
-        return TokenLosses(found, None, no_flags(found))
+        result = own.estimate(batch.new_logprobs, batch.ref_logprobs)
+        return TokenLosses(result, None, no_flags(result))
 
     return estimates
 
@@ -126,7 +126,7 @@ class _Result(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _OfTokens:
+class _TokenFunction:
     """A function that a run calls with the tokens of some responses."""
 
     own: Own
@@ -136,7 +136,7 @@ class _OfTokens:
     def result(self, batch: ObjectiveBatch) -> _Result:
         """Return losses, gradients and flags of a call, as in a run.
 
-        Raises UserError if the function does what it must not do.
+        Raises UserError if a check of the call fails.
         """
         new, entropies = (x.detach().requires_grad_(self.trains) for x in (batch.new_logprobs, batch.entropies))
         ratios = probability_ratios(new, batch.anchor_logprobs)
@@ -148,23 +148,23 @@ class _OfTokens:
         if new.grad is None and entropies.grad is None:
             _refuse(self.own, ["returned a loss without a gradient; it must depend on new_logprobs or entropies"])
         gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (new, entropies)]
-        for gradient, of in zip(gradients, ("new_logprobs", "entropies"), strict=True):
+        for gradient, column in zip(gradients, ("new_logprobs", "entropies"), strict=True):
             wrong = (~gradient.isfinite()).nonzero()[:, 0].tolist()
             if wrong:
-                raise self.own.refused(f"has a gradient in {of} that is not finite{place_of(batch, wrong[0])}")
+                raise self.own.refused(f"has a gradient in {column} that is not finite{place_of(batch, wrong[0])}")
         return _Result(losses.detach(), gradients[0], gradients[1], flags)
 
     def result_of_calls(self, batch: ObjectiveBatch, calls: Sequence[slice], expected: _Result) -> _Result:
         """Call the function with some tokens at a time; return its results, and `expected` for all other tokens."""
-        found = _Result(*map(torch.clone, expected))
+        results = _Result(*map(torch.clone, expected))
         for tokens in calls:
             columns = {field.name: getattr(batch, field.name)[tokens] for field in fields(ObjectiveBatch)}
-            for column, values in zip(found, self.result(ObjectiveBatch(**columns)), strict=True):
+            for column, values in zip(results, self.result(ObjectiveBatch(**columns)), strict=True):
                 column[tokens] = values
-        return found
+        return results
 
 
-def _faults_by_tokens(config: RunConfig, tried: _OfTokens) -> Iterator[str]:
+def _faults_by_tokens(config: RunConfig, tried: _TokenFunction) -> Iterator[str]:
     """Yield the faults of a function that a run calls with micro-batches."""
     longest = config.rollout.max_response_tokens
     batch = drawn(config, config.ppo.minibatch_size, longest) if tried.trains else drawn_iteration(config)
@@ -175,14 +175,14 @@ def _faults_by_tokens(config: RunConfig, tried: _OfTokens) -> Iterator[str]:
     if change := _difference(again, expected, batch, 0.0):
         yield f"gives two results for one batch, {change}; it must follow from its input alone"
     for layout, calls in layouts(config, batch):
-        with _told(tried.own, f" ({layout})"):
-            found = tried.result_of_calls(batch, calls, expected)
-        if change := _difference(found, expected, batch, NATIVE_TOLERANCE if config.is_native else 0.0):
-            if not _difference(found, expected, batch, NATIVE_TOLERANCE):
+        with _explained(tried.own, f" ({layout})"):
+            results = tried.result_of_calls(batch, calls, expected)
+        if change := _difference(results, expected, batch, NATIVE_TOLERANCE if config.is_native else 0.0):
+            if not _difference(results, expected, batch, NATIVE_TOLERANCE):
                 yield from _faults_by_machine(config, seen)  # explain a difference in the last bits
             yield f"depends on the layout. {layout}: {change}; let what a response gets depend on its own tokens alone"
     for extreme, few in extremes(drawn_few(config)):
-        with _told(tried.own, f" ({extreme}); bound it before it leaves float32"):
+        with _explained(tried.own, f" ({extreme}); bound it before it leaves float32"):
             tried.result(few)
     yield from _faults_by_machine(config, seen)
 
@@ -212,7 +212,7 @@ def _faults_between_tokens(config: RunConfig, own: OwnObjective) -> Iterator[str
 
     The log-ratios are near 0 and the advantages positive, so that nothing is clipped.
     """
-    batch = drawn(config, FEW, min(OF_PROBE, config.rollout.max_response_tokens))
+    batch = drawn(config, FEW, min(PROBE_TOKENS, config.rollout.max_response_tokens))
     new = batch.anchor_logprobs + (batch.new_logprobs - batch.anchor_logprobs) * 1e-2
     batch = replace(batch, new_logprobs=new, advantages=batch.advantages.abs() + 1.0)
     first = len(new) - int(batch.response_lengths[-1])
@@ -256,7 +256,7 @@ def _mixed(dependences: Sequence[set[int]]) -> Iterator[tuple[int, set[int]]]:
 
 
 def _shifted(dependences: Sequence[set[int]]) -> Iterator[tuple[int, set[int]]]:
-    """Yield the positions between the ends if each depends on the one token at the same distance, which is not 0."""
+    """Yield all positions but the first and last, if each depends on one token alone, at one distance other than 0."""
     inside = list(enumerate(dependences))[1:-1]
     shifts = {other - position for position, others in inside for other in others}
     if len(inside) > 1 and all(others for _, others in inside) and len(shifts) == 1 and shifts != {0}:
@@ -264,8 +264,8 @@ def _shifted(dependences: Sequence[set[int]]) -> Iterator[tuple[int, set[int]]]:
 
 
 def _faults_between_prompts(config: RunConfig, own: OwnAdvantages) -> Iterator[str]:
-    """Yield the faults of advantages that depend on responses to some other prompts, but not on those to all."""
-    responses = SAMPLES_OF_PROBE * config.rollout.samples_per_prompt
+    """Yield the faults of advantages that depend on responses to several prompts, but not to all prompts."""
+    responses = PROBE_PROMPTS * config.rollout.samples_per_prompt
     few = drawn(config, responses, min(4, config.rollout.max_response_tokens))
     rewards, prompts = few.advantages, set(few.groups.tolist())
     before = own.advantages(with_rewards(config, few, rewards))
@@ -283,18 +283,19 @@ def _faults_between_prompts(config: RunConfig, own: OwnAdvantages) -> Iterator[s
             )
 
 
-def _difference(found: _Result, expected: _Result, batch: ObjectiveBatch, tolerance: float) -> str:
-    """Describe which losses and gradients differ by more than `tolerance` times the largest, with a tolerance of 0 in
-    any bit; "" if none do.
+def _difference(results: _Result, expected: _Result, batch: ObjectiveBatch, tolerance: float) -> str:
+    """Describe which losses and gradients differ by more than `tolerance` times the largest one; "" if none do.
+
+    With a tolerance of 0 a difference in any bit counts.
     """
     changes = []
     names = ("loss", "gradient", "gradient in entropies", "clip flag")
-    for name, a, b in zip(names, found, expected, strict=True):
-        apart = (a.float() - b.float()).abs() > tolerance * float(b.abs().max())
+    for name, actual, wanted in zip(names, results, expected, strict=True):
+        apart = (actual.float() - wanted.float()).abs() > tolerance * float(wanted.abs().max())
         if not tolerance:
-            apart |= a.signbit() != b.signbit()  # as numbers, -0 and 0 are equal
+            apart |= actual.signbit() != wanted.signbit()  # as numbers, -0 and 0 are equal
         wrong = apart.nonzero()[:, 0].tolist()
         if wrong:
-            both = f"{float(a[wrong[0]]):.9g} instead of {float(b[wrong[0]]):.9g}"
+            both = f"{float(actual[wrong[0]]):.9g} instead of {float(wanted[wrong[0]]):.9g}"
             changes.append(f"{name} differs at {len(wrong)} tokens, first {both}{place_of(batch, wrong[0])}")
     return "; ".join(changes)

@@ -1,4 +1,4 @@
-"""Random batches for the trial of the user's functions, and the calls and extreme tokens with which it tries them."""
+"""Draw random batches for the trial of the user's functions, divide them into calls, and make extreme tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ppo_repro.ppo.log_ratios import LOG_RATIOS, extreme_logprobs
 from ppo_repro.ppo.objectives import probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
 
-MOST_TOKENS = 1 << 19  # of the drawn responses
-MOST_CALLS = 12  # of a layout: the first ones, and as many others
-FEW, SHORT = 2, 40  # full responses of a small batch, and their tokens
-SIZES = torch.tensor([1.0, 1 / 16, 4.0])  # of the numbers of a response
+MOST_TOKENS = 1 << 19  # the full responses of a batch have at most so many tokens
+MOST_CALLS = 12  # of each layout the first 12 calls are tried, and up to 12 others
+FEW, SHORT = 2, 40  # a small batch has 2 full responses of at most 40 tokens
+SIZES = torch.tensor([1.0, 1 / 16, 4.0])  # scales; in a column all numbers of a response have one scale
 OLD_LOGPROBS = ("anchor_logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs")
 
 
@@ -34,13 +34,13 @@ def drawn_few(config: RunConfig) -> ObjectiveBatch:
 
 
 def drawn(config: RunConfig, full: int, longest: int) -> ObjectiveBatch:
-    """Draw the tokens of short responses, with 1, 2, 4, ... tokens, and of full ones, as many as MOST_TOKENS allow.
+    """Draw short responses, with 1, 2, 4, ... tokens, and full responses, as many as MOST_TOKENS allow.
 
-    The numbers of a response resemble each other more than those of different responses, so that the statistics of
-    few responses differ much from those of all.
+    The numbers of one response resemble each other more than the numbers of different responses. So the statistics of
+    few responses differ much from the statistics of all responses.
 
     Args:
-        config: gives the number of samples of a prompt, and what the ratios are to.
+        config: gives the number of samples of a prompt, and the denominator of the ratios.
         longest: the full length, in tokens.
     """
     samples, short = config.rollout.samples_per_prompt, [1 << k for k in range((longest - 1).bit_length())]
@@ -71,14 +71,14 @@ def drawn(config: RunConfig, full: int, longest: int) -> ObjectiveBatch:
         advantages=advantages,
         corrections=torch.where(kept < 0.5, 0.0, kept),
         responses=responses,
-        groups=(responses // samples).clamp(max=max(count // samples, 1) - 1),  # none is too small
+        groups=(responses // samples).clamp(max=max(count // samples, 1) - 1),  # the last one gets the rest
         positions=torch.arange(n) - (torch.cumsum(lengths, 0) - lengths)[responses],
         lengths=lengths[responses],
     )
 
 
 def layouts(config: RunConfig, drawn: ObjectiveBatch) -> Iterator[tuple[str, list[slice]]]:
-    """Yield the name of each layout, and the tokens of some of its calls; those of `ranks 2` are all tokens."""
+    """Yield the name of each layout with the tokens of some of its calls; the calls of `ranks 2` have all tokens."""
     ends = [0, *torch.cumsum(drawn.response_lengths, 0).tolist()]
     count, own = len(ends) - 1, config.layout.update_micro_batch
     for size in sorted({own, *(1 << k for k in range(count.bit_length()))}):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clipping import ClipRule, IterationRows, join_tokens
+from ppo_repro.analysis.clip_flags import ClipRule
+from ppo_repro.analysis.clipping import IterationRows, join_tokens
 
 RULE = ClipRule("old", 0.2, 0.2, None, 0.2)
 
@@ -61,7 +62,7 @@ def make_item(
     place = rows[["sequence", "position"]].merge(order, on=["sequence", "position"], how="left")["place"]
     rows["log_ratios"] = np.asarray(log_ratios, dtype=np.float64)[rows["epoch"], place]
     steps = rows[["epoch", "minibatch"]].drop_duplicates().reset_index(drop=True)
-    return IterationRows(0, rule, tokens, steps, rows)
+    return IterationRows(0, rule, steps, rows)
 
 
 def single(log_ratios: Sequence[float], advantages: Sequence[float], rule: ClipRule = RULE) -> IterationRows:

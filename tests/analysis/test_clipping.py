@@ -34,27 +34,27 @@ def test_the_step_table_by_hand() -> None:
     item = single([UP, np.log(0.5), 0.0], [1.0, -1.0, 2.0])
     table = clip_step(item)
     row = whole(table).iloc[0]
-    assert (row["n_tok"], row["n_nonfinite"]) == (3, 0)
-    assert table["n_tok"].tolist() == [3, 2, 1]
-    assert row["grad_zero"] == 2 / 3
+    assert (row["n_tokens"], row["n_nonfinite"]) == (3, 0)
+    assert table["n_tokens"].tolist() == [3, 2, 1]
+    assert row["removed"] == 2 / 3
     assert row["clip_high"] == row["clip_low"] == 1 / 3
-    assert (row["r_mean"], row["r_max"], row["r_min"]) == pytest.approx((1.0, 1.5, 0.5))
+    assert (row["ratio_mean"], row["ratio_max"], row["ratio_min"]) == pytest.approx((1.0, 1.5, 0.5))
     assert row["beyond_twice"] == 2 / 3
     # masses |r A| = 1.5, 0.5, 2
-    assert row["gm_clip"] == pytest.approx(0.5)
+    assert row["removed_mass"] == pytest.approx(0.5)
     # with the recorded weights 0.5, 2, 1 and 3, 1, 1 times these masses: 2.25, 1, 2
     weighted = replace(item, rows=item.rows.assign(loss_weights=[0.5, 2.0, 1.0], importance_weights=[3.0, 1.0, 1.0]))
-    assert whole(clip_step(weighted)).iloc[0]["gm_clip"] == pytest.approx(3.25 / 5.25)
-    assert row["kl_k1"] == pytest.approx(-np.log(0.75) / 3)
-    assert row["kl_k3"] == pytest.approx(-np.log(0.75) / 3)  # the ratios' mean is 1
-    assert (row["ess_tok"], row["clip_floor"]) == (pytest.approx(9 / (3 * 3.5)), 0)
+    assert whole(clip_step(weighted)).iloc[0]["removed_mass"] == pytest.approx(3.25 / 5.25)
+    assert row["k1"] == pytest.approx(-np.log(0.75) / 3)
+    assert row["k3"] == pytest.approx(-np.log(0.75) / 3)  # the ratios' mean is 1
+    assert (row["ess_frac"], row["clip_floor"]) == (pytest.approx(9 / (3 * 3.5)), 0)
     # x^2 / 2; in float32 exp(x) - 1 - x would be noise
-    assert kl_estimates(np.full(9, 1e-7))["kl_k3"] == pytest.approx(5e-15, rel=1e-6)
+    assert kl_estimates(np.full(9, 1e-7))["k3"] == pytest.approx(5e-15, rel=1e-6)
     assert effective_samples(np.array([0.0, 800.0])) == pytest.approx(0.5)
     odd = whole(clip_step(single([np.inf, np.nan, 0.0, 0.1], [1.0, 1.0, 1.0, 1.0]))).iloc[0]
     assert odd["n_nonfinite"] == 2
-    assert np.isnan(odd["r_mean"])
-    assert np.isnan(odd["kl_k1"])
+    assert np.isnan(odd["ratio_mean"])
+    assert np.isnan(odd["k1"])
     assert odd["clip_high"] == 0.25
 
 
@@ -64,8 +64,8 @@ def test_the_floor_is_what_the_mismatch_alone_clips() -> None:
     # the ratio to the rollout is exp(delta) before any step: 1.35 and 0.74
     item = make_item([4], delta[None], np.array([1.0, -1.0, -1.0, 1.0]), rule, delta=delta)
     row = whole(clip_step(item)).iloc[0]
-    assert row["band_out"] == 0.75
-    assert row["clip_floor"] == row["grad_zero"] == 0.5
+    assert row["outside"] == 0.75
+    assert row["clip_floor"] == row["removed"] == 0.5
     with_old = replace(item, rule=RULE, rows=item.rows.assign(anchor_logprobs=item.rows["old_logprobs"]))
     assert whole(clip_step(with_old)).iloc[0]["clip_floor"] == 0.0
 
@@ -73,25 +73,26 @@ def test_the_floor_is_what_the_mismatch_alone_clips() -> None:
 def test_buckets_by_hand() -> None:
     old = np.log([0.95, 0.95, 0.2, 1.0])
     item = make_item([4], np.array([[0.0, 0.0, 1.0, 1.0]]), np.array([1.0, 1.0, 1.0, -1.0]), old_logprobs=old)
-    found = clip_bucket(item).query("kind == 'p_anchor'").set_index(["adv_sign", "lo"])
-    assert found["n"].to_dict() == {
-        ("all", 0.1): 1, ("all", 0.9): 2, ("all", 0.99): 1, ("pos", 0.1): 1, ("pos", 0.9): 2, ("neg", 0.99): 1,
+    found = clip_bucket(item).query("kind == 'prob'").set_index(["subset", "lo"])
+    assert found["n_tokens"].to_dict() == {
+        ("all", 0.1): 1, ("all", 0.9): 2, ("all", 0.99): 1,
+        ("adv_pos", 0.1): 1, ("adv_pos", 0.9): 2, ("adv_neg", 0.99): 1,
     }  # fmt: skip
-    assert found["grad_zero"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
-    assert clip_bucket(item).query("kind == 'position' and adv_sign == 'all'")["hi"].tolist() == [1.0, 2.0, 4.0]
+    assert found["removed"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert clip_bucket(item).query("kind == 'position' and subset == 'all'")["hi"].tolist() == [1.0, 2.0, 4.0]
     item.rows.loc[0, "entropies"] = np.nan  # in no bucket, so that no bucket counts it
-    assert clip_bucket(item).query("kind == 'entropy' and adv_sign == 'all'")["n"].sum() == 3
+    assert clip_bucket(item).query("kind == 'entropy' and subset == 'all'")["n_tokens"].sum() == 3
 
 
 def test_tables_of_a_run_agree_with_what_training_recorded(native_run: Path) -> None:
     tables, steps = clip_tables(native_run), reader.read_steps(native_run)
     own = whole(tables.clip_step)
-    assert own["n_tok"].tolist() == steps["tokens"].tolist()
+    assert own["n_tokens"].tolist() == steps["tokens"].tolist()
     # recorded from float32 differences of log-probs, and for |x| > 1 from a float32 exponential
-    np.testing.assert_allclose(own["kl_k3"], steps["approx_kl"], rtol=1e-5, atol=1e-12)
+    np.testing.assert_allclose(own["k3"], steps["approx_kl"], rtol=1e-5, atol=1e-12)
     # float32 against float64: a ratio within rounding of a bound, a value at equal distance from the return
-    assert (np.abs(own["grad_zero"] - steps["clip_fraction"]) * own["n_tok"]).sum() <= 2
-    assert (np.abs(own["vf_grad_zero"] - steps["value_clip_fraction"]) * own["n_value_tok"]).sum() <= 2
+    assert (np.abs(own["removed"] - steps["clip_fraction"]) * own["n_tokens"]).sum() <= 2
+    assert (np.abs(own["value_removed"] - steps["value_clip_fraction"]) * own["n_value_tokens"]).sum() <= 2
     assert set(clip_tables(native_run, iterations=[1], band=(0.1, 0.1)).clip_step["iteration"]) == {1}
 
 
@@ -100,15 +101,15 @@ def test_a_lean_run_has_no_surrogate_mass(tmp_path: Path) -> None:
         tiny_run(tmp_path / level, "ppo.iterations=1", f"records.level={level}") for level in ("lean", "full")
     )
     tables = [clip_tables(run_dir) for run_dir in (lean, full)]
-    assert [table.clip_step["gm_clip"].notna().any() for table in tables] == [False, True]
+    assert [table.clip_step["removed_mass"].notna().any() for table in tables] == [False, True]
     lines = list(map(overview, tables))
     assert [line for line in lines[1] if line not in lines[0]] == [lines[1][3]]
     assert "of the surrogate mass" in lines[1][3]
 
 
 def test_an_early_stop_by_hand() -> None:
-    step = {"subset": "all", "n_tok": 5, "iteration": [0, 0, 0, 1, 1], "step": [0, 1, 2, 3, 4]}
-    kl = {"kl_k1": [0.01, 0.03, 0.05, -0.03, 0.02], "kl_k3": [0.0, 0.01, 0.02, 0.01, 0.05]}
+    step = {"subset": "all", "n_tokens": 5, "iteration": [0, 0, 0, 1, 1], "step": [0, 1, 2, 3, 4]}
+    kl = {"k1": [0.01, 0.03, 0.05, -0.03, 0.02], "k3": [0.0, 0.01, 0.02, 0.01, 0.05]}
     found = early_stop(pd.DataFrame({**step, **kl}), 0.02).set_index(["iteration", "estimate"])
     assert found["steps_taken"].to_dict() == {
         (0, "k1"): 2, (0, "k3"): 3, (1, "k1"): 2, (1, "k3"): 2,

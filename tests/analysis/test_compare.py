@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.compare import compare_runs, hazard, numeric_rows, paired_responses, run_compare
+from ppo_repro.analysis.compare import compare_runs, numeric_rows, run_compare
+from ppo_repro.analysis.response_pairs import hazard, paired_responses
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import diff, reader
 from tests.support.cli import Cli
@@ -117,7 +118,7 @@ def responses(delta_sums: list[float], iterations: list[int] | None = None) -> p
 
 def numeric(frame: pd.DataFrame, margin: float = 1.0) -> pd.DataFrame:
     rows = numeric_rows(frame, rng(), column="old_logprobs", margin=margin, alpha=0.05)
-    return run_compare("a", "b", rows, 0.05)
+    return run_compare("a", "b", {"numeric": rows}, 0.05)
 
 
 def test_numeric_rows_by_hand() -> None:

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis.buckets import bucket_of
-from ppo_repro.analysis.mismatch import bucket_sums, bucket_table, merged, sums_of, update_table
+from ppo_repro.analysis.mismatch_buckets import bucket_sums, bucket_table
+from ppo_repro.analysis.mismatch_metrics import merged, sums_of, update_table
 from ppo_repro.testing.pairs import with_mismatch
 from tests.analysis.chunks import chunk
 
@@ -86,13 +87,15 @@ def test_buckets_by_hand() -> None:
     frame = chunk(a, [log(0.05), log(0.1), log(0.4), log(0.95), -1.0]).assign(turn=[0, 0, 1, 3, 3])
     found = buckets_of(frame)
     probs = found[found["kind"] == "prob"]
-    assert probs[["lo", "hi", "n"]].to_numpy().tolist() == [[0.01, 0.1, 1], [0.1, 0.3, 2], [0.9, 0.99, 1]]
+    assert probs[["lo", "hi", "n_tokens"]].to_numpy().tolist() == [[0.01, 0.1, 1], [0.1, 0.3, 2], [0.9, 0.99, 1]]
     assert probs["abs_mean"].tolist() == pytest.approx([0.0, LOG2, 0.0], rel=1e-6)
     assert probs["prob_abs_mean"].tolist() == pytest.approx([0.0, 0.15, 0.0], rel=1e-6)
     assert probs["abs_p99"].tolist() == pytest.approx([0.0, LOG2, 0.0], rel=2**-8)
-    assert probs["frac_eq"].tolist() == [1.0, 0.0, 1.0]
-    limits = {kind: found[found["kind"] == kind][["lo", "hi", "n"]].to_numpy().tolist() for kind in set(found["kind"])}
-    assert (limits["position"], limits["seq_len"]) == ([[0, 1, 1], [1, 2, 1], [2, 4, 2]], [[4, 8, 4]])
+    assert probs["frac_bitwise_equal"].tolist() == [1.0, 0.0, 1.0]
+    limits = {
+        kind: found[found["kind"] == kind][["lo", "hi", "n_tokens"]].to_numpy().tolist() for kind in set(found["kind"])
+    }
+    assert (limits["position"], limits["response_length"]) == ([[0, 1, 1], [1, 2, 1], [2, 4, 2]], [[4, 8, 4]])
     assert limits["turn"] == [[0, 1, 2], [1, 2, 1], [2, 4, 1]]
     assert "entropy" not in limits
     assert bucket_of(np.array([0.0, 0.1, 0.5, 1.0, 7.0, np.nan]), (0.0, 0.1, 1.0)).tolist() == [0, 1, 1, 1, 1, -1]

@@ -48,13 +48,13 @@ def test_drift_by_hand(tokenizers: dict[str, RecordedTokenizer]) -> None:
     (a,), (b,), (ab,) = tokenizer.encode(["a", "b", "ab"])
     found = retokenization(responses(tokenizer, [[a, b], [ab], [ab, ab, a, b]], True), tokenizer)
     assert found["drifted"].tolist() == [True, False, True]
-    assert found["n_tok"].tolist() == [2, 1, 4]
-    assert found["len_delta"][0] == -1
-    assert found["first_drift_pos"][0] == 0
-    assert math.isnan(found["first_drift_pos"][1])
+    assert found["n_tokens"].tolist() == [2, 1, 4]
+    assert found["length_delta"][0] == -1
+    assert found["first_drift_position"][0] == 0
+    assert math.isnan(found["first_drift_position"][1])
     assert drift_summary(found) == {
-        "drift_seq_frac": pytest.approx(2 / 3),
-        "drift_seq_frac_se": pytest.approx(math.sqrt(3 / 2 * (1 / 9 + 4 / 9 + 1 / 9)) / 3),
+        "frac_drifted": pytest.approx(2 / 3),
+        "frac_drifted_se": pytest.approx(math.sqrt(3 / 2 * (1 / 9 + 4 / 9 + 1 / 9)) / 3),
     }
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.clipping import load_iterations, policy_rows, token_flags
+from ppo_repro.analysis.clip_flags import token_flags
+from ppo_repro.analysis.clipping import load_iterations, policy_rows
 from ppo_repro.analysis.figures import across, differences
 from ppo_repro.analysis.grid_outcomes import MEASURES, clip_shares, measures_of, outcomes
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation, report
@@ -36,10 +37,11 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
     table = comparisons(found.sample(frac=1, random_state=0), "accuracy", "x").set_index("point")
     # y - x is 1, 2, 3: mean 2, standard error 1 / sqrt 3, t = 3.4641 with 2 degrees of freedom: p = 0.0742
     assert table.loc["y", "difference"] == pytest.approx(2.0)
-    assert (table.loc["y", "low"], table.loc["y", "high"]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
-    assert table.loc["y", "p"] == pytest.approx(0.0742, abs=1e-4)
+    assert (table.loc["y", "ci_lo"], table.loc["y", "ci_hi"]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
+    assert table.loc["y", "p_value"] == pytest.approx(0.0742, abs=1e-4)
     # z - x is 20, 0, -20: mean 0, so p = 1; Holm doubles the smaller p
-    assert (table.loc["z", "p"], table.loc["y", "Holm"]) == (pytest.approx(1.0), pytest.approx(0.1483, abs=1e-4))
+    assert table.loc["z", "p_value"] == pytest.approx(1.0)
+    assert table.loc["y", "p_holm"] == pytest.approx(0.1483, abs=1e-4)
     with pytest.raises(UserError, match=r"^--against q: .* x; y; z$"):
         comparisons(found, "accuracy", "q")
     for ask in (lambda cells: comparisons(cells, "accuracy", "x"), lambda cells: across(cells, "removed", "accuracy")):
@@ -109,7 +111,7 @@ def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Pa
         by_training = (steps["clip_fraction"] * steps["tokens"]).sum() / steps["tokens"].sum()
         assert made["removed"] == pytest.approx(by_training, rel=1e-5, abs=1e-9)
         assert made["removed"] > 0
-        assert made["floor"] == 0.0, "mismatch below 1e-4 nats puts no ratio beyond 0.2 before a step"
+        assert made["clip_floor"] == 0.0, "mismatch below 1e-4 nats puts no ratio beyond 0.2 before a step"
         assert made["score"] == pytest.approx(iterations["score_mean"].tail(5).mean())
 
 
@@ -123,8 +125,8 @@ def test_a_ratio_is_outside_the_band_whatever_the_advantage(tmp_path: Path) -> N
     """In a group of equal scores every advantage is 0, and no gradient is there to be removed."""
     run_dir = tiny_run(tmp_path, *GROUPS)
     flags = pd.concat([token_flags(policy_rows(item), item.rule) for item in load_iterations(run_dir)])
-    assert flags["out_without_advantage"].any()
-    assert clip_shares(run_dir) == (flags["grad_zero"].mean(), flags["band_out"].mean())
+    assert flags["outside_without_advantage"].any()
+    assert clip_shares(run_dir) == (flags["removed"].mean(), flags["outside"].mean())
 
 
 @pytest.mark.parametrize("kind", ["cispo, cap: 1.1, floor: 0.9", "unclipped"])
@@ -178,7 +180,7 @@ def test_a_measure_that_a_setting_lacks_is_not_finite(deterministic_run: Path, t
     )  # fmt: skip
     for cells in (table, table[1:]):  # one setting has the measure, and none
         cells.to_parquet(tmp_path / "cells.parquet")
-        for measure in ("explained", "floor"):
+        for measure in ("explained", "clip_floor"):
             said = cli.done("analyse", "table", tmp_path, "--measure", measure)
             assert "\n| lacks | 1 | not finite |" in said
             assert "\n| lacks too | not finite |  |  |" in said

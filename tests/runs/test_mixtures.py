@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ppo_repro.analysis.mismatch import bucket_table, measure
+from ppo_repro.analysis.mismatch import measure
+from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.pairs import ROUTE, ROUTES, run_pairs
 from ppo_repro.analysis.parity import parity
 from ppo_repro.analysis.report.sections.sampler_and_trainer import bucket_figure
@@ -130,7 +131,7 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
     buckets = buckets_of(own)
     by_route = by_kind_of_route(buckets)
     assert by_route.loc["flipped", "n"] == flipped.sum()
-    assert by_route["n"].sum() == len(flipped)
+    assert by_route["n_tokens"].sum() == len(flipped)
     assert by_route.loc["flipped", "abs_mean"] > by_route.loc["same", "abs_mean"] > 0
     assert all(route in bucket_figure(buckets, ROUTE).chart for route in ("same", "flipped"))
     assert by_kind_of_route(buckets_of(replayed)).index.tolist() == ["same"]

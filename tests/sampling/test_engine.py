@@ -25,14 +25,14 @@ def test_a_finished_sequence_gives_its_seat_to_the_next(monkeypatch: pytest.Monk
     started, passes = 0, []  # prompts taken in so far; rows of every decoding pass, and the prompts before it
     compute = Seats.logits_after
 
-    def counting(seats: Seats, turn: list[Seated]) -> Tensor:
+    def counting(seats: Seats, batch: list[Seated]) -> Tensor:
         nonlocal started
-        if turn[0].tokens:
-            assert len({item.seat for item in turn}) == len(turn)
-            passes.append((len(turn), started))
+        if batch[0].is_new:
+            started += len(batch)
         else:
-            started += len(turn)
-        return compute(seats, turn)
+            assert len({item.seat for item in batch}) == len(batch)
+            passes.append((len(batch), started))
+        return compute(seats, batch)
 
     monkeypatch.setattr(Seats, "logits_after", counting)
     completions = engine(3).generate(requests_of(25, 4), PLAIN)

@@ -10,16 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_repro.analysis.mismatch import measure, merged, update_table
+from ppo_repro.analysis.mismatch import measure
+from ppo_repro.analysis.mismatch_metrics import merged, update_table
 from ppo_repro.analysis.pairs import run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.mode import Mode
-from ppo_repro.engine import Sampling
+from ppo_repro.base.ranks import ALONE
+from ppo_repro.base.watcher import Silent
+from ppo_repro.engine import Request, Sampling
 from ppo_repro.numerics.noise import normal_noise
 from ppo_repro.records import reader
+from ppo_repro.runs.prepare import prepare
 from ppo_repro.sampling.built_in import BuiltInSampler
 from ppo_repro.sampling.draw import sample
 from ppo_repro.sampling.faults.logits import biased, disturbed, logits_fault
+from ppo_repro.sampling.faults.sampler import with_faults
 from tests.support.language import small_run
 from tests.support.models import CONTEXT, policy, unequal
 from tests.support.runs import small_config
@@ -78,6 +83,26 @@ def test_the_mismatch_of_a_run_is_the_chosen_one(tmp_path: Path) -> None:
     assert table["frac_bitwise_equal", "token_mean"] < 0.05
     counted = reader.read_iterations(disturbed_run)["unequal_old_rollout_logprobs"].sum()
     assert counted == (deltas != 0).sum()
+
+
+def greedy_logprobs(*fault: str) -> Tensor:
+    """The log-probs of greedy responses before the first iteration, as an evaluation samples them."""
+    config = small_config("model.warm_start_steps=0", *fault)
+    prepared = prepare(config, Silent())
+    tokenizer, end_ids = prepared.task.tokenizer, prepared.engine.stop_ids
+    engine = with_faults(config.mismatch, prepared.engine, prepared.state, tokenizer, end_ids, ALONE)
+    requests = [Request(ids, 0) for ids in list(prepared.task.prompt_ids.values())[:8]]
+    return torch.cat([c.logprobs for c in engine.generate(requests, Sampling(1.0, 0, 1.0, 4, greedy=True))])
+
+
+def test_evaluation_has_the_rounding_of_the_sampler_and_no_other_fault() -> None:
+    """A flipped bit is in the policy itself, so evaluation has it too."""
+    expected = greedy_logprobs()
+    for fault in ("mismatch.sampler.precision.logits=bfloat16", "mismatch.sampler.stock=bfloat16"):
+        assert not torch.equal(greedy_logprobs(fault), expected), fault
+    weights_and_logits = "mismatch.sampler.lag=1", "mismatch.sampler.token_bias=1", "rollout.mismatch_sigma=1"
+    for fault in (*weights_and_logits, "mismatch.flip=token", "mismatch.trainer.retokenize=1"):
+        assert torch.equal(greedy_logprobs(fault), expected), fault
 
 
 @pytest.mark.parametrize("sigma", ["0", "-0.1", ".nan", ".inf"])

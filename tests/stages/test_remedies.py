@@ -129,10 +129,11 @@ ALL_AT_ONCE = (
 def test_recorded_weights_are_the_analyses_and_recomputed(tmp_path: Path) -> None:
     run_dir, ppo = recorded(tmp_path, *ALL_AT_ONCE), load_config(TINY, [*SHORT, ANCHOR, *ALL_AT_ONCE]).ppo
     for item in load_iterations(run_dir):
-        old, rollout = (item.tokens[name].to_numpy(np.float64) for name in ("old_logprobs", "rollout_logprobs"))
-        sequence = item.tokens["sequence"].to_numpy(np.int64)
+        tokens = reader.read_tokens(run_dir, iterations=[item.iteration])
+        old, rollout = (tokens[name].to_numpy(np.float64) for name in ("old_logprobs", "rollout_logprobs"))
+        sequence = tokens["sequence"].to_numpy(np.int64)
         weights, changes = applied(ppo.importance_weights, ppo.rejection, old - rollout, sequence)
-        computed = item.tokens[["sequence", "position"]].assign(weight=weights, change=changes)
+        computed = tokens[["sequence", "position"]].assign(weight=weights, change=changes)
         expected = item.rows.merge(computed)
         assert set(item.rows["correction"]) >= {"none", "rejected"}
         assert item.rows["correction"].nunique() > 2

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import doctest
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.testing import PaddedAdvantageBatch, advantages, check_advantages
 from ppo_repro.testing.advantages import Kind
 
@@ -47,6 +49,12 @@ def test_the_only_response_of_a_group_may_have_the_advantage_of_verl(kind: Kind)
     assert ("nan instead of 0" in str(check(None))) == (kind == "group_normalised")
     assert check(torch.tensor([0.5, 1.0])), "another mean is found"
     assert check_advantages(lambda batch: batch.scores[:, None].expand(batch.mask.shape), kind), "in larger groups"
+
+
+@pytest.mark.parametrize("options", [{"kind": "rloo"}, {"kind": "group_normalised", "divisor": "n-1"}])
+def test_a_formula_that_does_not_exist_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"must be one of 'gae'|must be one of 'n', 'n - 1'"):
+        check_advantages(lambda batch: batch.rewards, **options)
 
 
 def test_the_example_runs() -> None:

@@ -84,6 +84,7 @@ def test_what_differs_from_a_golden_run_is_named_and_the_environment_only_where_
     for change, message in (
         ({"tables": steps}, r"table steps, iteration 0: .*golden 00; the environment is the same"),
         ({"tables": steps, "environment": other}, r"environment differs: packages.torch \S+ \(golden 1.0\)"),
+        ({"tables": [{**made.tables[0], "gone": "00"}, *made.tables[1:]]}, r"table gone, .*: digest None, golden 00"),
         ({"tables": made.tables[:-1]}, "number of iterations"),
         ({"fingerprint": "00"}, "final results"),
     ):

@@ -74,19 +74,19 @@ def described(responses: list[dict[str, Any]]) -> dict[str, Any]:
     for epoch in range(epochs):
         columns.append(TokenColumn(f"ratio_{epoch}", f"ratio, epoch {epoch}", "", "ratio"))
         columns.append(TokenColumn(f"flag_{epoch}", f"clip flag, epoch {epoch}", "", "category"))
-    found = []
+    shown = []
     for column in columns:
         values = [value for response in responses for value in response["columns"].get(column.key, [])]
         if any(value is not None for value in values):
             about = {"key": column.key, "label": column.label, "unit": column.unit, "scale": column.scale}
-            found.append({**about, "limit": _limit(column.scale, values)})
-    return {"columns": found, "reasons": REASONS, "responses": responses}
+            shown.append({**about, "limit": _limit(column.scale, values)})
+    return {"columns": shown, "reasons": REASONS, "responses": responses}
 
 
 def responses_of(
     sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame, summary: pd.DataFrame, where: str
 ) -> list[dict[str, Any]]:
-    """Return some responses of one iteration, token by token.
+    """Return the chosen responses of one iteration, token by token.
 
     Args:
         summary: the chosen responses: sequence, why, max_abs_delta, clipped.
@@ -103,8 +103,8 @@ def responses_of(
     reasons = {row["sequence"]: row for row in summary.to_dict("records")}
     groups = tokens[tokens["sequence"].isin(summary["sequence"])].groupby("sequence", sort=True)
     return [
-        {**_response({**about[key], **reasons[key]}, own.sort_values("position")), "epochs": epochs}
-        for key, own in groups
+        {**_response({**about[key], **reasons[key]}, rows.sort_values("position")), "epochs": epochs}
+        for key, rows in groups
     ]
 
 

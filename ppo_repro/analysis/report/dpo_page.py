@@ -55,7 +55,7 @@ def dpo_page(facts: Facts) -> str:
     )
     sections = (
         Section("learning", "Learning", figures=[*metric_figures(kind.learning, [Curve("this run", metrics)]), after]),
-        Section("steps", "Steps", figures=[step_figure(metric, steps) for metric in kind.by_step]),
+        Section("steps", "Steps", figures=[step_figure(metric, steps) for metric in kind.figures_by_step]),
         Section("numbers", "Numbers and configuration", blocks=blocks),
     )
     return page(facts.name, cards, sections)

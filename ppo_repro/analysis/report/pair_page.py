@@ -72,10 +72,10 @@ def _learning(runs: Sequence[OneRun]) -> list[Verdict]:
     """Return a sentence about the first and last score or return of each run, and a warning about its weight."""
     sentences = []
     for name, run in zip(NAMES, runs, strict=True):
-        for main in run.facts.kind.main:
-            values = run.curves[run.curves["metric"] == main.metric].sort_values("iteration")["value"].tolist()
+        for line in run.facts.kind.first_chart:
+            values = run.curves[run.curves["metric"] == line.metric].sort_values("iteration")["value"].tolist()
             if values:
-                sentences.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({main.unit})."))
+                sentences.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({line.unit})."))
                 break
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."
     return [*sentences, Verdict("fact", alone)]
@@ -99,7 +99,7 @@ def _agreement(name: str, run: OneRun) -> list[Verdict]:
     if run.unequal:
         text = f"{name}: {share(run.unequal, run.tokens)} of log-probs differ between sampler and trainer."
         return [*sentences, Verdict("differs", text)]
-    text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.kind.unit}."
+    text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.kind.token_unit}."
     return [*sentences, Verdict("holds", text)]
 
 

@@ -29,7 +29,7 @@ def run_page(facts: Facts, responses: int) -> str:
     """Return the page of one run of PPO, which shows `responses` responses token by token."""
     iterations, steps = summary_tables(facts)
     numbers = read_page_numbers(facts, iterations, steps)
-    counts, own, kind = numbers.counts, facts.own(iterations), facts.kind
+    counts, computed, kind = numbers.counts, facts.without_copied(iterations), facts.kind
     is_diagnosed = counts.parity.unequal_old_rollout_logprobs and has_responses(facts.manifest)
     cause, by_bucket = cause_of(facts) if is_diagnosed else ([], [])
     cards = (
@@ -39,19 +39,19 @@ def run_page(facts: Facts, responses: int) -> str:
             chart=curves.run_chart(facts, numbers.curves),
         ),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counts.parity, counts.draws), *cause]),
-        Card("What went wrong?", verdicts.troubles(facts, own, counts.nonfinite_ratios, counts.nonfinite_deltas)),
+        Card("What went wrong?", verdicts.troubles(facts, computed, counts.nonfinite_ratios, counts.nonfinite_deltas)),
         Card("How to repeat it", blocks=[facts_html(repeating(facts))]),
     )
-    learning, optimisation, agreement = (
+    learning, optimisation, beside_mismatch = (
         curves.metric_figures(wanted, [Curve("this run", numbers.curves)], forked_at=facts.forked_at)
-        for wanted in (kind.learning, kind.optimisation, kind.agreement)
+        for wanted in (kind.learning, kind.optimisation, kind.beside_mismatch)
     )
-    distributions = change_figures(numbers.values, kind.main[-1].unit, kind.samples)
+    distributions = change_figures(numbers.values, kind.first_chart[-1].unit, kind.samples)
     sections = [
         Section("learning", "Learning", figures=[*learning, *distributions]),
         Section("optimisation", "Optimisation", figures=optimisation),
-        mismatch_section(counts, by_bucket, agreement),
-        clipping_section(facts, own, facts.own(steps), numbers),
+        mismatch_section(counts, by_bucket, beside_mismatch),
+        clipping_section(facts, computed, facts.without_copied(steps), numbers),
         *samples_section(facts),
         _numbers(facts, iterations, steps, numbers.curves),
     ]
@@ -62,9 +62,9 @@ def run_page(facts: Facts, responses: int) -> str:
     return page(facts.name, cards, sections, data)
 
 
-def first_and_last(metrics: Sequence[Metric], found_curves: pd.DataFrame) -> pd.DataFrame:
+def first_and_last(metrics: Sequence[Metric], curves_of_run: pd.DataFrame) -> pd.DataFrame:
     """Return the first and last value of the metrics' curves: quantity, first, last, unit."""
-    ends = found_curves.sort_values("iteration").groupby("metric")["value"].agg(["first", "last"])
+    ends = curves_of_run.sort_values("iteration").groupby("metric")["value"].agg(["first", "last"])
     rows = [(m.title, *map(float, ends.loc[m.key]), m.unit) for m in metrics if m.key in ends.index]
     return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
 
@@ -74,9 +74,9 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_cu
     unequal = int(iterations["unequal_old_rollout_logprobs"].sum())
     rows = [
         ("iterations", f"{len(iterations):,} of {facts.config.iterations:,}"),
-        *((name, int(iterations[column].sum())) for name, column in facts.kind.counts),
+        *((total.title, int(iterations[total.name].sum())) for total in facts.kind.totals),
         ("optimizer steps", len(steps)),
-        (f"unequal old and rollout log-probs, {facts.kind.unit}", unequal),
+        (f"unequal old and rollout log-probs, {facts.kind.token_unit}", unequal),
         ("largest |old - rollout|, nats", float(iterations["max_abs_old_rollout"].max(skipna=False))),
     ]
     numbers = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]

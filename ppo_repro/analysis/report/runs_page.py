@@ -37,10 +37,10 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     Raises UserError if no run is complete, or the runs are of several kinds.
     """
     runs = read_folder(folder)
-    measure, settings = runs.measures[0], runs.settings
-    means = runs.finals.groupby("point", sort=False)[measure].mean().sort_values(ascending=False, kind="stable")
+    result, settings = runs.results[0], runs.settings
+    means = runs.finals.groupby("point", sort=False)[result.name].mean().sort_values(ascending=False, kind="stable")
     lines = [_line(s, group) for s, group in settings.items() if s.short in set(means.index[:MAX_LINES])]
-    some = f"The {MAX_LINES} of {len(settings)} settings with the highest {measure}; the table has all."
+    fewer = f"The {MAX_LINES} of {len(settings)} settings with the highest {result.title}; the table has all."
     forks = [FORKS] * any(run.facts.forked_at is not None for run in runs.listed)
     cards = [
         *_result_cards(runs, lines, forks),
@@ -49,7 +49,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     ]
     sections = [
         _list_of_runs(runs, linked_from),
-        *curve_sections(runs.listed[0].facts, lines, [some] * (len(settings) > MAX_LINES) + forks, _band(runs.finals)),
+        *curve_sections(runs.listed[0].facts, lines, [fewer] * (len(settings) > MAX_LINES) + forks, _band(runs.finals)),
         Section("terms", "Terms", blocks=[folded_table("Terms in words", terms())]),
     ]
     return page(f"{folder.resolve().name}: {len(runs.listed)} runs", cards, sections)
@@ -57,29 +57,29 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
 
 def _result_cards(runs: FolderRuns, lines: Sequence[Curve], forks: Sequence[str]) -> list[Card]:
     """Return the cards with the results of each setting: a chart, a table and, for a grid, its question and answer."""
-    measure = runs.measures[0]
-    drawn = [(line, runs.kind.measures.get(measure, "")) for line in lines]
-    chart = curves.curve_chart(measure.capitalize(), measure, drawn) or main_chart(runs.listed[0].facts, lines)
+    result = runs.results[0]
+    title = result.title.capitalize()
+    drawn = [(line, result.name) for line in lines] if result in runs.kind.results else []
+    chart = curves.curve_chart(title, result.title, drawn) or main_chart(runs.listed[0].facts, lines)
     equal = curves.equal_curves(drawn)
     on_lines = [Verdict("fact", text) for text in ([sentence(equal)] if equal else []) + [*forks]]
     sizes = runs.finals.groupby("point").size()
     spread_of_seeds = SPREAD if sizes.min() >= curves.MANY_SEEDS else "mean (smallest to largest seed)"
     results = scrolled(table(_means(runs), spread_of_seeds if sizes.max() > 1 else "one run of each setting"))
-    title = f"{measure.capitalize()} of each setting"
     if not runs.is_grid:
-        return [Card(title, on_lines, [results], chart)]
-    bounds = largest_possible(runs, measure), largest_recorded(runs, measure)
-    question, answer, *compared = answer_cards(runs.folder, runs.finals, measure, chart, *bounds)
+        return [Card(f"{title} of each setting", on_lines, [results], chart)]
+    bounds = largest_possible(runs, result), largest_recorded(runs, result)
+    question, answer, *compared = answer_cards(runs.folder, runs.finals, result, chart, *bounds)
     # the card of the answer has the chart
     answer = replace(answer, verdicts=[*answer.verdicts, *on_lines])
-    return [question, answer, Card(title, blocks=[results]), *compared]
+    return [question, answer, Card(f"{title} of each setting", blocks=[results]), *compared]
 
 
 def _list_of_runs(runs: FolderRuns, linked_from: Path | None) -> Section:
     """Return the section with a table of all runs, and of all that their settings differ in."""
     finals = runs.finals
     links = [_link(run.facts.run_dir, runs.folder, linked_from) for run in runs.listed]
-    results = {name: finals[name].round(3).tolist() for name in runs.measures}
+    results = {result.title: finals[result.name].round(3).tolist() for result in runs.results}
     names, labels = [read_label(run.facts.run_dir).name for run in runs.listed], finals["point"].tolist()
     # a setting may have the name of its runs
     named = {"name": names} if any(name not in ("", label) for name, label in zip(names, labels, strict=True)) else {}
@@ -107,12 +107,12 @@ def _left_out(runs: FolderRuns) -> list[Card]:
 def _line(setting: Setting, group: Sequence[OneRun]) -> Curve:
     config, kind = group[0].facts.config, group[0].facts.kind
     score = score_range(config) if isinstance(config, RunConfig) else ANY
-    runs = tuple(_own_curves(run) for run in group)
+    runs = tuple(_curves_after_fork(run) for run in group)
     seeds = runs if 1 < len(runs) < curves.MANY_SEEDS else ()
     return Curve(setting.short, curves.over_seeds(runs, kind.metrics, score), seeds, setting.whole)
 
 
-def _own_curves(run: OneRun) -> pd.DataFrame:
+def _curves_after_fork(run: OneRun) -> pd.DataFrame:
     """Return the curves of a run; a fork's begin where it left its origin, whose setting it had before."""
     forked = run.facts.forked_at
     return run.curves if forked is None else run.curves[run.curves["iteration"] >= forked]
@@ -129,14 +129,14 @@ def _band(finals: pd.DataFrame) -> str:
 
 
 def _means(runs: FolderRuns) -> pd.DataFrame:
-    """Return one row per setting: setting, seeds if a setting has several, mean and spread of each measure."""
+    """Return one row per setting: setting, seeds if a setting has several, mean and spread of each result."""
     finals, wholes = runs.finals, {setting.short: setting.whole for setting in runs.settings}
     has_seeds = len(finals) > finals["point"].nunique()
     rows = [
         {
             "setting": Html(element("span", escape(point), title=wholes[str(point)] or False)),
             **({"seeds": len(group)} if has_seeds else {}),
-            **{name: spread(group[name]) for name in runs.measures},
+            **{result.title: spread(group[result.name]) for result in runs.results},
         }
         for point, group in finals.groupby("point", sort=False)
     ]

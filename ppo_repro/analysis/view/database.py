@@ -51,7 +51,7 @@ def literal(text: str) -> str:
 
 
 def source(paths: Sequence[str]) -> str:
-    """Return the SQL that reads some Parquet files."""
+    """Return the SQL that reads Parquet files."""
     return f"read_parquet([{', '.join(map(literal, paths))}], union_by_name = true, hive_partitioning = false)"
 
 
@@ -61,7 +61,7 @@ def pattern(path: Path) -> str:
 
 
 def responses_of(run_dir: Path, iterations: Sequence[int]) -> str:
-    """Return the SQL that reads the responses of some iterations."""
+    """Return the SQL that reads the responses of the given iterations."""
     files = {
         name: source([pattern(manifest.table_path(run_dir, name, iteration)) for iteration in iterations])
         for name in ("sequences", "tokens", "updates")
@@ -78,7 +78,7 @@ class Responses:
         self._database.execute(CREATE)
 
     def insert(self, run: int, run_dir: Path, iterations: Sequence[int]) -> None:
-        """Add the responses of some iterations of a run. Raises duckdb.Error if a file cannot be read."""
+        """Add the responses of the given iterations of a run. Raises duckdb.Error if a file cannot be read."""
         self.cursor().execute(f"insert into responses select ?, * from ({responses_of(run_dir, iterations)})", [run])
 
     def remove(self, run: int) -> None:

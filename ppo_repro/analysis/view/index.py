@@ -142,11 +142,11 @@ class Index:
         return run
 
     def _folders(self) -> Iterator[Path]:
-        found = dict[Path, Path]()  # targets may overlap
+        folders = dict[Path, Path]()  # targets may overlap
         for target in self.targets:
             for folder in sorted(folders_with(target, MANIFEST)):
-                found.setdefault(folder.resolve(), folder)
-        yield from found.values()
+                folders.setdefault(folder.resolve(), folder)
+        yield from folders.values()
 
     def _name(self, folder: Path) -> str:
         base = next(target for target in self.targets if folder.is_relative_to(target))

@@ -39,7 +39,7 @@ def rendered(responses: Responses, run: Run, iteration: int, sequence: int) -> s
     """Return the prompt decoded from its tokens, with special tokens; None if the run has no tokenizer yet."""
     path = next((run.folder / name for name in PATHS if (run.folder / name).is_file()), None)
     file = source([pattern(manifest.table_path(run.folder, "sequences", iteration))])
-    found = responses.rows(f"select prompt_ids from {file} where sequence = ?", [sequence])
-    if path is None or not found:
+    rows = responses.rows(f"select prompt_ids from {file} where sequence = ?", [sequence])
+    if path is None or not rows:
         return None
-    return load_tokenizer(path).decode_all(found[0]["prompt_ids"])
+    return load_tokenizer(path).decode_all(rows[0]["prompt_ids"])

@@ -90,24 +90,22 @@ def _state(index: Index, asked: Asked) -> Answer:
 
 def _responses(index: Index, asked: Asked) -> Answer:
     query = parsed(asked, len(index.runs))
-    found = index.responses.rows(query.page(), query.values)
-    ids = [row["id"] for row in found if row["id"] is not None]
+    matches = index.responses.rows(query.page(), query.values)
+    ids = [row["id"] for row in matches if row["id"] is not None]
     rows = index.responses.rows(
         f"select rowid as id, {ROW} from responses where rowid in (select unnest(?::bigint[]))", [ids]
     )
     by_id = {row.pop("id"): row for row in rows}
-    whole = {name: found[0][name] for name in ("total", "score", "correct")}
-    return {**whole, "offset": query.offset, "rows": [by_id[i] for i in ids if i in by_id]}
+    summary = {name: matches[0][name] for name in ("total", "score", "correct")}
+    return {**summary, "offset": query.offset, "rows": [by_id[i] for i in ids if i in by_id]}
 
 
 def _one(index: Index, asked: Asked) -> dict[str, Any]:
     values = response_key(asked, len(index.runs))
-    found = index.responses.rows(
-        f"select {ROW} from responses where run = ? and iteration = ? and sequence = ?", values
-    )
-    if not found:
+    rows = index.responses.rows(f"select {ROW} from responses where run = ? and iteration = ? and sequence = ?", values)
+    if not rows:
         raise UserError(f"run {values[0]}: has no response {values[2]} in iteration {values[1]}")
-    return found[0]
+    return rows[0]
 
 
 def _response(index: Index, asked: Asked) -> Answer:

@@ -18,13 +18,13 @@ from ppo_repro.tasks.tokenizer import decode, spans, special_ids
 
 @dataclass(frozen=True)
 class Encoding:
-    """T tokens encoded from the text of a response, and their relation to the S sampled tokens."""
+    """The T new tokens of a response whose text was encoded again, and their relation to the S sampled tokens."""
 
     ids: list[int]  # [T]
-    spans: Spans  # of these tokens
-    owners: list[int]  # [S] the token, of T, with the last character of a sampled token
-    sources: list[int]  # [T] the last sampled token with that owner, or else the one whose text goes beyond
-    as_sampled: list[bool]  # [T] the same token was sampled
+    spans: Spans  # [T]
+    owners: list[int]  # [S] the new token that has the last character of a sampled token
+    sources: list[int]  # [T] the last sampled token that a new token owns, or else the one with its last character
+    as_sampled: list[bool]  # [T] whether a new token is a sampled token at the same place in the text
 
     def summed(self, logprobs: Tensor) -> Tensor:
         """Sum the values [S] of the sampled tokens that belong to each new token: [T] float32."""
@@ -39,7 +39,8 @@ def encode_again(
 ) -> Encoding | None:
     """Encode the decoded text of a response again, and add its end token if it `ended`.
 
-    Special tokens inside a response have no text, and are lost. None if the result has no token, or more than `most`.
+    Special tokens inside a response have no text, and are lost. Returns None if the new response would have no token,
+    or more than `most` tokens.
     """
     tail = [ids[-1]] if ended and ids[-1] in special_ids(tokenizer) else []
     body = list(ids[: len(ids) - len(tail)])
@@ -72,8 +73,8 @@ def _source(before: Spans, after: Spans, owners: Sequence[int], token: int) -> i
 class RetokenizingEngine:
     """An engine that replaces the tokens of some sampled responses by other tokens of the same text.
 
-    `logprobs` and `log_kept_mass` of a new token are the sums over the sampled tokens that end in its text, 0 if none
-    does: a response keeps its log-prob. Routes and kept sets are dropped. Greedy evaluation does not change.
+    `logprobs` and `log_kept_mass` of a new token are the sums over the sampled tokens that it owns, 0 if it owns none.
+    So the log-prob of a response stays. Routes and kept sets are dropped. Greedy evaluation does not change.
     """
 
     engine: Engine
@@ -98,8 +99,8 @@ class RetokenizingEngine:
         before = spans(self.tokenizer, ids, text)
         new = encode_again(self.tokenizer, ids, before, most, ended) if most else None
         if new is None:
-            own = list(range(len(ids)))
-            new = Encoding(list(ids), before, own, own, [True] * len(own))
+            unchanged = list(range(len(ids)))
+            new = Encoding(list(ids), before, unchanged, unchanged, [True] * len(unchanged))
         count, versions = len(new.ids), completion.policy_versions
         return replace(
             completion,

@@ -37,7 +37,7 @@ def with_faults(
         engine = FlippingEngine(engine, state, ranks, known.difference(special_ids(tokenizer), end_ids))
     if lag:
         engine = LaggingEngine(engine, state, lag)
-    # here and not in `received`: the records have the trainer's tokens, and the loop compares the log-prob of each
+    # around the sampler, not in `received`: records have the trainer's tokens, and the loop compares their log-probs
     return RetokenizingEngine(engine, tokenizer, share) if share else engine
 
 
@@ -82,7 +82,7 @@ class LaggingEngine:
     """An engine that samples with the policy of `lag` iterations ago. Greedy evaluation uses the newest weights."""
 
     engine: Engine
-    state: TrainState  # has the policy of the engine
+    state: TrainState  # has the policy with which the engine samples
     lag: int
 
     def generate(

@@ -26,16 +26,16 @@ def make(field: str, path: str, parameters: Mapping[str, Any]) -> None:
     """
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # a server may reserve more memory than it uses
-    found = load_callable(field, path, (), parameters)
-    if not inspect.isclass(found.value):
-        raise found.refused(f"is no class; must be one with {' and '.join(METHODS)}")
-    engine = found(**parameters)
+    loaded = load_callable(field, path, (), parameters)
+    if not inspect.isclass(loaded.value):
+        raise loaded.refused(f"is no class; must be one with {' and '.join(METHODS)}")
+    engine = loaded(**parameters)
     for name, positions in METHODS.items():
         method = getattr(engine, name, None)
         if method is None:
-            raise found.refused(f"has no method {name}({', '.join(positions)}); add it")
-        whole_name = f"{found.name}.{name}"
-        described = replace(found, name=whole_name, line=begin_of(method, found.file) or found.line, value=method)
+            raise loaded.refused(f"has no method {name}({', '.join(positions)}); add it")
+        whole_name = f"{loaded.name}.{name}"
+        described = replace(loaded, name=whole_name, line=begin_of(method, loaded.file) or loaded.line, value=method)
         try:
             check_call(whole_name, method, positions, {})
         except RefusedError as error:

@@ -24,7 +24,7 @@ from ppo_repro.user.file import file_and_name
 from ppo_repro.user.process import UserProcess, load_from_package
 
 FIELD = "rollout.engine.path"
-MODEL = "model"  # the folder of weights, below the engine's
+MODEL = "model"  # name of the folder of weights in the engine's folder
 _CHILD = Path(__file__).with_name("child.py")
 _SEEDS = 2**32  # NumPy takes seeds below this
 

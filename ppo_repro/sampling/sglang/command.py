@@ -48,6 +48,16 @@ print(json.dumps({{
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What a run needs of each of its servers."""
+
+    engine: SGLangServers
+    layout: LayoutConfig
+    numerics: NumericsConfig
+    routes: bool  # the experts of each token; SGLang refuses this for a dense model
+
+
+@dataclass(frozen=True)
 class Interpreter:
     """Python interpreter of the servers, and its packages."""
 
@@ -95,19 +105,9 @@ def look_into(engine: SGLangServers) -> Interpreter:
     return Interpreter(installed["python"], installed["packages"], tuple(installed["plugins"]), digest)
 
 
-def server_arguments(
-    engine: SGLangServers,
-    layout: LayoutConfig,
-    numerics: NumericsConfig,
-    model: Path,
-    port: int,
-    version: str,
-    routes: bool,
-) -> list[str]:
-    """Return the arguments of sglang.launch_server; the configuration's arguments come last.
-
-    With `routes` the server returns the experts of each token, which it refuses for a dense model.
-    """
+def server_arguments(needs: Needs, model: Path, port: int, version: str) -> list[str]:
+    """Return the arguments of sglang.launch_server; the configuration's arguments come last."""
+    engine, layout, numerics = needs.engine, needs.layout, needs.numerics
     configured = {argument.partition("=")[0] for argument in engine.arguments}
     pairs: list[tuple[str, str]] = [
         ("--model-path", str(model)),
@@ -133,7 +133,7 @@ def server_arguments(
     flags = ["--enable-deterministic-inference", "--skip-tokenizer-init", "--sleep-on-idle"]
     if not layout.prefix_cache:
         flags.append("--disable-radix-cache")
-    if routes:
+    if needs.routes:
         flags.append(RETURN_ROUTES)
     return [*(word for pair in pairs for word in pair), *flags, *engine.arguments]
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.files import atomic_write, whole_folder
 from ppo_repro.config.rollout import SGLangServers
-from ppo_repro.config.run import NumericsConfig, RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.models.folders import write_sampled
 from ppo_repro.numerics.families import routers
@@ -34,11 +34,12 @@ from ppo_repro.sampling.sglang.client import Call, ask
 from ppo_repro.sampling.sglang.command import (
     RETURN_ROUTES,
     SPARE_CONTEXT,
+    Needs,
     look_into,
     server_arguments,
     server_environment,
 )
-from ppo_repro.sampling.sglang.messages import generate_body, read_completions, routed_layers
+from ppo_repro.sampling.sglang.messages import Batch, generate_body, read_completions, routed_layers
 from ppo_repro.sampling.sglang.plugin.names import ARCHITECTURES, ATTENTION_BACKEND, DIGEST
 from ppo_repro.sampling.sglang.server import Server, Waiting, death, end, free_port, start, wait_until_ready
 
@@ -52,8 +53,9 @@ RECORDED = (
 )
 
 
-def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, routes: bool) -> dict[str, Any]:
-    """Return the settings of a server. Raises UserError if the server would not sample as the run needs."""
+def check_server(url: str, needs: Needs) -> dict[str, Any]:
+    """Return the settings of a server. Raises UserError if the server lacks one of the run's needs."""
+    engine, numerics = needs.engine, needs.numerics
     info, model = ask(url, "/server_info", engine.timeout_s), ask(url, "/model_info", engine.timeout_s)
     if "version" not in info or "is_generation" not in model:
         raise UserError(f"{url}: does not answer like an SGLang server")
@@ -61,7 +63,7 @@ def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, rout
         raise UserError(
             f"{url}: runs without --enable-deterministic-inference, so SGLang ignores every seed; start it with that"
         )
-    if routes and info.get("enable_return_routed_experts") is not True:
+    if needs.routes and info.get("enable_return_routed_experts") is not True:
         raise UserError(
             f"{url}: runs without {RETURN_ROUTES}, and records.level = deep and ppo.replay_routes need the routes of a "
             "mixture of experts; start it with that"
@@ -117,9 +119,9 @@ class SGLangEngine:
         """Prepare an engine whose servers are not started yet; `folder` is for logs, notes and weights."""
         settings = config.rollout.engine
         assert isinstance(settings, SGLangServers)
-        self.settings, self.layout, self.numerics = settings, config.layout, config.numerics
-        self.policy, self.stop_ids, self.folder = policy, stop_ids, folder
+        self.settings, self.policy, self.stop_ids, self.folder = settings, policy, stop_ids, folder
         self._routed = routed_layers(policy) if config.asks_for_routes and routers(policy) else None
+        self._needs = Needs(settings, config.layout, config.numerics, routes=self._routed is not None)
         self.model_folder, self._is_deterministic = folder / "model", settings.numerics == "deterministic"
         self.servers: list[Server] = []
         self._folder_digest = ""  # digest of the weights in the model folder
@@ -157,18 +159,16 @@ class SGLangEngine:
         for server in self.servers:
             if server.process is not None:
                 wait_until_ready(server, self.settings.timeout_s, waiting)
-            has = check_server(server.url, self.settings, self.numerics, self._routed is not None)
+            has = check_server(server.url, self._needs)
             notes.append({"url": server.url, "server": has, "interpreter": interpreter and asdict(interpreter)})
         text = json.dumps(notes, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         atomic_write(self.folder / NOTES, text.encode())
 
     def _start(self, index: int, digest: str, temporary: Path) -> Server:
-        port, settings = free_port(), self.settings
-        arguments = server_arguments(
-            settings, self.layout, self.numerics, self.model_folder, port, digest, self._routed is not None
-        )
-        environment = {**server_environment(os.environ, self.layout.threads), "TMPDIR": str(temporary)}
-        command = [settings.python or sys.executable, "-m", "sglang.launch_server", *arguments]
+        port = free_port()
+        arguments = server_arguments(self._needs, self.model_folder, port, digest)
+        environment = {**server_environment(os.environ, self._needs.layout.threads), "TMPDIR": str(temporary)}
+        command = [self.settings.python or sys.executable, "-m", "sglang.launch_server", *arguments]
         return start(command, environment, self.folder / f"server-{index}.log", port)
 
     def generate(
@@ -176,22 +176,22 @@ class SGLangEngine:
     ) -> list[Completion]:
         assert dialogue is None, "the configuration refuses several turns"
         digest = weights_digest(self.policy.named_parameters())
-        edges = [index * len(requests) // len(self.servers) for index in range(len(self.servers) + 1)]
-        batches = [requests[start:end] for start, end in pairwise(edges)]
-        work = [(server, batch) for server, batch in zip(self.servers, batches, strict=True) if batch]
         wanted = EngineSampling(
             temperature=sampling.temperature,
             max_response_tokens=sampling.max_response_tokens,
             end_ids=tuple(sorted(self.stop_ids)),
             vocab_size=self.policy.config.vocab_size,
         )
-        routed, context = self._routed if sampling.routes else None, self.numerics.max_context
-        bodies = [generate_body(batch, sampling, wanted, context, routed is not None) for _, batch in work]
+        routed = self._routed if sampling.routes else None
+        edges = [index * len(requests) // len(self.servers) for index in range(len(self.servers) + 1)]
+        batches = [Batch(requests[start:end], sampling, wanted, routed) for start, end in pairwise(edges)]
+        work = [(server, batch) for server, batch in zip(self.servers, batches, strict=True) if batch.requests]
+        bodies = [generate_body(batch, self._needs.numerics.max_context) for _, batch in work]
         answers = self._ask([server for server, _ in work], bodies, digest)
         return [
             completion
             for (server, batch), answer in zip(work, answers, strict=True)
-            for completion in read_completions(answer, batch, sampling, wanted, digest, server.url, routed)
+            for completion in read_completions(answer, batch, digest, server.url)
         ]
 
     def _ask(self, servers: Sequence[Server], bodies: Sequence[Mapping[str, Any]], digest: str) -> list[Any]:

@@ -1,9 +1,8 @@
-"""Make requests to `/generate` and read the answers.
+"""Make messages to `/generate` and read the answers.
 
-A wrong request can kill a server, so every field is checked first.
-
-Every used field of an answer is checked too: a response of the wrong length, from other weights, or with a log-prob
-that is no float32 of at most 0 ends the run.
+A wrong message can kill a server, so every field of a message is checked first. Every used field of an answer is
+checked too: a response of the wrong length, from other weights, or with a log-prob that is no float32 of at most 0 ends
+the run.
 """
 
 from __future__ import annotations
@@ -57,23 +56,32 @@ def read_routes(text: Any, inputs: int, routed: RoutedLayers) -> Tensor:
         raise ValueError(f"returned routed_experts that are no base64 of int32 ({error})") from error
     if flat.size != inputs * routed.layers * routed.per_token:
         raise ValueError(f"returned {flat.size} routed_experts for {inputs} tokens, {routed.layers} layers")
-    found = flat.reshape(inputs, routed.layers, routed.per_token)[:, list(routed.mixtures)]
-    rises = bool((np.diff(found, axis=-1) > 0).all())
-    if not rises or found.min(initial=0) < 0 or found.max(initial=0) >= routed.experts:
+    routes = flat.reshape(inputs, routed.layers, routed.per_token)[:, list(routed.mixtures)]
+    rises = bool((np.diff(routes, axis=-1) > 0).all())
+    if not rises or routes.min(initial=0) < 0 or routes.max(initial=0) >= routed.experts:
         raise ValueError(f"returned routed_experts that are not {routed.per_token} of {routed.experts} by rising index")
-    return torch.from_numpy(found.reshape(inputs, len(routed.mixtures) * routed.per_token).astype(np.int32))
+    return torch.from_numpy(routes.reshape(inputs, len(routed.mixtures) * routed.per_token).astype(np.int32))
 
 
 ALL_TOKENS = -1  # SGLang's top_k that cuts nothing
 
 
-def generate_body(
-    requests: Sequence[Request], sampling: Sampling, wanted: EngineSampling, max_context: int, routes: bool = False
-) -> dict[str, Any]:
-    """Make one request to `/generate` for all of `requests`. Raises UserError if one of them cannot be served."""
+@dataclass(frozen=True)
+class Batch:
+    """The requests that one server gets in one message, and what every answer must satisfy."""
+
+    requests: Sequence[Request]
+    sampling: Sampling
+    wanted: EngineSampling
+    routed: RoutedLayers | None = None  # None if the answers need no routes
+
+
+def generate_body(batch: Batch, max_context: int) -> dict[str, Any]:
+    """Make the message to `/generate` for a batch. Raises UserError if a request cannot be served."""
+    sampling, wanted = batch.sampling, batch.wanted
     if sampling.top_p != kept_tokens.shortest(sampling.top_p):
         raise UserError(f"rollout.top_p = {sampling.top_p}: SGLang keeps a float32 of it; give it in up to 6 digits")
-    for request in requests:
+    for request in batch.requests:
         check_request(request, sampling, wanted.vocab_size, max_context)
     shared = {
         "max_new_tokens": sampling.max_response_tokens,
@@ -83,27 +91,20 @@ def generate_body(
     cuts = {"top_k": sampling.top_k or ALL_TOKENS, "top_p": sampling.top_p} if sampling.cuts else {}
     shared = {**shared, **cuts}
     return {
-        "input_ids": [list(request.prompt_ids) for request in requests],
-        "sampling_params": [{**shared, "sampling_seed": request.seed} for request in requests],
+        "input_ids": [list(request.prompt_ids) for request in batch.requests],
+        "sampling_params": [{**shared, "sampling_seed": request.seed} for request in batch.requests],
         "return_logprob": True,
         "stream": False,
-        **({"return_routed_experts": True} if routes else {}),
+        **({} if batch.routed is None else {"return_routed_experts": True}),
     }
 
 
-def read_completions(
-    answer: Any,
-    requests: Sequence[Request],
-    sampling: Sampling,
-    wanted: EngineSampling,
-    version: str,
-    url: str,
-    routed: RoutedLayers | None = None,
-) -> list[Completion]:
+def read_completions(answer: Any, batch: Batch, version: str, url: str) -> list[Completion]:
     """Return the completions of a `/generate` answer, in the order of the requests.
 
     Raises UserError, with the fault, for a wrong answer, and for weights of another version than `version`.
     """
+    requests, wanted = batch.requests, batch.wanted
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise UserError(f"{url}: answered {shown_value(answer)} to {len(requests)} requests; must be one answer each")
 
@@ -119,7 +120,7 @@ def read_completions(
             raise ValueError(f"returned {latency!r} as e2e_latency; must be a finite number of seconds")
         logprobs = torch.tensor(drawn, dtype=torch.float32)
         mass, kept = torch.zeros(len(tokens)), torch.empty(len(tokens), 0, dtype=torch.uint8)
-        if sampling.cuts:
+        if batch.sampling.cuts:
             logprobs, mass, kept = kept_tokens.read(meta.get(kept_tokens.KEPT), tokens, wanted.vocab_size)
         return Completion(
             response_ids=tuple(tokens),
@@ -129,7 +130,7 @@ def read_completions(
             finish_reason=reason,
             server=url,
             latency=latency,
-            routes=None if routed is None else read_routes(meta.get("routed_experts"), inputs, routed),
+            routes=None if batch.routed is None else read_routes(meta.get("routed_experts"), inputs, batch.routed),
         )
 
     try:

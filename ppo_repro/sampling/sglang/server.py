@@ -18,12 +18,12 @@ from ppo_repro.base.interrupts import ends_with_parent
 from ppo_repro.base.output import say
 from ppo_repro.sampling.sglang.client import Call
 
-LAST_LINES = 20  # of the log of a server that died
+LAST_LINES = 20  # so many lines of a dead server's log are shown
 # A system hands higher ports to every program that connects, so another one could take a higher port before the server
 # does. SGLang takes further ports up to 1,000 above its own.
 PORTS = range(20_000, 31_000)
 POLL_SECONDS = 0.25
-DYING_SECONDS = 5.0  # for a process to end after its connection broke
+DYING_SECONDS = 5.0  # time for a process to end after its connection broke
 
 Waiting = Callable[[int], None]  # seconds waited so far
 
@@ -35,7 +35,7 @@ class Server:
     url: str
     process: subprocess.Popen[bytes] | None = None  # leader of a process group; None for a server given by URL
     log: Path = Path()
-    begin: int = 0  # of this server's output in the log, bytes; earlier starts of the run wrote what is before
+    begin: int = 0  # byte of the log at which this server's output begins, after earlier starts of the run
 
 
 def free_port() -> int:

@@ -33,9 +33,10 @@ from ppo_repro.testing.audit.causes.cause import Cause, Numbers
 from ppo_repro.testing.audit.distributions import EACH_CUT_OF_ALL, Definition, sampled_from
 from ppo_repro.testing.audit.draws import DrawCauses, Tally, drawn_from, left_out_of
 from ppo_repro.testing.audit.facts import facts, of_format
+from ppo_repro.testing.audit.hypothesis import Hypotheses, Hypothesis
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.reference import RecordedSide, chunks_of, largest_error, recorded_sides, references_of
-from ppo_repro.testing.audit.search import Hypotheses, Hypothesis, causes_after_logits, causes_before_logits, search
+from ppo_repro.testing.audit.search import causes_after_logits, causes_before_logits, search
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
 from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
 from ppo_repro.testing.dumps import DumpedResponse, impossible
@@ -113,9 +114,8 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
     if have_own_orders and sampler.is_right and trainer.is_right:
         sampler, trainer = _of_its_order(sampler), _of_its_order(trainer)
     reference = recorded[0].reference
-    if not sampling.is_temperature_given:
-        _check_temperature([sampler, trainer])
-    _check_unexplained(sampler, trainer, recorded, reference.floor)
+    _require_temperature(sampling, (sampler, trainer))
+    _check_weights(sampler, trainer, recorded, reference.floor)
     tally = tallies[drawn_from(tallies)] if sampler.is_right else Tally()
     return Audit(
         responses=len(responses),
@@ -241,7 +241,7 @@ def _causes_of_draws(
     causes = DrawCauses(tallies[definition], sampling.temperature)
     with float64(model):
         for _, chunk, counts in chunks_of(model, responses, is_wide=True):
-            causes.add(definition.change(chunk, sampling, chunk.logits, 0.0), chunk.targets, counts)
+            causes.add(definition.logits(chunk, sampling), chunk.targets, counts)
     return causes.words()
 
 
@@ -273,8 +273,10 @@ def _check_model(stack: StackModel, responses: Sequence[DumpedResponse]) -> None
                 raise UserError(f"row {r.row}: {length} tokens; the {name} has {most} positions; {advice}")
 
 
-def _check_temperature(sides: Iterable[JudgedSide]) -> None:
-    """Raise UserError if a temperature explains a side and the user gave none: the side may be right or wrong."""
+def _require_temperature(sampling: StackSampling, sides: Iterable[JudgedSide]) -> None:
+    """Raise UserError if the user gave no temperature and one explains a side, which may be right at it, or wrong."""
+    if sampling.is_temperature_given:
+        return
     found = {side.name: f"{side.temperature:.4g}" for side in sides if side.temperature is not None}
     if found:
         said = " and ".join(f"temperature {x} explains the {name}" for name, x in found.items())
@@ -285,9 +287,7 @@ def _check_temperature(sides: Iterable[JudgedSide]) -> None:
         )
 
 
-def _check_unexplained(
-    sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float
-) -> None:
+def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
     if not sampler.state == trainer.state == "unknown":
         return

@@ -106,6 +106,10 @@ class Definition:
     order: str = ""  # of the cuts, in words, with the engines that have it
     differs: Callable[[StackSampling], bool] = lambda sampling: True  # with these settings from the orders before it
 
+    def logits(self, chunk: Chunk, sampling: StackSampling) -> Tensor:
+        """Return logits [k, V] whose softmax is the distribution of the chunk's tokens."""
+        return self.change(chunk, sampling, chunk.logits, 0.0)
+
     @property
     def words(self) -> str:
         """Return its kind and its order of cuts."""

@@ -73,7 +73,7 @@ def _where(wrong: Sequence[_Response]) -> list[str]:
 
 def _threshold(right: Tensor, bad: Tensor) -> list[str]:
     """Say which threshold of the log-prob tells the wrong tokens `bad` from the others."""
-    if min(int(bad.sum()), int((~bad).sum())) < 3:
+    if min(int(bad.sum()), int((~bad).sum())) < limits.FEWEST_FACTS:
         return []
     if float(right[bad].max()) < float(right[~bad].min()):
         return [f"wrong where the log-prob should be below {float(right[~bad].min()):.3g}, right above"]
@@ -85,17 +85,17 @@ def _threshold(right: Tensor, bad: Tensor) -> list[str]:
 def _how(ideal: Tensor, off: Tensor, tolerance: float) -> list[str]:
     """Describe the errors `off` [n] in nats: constant, proportional to `ideal` [n], or of one sign."""
     found: list[str] = []
-    if len(off) < 3:
+    if len(off) < limits.FEWEST_FACTS:
         return found
     mean, recorded = float(off.mean()), ideal + off
     factor, sign = float((recorded @ ideal) / (ideal @ ideal)), "higher" if mean > 0 else "lower"
-    if float((off - mean).abs().max()) <= 3 * tolerance:
+    if float((off - mean).abs().max()) <= limits.SAME_ERROR * tolerance:
         found.append(f"{abs(mean):.6g} nats {sign} at every wrong token")
-    elif float((recorded - factor * ideal).abs().max()) <= 3 * tolerance:
+    elif float((recorded - factor * ideal).abs().max()) <= limits.SAME_ERROR * tolerance:
         found.append(f"{factor:.6g} times the right number at every wrong token")
     elif bool((off > 0).all()) or bool((off < 0).all()):
         found.append(f"{sign} at every wrong token, by {abs(mean):.3g} nats on average")
     values, counts = recorded.unique(return_counts=True)
-    if int(counts.max()) >= max(3, math.ceil(0.1 * len(recorded))):
+    if int(counts.max()) >= max(limits.FEWEST_FACTS, math.ceil(limits.OFTEN * len(recorded))):
         found.append(f"the number {float(values[counts.argmax()]):.6g} occurs {int(counts.max())} times")
     return found

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ppo_repro.base.output import say
+from ppo_repro.testing.audit.patches import patched
 
 TOGETHER = 4096  # tokens that are computed together
 CHUNK = 1 << 21  # logits that are computed with at once: larger blocks cost the system more than the arithmetic
@@ -87,10 +88,17 @@ class Progress:
             self.said = now
 
 
-def states(model: PreTrainedModel, passes: Sequence[Pass], is_padded: bool = False) -> Iterator[tuple[int, States]]:
+def states(
+    model: PreTrainedModel, passes: Sequence[Pass], is_apart: bool, is_padded: bool = False
+) -> Iterator[tuple[int, States]]:
     """Compute passes, in batches of one length; yield the index of each pass and the states that predict its targets.
 
-    If `is_padded`, a batch has passes of any length, padded on the right, unless its length changes the model.
+    Args:
+        model: the model, or a copy of it that a cause changes.
+        passes: the passes, of any lengths.
+        is_apart: whether the model has a decoder apart (`has_decoder_apart`).
+        is_padded: whether a batch may have passes of any length, padded on the right, unless its length changes the
+            model.
     """
     is_padded = is_padded and not _rotates_by_length(model)
     order = sorted(range(len(passes)), key=lambda k: (passes[k].positions is None, len(passes[k].ids)))
@@ -98,10 +106,10 @@ def states(model: PreTrainedModel, passes: Sequence[Pass], is_padded: bool = Fal
         some: list[int] = []
         for k in alike:
             if some and (len(some) + 1) * len(passes[k].ids) > TOGETHER:
-                yield from zip(some, _states(model, [passes[k] for k in some]), strict=True)
+                yield from zip(some, _states(model, [passes[k] for k in some], is_apart), strict=True)
                 some = []
             some.append(k)
-        yield from zip(some, _states(model, [passes[k] for k in some]), strict=True)
+        yield from zip(some, _states(model, [passes[k] for k in some], is_apart), strict=True)
 
 
 def _rotates_by_length(model: PreTrainedModel) -> bool:
@@ -116,7 +124,7 @@ def slices(length: int, vocabulary: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _states(model: PreTrainedModel, passes: Sequence[Pass]) -> list[States]:
+def _states(model: PreTrainedModel, passes: Sequence[Pass], is_apart: bool) -> list[States]:
     length, device = max(len(one.ids) for one in passes), model.device
 
     def filled(of: Callable[[Pass], Sequence[int]]) -> Tensor:
@@ -128,9 +136,8 @@ def _states(model: PreTrainedModel, passes: Sequence[Pass]) -> list[States]:
     if passes[0].positions is not None:
         options["position_ids"] = filled(lambda one: one.positions or ())
     first = min(min(one.at) for one in passes)
-    decoder = _decoder(model)
-    if decoder is not None:
-        with _outputs(decoder) as found:
+    if is_apart:
+        with _outputs(model.get_decoder()) as found:
             model(**options, **_keeping(model, 1))
         hidden, output = found[0].last_hidden_state, replace(found[0], last_hidden_state=None)
         return [States(x[list(one.at)], output) for x, one in zip(hidden, passes, strict=True)]
@@ -155,27 +162,17 @@ def _outputs(decoder: nn.Module) -> Iterator[list[Any]]:
 
 def _head(model: PreTrainedModel, decoder: Any, output: Any, hidden: Tensor) -> Tensor:
     """Run the model's forward on an output of its decoder: logits [1, n, V] of hidden states [1, n, H]."""
-    decoder.forward = lambda *args, **options: replace(output, last_hidden_state=hidden)
-    try:
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+    with patched(decoder, "forward", lambda *args, **options: replace(output, last_hidden_state=hidden)):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
-        return logits
-    finally:
-        del decoder.forward
+    return logits
 
 
-_ARE_APART: dict[type[PreTrainedModel], bool] = {}
-
-
-def _decoder(model: PreTrainedModel) -> nn.Module | None:
-    """Return the decoder if its output determines the logits, else None; a trial decides, once for each class."""
+def has_decoder_apart(model: PreTrainedModel) -> bool:
+    """Return whether the output of a part, the decoder, determines the logits; a trial on three tokens decides."""
     decoder = model.get_decoder()
-    if type(model) not in _ARE_APART:
-        _ARE_APART[type(model)] = decoder is not model and _is_apart(model, decoder)
-    return decoder if _ARE_APART[type(model)] else None
-
-
-def _is_apart(model: PreTrainedModel, decoder: nn.Module) -> bool:
+    if decoder is model:
+        return False
     with _outputs(decoder) as found:
         logits = model(input_ids=torch.tensor([[0, 1, 0]], device=model.device), use_cache=False).logits
     if len(found) != 1 or not isinstance(found[0], ModelOutput) or "last_hidden_state" not in found[0]:

@@ -1,75 +1,103 @@
-"""Every limit by which the audit judges, with its reason.
+"""Every number by which the audit judges, with its reason. Errors are recorded minus predicted log-probs, in nats.
 
-Errors are recorded minus right or predicted log-probs, in nats.
+The comment above a number says what it limits. Then it says why.
 """
 
 from __future__ import annotations
 
-# Is a side right, and does a cause explain it? (`measure.explains`)
-# up to 10 times stock float32's rms distance: other kernels of float32 are 1 to 3 times as far
+# Is a side right? (`audit`)
+# A right side is at most 10 times as far from the model (rms) as stock float32. Other float32 kernels are 1 to 3 times
+# as far.
 RIGHT = 10.0
-# a token may be off by 10 times this limit of the rms. Errors of rounding have short tails
+# No token of a right side is off by more than 10 times the limit of the rms. Large rounding errors are rare.
 TOKEN_OVER_RMS = 10.0
-# a side with a token further off is right only if its largest error is at most 3 times stock float32's
+# If a token is further off, the side is still right if its largest error is at most 3 times stock float32's.
 STOCK_LARGEST = 3.0
-# a cause leaves less than this part of the errors: near rounding another cause could leave less by chance
-OF_ERRORS = 0.5
-# a cause that rounds to 16 bits leaves at most this part of its rounding: another order of sums rounds otherwise.
-# Dumps of the cause leave up to 0.26, dumps of another cause 0.64 and more
-OF_ROUNDING = 0.4
-# an error has at most so many nats, so that an infinite one can be summed
+# Stock float32 counts as at least this far from the model: a log-prob near 1 nat has this rounding error in float32.
+LEAST_FLOOR = 2.0**-24
+# A wrong side's numbers may be off by this part of their rms: 4 times the rounding error of a float32 number.
+RECORDED = 2.0**-22
+# No error counts more than this. An infinite error can then be summed.
 CLAMP = 1e3
 
-# Are errors 16-bit rounding with other bits? (`measure.likeness`)
-# bfloat16 has 3 bits less than float16, so their errors are 8 times apart
+# Does a cause explain a wrong side? (`measure.explains`)
+# A cause leaves less than half of the errors. Near rounding, another cause may leave a bit less by chance.
+OF_ERRORS = 0.5
+# A cause that rounds to 16 bits leaves at most this part of its rounding: another order of sums rounds otherwise.
+# Dumps with the cause left up to 0.26. Dumps with another cause left 0.64 and more.
+OF_ROUNDING = 0.4
+
+# Are errors 16-bit rounding with other bits? (`measure.likeness`, `rounding`)
+# bfloat16 has 3 bits less than float16, so its rounding errors are 8 times as large. Errors have the size of a format's
+# rounding up to halfway to the other format: a factor of 8 ** 0.5.
 FORMATS_APART = 8.0
-# standard errors of a correlation that are no chance
+# The format is named up to a third of the way to the other format. Beyond that the verdict is "16-bit rounding".
+SURE_OF_FORMAT = FORMATS_APART ** (1 / 3)
+# A correlation of at least 3 standard errors is no chance.
 NO_CHANCE = 3.0
-# another part in bfloat16 is named too if its errors correlate nearly as well; parts of one layer are that alike
+# A part in bfloat16 is named too if its errors correlate nearly as well. Parts of one layer have similar errors.
 ALIKE = 0.8
 
-# Which tokens can be judged?
-# a token of this probability may have a log-prob that rounds to 0; any other 0 was not recorded
-SURE = 0.99
-# numbers from which a pattern shows: fewer have a format, or a cause of their own, by chance
-FEWEST_NUMBERS = 8
-# a lower limit is tried only if so many numbers are above it: else it would explain any constant
-VARIED = 6
-# response tokens on which stock float32 is measured: its rms has an error of about 2 %
-FLOOR_TOKENS = 2048
+# Which distribution are log-probs of? (`reference`)
+# Log-probs count as processed only if the sides are e times nearer to it, all sides together, than to the tempered one.
+UNLIKE_TEMPERED = 1.0
 
-# On which tokens are causes tried? All causes on a few tokens, the best ones on some more.
-# tokens of a window, and at most so many right ones before its first wrong one
+# Which tokens can be judged?
+# A log-prob of exactly 0 counts as recorded only if the token's probability is at least this.
+SURE = 0.99
+# A pattern needs at least this many numbers. Fewer numbers have a format, or a cause of their own, by chance.
+FEWEST_NUMBERS = 8
+# A lower limit is tried only if at least this many numbers are above it. Else it explains any constant.
+VARIED = 6
+# Stock float32 computes at most this many response tokens. The error of its rms is then about 2 %.
+FLOOR_TOKENS = 2048
+# A cause must predict at least 4 of the tokens that it is tried on, and one in 3. Not all causes predict all tokens: if
+# log-probs are moved by some positions, the tokens at an end of the response have no prediction.
+FEWEST_PREDICTED, PREDICTED_ONE_IN = 4, 3
+
+# On which tokens are causes tried? All causes are tried on a few tokens, the best ones on more.
+# A window has this many tokens. At most this many right tokens come before its first wrong one.
 WINDOW = FEWEST_NUMBERS
-# tokens that causes are screened on, unless WINDOW wrong ones come first
+# A window has at least this many tokens when the best causes are tried.
+LONG_WINDOW = 4 * WINDOW
+# All causes are tried on this many tokens. Fewer tokens suffice if WINDOW of them are wrong.
 SCREENED = 3 * WINDOW
-# tokens that the best causes are tried on. So many wrong tokens would suffice too
+# The best causes are tried on this many tokens.
 TRIED = 256
-# a cause passes the screening if it leaves at most so many times the largest rounding. The rms of a few tokens varies
+# A cause is one of the best if it leaves at most this many times the largest rounding. The rms of few tokens varies.
 NEAR = 3.0
-# at most so many of the causes that pass are tried on more tokens. If none passes, so many of the nearest ones are
+# This many of the best causes are tried on more tokens. If no cause is good enough, this many of the nearest ones are.
 ON_ALL, WORST = 12, 3
-# wrong tokens get a cause of their own if they are less than this part of the tokens. Else the right ones are chance
+# Wrong tokens get a cause of their own if they are less than this part of the tokens. The few others may be right by
+# chance.
 WRONG_ALONE = 0.95
 
 # What explains wrong draws? (`draws.DrawCauses`)
-# a cause makes them e^10 times as likely
+# A cause is named if it makes the draws at least e^10 times as likely.
 LIKELIER = 10.0
-# a cause within e^3 of the best is named beside it
+# A cause within e^3 of the best one is named beside it.
 AS_LIKELY = 3.0
 
-# What is said? The hypotheses that explain a side with the fewest deviations; a cause counts 1
-# a parameter counts half a cause: its value adapts to the errors of another cause
+# What is said? (`hypothesis.best_of`) The hypotheses that explain a side with the fewest deviations; a cause counts 1.
+# A parameter counts half a cause: its value adapts to the errors of another cause.
 PER_PARAMETER = 0.5
-# a fitted value so near to another row's value is that row
-SAME_VALUE = 5e-4
-# 16-bit rounding with other bits, or another order, counts as a cause with a parameter: such a pattern is vague
+# A pattern, such as another order, counts as a cause with a parameter. Patterns are vague.
 PATTERN = 1.0 + PER_PARAMETER
-# so many hypotheses that explain a side equally well are named; with more the cause is unknown
+# A hypothesis that explains nothing is left out if a simpler one leaves the same rms, up to this part.
+SAME_LEFT = 1e-3
+# A fitted value that is this near to the value of another row counts as that row.
+SAME_VALUE = 5e-4
+# At most this many hypotheses that explain a side equally well are named. With more, the cause is unknown.
 NAMED = 3
-# hypotheses that are listed
+# At most this many hypotheses are listed.
 SHOWN = 8
-# sides that are nearer to each other than this part of their distance have the same numbers
+# Two sides have the same numbers if they are nearer to each other than this part of their distance from the model.
 AGREE = 0.1
-# "right up to a token, then not" needs this part of the later tokens to be wrong
+# "Right up to a token, then not" is said if at least this part of the later tokens is wrong.
 WRONG_AFTER = 0.8
+# A sentence about the form of errors needs at least this many wrong tokens.
+FEWEST_FACTS = 3
+# Errors are equal, or proportional, up to this many times the tolerance: each has a rounding error of its own.
+SAME_ERROR = 3.0
+# A number is said to occur often if at least this part of the wrong tokens has it.
+OFTEN = 0.1

@@ -17,6 +17,7 @@ from ppo_repro.models.folder_files import NOT_WEIGHTS, check_size, check_weights
 from ppo_repro.models.reading import reading
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.causes.fields import not_computed
+from ppo_repro.testing.audit.stack import positions, vocabulary
 
 PROBE = 2, 16  # tokens on which two implementations of attention are compared, fewer and more than a window
 SAME = 1e-12  # of the largest logit, in float64: another order of sums
@@ -79,10 +80,11 @@ def _check_computed(model: PreTrainedModel, where: str) -> None:
 @torch.no_grad()
 def _take_fused_attention(model: PreTrainedModel) -> None:
     """Switch to torch's fused attention, which needs less memory, if its results agree with the model's attention."""
-    vocabulary, stock = int(model.config.get_text_config().vocab_size), cast(Any, model)
+    size, stock = vocabulary(model), cast(Any, model)
+    lengths = {int(min(length, positions(model))) for length in PROBE}
 
     def probed() -> list[Tensor]:
-        return [stock(torch.arange(length)[None] % vocabulary, use_cache=False).logits for length in PROBE]
+        return [stock(torch.arange(length)[None] % size, use_cache=False).logits for length in lengths]
 
     with float64(model):
         eager = probed()

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Numbers, RecordedChunk
-from ppo_repro.testing.audit.forward import Pass, States, pass_over, slices, states
+from ppo_repro.testing.audit.causes.cause import CauseOf, MakeModel, Numbers, Passes, RecordedChunk
+from ppo_repro.testing.audit.forward import Pass, States, has_decoder_apart, pass_over, slices, states
 from ppo_repro.testing.dumps import DumpedResponse
 
 
@@ -39,14 +39,14 @@ class Tokens:
 class Source:
     """What logits are computed from: which model, which input, and at which tokens."""
 
-    weights: Cause
-    inputs: Cause
+    weights: CauseOf[MakeModel] | None
+    inputs: CauseOf[Passes] | None
     tokens: Tokens
 
     @property
     def is_changed(self) -> bool:
         """Return whether the model or its input is another."""
-        return (self.weights, self.inputs) != (UNCHANGED, UNCHANGED)
+        return self.weights is not None or self.inputs is not None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,7 +63,8 @@ class Logits:
 
     def __init__(self, model: PreTrainedModel, responses: Sequence[DumpedResponse], numbers: Sequence[Numbers]) -> None:
         self.model, self.responses, self.numbers = model, responses, numbers
-        self._changed: tuple[Cause, PreTrainedModel] = (UNCHANGED, model)
+        self._is_apart = has_decoder_apart(model)
+        self._changed: tuple[CauseOf[MakeModel] | None, PreTrainedModel] = (None, model)
         self._hidden: dict[Source, list[tuple[States, Tensor]]] = {}
         self._chunks: dict[Source, list[list[RecordedChunk]]] = {}
 
@@ -96,13 +97,14 @@ class Logits:
             return self._hidden[source]
         windows, numbered = source.tokens.windows, list[tuple[int, Pass]]()
         for k, w in enumerate(windows):
-            r, own = self.responses[w.response], source.inputs.passes
-            for one in own[w.response] if own else [pass_over(r.prompt_ids, r.response_ids)]:
+            r = self.responses[w.response]
+            plain = [pass_over(r.prompt_ids, r.response_ids)]
+            for one in plain if source.inputs is None else source.inputs.change[w.response]:
                 if (part := one.within(w.start, w.end)) is not None:
                     numbered.append((k, part))
         model = self._model(source.weights)
         with self._precision(source):
-            of_passes = dict(states(model, [part for _, part in numbered]))
+            of_passes = dict(states(model, [part for _, part in numbered], self._is_apart))
         first, hidden = of_passes[0], []
         for w in windows:
             size = w.end - w.start, first.values.shape[-1]
@@ -118,13 +120,13 @@ class Logits:
 
     def _precision(self, source: Source) -> AbstractContextManager[Any]:
         """Compute the model in float64 while the block runs, unless 16 bits are the cause or float32 suffices."""
-        is_narrow = source.weights.rounds("computed") or source.dtype == torch.float32
-        return nullcontext() if is_narrow else float64(self._model(source.weights))
+        is_narrow = source.weights is not None and source.weights.rounds("computed")
+        return nullcontext() if is_narrow or source.dtype == torch.float32 else float64(self._model(source.weights))
 
-    def _model(self, weights: Cause) -> PreTrainedModel:
-        if weights.make is None:
+    def _model(self, weights: CauseOf[MakeModel] | None) -> PreTrainedModel:
+        if weights is None:
             return self.model
         if weights is not self._changed[0]:
-            self._changed = UNCHANGED, self.model  # frees the last one before another is made
-            self._changed = weights, weights.make()
+            self._changed = None, self.model  # frees the last one before another is made
+            self._changed = weights, weights.change()
         return self._changed[1]

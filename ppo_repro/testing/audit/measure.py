@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ppo_repro.statistics.bits import in_bfloat16, in_float16
 from ppo_repro.testing.audit import limits
 
 Format = Literal["bfloat16", "float16"]
@@ -40,12 +41,12 @@ class Stored:
 
 def stored_as(values: Tensor) -> Stored:
     """Return the narrowest format that holds all these numbers, `Stored()` if they need float32."""
-    numbers = values[values.isfinite() & (values != 0)].float()
+    numbers = values[values.isfinite() & (values != 0)].float().cpu()
     if len(numbers) < limits.FEWEST_NUMBERS:
         return Stored()
-    if not (numbers.view(torch.int32) & 0xFFFF).any():
+    if in_bfloat16(numbers.numpy()).all():
         return Stored("bfloat16", 7)
-    if torch.equal(numbers.half().float(), numbers):
+    if in_float16(numbers.numpy()).all():
         return Stored("float16", 10)
     for decimals in range(5):
         if torch.equal(torch.round(numbers.double(), decimals=decimals).float(), numbers):

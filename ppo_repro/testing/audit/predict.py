@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, RecordedChunk, Stage
+from ppo_repro.testing.audit.causes.cause import Cause, CauseOf, Change, RecordedChunk, Stage
 from ppo_repro.testing.audit.distributions import Processing, target_logprobs
 from ppo_repro.testing.audit.logits import Logits, Source, Tokens
 from ppo_repro.testing.audit.stack import StackSampling
@@ -22,7 +22,7 @@ class Softmax:
     """A distribution: the logits of a source, and the cause between logits and softmax, with its parameter."""
 
     source: Source
-    cause: Cause
+    cause: CauseOf[Change] | None
     x: float
 
 
@@ -40,27 +40,27 @@ class Predictor:
     def __call__(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the predicted numbers of each window, float64; NaN for tokens without a prediction."""
         stage = {cause.stage: (cause, x) for cause, x in combination}
-        unit, x = stage.pop("unit", (UNCHANGED, 0.0))
+        unit, x = stage.pop("unit", (None, 0.0))
         parts = self._quantities(stage, tokens) if stage else None
-        as_it_is = self.logits.chunks(Source(UNCHANGED, UNCHANGED, tokens)) if unit.change else []
+        as_it_is = self.logits.chunks(Source(None, None, tokens)) if unit else []
         found = []
         for k, w in enumerate(tokens.windows):
             values, at = self.logits.numbers[w.response].reference, slice(w.start, w.end)
             if parts is not None:
                 values = torch.full_like(values, math.nan)
                 values[at] = parts[k]
-            if unit.change is not None:
+            if unit is not None:
                 values = unit.change(as_it_is[k][0], self.sampling, values, x)
             found.append(values[at])
         return found
 
     def _quantities(self, stage: Mapping[Stage, tuple[Cause, float]], tokens: Tokens) -> list[Tensor]:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
-        weights, _ = stage.get("weights", (UNCHANGED, 0.0))
-        inputs, _ = stage.get("input", (UNCHANGED, 0.0))
-        softmax = Softmax(Source(weights, inputs, tokens), *stage.get("distribution", (UNCHANGED, 0.0)))
-        wanted, x = stage.get("quantity", (UNCHANGED, 0.0))
-        if wanted.change is None:
+        weights, _ = stage.get("weights", (None, 0.0))
+        inputs, _ = stage.get("input", (None, 0.0))
+        softmax = Softmax(Source(weights, inputs, tokens), *stage.get("distribution", (None, 0.0)))
+        wanted, x = stage.get("quantity", (None, 0.0))
+        if wanted is None:
             return self._logprobs_of_targets(softmax)
         found = []
         windows, of_all = self.logits.chunks(softmax.source), self._logprobs_of_all(softmax)
@@ -87,5 +87,5 @@ class Predictor:
         return self._of_all[1]
 
     def _scaled(self, softmax: Softmax, chunk: RecordedChunk) -> Tensor:
-        change = softmax.cause.change or self.definition
+        change = self.definition if softmax.cause is None else softmax.cause.change
         return change(chunk, self.sampling, chunk.logits, softmax.x)

@@ -17,7 +17,7 @@ from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Numbers
 from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, definitions_of, target_logprobs
 from ppo_repro.testing.audit.draws import Tally
-from ppo_repro.testing.audit.forward import Progress, pass_over, slices, states
+from ppo_repro.testing.audit.forward import Progress, has_decoder_apart, pass_over, slices, states
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
@@ -89,7 +89,7 @@ def references_of(
         apart = torch.cat([(b - a)[torch.tensor(counts)] for a, b, counts in pairs])
         apart = apart[apart.isfinite()]
         largest = float(apart.abs().max()) if len(apart) else 0.0
-        references[definition] = Reference(wide[definition], max(rms(apart), 2.0**-24), largest, len(first))
+        references[definition] = Reference(wide[definition], max(rms(apart), limits.LEAST_FLOOR), largest, len(first))
     return references
 
 
@@ -108,7 +108,7 @@ def chunks_of(
     """Yield the tokens of each response in chunks: its index, the chunk, and which of its tokens count."""
     progress = Progress(f"responses in float{64 if is_wide else 32}", len(responses))
     passes = [pass_over(r.prompt_ids, r.response_ids) for r in responses]
-    for i, of_tokens in states(model, passes, is_wide):
+    for i, of_tokens in states(model, passes, has_decoder_apart(model), is_wide):
         r, length = responses[i], len(responses[i].response_ids)
         ids, counts = (torch.tensor(values, device=model.device) for values in (r.response_ids, r.counts))
         for start in range(0, length, AT_ONCE):
@@ -131,7 +131,7 @@ def _logprobs(
     found: dict[Definition, list[list[Tensor]]] = {of: [[] for _ in responses] for of in definitions}
     for i, chunk, counts in chunks_of(model, responses, tallies is not None):
         for definition in definitions:
-            logits = definition.change(chunk, sampling, chunk.logits, 0.0)
+            logits = definition.logits(chunk, sampling)
             found[definition][i].append(target_logprobs(chunk.targets, logits).cpu())
             if tallies and definition in tallies:
                 tallies[definition].add(i, logits, chunk.targets, counts)
@@ -171,7 +171,8 @@ def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> 
 
     def nearest(definitions: Iterable[Definition], to: Sequence[ByDefinition]) -> Definition:
         def distance(definition: Definition) -> float:
-            return sum([math.log(of[definition].rms + rounding) for of in to], 1.0 * (definition != TEMPERED))
+            apart = limits.UNLIKE_TEMPERED if definition != TEMPERED else 0.0
+            return sum([math.log(of[definition].rms + rounding) for of in to], apart)
 
         return min(definitions, key=distance)
 

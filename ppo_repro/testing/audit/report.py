@@ -6,7 +6,7 @@ from typing import Any
 
 from ppo_repro.testing.audit.audit import Audit, JudgedSide
 from ppo_repro.testing.audit.distributions import TEMPERED
-from ppo_repro.testing.audit.search import Hypothesis
+from ppo_repro.testing.audit.hypothesis import Hypothesis
 
 
 def verdict(found: Audit) -> str:

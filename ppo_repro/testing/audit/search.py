@@ -1,18 +1,17 @@
 """Search the causes of one wrong side: predict numbers from each cause, and measure whether the error left is rounding.
 
 Every cause is a row (`causes.cause.Cause`). All rows, and then all pairs of rows of different stages, go through one
-loop: predict a few tokens of the wrong side; predict more tokens from the rows that leave small errors there; measure
-what they leave (`measure.explains`). The search ends as soon as something explains the numbers.
+loop: predict a few tokens of the wrong side; predict more tokens from the rows that leave small errors there; judge
+what they leave (`hypothesis`, `rounding`). The search ends as soon as something explains the numbers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,56 +20,21 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import UNCHANGED, Cause, Rounded, RoundedPart
+from ppo_repro.testing.audit.causes.cause import Cause
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.causes.weights import of_weights
 from ppo_repro.testing.audit.distributions import Definition
 from ppo_repro.testing.audit.forward import Progress
+from ppo_repro.testing.audit.hypothesis import Hypotheses, Hypothesis, Pattern, best_of, hypothesis_of
 from ppo_repro.testing.audit.logits import Source, Tokens
-from ppo_repro.testing.audit.measure import Format, correlation, explains, likeness, rms, sizes_apart
+from ppo_repro.testing.audit.measure import explains, rms
 from ppo_repro.testing.audit.predict import Combination
+from ppo_repro.testing.audit.rounding import with_rounding
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from ppo_repro.testing.audit.tried_tokens import WrongSide
 from ppo_repro.testing.dumps import DumpedResponse
-
-# of errors that causes leave, or of the numbers of a side
-Pattern = Literal["none", "like 16-bit rounding", "of other responses", "of other tokens"]
-
-
-@dataclass(frozen=True, eq=False)
-class Hypothesis:
-    """Causes that were tried on a wrong side, and what they leave of its errors."""
-
-    causes: Combination  # whose numbers were compared; () for none
-    errors: Tensor  # [n] that are left, nats
-    explains: bool  # whether these are rounding
-    words: str
-    advice: str
-    deviations: float  # causes, with limits.PER_PARAMETER and limits.PATTERN
-    pattern: Pattern = "none"
-    explains_zeros: bool = False  # whether every log-prob of exactly 0 is predicted
-    temperature: float | None = None  # one that all logits were divided by, if that is among the causes
-    is_option: bool = False  # a single option of the model's architecture
-
-    @property
-    def identity(self) -> tuple[Pattern, tuple[Cause, ...]]:
-        """Return what tells it from other hypotheses; other values of parameters make no other hypothesis."""
-        return self.pattern, tuple(cause.row(x) for cause, x in self.causes)
-
-    @property
-    def left(self) -> float:
-        """Return the rms of the errors that are left, nats."""
-        return rms(self.errors)
-
-
-@dataclass(frozen=True)
-class Hypotheses:
-    """Hypotheses about a wrong side, each once: the best ones explain it with the fewest deviations, if any does."""
-
-    best: list[Hypothesis]
-    others: list[Hypothesis]  # those that leave the smallest errors first
 
 
 def causes_before_logits(stack: StackModel, responses: Sequence[DumpedResponse]) -> list[Cause]:
@@ -86,11 +50,11 @@ def causes_after_logits(sampling: StackSampling, definition: Definition) -> list
 
 def search(side: WrongSide) -> Hypotheses:
     """Return the hypotheses about all tried tokens; if none explains these, also those about the wrong tokens only."""
-    whole, of_wrong = _sorted(_tried(side)), side.wrong_alone
+    whole, of_wrong = best_of(_tried(side)), side.wrong_alone
     if whole.best or not limits.FEWEST_NUMBERS <= of_wrong.count < limits.WRONG_ALONE * side.count:
         return whole
     words = f"at {of_wrong.count} of {side.count} tokens"
-    part = _sorted([replace(t, words=f"{words} {t.words}", temperature=None) for t in _tried(of_wrong) if t.explains])
+    part = best_of([replace(t, words=f"{words} {t.words}", temperature=None) for t in _tried(of_wrong) if t.explains])
     return Hypotheses(part.best, [*part.others, *whole.others])
 
 
@@ -107,9 +71,9 @@ def _tried(side: WrongSide) -> list[Hypothesis]:
 def _stages(side: WrongSide) -> Iterator[list[Hypothesis]]:
     """Yield no cause, other orders and single causes; then 16-bit rounding; then pairs of causes."""
     singles, limit = _screened(side, "causes", [(cause,) for cause in side.causes]), _limit(side)
-    plain = _hypothesis(side, (), side.plain)
+    plain = hypothesis_of(side, (), side.plain)
     yield [plain, *_reordered(side), *_compared(side, singles, limit)]
-    yield _with_rounding(side, plain)
+    yield with_rounding(side, plain)
     near = {combination[0][0] for left, combination in singles if left <= limit}
     pairs = [pair for pair in combinations(side.causes, 2) if _is_pair(*pair, near)]
     yield _compared(side, _screened(side, "pairs of causes", pairs), limit)
@@ -136,8 +100,8 @@ def _compared(side: WrongSide, screened: Sequence[tuple[float, Combination]], li
         combination = _fitted(side, some, side.many)
         left = side.left(combination, side.many)
         if left is not None:
-            alone = _hypothesis(side, combination, left)
-            found += [alone, *_with_rounding(side, alone)]
+            alone = hypothesis_of(side, combination, left)
+            found += [alone, *with_rounding(side, alone)]
     return found
 
 
@@ -172,7 +136,7 @@ def _with_values(side: WrongSide, causes: tuple[Cause, ...]) -> Combination | No
         return plain
     parameter, stage = causes[index].parameter, {cause.stage: cause for cause in causes}
     assert parameter is not None
-    source = Source(stage.get("weights", UNCHANGED), stage.get("input", UNCHANGED), side.few)
+    source = Source(stage.get("weights"), stage.get("input"), side.few)
     pairs = zip(side.predictor.logits.chunks(source), side.few.windows, strict=True)
     chunks = [replace(chunk, numbers=side.numbers[w.response]) for of_window, w in pairs for chunk in of_window]
     values = parameter.values(chunks, side.predictor.sampling)[: parameter.in_pairs if len(causes) > 1 else None]
@@ -204,93 +168,6 @@ def _fitted(side: WrongSide, combination: Combination, tokens: Tokens) -> Combin
 
     fit = least_squares(residuals, [combination[index][1]], method="lm", diff_step=1e-4, ftol=1e-2, xtol=1e-10)
     return _at(combination, index, float(fit.x[0]))
-
-
-# does a hypothesis explain the numbers
-
-
-def _hypothesis(side: WrongSide, causes: Combination, left: Tensor) -> Hypothesis:
-    """Return the hypothesis that these causes alone leave the errors `left` on all tried tokens."""
-    given = f"{side.predictor.sampling.temperature:.4g}"
-    words = [cause.words.format(x=x, given=given) if cause.change else cause.words for cause, x in causes]
-    before = rms(side.plain) if causes else math.inf
-    if side.stored.name and (explains(left, before, side.tolerance) or not causes):
-        words.append(f"rounded to {side.stored.name}")
-    rounded = (
-        rms(side.rounding(cause, side.many)) for cause, _ in causes if cause.rounds("computed", "part", "logits")
-    )
-    does = explains(left, before, side.tolerance, max(rounded, default=0.0))
-    temperatures = (x for cause, x in causes if cause.parameter is not None and cause.parameter.is_temperature)
-    return Hypothesis(
-        causes=causes,
-        errors=left,
-        explains=does,
-        words=" and ".join(words) or "as it is",
-        advice="; ".join(dict.fromkeys(cause.advice for cause, _ in causes)) or ADVICE["coarse_records"].mend,
-        deviations=sum(cause.deviations for cause, _ in causes),
-        explains_zeros=does and _explains_zeros(side, causes),
-        temperature=next(temperatures, None),
-        is_option=len(causes) == 1 and causes[0][0].is_option,
-    )
-
-
-def _explains_zeros(side: WrongSide, combination: Combination) -> bool:
-    predicted = list[Tensor]()
-    for values, w in zip(side.predictor(combination, side.many), side.many.windows, strict=True):
-        at, numbers = slice(w.start, w.end), side.numbers[w.response]
-        predicted.append(values[numbers.counts[at] & (numbers.recorded[at] == 0)])
-    return bool((torch.cat(predicted).abs() <= side.tolerance).all())
-
-
-def _with_rounding(side: WrongSide, alone: Hypothesis) -> list[Hypothesis]:
-    """Return the hypotheses that the errors left by `alone` are 16-bit rounding, if they look like it.
-
-    With experts there is none: a small error of any cause may choose other experts, which gives the same pattern.
-    """
-    is_rounded = any(cause.rounds("computed", "weights") for cause, _ in alone.causes)
-    is_far = bool(alone.causes) and alone.left > limits.OF_ERRORS * rms(side.plain)
-    if alone.explains or side.has_experts or is_rounded or is_far:
-        return []
-    for cause in (cause for cause in side.causes if cause.rounds("computed")):
-        words, mend = _like_rounding(side, cause, alone.errors), ADVICE["reduced_precision"].mend
-        if not words:
-            continue
-        similar = Hypothesis(
-            causes=alone.causes,
-            errors=alone.errors,
-            explains=True,
-            words=f"{alone.words} and {words}" if alone.causes else words,
-            advice=f"{alone.advice}; {mend}" if alone.causes else mend,
-            deviations=alone.deviations + limits.PATTERN,
-            pattern="like 16-bit rounding",
-        )
-        together = (cause, 0.0), *alone.causes
-        left = side.left(together, side.many) if alone.causes else None
-        return [similar] if left is None else [_hypothesis(side, together, left), similar]
-    return []
-
-
-def _like_rounding(side: WrongSide, computed: Cause, left: Tensor) -> str:
-    """Return the words for errors that have the size and the pattern of a 16-bit computation's rounding; else "".
-
-    They are "as large as bfloat16 rounding (0.017 nats rms) or router computed in bfloat16, with other bits" if a
-    router in bfloat16 gives that pattern too.
-    """
-    assert computed.rounded is not None
-    rounding, (weights,) = side.rounding(computed, side.many), _of_format(side.causes, "weights", computed.rounded.to)
-    like = likeness(left, rounding, side.rounding(weights, side.many))
-    if not like:
-        return ""
-    parts = _of_format(side.causes, "part", computed.rounded.to)
-    alike = [p.words for p in parts if correlation(left, side.rounding(p, side.many)) > limits.ALIKE * like]
-    kind = computed.rounded.to if sizes_apart(left, rounding) <= limits.FORMATS_APART ** (1 / 3) else "16-bit"
-    words = " or ".join([f"as large as {kind} rounding ({rms(rounding):.2g} nats rms)", *alike])
-    return f"{words}, with other bits"
-
-
-def _of_format(causes: Sequence[Cause], what: RoundedPart, to: Format) -> list[Cause]:
-    """Return the causes that round `what` to a format."""
-    return [cause for cause in causes if cause.rounded == Rounded(what, to)]
 
 
 # other orders of the right numbers
@@ -326,26 +203,3 @@ def _reordered(side: WrongSide) -> Iterator[Hypothesis]:
             parts.append(left)
         else:
             yield Hypothesis((), torch.cat(parts), True, words, ADVICE["shuffled"].mend, limits.PATTERN, pattern)
-
-
-# which hypotheses are the best
-
-
-def _sorted(tried: Sequence[Hypothesis]) -> Hypotheses:
-    """Leave out duplicates, and tell the hypotheses that explain with the fewest deviations from the others.
-
-    An option of the model may predict the same numbers as a fitted parameter (a divisor of the logits acts as a
-    temperature). Then both are among the best.
-    """
-    once: dict[tuple[Pattern, tuple[Cause, ...]], Hypothesis] = {}
-    for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
-        if t.explains and not once.get(t.identity, t).explains:
-            once[t.identity] = t
-        # another cause beside one that leaves the same explains nothing more
-        elif t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):
-            once.setdefault(t.identity, t)
-    fewest = min((t.deviations for t in tried if t.explains), default=0.0)
-    fewest += limits.PER_PARAMETER * any(t.explains and t.is_option for t in tried)
-    by_left = sorted(once.values(), key=lambda t: t.left)
-    best = [t for t in by_left if t.explains and t.deviations <= fewest]
-    return Hypotheses(best, [t for t in by_left if t not in best])

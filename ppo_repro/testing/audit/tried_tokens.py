@@ -61,7 +61,7 @@ class WrongSide:
         return replace(self, numbers=numbers)
 
     def left(self, combination: Combination, tokens: Tokens) -> Tensor | None:
-        """Return the errors that causes leave; None if fewer than a third of the tokens have a prediction."""
+        """Return the errors that causes leave; None if they predict too few of the tokens."""
         left, usable = [], 0
         for values, w in zip(self.predictor(combination, tokens), tokens.windows, strict=True):
             at, numbers = slice(w.start, w.end), self.numbers[w.response]
@@ -69,7 +69,8 @@ class WrongSide:
             usable += int(numbers.usable[at].sum())
             left.append(errors(numbers.recorded[at][there], values[there], self.stored).cpu())
         joined = torch.cat(left)
-        return joined if not combination or len(joined) >= max(4, usable / 3) else None
+        enough = max(limits.FEWEST_PREDICTED, usable / limits.PREDICTED_ONE_IN)
+        return joined if not combination or len(joined) >= enough else None
 
     def rounding(self, cause: Cause, tokens: Tokens) -> Tensor:
         """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
@@ -90,7 +91,7 @@ def wrong_side_of(
     every = torch.cat([numbers[i].recorded[numbers[i].usable] for i in wrong])
     ideal = torch.cat([numbers[i].reference[numbers[i].usable] for i in wrong])
     scale = max(1.0, rms(every) / max(rms(ideal), 1e-9))
-    tolerance = limits.RIGHT * side.reference.floor * scale + 2.0**-22 * rms(every)
+    tolerance = limits.RIGHT * side.reference.floor * scale + limits.RECORDED * rms(every)
     device = model.device
     numbers = [Numbers(*(x.to(device) for x in (of.recorded, of.usable, of.counts, of.reference))) for of in numbers]
     some = [_WrongResponse(i, prompts[i], numbers[i].usable, numbers[i].wrong(tolerance)) for i in wrong]
@@ -111,8 +112,9 @@ def wrong_side_of(
 
 
 def _is_predicted(cause: Cause, windows: Sequence[Window]) -> bool:
-    passes = (one.within(w.start, w.end) for w in windows for one in cause.passes[w.response])
-    return cause.stage != "input" or any(passes)
+    if cause.stage != "input":
+        return True
+    return any(one.within(w.start, w.end) for w in windows for one in cause.change[w.response])
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,13 @@ class _WrongResponse:
 
 def _tokens(wrong: Sequence[_WrongResponse]) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
     """Return the windows for all causes, and the windows for the best causes."""
-    window, tried = limits.WINDOW, limits.TRIED
+    window, long, tried = limits.WINDOW, limits.LONG_WINDOW, limits.TRIED
     few = _windows(wrong, window, limits.SCREENED, window)
-    many = _windows(wrong, max(4 * window, math.ceil(tried / len(wrong))), tried, tried)
+    many = _windows(wrong, max(long, math.ceil(tried / len(wrong))), tried, tried)
     last = many[-1]
     size = next(len(of.usable) for of in wrong if of.index == last.response)
     if size > last.end:  # a cause has to be right at the end of a response too
-        many += (Window(last.response, max(last.end, size - 4 * window), size),)
+        many += (Window(last.response, max(last.end, size - long), size),)
     return few, many
 
 

@@ -19,6 +19,7 @@ from scipy import stats
 
 from ppo_repro.analysis.html.page import page
 from ppo_repro.analysis.report import build
+from ppo_repro.analysis.report.data.metrics import Titled
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
@@ -273,6 +274,7 @@ def test_a_grid_has_its_question_its_settings_and_links(
     assert "grid: 4 runs" in said
 
 
+ACCURACY = Titled("eval_accuracy", "held-out accuracy")
 SENTENCE = "settings differ from deterministic in held-out accuracy (paired t-tests over 3 seeds"
 
 
@@ -281,9 +283,9 @@ def test_a_grid_says_which_difference_it_could_have_seen(tmp_path: Path) -> None
     results = {"deterministic": [0.5, 0.6, 0.4], "native": [0.52, 0.58, 0.41]}
     finals = pd.DataFrame(
         [(point, seed, value) for point, values in results.items() for seed, value in enumerate(values)],
-        columns=["point", "seed", "held-out accuracy"],
+        columns=["point", "seed", ACCURACY.name],
     )
-    said = text_of(page("A grid", answer_cards(tmp_path, finals, "held-out accuracy", "", 1.0), ()))
+    said = text_of(page("A grid", answer_cards(tmp_path, finals, ACCURACY, "", 1.0), ()))
     assert f"0 of 1 {SENTENCE}" in said
     (could,) = re.findall(r"A difference of ([\d.]+) or more would have been found with probability 0.8\.", said)
     draws = np.random.default_rng(0).normal(float(could), np.std([0.02, -0.02, 0.01], ddof=1), (100_000, 3))
@@ -291,13 +293,13 @@ def test_a_grid_says_which_difference_it_could_have_seen(tmp_path: Path) -> None
     assert "`" not in said
     assert "Does mode matter?" in said
     two = finals[finals["seed"] < 2].replace(0.58, 0.85)
-    few, anything = (text_of(page("", answer_cards(tmp_path, two, "held-out accuracy", "", n), ())) for n in (1.0, 9.0))
+    few, anything = (text_of(page("", answer_cards(tmp_path, two, ACCURACY, "", n), ())) for n in (1.0, 9.0))
     nothing = r"2 seeds can show nothing here: with probability 0\.8 they find a difference of [\d.]+ or more, and two "
     assert re.search(nothing + r"values differ by 1 at most\.", few)
     assert "-1 to 1" in few, "no accuracies differ by more"
     assert "A difference of " not in few
     assert "A difference of " in anything, "the control"
-    scored = text_of(page("", answer_cards(tmp_path, two, "held-out accuracy", "", math.inf, 1.2), ()))
+    scored = text_of(page("", answer_cards(tmp_path, two, ACCURACY, "", math.inf, 1.2), ()))
     assert "values differ by 1.2 at most." in scored, "of an own reward, whose range is seen, not known"
 
 
@@ -310,16 +312,16 @@ def test_a_grid_of_two_axes_has_the_main_effect_of_each(tmp_path: Path) -> None:
     pd.DataFrame(rows).to_parquet(tmp_path / "cells.parquet")
     values = [0.1 * (r["axis.lr"] == "high") - 0.2 * (r["axis.kl"] == "on") + 0.01 * r["seed"] ** 2 for r in rows]
     points = [f"{row['axis.lr']}, {row['axis.kl']}" for row in rows]
-    finals = pd.DataFrame({"point": points, "seed": [row["seed"] for row in rows], "held-out accuracy": values})
-    found = main_effects(tmp_path, finals, "held-out accuracy")
+    finals = pd.DataFrame({"point": points, "seed": [row["seed"] for row in rows], ACCURACY.name: values})
+    found = main_effects(tmp_path, finals, ACCURACY)
     assert found["axis"].tolist() == ["lr", "kl"]
     assert found["difference of"].tolist() == ["high minus low", "on minus off"]
-    assert found["held-out accuracy"].tolist() == ["+0.100", "-0.200"]
-    said = text_of(page("", answer_cards(tmp_path, finals, "held-out accuracy", "", 1.0), ()))
+    assert found[ACCURACY.title].tolist() == ["+0.100", "-0.200"]
+    said = text_of(page("", answer_cards(tmp_path, finals, ACCURACY, "", 1.0), ()))
     assert "Main effects of the axes" in said
-    assert main_effects(tmp_path, finals[finals["point"] != "high, on"], "held-out accuracy").empty, "not balanced"
+    assert main_effects(tmp_path, finals[finals["point"] != "high, on"], ACCURACY).empty, "not balanced"
     pd.DataFrame(rows).drop(columns="axis.kl").to_parquet(tmp_path / "cells.parquet")
-    assert main_effects(tmp_path, finals, "held-out accuracy").empty, "one axis"
+    assert main_effects(tmp_path, finals, ACCURACY).empty, "one axis"
 
 
 def test_a_folder_of_runs_has_short_labels_and_no_run_twice(

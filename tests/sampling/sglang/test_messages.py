@@ -13,7 +13,7 @@ import torch
 from ppo_repro.base.errors import UserError
 from ppo_repro.engine import Completion, Request, Sampling
 from ppo_repro.sampling.responses import EngineSampling
-from ppo_repro.sampling.sglang.messages import RoutedLayers, generate_body, read_completions, read_routes
+from ppo_repro.sampling.sglang.messages import Batch, RoutedLayers, generate_body, read_completions, read_routes
 
 CONTEXT, PLAIN = 32, Sampling(0.7, 0, 1.0, 4)
 WANTED = EngineSampling(temperature=0.7, max_response_tokens=4, end_ids=(1, 7), vocab_size=20)
@@ -22,7 +22,7 @@ URL = "http://127.0.0.1:1"
 
 
 def body(*requests: Request, sampling: Sampling = PLAIN) -> dict[str, Any]:
-    return generate_body(requests, sampling, WANTED, CONTEXT)
+    return generate_body(Batch(requests, sampling, WANTED), CONTEXT)
 
 
 def test_a_request_that_would_be_refused_is_not_sent() -> None:
@@ -45,7 +45,7 @@ def item(tokens: list[int], logprobs: list[float], reason: str, prompt: int = 3,
 
 
 def read(*items: Any, requests: list[Request] = REQUESTS[:1]) -> list[Completion]:
-    return read_completions(list(items), requests, PLAIN, WANTED, "w", URL)
+    return read_completions(list(items), Batch(requests, PLAIN, WANTED), "w", URL)
 
 
 def test_an_answer_by_hand() -> None:
@@ -114,7 +114,7 @@ def test_routes_by_hand() -> None:
     assert found.dtype == torch.int32
     assert found.tolist() == [[0, 3, 1, 2], [2, 3, 0, 1]]
     requests, sampling = [Request((2, 3), 1)], Sampling(1.0, 0, 1.0, 1, routes=True)
-    asked = [generate_body(requests, sampling, WANTED, CONTEXT, wanted) for wanted in (True, False)]
+    asked = [generate_body(Batch(requests, sampling, WANTED, routed), CONTEXT) for routed in (SHAPE, None)]
     assert asked[0]["return_routed_experts"] is True
     assert "return_routed_experts" not in asked[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.audit import Audit, audit
+from ppo_repro.testing.audit.causes.weights import of_weights
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from tests.testing.audit.families import FAMILIES, made
 from tests.testing.audit.material import Material
@@ -291,3 +293,21 @@ def test_a_log_softmax_in_bfloat16_has_no_other_cause(logprobs: Callable[[Tensor
     found = audit(StackModel(m.model, {}), m.dump(values, m.logprobs()), GIVEN)
     assert found.trainer.is_right
     assert found.sampler.cause == "unknown" or found.sampler.cause.startswith("logits rounded to bfloat16")
+
+
+@torch.no_grad()
+def test_the_search_leaves_the_model_and_its_code_as_they_were() -> None:
+    m = made("qwen3")
+    code = sys.modules[type(m.model).__module__]
+    before = m.logits(), dict(vars(code)), [set(vars(module)) for module in m.model.modules()]
+    assert not judged(m, each("norm", lambda n: n.weight.mul_(1.1))(m.model), m.model).sampler.is_right
+    assert all(torch.equal(a, b) for a, b in zip(m.logits(), before[0], strict=True))
+    assert dict(vars(code)) == before[1]
+    assert [set(vars(module)) for module in m.model.modules()] == before[2]
+
+
+@pytest.mark.parametrize("family", ["llama3", pytest.param("stablelm", marks=pytest.mark.slow)])
+def test_each_option_is_tried_once(family: str) -> None:
+    """A field may take 1 or 1.0, and the biases of one layer may be all biases."""
+    words = [cause.words for cause in of_weights(made(family).model, {})]
+    assert len(set(words)) == len(words)

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.advice import ADVICE
-from ppo_repro.testing.audit import forward, limits, reference, search
+from ppo_repro.testing.audit import forward, limits, reference, rounding, search
 from ppo_repro.testing.audit.audit import Audit, audit
 from ppo_repro.testing.audit.causes.cause import Cause, Parameter
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
 from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, sampled_from
 from ppo_repro.testing.audit.draws import left_out_of
+from ppo_repro.testing.audit.hypothesis import Hypothesis, best_of
 from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
 from ppo_repro.testing.audit.report import lines
@@ -145,7 +146,7 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
             changed = row.logits.clone() / TEMPERATURE
             changed[0, list(sampler)] = -math.inf
         else:
-            changed = sampled_from(sampler)[0].change(row, sampler, row.logits, 0.0)
+            changed = sampled_from(sampler)[0].logits(row, sampler)
         return int(torch.multinomial(changed[0].softmax(-1), 1, generator=generator))
 
     made = sampled_by(prompts, draw)
@@ -186,7 +187,7 @@ def causes(made: Material, stack: StackModel, sampling: StackSampling, definitio
 
 def test_audit_and_diagnosis_have_one_list_of_causes(made: Material, stack: StackModel) -> None:
     rows = causes(made, stack, ALL_CUTS, RAW)
-    assert len({row.words for row in rows}) == len(rows)  # by which logits are remembered
+    assert len({row.words for row in rows}) == len(rows)  # by which a reader tells them apart
     without_a_row = {"none", "floating_point_noise", "non_finite", "unknown", "coarse_records"}
     assert {row.name for row in rows} | {row.cause for row in ROWS} | without_a_row == set(ADVICE)
 
@@ -196,21 +197,21 @@ def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
     made: Material, stack: StackModel, name: Format, parts: set[str]
 ) -> None:
     rows = causes(made, stack, GIVEN, TEMPERED)
-    assert [row.words for row in search._of_format(rows, "weights", name)] == [f"weights rounded to {name}"]
-    assert {row.words.partition(" computed")[0] for row in search._of_format(rows, "part", name)} == parts
+    assert [row.words for row in rounding._of_format(rows, "weights", name)] == [f"weights rounded to {name}"]
+    assert {row.words.partition(" computed")[0] for row in rounding._of_format(rows, "part", name)} == parts
 
 
 def test_causes_not_words_tell_hypotheses_apart() -> None:
     at_1, twice, multiplied, at_x = DISTRIBUTIONS[:4]
 
-    def of(cause: Cause, x: float, left: float, explains: bool = True) -> search.Hypothesis:
-        return search.Hypothesis(((cause, x),), torch.tensor([left]), explains, "these words", "", cause.deviations)
+    def of(cause: Cause, x: float, left: float, explains: bool = True) -> Hypothesis:
+        return Hypothesis(((cause, x),), torch.tensor([left]), explains, "these words", "", cause.deviations)
 
     tried = [of(twice, 0.0, 2e-7), of(multiplied, 0.0, 1e-7), of(twice, 0.0, 3e-7), of(at_1, 0.0, 5e-7)]
-    found = search._sorted([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
+    found = best_of([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
     assert [t.causes[0][0] for t in found.best] == [multiplied, twice, at_1]
     assert [t.causes for t in found.others] == [((at_x, 0.9),)]
-    found = search._sorted([of(at_1, 0.0, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
+    found = best_of([of(at_1, 0.0, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
     assert [t.causes for t in found.best] == [((at_x, 0.9997),)], "the fitted value explains, 1 does not"
 
 
@@ -293,6 +294,19 @@ def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Mate
     assert found.sampler.cause == "16 of 109 tokens have no log-prob or a 0"
     zeros = judged(made, stack, [0 * v for v in good], good)
     assert zeros.sampler.cause == "all 109 numbers are exactly 0; nothing was recorded"
+
+
+def test_zeros_that_no_cause_was_tried_on_are_not_explained(
+    made: Material, stack: StackModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "TRIED", 16)  # as in a dump of many responses
+    monkeypatch.setattr(limits, "LONG_WINDOW", 8)
+    bad = made.logprobs(temperature=1.0)
+    for values in bad[5:]:
+        values[-1] = 0.0
+    found = judged(made, stack, bad, made.logprobs()).sampler
+    assert found.empty == 3
+    assert found.cause == f"3 of 109 tokens have no log-prob or a 0 and {NO_T}"
 
 
 # which distribution is meant

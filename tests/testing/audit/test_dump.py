@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.testing.dumps import DumpedResponse, read_dump
+from ppo_repro.commands import audit
+from ppo_repro.testing.dumps import FORMATS, DumpedResponse, read_dump
 from tests.testing.audit.rows import ROWS
 
 
@@ -52,6 +54,11 @@ def read(path: Path, form: str | None) -> list[DumpedResponse]:
 
 def same(a: Sequence[DumpedResponse], b: Sequence[DumpedResponse]) -> bool:
     return [(r.prompt_ids, counted(r)) for r in a] == [(r.prompt_ids, counted(r)) for r in b]
+
+
+def test_every_format_has_a_row_here_and_is_in_the_help_of_the_command() -> None:
+    assert list(FORMATS) == re.findall(r"[\w-]+", audit.FORMATS.partition(" (")[0].replace(" or ", ", "))
+    assert set(ROWS) == set(FORMATS)
 
 
 def test_the_two_files_of_slime(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit import forward
-from ppo_repro.testing.audit.forward import Pass, Progress, States, pass_over, slices, states
+from ppo_repro.testing.audit.forward import Pass, Progress, States, has_decoder_apart, pass_over, slices, states
 from tests.support.models import CONFIGS, MIXTURES, VOCAB, small_model
 
 MODELS = {**CONFIGS, **MIXTURES}
@@ -28,7 +28,7 @@ def test_logits_of_parts_are_those_of_the_whole_forward(family: str, is_padded: 
     model = small_model(MODELS[family](), 3)
     passes = PASSES[: 2 + (family != "gpt2" or not is_padded)]
     with float64(model):
-        for i, found in states(model, passes, is_padded):
+        for i, found in states(model, passes, has_decoder_apart(model), is_padded):
             one = passes[i]
             options = {} if one.positions is None else {"position_ids": torch.tensor([one.positions])}
             expected = model(torch.tensor([one.ids]), **options).logits[0, list(one.at)]
@@ -50,7 +50,7 @@ def test_a_long_row_does_not_change_the_rotary_positions_of_a_short_one() -> Non
     model = Phi3ForCausalLM(Phi3Config(vocab_size=VOCAB, **fields)).eval()
     passes = [pass_over((5, 6), (8, 9)), pass_over((5, 6, 7), (8, 9, 10, 11))]
     with float64(model):
-        for i, found in states(model, passes, True):
+        for i, found in states(model, passes, True, True):
             expected = model(torch.tensor([passes[i].ids])).logits[0, list(passes[i].at)]
             assert (found.logits(model) - expected).abs().max() < 1e-12
 
@@ -66,8 +66,8 @@ def test_a_model_whose_logits_need_more_than_the_decoder_is_not_taken_apart(monk
         return out
 
     monkeypatch.setattr(type(model), "forward", shifted)
-    monkeypatch.setattr(forward, "_ARE_APART", {})
-    ((_, found),) = states(model, PASSES[:1])
+    assert not has_decoder_apart(model)
+    ((_, found),) = states(model, PASSES[:1], False)
     assert found == States(found.values)
     assert torch.allclose(found.values, model(input_ids=torch.tensor([PASSES[0].ids])).logits[0, 2:])
 

@@ -15,7 +15,7 @@ from ppo_repro.models.folder_files import check_config
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from ppo_repro.testing.audit.load_model import load_model, load_tokenizer
 from tests.support.damage import changed, computes, drawn
-from tests.support.models import CONFIGS, MIXTURES, llama_config, qwen3_config, small_model
+from tests.support.models import CONFIGS, MIXTURES, gpt2_config, llama_config, qwen3_config, small_model
 from tests.testing.audit.families import EXPERTS, FAMILIES, SHAPE, made
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -92,6 +92,10 @@ def test_fused_attention_is_taken_only_if_it_gives_the_numbers_of_the_familys_ow
 ) -> None:
     folder = saved(made(family).model, tmp_path / "model")
     assert load_model("--model", folder, "cpu").config._attn_implementation == chosen
+
+
+def test_a_model_of_few_positions_loads(tmp_path: Path) -> None:
+    use(saved(small_model(gpt2_config(n_positions=8), 0), tmp_path / "model"))
 
 
 def test_a_folder_without_files_of_a_tokenizer_has_none(tmp_path: Path) -> None:

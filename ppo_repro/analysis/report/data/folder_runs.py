@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.report.data.metrics import ANY, Kind, score_range
+from ppo_repro.analysis.report.data.metrics import ANY, Kind, Titled, score_range
 from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
@@ -29,13 +29,15 @@ class FolderRuns:
     """Complete runs of one kind in a folder.
 
     `states` has the state of every run of the folder. `copies` pairs each run that is left out with the run that has
-    the same fingerprint. `finals` has one row per run: point (the short name of its setting), seed and results.
+    the same fingerprint. `finals` has one row per run: point (the short name of its setting), seed and `results`. The
+    first result compares the settings.
     """
 
     folder: Path
     states: Mapping[Path, str]
     copies: Sequence[tuple[Path, Path]]
     settings: Mapping[Setting, Sequence[OneRun]]
+    results: Sequence[Titled]
     finals: pd.DataFrame
 
     @property
@@ -53,11 +55,6 @@ class FolderRuns:
         """Return what the pages of these runs show."""
         return self.listed[0].facts.kind
 
-    @property
-    def measures(self) -> list[str]:
-        """Return the names of the results; the first one compares the settings."""
-        return [str(name) for name in self.finals.columns if name not in ("point", "seed")]
-
 
 def read_folder(folder: Path) -> FolderRuns:
     """Read the complete runs of a folder. Raises UserError if there is none, or the runs are of several kinds."""
@@ -71,7 +68,7 @@ def read_folder(folder: Path) -> FolderRuns:
     unique, copies = (complete, []) if (folder / GRID).exists() else _without_copies(complete)
     settings = _settings(folder, [read_run(run_dir) for run_dir in unique])
     listed = [(run, setting.short) for setting, group in settings.items() for run in group]
-    return FolderRuns(folder, states, copies, settings, _finals(*zip(*listed, strict=True)))
+    return FolderRuns(folder, states, copies, settings, *_finals(*zip(*listed, strict=True)))
 
 
 def _runs_below(folder: Path) -> list[Path]:
@@ -121,38 +118,42 @@ def _renamed(setting: Setting, group: Sequence[OneRun]) -> Setting:
     return Setting(name or setting.short or group[0].facts.config.experiment, setting.whole)
 
 
-def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
-    """Return point, seed and the final results that all runs have, or else the last mean score or return."""
+def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> tuple[list[Titled], pd.DataFrame]:
+    """Return the final results that all runs have, or else the last mean score or return, and the frame `finals`."""
     kind, judged = runs[0].facts.kind, all(run.facts.is_judged for run in runs)
-    results = {
-        name: [float(run.facts.manifest.final[key]) for run in runs]
-        for name, key in kind.measures.items()
-        if all(key in run.facts.manifest.final for run in runs) and (judged or key not in kind.accuracies)
-    }
+    results = [
+        result
+        for result in kind.results
+        if all(result.name in run.facts.manifest.final for run in runs)
+        and (judged or result.name not in kind.accuracies)
+    ]
+    values = {result.name: [float(run.facts.manifest.final[result.name]) for run in runs] for result in results}
     if not results:
-        name, column = kind.last
-        results = {name: [float(run.iterations[column].iloc[-1]) for run in runs]}
+        results, column = [kind.last_value], kind.last_value.name
+        values = {column: [float(run.iterations[column].iloc[-1]) for run in runs]}
     # scores that are 1 for right answers and 0 for others are accuracies
-    first = next(iter(results))
-    results = {name: values for name, values in results.items() if name == first or values != results[first]}
-    return pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **results})
+    first = values[results[0].name]
+    results = [result for result in results if result == results[0] or values[result.name] != first]
+    columns = {result.name: values[result.name] for result in results}
+    return results, pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **columns})
 
 
-def largest_possible(runs: FolderRuns, measure: str) -> float:
-    """Return the largest difference of a measure that two runs can have; infinite without a limit."""
-    kind = runs.kind
-    key = kind.measures.get(measure) or kind.last[1]
-    if "score" not in key:
-        low, high = next((m.possible for m in kind.metrics if m.key == key and m.possible), ANY)
+def largest_possible(runs: FolderRuns, result: Titled) -> float:
+    """Return the largest difference of a result that two runs can have; infinite without a limit."""
+    if "score" not in result.name:
+        low, high = next((m.possible for m in runs.kind.metrics if m.key == result.name and m.possible), ANY)
         return high - low
     ends = [score_range(run.facts.config) for run in runs.listed if isinstance(run.facts.config, RunConfig)]
     return max(high for _, high in ends) - min(low for low, _ in ends)
 
 
-def largest_recorded(runs: FolderRuns, measure: str) -> float:
-    """Return the largest difference of two scores of sampled responses; infinite for a measure that is no score."""
-    if "score" not in (runs.kind.measures.get(measure) or runs.kind.last[1]):
+def largest_recorded(runs: FolderRuns, result: Titled) -> float:
+    """Return the largest difference of two scores of sampled responses; infinite for a result that is no score."""
+    if "score" not in result.name:
         return math.inf
-    own = ((run.facts.run_dir, run.facts.manifest.own_iterations) for run in runs.listed)
-    scores = pd.concat(reader.read_sequences(of, iterations=some, columns=["scores"])["scores"] for of, some in own)
-    return float(scores.max() - scores.min())
+    scores = [
+        reader.read_sequences(run.facts.run_dir, iterations=run.facts.manifest.own_iterations, columns=["scores"])
+        for run in runs.listed
+    ]
+    every = pd.concat(scores)["scores"]
+    return float(every.max() - every.min())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -30,43 +29,51 @@ class Metric:
     caption: str
     band: str = ""  # what lines and bands are on the page of one run
     possible: Range | None = ANY  # None: the range of scores
-    twin: str = ""  # another metric; if the two are equal, this one has no figure
-    is_setting: bool = False  # without a figure if it never changes
+    accuracy_of: str = ""  # key of a score: this metric is its accuracy, without a figure if the two are equal
+    is_setting: bool = False  # a setting has no figure if it never changes
 
 
 @dataclass(frozen=True)
-class Main:
-    """A line of the first chart: its metric, the unit on a page of several runs, and its name on a page of one."""
+class ChartLine:
+    """A line of the first chart of a page."""
 
-    metric: str
-    unit: str
+    metric: str  # key
+    unit: str  # on a page of several runs
+    name: str  # on the page of one run
+
+
+@dataclass(frozen=True)
+class Titled:
+    """A recorded column or final result, and its title on pages."""
+
     name: str
+    title: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Kind:
     """What the pages of one kind of run show."""
 
-    learning: tuple[Metric, ...]
-    optimisation: tuple[Metric, ...]
-    main: tuple[Main, ...]  # a page of several runs has the first one that was recorded
-    samples: str
-    measures: Mapping[str, str]  # final results that compare settings: title, name of the result
-    last: tuple[str, str]  # if a run has none of `measures`: title, column of the last iteration
-    counts: tuple[tuple[str, str], ...] = ()  # key numbers of a whole run: title, column of `iterations`
-    unit: str = "tokens"  # of the rows of the table `tokens`
-    agreement: tuple[Metric, ...] = ()  # beside the mismatch on the page of one run
-    by_step: tuple[Metric, ...] = ()  # which the page of one run draws by step, in place of `optimisation`
+    learning: tuple[Metric, ...]  # figures of the section Learning
+    optimisation: tuple[Metric, ...]  # figures of the section Optimisation
+    beside_mismatch: tuple[Metric, ...] = ()  # figures of the section Sampler and trainer, on the page of one run
+    figures_by_step: tuple[Metric, ...] = ()  # in place of `optimisation` on the page of one run, if there are any
+    first_chart: tuple[ChartLine, ...]  # all on the page of one run; on other pages the first one that was recorded
+    results: tuple[Titled, ...]  # final results; the first one that all runs have compares settings
+    last_value: Titled  # column of `iterations`; its last value compares settings if the runs share no result
+    totals: tuple[Titled, ...] = ()  # columns of `iterations`; their sums are key numbers of a run
+    samples: str  # word for the things that have a score, a return or a margin
+    token_unit: str = "tokens"  # word for the rows of the table `tokens`
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Return all metrics."""
-        return self.learning + self.optimisation + self.agreement
+        return self.learning + self.optimisation + self.beside_mismatch
 
     @property
     def accuracies(self) -> set[str]:
         """Return the metrics that mean something only if responses are right or wrong."""
-        return {metric.key for metric in self.metrics if metric.twin}
+        return {metric.key for metric in self.metrics if metric.accuracy_of}
 
 
 _STEPS = "mean over the steps, band: smallest to largest step"
@@ -96,10 +103,11 @@ DRAWS = Metric("excess", "samples", "Draws", "nats", band=_ERROR,
 LEARNING = (
     Metric("score", "samples", "Score", "score", band=_ERROR, possible=None,
         caption="Mean score of the sampled responses"),
-    Metric("accuracy", "samples", "Accuracy, sampled", "share", band=_ERROR, possible=SHARE, twin="score",
+    Metric("accuracy", "samples", "Accuracy, sampled", "share", band=_ERROR, possible=SHARE,
+        accuracy_of="score",
         caption="Share of correct sampled responses"),
     Metric("eval_accuracy", "iterations", "Accuracy, held out", "share", band=_AT_THE_END, possible=SHARE,
-        twin="eval_score",
+        accuracy_of="eval_score",
         caption="Greedy, before the update"),
     Metric("eval_score", "iterations", "Score, held out", "score", band=_AT_THE_END, possible=None,
         caption="Greedy, before the update"),
@@ -173,37 +181,43 @@ KINDS = {
     "language": Kind(
         learning=LEARNING,
         optimisation=OPTIMISATION,
-        main=(
-            Main("eval_score", "score, held out", "held out, greedy"),
-            Main("score", "score", "sampled ± standard error"),
+        first_chart=(
+            ChartLine("eval_score", "score, held out", "held out, greedy"),
+            ChartLine("score", "score", "sampled ± standard error"),
         ),
         samples="responses",
-        measures={"held-out accuracy": "eval_accuracy", "held-out score": "eval_score"},
-        last=("last score", "score_mean"),
-        counts=(("responses", "sequences"), ("response tokens", "tokens")),
-        agreement=(DRAWS,),
+        results=(
+            Titled("eval_accuracy", "held-out accuracy"),
+            Titled("eval_score", "held-out score"),
+        ),
+        last_value=Titled("score_mean", "last score"),
+        totals=(Titled("sequences", "responses"), Titled("tokens", "response tokens")),
+        beside_mismatch=(DRAWS,),
     ),
     "control": Kind(
         learning=CONTROL_LEARNING,
         optimisation=CONTROL_OPTIMISATION,
-        main=(
-            Main("eval_return", "return", "likeliest actions"),
-            Main("episode_return", "return", "training episodes ± standard error"),
+        first_chart=(
+            ChartLine("eval_return", "return", "likeliest actions"),
+            ChartLine("episode_return", "return", "training episodes ± standard error"),
         ),
         samples="episodes",
-        measures={"return, likeliest actions": "eval_return", "return, last 100 episodes": "last_100_return"},
-        last=("last return", "episode_return_mean"),
-        counts=(("environment steps", "tokens"), ("episodes that ended", "episodes")),
-        unit="environment steps",
+        results=(
+            Titled("eval_return", "return, likeliest actions"),
+            Titled("last_100_return", "return, last 100 episodes"),
+        ),
+        last_value=Titled("episode_return_mean", "last return"),
+        totals=(Titled("tokens", "environment steps"), Titled("episodes", "episodes that ended")),
+        token_unit="environment steps",
     ),
     "dpo": Kind(
         learning=DPO_LEARNING,
         optimisation=DPO_OPTIMISATION,
-        main=(Main("eval_pair_accuracy", "pairs in order", "held-out pairs"),),
+        first_chart=(ChartLine("eval_pair_accuracy", "pairs in order", "held-out pairs"),),
         samples="pairs",
-        measures={"held-out accuracy": "eval_accuracy"},
-        last=("held-out pairs in order", "eval_pair_accuracy"),
-        by_step=DPO_STEPS,
+        results=(Titled("eval_accuracy", "held-out accuracy"),),
+        last_value=Titled("eval_pair_accuracy", "held-out pairs in order"),
+        figures_by_step=DPO_STEPS,
     ),
 }
 LARGEST = {"exact_match": 1.0, "steps": 1.0, "format": 2.0}  # score of a reward term whose smallest score is 0

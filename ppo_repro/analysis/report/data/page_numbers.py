@@ -15,16 +15,16 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis import parity
-from ppo_repro.analysis.clipping import recorded_clipped
+from ppo_repro.analysis.clip_flags import recorded_clipped
 from ppo_repro.analysis.clusters import Floats
 from ppo_repro.analysis.pairs import deltas
 from ppo_repro.analysis.parity import Parity, parity_of
 from ppo_repro.analysis.report.data.run_curves import (
-    Rows,
+    Point,
     read_sampled,
-    return_rows,
+    return_points,
     returns_of,
-    sampled_rows,
+    sampled_points,
     with_recorded,
 )
 from ppo_repro.analysis.report.data.run_facts import Facts
@@ -45,7 +45,7 @@ FLAG_WORDS = {
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts over some iterations; `+` adds others."""
+    """Counts over one or more iterations; `+` adds the counts of other iterations."""
 
     deltas: npt.NDArray[np.int64]  # of `delta_counts`
     nonfinite_deltas: int
@@ -62,7 +62,7 @@ class Counts:
 class _Iteration:
     """Numbers of one iteration; `responses` is empty for a control run."""
 
-    rows: Rows  # metrics of its samples
+    points: list[Point]  # metrics of its samples
     values: Floats  # scores, or returns of the episodes that ended
     counts: Counts
     ratios: pd.DataFrame  # of `ratio_quantiles`
@@ -74,7 +74,7 @@ class _Iteration:
 class PageNumbers:
     """Numbers for a run's page; `responses` is empty for a control run.
 
-    Curves, values and responses are of all iterations; the other numbers are of those that the run itself computed.
+    Curves, values and responses are of all iterations. The other numbers leave out iterations that a fork copied.
     """
 
     curves: pd.DataFrame
@@ -104,15 +104,15 @@ def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
 
 def read_page_numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> PageNumbers:
     """Read all iterations of a run of PPO once, and return the numbers for its page."""
-    found = {number: _scan_iteration(facts, number) for number in facts.iterations}
-    own = [found[number] for number in facts.manifest.own_iterations]
+    scans = {number: _scan_iteration(facts, number) for number in facts.iterations}
+    computed = [scans[number] for number in facts.manifest.own_iterations]
     return PageNumbers(
-        curves=with_recorded(facts, [row for one in found.values() for row in one.rows], iterations, steps),
-        values={number: one.values for number, one in found.items()},
-        responses=pd.concat([one.responses for one in found.values()], ignore_index=True),
-        counts=reduce(add, (one.counts for one in own)),
-        ratios=pd.concat([one.ratios for one in own], ignore_index=True),
-        flags=pd.DataFrame([one.flags for one in own]),
+        curves=with_recorded(facts, [point for scan in scans.values() for point in scan.points], iterations, steps),
+        values={number: scan.values for number, scan in scans.items()},
+        responses=pd.concat([scan.responses for scan in scans.values()], ignore_index=True),
+        counts=reduce(add, (scan.counts for scan in computed)),
+        ratios=pd.concat([scan.ratios for scan in computed], ignore_index=True),
+        flags=pd.DataFrame([scan.flags for scan in computed]),
     )
 
 
@@ -122,14 +122,14 @@ def _scan_iteration(facts: Facts, number: int) -> _Iteration:
     if has_responses(recorded):
         sequences, tokens = read_sampled(facts, number)
         draws, values = draws_of_records(number, tokens), sequences["scores"].to_numpy(np.float64)
-        rows = sampled_rows(number, sequences, tokens, draws)
+        points = sampled_points(number, sequences, tokens, draws)
         responses = _response_summary(number, sequences, tokens, updates)
     else:
         tokens = reader.read_tokens(run_dir, iterations=one, columns=parity.TOKENS, recorded=recorded)
         draws, values, responses = NONE, returns_of(facts, number), pd.DataFrame()
-        rows = return_rows(number, values)
+        points = return_points(number, values)
     ratios, flags = ratio_quantiles(number, updates), _flag_counts(number, updates["clip_flag"])
-    return _Iteration(rows, values, _counts(tokens, updates, draws), ratios, flags, responses)
+    return _Iteration(points, values, _counts(tokens, updates, draws), ratios, flags, responses)
 
 
 def _counts(tokens: pd.DataFrame, updates: pd.DataFrame, draws: Draws) -> Counts:

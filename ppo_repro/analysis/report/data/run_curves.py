@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis import clusters, parity
-from ppo_repro.analysis.clusters import Floats
+from ppo_repro.analysis.clusters import Floats, Ratio
 from ppo_repro.analysis.report.data.metrics import Metric
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
 from ppo_repro.config.files import CONTROL
@@ -22,7 +23,16 @@ from ppo_repro.statistics.draws import Draws
 
 SEQUENCES = ["iteration", "sequence", "response_length", "scores", "is_correct"]
 TOKENS = [*parity.TOKENS, "entropies", "ref_kl", "cumulative_probs"]
-Rows = list[dict[str, float | str]]  # iteration, metric, value, low, high
+
+
+class Point(NamedTuple):
+    """A point of a curve, with the ends of its band: a row of a frame of curves."""
+
+    iteration: int
+    metric: str
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -60,18 +70,18 @@ def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return every curve of a run of any kind, as rows iteration, metric, value, low, high."""
-    sampled: Rows = []
+    """Return every curve of a run of any kind, one row per Point."""
+    sampled: list[Point] = []
     for iteration in facts.iterations:
         if has_responses(facts.manifest):
             sequences, tokens = read_sampled(facts, iteration)
-            sampled += sampled_rows(iteration, sequences, tokens, draws_of_records(iteration, tokens))
+            sampled += sampled_points(iteration, sequences, tokens, draws_of_records(iteration, tokens))
         elif facts.manifest.kind == CONTROL:
-            sampled += return_rows(iteration, returns_of(facts, iteration))
+            sampled += return_points(iteration, returns_of(facts, iteration))
     return with_recorded(facts, sampled, iterations, steps)
 
 
-def with_recorded(facts: Facts, sampled: Rows, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+def with_recorded(facts: Facts, sampled: list[Point], iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Return sampled and recorded curves; no accuracies if responses cannot be right or wrong."""
     recorded = recorded_rows(iterations, steps, facts.manifest.final, facts.kind.metrics)
     metrics = pd.concat([pd.DataFrame(sampled), recorded], ignore_index=True) if sampled else recorded
@@ -94,11 +104,8 @@ def returns_of(facts: Facts, iteration: int) -> Floats:
     return episodes["episode_return"].dropna().to_numpy(np.float64)
 
 
-def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws) -> Rows:
-    """Return the metrics of the sampled responses of one iteration, as rows iteration, metric, value, low, high.
-
-    `drawn` has the draws of its tokens.
-    """
+def sampled_points(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, drawn: Draws) -> list[Point]:
+    """Return the metrics of the sampled responses of one iteration; `drawn` has the draws of their tokens."""
     owner = tokens["sequence"].to_numpy(np.int64)
     lengths = sequences["response_length"].to_numpy(np.float64)
 
@@ -111,9 +118,9 @@ def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, 
         "ref_kl_per_sequence": clusters.mean(per_sequence("ref_kl")),
         "entropy": clusters.ratio_of_sums(per_sequence("entropies"), lengths),
         "response_length": clusters.mean(lengths),
-        "excess": (drawn.mean, drawn.error),
+        "excess": Ratio(drawn.mean, drawn.error),
     }
-    return [_row(iteration, name, estimate) for name, estimate in estimates.items()]
+    return [_point(iteration, name, estimate) for name, estimate in estimates.items()]
 
 
 def recorded_rows(
@@ -122,7 +129,7 @@ def recorded_rows(
     final: Mapping[str, float | int | str],
     metrics: Sequence[Metric],
 ) -> pd.DataFrame:
-    """Return the metrics of the tables `iterations` and `steps`, as rows iteration, metric, value, low, high.
+    """Return the metrics of the tables `iterations` and `steps`, one row per Point.
 
     Args:
         iterations: the table `iterations`; low and high of its metrics are NaN.
@@ -140,15 +147,15 @@ def recorded_rows(
         grouped = steps.groupby("iteration", as_index=False)[name].agg(value="mean", low="min", high="max")
         tables.append(grouped[grouped["value"].notna()].assign(metric=name))
     filled = [table for table in tables if len(table)]
-    columns = ["iteration", "metric", "value", "low", "high"]
+    columns = list(Point._fields)
     return pd.concat(filled, ignore_index=True)[columns] if filled else pd.DataFrame(columns=columns)
 
 
-def return_rows(iteration: int, returns: Floats) -> Rows:
-    """Return the mean return of the episodes that ended in an iteration, if any, as rows of `sampled_rows`."""
-    return [_row(iteration, "episode_return", clusters.mean(returns))] if len(returns) else []
+def return_points(iteration: int, returns: Floats) -> list[Point]:
+    """Return the mean return of the episodes that ended in an iteration; [] if none ended."""
+    return [_point(iteration, "episode_return", clusters.mean(returns))] if len(returns) else []
 
 
-def _row(iteration: int, metric: str, estimate: tuple[float, float]) -> dict[str, float | str]:
+def _point(iteration: int, metric: str, estimate: Ratio) -> Point:
     mean, error = estimate
-    return {"iteration": iteration, "metric": metric, "value": mean, "low": mean - error, "high": mean + error}
+    return Point(iteration, metric, mean, mean - error, mean + error)

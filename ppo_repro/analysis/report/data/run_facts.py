@@ -43,8 +43,8 @@ class Facts:
         """Return the iterations that were complete at the time of reading; a run in progress may have more now."""
         return range(self.manifest.num_iterations)
 
-    def own(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Return the rows of the iterations that the run itself computed, to which its configuration applies."""
+    def without_copied(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Return the rows of the iterations that the run computed itself; a fork copied the others from its origin."""
         return rows[rows["iteration"].isin(self.manifest.own_iterations)]
 
     @property

@@ -58,18 +58,18 @@ def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def informative(wanted: Sequence[Metric], curves: Sequence[Curve]) -> list[Metric]:
-    """Return the metrics without those that equal their twin, and without settings that never change."""
+    """Return the metrics without accuracies that equal their score, and without settings that never change."""
     return [metric for metric in wanted if _is_informative(metric, curves)]
 
 
 def _is_informative(metric: Metric, curves: Sequence[Curve]) -> bool:
-    values, twins = (
+    values, scores = (
         [curve.frame.loc[curve.frame["metric"] == name, "value"].to_numpy(np.float64) for curve in curves]
-        for name in (metric.key, metric.twin)
+        for name in (metric.key, metric.accuracy_of)
     )
     if metric.is_setting:
         return any(len(np.unique(recorded)) > 1 for recorded in values)
-    return not all(map(np.array_equal, values, twins))
+    return not all(map(np.array_equal, values, scores))
 
 
 def metric_figures(
@@ -147,16 +147,16 @@ def curve_chart(
 
 def run_chart(facts: Facts, metrics: pd.DataFrame) -> str:
     """Return the chart of the first screen from the curves of a run."""
-    main = facts.kind.main
-    drawn, unit = [(Curve(line.name, metrics), line.metric) for line in main], main[-1].unit
+    lines = facts.kind.first_chart
+    drawn, unit = [(Curve(line.name, metrics), line.metric) for line in lines], lines[-1].unit
     return curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
 
 
-def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:
+def main_chart(facts: Facts, curves: Sequence[Curve]) -> str:
     """Return a chart with the evaluated curve of each run, or with the sampled curve if nothing was evaluated."""
-    for main in facts.kind.main:
-        if any((line.frame["metric"] == main.metric).any() for line in lines):
-            return curve_chart(main.unit.capitalize(), main.unit, [(line, main.metric) for line in lines])
+    for line in facts.kind.first_chart:
+        if any((curve.frame["metric"] == line.metric).any() for curve in curves):
+            return curve_chart(line.unit.capitalize(), line.unit, [(curve, line.metric) for curve in curves])
     return ""
 
 

@@ -37,7 +37,7 @@ def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of:
         edges, marks = np.linspace(everything.min(), everything.max(), BINS + 1), ()
         words = [f"{lo} to {hi}" for lo, hi in pairwise(number(float(edge)) for edge in edges)]
         counts = {group: np.histogram(values, edges)[0] for group, values in finite.items()}
-    shares = [(group, 100.0 * found / found.sum()) for group, found in counts.items() if found.any()]
+    shares = [(group, 100.0 * bars / bars.sum()) for group, bars in counts.items() if bars.any()]
     y = axis_for(f"% of the {of}", [values for _, values in shares], include=(0.0,))
     alt = "; ".join(
         f"{group}: most often {name} {words[int(values.argmax())]} ({number(float(values.max()), 3)} %)"
@@ -50,7 +50,7 @@ def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of:
 
 def change_figures(values: Mapping[int, Floats], name: str, of: str) -> list[Figure]:
     """Draw the distributions in the first and the last iteration with a finite value; [] if there is none."""
-    filled = sorted(iteration for iteration, found in values.items() if np.isfinite(found).any())
+    filled = sorted(iteration for iteration, numbers in values.items() if np.isfinite(numbers).any())
     if not filled:
         return []
     groups = {f"iteration {i}": values[i] for i in (filled[0], filled[-1])}

@@ -11,6 +11,7 @@ import pandas as pd
 from ppo_repro.analysis.grid_table import comparisons, interval
 from ppo_repro.analysis.html.markup import number, table
 from ppo_repro.analysis.html.page import Card, Verdict, scrolled
+from ppo_repro.analysis.report.data.metrics import Titled
 from ppo_repro.analysis.report.sections.curves import MANY_SEEDS
 from ppo_repro.analysis.significance import detectable, holm
 from ppo_repro.config.files import read_tree
@@ -18,22 +19,22 @@ from ppo_repro.records.grid import CELLS, GRID, axes_of, read_grid_table
 
 
 def answer_cards(
-    folder: Path, finals: pd.DataFrame, measure: str, chart: str, possible: float, recorded: float = math.inf
+    folder: Path, finals: pd.DataFrame, result: Titled, chart: str, possible: float, recorded: float = math.inf
 ) -> list[Card]:
     """Return the cards of a grid: question and expectation, answer, and the tables of differences if there are any.
 
     Args:
         finals: point, seed and results of each run.
-        measure: the column of `finals` that answers the question.
-        chart: SVG of the measure by iteration.
-        possible: the largest possible difference of the measure.
-        recorded: the largest difference of two recorded values that the measure averages.
+        result: the column of `finals` that answers the question.
+        chart: SVG of the result by iteration.
+        possible: the largest possible difference of the result.
+        recorded: the largest difference of two recorded values that the result averages.
     """
     tree = read_tree(folder / GRID)
     sentences = [str(tree["question"]), f"Expected: {tree['expectation']}"]
     if axes := [axis for axis in tree.get("axes") or () if axis != "setting"]:
         sentences.append(f"Settings are named by {', '.join(axes)}.")
-    answer, compared = _answer(finals, measure, possible, min(possible, recorded))
+    answer, compared = _answer(finals, result, possible, min(possible, recorded))
     cards = [
         Card("What was the question?", [Verdict("fact", text) for text in sentences]),
         Card("What is the answer?", answer, chart=chart),
@@ -41,14 +42,14 @@ def answer_cards(
     if len(compared):
         caption = "p with Holm's correction; seen from: found with probability 0.8"
         cards.append(Card("Differences, paired by seed", blocks=[scrolled(table(compared, caption))]))
-        effects = main_effects(folder, finals, measure)
+        effects = main_effects(folder, finals, result)
         if len(effects):
             how = [Verdict("fact", "Each row averages a seed over the settings of the other axes.")]
             cards.append(Card("Main effects of the axes", how, [scrolled(table(effects, "p with Holm's correction"))]))
     return cards
 
 
-def main_effects(folder: Path, finals: pd.DataFrame, measure: str) -> pd.DataFrame:
+def main_effects(folder: Path, finals: pd.DataFrame, result: Titled) -> pd.DataFrame:
     """Return the differences of an axis's labels from its first label, averaged over the other axes, paired by seed.
 
     Empty for a grid with one axis. An axis whose labels do not have the same settings of the other axes is left out.
@@ -66,19 +67,19 @@ def main_effects(folder: Path, finals: pd.DataFrame, measure: str) -> pd.DataFra
         others = joined[[name for name in axes if name != axis]].agg(", ".join, axis=1)
         if others.groupby(joined[axis]).apply(lambda names: tuple(sorted(names))).nunique() > 1:
             continue
-        means = pd.DataFrame(joined.groupby([axis, "seed"], as_index=False, sort=False)[measure].mean())
+        means = pd.DataFrame(joined.groupby([axis, "seed"], as_index=False, sort=False)[result.name].mean())
         first = str(means[axis].iloc[0])
-        compared = comparisons(means.rename(columns={axis: "point"}), measure, first)
+        compared = comparisons(means.rename(columns={axis: "point"}), result.name, first)
         compared_axes.append(compared.assign(axis=axis.removeprefix("axis."), first=first))
-    rows = pd.concat(compared_axes) if compared_axes else pd.DataFrame(columns=["p"])
+    rows = pd.concat(compared_axes) if compared_axes else pd.DataFrame(columns=["p_value"])
     if rows.empty:
         return pd.DataFrame()
-    rows["Holm"] = holm(rows["p"].tolist())
+    rows["p_holm"] = holm(rows["p_value"].tolist())
     return pd.DataFrame(
         {
             "axis": rows["axis"],
             "difference of": [f"{row.point} minus {row.first}" for row in rows.itertuples()],
-            **_columns(rows, measure),
+            **_columns(rows, result.title),
         }
     ).reset_index(drop=True)
 
@@ -88,33 +89,35 @@ def _columns(compared: pd.DataFrame, name: str) -> dict[str, list[str]]:
     return {
         name: [f"{difference:+.3f}" for difference in compared["difference"]],
         # NaN if all seeds have the same difference
-        "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
-        "p": [number(p, 3) for p in compared["Holm"]],
+        "95 % interval": [f"{number(row.ci_lo, 3)} to {number(row.ci_hi, 3)}" for row in compared.itertuples()],
+        "p": [number(p, 3) for p in compared["p_holm"]],
     }
 
 
-def _answer(finals: pd.DataFrame, measure: str, possible: float, largest: float) -> tuple[list[Verdict], pd.DataFrame]:
+def _answer(
+    finals: pd.DataFrame, result: Titled, possible: float, largest: float
+) -> tuple[list[Verdict], pd.DataFrame]:
     """Return sentences about the differences from the first setting, and the table of all differences."""
     points = [str(point) for point in finals["point"].unique()]
     seeds = finals.groupby("point")["seed"].apply(frozenset)
     if len(points) < 2:
-        return [Verdict("fact", f"There is one setting: {measure} {spread(finals[measure])}.")], pd.DataFrame()
+        return [Verdict("fact", f"There is one setting: {result.title} {spread(finals[result.name])}.")], pd.DataFrame()
     if seeds.nunique() > 1 or len(seeds.iloc[0]) < 2:
         text = "No differences with intervals: they need the same seeds, at least two, in every setting."
         return [Verdict("fact", text)], pd.DataFrame()
-    compared, count = comparisons(finals, measure, points[0]), len(seeds.iloc[0])
-    compared[["low", "high"]] = compared[["low", "high"]].clip(-possible, possible)
-    is_clear = compared["Holm"] < 0.05
+    compared, count = comparisons(finals, result.name, points[0]), len(seeds.iloc[0])
+    compared[["ci_lo", "ci_hi"]] = compared[["ci_lo", "ci_hi"]].clip(-possible, possible)
+    is_clear = compared["p_holm"] < 0.05
     differing = [
         Verdict(
             "differs",
-            f"`{row.point}`: {row.difference:+.3f}, between {row.low:+.3f} and {row.high:+.3f} (p {row.Holm:.2g})",
+            f"`{row.point}`: {row.difference:+.3f}, between {row.ci_lo:+.3f} and {row.ci_hi:+.3f} (p {row.p_holm:.2g})",
         )
         for row in compared[is_clear].itertuples()
     ]
     test = f"paired t-tests over {count} seeds, Holm's correction, p below 0.05"
-    answer = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {measure} ({test})."
-    detected = _detectable(finals, measure, points)
+    answer = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {result.title} ({test})."
+    detected = _detectable(finals, result.name, points)
     undetected = float(pd.Series(detected)[~is_clear].max())
     if undetected > largest:
         answer += (
@@ -133,9 +136,9 @@ def _answer(finals: pd.DataFrame, measure: str, possible: float, largest: float)
     return [Verdict("fact", answer), *differing], differences
 
 
-def _detectable(finals: pd.DataFrame, measure: str, points: Sequence[str]) -> list[float]:
+def _detectable(finals: pd.DataFrame, column: str, points: Sequence[str]) -> list[float]:
     """Return the difference that Holm's first test detects with probability 0.8, for each setting but the first."""
-    first, *others = (finals[finals["point"] == point].set_index("seed")[measure] for point in points)
+    first, *others = (finals[finals["point"] == point].set_index("seed")[column] for point in points)
     return [detectable(float((values - first).std(ddof=1)), len(first), 0.05 / len(others)) for values in others]
 
 

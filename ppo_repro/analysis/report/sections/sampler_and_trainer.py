@@ -5,6 +5,8 @@ delta = old_logprobs - rollout_logprobs, nats.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -12,31 +14,41 @@ import pandas as pd
 from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section, Verdict
-from ppo_repro.analysis.mismatch import Measured, bucket_table, measure, tables
+from ppo_repro.analysis.mismatch import Measured, measure, tables
+from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
 from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.testing.diagnosis import diagnose_sums
 from ppo_repro.testing.evidence import MismatchSums, mismatch_sums
 
-# by kind of bucket: title, label of the axis, caption
+
+class BucketFigure(NamedTuple):
+    """Words of the figure of one kind of bucket."""
+
+    title: str
+    axis: str
+    caption: str
+
+
 BUCKETS = {
-    "prob": (
+    "prob": BucketFigure(
         "Difference by probability", "probability under the sampler",
         "Rounding moves the log-probs of rare tokens most: the error goes with 1 - p.",
     ),
-    "position": (
+    "position": BucketFigure(
         "Difference by position", "position in the response (tokens)",
         "An error that accumulates through the cache would grow with position.",
     ),
-    LAG: (
+    LAG: BucketFigure(
         "Difference by lag", "iterations that the weights of the sampler were behind",
         "Tokens without a lag differ by what else there is.",
     ),
-    TURN: (
-        "Difference by turn", "turn of the model", "What the environment said before is the same on both sides.",
+    TURN: BucketFigure(
+        "Difference by turn", "turn of the model",
+        "What the environment said before is the same on both sides.",
     ),
-    ROUTE: (
+    ROUTE: BucketFigure(
         "Difference by route", "experts in sampler and trainer",
         "A flip: other experts compute the token in the trainer. After one, a token sees another past.",
     ),
@@ -97,9 +109,9 @@ def delta_figure(counted: npt.NDArray[np.int64], equal: int) -> Figure:
 def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
     """Draw mean, 99th percentile and largest |delta| by bucket of `kind`, a key of BUCKETS.
 
-    `buckets` has columns kind, lo, hi, n, abs_mean, abs_p99, abs_max (nats), one row per bucket.
+    `buckets` has columns kind, lo, hi, n_tokens, abs_mean, abs_p99, abs_max (nats), one row per bucket.
     """
-    filled = buckets[(buckets["kind"] == kind) & (buckets["n"] > 0)].sort_values("lo", ignore_index=True)
+    filled = buckets[(buckets["kind"] == kind) & (buckets["n_tokens"] > 0)].sort_values("lo", ignore_index=True)
     columns = {"largest": "abs_max", "99th percentile": "abs_p99", "mean": "abs_mean"}
     values = {name: filled[column].to_numpy(np.float64) for name, column in columns.items()}
     # the axis begins below the smallest value, or its bar would have no height
@@ -110,15 +122,15 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
     marks = tuple((float(k), end) for k, end in enumerate(ends) if k % every == 0)
     if kind == ROUTE:
         marks = tuple((k + 0.5, ROUTES[int(route)]) for k, route in enumerate(filled["lo"]))
-    title, words, caption = BUCKETS[kind]
-    x = Axis(words, 0.0, float(len(filled)), ticks=marks)
+    words = BUCKETS[kind]
+    x = Axis(words.axis, 0.0, float(len(filled)), ticks=marks)
     alt = (
-        f"Mean |difference| by {words}: {number(values['mean'][0])} nats in the first bucket, "
+        f"Mean |difference| by {words.axis}: {number(values['mean'][0])} nats in the first bucket, "
         f"{number(values['mean'][-1])} in the last."
     )
-    names = [f"{words} {_short(lo)} to {_short(hi)}" for lo, hi in zip(filled["lo"], filled["hi"], strict=True)]
+    names = [f"{words.axis} {_short(lo)} to {_short(hi)}" for lo, hi in zip(filled["lo"], filled["hi"], strict=True)]
     chart = bar_chart(np.arange(len(filled) + 1, dtype=np.float64), list(values.items()), x, y, alt, names)
-    return Figure(title, chart, caption, filled[["lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"]])
+    return Figure(words.title, chart, words.caption, filled[["lo", "hi", "n_tokens", "abs_mean", "abs_p99", "abs_max"]])
 
 
 def divergence_figure(divergences: pd.DataFrame) -> Figure:

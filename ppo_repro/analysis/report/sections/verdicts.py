@@ -50,7 +50,7 @@ def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
     first, last = (float(iterations["score_mean"].iloc[i]) for i in (0, -1))
     kl = number(float(iterations["ref_kl_per_sequence"].iloc[-1]), 3)
     how = f"greedy, {number(config.task.num_eval_prompts)} prompts"
-    rewards = [float(facts.own(iterations)["reward_mean"].iloc[i]) for i in (0, -1)]
+    rewards = [float(facts.without_copied(iterations)["reward_mean"].iloc[i]) for i in (0, -1)]
     has_penalty = isinstance(config.kl, KLInReward) and config.kl.kl_coef > 0
     rewarded = f"; their mean reward, the score minus the KL penalty, {change(*rewards)}" if has_penalty else ""
     return [
@@ -75,7 +75,7 @@ def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, h
 
 def on_policy(facts: Facts, counted: Parity, draws: Draws) -> list[Verdict]:
     """Return sentences about the agreement of sampler and trainer: log-probs, ratios, values and draws."""
-    config, unit = facts.ppo, facts.kind.unit
+    config, unit = facts.ppo, facts.kind.token_unit
     anchor = "rollout" if isinstance(config, ControlConfig) else config.ppo.ratio_anchor
     has_ratios = isinstance(config, ControlConfig) or config.ppo.objective.kind != "policy_gradient"
     has_values = isinstance(config, ControlConfig) or config.value.kind != "none"

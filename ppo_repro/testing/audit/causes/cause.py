@@ -8,9 +8,10 @@ A row predicts the numbers that a side with this fault records, float64 [n] for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,6 +24,7 @@ from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.stack import StackSampling
 
 Stage = Literal["weights", "input", "distribution", "quantity", "unit"]
+Computed = TypeVar("Computed")
 RoundedPart = Literal["computed", "weights", "part", "logits"]  # the whole computation, all weights, a module, logits
 
 
@@ -34,6 +36,11 @@ class Numbers:
     usable: Tensor  # finite, and judged
     counts: Tensor
     reference: Tensor  # the log-probs of the model as they should be
+
+    @property
+    def unlikely_zeros(self) -> Tensor:
+        """Return which tokens [n] that count have a log-prob of exactly 0, and a probability below limits.SURE."""
+        return self.counts & (self.recorded == 0) & (self.reference < math.log(limits.SURE))
 
     def wrong(self, tolerance: float) -> Tensor:
         """Return which tokens [n] are wrong by more than `tolerance` nats."""
@@ -62,6 +69,8 @@ class RecordedChunk(Chunk):
         return self.numbers.usable[self.here]
 
 
+MakeModel = Callable[[], PreTrainedModel]
+Passes = Sequence[Sequence[Pass]]  # the forward passes of each response
 # (chunk, sampling, values, parameter) -> what is computed instead. By stage, values and result are
 #   distribution: the chunk's logits [k, V] -> logits whose softmax is the distribution [k, V]
 #   quantity: the chunk's log-probs [k, V] -> the quantity of each token [k]
@@ -95,23 +104,33 @@ class Rounded:
 
 
 @dataclass(frozen=True, eq=False)  # two causes are never the same: what one predicts is kept under the cause
-class Cause:
+class CauseOf(Generic[Computed]):
     """One cause: how the audit says it, what it computes in one stage, and what that presumes.
 
-    `words` may contain {x}, the parameter, and {given}, the user's temperature.
+    `words` may contain {x}, the parameter, and {given}, the user's temperature. `change` depends on the stage:
+
+    | stage | `change` |
+    |---|---|
+    | weights | `MakeModel`: the model that computes the logits |
+    | input | `Passes`: the tokens that the model sees, and their positions |
+    | distribution, quantity, unit | `Change`: a function of tensors |
     """
 
     words: str
     stage: Stage
     name: CauseName  # under which the diagnosis lists it too
-    change: Change | None = None  # of a distribution, a quantity or a unit
-    make: Callable[[], PreTrainedModel] | None = None  # of weights: the model that computes the logits
-    passes: Sequence[Sequence[Pass]] = ()  # of an input: the forward passes of each response
+    change: Computed
     presumes: Callable[[StackSampling], bool] = lambda sampling: True
     parameter: Parameter | None = None
     rounded: Rounded | None = None
     changes: int = 1  # that the cause consists of
     own_advice: str = ""
+
+    def said(self, x: float, sampling: StackSampling) -> str:
+        """Return the words with a value of the parameter and the user's temperature."""
+        if self.stage in ("weights", "input"):  # whose words may have other braces, as of a folder's name
+            return self.words
+        return self.words.format(x=x, given=f"{sampling.temperature:.4g}")
 
     @property
     def advice(self) -> str:
@@ -138,9 +157,9 @@ class Cause:
         return self.rounded is not None and self.rounded.what in what
 
 
-def option(words: str, advice: str, make: Callable[[], PreTrainedModel], changes: int = 1) -> Cause:
+Cause = CauseOf[Any]  # of any stage
+
+
+def option(words: str, advice: str, make: MakeModel, changes: int = 1) -> CauseOf[MakeModel]:
     """Return the cause that computes an option of the model's architecture otherwise."""
-    return Cause(words, "weights", "other_architecture", make=make, changes=changes, own_advice=advice)
-
-
-UNCHANGED = Cause("", "weights", "none")  # stands for a stage that no cause replaces
+    return CauseOf(words, "weights", "other_architecture", make, changes=changes, own_advice=advice)

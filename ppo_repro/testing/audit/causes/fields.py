@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,9 @@ from transformers.activations import ACT2FN
 
 from ppo_repro.models.reading import quiet
 from ppo_repro.models.stock import with_config
-from ppo_repro.testing.audit.causes.cause import Cause, option
-from ppo_repro.testing.audit.causes.copies import computed, is_finite
+from ppo_repro.testing.audit.causes.cause import CauseOf, MakeModel, option
+from ppo_repro.testing.audit.causes.trial import is_finite, probed
+from ppo_repro.testing.audit.patches import override
 
 WITHOUT = {  # what a field that is left out means; other fields are named by themselves
     "attention_bias": "attention without its biases",
@@ -62,20 +63,32 @@ ASKED = (
 SHOWN = 60  # characters of a value
 
 
-def of_fields(model: PreTrainedModel) -> Iterator[Cause]:
-    """Yield changes of each field that the model reads, and of all options together that can be turned off."""
+def of_fields(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+    """Yield the changes of each field that the model reads, and of options that are turned off together.
+
+    A change that the model cannot compute is left out.
+    """
     text, read = model.config.get_text_config(), fields_read(model)
     defaults = {f.name: f.default for f in dataclasses.fields(text) if f.default is not dataclasses.MISSING}
-    left: dict[str, FieldChange] = {}
+    off = list[FieldChange]()
     for field, value in sorted(text.to_dict().items()):
         if field in read and not _OTHER_FIELDS.search(field):
-            for change in _changes(text, field, value, defaults.get(field)):
-                yield _with_fields(model, [change])
-                if change.is_off and change.field not in left and is_finite(partial(_made, model, [change])):
-                    left[change.field] = change
-    for count in sorted({2, len(left)} - {0, 1}):
-        for some in itertools.combinations(left.values(), count):
-            yield _with_fields(model, some)
+            computed = _computed(model, _changes(text, field, value, defaults.get(field)))
+            yield from (_with_fields(model, [change]) for change in computed)
+            off += [change for change in computed if change.is_off]
+    for count in sorted({2, len(off)} - {0, 1}):
+        for some in itertools.combinations(off, count):
+            if is_finite(partial(_made, model, some)):
+                yield _with_fields(model, some)
+
+
+def _computed(model: PreTrainedModel, changes: Iterable[FieldChange]) -> list[FieldChange]:
+    """Return the changes that the model can compute, each once: of 1 and 1.0 the first that its class accepts."""
+    found = list[FieldChange]()
+    for change in changes:
+        if not any(change.is_same(other) for other in found) and is_finite(partial(_made, model, [change])):
+            found.append(change)
+    return found
 
 
 def _changes(config: PretrainedConfig, field: str, value: Any, default: Any) -> Iterator[FieldChange]:
@@ -150,6 +163,10 @@ class FieldChange:
         """Return whether the change turns off an option of WITHOUT."""
         return self.field in WITHOUT and _is_off(self.new)
 
+    def is_same(self, other: FieldChange) -> bool:
+        """Return whether both give a field the same number, or turn the same option off."""
+        return self.path == other.path and (self.new == other.new or (self.is_off and other.is_off))
+
     @property
     def words(self) -> str:
         """Describe the change."""
@@ -184,7 +201,7 @@ class FieldChange:
         setattr(config, self.path[0], entry)
 
 
-def _with_fields(model: PreTrainedModel, changes: Sequence[FieldChange]) -> Cause:
+def _with_fields(model: PreTrainedModel, changes: Sequence[FieldChange]) -> CauseOf[MakeModel]:
     said = " and ".join(f"{change.field} {_short(change.old)}" for change in changes)
     words = " and ".join(change.words for change in changes)
     advice = f"compute with {said} on both sides, as config.json says"
@@ -216,7 +233,7 @@ def fields_read(model: PreTrainedModel) -> set[str]:
         read.add(kind.attribute_map.get(name, name))
         return kind.__getattribute__(self, name)
 
-    text.__class__ = type(kind.__name__, (kind,), {"__getattribute__": reading})
+    override(text, "__getattribute__", reading)
     read.clear()
     with quiet(), torch.no_grad():
         stock: Any = with_config(model, config)
@@ -239,7 +256,7 @@ def not_computed(model: PreTrainedModel) -> dict[str, Any]:
     for kind, inner in of_kinds.items():
         for key in [key for key, value in inner.items() if key.endswith("factor") and not _is_off(value)]:
             change = FieldChange(("rope_parameters", *([kind] if kind else []), key), inner[key], None)
-            without, whole = computed(partial(_made, model, [change])), computed(lambda: model)
+            without, whole = probed(partial(_made, model, [change])), probed(lambda: model)
             if without is not None and whole is not None and torch.equal(without, whole):
                 found[change.field] = inner[key]
     return found

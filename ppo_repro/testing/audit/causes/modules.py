@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,16 +19,14 @@ from torch.nn.functional import linear, rms_norm
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.advice import ADVICE
-from ppo_repro.testing.audit.causes.cause import Cause, Rounded, option
-from ppo_repro.testing.audit.causes.copies import (
-    by_kind,
-    copied,
-    narrow_products,
-    rounded,
+from ppo_repro.testing.audit.causes.cause import CauseOf, MakeModel, Rounded, option
+from ppo_repro.testing.audit.patches import (
     weights,
+    with_attributes,
     with_forward,
     with_function,
     with_modules,
+    with_narrow_products,
     with_weights,
 )
 
@@ -43,7 +41,7 @@ _ROUTER = re.compile("(Router|Gate|Gating)$")
 _SHARED = re.compile("shared_experts?$")
 
 
-def of_modules(model: PreTrainedModel) -> Iterator[Cause]:
+def of_modules(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
     """Yield changes of each part of the model."""
     yield from _of_norms(model)
     yield from _of_vectors(model)
@@ -54,7 +52,20 @@ def of_modules(model: PreTrainedModel) -> Iterator[Cause]:
     yield from _of_heads(model)
 
 
-def _in_bfloat16(part: str, make: Callable[[], PreTrainedModel]) -> Cause:
+def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names of weights or modules by kind, which is the name with * in place of the index of a layer."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
+    return found
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Return x rounded to bfloat16, in its own dtype."""
+    return x.bfloat16().to(x.dtype)
+
+
+def _in_bfloat16(part: str, make: MakeModel) -> CauseOf[MakeModel]:
     """Return the cause that computes a part of the model in bfloat16."""
     words = f"{part} computed in bfloat16, all else in float32"
     return replace(option(words, FLOAT32, make), rounded=Rounded("part", "bfloat16"))
@@ -63,9 +74,9 @@ def _in_bfloat16(part: str, make: Callable[[], PreTrainedModel]) -> Cause:
 # norms
 
 
-def _of_norms(model: PreTrainedModel) -> Iterator[Cause]:
+def _of_norms(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
     every = _norms(model)
-    kinds = by_kind(every)
+    kinds = _by_kind(every)
     for parent in dict.fromkeys(kind.rpartition(".")[0] for kind in kinds):
         of = [kind for kind in kinds if kind.rpartition(".")[0] == parent]
         if len(of) > 1 and ".*." in parent:  # inside a layer: the norms of queries and keys
@@ -89,12 +100,11 @@ def _is_norm(module: Module) -> bool:
     return "norm" in type(module).__name__.lower() and not list(module.children())
 
 
-def _centred(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return forward(x - x.mean(-1, keepdim=True))
+def _centred(own: Callable[[Tensor], Tensor], norm: Module, x: Tensor) -> Tensor:
+    return own(x - x.mean(-1, keepdim=True))
 
 
-def _not_centred(forward: Any, x: Tensor) -> Tensor:
-    norm = forward.__self__
+def _not_centred(own: Callable[[Tensor], Tensor], norm: Any, x: Tensor) -> Tensor:
     scaled = rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)
     return scaled if norm.bias is None else scaled + norm.bias
 
@@ -106,14 +116,14 @@ def _with_added(model: PreTrainedModel, names: Set[str], by: float) -> PreTraine
 # biases, and vectors that a stack may not know, such as sinks
 
 
-def _of_vectors(model: PreTrainedModel) -> Iterator[Cause]:
+def _of_vectors(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
     scales = {f"{name}.weight" for name in _norms(model)}
-    kinds = by_kind(name for name, x in weights(model).items() if x.dim() < 2 and name not in scales)
+    kinds = _by_kind(name for name, x in weights(model).items() if x.dim() < 2 and name not in scales)
     biases = [kind for kind in kinds if kind.endswith("bias")]
     together: dict[str, list[str]] = {}
     for kind in biases:
         together.setdefault(kind.rpartition(".")[0].rpartition(".")[0], []).append(kind)
-    for of in (biases, *together.values()):
+    for of in (biases, *(some for some in together.values() if some != biases)):
         if len(of) > 1:
             names = {name for kind in of for name in kinds[kind]}
             words = f"without {', '.join(of)}" if len(of) < len(biases) else "without any bias"
@@ -131,7 +141,7 @@ def _filled(model: PreTrainedModel, names: Set[str], value: float) -> PreTrained
 # numbers that the code contains or computes from sizes, such as the scale of attention
 
 
-def _of_constants(model: PreTrainedModel) -> Iterator[Cause]:
+def _of_constants(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
     """Yield changes of each number of a module that is no field of the configuration."""
     fields = set(model.config.get_text_config().to_dict())
     numbers = [
@@ -140,20 +150,17 @@ def _of_constants(model: PreTrainedModel) -> Iterator[Cause]:
         for key, value in vars(module).items()
         if isinstance(value, float) and key not in fields and not _NO_CONSTANT.search(key)
     ]
-    for kind, names in by_kind(numbers).items():
+    for kind, names in _by_kind(numbers).items():
         first, _, key = names[0].rpartition(".")
         old = f"{getattr(model.get_submodule(first), key):.4g}"
         advice = f"compute with {kind} {old} on both sides"
         for value in (1.0, math.inf):
-            yield option(f"{kind} {value} instead of {old}", advice, partial(_with_number, model, names, value))
+            other = partial(with_attributes, model, names, _always(value))
+            yield option(f"{kind} {value} instead of {old}", advice, other)
 
 
-def _with_number(model: PreTrainedModel, names: Sequence[str], value: float) -> PreTrainedModel:
-    found = copied(model)
-    for name in names:
-        module, _, key = name.rpartition(".")
-        setattr(found.get_submodule(module), key, value)
-    return found
+def _always(value: float) -> Callable[[float], float]:
+    return lambda own: value
 
 
 # routers and shared experts
@@ -168,22 +175,24 @@ _WEIGHTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _of_experts(model: PreTrainedModel) -> Iterator[Cause]:
+def _of_experts(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
     routers = [name for name, module in model.named_modules() if _ROUTER.search(type(module).__name__)]
     if routers:
-        yield _in_bfloat16("router", partial(with_forward, model, routers, narrow_products))
+        yield _in_bfloat16("router", partial(with_forward, model, routers, with_narrow_products))
         for words, weigh in _WEIGHTS.items():
-            yield option(f"experts weighed {words}", ROUTER, partial(with_forward, model, routers, _weighted, weigh))
+            weighed = partial(with_forward, model, routers, partial(_weighted, weigh))
+            yield option(f"experts weighed {words}", ROUTER, weighed)
     shared = [name for name, _ in model.named_modules() if _SHARED.search(name)]
     if shared:
         without = partial(with_modules, model, shared, _Nothing)
         yield option("without the shared experts", "compute the shared experts on both sides", without)
 
 
-def _weighted(weigh: Callable[[Tensor, Tensor], Tensor], forward: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+def _weighted(
+    weigh: Callable[[Tensor, Tensor], Tensor], own: Callable[[Tensor], tuple[Tensor, ...]], router: Any, hidden: Tensor
+) -> tuple[Tensor, ...]:
     """Replace the weights of a router by `weigh` of its logits."""
-    logits, weights, experts = forward(hidden)
-    router = forward.__self__
+    logits, weights, experts = own(hidden)
     exact = linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, getattr(router, "bias", None))
     return logits, weigh(exact, exact.gather(-1, experts)).to(weights.dtype), experts
 
@@ -196,41 +205,33 @@ class _Nothing(Module):
 # embedding and output matrix
 
 
-def _of_embeddings(model: PreTrainedModel) -> Iterator[Cause]:
-    tied = partial(_with_tied_output, model)
-    yield option("the embedding as output matrix", "use the output matrix of the folder on both sides", tied)
-    yield option("embeddings without their factor", FACTOR, partial(_with_factor, model, torch.ones_like))
-    words = "embeddings with their factor rounded to bfloat16"
-    yield option(words, FACTOR, partial(_with_factor, model, rounded))
+def _of_embeddings(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+    embedding: Any = model.get_input_embeddings()
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+    factors = [f"{name}.embed_scale" for name, module in model.named_modules() if module is embedding]
     if heads:
-        yield _in_bfloat16("output matrix", partial(with_forward, model, heads, narrow_products))
-
-
-def _with_tied_output(model: PreTrainedModel) -> PreTrainedModel:
-    found: Any = copied(model)
-    found.get_output_embeddings().weight = found.get_input_embeddings().weight
-    return found
-
-
-def _with_factor(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> PreTrainedModel:
-    found: Any = copied(model)
-    embeddings = found.get_input_embeddings()
-    embeddings.embed_scale = change(embeddings.embed_scale)
-    embeddings._non_persistent_buffers_set.discard("embed_scale")  # not to be computed again
-    return found
+        tied = partial(with_attributes, model, [f"{name}.weight" for name in heads], lambda own: embedding.weight)
+        yield option("the embedding as output matrix", "use the output matrix of the folder on both sides", tied)
+    without, narrow = (partial(with_attributes, model, factors, change) for change in (torch.ones_like, _rounded))
+    yield option("embeddings without their factor", FACTOR, without)
+    yield option("embeddings with their factor rounded to bfloat16", FACTOR, narrow)
+    if heads:
+        yield _in_bfloat16("output matrix", partial(with_forward, model, heads, with_narrow_products))
 
 
 # rotary positions
 
 
-def _of_rotary_positions(model: PreTrainedModel) -> Iterator[Cause]:
+def _of_rotary_positions(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
     names = [name for name, module in model.named_modules() if _frequencies(module)]
     if names:
-        yield _in_bfloat16("rotary table", partial(_with_rotary, model, names, _table_in_bfloat16))
-        with_rounded = partial(_with_rotary, model, names, _frequencies_in_bfloat16)
+        yield _in_bfloat16("rotary table", partial(with_forward, model, names, _table_in_bfloat16))
+        with_rounded = partial(with_forward, model, names, _frequencies_in_bfloat16)
         yield option("rotary frequencies rounded to bfloat16", FLOAT32, with_rounded)
-        with_both = partial(_with_rotary, model, names, _frequencies_in_bfloat16, _weight_in_bfloat16)
+
+        def with_both() -> PreTrainedModel:
+            return with_forward(with_weights(model, _weight_in_bfloat16), names, _frequencies_in_bfloat16)
+
         yield option("weights and rotary frequencies rounded to bfloat16", FLOAT32, with_both)
     yield option(
         "rotary positions in the other order of pairs",
@@ -244,42 +245,21 @@ def _frequencies(rotary: Module) -> list[str]:
 
 
 def _weight_in_bfloat16(name: str, x: Tensor) -> Tensor | None:
-    return rounded(x) if x.is_floating_point() else None
+    return _rounded(x) if x.is_floating_point() else None
 
 
-def _table_in_bfloat16(forward: Callable[..., tuple[Tensor, Tensor]], rotary: Module, *args: Any) -> tuple[Tensor, ...]:
-    cos, sin = forward(rotary, *args)
-    return rounded(cos), rounded(sin)
+def _table_in_bfloat16(
+    own: Callable[..., tuple[Tensor, Tensor]], rotary: Module, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    cos, sin = own(*args, **kwargs)
+    return _rounded(cos), _rounded(sin)
 
 
-def _frequencies_in_bfloat16(forward: Callable[..., Any], rotary: Module, *args: Any) -> Any:
+def _frequencies_in_bfloat16(own: Callable[..., Any], rotary: Module, *args: Any, **kwargs: Any) -> Any:
     for name in _frequencies(rotary):
         exact: Any = rotary._buffers[name]
-        rotary._buffers[name] = rounded(exact)
-    return forward(rotary, *args)
-
-
-def _with_rotary(
-    model: PreTrainedModel,
-    names: Sequence[str],
-    wrapper: Callable[..., Any],
-    weight: Callable[[str, Tensor], Tensor | None] = lambda name, x: None,
-) -> PreTrainedModel:
-    """Copy the model with weight(name, weight) as weights, and wrapper(forward, module, *args) in rotary modules.
-
-    In float64 a new object of the same class replaces each rotary module, so the forward of an object would be lost.
-    The wrapper is therefore a method of a new class.
-    """
-    found = with_weights(model, weight)
-    for name in names:
-        module = found.get_submodule(name)
-        kind: Any = type(module)
-
-        def forward(self: Module, *args: Any, kind: Any = kind, **named: Any) -> Any:
-            return wrapper(partial(kind.forward, **named), self, *args)
-
-        module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
-    return found
+        rotary._buffers[name] = _rounded(exact)
+    return own(*args, **kwargs)
 
 
 def _other_pairs(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -301,7 +281,7 @@ def _other_pairs(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., 
 # which heads of queries share a head of keys
 
 
-def _of_heads(model: PreTrainedModel) -> Iterator[Cause]:
+def _of_heads(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
     """Yield the repetition of all heads in turn, in place of each head by itself."""
     yield option(
         "queries with the keys of other heads",

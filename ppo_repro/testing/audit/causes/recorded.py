@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, RecordedChunk
+from ppo_repro.testing.audit.causes.cause import CauseOf, Change, Parameter, RecordedChunk
 from ppo_repro.testing.audit.distributions import target_logprobs
 from ppo_repro.testing.audit.stack import StackSampling
 
@@ -82,11 +82,11 @@ def moved(x: Tensor, by: int) -> Tensor:
 
 def _quantity(
     words: str, change: Change, parameter: Parameter | None = None, name: CauseName = "other_quantity"
-) -> Cause:
-    return Cause(words, "quantity", name, change, parameter=parameter)
+) -> CauseOf[Change]:
+    return CauseOf(words, "quantity", name, change, parameter=parameter)
 
 
-def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "other_number") -> Cause:
+def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "other_number") -> CauseOf[Change]:
     """Return the row that applies `change` to the numbers of the tokens that count; others are not predicted."""
 
     def of_counted(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:
@@ -94,10 +94,10 @@ def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "oth
         found[counts] = change(v[counts])
         return found
 
-    return Cause(words, "unit", name, of_counted)
+    return CauseOf(words, "unit", name, of_counted)
 
 
-RECORDED: tuple[Cause, ...] = (
+RECORDED: tuple[CauseOf[Change], ...] = (
     _quantity("log-prob of the likeliest token", lambda chunk, s, logp, x: logp.max(-1).values),
     _quantity("minus the entropy", lambda chunk, s, logp, x: -_entropy(logp)),
     _quantity("the entropy", lambda chunk, s, logp, x: _entropy(logp)),
@@ -125,14 +125,14 @@ RECORDED: tuple[Cause, ...] = (
     _unit("in base 10, not in nats", lambda y: y / math.log(10)),
     _unit("minus the log-prob (a loss)", lambda y: -y),
     _unit("the probability, not its logarithm", lambda y: y.exp()),
-    Cause(
+    CauseOf(
         "divided by the temperature {given} after the softmax",
         "unit",
         "temperature",
         lambda chunk, s, v, x: v / s.temperature,
         presumes=StackSampling.is_tempered,
     ),
-    Cause(
+    CauseOf(
         "each entry is of the token {x:+.0f} places on",
         "unit",
         "off_by_one",
@@ -146,14 +146,14 @@ RECORDED: tuple[Cause, ...] = (
     _unit("the mean over the response at every token", lambda y: y.mean().expand_as(y)),
     _unit("divided by the number of tokens of the response", lambda y: y / len(y)),
     _unit("in the opposite order", lambda y: y.flip(0), "shuffled"),
-    Cause(
+    CauseOf(
         "cut off below {x:.4g}",
         "unit",
         "other_number",
         lambda chunk, s, v, x: v.clamp(min=x),
         parameter=Parameter(propose=_lower_limit, in_pairs=1),
     ),
-    Cause(
+    CauseOf(
         "the logarithm of the probability + {x:.3g}",
         "unit",
         "epsilon_in_log",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
-from ppo_repro.testing.audit.causes.cause import Cause, Change, Parameter, RecordedChunk, Rounded
+from ppo_repro.testing.audit.causes.cause import CauseOf, Change, Parameter, RecordedChunk, Rounded
 from ppo_repro.testing.audit.distributions import OF_TOP_K, PROCESSED, cut, penalised, raw, target_logprobs, tempered
 from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.stack import StackSampling
@@ -117,11 +117,11 @@ def _row(
     parameter: Parameter | None = None,
     presumes: Callable[[StackSampling], bool] = lambda sampling: True,
     rounded: Rounded | None = None,
-) -> Cause:
-    return Cause(words, "distribution", name, change, presumes=presumes, parameter=parameter, rounded=rounded)
+) -> CauseOf[Change]:
+    return CauseOf(words, "distribution", name, change, presumes=presumes, parameter=parameter, rounded=rounded)
 
 
-def _kept_by(option: str, values: Sequence[float]) -> Cause:
+def _kept_by(option: str, values: Sequence[float]) -> CauseOf[Change]:
     words = f"normalised over the tokens that {option} keeps (try --{option} {{x:.4g}})"
     return _row(words, "truncated_sampling", partial(_kept, option=option), Parameter(values))
 
@@ -131,7 +131,7 @@ TEMPERATURE = Parameter(
     (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0), is_fitted=True, in_pairs=1, is_temperature=True, at_one=_TEMPERATURE_1
 )
 _AT_1 = "temperature 1 and normalised over the tokens that the cuts keep"
-DISTRIBUTIONS: tuple[Cause, ...] = (
+DISTRIBUTIONS: tuple[CauseOf[Change], ...] = (
     _TEMPERATURE_1,
     _row(
         "temperature {given} applied twice",

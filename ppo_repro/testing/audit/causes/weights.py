@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import chain
 
 import torch
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.audit.causes.cause import Cause, Rounded
-from ppo_repro.testing.audit.causes.copies import computed, is_finite, with_parameters_in
+from ppo_repro.testing.audit.causes.cause import CauseOf, MakeModel, Rounded
 from ppo_repro.testing.audit.causes.fields import of_fields
 from ppo_repro.testing.audit.causes.modules import of_modules
+from ppo_repro.testing.audit.causes.trial import is_finite, probed
 from ppo_repro.testing.audit.measure import FORMATS
+from ppo_repro.testing.audit.patches import with_parameters_in
 
 
-def of_weights(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> Iterator[Cause]:
+def of_weights(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> Iterator[CauseOf[MakeModel]]:
     """Yield the causes that change the model; `others` are other weights, by description."""
     for name, dtype in FORMATS.items():
         make = partial(with_parameters_in, model, dtype, dtype)
-        if computed(make) is not None:
-            yield Cause(
-                f"computed in {name}", "weights", "reduced_precision", make=make, rounded=Rounded("computed", name)
-            )
+        if probed(make) is not None:
+            words = f"computed in {name}"
+            yield CauseOf(words, "weights", "reduced_precision", make, rounded=Rounded("computed", name))
     for name, dtype in FORMATS.items():
         make = partial(with_parameters_in, model, dtype, torch.float32)
-        yield Cause(
-            f"weights rounded to {name}", "weights", "coarse_weights", make=make, rounded=Rounded("weights", name)
-        )
+        words = f"weights rounded to {name}"
+        yield CauseOf(words, "weights", "coarse_weights", make, rounded=Rounded("weights", name))
     for words, other in others.items():
-        yield Cause(words, "weights", "stale_weights", make=partial(_itself, other))
+        yield CauseOf(words, "weights", "stale_weights", partial(_itself, other))
     yield from _options(model)
 
 
@@ -38,11 +36,7 @@ def _itself(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _options(model: PreTrainedModel) -> Iterator[Cause]:
-    """Yield each option of the architecture that can be computed otherwise and gives finite logits, once."""
-    seen = set[str]()
-    for cause in chain(of_fields(model), of_modules(model)):
-        assert cause.make is not None
-        if cause.words not in seen and is_finite(cause.make):
-            seen.add(cause.words)
-            yield cause
+def _options(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+    """Yield each option of the architecture that can be computed otherwise and gives finite logits."""
+    yield from of_fields(model)
+    yield from (cause for cause in of_modules(model) if is_finite(cause.change))

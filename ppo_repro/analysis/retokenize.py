@@ -41,10 +41,10 @@ def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.
 
     The columns are iteration, sequence, and
 
-        n_tokens: number of sampled tokens
+        n_tokens: number of sampled tokens but for the end token
         drifted: whether the ids differ
         first_drift_position: index of the first token that differs; NaN without drift
-        length_delta: number of new tokens minus number of sampled tokens
+        length_delta: number of new tokens minus n_tokens
 
     The end token is left out; any other special token is drift, because no text contains it. `sequences` has
     AUDIT_COLUMNS. Raises UserError if the tokenizer is not the run's.

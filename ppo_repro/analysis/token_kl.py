@@ -92,8 +92,8 @@ def word_table(table: pd.DataFrame) -> pd.DataFrame:
 def sequence_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
     """Return the table `tok_seq`: one row per response; METRICS are sums over its tokens, nats.
 
-    `<metric>_per_<unit>` is the sum divided by the number of units (UNITS), NaN if that is 0. The end
-    token is in the sums, but it is not a word.
+    `<metric>_per_<unit>` is the sum divided by the number of units (UNITS), NaN if that number is 0. The end token is
+    in the sums, but it is not a word.
     """
     starts = np.flatnonzero(table["position"].to_numpy() == 0)
     text = text_of(sequences)

@@ -61,7 +61,7 @@ def rollout_engine(
     state: TrainState,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[Engine]:
-    """Yield the engine of a prepared run; when the block ends, end the servers of the engine.
+    """Yield the engine of a prepared run; when the block ends, end the servers that it started.
 
     `own` is from `own_engine`.
     """

@@ -264,7 +264,7 @@ def _shifted(dependences: Sequence[set[int]]) -> Iterator[tuple[int, set[int]]]:
 
 
 def _faults_between_prompts(config: RunConfig, own: OwnAdvantages) -> Iterator[str]:
-    """Yield the faults of advantages that depend on responses to several prompts, but not to all prompts."""
+    """Yield the faults of advantages that depend on responses to some other prompts, but not to all."""
     responses = PROBE_PROMPTS * config.rollout.samples_per_prompt
     few = drawn(config, responses, min(4, config.rollout.max_response_tokens))
     rewards, prompts = few.advantages, set(few.groups.tolist())

@@ -130,7 +130,7 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
     flipped = (routes(own, "policy_routes") != routes(own, "rollout_routes")).any(-1)
     buckets = buckets_of(own)
     by_route = by_kind_of_route(buckets)
-    assert by_route.loc["flipped", "n"] == flipped.sum()
+    assert by_route.loc["flipped", "n_tokens"] == flipped.sum()
     assert by_route["n_tokens"].sum() == len(flipped)
     assert by_route.loc["flipped", "abs_mean"] > by_route.loc["same", "abs_mean"] > 0
     assert all(route in bucket_figure(buckets, ROUTE).chart for route in ("same", "flipped"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -105,14 +106,13 @@ def evaluate(config: ControlConfig, agent: Agent) -> float:
     count = config.evaluation.episodes
     if count == 0:
         return math.nan
-    environments = Environments(config.environment.id, count, "evaluation", config.seed)
     returns: dict[int, float] = {}
-    while len(returns) < count:
-        outputs = agent.policy(torch.from_numpy(environments.observations.copy()))
-        transition = environments.step(agent.distribution.likeliest(outputs).numpy())
-        for i in np.flatnonzero(transition.terminated | transition.truncated).tolist():
-            returns.setdefault(i, float(transition.episode_returns[i]))
-    environments.close()
+    with closing(Environments(config.environment.id, count, "evaluation", config.seed)) as environments:
+        while len(returns) < count:
+            outputs = agent.policy(torch.from_numpy(environments.observations.copy()))
+            transition = environments.step(agent.distribution.likeliest(outputs).numpy())
+            for i in np.flatnonzero(transition.terminated | transition.truncated).tolist():
+                returns.setdefault(i, float(transition.episode_returns[i]))
     return math.fsum(returns.values()) / count
 
 

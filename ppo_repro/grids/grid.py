@@ -147,7 +147,7 @@ def check_unchanged(cell: Cell, folder: Path) -> None:
     if run_dir is None:
         return
     recorded = manifest.load_head(run_dir)
-    changing = CHANGING if _is_same_everywhere(cell.config) else CHANGING + OF_MACHINE
+    changing = CHANGING if is_same_everywhere(cell.config) else CHANGING + OF_MACHINE
     before, now = read_environments(run_dir, recorded), describe_environment(cell.config, 1)
     what = [name for name in changing if any(environment[name] != now[name] for environment in before)]
     if gather(cell.config).digests != recorded.inputs:
@@ -159,7 +159,7 @@ def check_unchanged(cell: Cell, folder: Path) -> None:
         )
 
 
-def _is_same_everywhere(config: AnyConfig) -> bool:
+def is_same_everywhere(config: AnyConfig) -> bool:
     """Return whether every machine computes the same bits; environments of Gymnasium take sines from the C library."""
     if isinstance(config, RunConfig):
         return not config.machine_dependent_setting and not config.rollout.engine_without_promise

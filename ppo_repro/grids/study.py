@@ -17,7 +17,7 @@ from pathlib import Path
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import permutation
 from ppo_repro.grids.executor import Processes
-from ppo_repro.grids.grid import run_grid
+from ppo_repro.grids.grid import is_same_everywhere, run_grid
 from ppo_repro.grids.spec import Cell, Grid, load_grid
 
 RESULTS, PAGE = "results.csv", "README.md"
@@ -81,18 +81,18 @@ def read_results(path: Path) -> dict[str, ResultRow]:
 
 
 def chosen_cells(grid: Grid, committed: Mapping[str, ResultRow], count: int, seed: int) -> tuple[Cell, ...]:
-    """Choose cells in deterministic numerics, and add the cells with which their measures compare them.
+    """Choose cells that every machine repeats bit by bit, and add the cells with which their measures compare them.
 
     Args:
         committed: rows of the results by cell, with the column BESIDE.
         count: number of chosen cells, without the added cells.
 
     Raises:
-        UserError: the grid has fewer cells in deterministic numerics.
+        UserError: the grid has fewer such cells.
     """
-    exact = [cell for cell in grid.cells if not getattr(cell.config, "is_native", False)]
+    exact = [cell for cell in grid.cells if is_same_everywhere(cell.config)]
     if not 1 <= count <= len(exact):
-        raise UserError(f"--cells {count}: must be from 1 to {len(exact)}, the cells in deterministic numerics")
+        raise UserError(f"--cells {count}: must be from 1 to {len(exact)}, the cells that every machine repeats")
     names = {exact[i].name for i in permutation(len(exact), "reproduce", seed)[:count]}
     names |= {committed[name].get(BESIDE, "") for name in names}
     return tuple(cell for cell in grid.cells if cell.name in names)

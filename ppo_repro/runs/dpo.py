@@ -297,6 +297,8 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher, ranks: Ran
     # the recorded engine may not allow these numerics, and how it differed from the trainer would change the divergence
     of_run["rollout"] |= {"engine": {"kind": "torch"}, "mismatch_sigma": None}
     of_run.pop("mismatch", None)
+    # DPO trains all weights; the adapters of a run change no weight before the first step
+    of_run["lora"] = None
     run_config = build_config(of_run, f"{run_dir / CONFIG_NAME} with numerics and layout of DPO")
     reference = run_dir / REFERENCE
     prepared = prepare(run_config, watcher, reference if reference.is_dir() else None, ranks=ranks)

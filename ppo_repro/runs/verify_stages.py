@@ -201,10 +201,10 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
         policy = _policy(config, batch, minibatch, records, rows, step["grad_norm"]) if turn.of_policy else None
         if policy is not None:
             schedule.follow(policy)
-        elif start == 0:
+        elif turn.of_policy:
             raise PromiseBroken(
-                f"table updates, iteration {records.iteration}: new_logprobs or new_entropies is null in the first "
-                "minibatch"
+                f"table updates, iteration {records.iteration}: new_logprobs or new_entropies is null in "
+                f"minibatch {turn.minibatch} of epoch {turn.epoch}"
             )
         new_values, value = records.tensor_or_none("updates", "new_values", rows), None
         if batch.value_targets is not None and new_values is not None:

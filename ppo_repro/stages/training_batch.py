@@ -73,14 +73,12 @@ def objective_of(ppo: PPOConfig, coefficients: Coefficients, functions: Function
 
 def kl_estimator_of(charged: KLConfig, functions: Functions) -> TokenKL | None:
     """Return the estimator of the KL in the loss; None if there is none, or if it is over the whole vocabulary."""
-    match charged:
-        case KLInLoss(estimator=FunctionEstimator()):
-            assert functions.estimator is not None
-            return functions.estimator.estimate
-        case KLInLoss(estimator="k1" | "k2" | "k3" as kind):
-            return partial(kl.loss, kind)
-        case _:
-            return None
+    if not isinstance(charged, KLInLoss) or charged.loss_has_exact_kl:
+        return None
+    if isinstance(charged.estimator, FunctionEstimator):
+        assert functions.estimator is not None
+        return functions.estimator.estimate
+    return partial(kl.loss, charged.estimator)
 
 
 @dataclass(frozen=True)

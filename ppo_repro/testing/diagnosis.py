@@ -177,10 +177,10 @@ def _only_one_group(clean: Group, dirty: Group) -> bool:
     If z of n sequences, chosen at random, do not differ, then all u sequences of the first group are among the z with
     probability C(z, u) / C(n, u).
     """
-    u, equal = int(clean.sequences), int(clean.equal + dirty.equal)
+    u, n, equal = int(clean.sequences), int(clean.sequences + dirty.sequences), int(clean.equal + dirty.equal)
     if clean.equal < u or dirty.equal == dirty.sequences:
         return False
-    return math.comb(equal, u) <= ACCIDENT * math.comb(u + int(dirty.sequences), u)
+    return math.prod((equal - i) / (n - i) for i in range(u)) <= ACCIDENT
 
 
 def _ten_times(clean: Group, dirty: Group) -> bool:

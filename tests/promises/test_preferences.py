@@ -61,6 +61,14 @@ def test_the_divergence_is_sampled_without_the_noise_of_the_recorded_sampler(tmp
         assert execution.run[1].engine.disturb(logits, ids, ids, 1.0) is logits
 
 
+def test_dpo_trains_all_weights_of_a_run_that_trained_adapters(tmp_path: Path) -> None:
+    settings = "lora={rank: 2, alpha: 2}", "ppo.iterations=1", "checkpoints.every=1", "rollout.samples_per_prompt=4"
+    adapted = language.small_run(tmp_path, *settings)
+    with DPOKind(Silent()).open(dpo_config(adapted, tmp_path), None) as execution:
+        assert execution.run is not None
+        assert all(parameter.requires_grad for parameter in execution.run[1].state.policy.parameters())
+
+
 def test_no_layout_changes_a_dpo_run(trained: Path) -> None:
     for overrides in LAYOUTS:
         again = rerun(DPOKind(Silent()), trained, overrides)

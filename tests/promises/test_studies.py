@@ -12,8 +12,9 @@ import pytest
 from matplotlib import pyplot as plt
 
 from experiments import answers
+from ppo_repro.base.errors import UserError
 from ppo_repro.grids.spec import load_grid
-from ppo_repro.grids.study import Reproduction, first_difference, read_results
+from ppo_repro.grids.study import Reproduction, chosen_cells, first_difference, read_results
 from tests.support.cli import Cli
 from tests.support.paths import ROOT
 
@@ -90,6 +91,20 @@ def test_rows_without_a_grid_are_refused(
     assert ended.value.code == 2
     assert f"--csv {out}: the rows come from the runs of a grid; give its folder too" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_only_cells_that_every_machine_repeats_are_chosen(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "support" / "tiny.yaml", tmp_path / "tiny.yaml")
+    (tmp_path / "g.yaml").write_text(
+        "question: q\nexpectation: e\nbase: tiny.yaml\nseeds: [1, 2]\n"
+        "axes: {sampler: {own: {}, stock: {mismatch.sampler.stock: bfloat16}}}\n"
+    )
+    grid = load_grid(tmp_path / "g.yaml")
+    rows = {cell.name: dict[str, str]() for cell in grid.cells}
+    exact = [cell for cell in grid.cells if "own" in cell.name]
+    assert chosen_cells(grid, rows, 2, 0) == tuple(exact)
+    with pytest.raises(UserError, match="--cells 3: must be from 1 to 2, the cells that every machine repeats"):
+        chosen_cells(grid, rows, 3, 0)
 
 
 def test_a_difference_is_exit_one(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,11 +140,19 @@ def test_one_line_names_a_changed_number_and_files_alone_are_whole(cli: Cli, cop
 
 
 @pytest.mark.parametrize("column", ["new_logprobs", "new_entropies"])
-def test_a_first_step_without_numbers_is_one_line(cli: Cli, copy: Path, column: str) -> None:
-    rewrite_cell(copy, "updates", 1, column, lambda values: np.full(len(values), None))
+@pytest.mark.parametrize("from_row", [0, -1])
+def test_a_step_without_numbers_is_one_line(cli: Cli, copy: Path, column: str, from_row: int) -> None:
+    def change(values: np.ndarray) -> np.ndarray:
+        values = values.astype(object)
+        values[from_row:] = None
+        return values
+
+    rewrite_cell(copy, "updates", 1, column, change)
+    last = reader.read_moment(copy, manifest.load(copy), 1)["steps"].to_pylist()[from_row]
     code, _, err = cli("verify", copy)
     assert code == 1
-    said = "table updates, iteration 1: new_logprobs or new_entropies is null in the first minibatch"
+    where = f"minibatch {last['minibatch']} of epoch {last['epoch']}"
+    said = f"table updates, iteration 1: new_logprobs or new_entropies is null in {where}"
     assert err.splitlines()[-1] == f"promise broken: {said}"
 
 

@@ -197,6 +197,24 @@ def test_a_column_that_is_the_same_everywhere_tests_nothing() -> None:
     assert diagnose(pairs).needed == "pad_length of each row, some of them 0; steps_since_sync, some of them 0"
 
 
+@pytest.mark.parametrize(("differ", "verdict"), [(10, "unknown"), (20, "padding_leak")])
+def test_a_thousand_sequences_in_a_group_are_counted(differ: int, verdict: str) -> None:
+    """Of 1,100 sequences 600 are padded. 10 that differ are padded by chance once in 430 times, 20 once in 190,000."""
+    sequence = np.arange(1100)
+    pairs = pd.DataFrame(
+        {
+            "iteration": 0,
+            "sequence": sequence,
+            "position": 0,
+            "token_id": 1,
+            "logprobs_a": np.full(1100, -1.0, np.float32),
+            "logprobs_b": np.where(sequence < 1100 - differ, -1.0, -2.0).astype(np.float32),
+            "pad_length": np.where(sequence < 500, 0, 3),
+        }
+    )
+    assert diagnose(pairs).verdict == verdict
+
+
 def test_the_mass_of_one_response_that_is_missing_leaves_truncation_untested() -> None:
     pairs = Sampled(10, top_k=5).pairs()
     pairs.loc[0, "log_kept_mass"] = np.nan

@@ -43,10 +43,11 @@ _TRACK = _shared("--track", metavar="WHERE", action="append", default=[], help=f
 _EVENTS = _shared("--tensorboard", metavar="DIR", type=path, help="write TensorBoard event files below DIR")
 _SETS: dict[str, Any] = {"metavar": "FIELD=VALUE", "action": "append", "default": []}
 _FIELD = _shared("--set", **_SETS, help="change one field; may be repeated")
-_CHANGEABLE = (
-    "another field of layout, records, checkpoints or rollout.engine, such as layout.threads=2; may be repeated"
+_EXAMPLE = "such as layout.threads=2; may be repeated"
+_OF_RERUN = _shared("--set", **_SETS, help=f"another field of layout, records or rollout.engine, {_EXAMPLE}")
+_OF_RESUME = _shared(
+    "--set", **_SETS, help=f"another field of layout, records, rollout.engine or checkpoints, {_EXAMPLE}"
 )
-_LAYOUT = _shared("--set", **_SETS, help=_CHANGEABLE)
 _CONFIG = _shared("config", metavar="CONFIG", type=path, help="YAML configuration")
 _SEED: dict[str, Any] = {"dest": "set", "type": lambda text: f"seed={count(text)}", "help": "as --set seed=N"}
 _CONFIG.add_argument("--seed", **_SETS | _SEED | {"metavar": "N"})
@@ -95,8 +96,8 @@ def _begin(commands: Any) -> None:
 
 def _go_on(commands: Any) -> None:
     """Add commands that compute a recorded run again, or go on from it."""
-    _add(commands, resume_command, _RUN, _LAYOUT, _INPUTS, _TRACK, _EVENTS)
-    option = _add(commands, rerun_command, _LAYOUT, _INPUTS)
+    _add(commands, resume_command, _RUN, _OF_RESUME, _INPUTS, _TRACK, _EVENTS)
+    option = _add(commands, rerun_command, _OF_RERUN, _INPUTS)
     about = f"folder of a run, `{LATEST}`, or folder of a study, such as experiments/growth"
     option("run", metavar="RUN_OR_STUDY", type=run_folder, help=about)
     about = "only iterations A to B, counted from 0; begins at the checkpoint before them; RUN may be incomplete"

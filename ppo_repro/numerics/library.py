@@ -147,6 +147,7 @@ def load() -> Kernels:
     def after_in_child() -> None:
         turn.release()
         library.forget_workers()  # a forked child has none of the threads
+        library.threads = 1
 
     # a fork waits until no call runs, so that the child finds no lock that nobody opens
     os.register_at_fork(
@@ -158,13 +159,14 @@ def load() -> Kernels:
 def set_threads(count: int) -> None:
     """Set the number of threads the kernels use, which changes no result.
 
-    Raises UserError for more than the kernels take or the system gives; the kernels then use as many as before.
+    Raises UserError for more than the kernels take or the system gives. The kernels then use as many as before, or one
+    if the system does not give these either.
     """
     kernels = load()
     check_denormals(kernels)  # new threads do as this one
     if kernels.set_threads(count) != 0:
         if kernels.set_threads(kernels.threads) != 0:
-            kernels.threads = 1  # the system gives none now, not even the threads that it gave before
+            kernels.threads = 1
         raise UserError(
             f"threads = {count}: the kernels take 1 to 256 threads, and the system may start fewer; use fewer"
         )
@@ -176,8 +178,8 @@ def use_threads(count: int, torch_computes: bool = False) -> None:
 
     Idle threads of torch spin, which would take processors from the kernels' threads.
     """
-    torch.set_num_threads(count if torch_computes else 1)
     set_threads(count)
+    torch.set_num_threads(count if torch_computes else 1)
 
 
 def check_denormals(library: Kernels | None = None) -> None:

@@ -60,7 +60,7 @@ def execute(kind: RunKind[Config, Item], config: Config, run_dir: Path, start: S
 class _Recorder(Generic[Item]):
     """Records an execution. A thread writes the tables of an iteration while the next iteration is computed.
 
-    Each method ends a phase of the clock.
+    Each public method ends a phase of the clock.
     """
 
     def __init__(

@@ -82,8 +82,10 @@ class Checkpoints:
         return self.every > 0 and iteration % self.every == 0
 
     def bytes_to_keep(self) -> int:
-        """Return a lower bound for the bytes of reference, checkpoints and final state in a complete run folder."""
-        count, keep = self.config.iterations // self.every if self.every else 0, self.config.checkpoints.keep
+        """Return a lower bound for the bytes of reference, checkpoints and final state that this process leaves."""
+        count, keep = 0, self.config.checkpoints.keep
+        if self.every:
+            count = self.config.iterations // self.every - self.state.iteration // self.every
         if keep != "all":  # a new one is written before an old one is removed
             count = min(keep + 1, count)
         of_weight = count * (FLOAT + MOMENTS) + self.keeps_final_state * MOMENTS
@@ -133,5 +135,5 @@ def require_room(run_dir: Path, to_keep: int) -> None:
     if missing > free:
         raise UserError(
             f"{run_dir}: not enough room: models and checkpoints need at least {size(missing)} more, and "
-            f"{size(free)} are free; make room there or choose another --out"
+            f"{size(free)} are free; make room there"
         )

@@ -99,6 +99,7 @@ class RunKind(ABC, Generic[Config, Item]):
     ranks: Ranks = ALONE
     name: ClassVar[Kind]
     changeable: ClassVar[Sequence[str]]  # groups of fields that a rerun or a resumed run may change
+    resumed_alone: ClassVar[Sequence[str]] = ()  # groups that only a resumed run may change
 
     def over(self, run_dir: Path, iterations: int) -> Self:
         """Return a copy of this kind that takes the first `iterations` from the records in `run_dir`."""

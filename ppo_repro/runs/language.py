@@ -149,7 +149,8 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
 
     recorded: Recorded | None = None  # the run itself, if it is resumed or repeated
     name = LANGUAGE
-    changeable = ("layout", "rollout.engine", "records", "checkpoints")
+    changeable = ("layout", "rollout.engine", "records")
+    resumed_alone = ("checkpoints",)
 
     def over(self, run_dir: Path, iterations: int) -> Self:
         return replace(self, recorded=Recorded(run_dir, iterations))

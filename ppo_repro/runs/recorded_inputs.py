@@ -33,16 +33,17 @@ def continued(
     run_dir: Path,
     recorded: Manifest,
     overrides: Sequence[str],
+    changeable: Sequence[str],
     elsewhere: Path | None,
     checkpoint: str | None,
 ) -> Continued[Config]:
     """Find the inputs of a run that goes on from a checkpoint.
 
-    Raises UserError if an input is missing, or if an override names a field that may not change.
+    Raises UserError if an input is missing, or if an override names a field outside the groups `changeable`.
     """
-    groups = " and ".join(kind.changeable)
+    groups = " and ".join(changeable)
     for override in overrides:
-        if not override.startswith(tuple(f"{group}{end}" for group in kind.changeable for end in ".=")):
+        if not override.startswith(tuple(f"{group}{end}" for group in changeable for end in ".=")):
             raise UserError(
                 f"--set {override}: a recorded run may change fields of {groups} only; for another field "
                 f"start a run of its own, or go on from a checkpoint with `ppo-repro fork {shlex.quote(str(run_dir))}`"

@@ -72,7 +72,7 @@ def _to_rerun(
         _require_own(only, begun, run_dir, recorded)
         begun = max([number for number in names if number <= only.start], default=begun)
     name = names.get(begun, folder.FORKED_FROM) if begun else None
-    return continued(kind, run_dir, recorded, overrides, elsewhere, name)
+    return continued(kind, run_dir, recorded, overrides, kind.changeable, elsewhere, name)
 
 
 def _compared(

@@ -123,7 +123,8 @@ def _to_resume(
         raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {shlex.quote(str(run_dir))}`")
     starts = folder.starts_of(run_dir, recorded)
     start = starts[max(starts)] if starts else None
-    plan = continued(kind, run_dir, recorded, overrides, elsewhere, start)
+    changeable = (*kind.changeable, *kind.resumed_alone)
+    plan = continued(kind, run_dir, recorded, overrides, changeable, elsewhere, start)
     before = folder.load_any_recorded_config(run_dir, recorded)
     require_same_layout(before, plan.config)
     if isinstance(before, RunConfig) and isinstance(plan.config, RunConfig):

@@ -145,7 +145,7 @@ def test_a_number_of_threads_that_no_pool_has_changes_nothing(count: int) -> Non
 
 # a thread needs 8 MB of addresses for its stack; the process may have 64 MB more than it has
 WITHOUT_THREADS = """
-import os, resource
+import os, resource, time
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import library
 alone = len(os.listdir("/proc/self/task"))
@@ -156,7 +156,10 @@ try:
     library.set_threads(200)
 except UserError as error:
     print(error)
-print(len(os.listdir("/proc/self/task")) - alone + 1, library.load().threads)
+end = time.monotonic() + 20  # a thread that has ended stays in the list for an instant
+while (count := len(os.listdir("/proc/self/task")) - alone + 1) != 3 and time.monotonic() < end:
+    time.sleep(0.01)
+print(count, library.load().threads)
 """
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.config.files import load_config
 from ppo_repro.runs import execute
 from ppo_repro.runs.kept_checkpoints import require_room
 from tests.support.cli import one_line, sets
-from tests.support.language import tiny_run
+from tests.support.language import resume, tiny_run
 from tests.support.paths import ROOT, TINY
+from tests.support.resume import record
 
 HEADERS = 100_000  # bytes: more than the names of all tensors take in all files of a run
 LORA = "lora={rank: 2, alpha: 4.0}"
@@ -43,6 +45,18 @@ def test_the_bytes_that_a_run_keeps_are_known_before_its_first_iteration(
     kept = sum(path.stat().st_size for path in (run_dir / "checkpoints").rglob("*.safetensors"))
     assert said[0] > 4 * HEADERS, "a model that was forgotten would show"
     assert said[0] <= kept < said[0] + HEADERS
+
+
+def test_a_resumed_run_needs_room_for_the_checkpoints_that_it_will_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(TINY, ["ppo.iterations=5", "checkpoints={every: 2, keep: all}", "model.warm_start_steps=0"])
+    run_dir, said = record(config, tmp_path).copy(3, tmp_path), list[int]()
+    monkeypatch.setattr(execute, "require_room", lambda run_dir, to_keep: said.append(to_keep))
+    resume(run_dir, ["checkpoints.every=1"])
+    checkpoints = sorted((run_dir / "checkpoints").glob("iteration-*"))
+    assert [path.stem for path in checkpoints] == [f"iteration-{number:06d}" for number in (2, 3, 4, 5)]
+    assert said[0] <= sum(path.stat().st_size for path in (run_dir / "checkpoints").rglob("*.safetensors"))
 
 
 def test_what_an_earlier_process_wrote_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

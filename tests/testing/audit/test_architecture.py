@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.audit import Audit, audit
 from ppo_repro.testing.audit.causes.weights import of_weights
+from ppo_repro.testing.audit.patches import patched
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from tests.testing.audit.families import FAMILIES, made
 from tests.testing.audit.material import Material
@@ -304,6 +306,14 @@ def test_the_search_leaves_the_model_and_its_code_as_they_were() -> None:
     assert all(torch.equal(a, b) for a, b in zip(m.logits(), before[0], strict=True))
     assert dict(vars(code)) == before[1]
     assert [set(vars(module)) for module in m.model.modules()] == before[2]
+
+
+def test_a_patch_leaves_an_attribute_that_is_none_as_it_was() -> None:
+    """Code of transformers has None for a kernel that is not installed."""
+    code = SimpleNamespace(kernel=None)
+    with patched(code, "kernel", abs), patched(code, "other", abs):
+        assert vars(code) == {"kernel": abs, "other": abs}
+    assert vars(code) == {"kernel": None}
 
 
 @pytest.mark.parametrize("family", ["llama3", pytest.param("stablelm", marks=pytest.mark.slow)])

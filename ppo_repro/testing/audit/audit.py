@@ -38,7 +38,7 @@ from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.reference import RecordedSide, chunks_of, largest_error, recorded_sides, references_of
 from ppo_repro.testing.audit.search import causes_after_logits, causes_before_logits, search
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
-from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
+from ppo_repro.testing.audit.tried_tokens import WrongSide, trial_of
 from ppo_repro.testing.dumps import DumpedResponse, impossible
 
 TOKENS = ("row", "turn", "position", "token_id", "reference", "sampler", "trainer")
@@ -143,8 +143,8 @@ def _judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedS
         say(f"audit: {side.name} is wrong; looks for the cause")
         before_logits = before_logits or causes_before_logits(stack, side.responses)  # once for both sides
         causes = [*before_logits, *causes_after_logits(side.sampling, side.definition)]
-        wrong = wrong_side_of(stack.model, side, distance.wrong, causes)
-        found.append(_far(side, distance, wrong, search(wrong)))
+        trial = trial_of(stack.model, side, distance.wrong, causes)
+        found.append(_far(side, distance, trial.side, search(trial)))
     return found
 
 

@@ -21,6 +21,7 @@ from ppo_repro.testing.audit.audit import Audit, audit
 from ppo_repro.testing.audit.causes.cause import Cause, Parameter
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
+from ppo_repro.testing.audit.combination import CauseAt, Combination
 from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, sampled_from
 from ppo_repro.testing.audit.draws import left_out_of
 from ppo_repro.testing.audit.hypothesis import Hypothesis, best_of
@@ -28,7 +29,7 @@ from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
 from ppo_repro.testing.audit.report import lines
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
-from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
+from ppo_repro.testing.audit.tried_tokens import Trial, trial_of
 from ppo_repro.testing.diagnosis import ROWS
 from tests.support.models import VOCAB, qwen3_config, seeded, small_model
 from tests.testing.audit.families import made as made_family
@@ -204,37 +205,42 @@ def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
 def test_causes_not_words_tell_hypotheses_apart() -> None:
     at_1, twice, multiplied, at_x = DISTRIBUTIONS[:4]
 
-    def of(cause: Cause, x: float, left: float, explains: bool = True) -> Hypothesis:
-        return Hypothesis(((cause, x),), torch.tensor([left]), explains, "these words", "", cause.deviations)
+    def of(cause: Cause, x: float | None, left: float, explains: bool = True) -> Hypothesis:
+        return Hypothesis(
+            Combination((CauseAt(cause, x),)), torch.tensor([left]), explains, "these words", "", cause.deviations
+        )
 
-    tried = [of(twice, 0.0, 2e-7), of(multiplied, 0.0, 1e-7), of(twice, 0.0, 3e-7), of(at_1, 0.0, 5e-7)]
+    tried = [of(twice, None, 2e-7), of(multiplied, None, 1e-7), of(twice, None, 3e-7), of(at_1, None, 5e-7)]
     found = best_of([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
-    assert [t.causes[0][0] for t in found.best] == [multiplied, twice, at_1]
-    assert [t.causes for t in found.others] == [((at_x, 0.9),)]
-    found = best_of([of(at_1, 0.0, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
-    assert [t.causes for t in found.best] == [((at_x, 0.9997),)], "the fitted value explains, 1 does not"
+    assert [t.combination.causes[0].cause for t in found.best] == [multiplied, twice, at_1]
+    assert [t.combination.causes for t in found.others] == [(CauseAt(at_x, 0.9),)]
+    found = best_of([of(at_1, None, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
+    assert [t.combination.causes for t in found.best] == [(CauseAt(at_x, 0.9997),)], (
+        "the fitted value explains, 1 does not"
+    )
 
 
-def wrong_sampler(made: Material, causes: Sequence[Cause]) -> WrongSide:
+def wrong_sampler(made: Material, causes: Sequence[Cause]) -> Trial:
     """Numbers of temperature 0.7, beside the right ones."""
     responses = made.dump(made.logprobs(temperature=0.7), made.logprobs())
     right = [torch.tensor(r.trainer).double() for r in responses]
     recorded = RecordedSide("sampler", responses, StackSampling(TEMPERATURE), TEMPERED, Reference(right, 1e-7, 0.0, 0))
-    return wrong_side_of(made.model, recorded, range(len(responses)), causes)
+    return trial_of(made.model, recorded, range(len(responses)), causes)
 
 
 @pytest.mark.parametrize(("least", "low", "high"), [(0.1, 0.6999, 0.7001), (0.9, 0.9, 1.0), (2.0, 1.0, 1.0)])
 @torch.no_grad()
 def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float, low: float, high: float) -> None:
     """A temperature that predicts from `least` on; the fit starts at 1."""
-    side = wrong_sampler(made, [])
+    trial = wrong_sampler(made, [])
 
     def change(chunk: Chunk, sampling: StackSampling, logits: Tensor, x: float) -> Tensor:
         return logits / x if x >= least else torch.full_like(logits, math.nan)
 
     row = Cause("a temperature", "distribution", "temperature", change, parameter=Parameter((1.0,), is_fitted=True))
-    x = search._fitted(side, ((row, 1.0),), side.few)[0][1]
-    assert low <= x <= high
+    fitted = [of.combination.value for of in search._fitted(trial, Combination((CauseAt(row, 1.0),)), trial.few)]
+    assert len(fitted) == (least <= 1.0)
+    assert all(x is not None and low <= x <= high for x in fitted)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ class CauseAt:
 
 @dataclass(frozen=True)
 class Combination:
-    """Causes that replace different stages; at most one of them has a parameter. Without causes nothing is wrong."""
+    """Causes, of which at most one has a parameter; none: the computation is right."""
 
     causes: tuple[CauseAt, ...] = ()
 
@@ -65,7 +65,7 @@ class Combination:
         )
 
     def at(self, stage: Stage) -> CauseAt | None:
-        """Return the cause that replaces a stage, None if the stage is as it should be."""
+        """Return the cause that replaces a stage, the last one if two do; None: the stage is as it should be."""
         return {of.cause.stage: of for of in self.causes}.get(stage)
 
     def rounds(self, *what: RoundedPart) -> bool:

@@ -80,8 +80,8 @@ class Trial:
         """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
         assert cause.rounded is not None
         exact = () if cause.rounded.exact is None else (CauseAt(cause.rounded.exact),)
-        pair = (self.predictor(Combination(causes), tokens) for causes in ((CauseAt(cause),), exact))
-        both = zip(*pair, tokens.windows, strict=True)
+        narrow = self.predictor(Combination((CauseAt(cause),)), tokens)
+        both = zip(narrow, self.predictor(Combination(exact), tokens), tokens.windows, strict=True)
         return torch.cat([(a - b)[self.side.numbers[w.response].usable[w.start : w.end]].cpu() for a, b, w in both])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Cause, Parameter, RecordedChunk, RoundedPart, Stage
+from ppo_repro.testing.audit.causes.cause import Cause, Parameter, RecordedChunk, Stage
 from ppo_repro.testing.audit.stack import StackSampling
 
 
@@ -67,7 +67,3 @@ class Combination:
     def at(self, stage: Stage) -> CauseAt | None:
         """Return the cause that replaces a stage, the last one if two do; None: the stage is as it should be."""
         return {of.cause.stage: of for of in self.causes}.get(stage)
-
-    def rounds(self, *what: RoundedPart) -> bool:
-        """Return whether a cause rounds one of these to 16 bits."""
-        return any(of.cause.rounds(*what) for of in self.causes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Cause, Rounded, RoundedPart
+from ppo_repro.testing.audit.causes.cause import Cause, RoundedPart
 from ppo_repro.testing.audit.combination import CauseAt, Combination
 from ppo_repro.testing.audit.hypothesis import Hypothesis, hypothesis_of
 from ppo_repro.testing.audit.measure import Format, correlation, likeness, rms, sizes_apart
@@ -46,7 +46,7 @@ def _may_be_rounding(trial: Trial, alone: Hypothesis) -> bool:
 
     With experts it may not: a small error of any cause may choose other experts, which gives the same pattern.
     """
-    is_rounded = alone.combination.rounds("computed", "weights")
+    is_rounded = any(of.cause.rounds("computed", "weights") for of in alone.combination.causes)
     has_experts = any(name.endswith("experts") for name, _ in trial.predictor.logits.model.named_modules())
     is_far = bool(alone.combination.causes) and alone.left > limits.OF_ERRORS * rms(trial.plain)
     return not (alone.explains or has_experts or is_rounded or is_far)
@@ -84,4 +84,4 @@ def _like_rounding(trial: Trial, left: Tensor) -> LikeRounding | None:
 
 def _of_format(causes: Sequence[Cause], what: RoundedPart, to: Format) -> list[Cause]:
     """Return the causes that round `what` to a format."""
-    return [cause for cause in causes if cause.rounded == Rounded(what, to)]
+    return [c for c in causes if c.rounded is not None and (c.rounded.what, c.rounded.to) == (what, to)]

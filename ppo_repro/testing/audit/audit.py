@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import pandas as pd
 import torch
@@ -38,47 +37,12 @@ from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.reference import RecordedSide, chunks_of, largest_error, recorded_sides, references_of
 from ppo_repro.testing.audit.search import causes_after_logits, causes_before_logits, search
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
-from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
+from ppo_repro.testing.audit.tried_tokens import WrongSide, trial_of
+from ppo_repro.testing.audit.verdict import Distance, Explained, JudgedSide, OfItsOrder, Right, Unknown
 from ppo_repro.testing.dumps import DumpedResponse, impossible
 
 TOKENS = ("row", "turn", "position", "token_id", "reference", "sampler", "trainer")
 FILL = "record a log-prob for every token that counts, and leave padding out by the mask"
-
-
-@dataclass(frozen=True)
-class Distance:
-    """How far the usable log-probs of a side are from the model in float64, nats."""
-
-    tokens: int  # usable log-probs
-    rms: float
-    largest: float
-    wrong: tuple[int, ...]  # responses with a wrong log-prob; () if the side is right
-
-
-State = Literal["right", "explained", "unknown", "of its own order"]
-
-
-@dataclass(frozen=True)
-class JudgedSide:
-    """Verdict about sampler or trainer."""
-
-    name: str
-    definition: Definition  # by which it was judged
-    distance: Distance
-    empty: int  # log-probs that are not finite, or exactly 0 where the model's probability is below limits.SURE
-    state: State  # of its own order: right for an order of cuts that the other side is wrong for
-    cause: str  # in words; "" if the side is right, "unknown" if no cause fits, or the order of cuts
-    advice: str
-    left: float  # rms of what a known cause leaves, nats, on the tokens that were tried; else the distance
-    known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
-    best: tuple[Hypothesis, ...] = ()  # that explain the side
-    tried: tuple[Hypothesis, ...] = ()  # these first, then those that leave at most half, and the one without a cause
-    temperature: float | None = None  # one that explains it
-
-    @property
-    def is_right(self) -> bool:
-        """Return whether the side is right for the same distribution as the other side."""
-        return self.state == "right"
 
 
 @dataclass(frozen=True)
@@ -143,8 +107,8 @@ def _judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedS
         say(f"audit: {side.name} is wrong; looks for the cause")
         before_logits = before_logits or causes_before_logits(stack, side.responses)  # once for both sides
         causes = [*before_logits, *causes_after_logits(side.sampling, side.definition)]
-        wrong = wrong_side_of(stack.model, side, distance.wrong, causes)
-        found.append(_far(side, distance, wrong, search(wrong)))
+        trial = trial_of(stack.model, side, distance.wrong, causes)
+        found.append(_far(side, distance, trial.side, search(trial)))
     return found
 
 
@@ -162,17 +126,16 @@ def _distance(model: PreTrainedModel, side: RecordedSide) -> Distance:
 
 def _near(side: RecordedSide, distance: Distance) -> JudgedSide:
     """Return the verdict about a side whose log-probs are right; tokens without a log-prob make it wrong."""
-    empty, gaps = _gaps(side.numbers)
-    state: State = "explained" if gaps else "right"
-    return JudgedSide(side.name, side.definition, distance, empty, state, gaps, FILL if gaps else "", distance.rms)
+    gaps = _missing_or_zero(side.numbers)
+    verdict = Explained(gaps.words, gaps.advice) if gaps.count else Right()
+    return JudgedSide(side.name, side.definition, distance, gaps.count, verdict)
 
 
 def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypotheses) -> JudgedSide:
     """Return the verdict about a wrong side from the hypotheses that were tried."""
     best, others = found.best, found.others
-    is_known = 0 < len(best) <= limits.NAMED
-    empty, gaps = _gaps(side.numbers, are_zeros_explained=bool(best) and best[0].explains_zeros)
-    words, advice = (" or ".join(t.words for t in best), best[0].advice) if is_known else ("unknown", "")
+    are_zeros_explained = bool(best) and best[0].explains_zeros
+    gaps = _missing(side.numbers) if are_zeros_explained else _missing_or_zero(side.numbers)
     plain = next(t.left for t in (*best, *others) if not t.deviations)
     shown = [*best, *(t for t in others if not t.deviations or t.left <= limits.OF_ERRORS * plain)]
     fits = [*best, *(t for t in others if t.left <= wrong.tolerance)]
@@ -180,38 +143,58 @@ def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypoth
         name=side.name,
         definition=side.definition,
         distance=distance,
-        empty=empty,
-        state="explained" if is_known else "unknown",
-        cause=f"{gaps} and {words}" if gaps and is_known else words,
-        advice="; ".join(filter(None, (FILL if gaps else "", advice))),
-        left=best[0].left if is_known else distance.rms,
-        known=tuple(_known(is_known, wrong, side, gaps)),
+        empty=gaps.count,
+        verdict=_explained(best, wrong, gaps) if 0 < len(best) <= limits.NAMED else _unknown(side, wrong, gaps),
         best=tuple(best),
         tried=tuple(shown[: limits.SHOWN]),
         temperature=next((t.temperature for t in fits if t.temperature is not None), None),
     )
 
 
-def _known(is_cause_known: bool, wrong: WrongSide, side: RecordedSide, gaps: str) -> list[str]:
-    """Return sentences about the numbers; if a cause is named, only about the format of a computation."""
-    if is_cause_known:
-        return of_format(wrong.stored) if wrong.stored.mantissa else []  # decimals are no format of a computation
-    why = gaps or impossible(_counted(side.numbers).float().numpy())
+def _explained(best: Sequence[Hypothesis], wrong: WrongSide, gaps: Gaps) -> Explained:
+    """Return the verdict that names the hypotheses which explain a side."""
+    return Explained(
+        cause=" and ".join(filter(None, (gaps.words, " or ".join(t.words for t in best)))),
+        advice="; ".join(filter(None, (gaps.advice, best[0].advice))),
+        left=best[0].left,
+        known=tuple(of_format(wrong.stored)) if wrong.stored.mantissa else (),  # decimals are of no computation
+    )
+
+
+def _unknown(side: RecordedSide, wrong: WrongSide, gaps: Gaps) -> Unknown:
+    """Return the verdict that describes the numbers of a side, and their errors."""
+    why = gaps.words or impossible(_counted(side.numbers).float().numpy())
     found = facts(side.responses, side.numbers, wrong.tolerance)
-    return [*filter(None, [why]), *of_format(wrong.stored), *found]
+    return Unknown(gaps.advice, (*filter(None, [why]), *of_format(wrong.stored), *found))
 
 
-def _gaps(numbers: Sequence[Numbers], are_zeros_explained: bool = False) -> tuple[int, str]:
-    """Return the number of tokens without a log-prob, and a sentence about them, "" if there are none."""
-    values, usable = _counted(numbers), sum(int(of.usable.sum()) for of in numbers)
-    missing = int((~values.isfinite()).sum()) if are_zeros_explained else len(values) - usable
-    if not missing:
-        return 0, ""
-    finite = values[values.isfinite()]
-    if len(finite) and not bool(finite.any()) and not are_zeros_explained:
-        return missing, impossible(values.float().numpy())
-    or_zero = "" if are_zeros_explained else " or a 0"
-    return missing, f"{missing:,} of {len(values):,} tokens have no log-prob{or_zero}"
+@dataclass(frozen=True)
+class Gaps:
+    """Tokens that count and have no log-prob."""
+
+    count: int
+    words: str  # "" if there are none
+
+    @property
+    def advice(self) -> str:
+        """Return what to do about the tokens."""
+        return FILL if self.count else ""
+
+
+def _missing(numbers: Sequence[Numbers]) -> Gaps:
+    """Return the tokens whose log-prob is not finite."""
+    values = _counted(numbers)
+    count = int((~values.isfinite()).sum())
+    return Gaps(count, f"{count:,} of {len(values):,} tokens have no log-prob" if count else "")
+
+
+def _missing_or_zero(numbers: Sequence[Numbers]) -> Gaps:
+    """Return the tokens whose log-prob is not finite, or is exactly 0 though the token is not sure."""
+    values = _counted(numbers)
+    count, finite = len(values) - sum(int(of.usable.sum()) for of in numbers), values[values.isfinite()]
+    if count and len(finite) and not bool(finite.any()):
+        return Gaps(count, impossible(values.float().numpy()))
+    return Gaps(count, f"{count:,} of {len(values):,} tokens have no log-prob or a 0" if count else "")
 
 
 def _counted(numbers: Sequence[Numbers]) -> Tensor:
@@ -221,7 +204,7 @@ def _counted(numbers: Sequence[Numbers]) -> Tensor:
 def _of_its_order(side: JudgedSide) -> JudgedSide:
     """Return a side that is right for another order of cuts than the other side."""
     order = ", each cut of all tokens" if side.definition == EACH_CUT_OF_ALL else ""
-    return replace(side, state="of its own order", cause=f"{side.definition.words}{order}", advice="")
+    return replace(side, verdict=OfItsOrder(f"{side.definition.words}{order}"))
 
 
 # were the tokens drawn from the log-probs
@@ -289,13 +272,13 @@ def _require_temperature(sampling: StackSampling, sides: Iterable[JudgedSide]) -
 
 def _check_weights(sampler: JudgedSide, trainer: JudgedSide, recorded: Sequence[RecordedSide], floor: float) -> None:
     """Raise UserError if both sides agree with each other but not with the model, for no known cause."""
-    if not sampler.state == trainer.state == "unknown":
+    if not (isinstance(sampler.verdict, Unknown) and isinstance(trainer.verdict, Unknown)):
         return
     pairs = zip(*(side.numbers for side in recorded), strict=True)
     apart = rms(torch.cat([(a.recorded - b.recorded)[a.usable & b.usable] for a, b in pairs]))
     nearer = min(sampler.distance.rms, trainer.distance.rms)
     if apart <= max(limits.RIGHT * floor, limits.AGREE * nearer):
-        known = f" ({sampler.known[0]})" if sampler.known else ""
+        known = f" ({sampler.verdict.known[0]})" if sampler.verdict.known else ""
         raise UserError(
             f"--model: sampler and trainer are {apart:.2g} nats (rms) from each other and {nearer:.2g} from this "
             f"model, and no fault explains it{known}; give the folder of the weights that the dump was made with, and "

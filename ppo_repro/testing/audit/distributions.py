@@ -42,8 +42,8 @@ class Chunk:
         return torch.bincount(on, minlength=self.logits.shape[-1]).int()
 
 
-# of a chunk and its logits [k, V]: logits whose softmax is the distribution; the number is the parameter of a variant
-Processing = Callable[[Chunk, StackSampling, Tensor, float], Tensor]
+# of a chunk and its logits [k, V]: logits whose softmax is the distribution
+Processing = Callable[[Chunk, StackSampling, Tensor], Tensor]
 
 
 def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, first: Collection[str] = ()) -> Tensor:
@@ -87,12 +87,12 @@ def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def tempered(chunk: Chunk, s: StackSampling, logits: Tensor, x: float = 0.0) -> Tensor:
+def tempered(chunk: Chunk, s: StackSampling, logits: Tensor) -> Tensor:
     """Return logits / temperature."""
     return logits / s.temperature
 
 
-def raw(chunk: Chunk, s: StackSampling, logits: Tensor, x: float = 0.0) -> Tensor:
+def raw(chunk: Chunk, s: StackSampling, logits: Tensor) -> Tensor:
     """Return the logits, whose softmax is the model's distribution at temperature 1."""
     return logits
 
@@ -108,7 +108,7 @@ class Definition:
 
     def logits(self, chunk: Chunk, sampling: StackSampling) -> Tensor:
         """Return logits [k, V] whose softmax is the distribution of the chunk's tokens."""
-        return self.change(chunk, sampling, chunk.logits, 0.0)
+        return self.change(chunk, sampling, chunk.logits)
 
     @property
     def words(self) -> str:
@@ -121,7 +121,7 @@ def _in_order(
 ) -> Definition:
     """Return the distribution after penalty, temperature and cuts; if `is_cut_first`, cuts come before temperature."""
 
-    def change(chunk: Chunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
+    def change(chunk: Chunk, s: StackSampling, logits: Tensor) -> Tensor:
         if s.repetition_penalty != 1.0:
             logits = penalised(logits, chunk.seen, s.repetition_penalty)
         cuts = s.top_k, s.top_p, s.min_p, first

@@ -13,9 +13,9 @@ from torch import Tensor
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause
+from ppo_repro.testing.audit.combination import Combination
 from ppo_repro.testing.audit.measure import explains, rms
-from ppo_repro.testing.audit.predict import Combination
-from ppo_repro.testing.audit.tried_tokens import WrongSide
+from ppo_repro.testing.audit.tried_tokens import Trial
 
 # of errors that causes leave, or of the numbers of a side
 Pattern = Literal["none", "like 16-bit rounding", "of other responses", "of other tokens"]
@@ -25,7 +25,7 @@ Pattern = Literal["none", "like 16-bit rounding", "of other responses", "of othe
 class Hypothesis:
     """Causes that were tried on a wrong side, and what they leave of its errors."""
 
-    causes: Combination  # whose numbers were compared; () for none
+    combination: Combination  # whose numbers were compared
     errors: Tensor  # [n] that are left, nats
     explains: bool  # whether these are rounding
     words: str
@@ -38,8 +38,8 @@ class Hypothesis:
 
     @property
     def identity(self) -> tuple[Pattern, tuple[Cause, ...]]:
-        """Return what tells it from other hypotheses; other values of parameters make no other hypothesis."""
-        return self.pattern, tuple(cause.row(x) for cause, x in self.causes)
+        """Return the pattern and the causes; hypotheses that differ only in the value of a parameter are one."""
+        return self.pattern, tuple(of.row for of in self.combination.causes)
 
     @property
     def left(self) -> float:
@@ -55,34 +55,32 @@ class Hypotheses:
     others: list[Hypothesis]  # those that leave the smallest errors first
 
 
-def hypothesis_of(side: WrongSide, causes: Combination, left: Tensor) -> Hypothesis:
+def hypothesis_of(trial: Trial, combination: Combination, left: Tensor) -> Hypothesis:
     """Return the hypothesis that these causes alone leave the errors `left` on all tried tokens."""
-    before = rms(side.plain) if causes else math.inf
-    rounded = (
-        rms(side.rounding(cause, side.many)) for cause, _ in causes if cause.rounds("computed", "part", "logits")
-    )
+    causes, side = [of.cause for of in combination.causes], trial.side
+    before = rms(trial.plain) if causes else math.inf
+    rounded = (rms(trial.rounding(cause, trial.many)) for cause in causes if cause.rounds("computed", "part", "logits"))
     does = explains(left, before, side.tolerance, max(rounded, default=0.0))
-    words = [cause.said(x, side.predictor.sampling) for cause, x in causes]
+    words = [of.words(trial.predictor.sampling) for of in combination.causes]
     if side.stored.name and (explains(left, before, side.tolerance) or not causes):
         words.append(f"rounded to {side.stored.name}")
-    temperatures = (x for cause, x in causes if cause.parameter is not None and cause.parameter.is_temperature)
     return Hypothesis(
-        causes=causes,
+        combination=combination,
         errors=left,
         explains=does,
         words=" and ".join(words) or "as it is",
-        advice="; ".join(dict.fromkeys(cause.advice for cause, _ in causes)) or ADVICE["coarse_records"].mend,
-        deviations=sum(cause.deviations for cause, _ in causes),
-        explains_zeros=does and _explains_zeros(side, causes),
-        temperature=next(temperatures, None),
-        is_option=len(causes) == 1 and causes[0][0].is_option,
+        advice="; ".join(dict.fromkeys(cause.advice for cause in causes)) or ADVICE["coarse_records"].mend,
+        deviations=sum(cause.deviations for cause in causes),
+        explains_zeros=does and _explains_zeros(trial, combination),
+        temperature=combination.temperature,
+        is_option=len(causes) == 1 and causes[0].is_option,
     )
 
 
-def _explains_zeros(side: WrongSide, combination: Combination) -> bool:
+def _explains_zeros(trial: Trial, combination: Combination) -> bool:
     """Return whether the causes predict the zeros of the tried tokens; False if the side has zeros only elsewhere."""
-    predicted, is_one_tried = list[Tensor](), False
-    for values, w in zip(side.predictor(combination, side.many), side.many.windows, strict=True):
+    predicted, is_one_tried, side = list[Tensor](), False, trial.side
+    for values, w in zip(trial.predictor(combination, trial.many), trial.many.windows, strict=True):
         at, numbers = slice(w.start, w.end), side.numbers[w.response]
         predicted.append(values[numbers.counts[at] & (numbers.recorded[at] == 0)])
         is_one_tried |= bool(numbers.unlikely_zeros[at].any())

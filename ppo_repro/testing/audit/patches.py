@@ -127,15 +127,15 @@ def override(owner: object, name: str, method: Callable[..., Any]) -> None:
 def patched(owner: object, name: str, value: Any) -> Iterator[None]:
     """Give an object another attribute while the block runs."""
     own = vars(owner)
-    before = own.get(name)
+    is_own, before = name in own, own.get(name)  # else a class has it, or nothing
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if before is None:
-            delattr(owner, name)
-        else:
+        if is_own:
             setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 class _NarrowProducts(TorchFunctionMode):

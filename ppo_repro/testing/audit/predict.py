@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.causes.cause import Cause, CauseOf, Change, RecordedChunk, Stage
+from ppo_repro.testing.audit.causes.cause import RecordedChunk
+from ppo_repro.testing.audit.combination import CauseAt, Combination
 from ppo_repro.testing.audit.distributions import Processing, target_logprobs
 from ppo_repro.testing.audit.logits import Logits, Source, Tokens
 from ppo_repro.testing.audit.stack import StackSampling
 
-Combination = tuple[tuple[Cause, float], ...]  # causes of different stages, each with the value of its parameter
-
 
 @dataclass(frozen=True)
 class Softmax:
-    """A distribution: the logits of a source, and the cause between logits and softmax, with its parameter."""
+    """A distribution: the logits of a source, and the cause between logits and softmax."""
 
     source: Source
-    cause: CauseOf[Change] | None
-    x: float
+    cause: CauseAt | None
+
+
+def source_of(combination: Combination, tokens: Tokens) -> Source:
+    """Return the model and the input that some causes compute logits from."""
+    weights, inputs = combination.at("weights"), combination.at("input")
+    return Source(None if weights is None else weights.cause, None if inputs is None else inputs.cause, tokens)
 
 
 class Predictor:
@@ -39,9 +42,9 @@ class Predictor:
 
     def __call__(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the predicted numbers of each window, float64; NaN for tokens without a prediction."""
-        stage = {cause.stage: (cause, x) for cause, x in combination}
-        unit, x = stage.pop("unit", (None, 0.0))
-        parts = self._quantities(stage, tokens) if stage else None
+        unit = combination.at("unit")
+        is_unit_alone = all(of is unit for of in combination.causes)
+        parts = None if is_unit_alone else self._quantities(combination, tokens)
         as_it_is = self.logits.chunks(Source(None, None, tokens)) if unit else []
         found = []
         for k, w in enumerate(tokens.windows):
@@ -50,23 +53,21 @@ class Predictor:
                 values = torch.full_like(values, math.nan)
                 values[at] = parts[k]
             if unit is not None:
-                values = unit.change(as_it_is[k][0], self.sampling, values, x)
+                values = unit.applied(as_it_is[k][0], self.sampling, values)
             found.append(values[at])
         return found
 
-    def _quantities(self, stage: Mapping[Stage, tuple[Cause, float]], tokens: Tokens) -> list[Tensor]:
+    def _quantities(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
-        weights, _ = stage.get("weights", (None, 0.0))
-        inputs, _ = stage.get("input", (None, 0.0))
-        softmax = Softmax(Source(weights, inputs, tokens), *stage.get("distribution", (None, 0.0)))
-        wanted, x = stage.get("quantity", (None, 0.0))
-        if wanted is None:
+        softmax = Softmax(source_of(combination, tokens), combination.at("distribution"))
+        quantity = combination.at("quantity")
+        if quantity is None:
             return self._logprobs_of_targets(softmax)
         found = []
         windows, of_all = self.logits.chunks(softmax.source), self._logprobs_of_all(softmax)
         for chunks, logprobs in zip(windows, of_all, strict=True):
             pairs = zip(chunks, logprobs, strict=True)
-            found.append(torch.cat([wanted.change(chunk, self.sampling, logp, x).double() for chunk, logp in pairs]))
+            found.append(torch.cat([quantity.applied(chunk, self.sampling, logp).double() for chunk, logp in pairs]))
         return found
 
     def _logprobs_of_targets(self, softmax: Softmax) -> list[Tensor]:
@@ -87,5 +88,5 @@ class Predictor:
         return self._of_all[1]
 
     def _scaled(self, softmax: Softmax, chunk: RecordedChunk) -> Tensor:
-        change = self.definition if softmax.cause is None else softmax.cause.change
-        return change(chunk, self.sampling, chunk.logits, softmax.x)
+        change = self.definition if softmax.cause is None else softmax.cause.applied
+        return change(chunk, self.sampling, chunk.logits)

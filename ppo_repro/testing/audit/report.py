@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ppo_repro.testing.audit.audit import Audit, JudgedSide
+from ppo_repro.testing.audit.audit import Audit
 from ppo_repro.testing.audit.distributions import TEMPERED
 from ppo_repro.testing.audit.hypothesis import Hypothesis
+from ppo_repro.testing.audit.verdict import Explained, JudgedSide, OfItsOrder, Right, Unknown, Verdict
 
 
 def verdict(found: Audit) -> str:
     """Return the words that say which side is wrong, or that both are, or that none is."""
-    if found.sampler.state == "of its own order":
+    if isinstance(found.sampler.verdict, OfItsOrder):
         return "the sides are processed in different orders of the cuts; take one order on both"
     wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
     if not wrong and not found.are_drawn:
@@ -34,10 +35,14 @@ def lines(found: Audit, skipped: int = 0, is_limited: bool = False) -> list[str]
         f"{found.floor:.2g} nats (rms) from the model in float64",
         *(_sentence(side, found.responses) for side in sides),
         *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
-        *(f"{side.name}: {side.advice}" for side in sides if side.advice),
+        *(f"{side.name}: {advice}" for side in sides if (advice := _advice(side.verdict))),
         *_drawn(found),
         f"verdict: {verdict(found)}",
     ]
+
+
+def _advice(verdict: Verdict) -> str:
+    return verdict.advice if isinstance(verdict, Explained | Unknown) else ""
 
 
 def _drawn(found: Audit) -> list[str]:
@@ -59,13 +64,14 @@ def as_fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
         "skipped": skipped,
         "tokens": len(found.tokens),
         "float32_rms": found.floor,
-        "sampler": _side_fields(found.sampler),
-        "trainer": _side_fields(found.trainer),
+        "sampler": side_fields(found.sampler),
+        "trainer": side_fields(found.trainer),
         "draws": _draw_fields(found),
     }
 
 
-def _side_fields(side: JudgedSide) -> dict[str, Any]:
+def side_fields(side: JudgedSide) -> dict[str, Any]:
+    """Return the verdict about a side as fields of JSON."""
     return {
         "name": side.name,
         "definition": side.definition.words,
@@ -75,14 +81,25 @@ def _side_fields(side: JudgedSide) -> dict[str, Any]:
         "largest": side.distance.largest,
         "wrong_responses": len(side.distance.wrong),
         "is_right": side.is_right,
-        "state": side.state,
-        "cause": side.cause,
-        "advice": side.advice,
-        "left": side.left,
-        "known": side.known,
+        **_verdict_fields(side.verdict, side.distance.rms),
         "tried": [_hypothesis_fields(t, t in side.best) for t in side.tried],
         "temperature": side.temperature,
     }
+
+
+def _verdict_fields(verdict: Verdict, distance: float) -> dict[str, Any]:
+    """Return the fields of a verdict; without a cause of the errors the whole distance is left, nats (rms)."""
+    fields: dict[str, Any] = {"state": "right", "cause": "", "advice": "", "left": distance, "known": ()}
+    match verdict:
+        case Right():
+            return fields
+        case OfItsOrder(order):
+            return fields | {"state": "of its own order", "cause": order}
+        case Explained(left=left):
+            fields |= {"state": "explained", "cause": verdict.cause, "left": distance if left is None else left}
+        case Unknown():
+            fields |= {"state": "unknown", "cause": "unknown"}
+    return fields | {"advice": verdict.advice, "known": verdict.known}
 
 
 def _hypothesis_fields(t: Hypothesis, is_best: bool) -> dict[str, Any]:
@@ -112,14 +129,17 @@ def _draw_fields(found: Audit) -> dict[str, Any]:
 
 def _sentence(side: JudgedSide, responses: int) -> str:
     distance, found = side.distance, f"{side.distance.rms:.2g} nats (rms) from the model in float64"
-    if side.state == "of its own order":
-        return f"{side.name} is {side.cause}; {found}"
-    some = 0 < len(distance.wrong) < responses and side.state != "unknown"
-    where = f", in {len(distance.wrong)} of {responses} responses" if some else ""
     definition = "" if side.definition == TEMPERED else f" (log-probs judged as {side.definition.words})"
+    where = f", in {len(distance.wrong)} of {responses} responses" if 0 < len(distance.wrong) < responses else ""
+    match side.verdict:
+        case OfItsOrder(order):
+            return f"{side.name} is {order}; {found}"
+        case Right():
+            why = []
+        case Explained(cause, left=left):
+            why = [cause] if left is None else [cause, f"that leaves {left:.2g} nats"]
+        case Unknown(known=known):
+            # the known facts say in which responses
+            where, why = "", [f"the cause is unknown{': ' * bool(known)}{'; '.join(known)}"]
     parts = [f"{found}{where}{definition}"] if distance.tokens else []
-    if side.state == "unknown":
-        parts.append(f"the cause is unknown{': ' * bool(side.known)}{'; '.join(side.known)}")
-    elif side.state == "explained":
-        parts += [side.cause, *([f"that leaves {side.left:.2g} nats"] if side.tried else [])]
-    return f"{side.name} is {'right' if side.is_right else 'wrong'}: {'; '.join(parts)}"
+    return f"{side.name} is {'right' if side.is_right else 'wrong'}: {'; '.join([*parts, *why])}"

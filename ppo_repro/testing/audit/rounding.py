@@ -13,40 +13,43 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Cause, Rounded, RoundedPart
+from ppo_repro.testing.audit.causes.cause import Cause, RoundedPart
+from ppo_repro.testing.audit.combination import CauseAt, Combination
 from ppo_repro.testing.audit.hypothesis import Hypothesis, hypothesis_of
 from ppo_repro.testing.audit.measure import Format, correlation, likeness, rms, sizes_apart
-from ppo_repro.testing.audit.tried_tokens import WrongSide
+from ppo_repro.testing.audit.tried_tokens import Trial
 
 
-def with_rounding(side: WrongSide, alone: Hypothesis) -> list[Hypothesis]:
+def with_rounding(trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
     """Return the hypotheses that the errors left by `alone` are 16-bit rounding; none if they do not look like it."""
-    like = _like_rounding(side, alone.errors) if _may_be_rounding(side, alone) else None
+    causes = alone.combination.causes
+    like = _like_rounding(trial, alone.errors) if _may_be_rounding(trial, alone) else None
     if like is None:
         return []
     mend = ADVICE["reduced_precision"].mend
     similar = Hypothesis(
-        causes=alone.causes,
+        combination=alone.combination,
         errors=alone.errors,
         explains=True,
-        words=f"{alone.words} and {like.words}" if alone.causes else like.words,
-        advice=f"{alone.advice}; {mend}" if alone.causes else mend,
+        words=f"{alone.words} and {like.words}" if causes else like.words,
+        advice=f"{alone.advice}; {mend}" if causes else mend,
         deviations=alone.deviations + limits.PATTERN,
         pattern="like 16-bit rounding",
     )
-    together = (like.computed, 0.0), *alone.causes
-    left = side.left(together, side.many) if alone.causes else None
-    return [similar] if left is None else [hypothesis_of(side, together, left), similar]
+    together = Combination((CauseAt(like.computed), *causes))
+    left = trial.left(together, trial.many) if causes else None
+    return [similar] if left is None else [hypothesis_of(trial, together, left), similar]
 
 
-def _may_be_rounding(side: WrongSide, alone: Hypothesis) -> bool:
+def _may_be_rounding(trial: Trial, alone: Hypothesis) -> bool:
     """Return whether the errors left by `alone` need a further cause, and rounding may be that cause.
 
     With experts it may not: a small error of any cause may choose other experts, which gives the same pattern.
     """
-    is_rounded = any(cause.rounds("computed", "weights") for cause, _ in alone.causes)
-    is_far = bool(alone.causes) and alone.left > limits.OF_ERRORS * rms(side.plain)
-    return not (alone.explains or side.has_experts or is_rounded or is_far)
+    is_rounded = any(of.cause.rounds("computed", "weights") for of in alone.combination.causes)
+    has_experts = any(name.endswith("experts") for name, _ in trial.predictor.logits.model.named_modules())
+    is_far = bool(alone.combination.causes) and alone.left > limits.OF_ERRORS * rms(trial.plain)
+    return not (alone.explains or has_experts or is_rounded or is_far)
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,20 @@ class LikeRounding:
         return f"{' or '.join([whole, *(part.words for part in self.parts)])}, with other bits"
 
 
-def _like_rounding(side: WrongSide, left: Tensor) -> LikeRounding | None:
+def _like_rounding(trial: Trial, left: Tensor) -> LikeRounding | None:
     """Return the first 16-bit computation whose rounding is like the errors `left`; None if there is none."""
-    for computed in (cause for cause in side.causes if cause.rounds("computed")):
+    for computed in (cause for cause in trial.causes if cause.rounds("computed")):
         assert computed.rounded is not None
-        to, rounding = computed.rounded.to, side.rounding(computed, side.many)
-        (weights,) = _of_format(side.causes, "weights", to)
-        if like := likeness(left, rounding, side.rounding(weights, side.many)):
+        to, rounding = computed.rounded.to, trial.rounding(computed, trial.many)
+        (weights,) = _of_format(trial.causes, "weights", to)
+        if like := likeness(left, rounding, trial.rounding(weights, trial.many)):
             is_sure = sizes_apart(left, rounding) <= limits.SURE_OF_FORMAT
-            each = _of_format(side.causes, "part", to)
-            parts = (p for p in each if correlation(left, side.rounding(p, side.many)) > limits.ALIKE * like)
+            each = _of_format(trial.causes, "part", to)
+            parts = (p for p in each if correlation(left, trial.rounding(p, trial.many)) > limits.ALIKE * like)
             return LikeRounding(computed, to if is_sure else None, rms(rounding), tuple(parts))
     return None
 
 
 def _of_format(causes: Sequence[Cause], what: RoundedPart, to: Format) -> list[Cause]:
     """Return the causes that round `what` to a format."""
-    return [cause for cause in causes if cause.rounded == Rounded(what, to)]
+    return [c for c in causes if c.rounded is not None and (c.rounded.what, c.rounded.to) == (what, to)]

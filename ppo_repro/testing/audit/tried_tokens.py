@@ -17,72 +17,76 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, Numbers
-from ppo_repro.testing.audit.distributions import tempered
+from ppo_repro.testing.audit.combination import CauseAt, Combination
 from ppo_repro.testing.audit.logits import Logits, Tokens, Window
 from ppo_repro.testing.audit.measure import Stored, errors, rms, stored_as
-from ppo_repro.testing.audit.predict import Combination, Predictor
+from ppo_repro.testing.audit.predict import Predictor
 from ppo_repro.testing.audit.reference import RecordedSide
-
-EXACT_LOGITS = Cause("logits", "distribution", "none", tempered)  # beside which logits are rounded
 
 
 @dataclass(frozen=True)
 class WrongSide:
-    """A wrong side, on the tokens that causes are tried on."""
+    """The numbers that a wrong side recorded."""
 
     name: str
-    causes: tuple[Cause, ...]  # to try, in the order of the stages: so logits and softmax are computed once
-    predictor: Predictor
-    numbers: Sequence[Numbers]
+    numbers: Sequence[Numbers]  # of each response
     wrong: Sequence[int]  # responses with a wrong log-prob
-    few: Tokens  # for all causes
-    many: Tokens  # for the best causes
     stored: Stored
     scale: float  # of the numbers: sums of many log-probs round more
     tolerance: float  # rms of rounding, nats
-    has_experts: bool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Causes to try on a wrong side, and the tokens to try them on."""
+
+    side: WrongSide
+    causes: tuple[Cause, ...]  # in the order of the stages: so logits and softmax are computed once
+    predictor: Predictor
+    few: Tokens  # for all causes
+    many: Tokens  # for the best causes
 
     @cached_property
     def plain(self) -> Tensor:
-        """Return the errors of the tokens that causes are tried on, without a cause."""
-        left = self.left((), self.many)
+        """Return the errors of the tokens that the best causes are tried on, without a cause."""
+        left = self.left(Combination(), self.many)
         assert left is not None
         return left
 
     @property
     def count(self) -> int:
-        """Return the number of usable tokens that causes are tried on."""
-        return sum(int(self.numbers[w.response].usable[w.start : w.end].sum()) for w in self.many.windows)
+        """Return the number of usable tokens that the best causes are tried on."""
+        return sum(int(self.side.numbers[w.response].usable[w.start : w.end].sum()) for w in self.many.windows)
 
     @property
-    def wrong_alone(self) -> WrongSide:
-        """Return the side as if only its wrong tokens were usable."""
-        numbers = [replace(of, usable=of.wrong(self.tolerance)) for of in self.numbers]
-        return replace(self, numbers=numbers)
+    def wrong_alone(self) -> Trial:
+        """Return the trial as if only the wrong tokens of the side were usable."""
+        numbers = [replace(of, usable=of.wrong(self.side.tolerance)) for of in self.side.numbers]
+        return replace(self, side=replace(self.side, numbers=numbers))
 
     def left(self, combination: Combination, tokens: Tokens) -> Tensor | None:
         """Return the errors that causes leave; None if they predict too few of the tokens."""
         left, usable = [], 0
         for values, w in zip(self.predictor(combination, tokens), tokens.windows, strict=True):
-            at, numbers = slice(w.start, w.end), self.numbers[w.response]
+            at, numbers = slice(w.start, w.end), self.side.numbers[w.response]
             there = numbers.usable[at] & ~values.isnan()
             usable += int(numbers.usable[at].sum())
-            left.append(errors(numbers.recorded[at][there], values[there], self.stored).cpu())
+            left.append(errors(numbers.recorded[at][there], values[there], self.side.stored).cpu())
         joined = torch.cat(left)
         enough = max(limits.FEWEST_PREDICTED, usable / limits.PREDICTED_ONE_IN)
-        return joined if not combination or len(joined) >= enough else None
+        return joined if not combination.causes or len(joined) >= enough else None
 
     def rounding(self, cause: Cause, tokens: Tokens) -> Tensor:
         """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
-        exact: Combination = ((EXACT_LOGITS, 0.0),) if cause.rounds("logits") else ()
-        both = zip(self.predictor(((cause, 0.0),), tokens), self.predictor(exact, tokens), tokens.windows, strict=True)
-        return torch.cat([(a - b)[self.numbers[w.response].usable[w.start : w.end]].cpu() for a, b, w in both])
+        assert cause.rounded is not None
+        exact = () if cause.rounded.exact is None else (CauseAt(cause.rounded.exact),)
+        narrow = self.predictor(Combination((CauseAt(cause),)), tokens)
+        both = zip(narrow, self.predictor(Combination(exact), tokens), tokens.windows, strict=True)
+        return torch.cat([(a - b)[self.side.numbers[w.response].usable[w.start : w.end]].cpu() for a, b, w in both])
 
 
-def wrong_side_of(
-    model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], causes: Sequence[Cause]
-) -> WrongSide:
-    """Return a wrong side with the tokens to try `causes` on.
+def trial_of(model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], causes: Sequence[Cause]) -> Trial:
+    """Return the trial of `causes` on a wrong side.
 
     `wrong` are the indices of the responses with a wrong log-prob. A cause of the input is left out if it predicts none
     of the tokens.
@@ -96,18 +100,12 @@ def wrong_side_of(
     numbers = [Numbers(*(x.to(device) for x in (of.recorded, of.usable, of.counts, of.reference))) for of in numbers]
     some = [_WrongResponse(i, prompts[i], numbers[i].usable, numbers[i].wrong(tolerance)) for i in wrong]
     few, many = _tokens(some)
-    return WrongSide(
-        name=side.name,
+    return Trial(
+        side=WrongSide(side.name, numbers, wrong, stored_as(every), scale, tolerance),
         causes=tuple(cause for cause in causes if _is_predicted(cause, few)),
         predictor=Predictor(Logits(model, side.responses, numbers), side.sampling, side.definition.change),
-        numbers=numbers,
-        wrong=wrong,
         few=Tokens(few, is_screening=True),
         many=Tokens(many),
-        stored=stored_as(every),
-        scale=scale,
-        tolerance=tolerance,
-        has_experts=any(name.endswith("experts") for name, _ in model.named_modules()),
     )
 
 

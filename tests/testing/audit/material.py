@@ -13,12 +13,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.testing.audit.report import side_fields
+from ppo_repro.testing.audit.verdict import JudgedSide
 from ppo_repro.testing.dumps import DumpedResponse
 from tests.support.models import qwen3_config, seeded, small_model
 
 TEMPERATURE, BOS_ID, EOS_ID, PAD_ID = 0.8, 1, 2, 0
 SHAPE = ((6, 9), (4, 17), (5, 12), (7, 20), (3, 15), (6, 11), (5, 8), (4, 17))  # tokens of prompt and response
 Values = list[Tensor]
+
+
+def cause_of(side: JudgedSide) -> str:
+    """The cause as `--json` says it."""
+    return str(side_fields(side)["cause"])
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.audit import Audit, audit
 from ppo_repro.testing.audit.causes.weights import of_weights
+from ppo_repro.testing.audit.patches import patched
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from tests.testing.audit.families import FAMILIES, made
-from tests.testing.audit.material import Material
+from tests.testing.audit.material import Material, cause_of
 
 Fault = Callable[[PreTrainedModel], PreTrainedModel]
 
@@ -210,7 +212,7 @@ def test_the_side_that_leaves_an_option_out_is_named_and_the_option(name: str) -
     wrong, right = (found.sampler, found.trainer) if is_sampler else (found.trainer, found.sampler)
     assert right.is_right
     assert not wrong.is_right
-    assert words in wrong.cause, wrong.cause
+    assert words in cause_of(wrong), cause_of(wrong)
 
 
 @pytest.mark.slow
@@ -240,7 +242,7 @@ def test_a_router_in_bfloat16_is_named(family: str) -> None:
     m = made(family)
     found = judged(m, code(narrow_router)(m.model), m.model)
     assert found.trainer.is_right
-    assert found.sampler.cause == "unknown" or "router computed in bfloat16" in found.sampler.cause
+    assert cause_of(found.sampler) == "unknown" or "router computed in bfloat16" in cause_of(found.sampler)
 
 
 def narrow_table(model: Any) -> None:
@@ -272,7 +274,7 @@ def test_rotary_positions_in_bfloat16_are_named(family: str, fault: Any, words: 
     m = made(family)
     found = judged(m, code(fault)(m.model), m.model)
     assert found.trainer.is_right
-    assert found.sampler.cause == words
+    assert cause_of(found.sampler) == words
 
 
 @pytest.mark.slow
@@ -292,7 +294,7 @@ def test_a_log_softmax_in_bfloat16_has_no_other_cause(logprobs: Callable[[Tensor
     values = [logprobs(x)[range(len(r)), r].double() for x, r in zip(m.plain, m.responses, strict=True)]
     found = audit(StackModel(m.model, {}), m.dump(values, m.logprobs()), GIVEN)
     assert found.trainer.is_right
-    assert found.sampler.cause == "unknown" or found.sampler.cause.startswith("logits rounded to bfloat16")
+    assert cause_of(found.sampler) == "unknown" or cause_of(found.sampler).startswith("logits rounded to bfloat16")
 
 
 @torch.no_grad()
@@ -304,6 +306,14 @@ def test_the_search_leaves_the_model_and_its_code_as_they_were() -> None:
     assert all(torch.equal(a, b) for a, b in zip(m.logits(), before[0], strict=True))
     assert dict(vars(code)) == before[1]
     assert [set(vars(module)) for module in m.model.modules()] == before[2]
+
+
+def test_a_patch_leaves_an_attribute_that_is_none_as_it_was() -> None:
+    """Code of transformers has None for a kernel that is not installed."""
+    code = SimpleNamespace(kernel=None)
+    with patched(code, "kernel", abs), patched(code, "other", abs):
+        assert vars(code) == {"kernel": abs, "other": abs}
+    assert vars(code) == {"kernel": None}
 
 
 @pytest.mark.parametrize("family", ["llama3", pytest.param("stablelm", marks=pytest.mark.slow)])

@@ -21,6 +21,7 @@ from ppo_repro.testing.audit.audit import Audit, audit
 from ppo_repro.testing.audit.causes.cause import Cause, Parameter
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
+from ppo_repro.testing.audit.combination import CauseAt, Combination
 from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, sampled_from
 from ppo_repro.testing.audit.draws import left_out_of
 from ppo_repro.testing.audit.hypothesis import Hypothesis, best_of
@@ -28,7 +29,8 @@ from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
 from ppo_repro.testing.audit.report import lines
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
-from ppo_repro.testing.audit.tried_tokens import WrongSide, wrong_side_of
+from ppo_repro.testing.audit.tried_tokens import Trial, trial_of
+from ppo_repro.testing.audit.verdict import Explained, Unknown
 from ppo_repro.testing.diagnosis import ROWS
 from tests.support.models import VOCAB, qwen3_config, seeded, small_model
 from tests.testing.audit.families import made as made_family
@@ -42,6 +44,7 @@ from tests.testing.audit.material import (
     TEMPERATURE,
     Material,
     Values,
+    cause_of,
     first,
     from_point,
     half,
@@ -75,7 +78,7 @@ def test_stock_float32_is_right_on_both_sides(made: Material, stack: StackModel)
     found = judged(made, stack, good, good)
     assert found.sampler.is_right
     assert found.trainer.is_right
-    assert found.sampler.cause == found.trainer.cause == ""
+    assert cause_of(found.sampler) == cause_of(found.trainer) == ""
     assert 0 < found.sampler.distance.rms < 2e-6
     assert len(found.tokens) == 109
     assert (found.tokens["trainer"] - found.tokens["reference"]).abs().max() < 1e-5
@@ -95,16 +98,17 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, stack: 
     found = judged(made, stack, *((bad, good) if is_sampler else (good, bad)))
     wrong, right = (found.sampler, found.trainer) if is_sampler else (found.trainer, found.sampler)
     assert right.is_right
-    assert right.cause == ""
+    assert cause_of(right) == ""
     assert not wrong.is_right
     # where token id 2 is unlikely, its ban is smaller than rounding
-    assert re.sub(r"at \d+ of", "at some of", wrong.cause).startswith(cause), wrong.cause
-    assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.known)
-    if wrong.tried and wrong.state != "unknown":
-        assert wrong.left <= 0.5 * wrong.distance.rms
-        assert wrong.left == wrong.best[0].left < 1e-4 or "float16" in wrong.cause
+    assert re.sub(r"at \d+ of", "at some of", cause_of(wrong)).startswith(cause), cause_of(wrong)
+    assert isinstance(wrong.verdict, Explained | Unknown)
+    assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.verdict.known)
+    if isinstance(wrong.verdict, Explained) and wrong.verdict.left is not None:
+        assert wrong.verdict.left <= 0.5 * wrong.distance.rms
+        assert wrong.verdict.left == wrong.best[0].left < 1e-4 or "float16" in wrong.verdict.cause
         assert wrong.tried[0] is wrong.best[0]
-        assert wrong.advice
+        assert wrong.verdict.advice
         assert all(a.left <= b.left for a, b in pairwise(wrong.tried) if (a in wrong.best) == (b in wrong.best))
     assert len({t.words for t in wrong.tried}) == len(wrong.tried)
     printed = lines(found)
@@ -204,37 +208,42 @@ def test_rounding_is_compared_with_the_weights_and_the_parts_in_its_own_format(
 def test_causes_not_words_tell_hypotheses_apart() -> None:
     at_1, twice, multiplied, at_x = DISTRIBUTIONS[:4]
 
-    def of(cause: Cause, x: float, left: float, explains: bool = True) -> Hypothesis:
-        return Hypothesis(((cause, x),), torch.tensor([left]), explains, "these words", "", cause.deviations)
+    def of(cause: Cause, x: float | None, left: float, explains: bool = True) -> Hypothesis:
+        return Hypothesis(
+            Combination((CauseAt(cause, x),)), torch.tensor([left]), explains, "these words", "", cause.deviations
+        )
 
-    tried = [of(twice, 0.0, 2e-7), of(multiplied, 0.0, 1e-7), of(twice, 0.0, 3e-7), of(at_1, 0.0, 5e-7)]
+    tried = [of(twice, None, 2e-7), of(multiplied, None, 1e-7), of(twice, None, 3e-7), of(at_1, None, 5e-7)]
     found = best_of([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
-    assert [t.causes[0][0] for t in found.best] == [multiplied, twice, at_1]
-    assert [t.causes for t in found.others] == [((at_x, 0.9),)]
-    found = best_of([of(at_1, 0.0, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
-    assert [t.causes for t in found.best] == [((at_x, 0.9997),)], "the fitted value explains, 1 does not"
+    assert [t.combination.causes[0].cause for t in found.best] == [multiplied, twice, at_1]
+    assert [t.combination.causes for t in found.others] == [(CauseAt(at_x, 0.9),)]
+    found = best_of([of(at_1, None, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
+    assert [t.combination.causes for t in found.best] == [(CauseAt(at_x, 0.9997),)], (
+        "the fitted value explains, 1 does not"
+    )
 
 
-def wrong_sampler(made: Material, causes: Sequence[Cause]) -> WrongSide:
+def wrong_sampler(made: Material, causes: Sequence[Cause]) -> Trial:
     """Numbers of temperature 0.7, beside the right ones."""
     responses = made.dump(made.logprobs(temperature=0.7), made.logprobs())
     right = [torch.tensor(r.trainer).double() for r in responses]
     recorded = RecordedSide("sampler", responses, StackSampling(TEMPERATURE), TEMPERED, Reference(right, 1e-7, 0.0, 0))
-    return wrong_side_of(made.model, recorded, range(len(responses)), causes)
+    return trial_of(made.model, recorded, range(len(responses)), causes)
 
 
 @pytest.mark.parametrize(("least", "low", "high"), [(0.1, 0.6999, 0.7001), (0.9, 0.9, 1.0), (2.0, 1.0, 1.0)])
 @torch.no_grad()
 def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float, low: float, high: float) -> None:
     """A temperature that predicts from `least` on; the fit starts at 1."""
-    side = wrong_sampler(made, [])
+    trial = wrong_sampler(made, [])
 
     def change(chunk: Chunk, sampling: StackSampling, logits: Tensor, x: float) -> Tensor:
         return logits / x if x >= least else torch.full_like(logits, math.nan)
 
     row = Cause("a temperature", "distribution", "temperature", change, parameter=Parameter((1.0,), is_fitted=True))
-    x = search._fitted(side, ((row, 1.0),), side.few)[0][1]
-    assert low <= x <= high
+    fitted = [of.combination.value for of in search._fitted(trial, Combination((CauseAt(row, 1.0),)), trial.few)]
+    assert len(fitted) == (least <= 1.0)
+    assert all(x is not None and low <= x <= high for x in fitted)
 
 
 @pytest.mark.slow
@@ -253,13 +262,13 @@ def test_a_single_token_that_hardly_changes_the_rms_has_no_cause(
     bad = [v.clone() for v in good]
     bad[1][7] -= 30 * judged(made, stack, good, good).floor
     found = judged(made, stack, bad, good).sampler
-    assert (found.is_right, found.cause, len(found.distance.wrong)) == (False, "unknown", 1)
+    assert (found.is_right, cause_of(found), len(found.distance.wrong)) == (False, "unknown", 1)
 
 
 @pytest.mark.parametrize(("tokens", "cause"), [(3, "unknown"), (4, "temperature 1 instead of 0.8")])
 def test_a_cause_needs_four_tokens(made: Material, stack: StackModel, tokens: int, cause: str) -> None:
     short = material(made.model, ((5, tokens),))
-    assert judged(short, stack, short.logprobs(temperature=1.0), short.logprobs()).sampler.cause == cause
+    assert cause_of(judged(short, stack, short.logprobs(temperature=1.0), short.logprobs()).sampler) == cause
 
 
 def test_other_weights_without_the_tokens_of_the_dump_are_refused(made: Material) -> None:
@@ -291,9 +300,9 @@ def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Mate
     assert found.sampler.empty == 16
     assert not found.sampler.is_right
     assert found.sampler.distance.rms < 2e-6
-    assert found.sampler.cause == "16 of 109 tokens have no log-prob or a 0"
+    assert cause_of(found.sampler) == "16 of 109 tokens have no log-prob or a 0"
     zeros = judged(made, stack, [0 * v for v in good], good)
-    assert zeros.sampler.cause == "all 109 numbers are exactly 0; nothing was recorded"
+    assert cause_of(zeros.sampler) == "all 109 numbers are exactly 0; nothing was recorded"
 
 
 def test_zeros_that_no_cause_was_tried_on_are_not_explained(
@@ -306,7 +315,7 @@ def test_zeros_that_no_cause_was_tried_on_are_not_explained(
         values[-1] = 0.0
     found = judged(made, stack, bad, made.logprobs()).sampler
     assert found.empty == 3
-    assert found.cause == f"3 of 109 tokens have no log-prob or a 0 and {NO_T}"
+    assert cause_of(found) == f"3 of 109 tokens have no log-prob or a 0 and {NO_T}"
 
 
 # which distribution is meant
@@ -366,7 +375,7 @@ def test_the_order_of_cuts_on_one_side_is_named(made: Material, stack: StackMode
     cuts, is_last = ORDERS[order]
     values, mask = in_order(made, ALL_CUTS, cuts, 1.0 if is_last else 0.8)
     found = audit(stack, made.dump(values, made.logprobs(), mask), ALL_CUTS)
-    assert found.sampler.cause == f"of the processed distribution{order}, not of all tokens"
+    assert cause_of(found.sampler) == f"of the processed distribution{order}, not of all tokens"
     assert found.trainer.is_right
     said = replace(ALL_CUTS, sampler_logprobs="processed", trainer_logprobs="tempered")
     assert audit(stack, made.dump(values, made.logprobs(), mask), said).sampler.is_right
@@ -381,7 +390,8 @@ def test_sides_with_different_orders_of_cuts_are_of_different_distributions(
     (sampler, a), (trainer, b) = (in_order(made, ALL_CUTS, ORDERS[name][0], 0.8) for name in names)
     both = [[u and v for u, v in zip(*masks, strict=True)] for masks in zip(a, b, strict=True)]
     found = audit(stack, made.dump(sampler, trainer, both), sampling)
-    assert (found.sampler.cause, found.trainer.cause) == (f"processed{names[0]}", "processed, each cut of all tokens")
+    assert cause_of(found.sampler) == f"processed{names[0]}"
+    assert cause_of(found.trainer) == "processed, each cut of all tokens"
     assert not found.sampler.is_right
     assert not found.trainer.is_right
     assert lines(found)[-1].startswith("verdict: the sides are processed in different orders of the cuts")
@@ -396,7 +406,7 @@ def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: M
     processed = replace(GIVEN, sampler_logprobs="processed", trainer_logprobs="processed")
     found = audit(stack, made.dump(of_8, tempered), processed)
     assert found.sampler.is_right
-    assert found.trainer.cause == "of all tokens, not of the processed distribution"
+    assert cause_of(found.trainer) == "of all tokens, not of the processed distribution"
 
 
 # a large vocabulary, long responses
@@ -412,7 +422,7 @@ def test_logits_in_chunks_give_the_same_verdict(
     monkeypatch.setattr(forward, "TOGETHER", 30)
     monkeypatch.setattr(reference, "AT_ONCE", 7)
     parts = judged(made, stack, bad, made.logprobs())
-    assert parts.sampler.cause == whole.sampler.cause == "repetition penalty 1.3"
+    assert cause_of(parts.sampler) == cause_of(whole.sampler) == "repetition penalty 1.3"
     assert (parts.tokens["reference"] - whole.tokens["reference"]).abs().max() < 1e-12
 
 
@@ -436,7 +446,7 @@ def test_causes_of_long_responses_are_found_in_windows(
     for name, size in {"WINDOW": 6, "SCREENED": 12, "TRIED": 27}.items():
         monkeypatch.setattr(limits, name, size)
     found = judged(long, stack, from_point(FAULTS[fault][0], start)(long), long.logprobs())
-    part = re.sub(r"^at \d+ of \d+ tokens", "in part:", found.sampler.cause)
+    part = re.sub(r"^at \d+ of \d+ tokens", "in part:", cause_of(found.sampler))
     assert part in ({f"in part: {cause}", "unknown"} if start else {cause})
     assert found.trainer.is_right
 
@@ -446,7 +456,7 @@ def test_a_temperature_that_nobody_gave_is_a_question(made: Material, stack: Sta
     with pytest.raises(UserError, match=r"temperature 0.8 explains the sampler; did you forget --temperature 0.8\?"):
         audit(stack, made.dump(values, made.logprobs(temperature=1.0)), StackSampling(is_temperature_given=False))
     found = audit(stack, made.dump(values, made.logprobs(temperature=1.0)), StackSampling())
-    assert found.sampler.cause == "temperature 0.8 instead of 1"
+    assert cause_of(found.sampler) == "temperature 0.8 instead of 1"
 
 
 # turns
@@ -478,7 +488,7 @@ def test_context_that_a_later_turn_does_not_see(
             row.append(float((logits / TEMPERATURE).log_softmax(-1)[token]))
         values.append(torch.tensor(row))
     found = audit(stack, made.dump(values, made.logprobs(), counts), GIVEN)
-    assert found.sampler.cause == words
+    assert cause_of(found.sampler) == words
     assert found.trainer.is_right
 
 
@@ -501,7 +511,7 @@ def test_errors_like_16_bit_rounding_have_a_format_by_their_size_and_no_cause_wi
     bad = [g + factor * (r - g) for g, r in zip(good, rounded, strict=True)]
     found = judged(m, StackModel(m.model, {}), good, bad)
     assert found.sampler.is_right
-    assert found.trainer.cause.startswith(cause)
+    assert cause_of(found.trainer).startswith(cause)
 
 
 # any architecture of transformers
@@ -518,5 +528,5 @@ def test_an_architecture_that_the_kernels_do_not_know(family: str) -> None:
     assert judged(other, alone, good, good).sampler.is_right
     with_bos = other.logprobs(other.logits(prompt=lambda i: [BOS_ID, *other.prompts[i]]))
     found = judged(other, alone, with_bos, other.logprobs(temperature=1.0))
-    assert found.sampler.cause == "prompt with a BOS token before it"
-    assert found.trainer.cause == "temperature 1 instead of 0.8"
+    assert cause_of(found.sampler) == "prompt with a BOS token before it"
+    assert cause_of(found.trainer) == "temperature 1 instead of 0.8"

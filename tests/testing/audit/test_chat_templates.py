@@ -12,7 +12,7 @@ from ppo_repro.testing.audit.audit import audit
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from tests.support.models import qwen3_config, small_model
-from tests.testing.audit.material import TEMPERATURE, Material, material, response
+from tests.testing.audit.material import TEMPERATURE, Material, cause_of, material, response
 
 TURNS = (
     "{%- for m in messages %}{%- if m.role != 'system' or not loop.first %}"
@@ -89,5 +89,5 @@ def test_a_fault_of_the_chat_template_is_named(words: str) -> None:
     found = audit(
         StackModel(model, {}, BOS_ID, tokenizer=of), dump.dump(bad, dump.logprobs()), StackSampling(TEMPERATURE)
     )
-    assert found.sampler.cause == words
+    assert cause_of(found.sampler) == words
     assert found.trainer.is_right

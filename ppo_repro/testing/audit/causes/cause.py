@@ -71,11 +71,12 @@ class RecordedChunk(Chunk):
 
 MakeModel = Callable[[], PreTrainedModel]
 Passes = Sequence[Sequence[Pass]]  # the forward passes of each response
-# (chunk, sampling, values, parameter) -> what is computed instead. By stage, values and result are
+# (chunk, sampling, values) -> what is computed instead. By stage, values and result are
 #   distribution: the chunk's logits [k, V] -> logits whose softmax is the distribution [k, V]
 #   quantity: the chunk's log-probs [k, V] -> the quantity of each token [k]
 #   unit: the quantity of the whole response [n], NaN where it is not known -> what is recorded [n]
-Change = Callable[[RecordedChunk, StackSampling, Tensor, float], Tensor]
+Change = Callable[[RecordedChunk, StackSampling, Tensor], Tensor]
+ChangeBy = Callable[[RecordedChunk, StackSampling, Tensor, float], Tensor]  # the same, by the value of a parameter
 Proposal = Callable[[Sequence[RecordedChunk], StackSampling], Sequence[float]]
 
 
@@ -101,6 +102,7 @@ class Rounded:
 
     what: RoundedPart
     to: Format
+    exact: Cause | None = None  # the row that computes the same without rounding; None: the right computation
 
 
 @dataclass(frozen=True, eq=False)  # two causes are never the same: what one predicts is kept under the cause
@@ -113,7 +115,7 @@ class CauseOf(Generic[Computed]):
     |---|---|
     | weights | `MakeModel`: the model that computes the logits |
     | input | `Passes`: the tokens that the model sees, and their positions |
-    | distribution, quantity, unit | `Change`: a function of tensors |
+    | distribution, quantity, unit | `Change`, or with a parameter `ChangeBy`: a function of tensors |
     """
 
     words: str
@@ -125,12 +127,6 @@ class CauseOf(Generic[Computed]):
     rounded: Rounded | None = None
     changes: int = 1  # that the cause consists of
     own_advice: str = ""
-
-    def said(self, x: float, sampling: StackSampling) -> str:
-        """Return the words with a value of the parameter and the user's temperature."""
-        if self.stage in ("weights", "input"):  # whose words may have other braces, as of a folder's name
-            return self.words
-        return self.words.format(x=x, given=f"{sampling.temperature:.4g}")
 
     @property
     def advice(self) -> str:
@@ -146,11 +142,6 @@ class CauseOf(Generic[Computed]):
     def is_option(self) -> bool:
         """Return whether an option of the model's architecture is computed otherwise."""
         return self.name == "other_architecture"
-
-    def row(self, x: float) -> Cause:
-        """Return the row that the cause is at a value of its parameter: its own, unless another one is this value."""
-        other = None if self.parameter is None else self.parameter.at_one
-        return self if other is None or abs(x - 1.0) > limits.SAME_VALUE else other
 
     def rounds(self, *what: RoundedPart) -> bool:
         """Return whether the cause rounds one of these to 16 bits."""

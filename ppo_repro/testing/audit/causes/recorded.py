@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import CauseOf, Change, Parameter, RecordedChunk
+from ppo_repro.testing.audit.causes.cause import Cause, CauseOf, Change, ChangeBy, Parameter, RecordedChunk, Stage
 from ppo_repro.testing.audit.distributions import target_logprobs
 from ppo_repro.testing.audit.stack import StackSampling
 
@@ -80,16 +80,14 @@ def moved(x: Tensor, by: int) -> Tensor:
 # the rows
 
 
-def _quantity(
-    words: str, change: Change, parameter: Parameter | None = None, name: CauseName = "other_quantity"
-) -> CauseOf[Change]:
-    return CauseOf(words, "quantity", name, change, parameter=parameter)
+def _quantity(words: str, change: Change) -> CauseOf[Change]:
+    return CauseOf(words, "quantity", "other_quantity", change)
 
 
 def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "other_number") -> CauseOf[Change]:
     """Return the row that applies `change` to the numbers of the tokens that count; others are not predicted."""
 
-    def of_counted(chunk: RecordedChunk, s: StackSampling, v: Tensor, x: float) -> Tensor:
+    def of_counted(chunk: RecordedChunk, s: StackSampling, v: Tensor) -> Tensor:
         found, counts = torch.full_like(v, torch.nan), chunk.numbers.counts
         found[counts] = change(v[counts])
         return found
@@ -97,29 +95,37 @@ def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "oth
     return CauseOf(words, "unit", name, of_counted)
 
 
-RECORDED: tuple[CauseOf[Change], ...] = (
-    _quantity("log-prob of the likeliest token", lambda chunk, s, logp, x: logp.max(-1).values),
-    _quantity("minus the entropy", lambda chunk, s, logp, x: -_entropy(logp)),
-    _quantity("the entropy", lambda chunk, s, logp, x: _entropy(logp)),
+def _by(words: str, stage: Stage, name: CauseName, change: ChangeBy, parameter: Parameter) -> CauseOf[ChangeBy]:
+    return CauseOf(words, stage, name, change, parameter=parameter)
+
+
+RECORDED: tuple[Cause, ...] = (
+    _quantity("log-prob of the likeliest token", lambda chunk, s, logp: logp.max(-1).values),
+    _quantity("minus the entropy", lambda chunk, s, logp: -_entropy(logp)),
+    _quantity("the entropy", lambda chunk, s, logp: _entropy(logp)),
     _quantity(
-        "the logit, not normalised", lambda chunk, s, logp, x: chunk.logits.gather(-1, chunk.targets[:, None])[:, 0]
+        "the logit, not normalised", lambda chunk, s, logp: chunk.logits.gather(-1, chunk.targets[:, None])[:, 0]
     ),
-    _quantity(
+    _by(
         "log-prob of token id {x:.0f} at every position",
+        "quantity",
+        "other_quantity",
         lambda chunk, s, logp, x: logp[:, int(x)],
         Parameter(propose=_nearest_token),
     ),
-    _quantity(
+    _by(
         "log-prob of the token {x:+.0f} places on, by the right logits",
+        "quantity",
+        "other_pairs",
         lambda chunk, s, logp, x: _paired(chunk, logp, int(x), 0),
         Parameter(STEPS, in_pairs=2),
-        "other_pairs",
     ),
-    _quantity(
+    _by(
         "log-prob of the right token, by the logits {x:+.0f} places on",
+        "quantity",
+        "other_pairs",
         lambda chunk, s, logp, x: _paired(chunk, logp, 0, int(x)),
         Parameter(STEPS, in_pairs=2),
-        "other_pairs",
     ),
     _unit("in base 2, not in nats", lambda y: y / math.log(2)),
     _unit("in base 10, not in nats", lambda y: y / math.log(10)),
@@ -129,15 +135,15 @@ RECORDED: tuple[CauseOf[Change], ...] = (
         "divided by the temperature {given} after the softmax",
         "unit",
         "temperature",
-        lambda chunk, s, v, x: v / s.temperature,
+        lambda chunk, s, v: v / s.temperature,
         presumes=StackSampling.is_tempered,
     ),
-    CauseOf(
+    _by(
         "each entry is of the token {x:+.0f} places on",
         "unit",
         "off_by_one",
         lambda chunk, s, v, x: moved(v, int(x)),
-        parameter=Parameter(propose=_shifts, in_pairs=4),
+        Parameter(propose=_shifts, in_pairs=4),
     ),
     _unit("cumulative sums", lambda y: y.cumsum(0)),
     _unit("sums from each token to the end", lambda y: y.flip(0).cumsum(0).flip(0)),
@@ -146,18 +152,18 @@ RECORDED: tuple[CauseOf[Change], ...] = (
     _unit("the mean over the response at every token", lambda y: y.mean().expand_as(y)),
     _unit("divided by the number of tokens of the response", lambda y: y / len(y)),
     _unit("in the opposite order", lambda y: y.flip(0), "shuffled"),
-    CauseOf(
+    _by(
         "cut off below {x:.4g}",
         "unit",
         "other_number",
         lambda chunk, s, v, x: v.clamp(min=x),
-        parameter=Parameter(propose=_lower_limit, in_pairs=1),
+        Parameter(propose=_lower_limit, in_pairs=1),
     ),
-    CauseOf(
+    _by(
         "the logarithm of the probability + {x:.3g}",
         "unit",
         "epsilon_in_log",
         lambda chunk, s, v, x: (v.exp() + x).clamp_min(1e-30).log(),
-        parameter=Parameter(propose=_added_probability, is_fitted=True),
+        Parameter(propose=_added_probability, is_fitted=True),
     ),
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
-from ppo_repro.testing.audit.causes.cause import CauseOf, Change, Parameter, RecordedChunk, Rounded
+from ppo_repro.testing.audit.causes.cause import Cause, CauseOf, Change, ChangeBy, Parameter, RecordedChunk, Rounded
 from ppo_repro.testing.audit.distributions import OF_TOP_K, PROCESSED, cut, penalised, raw, target_logprobs, tempered
 from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.stack import StackSampling
@@ -34,7 +34,7 @@ def _least(x: float) -> float:
 
 
 def _cut_at_temperature_1(
-    chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float, first: tuple[str, ...] = ()
+    chunk: RecordedChunk, s: StackSampling, logits: Tensor, first: tuple[str, ...] = ()
 ) -> Tensor:
     return cut(logits, s.top_k, s.top_p, s.min_p, first)
 
@@ -70,7 +70,7 @@ def _frequency(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float)
 # the logits
 
 
-def _rounded(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float, dtype: torch.dtype) -> Tensor:
+def _rounded(chunk: RecordedChunk, s: StackSampling, logits: Tensor, dtype: torch.dtype) -> Tensor:
     return logits.to(dtype).to(logits) / s.temperature
 
 
@@ -114,38 +114,44 @@ def _row(
     words: str,
     name: CauseName,
     change: Change,
-    parameter: Parameter | None = None,
     presumes: Callable[[StackSampling], bool] = lambda sampling: True,
     rounded: Rounded | None = None,
 ) -> CauseOf[Change]:
-    return CauseOf(words, "distribution", name, change, presumes=presumes, parameter=parameter, rounded=rounded)
+    return CauseOf(words, "distribution", name, change, presumes=presumes, rounded=rounded)
 
 
-def _kept_by(option: str, values: Sequence[float]) -> CauseOf[Change]:
+def _row_by(words: str, name: CauseName, change: ChangeBy, parameter: Parameter) -> CauseOf[ChangeBy]:
+    return CauseOf(words, "distribution", name, change, parameter=parameter)
+
+
+def _kept_by(option: str, values: Sequence[float]) -> CauseOf[ChangeBy]:
     words = f"normalised over the tokens that {option} keeps (try --{option} {{x:.4g}})"
-    return _row(words, "truncated_sampling", partial(_kept, option=option), Parameter(values))
+    return _row_by(words, "truncated_sampling", partial(_kept, option=option), Parameter(values))
 
 
 _TEMPERATURE_1 = _row("temperature 1 instead of {given}", "temperature", raw, presumes=StackSampling.is_tempered)
 TEMPERATURE = Parameter(
     (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0), is_fitted=True, in_pairs=1, is_temperature=True, at_one=_TEMPERATURE_1
 )
+_OF_ALL_TOKENS = _row(
+    "of all tokens, not of the processed distribution", "truncated_sampling", tempered, presumes=StackSampling.is_cut
+)
 _AT_1 = "temperature 1 and normalised over the tokens that the cuts keep"
-DISTRIBUTIONS: tuple[CauseOf[Change], ...] = (
+DISTRIBUTIONS: tuple[Cause, ...] = (
     _TEMPERATURE_1,
     _row(
         "temperature {given} applied twice",
         "temperature",
-        lambda chunk, s, logits, x: logits / s.temperature**2,
+        lambda chunk, s, logits: logits / s.temperature**2,
         presumes=StackSampling.is_tempered,
     ),
     _row(
         "logits multiplied by the temperature {given}",
         "temperature",
-        lambda chunk, s, logits, x: logits * s.temperature,
+        lambda chunk, s, logits: logits * s.temperature,
         presumes=StackSampling.is_tempered,
     ),
-    _row(
+    _row_by(
         "temperature {x:.4g} instead of {given}",
         "temperature",
         lambda chunk, s, logits, x: logits / _least(x),
@@ -160,12 +166,7 @@ DISTRIBUTIONS: tuple[CauseOf[Change], ...] = (
         )
         for definition in PROCESSED
     ),
-    _row(
-        "of all tokens, not of the processed distribution",
-        "truncated_sampling",
-        tempered,
-        presumes=StackSampling.is_cut,
-    ),
+    _OF_ALL_TOKENS,
     _row(_AT_1, "truncated_sampling", _cut_at_temperature_1, presumes=_is_tempered_and_cut),
     _row(
         f"{_AT_1}{OF_TOP_K}",
@@ -176,25 +177,25 @@ DISTRIBUTIONS: tuple[CauseOf[Change], ...] = (
     _kept_by("top-k", TOP_K),
     _kept_by("top-p", TOP_P),
     _kept_by("min-p", MIN_P),
-    _row("repetition penalty {x:.4g}", "penalty", _repetition, FACTOR),
-    _row("repetition penalty {x:.4g} on response tokens alone", "penalty", _repetition_in_response, FACTOR),
-    _row("presence penalty {x:.4g}", "penalty", _presence, TERM),
-    _row("frequency penalty {x:.4g}", "penalty", _frequency, TERM),
+    _row_by("repetition penalty {x:.4g}", "penalty", _repetition, FACTOR),
+    _row_by("repetition penalty {x:.4g} on response tokens alone", "penalty", _repetition_in_response, FACTOR),
+    _row_by("presence penalty {x:.4g}", "penalty", _presence, TERM),
+    _row_by("frequency penalty {x:.4g}", "penalty", _frequency, TERM),
     *(
         _row(
             f"logits rounded to {name}",
             "coarse_logits",
             partial(_rounded, dtype=dtype),
-            rounded=Rounded("logits", name),
+            rounded=Rounded("logits", name, exact=_OF_ALL_TOKENS),
         )
         for name, dtype in FORMATS.items()
     ),
-    _row("logits capped by {x:.4g} tanh(logit / {x:.4g})", "logit_cap", _capped, CAP),
-    _row(
+    _row_by("logits capped by {x:.4g} tanh(logit / {x:.4g})", "logit_cap", _capped, CAP),
+    _row_by(
         "normalised over {x:.0f} more tokens with a logit of 0",
         "padded_vocabulary",
         _with_zeros,
         Parameter(propose=_count_of_zeros),
     ),
-    _row("normalised without token id {x:.0f}", "banned_token", _without_token, Parameter(propose=_missing_token)),
+    _row_by("normalised without token id {x:.0f}", "banned_token", _without_token, Parameter(propose=_missing_token)),
 )

@@ -1,4 +1,4 @@
-"""Every number by which the audit judges, with its reason. Errors are recorded minus predicted log-probs, in nats.
+"""The numbers by which the audit judges, with their reasons. Errors are recorded minus predicted log-probs, in nats.
 
 The comment above a number says what it limits. Then it says why.
 """

@@ -103,8 +103,9 @@ class Logits:
                 if (part := one.within(w.start, w.end)) is not None:
                     numbered.append((k, part))
         model = self._model(source.weights)
+        is_apart = self._is_apart if isinstance(model, type(self.model)) else has_decoder_apart(model)
         with self._precision(source):
-            of_passes = dict(states(model, [part for _, part in numbered], self._is_apart))
+            of_passes = dict(states(model, [part for _, part in numbered], is_apart))
         first, hidden = of_passes[0], []
         for w in windows:
             size = w.end - w.start, first.values.shape[-1]

@@ -443,7 +443,7 @@ def test_causes_of_long_responses_are_found_in_windows(
     made: Material, stack: StackModel, monkeypatch: pytest.MonkeyPatch, fault: str, cause: str, start: int
 ) -> None:
     long = material(made.model, ((5, 55), (6, 50), (4, 58)))
-    for name, size in {"WINDOW": 6, "SCREENED": 12, "TRIED": 27}.items():
+    for name, size in {"WINDOW": 6, "LONG_WINDOW": 24, "SCREENED": 12, "TRIED": 27}.items():
         monkeypatch.setattr(limits, name, size)
     found = judged(long, stack, from_point(FAULTS[fault][0], start)(long), long.logprobs())
     part = re.sub(r"^at \d+ of \d+ tokens", "in part:", cause_of(found.sampler))

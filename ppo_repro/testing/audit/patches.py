@@ -6,7 +6,7 @@
 | `with_modules` | whole modules | in the copy |
 | `with_attributes` | numbers and tensors of modules | in the copy |
 | `with_forward` | the forward of modules | in the copy |
-| `with_function` | a function that the code of a family calls by name, for all models of the family | while the copy's forward runs |
+| `with_function` | a function that a family's code calls by name, for all its models | while the copy's forward runs |
 | `override` | a method of one object | the object ends |
 | `patched` | an attribute of any object | the block ends |
 

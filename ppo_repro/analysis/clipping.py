@@ -19,12 +19,13 @@ from ppo_repro.analysis.clip_flags import (
     FLAGS,
     VALUE_FLAGS,
     ClipRule,
-    clip_rule,
     clipped_at_start,
     column,
+    counted_rule,
     ratios_of,
     token_flags,
     value_flags,
+    value_reach,
 )
 from ppo_repro.analysis.clusters import Floats, effective_share
 from ppo_repro.analysis.pairs import own_iterations
@@ -52,6 +53,7 @@ class IterationRows:
 
     iteration: int
     rule: ClipRule
+    value_reach: float
     steps: pd.DataFrame  # epoch, minibatch in order
     rows: pd.DataFrame  # rows of `updates` with TOKEN_COLUMNS of their token, and float64 log_ratios
 
@@ -89,13 +91,14 @@ def load_iterations(
     config = load_recorded_config(run_dir)
     for _, row in overview.iterrows():
         index = int(row["iteration"])
-        rule = clip_rule(config, row, band)
+        rule = counted_rule(config.ppo, float(row["clip_range"]), band)
         one = [index]
         tokens = reader.read_tokens(run_dir, iterations=one, columns=TOKEN_COLUMNS, recorded=recorded)
         updates = reader.read_updates(run_dir, iterations=one, recorded=recorded).drop(columns="iteration")
         yield IterationRows(
             iteration=index,
             rule=rule,
+            value_reach=value_reach(config.value, float(row["return_scale"])),
             steps=reader.read_steps(run_dir, iterations=one, columns=STEP, recorded=recorded),
             rows=join_tokens(tokens, updates, rule.anchor),
         )
@@ -178,7 +181,7 @@ def clip_step(item: IterationRows) -> pd.DataFrame:
     policy = policy_rows(item)
     flags, mass = token_flags(policy, item.rule), surrogate_mass(policy)
     moved = item.rows[item.rows["new_values"].notna()]
-    values = value_flags(moved, item.rule)
+    values = value_flags(moved, item.value_reach)
     policy_steps, value_steps = steps_of(policy), steps_of(moved)
     table = []
     for inner, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from ppo_repro.analysis.clip_flags import ClipRule, token_rule
 from ppo_repro.analysis.html.charts import Line, Rule, axis_for, line_chart
 from ppo_repro.analysis.html.markup import number, share
 from ppo_repro.analysis.html.page import Figure, Section
 from ppo_repro.analysis.report.data.page_numbers import FLAG_WORDS, PageNumbers
 from ppo_repro.analysis.report.data.run_facts import Facts
-from ppo_repro.config.algorithm import FunctionObjective, clip_band
+from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.run import RunConfig
 
@@ -44,10 +45,13 @@ def clip_rules(config: RunConfig | ControlConfig, iterations: pd.DataFrame, step
     """Return the bounds of the ratio in the last iteration as lines; [] for an objective that does not clip by it."""
     ranges = (steps if isinstance(config, ControlConfig) else iterations)["clip_range"]
     last = float(ranges.iloc[-1])
-    band = (last, last) if isinstance(config, ControlConfig) else clip_band(config.ppo.objective, last)
-    if band is None:
+    if isinstance(config, ControlConfig):
+        rule: ClipRule | None = ClipRule("token", "old", last, last)
+    else:
+        rule = token_rule(config.ppo, last)
+    if rule is None:
         return []
-    low, high, when = 1.0 - band[0], 1.0 + band[1], " (last iteration)" if ranges.nunique() > 1 else ""
+    low, high, when = 1.0 - rule.low, 1.0 + rule.high, " (last iteration)" if ranges.nunique() > 1 else ""
     return [Rule(low, f"bounds {low:g} and {high:g}{when}"), Rule(high)]
 
 

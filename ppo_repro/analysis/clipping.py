@@ -251,6 +251,12 @@ def clip_tables(
     return ClipTables(pd.concat(steps, ignore_index=True), pd.concat(buckets, ignore_index=True))
 
 
+def require_target_kl(target_kl: float) -> None:
+    """Raise UserError for a target of an early stop that is not positive."""
+    if not 0.0 < target_kl < np.inf:
+        raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
+
+
 def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     """Return the steps of each iteration up to an early stop, at the first step whose estimate exceeds `target_kl`.
 
@@ -259,8 +265,7 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     counts all recorded steps. The records cannot say what would have followed a stop. Raises UserError for a target
     that is not positive.
     """
-    if not 0.0 < target_kl < np.inf:
-        raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
+    require_target_kl(target_kl)
     steps = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tokens"] > 0)]
     table = []
     for iteration, group in steps.sort_values("step").groupby("iteration", sort=True):
@@ -311,5 +316,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
     parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
     arguments = parser.parse_args(argv)
+    if arguments.early_stop_kl is not None:
+        require_target_kl(arguments.early_stop_kl)  # before the whole run is read
     band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
     tell("\n".join(overview(clip_tables(arguments.run, band=band), arguments.early_stop_kl)))

@@ -5,7 +5,9 @@ Flags are computed in float64, with strict inequalities.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +15,15 @@ import pandas as pd
 
 from ppo_repro.analysis.clusters import Floats
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.algorithm import ClipObjective, PredictedValue, clip_band
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.algorithm import (
+    AdaptiveClipObjective,
+    Anchor,
+    ClipObjective,
+    PPOConfig,
+    PredictedValue,
+    SequenceClipObjective,
+    ValueConfig,
+)
 
 Bool = npt.NDArray[np.bool_]
 
@@ -35,34 +44,59 @@ VALUE_FLAGS = ("value_outside", "value_removed")
 class ClipRule:
     """Clip range of one iteration. Ratios in [1 - low, 1 + high] are in the band."""
 
-    anchor: str  # rollout or old: the denominator of the ratio
+    unit: Literal["token", "response"]  # what a ratio is of
+    anchor: Anchor  # the denominator of the ratio
     low: float
     high: float
-    dual: float | None  # where the advantage is negative, ratios above it have no gradient
-    value_range: float | None  # of the value around its old prediction, reward units; None: not clipped
+    dual: float | None = None  # where the advantage is negative, ratios above it have no gradient
 
 
-def clip_rule(config: RunConfig, iteration: pd.Series, band: tuple[float, float] | None = None) -> ClipRule:
-    """Return the clip range of a row of the table `iterations`; `band` (low, high) replaces the run's range.
+def clip_rule(ppo: PPOConfig, recorded: float) -> ClipRule | None:
+    """Return the clip range of an iteration; None if the objective clips no ratio, or has bounds of its own.
+
+    `recorded` is the column `clip_range` of the table `iterations`, which only an adaptive objective has.
+    """
+    match ppo.objective:
+        case ClipObjective() as o:
+            return ClipRule("token", ppo.ratio_anchor, o.clip_range, o.high, o.dual_clip)
+        case AdaptiveClipObjective():
+            return ClipRule("token", ppo.ratio_anchor, recorded, recorded)
+        case SequenceClipObjective() as o:
+            return ClipRule("response", ppo.ratio_anchor, o.clip_range, o.high)
+    return None
+
+
+def token_rule(ppo: PPOConfig, recorded: float) -> ClipRule | None:
+    """Return `clip_rule` if it bounds the ratio of each token, otherwise None."""
+    rule = clip_rule(ppo, recorded)
+    return rule if rule is not None and rule.unit == "token" else None
+
+
+def counted_rule(ppo: PPOConfig, recorded: float, band: tuple[float, float] | None = None) -> ClipRule:
+    """Return the rule by which tokens are counted: `band` (low, high), or by default the run's own `token_rule`.
 
     Raises UserError if the objective does not clip token ratios and `band` is None, or for a wrong band.
     """
-    objective, value = config.ppo.objective, config.value
-    dual = objective.dual_clip if band is None and isinstance(objective, ClipObjective) else None
-    bounds = band or clip_band(objective, float(iteration["clip_range"]))
-    if bounds is None:
-        what = NOT_BY_TOKEN.get(objective.kind, "clips nothing")
+    if band is not None:
+        low, high = band
+        if not (0.0 < low < 1.0 and 0.0 < high < np.inf):
+            raise UserError(f"clip range = {low:g}, {high:g}: the lower must be between 0 and 1, the upper above 0")
+        return ClipRule("token", ppo.ratio_anchor, low, high)
+    rule = token_rule(ppo, recorded)
+    if rule is None:
+        kind = ppo.objective.kind
         raise UserError(
-            f"ppo.objective.kind = {objective.kind} {what}, only clip and adaptive_clip clip by the token's ratio; "
-            "give a clip range to see what it would have clipped"
+            f"ppo.objective.kind = {kind} {NOT_BY_TOKEN.get(kind, 'clips nothing')}, only clip and adaptive_clip clip "
+            "by the token's ratio; give a clip range to see what it would have clipped"
         )
-    low, high = bounds
-    if not (0.0 < low < 1.0 and 0.0 < high < np.inf):
-        raise UserError(f"clip range = {low:g}, {high:g}: the lower must be between 0 and 1, the upper above 0")
-    value_range = None
-    if isinstance(value, PredictedValue) and value.clip_range is not None:
-        value_range = value.clip_range * (float(iteration["return_scale"]) if value.normalize_returns else 1.0)
-    return ClipRule(config.ppo.ratio_anchor, low, high, dual, value_range)
+    return rule
+
+
+def value_reach(value: ValueConfig, return_scale: float) -> float:
+    """Return how far a value moves from its old prediction before it is clipped, reward units; inf without a clip."""
+    if not isinstance(value, PredictedValue) or value.clip_range is None:
+        return math.inf
+    return value.clip_range * (return_scale if value.normalize_returns else 1.0)
 
 
 def column(rows: pd.DataFrame, name: str) -> Floats:
@@ -126,14 +160,13 @@ def recorded_clipped(flags: pd.Series) -> Bool:
     return flags.str.startswith("clip_").fillna(False).to_numpy(np.bool_)
 
 
-def value_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
+def value_flags(rows: pd.DataFrame, reach: float) -> pd.DataFrame:
     """Return the columns value_outside and value_removed (bool) for rows of steps that the value model took.
 
-    value_outside: |v - v_old| > range. value_removed: value_outside and (v_clip - R)^2 > (v - R)^2; the value has no
-    gradient. All are false if values are not clipped.
+    value_outside: |v - v_old| > reach (`value_reach`). value_removed: value_outside and (v_clip - R)^2 > (v - R)^2; the
+    value has no gradient. All are false if values are not clipped.
     """
     new, old, returns = (column(rows, name) for name in ("new_values", "values", "returns"))
-    reach = np.inf if rule.value_range is None else rule.value_range
     moved = new - old
     outside = np.abs(moved) > reach
     farther = (old + np.clip(moved, -reach, reach) - returns) ** 2 > (new - returns) ** 2

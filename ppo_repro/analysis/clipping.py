@@ -19,12 +19,13 @@ from ppo_repro.analysis.clip_flags import (
     FLAGS,
     VALUE_FLAGS,
     ClipRule,
-    clip_rule,
     clipped_at_start,
     column,
+    counted_rule,
     ratios_of,
     token_flags,
     value_flags,
+    value_reach,
 )
 from ppo_repro.analysis.clusters import Floats, effective_share
 from ppo_repro.analysis.pairs import own_iterations
@@ -52,6 +53,7 @@ class IterationRows:
 
     iteration: int
     rule: ClipRule
+    value_reach: float
     steps: pd.DataFrame  # epoch, minibatch in order
     rows: pd.DataFrame  # rows of `updates` with TOKEN_COLUMNS of their token, and float64 log_ratios
 
@@ -89,13 +91,14 @@ def load_iterations(
     config = load_recorded_config(run_dir)
     for _, row in overview.iterrows():
         index = int(row["iteration"])
-        rule = clip_rule(config, row, band)
+        rule = counted_rule(config.ppo, float(row["clip_range"]), band)
         one = [index]
         tokens = reader.read_tokens(run_dir, iterations=one, columns=TOKEN_COLUMNS, recorded=recorded)
         updates = reader.read_updates(run_dir, iterations=one, recorded=recorded).drop(columns="iteration")
         yield IterationRows(
             iteration=index,
             rule=rule,
+            value_reach=value_reach(config.value, float(row["return_scale"])),
             steps=reader.read_steps(run_dir, iterations=one, columns=STEP, recorded=recorded),
             rows=join_tokens(tokens, updates, rule.anchor),
         )
@@ -178,7 +181,7 @@ def clip_step(item: IterationRows) -> pd.DataFrame:
     policy = policy_rows(item)
     flags, mass = token_flags(policy, item.rule), surrogate_mass(policy)
     moved = item.rows[item.rows["new_values"].notna()]
-    values = value_flags(moved, item.rule)
+    values = value_flags(moved, item.value_reach)
     policy_steps, value_steps = steps_of(policy), steps_of(moved)
     table = []
     for inner, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
@@ -248,6 +251,12 @@ def clip_tables(
     return ClipTables(pd.concat(steps, ignore_index=True), pd.concat(buckets, ignore_index=True))
 
 
+def require_target_kl(target_kl: float) -> None:
+    """Raise UserError for a target of an early stop that is not positive."""
+    if not 0.0 < target_kl < np.inf:
+        raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
+
+
 def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     """Return the steps of each iteration up to an early stop, at the first step whose estimate exceeds `target_kl`.
 
@@ -256,8 +265,7 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     counts all recorded steps. The records cannot say what would have followed a stop. Raises UserError for a target
     that is not positive.
     """
-    if not 0.0 < target_kl < np.inf:
-        raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
+    require_target_kl(target_kl)
     steps = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tokens"] > 0)]
     table = []
     for iteration, group in steps.sort_values("step").groupby("iteration", sort=True):
@@ -308,5 +316,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
     parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
     arguments = parser.parse_args(argv)
+    if arguments.early_stop_kl is not None:
+        require_target_kl(arguments.early_stop_kl)  # before the whole run is read
     band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
     tell("\n".join(overview(clip_tables(arguments.run, band=band), arguments.early_stop_kl)))

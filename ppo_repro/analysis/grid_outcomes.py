@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from ppo_repro.analysis.clip_flags import ClipRule, clipped_at_start, column, is_outside, recorded_clipped
+from ppo_repro.analysis.clip_flags import clip_rule, clipped_at_start, column, is_outside, recorded_clipped
 from ppo_repro.analysis.pairs import deltas, own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
-from ppo_repro.config.algorithm import ClipObjective, FunctionObjective, SequenceClipObjective, clip_band
+from ppo_repro.config.algorithm import ClipObjective, FunctionObjective
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.grid import CELLS, axes_of, read_grid_table
@@ -75,11 +75,11 @@ def clip_shares(run_dir: Path) -> ClipShares:
     if the objective clips nothing, as `cispo`. Your own objective has no known band, so `outside` is NaN; `removed` is
     NaN if the objective does not say which tokens it cut.
     """
-    recorded, objective = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo.objective
+    recorded, ppo = reader.open_manifest(run_dir), load_recorded_config(run_dir).ppo
     computed = own_iterations(run_dir, recorded, None)
     columns = ["iteration", "clip_range"]
     ranges = reader.read_iterations(run_dir, iterations=computed, columns=columns, recorded=recorded)
-    count, removed, outside = 0, 0, math.nan if isinstance(objective, FunctionObjective) else 0.0
+    count, removed, outside = 0, 0, math.nan if isinstance(ppo.objective, FunctionObjective) else 0.0
     for iteration, clip_range in ranges[columns].itertuples(index=False):
         visits = reader.read_updates(
             run_dir, iterations=[iteration], columns=["clip_flag", "ratios"], recorded=recorded
@@ -87,12 +87,8 @@ def clip_shares(run_dir: Path) -> ClipShares:
         if (visits["clip_flag"] == "unknown").any():
             return ClipShares(math.nan, math.nan)
         count, removed = count + len(visits), removed + int(recorded_clipped(visits["clip_flag"]).sum())
-        if isinstance(objective, SequenceClipObjective):
-            band: tuple[float, float] | None = objective.clip_range, objective.high
-        else:
-            band = clip_band(objective, float(clip_range))
-        if band is not None:
-            outside += float(is_outside(column(visits, "ratios"), *band).sum())
+        if (rule := clip_rule(ppo, float(clip_range))) is not None:
+            outside += float(is_outside(column(visits, "ratios"), rule.low, rule.high).sum())
     return ClipShares(removed / count, outside / count)
 
 
@@ -102,9 +98,8 @@ def mismatch(run_dir: Path) -> Mismatch:
     One iteration is in memory at a time. clip_floor is 0 with the anchor `old`, whose first ratio is 1, and NaN if the
     objective has no fixed clip range.
     """
-    ppo, rule = load_recorded_config(run_dir).ppo, None
-    if isinstance(clip := ppo.objective, ClipObjective):
-        rule = ClipRule(ppo.ratio_anchor, clip.clip_range, clip.high, clip.dual_clip, None)
+    ppo = load_recorded_config(run_dir).ppo
+    rule = clip_rule(ppo, ppo.objective.clip_range) if isinstance(ppo.objective, ClipObjective) else None
     recorded, count, divergence, removed = reader.open_manifest(run_dir), 0, 0.0, 0.0
     for iteration in own_iterations(run_dir, recorded, None):
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)

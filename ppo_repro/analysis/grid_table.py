@@ -30,7 +30,7 @@ DRAWS = 2000
 SPREAD = "mean ± half of the 95 % Student interval"
 
 
-def interval(values: pd.Series, form: str = "{:.3f}") -> str:
+def with_half_width(values: pd.Series, form: str = "{:.3f}") -> str:
     """Return mean and half width of the 95 % Student interval as text; only the mean if the values do not vary.
 
     Values that are not finite are counted and left out.
@@ -53,7 +53,7 @@ def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
         row = {
             axes: point,
             "seeds": len(group),
-            f"{measure}, {SPREAD}": interval(group[measure], MEASURES[measure].form),
+            f"{measure}, {SPREAD}": with_half_width(group[measure], MEASURES[measure].form),
             **{name: "" if math.isnan(mean) else MEASURES[name].form.format(mean) for name, mean in means.items()},
         }
         table.append({**row, "fingerprints": group["fingerprint"].nunique()})

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 
 from ppo_repro.analysis.mismatch_buckets import bucket_sums, bucket_table
-from ppo_repro.analysis.mismatch_metrics import Sums, merged, sums_of, update_table
+from ppo_repro.analysis.mismatch_metrics import METRICS, Sums, merged, sums_of, update_table
 from ppo_repro.analysis.pairs import NO_TOKEN, PAIRS, imported_pairs, iteration_of, masked_tokens, run_pairs
 from ppo_repro.analysis.remedies import remedy_table
 from ppo_repro.base.errors import UserError
@@ -22,43 +21,6 @@ from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.testing.dumps import FORMATS
 from ppo_repro.testing.pairs import with_mismatch
-
-
-class Shown(NamedTuple):
-    """A row of the summary."""
-
-    metric: str
-    reduction: str
-    ideal: float | None
-    meaning: str = ""
-
-
-IMPORTANT = (
-    Shown("n_tokens", "count", None, "tokens compared"),
-    Shown("n_masked", "count", None, "tokens that a mask removed"),
-    Shown("n_nonfinite", "count", 0.0, "tokens with an infinite or NaN log-prob, left out below"),
-    Shown("frac_bitwise_equal", "token_mean", 1.0, "log-probs equal in every bit"),
-    Shown("frac_diverged", "seq", 0.0, "responses with an unequal token"),
-    Shown("ulp_p99", "token", 0.0, "float32 steps between the two, where |log-prob| > 0.01"),
-    Shown("ulp_max", "token", 0.0),
-    Shown("abs_mean", "token_mean", 0.0, "|delta|, nats; delta = b - a"),
-    Shown("abs_p99", "token", 0.0),
-    Shown("abs_max", "token", 0.0),
-    Shown("prob_abs_mean", "token_mean", 0.0, "difference of probabilities"),
-    Shown("prob_abs_max", "token", 0.0),
-    Shown("k1", "token_mean", 0.0, "KL(a || b), nats per token, signed estimator"),
-    Shown("k3", "token_mean", 0.0, "KL(a || b), nats per token, never negative"),
-    Shown("k3", "seq_mean_token_sum", 0.0, "KL(a || b), nats per response"),
-    Shown("kl_pg_nonneg", "token_mean", 0.0, "KL(b || a), nats per token"),
-    Shown("tv", "token_mean", 0.0, "total variation"),
-    Shown("rho_mean", "token_mean", 1.0, "mean of rho = exp(delta)"),
-    Shown("rho_min", "token", 1.0),
-    Shown("rho_max", "token", 1.0),
-    Shown("ess_frac", "token", 1.0, "effective sample size of the weights rho, share of tokens"),
-    Shown("ess_seq", "seq", 1.0, "the same of products over responses, share of responses"),
-    Shown("chi2_seq", "seq", 0.0, "chi-squared of products over responses"),
-    Shown("log_ppl_abs_diff", "seq_mean", 0.0, "|log perplexity difference| of a response"),
-)
 
 
 @dataclass(frozen=True)
@@ -96,16 +58,15 @@ def tables(measured: Iterable[Measured]) -> Tables:
 
 
 def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """Return the most important metrics of pairs beside their ideal values.
+    """Return METRICS of pairs beside their ideal values.
 
     Columns: metric, reduction, value, se (clustered by response, NaN if undefined), ideal, meaning. KL and differences
     of log-probs are in nats. Raises UserError if there is no token.
     """
-    parts = [sums_of(with_mismatch(chunk), masked_tokens(chunk)) for chunk in pairs]
-    metrics = update_table(merged(parts))
-    shown = pd.DataFrame(IMPORTANT).merge(metrics, on=["metric", "reduction"], how="left", validate="1:1")
-    table = shown[["metric", "reduction", "value", "se", "ideal", "meaning"]]
-    return table.astype({"value": "float64", "se": "float64", "ideal": "float64"})
+    table = update_table(merged([sums_of(with_mismatch(chunk), masked_tokens(chunk)) for chunk in pairs]))
+    ideal = pd.Series([metric.ideal for metric in METRICS], dtype="float64")
+    explained = table.assign(ideal=ideal, meaning=[metric.meaning for metric in METRICS])
+    return explained[["metric", "reduction", "value", "se", "ideal", "meaning"]]
 
 
 def main(argv: Sequence[str]) -> None:

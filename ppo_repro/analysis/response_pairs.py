@@ -69,8 +69,6 @@ def paired_responses(
         raise UserError(
             f"{run_a} has {len(selected)} iterations, {run_b} has {len(others)}; name the iterations to compare"
         )
-    if not len(selected):
-        raise UserError(f"{run_a} and {run_b}: there is no iteration to compare")
     return pd.concat([_one_iteration(runs, column, i) for i in selected], ignore_index=True)
 
 

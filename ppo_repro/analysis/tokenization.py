@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from ppo_repro.analysis.clip_flags import token_rule
 from ppo_repro.analysis.pairs import chosen_iterations
 from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer, recorded_tokenizer
 from ppo_repro.analysis.retokenize import AUDIT_COLUMNS, drift_summary, retokenization
@@ -27,7 +28,6 @@ from ppo_repro.analysis.word_clip import UPDATE_COLUMNS, clip_table, word_ratios
 from ppo_repro.analysis.words import BOUNDARIES, Boundary
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
-from ppo_repro.config.algorithm import clip_band
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import Manifest, require_responses
@@ -71,12 +71,12 @@ def _clip(
 ) -> pd.DataFrame | None:
     ppo, one = load_recorded_config(run_dir).ppo, [iteration]
     row = reader.read_iterations(run_dir, iterations=one, columns=["clip_range"], recorded=recorded)
-    band = clip_band(ppo.objective, row["clip_range"].item())
-    if band is None:
+    rule = token_rule(ppo, row["clip_range"].item())
+    if rule is None:
         return None
     updates = reader.read_updates(run_dir, iterations=one, columns=UPDATE_COLUMNS, recorded=recorded)
-    anchor = tokens[f"{ppo.ratio_anchor}_logprobs"]
-    return clip_table(word_ratios(table, anchor, updates, clip_low=band[0], clip_high=band[1]))
+    anchor = tokens[f"{rule.anchor}_logprobs"]
+    return clip_table(word_ratios(table, anchor, updates, clip_low=rule.low, clip_high=rule.high))
 
 
 def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:

@@ -137,16 +137,6 @@ Objective = Annotated[
 ]
 
 
-def clip_band(objective: Objective, recorded: float) -> tuple[float, float] | None:
-    """Return how far a token's ratio may be below and above 1; None if the objective does not clip it.
-
-    `recorded` is the clip range of the iteration, which only an adaptive objective has.
-    """
-    if isinstance(objective, ClipObjective):
-        return objective.clip_range, objective.high
-    return (recorded, recorded) if isinstance(objective, AdaptiveClipObjective) else None
-
-
 class ImportanceWeights(Section):
     """Importance weights: each token's surrogate loss is multiplied by w = pi_old / pi_rollout.
 

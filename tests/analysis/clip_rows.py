@@ -10,7 +10,8 @@ import pandas as pd
 from ppo_repro.analysis.clip_flags import ClipRule
 from ppo_repro.analysis.clipping import IterationRows, join_tokens
 
-RULE = ClipRule("old", 0.2, 0.2, None, 0.2)
+RULE = ClipRule("token", "old", 0.2, 0.2)
+VALUE_REACH = 0.2
 
 
 def make_item(
@@ -62,7 +63,7 @@ def make_item(
     place = rows[["sequence", "position"]].merge(order, on=["sequence", "position"], how="left")["place"]
     rows["log_ratios"] = np.asarray(log_ratios, dtype=np.float64)[rows["epoch"], place]
     steps = rows[["epoch", "minibatch"]].drop_duplicates().reset_index(drop=True)
-    return IterationRows(0, rule, steps, rows)
+    return IterationRows(0, rule, VALUE_REACH, steps, rows)
 
 
 def single(log_ratios: Sequence[float], advantages: Sequence[float], rule: ClipRule = RULE) -> IterationRows:

@@ -4,10 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
-from ppo_repro.analysis.clip_flags import clip_rule, flags_of_ratios, token_flags, value_flags
+from ppo_repro.analysis.clip_flags import (
+    ClipRule,
+    clip_rule,
+    counted_rule,
+    flags_of_ratios,
+    token_flags,
+    token_rule,
+    value_flags,
+)
 from ppo_repro.analysis.clipping import load_iterations, policy_rows
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
@@ -46,14 +53,14 @@ def test_the_dual_clip_by_hand() -> None:
 def test_the_value_flags_by_hand() -> None:
     old, new = np.array([0.0, 0.0, 0.0]), np.array([[0.5, 0.5, 0.1]])
     item = make_item([3], np.zeros((1, 3)), np.ones(3), values=(old, new, np.array([1.0, -1.0, -1.0])))
-    flags = value_flags(item.rows, item.rule)
+    flags = value_flags(item.rows, 0.2)
     assert flags["value_outside"].tolist() == [True, True, False]
     # clipped to 0.2: farther from 1 than 0.5 is, nearer to -1
     assert flags["value_removed"].tolist() == [True, False, False]
-    assert not value_flags(item.rows, replace(RULE, value_range=None)).to_numpy().any()
+    assert not value_flags(item.rows, np.inf).to_numpy().any()
     # clipped to 0.25, as far from 0.5 as 0.75 is: the gradient stays
     even = make_item([1], np.zeros((1, 1)), np.ones(1), values=(old[:1], np.array([[0.75]]), np.array([0.5])))
-    assert value_flags(even.rows, replace(RULE, value_range=0.25)).iloc[0].tolist() == [True, False]
+    assert value_flags(even.rows, 0.25).iloc[0].tolist() == [True, False]
 
 
 def assert_agrees_with_records(run_dir: Path) -> None:
@@ -75,7 +82,7 @@ def assert_agrees_with_records(run_dir: Path) -> None:
         with_value = item.rows[item.rows["new_values"].notna()]
         if len(with_value):
             # float32 against float64: a value within rounding of the bound or of equal distance may differ
-            different = value_flags(with_value, item.rule)["value_removed"] != with_value["value_clipped"]
+            different = value_flags(with_value, item.value_reach)["value_removed"] != with_value["value_clipped"]
             assert different.mean() < 0.002
         seen += len(rows)
     assert seen > 0
@@ -110,11 +117,21 @@ def test_flags_agree_under_every_kind_of_clip(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", ["unclipped", "policy_gradient", "kl_penalty"])
 def test_an_objective_without_a_clip_is_refused_by_name(kind: str) -> None:
     config = small_config(f"ppo.objective={{kind: {kind}}}")
-    row = pd.Series({"clip_range": np.nan, "return_scale": np.nan})
+    assert clip_rule(config.ppo, np.nan) is None
     with pytest.raises(UserError, match=f"ppo.objective.kind = {kind} clips nothing"):
-        clip_rule(config, row)
-    assumed = clip_rule(config, row, (0.1, 0.3))
+        counted_rule(config.ppo, np.nan)
+    assumed = counted_rule(config.ppo, np.nan, (0.1, 0.3))
     assert (assumed.low, assumed.high, assumed.dual) == (0.1, 0.3, None)
     for band in ((0.0, 0.2), (1.0, 0.2), (0.2, np.inf), (np.nan, 0.2)):
         with pytest.raises(UserError, match="clip range"):
-            clip_rule(config, row, band)
+            counted_rule(config.ppo, np.nan, band)
+
+
+def test_the_rule_says_whether_it_bounds_tokens_or_responses() -> None:
+    by_response = small_config("ppo.objective={kind: sequence_clip, clip_range: 0.1, clip_range_high: 0.3}").ppo
+    adaptive = small_config("ppo.objective={kind: adaptive_clip, target_kl: 0.01}").ppo
+    assert clip_rule(by_response, np.nan) == ClipRule("response", by_response.ratio_anchor, 0.1, 0.3)
+    assert token_rule(by_response, np.nan) is None
+    with pytest.raises(UserError, match="sequence_clip clips whole responses"):
+        counted_rule(by_response, np.nan)
+    assert token_rule(adaptive, 0.05) == ClipRule("token", adaptive.ratio_anchor, 0.05, 0.05)

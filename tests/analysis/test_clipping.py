@@ -119,6 +119,17 @@ def test_an_early_stop_by_hand() -> None:
         early_stop(pd.DataFrame(), 0.0)
 
 
+def test_a_wrong_target_is_refused_before_the_run_is_read(tmp_path: Path, cli: Cli) -> None:
+    """The folder has no records, but the message is about the target."""
+    refused = cli("analyse", "clipping", tmp_path, "--early-stop-kl", "0")
+    assert refused == (2, "", "error: target_kl = 0: must be a positive number (nats per token)\n")
+
+
+def test_an_empty_list_of_iterations_is_refused(native_run: Path) -> None:
+    with pytest.raises(UserError, match=r"^iterations = \[\]: names no iteration"):
+        clip_tables(native_run, iterations=[])
+
+
 def test_a_fork_is_counted_from_its_first_own_iteration_on(tmp_path: Path, cli: Cli) -> None:
     """The iterations before have another clip range and another anchor."""
     origin = tiny_run(tmp_path, "model.warm_start_steps=3", "ppo.iterations=2", "checkpoints.every=1")

@@ -157,7 +157,7 @@ def test_wrong_input(deterministic_run: Path, tmp_path: Path) -> None:
         ({"margin": 0.0}, "margin is positive"),
         ({"alpha": 0.5}, "alpha between 0 and 0.5"),
         ({"column": "values"}, "must be old_logprobs, rollout_logprobs, ref_logprobs"),
-        ({"iterations": []}, "there is no iteration to compare"),
+        ({"iterations": []}, "names no iteration"),
         ({"iterations": [9]}, "no iteration 9"),
     ):
         with pytest.raises(UserError, match=said):

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.analysis.buckets import bucket_of
+from ppo_repro.analysis.mismatch import summary_of
 from ppo_repro.analysis.mismatch_buckets import bucket_sums, bucket_table
 from ppo_repro.analysis.mismatch_metrics import merged, sums_of, update_table
 from ppo_repro.testing.pairs import with_mismatch
@@ -99,3 +100,12 @@ def test_buckets_by_hand() -> None:
     assert limits["turn"] == [[0, 1, 2], [1, 2, 1], [2, 4, 1]]
     assert "entropy" not in limits
     assert bucket_of(np.array([0.0, 0.1, 0.5, 1.0, 7.0, np.nan]), (0.0, 0.1, 1.0)).tolist() == [0, 1, 1, 1, 1, -1]
+
+
+def test_equal_sides_have_every_ideal_value() -> None:
+    frame = chunk([-1.0, -0.5, -2.0], [-1.0, -0.5, -2.0], [2, 1])
+    summary = summary_of([frame])
+    judged = summary[summary["ideal"].notna()]
+    assert judged["value"].tolist() == judged["ideal"].tolist()
+    assert not summary.duplicated(["metric", "reduction"]).any()
+    assert summary.set_index("metric")["value"][["n_tokens", "n_masked"]].tolist() == [3.0, 0.0]

@@ -57,3 +57,5 @@ def test_the_recorded_tokenizer_spells_what_was_recorded(deterministic_run: Path
     assert "iteration 2, boundary trailing, nats, standard errors by response" in lines[0]
     with pytest.raises(UserError, match="no iteration 3"):
         iteration_tables(deterministic_run, 3, boundary="leading")
+    with pytest.raises(UserError, match="names no iteration"):
+        run_summary(deterministic_run, boundary="leading", iterations=[])

@@ -19,8 +19,14 @@ from ppo_repro.analysis.report.data.page_numbers import FLAG_WORDS, delta_counts
 from ppo_repro.analysis.report.data.run_curves import recorded_rows, summary_tables
 from ppo_repro.analysis.report.data.run_facts import read_facts
 from ppo_repro.analysis.report.sections import curves
-from ppo_repro.analysis.report.sections.ratios_and_clipping import flag_figure, ratio_figures
-from ppo_repro.analysis.report.sections.sampler_and_trainer import bucket_figure
+from ppo_repro.analysis.report.sections.ratios_and_clipping import (
+    extreme_ratios,
+    extremes_figure,
+    flag_figure,
+    ratios_by_step,
+    step_figure,
+)
+from ppo_repro.analysis.report.sections.sampler_and_trainer import bucket_figure, filled_buckets
 from ppo_repro.analysis.report.sections.verdicts import on_purpose
 from ppo_repro.records import reader
 from tests.support.runs import small_config
@@ -177,7 +183,9 @@ def test_clipping_figures() -> None:
     updates = pd.DataFrame(
         {"epoch": [0, 0, 1, 1], "minibatch": 0, "ratios": np.array([1.0, 1.0, 1.0, 7.25], np.float32)}
     )
-    within, extremes = (drawn(figure) for figure in ratio_figures(ratio_quantiles(0, updates), BOUNDS))
+    ratios = ratio_quantiles(0, updates)
+    within = drawn(step_figure(ratios_by_step(ratios), BOUNDS))
+    extremes = drawn(extremes_figure(extreme_ratios(ratios), BOUNDS))
     assert "bounds 0.8 and 1.2" in within[1]
     assert "the median ratio is 4.125" in within[1]
     assert "Largest ratio of all: 7.25." in extremes[1], "two, and the legend's"
@@ -213,6 +221,6 @@ def test_a_bucket_is_named_by_its_own_ends() -> None:
     buckets = pd.DataFrame(rows, columns=["kind", "lo", "hi", "n_tokens"]).assign(
         abs_mean=0.1, abs_p99=0.2, abs_max=0.3
     )
-    chart = bucket_figure(buckets, "prob").chart
+    chart = bucket_figure(filled_buckets(buckets, "prob"), "prob").chart
     assert "0.01 to 0.1" in chart
     assert "0.01 to 0.9" not in chart

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.grid_table import comparisons, interval
+from ppo_repro.analysis.grid_table import comparisons, with_half_width
 from ppo_repro.analysis.html.markup import number, table
 from ppo_repro.analysis.html.page import Card, Verdict, scrolled
 from ppo_repro.analysis.report.data.metrics import Titled
@@ -145,6 +145,6 @@ def _detectable(finals: pd.DataFrame, column: str, points: Sequence[str]) -> lis
 def spread(values: pd.Series) -> str:
     """Return mean and interval as text; mean, smallest and largest value of fewer than MANY_SEEDS seeds."""
     if len(values) >= MANY_SEEDS:
-        return interval(values)
+        return with_half_width(values)
     ends = f" ({values.min():.3f} to {values.max():.3f})" if len(values) > 1 else ""
     return f"{values.mean():.3f}{ends}"

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from ppo_repro.analysis.clip_flags import ClipRule, token_rule
 from ppo_repro.analysis.html.charts import Line, Rule, axis_for, line_chart
 from ppo_repro.analysis.html.markup import number, share
 from ppo_repro.analysis.html.page import Figure, Section
-from ppo_repro.analysis.report.data.page_numbers import FLAG_WORDS, PageNumbers
+from ppo_repro.analysis.report.data.page_numbers import FLAG_WORDS, QUANTILES, PageNumbers
 from ppo_repro.analysis.report.data.run_facts import Facts
-from ppo_repro.config.algorithm import FunctionObjective, clip_band
+from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.run import RunConfig
 
@@ -27,7 +28,10 @@ def clipping_section(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame
     if not len(numbers.ratios):
         return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
     rules = clip_rules(facts.ppo, iterations, steps)
-    drawn = ratio_figures(numbers.ratios, rules)
+    drawn = [
+        step_figure(ratios_by_step(numbers.ratios), rules),
+        extremes_figure(extreme_ratios(numbers.ratios), rules),
+    ]
     if numbers.flags[list(FLAG_WORDS)].to_numpy().any():
         drawn.append(flag_figure(numbers.flags))
     notes: tuple[str, ...] = ()
@@ -44,40 +48,56 @@ def clip_rules(config: RunConfig | ControlConfig, iterations: pd.DataFrame, step
     """Return the bounds of the ratio in the last iteration as lines; [] for an objective that does not clip by it."""
     ranges = (steps if isinstance(config, ControlConfig) else iterations)["clip_range"]
     last = float(ranges.iloc[-1])
-    band = (last, last) if isinstance(config, ControlConfig) else clip_band(config.ppo.objective, last)
-    if band is None:
+    if isinstance(config, ControlConfig):
+        rule: ClipRule | None = ClipRule("token", "old", last, last)
+    else:
+        rule = token_rule(config.ppo, last)
+    if rule is None:
         return []
-    low, high, when = 1.0 - band[0], 1.0 + band[1], " (last iteration)" if ranges.nunique() > 1 else ""
+    low, high, when = 1.0 - rule.low, 1.0 + rule.high, " (last iteration)" if ranges.nunique() > 1 else ""
     return [Rule(low, f"bounds {low:g} and {high:g}{when}"), Rule(high)]
 
 
-def ratio_figures(ratios: pd.DataFrame, rules: Sequence[Rule]) -> list[Figure]:
-    """Draw the ratios by step of an iteration, and the extreme ratios by iteration, with their bounds as `rules`.
+def ratios_by_step(ratios: pd.DataFrame) -> pd.DataFrame:
+    """Return the quantiles of the ratios by epoch and minibatch, mean over the iterations.
 
     `ratios` has columns iteration, epoch, minibatch and the quantiles 0, 0.01, 0.5, 0.99, 1 of each step's ratios.
     """
-    include = [rule.value for rule in rules] or [1.0]
-    steps = ratios.drop(columns="iteration").groupby(["epoch", "minibatch"], as_index=False).mean()
+    return ratios.drop(columns="iteration").groupby(["epoch", "minibatch"], as_index=False).mean()
+
+
+def step_figure(steps: pd.DataFrame, rules: Sequence[Rule]) -> Figure:
+    """Draw the median and the middle 98 % of `ratios_by_step`, with the bounds of the ratio as `rules`."""
     step = np.arange(len(steps), dtype=np.float64)
     low, middle, high = (steps[q].to_numpy(np.float64) for q in (0.01, 0.5, 0.99))
-    y = axis_for("ratio", [low, high], include=include)
+    x, y = axis_for("optimizer step of an iteration", [step]), axis_for("ratio", [low, high], include=_marked(rules))
     alt = f"In the last step the median ratio is {number(float(middle[-1]))}, 98 % are from {number(float(low[-1]))} "
     alt += f"to {number(float(high[-1]))}."
-    x = axis_for("optimizer step of an iteration", [step])
-    within = line_chart([Line("median", step, middle, low, high)], x, y, alt, rules)
+    chart = line_chart([Line("median", step, middle, low, high)], x, y, alt, rules)
     caption = f"Median, and the middle 98 % as band, mean over the iterations. {alt}"
-    by_iteration = ratios.groupby("iteration", as_index=False).agg(smallest=(0.0, "min"), largest=(1.0, "max"))
-    at, smallest, largest = (by_iteration[name].to_numpy(np.float64) for name in by_iteration.columns)
+    named = steps.rename(columns={q: f"{100 * q:g} % below" for q in QUANTILES})
+    return Figure("Ratios within an iteration", chart, caption, named)
+
+
+def extreme_ratios(ratios: pd.DataFrame) -> pd.DataFrame:
+    """Return the smallest and the largest ratio of each iteration: columns iteration, smallest, largest."""
+    return ratios.groupby("iteration", as_index=False).agg(smallest=(0.0, "min"), largest=(1.0, "max"))
+
+
+def extremes_figure(extremes: pd.DataFrame, rules: Sequence[Rule]) -> Figure:
+    """Draw `extreme_ratios`, with the bounds of the ratio as `rules`."""
+    at, smallest, largest = (extremes[name].to_numpy(np.float64) for name in extremes.columns)
     lines = [Line("largest", at, largest), Line("smallest", at, smallest, colour=1)]
-    y = axis_for("ratio", [smallest, largest], log=True, include=include)
+    y = axis_for("ratio", [smallest, largest], log=True, include=_marked(rules))
     summary = f"Largest ratio of all: {number(float(largest.max()))}."
-    extremes = line_chart(lines, axis_for("iteration", [at]), y, f"Extreme ratios by iteration. {summary}", rules)
+    chart = line_chart(lines, axis_for("iteration", [at]), y, f"Extreme ratios by iteration. {summary}", rules)
     bounding = "Clipping removes a token's gradient; it does not bound its ratio, which other tokens still move."
-    named = steps.rename(columns={q: f"{100 * q:g} % below" for q in (0.0, 0.01, 0.5, 0.99, 1.0)})
-    return [
-        Figure("Ratios within an iteration", within, caption, named),
-        Figure("Extreme ratios", extremes, f"{summary} {bounding}", by_iteration),
-    ]
+    return Figure("Extreme ratios", chart, f"{summary} {bounding}", extremes)
+
+
+def _marked(rules: Sequence[Rule]) -> list[float]:
+    """Return the ratios that an axis includes: the bounds, or 1 without bounds."""
+    return [rule.value for rule in rules] or [1.0]
 
 
 def flag_figure(flags: pd.DataFrame) -> Figure:

@@ -53,6 +53,7 @@ BUCKETS = {
         "A flip: other experts compute the token in the trainer. After one, a token sees another past.",
     ),
 }  # fmt: skip
+SHOWN = ["lo", "hi", "n_tokens", "abs_mean", "abs_p99", "abs_max"]  # columns of the numbers below a figure of buckets
 
 
 def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
@@ -69,7 +70,7 @@ def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     cause = diagnose_sums(sums)
     untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""
     text = f"Cause of the difference: {cause.verdict}{untested} (tier {cause.tier}).".replace("_", " ")
-    drawn = [bucket_figure(buckets, kind) for kind in BUCKETS if (buckets["kind"] == kind).any()]
+    drawn = [bucket_figure(filled_buckets(buckets, kind), kind) for kind in BUCKETS if (buckets["kind"] == kind).any()]
     divergence = divergence_figure(divergences[["iteration", "metric", "value", "se"]])
     return [Verdict("fact", f"{text} {cause.advice}")], [*drawn, divergence]
 
@@ -106,31 +107,37 @@ def delta_figure(counted: npt.NDArray[np.int64], equal: int) -> Figure:
     return Figure("Log-prob difference", chart, caption, numbers)
 
 
-def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
-    """Draw mean, 99th percentile and largest |delta| by bucket of `kind`, a key of BUCKETS.
+def filled_buckets(buckets: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """Return the buckets of a kind that have tokens, in order; columns SHOWN."""
+    filled = buckets[(buckets["kind"] == kind) & (buckets["n_tokens"] > 0)]
+    return filled.sort_values("lo", ignore_index=True)[SHOWN]
 
-    `buckets` has columns kind, lo, hi, n_tokens, abs_mean, abs_p99, abs_max (nats), one row per bucket.
-    """
-    filled = buckets[(buckets["kind"] == kind) & (buckets["n_tokens"] > 0)].sort_values("lo", ignore_index=True)
+
+def bucket_figure(filled: pd.DataFrame, kind: str) -> Figure:
+    """Draw mean, 99th percentile and largest |delta| of `filled_buckets`; `kind` is a key of BUCKETS."""
+    words = BUCKETS[kind]
     columns = {"largest": "abs_max", "99th percentile": "abs_p99", "mean": "abs_mean"}
     values = {name: filled[column].to_numpy(np.float64) for name, column in columns.items()}
     # the axis begins below the smallest value, or its bar would have no height
     above_zero = [value[value > 0] / 2 for value in values.values()]
     y = axis_for("|old - rollout| (nats)", [*values.values(), *above_zero], log=True)
-    ends = [_short(value) for value in [*filled["lo"], filled["hi"].iloc[-1]]]
-    every = max(1, len(ends) // 8)
-    marks = tuple((float(k), end) for k, end in enumerate(ends) if k % every == 0)
-    if kind == ROUTE:
-        marks = tuple((k + 0.5, ROUTES[int(route)]) for k, route in enumerate(filled["lo"]))
-    words = BUCKETS[kind]
-    x = Axis(words.axis, 0.0, float(len(filled)), ticks=marks)
+    x = Axis(words.axis, 0.0, float(len(filled)), ticks=_ticks(filled, kind))
     alt = (
         f"Mean |difference| by {words.axis}: {number(values['mean'][0])} nats in the first bucket, "
         f"{number(values['mean'][-1])} in the last."
     )
     names = [f"{words.axis} {_short(lo)} to {_short(hi)}" for lo, hi in zip(filled["lo"], filled["hi"], strict=True)]
     chart = bar_chart(np.arange(len(filled) + 1, dtype=np.float64), list(values.items()), x, y, alt, names)
-    return Figure(words.title, chart, words.caption, filled[["lo", "hi", "n_tokens", "abs_mean", "abs_p99", "abs_max"]])
+    return Figure(words.title, chart, words.caption, filled)
+
+
+def _ticks(filled: pd.DataFrame, kind: str) -> tuple[tuple[float, str], ...]:
+    """Return place and label of the ticks: a route's in the middle of its bucket, else some ends of buckets."""
+    if kind == ROUTE:
+        return tuple((k + 0.5, ROUTES[int(route)]) for k, route in enumerate(filled["lo"]))
+    ends = [_short(value) for value in [*filled["lo"], filled["hi"].iloc[-1]]]
+    every = max(1, len(ends) // 8)
+    return tuple((float(k), end) for k, end in enumerate(ends) if k % every == 0)
 
 
 def divergence_figure(divergences: pd.DataFrame) -> Figure:

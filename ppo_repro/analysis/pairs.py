@@ -79,18 +79,18 @@ def run_pairs(
         pair: `rollout_vs_old`: rollout_logprobs against old_logprobs, sampler and trainer with the same weights.
             `old_vs_first_new`: old_logprobs against new_logprobs of the first epoch, without minibatches in which the
             policy took no step.
-        iterations: the iterations to read; None for all.
+        iterations: the iterations to read; None for all that the run computed itself.
         allow_incomplete: also read a run that is not complete.
 
     Raises:
-        UserError: another pair, a run without responses, or records that are missing, unknown or damaged.
+        UserError: another pair, a run without responses, an iteration of a fork's origin, or records that are missing,
+            unknown or damaged.
     """
     if pair not in PAIRS:
         raise UserError(f"pair = {pair!r}: must be {' or '.join(PAIRS)}")
     read = rollout_and_old if pair == "rollout_vs_old" else _old_and_first_new
     recorded = reader.open_manifest(run_dir, allow_incomplete)
-    require_responses(run_dir, recorded)
-    return (read(run_dir, recorded, iteration) for iteration in chosen_iterations(recorded, iterations))
+    return (read(run_dir, recorded, iteration) for iteration in own_iterations(run_dir, recorded, iterations))
 
 
 def deltas(tokens: pd.DataFrame) -> Floats:

@@ -108,7 +108,7 @@ def _acquired(folder: Path, path: Path) -> AcquireReturnProxy[UnixFileLock]:
 
     def sign(descriptor: int) -> None:
         # on NFS a file has a name after it is unlinked, so filelock takes it for the file of the path
-        if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+        if not path.exists() or not os.path.samestat(os.fstat(descriptor), os.stat(path)):
             raise Timeout(str(path))
         if not _is_ours(os.pread(descriptor, 1000, 0)):
             raise UserError(f"{path}: is no lock of ppo-repro, and {folder} needs this name for its lock; move it away")

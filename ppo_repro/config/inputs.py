@@ -105,8 +105,8 @@ def _digest(path: Path, modified: int, size: int) -> str:
 def run_digest(inputs: Inputs, origin: str = "") -> str:
     """Return 12 hex digits of a digest of configuration, inputs and origin.
 
-    `origin` is the fingerprint from which a fork continues. The bytes of inputs count, their paths do not. Without
-    inputs and origin, the result is the digest of the configuration.
+    `origin` is the fingerprint from which a fork continues. The bytes and names of inputs count, their folders do not.
+    Without inputs and origin, the result is the digest of the configuration.
     """
     tree = inputs.config.canonical()
     for field, section, name in path_fields(tree):

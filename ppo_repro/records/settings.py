@@ -43,7 +43,8 @@ def settings_of(setups: Sequence[Setup]) -> list[Setting]:
 
 def _counts(name: str, setup: Setup) -> bool:
     """Return whether a field makes another setting; the seed, `records` and layouts that change no bit do not."""
-    exact = setup.get("numerics.mode") == "deterministic"
+    stock = setup.get("mismatch.sampler.stock") is not None or setup.get("rollout.engine.numerics") == "stock"
+    exact = setup.get("numerics.mode") == "deterministic" and not stock
     return name != "seed" and not name.startswith(("records.", "checkpoints.", *(("layout.",) if exact else ())))
 
 

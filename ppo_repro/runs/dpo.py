@@ -155,7 +155,7 @@ class DPOExecution(Execution[Epoch]):
         clock.lap("digests")
         return results, {}
 
-    def bytes_to_keep(self) -> int:
+    def bytes_to_keep(self, run_dir: Path) -> int:
         return parameter_bytes(self.scorer.policy)
 
     def keep_models(self, run_dir: Path, link: str) -> Files:

@@ -45,7 +45,7 @@ def execute(kind: RunKind[Config, Item], config: Config, run_dir: Path, start: S
         ThreadPoolExecutor(1, "records") as thread,  # where an error ends the block, it writes what it has begun
         _keeping_unequal(run_dir, execution),
     ):
-        require_room(run_dir, execution.bytes_to_keep())
+        require_room(run_dir, execution.bytes_to_keep(run_dir))
         recorder = _Recorder(execution, recorded, written, thread, clock)
         recorder.begin()
         for item in execution.iterations():

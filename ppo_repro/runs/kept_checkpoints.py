@@ -81,11 +81,11 @@ class Checkpoints:
         """Return whether a checkpoint is saved after `iteration` iterations."""
         return self.every > 0 and iteration % self.every == 0
 
-    def bytes_to_keep(self) -> int:
-        """Return a lower bound for the bytes of reference, checkpoints and final state that this process leaves."""
-        count, keep = 0, self.config.checkpoints.keep
+    def bytes_to_keep(self, run_dir: Path) -> int:
+        """Return a lower bound for the bytes of reference, checkpoints and final state in the complete run folder."""
+        keep, count = self.config.checkpoints.keep, len(list((run_dir / CHECKPOINTS_NAME).glob("iteration-*")))
         if self.every:
-            count = self.config.iterations // self.every - self.state.iteration // self.every
+            count += self.config.iterations // self.every - self.state.iteration // self.every
         if keep != "all":  # a new one is written before an old one is removed
             count = min(keep + 1, count)
         of_weight = count * (FLOAT + MOMENTS) + self.keeps_final_state * MOMENTS
@@ -135,5 +135,5 @@ def require_room(run_dir: Path, to_keep: int) -> None:
     if missing > free:
         raise UserError(
             f"{run_dir}: not enough room: models and checkpoints need at least {size(missing)} more, and "
-            f"{size(free)} are free; make room there"
+            f"{size(free)} are free; make room there or choose another --out"
         )

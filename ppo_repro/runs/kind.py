@@ -79,8 +79,8 @@ class Execution(ABC, Generic[Item]):
         """Return JSON files by name that are complete only at the end of the run, outside the fingerprint."""
         return {}
 
-    def bytes_to_keep(self) -> int:
-        """Return a lower bound for the bytes of the models and checkpoints in a complete run folder."""
+    def bytes_to_keep(self, run_dir: Path) -> int:
+        """Return a lower bound for the bytes of the models and checkpoints in the complete run folder."""
         return 0
 
     def put_policy(self, folder: Path) -> None:

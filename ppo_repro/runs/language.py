@@ -104,14 +104,14 @@ class LanguageExecution(Execution[Iteration]):
         results: Final = {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
         return results, evaluation_table(evaluation, state.iteration, self.config.records.level)
 
-    def bytes_to_keep(self) -> int:
+    def bytes_to_keep(self, run_dir: Path) -> int:
         state, lora = self.prepared.state, self.prepared.lora
         models = [state.policy, state.own_value_module]
         if lora is not None and not isinstance(self.config.model, ModelFolder):
             models.append(state.reference)  # the adapter's base
         if self.prepared.reward_training is not None and self.prepared.task.reward_model is not None:
             models.append(self.prepared.task.reward_model)
-        return sum(map(parameter_bytes, models)) + self.checkpoints.bytes_to_keep()
+        return sum(map(parameter_bytes, models)) + self.checkpoints.bytes_to_keep(run_dir)
 
     def put_policy(self, folder: Path) -> None:
         write_model(self.prepared.state.policy, folder)

@@ -45,7 +45,7 @@ def continued(
     for override in overrides:
         if not override.startswith(tuple(f"{group}{end}" for group in changeable for end in ".=")):
             raise UserError(
-                f"--set {override}: a recorded run may change fields of {groups} only; for another field "
+                f"--set {override}: may change fields of {groups} only; for another field "
                 f"start a run of its own, or go on from a checkpoint with `ppo-repro fork {shlex.quote(str(run_dir))}`"
             )
     model_too = checkpoint is None or not folder.has_reference(recorded)

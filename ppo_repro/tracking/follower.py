@@ -28,6 +28,7 @@ GRID_END_SECONDS = 600.0  # after a grid, whose page reads all of its runs
 MLFLOW, WANDB, TENSORBOARD, FUNCTION = "mlflow", "wandb", "tensorboard", "function"
 TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's variable: the store unless the command names one
 DEFAULT_URI = "sqlite:///mlflow.db"
+PLACE = "PPO_REPRO_TRACK_PLACE"  # the variable in which the process gets the place of its target
 DONE = "copies: "  # begins the line in which the process says where the copies are
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
@@ -139,7 +140,8 @@ def followed(folder: Path, copies: Copies, targets: Sequence[Target]) -> Iterato
 def _start(folder: Path, target: Target) -> subprocess.Popen[str] | None:
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "ppo_repro.tracking.follower", str(folder), target.kind, target.place],
+            [sys.executable, "-m", "ppo_repro.tracking.follower", str(folder), target.kind],
+            env={**os.environ, PLACE: target.place},  # every user sees arguments, and a URI may have a password
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if target.kind == FUNCTION else subprocess.DEVNULL,  # the output of a user's function is shown
@@ -207,4 +209,4 @@ def main(folder: Path, target: Target) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Target(sys.argv[2], sys.argv[3]))
+    main(Path(sys.argv[1]), Target(sys.argv[2], os.environ[PLACE]))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from ppo_repro.analysis import grid_outcomes
 from ppo_repro.analysis.figures import mismatch, new_axes
-from ppo_repro.analysis.pairs import run_evidence
+from ppo_repro.analysis.pairs import run_evidence, run_pairs
 from ppo_repro.analysis.report import build
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
@@ -27,10 +29,13 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fork(origin, out, 1, "rollout.mismatch_sigma=null", "ppo.ratio_anchor=old", "checkpoints.every=0")
 
 
-def test_the_evidence_of_a_fork_is_of_its_own_iterations(forked: Path) -> None:
-    assert [int(chunk["iteration"].iloc[0]) for chunk in run_evidence(forked)] == [1]
+@pytest.mark.parametrize("read", [run_evidence, run_pairs])
+def test_pairs_and_evidence_of_a_fork_are_of_its_own_iterations(
+    forked: Path, read: Callable[..., Iterator[pd.DataFrame]]
+) -> None:
+    assert [int(chunk["iteration"].iloc[0]) for chunk in read(forked)] == [1]
     with pytest.raises(UserError, match="iteration 0 is of the run that was forked"):
-        list(run_evidence(forked, [0]))
+        list(read(forked, iterations=[0]))
 
 
 def test_the_summary_and_the_page_of_a_fork_count_its_own_iterations(forked: Path) -> None:

@@ -226,6 +226,11 @@ def test_the_help_names_every_group_that_a_recorded_run_may_change(cli: Cli) -> 
     assert LanguageKind.resumed_alone == ("checkpoints",)
 
 
+def test_rerun_refuses_fields_that_it_does_not_use(cli: Cli, deterministic_run: Path) -> None:
+    said = cli.refusal("rerun", deterministic_run, "--set", "checkpoints.every=1")
+    assert "may change fields of layout and rollout.engine and records only" in said
+
+
 def test_fields_takes_several_sections(cli: Cli) -> None:
     sections = cli.json("fields", "reward", "layout", "reward.terms")["sections"]
     found = [section["path"] for section in sections]

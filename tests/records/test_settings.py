@@ -34,6 +34,10 @@ def test_labels_by_hand() -> None:
         return [setting.short for setting in settings_of([base | change for change in changes])]
 
     assert shorts({}, {"seed": 1}, {"records.level": "lean"}, {"checkpoints.every": 3}) == [""] * 4
+    exact = {"numerics.mode": "deterministic"}
+    assert shorts(exact, exact | {"layout.threads": 2}) == ["", ""]
+    for stock in ({"mismatch.sampler.stock": "bfloat16"}, {"rollout.engine.numerics": "stock"}):
+        assert shorts(exact | stock | {"layout.threads": 1}, exact | stock | {"layout.threads": 2})[1] == "threads=2"
     assert shorts({}, {"ppo.learning_rate": 3e-3}) == ["learning_rate=0.001", "learning_rate=0.003"]
     both = shorts({}, {"ppo.learning_rate": 3e-3, "value.learning_rate": 3e-3})
     assert both[1] == "ppo.learning_rate=0.003, value.learning_rate=0.003"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections import namedtuple
@@ -42,21 +43,34 @@ def test_the_bytes_that_a_run_keeps_are_known_before_its_first_iteration(
     monkeypatch.setattr(execute, "require_room", lambda run_dir, to_keep: said.append(to_keep))
     wide = "model.hidden_size=64", "model.intermediate_size=256", "model.warm_start_steps=0"
     run_dir = tiny_run(tmp_path, *wide, *overrides)
-    kept = sum(path.stat().st_size for path in (run_dir / "checkpoints").rglob("*.safetensors"))
+    kept = bytes_of(run_dir)
     assert said[0] > 4 * HEADERS, "a model that was forgotten would show"
     assert said[0] <= kept < said[0] + HEADERS
+
+
+def bytes_of(run_dir: Path) -> int:
+    return sum(path.stat().st_size for path in (run_dir / "checkpoints").rglob("*.safetensors"))
 
 
 def test_a_resumed_run_needs_room_for_the_checkpoints_that_it_will_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(TINY, ["ppo.iterations=5", "checkpoints={every: 2, keep: all}", "model.warm_start_steps=0"])
-    run_dir, said = record(config, tmp_path).copy(3, tmp_path), list[int]()
-    monkeypatch.setattr(execute, "require_room", lambda run_dir, to_keep: said.append(to_keep))
+    wide = "model.hidden_size=64", "model.intermediate_size=256", "model.warm_start_steps=0"
+    recorded = record(load_config(TINY, [*wide, "ppo.iterations=5", "checkpoints={every: 2, keep: all}"]), tmp_path)
+    run_dir = recorded.copy(3, tmp_path)
+    before = bytes_of(run_dir)
     resume(run_dir, ["checkpoints.every=1"])
     checkpoints = sorted((run_dir / "checkpoints").glob("iteration-*"))
     assert [path.stem for path in checkpoints] == [f"iteration-{number:06d}" for number in (2, 3, 4, 5)]
-    assert said[0] <= sum(path.stat().st_size for path in (run_dir / "checkpoints").rglob("*.safetensors"))
+    needed = bytes_of(run_dir) - before
+    assert needed > 3 * HEADERS
+    shutil.rmtree(run_dir)
+    run_dir = recorded.copy(3, tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(free=needed - HEADERS))
+    with pytest.raises(UserError, match="not enough room"):
+        resume(run_dir, ["checkpoints.every=1"])
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(free=needed))
+    resume(run_dir, ["checkpoints.every=1"])
 
 
 def test_what_an_earlier_process_wrote_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -236,6 +238,20 @@ def test_a_folder_that_was_removed_is_not_to_be_copied_later(
     assert said.startswith("tracking failed: its process ended with 1")
     assert ("later" in said) is is_left
     assert "complete" not in said, "an interrupted run is not"
+
+
+def test_a_password_is_in_no_list_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands, start = list[str](), subprocess.Popen
+
+    def noted(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        commands.extend(command)
+        return start(command, **options)
+
+    monkeypatch.setattr("subprocess.Popen", noted)
+    with followed(tmp_path, Copies(), [Target("nothing", "postgresql://user:password@host/db")]):
+        pass
+    assert "nothing" in commands
+    assert "password" not in " ".join(commands)
 
 
 @slow

@@ -102,7 +102,7 @@ def trial_of(model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], c
     few, many = _tokens(some)
     return Trial(
         side=WrongSide(side.name, numbers, wrong, stored_as(every), scale, tolerance),
-        causes=tuple(cause for cause in causes if _is_predicted(cause, few)),
+        causes=tuple(cause for cause in causes if _is_predicted(cause, few) and _is_predicted(cause, many)),
         predictor=Predictor(Logits(model, side.responses, numbers), side.sampling, side.definition.change),
         few=Tokens(few, is_screening=True),
         many=Tokens(many),

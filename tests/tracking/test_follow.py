@@ -251,7 +251,7 @@ def test_a_password_is_in_no_list_of_processes(tmp_path: Path, monkeypatch: pyte
     with followed(tmp_path, Copies(), [Target("nothing", "postgresql://user:password@host/db")]):
         pass
     assert "nothing" in commands
-    assert "password" not in " ".join(commands)
+    assert not any("host" in word for word in commands)
 
 
 @slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +112,8 @@ def merged(parts: Sequence[Sums]) -> Sums:
 Formula = Callable[[Sums], Ratio]
 
 
-class Metric(NamedTuple):
+@dataclass(frozen=True)
+class Metric:
     """A metric by one reduction: a row of `update_table` and of the summary."""
 
     name: str

@@ -32,12 +32,12 @@ from ppo_repro.testing.audit.causes.cause import Cause, Numbers
 from ppo_repro.testing.audit.distributions import EACH_CUT_OF_ALL, Definition, sampled_from
 from ppo_repro.testing.audit.draws import DrawCauses, Tally, drawn_from, left_out_of
 from ppo_repro.testing.audit.facts import facts, of_format
-from ppo_repro.testing.audit.hypothesis import Hypotheses, Hypothesis
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.reference import RecordedSide, chunks_of, largest_error, recorded_sides, references_of
-from ppo_repro.testing.audit.search import causes_after_logits, causes_before_logits, search
+from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis
+from ppo_repro.testing.audit.search.search import causes_after_logits, causes_before_logits, search
+from ppo_repro.testing.audit.search.trial import WrongSide, trial_of
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
-from ppo_repro.testing.audit.tried_tokens import WrongSide, trial_of
 from ppo_repro.testing.audit.verdict import Distance, Explained, JudgedSide, OfItsOrder, Right, Unknown
 from ppo_repro.testing.dumps import DumpedResponse, impossible
 
@@ -101,13 +101,13 @@ def _judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedS
     found, before_logits = list[JudgedSide](), list[Cause]()
     for side in recorded:
         distance = _distance(stack.model, side)
-        if not distance.wrong:
+        if not distance.wrong_responses:
             found.append(_near(side, distance))
             continue
         say(f"audit: {side.name} is wrong; looks for the cause")
         before_logits = before_logits or causes_before_logits(stack, side.responses)  # once for both sides
         causes = [*before_logits, *causes_after_logits(side.sampling, side.definition)]
-        trial = trial_of(stack.model, side, distance.wrong, causes)
+        trial = trial_of(stack.model, side, distance.wrong_responses, causes)
         found.append(_far(side, distance, trial.side, search(trial)))
     return found
 
@@ -133,12 +133,9 @@ def _near(side: RecordedSide, distance: Distance) -> JudgedSide:
 
 def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypotheses) -> JudgedSide:
     """Return the verdict about a wrong side from the hypotheses that were tried."""
-    best, others = found.best, found.others
+    best = found.best
     are_zeros_explained = bool(best) and best[0].explains_zeros
     gaps = _missing(side.numbers) if are_zeros_explained else _missing_or_zero(side.numbers)
-    plain = next(t.left for t in (*best, *others) if not t.deviations)
-    shown = [*best, *(t for t in others if not t.deviations or t.left <= limits.OF_ERRORS * plain)]
-    fits = [*best, *(t for t in others if t.left <= wrong.tolerance)]
     return JudgedSide(
         name=side.name,
         definition=side.definition,
@@ -146,8 +143,8 @@ def _far(side: RecordedSide, distance: Distance, wrong: WrongSide, found: Hypoth
         empty=gaps.count,
         verdict=_explained(best, wrong, gaps) if 0 < len(best) <= limits.NAMED else _unknown(side, wrong, gaps),
         best=tuple(best),
-        tried=tuple(shown[: limits.SHOWN]),
-        temperature=next((t.temperature for t in fits if t.temperature is not None), None),
+        tried=tuple(found.shown()),
+        temperature=found.temperature(wrong.tolerance),
     )
 
 
@@ -223,8 +220,8 @@ def _causes_of_draws(
         return ""  # no drawn token is possible at all
     causes = DrawCauses(tallies[definition], sampling.temperature)
     with float64(model):
-        for _, chunk, counts in chunks_of(model, responses, is_wide=True):
-            causes.add(definition.logits(chunk, sampling), chunk.targets, counts)
+        for _, chunk, counts in chunks_of(model, responses, sampling, is_wide=True):
+            causes.add(definition.logits(chunk), chunk.targets, counts)
     return causes.words()
 
 

@@ -24,6 +24,7 @@ class Chunk:
     targets: Tensor  # [k]
     prompt: tuple[int, ...]  # the ids before the response
     before: tuple[int, ...]  # the response's ids before the first target
+    sampling: StackSampling
 
     @cached_property
     def seen(self) -> Tensor:
@@ -40,10 +41,6 @@ class Chunk:
     def _counted(self, ids: tuple[int, ...]) -> Tensor:
         on = torch.tensor(ids, dtype=torch.long, device=self.logits.device)
         return torch.bincount(on, minlength=self.logits.shape[-1]).int()
-
-
-# of a chunk and its logits [k, V]: logits whose softmax is the distribution
-Processing = Callable[[Chunk, StackSampling, Tensor], Tensor]
 
 
 def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, first: Collection[str] = ()) -> Tensor:
@@ -87,28 +84,14 @@ def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def tempered(chunk: Chunk, s: StackSampling, logits: Tensor) -> Tensor:
-    """Return logits / temperature."""
-    return logits / s.temperature
-
-
-def raw(chunk: Chunk, s: StackSampling, logits: Tensor) -> Tensor:
-    """Return the logits, whose softmax is the model's distribution at temperature 1."""
-    return logits
-
-
 @dataclass(frozen=True)
 class Definition:
     """A distribution that log-probs may be of."""
 
     kind: Literal["tempered", "processed", "raw"]
-    change: Processing
+    logits: Callable[[Chunk], Tensor]  # [k, V] whose softmax is the distribution of the chunk's tokens
     order: str = ""  # of the cuts, in words, with the engines that have it
     differs: Callable[[StackSampling], bool] = lambda sampling: True  # with these settings from the orders before it
-
-    def logits(self, chunk: Chunk, sampling: StackSampling) -> Tensor:
-        """Return logits [k, V] whose softmax is the distribution of the chunk's tokens."""
-        return self.change(chunk, sampling, chunk.logits)
 
     @property
     def words(self) -> str:
@@ -121,13 +104,14 @@ def _in_order(
 ) -> Definition:
     """Return the distribution after penalty, temperature and cuts; if `is_cut_first`, cuts come before temperature."""
 
-    def change(chunk: Chunk, s: StackSampling, logits: Tensor) -> Tensor:
+    def processed(chunk: Chunk) -> Tensor:
+        logits, s = chunk.logits, chunk.sampling
         if s.repetition_penalty != 1.0:
             logits = penalised(logits, chunk.seen, s.repetition_penalty)
         cuts = s.top_k, s.top_p, s.min_p, first
         return cut(logits, *cuts) / s.temperature if is_cut_first else cut(logits / s.temperature, *cuts)
 
-    return Definition("processed", change, order, differs)
+    return Definition("processed", processed, order, differs)
 
 
 def _is_temperature_last(s: StackSampling) -> bool:
@@ -136,7 +120,8 @@ def _is_temperature_last(s: StackSampling) -> bool:
 
 
 OF_TOP_K = ", top-p of what top-k leaves"
-TEMPERED, RAW = Definition("tempered", tempered), Definition("raw", raw)
+TEMPERED = Definition("tempered", lambda chunk: chunk.logits / chunk.sampling.temperature)
+RAW = Definition("raw", lambda chunk: chunk.logits)
 EACH_CUT_OF_ALL = _in_order("", StackSampling.is_cut)
 PROCESSED = (
     EACH_CUT_OF_ALL,

@@ -42,7 +42,7 @@ def facts(responses: Sequence[DumpedResponse], numbers: Sequence[Numbers], toler
 
 def _response(r: DumpedResponse, of: Numbers, tolerance: float) -> _Response:
     usable, off = of.usable, of.recorded - of.reference
-    positions, is_wrong = usable.nonzero()[:, 0], of.wrong(tolerance)
+    positions, is_wrong = usable.nonzero()[:, 0], of.are_wrong(tolerance)
     return _Response(len(r.prompt_ids), positions, of.reference[usable], off[usable], is_wrong[usable])
 
 

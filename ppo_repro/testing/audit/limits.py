@@ -78,7 +78,7 @@ LIKELIER = 10.0
 # A cause within e^3 of the best one is named beside it.
 AS_LIKELY = 3.0
 
-# What is said? (`hypothesis.best_of`) The hypotheses that explain a side with the fewest deviations; a cause counts 1.
+# What is said? (`search/hypothesis`) The hypotheses that explain a side with the fewest deviations; a cause counts 1.
 # A parameter counts half a cause: its value adapts to the errors of another cause.
 PER_PARAMETER = 0.5
 # A pattern, such as another order, counts as a cause with a parameter. Patterns are vague.

@@ -103,7 +103,7 @@ def largest_error(model: PreTrainedModel, side: RecordedSide, some: Sequence[int
 
 
 def chunks_of(
-    model: PreTrainedModel, responses: Sequence[DumpedResponse], is_wide: bool
+    model: PreTrainedModel, responses: Sequence[DumpedResponse], sampling: StackSampling, is_wide: bool
 ) -> Iterator[tuple[int, Chunk, Tensor]]:
     """Yield the tokens of each response in chunks: its index, the chunk, and which of its tokens count."""
     progress = Progress(f"responses in float{64 if is_wide else 32}", len(responses))
@@ -116,7 +116,7 @@ def chunks_of(
             for at in slices(*logits.shape):
                 here = slice(start + at.start, start + at.stop)
                 before = r.response_ids[: here.start]
-                yield i, Chunk(logits[at].double(), ids[here], r.prompt_ids, before), counts[here]
+                yield i, Chunk(logits[at].double(), ids[here], r.prompt_ids, before, sampling), counts[here]
         progress.step()
 
 
@@ -129,9 +129,9 @@ def _logprobs(
 ) -> dict[Definition, list[Tensor]]:
     """Return the log-probs [n] float64 of each response by each definition; with `tallies` the model is in float64."""
     found: dict[Definition, list[list[Tensor]]] = {of: [[] for _ in responses] for of in definitions}
-    for i, chunk, counts in chunks_of(model, responses, tallies is not None):
+    for i, chunk, counts in chunks_of(model, responses, sampling, tallies is not None):
         for definition in definitions:
-            logits = definition.logits(chunk, sampling)
+            logits = definition.logits(chunk)
             found[definition][i].append(target_logprobs(chunk.targets, logits).cpu())
             if tallies and definition in tallies:
                 tallies[definition].add(i, logits, chunk.targets, counts)

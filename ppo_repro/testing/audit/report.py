@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ppo_repro.testing.audit.audit import Audit
 from ppo_repro.testing.audit.distributions import TEMPERED
-from ppo_repro.testing.audit.hypothesis import Hypothesis
+from ppo_repro.testing.audit.search.hypothesis import Hypothesis
 from ppo_repro.testing.audit.verdict import Explained, JudgedSide, OfItsOrder, Right, Unknown, Verdict
 
 
@@ -35,14 +36,10 @@ def lines(found: Audit, skipped: int = 0, is_limited: bool = False) -> list[str]
         f"{found.floor:.2g} nats (rms) from the model in float64",
         *(_sentence(side, found.responses) for side in sides),
         *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
-        *(f"{side.name}: {advice}" for side in sides if (advice := _advice(side.verdict))),
+        *(f"{side.name}: {advice}" for side in sides if (advice := _said(side.verdict).advice)),
         *_drawn(found),
         f"verdict: {verdict(found)}",
     ]
-
-
-def _advice(verdict: Verdict) -> str:
-    return verdict.advice if isinstance(verdict, Explained | Unknown) else ""
 
 
 def _drawn(found: Audit) -> list[str]:
@@ -72,6 +69,7 @@ def as_fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
 
 def side_fields(side: JudgedSide) -> dict[str, Any]:
     """Return the verdict about a side as fields of JSON."""
+    said = _said(side.verdict)
     return {
         "name": side.name,
         "definition": side.definition.words,
@@ -79,27 +77,42 @@ def side_fields(side: JudgedSide) -> dict[str, Any]:
         "empty": side.empty,
         "rms": side.distance.rms,
         "largest": side.distance.largest,
-        "wrong_responses": len(side.distance.wrong),
+        "wrong_responses": len(side.distance.wrong_responses),
         "is_right": side.is_right,
-        **_verdict_fields(side.verdict, side.distance.rms),
+        "state": said.state,
+        "cause": said.cause,
+        "advice": said.advice,
+        "left": side.distance.rms if said.left is None else said.left,
+        "known": said.known,
         "tried": [_hypothesis_fields(t, t in side.best) for t in side.tried],
         "temperature": side.temperature,
     }
 
 
-def _verdict_fields(verdict: Verdict, distance: float) -> dict[str, Any]:
-    """Return the fields of a verdict; without a cause of the errors the whole distance is left, nats (rms)."""
-    fields: dict[str, Any] = {"state": "right", "cause": "", "advice": "", "left": distance, "known": ()}
+@dataclass(frozen=True)
+class Said:
+    """What a verdict says: in fields of JSON `state`, `cause` and `known`, in a printed line `reasons`."""
+
+    state: str
+    cause: str = ""
+    reasons: tuple[str, ...] = ()
+    advice: str = ""
+    left: float | None = None  # rms of what the cause leaves, nats; None: the whole distance
+    known: tuple[str, ...] = ()
+
+
+def _said(verdict: Verdict) -> Said:
     match verdict:
         case Right():
-            return fields
+            return Said("right")
         case OfItsOrder(order):
-            return fields | {"state": "of its own order", "cause": order}
-        case Explained(left=left):
-            fields |= {"state": "explained", "cause": verdict.cause, "left": distance if left is None else left}
-        case Unknown():
-            fields |= {"state": "unknown", "cause": "unknown"}
-    return fields | {"advice": verdict.advice, "known": verdict.known}
+            return Said("of its own order", order)
+        case Explained(cause, advice, left, known):
+            reasons = (cause,) if left is None else (cause, f"that leaves {left:.2g} nats")
+            return Said("explained", cause, reasons, advice, left, known)
+        case Unknown(advice, known):
+            reasons = (f"the cause is unknown{': ' * bool(known)}{'; '.join(known)}",)
+            return Said("unknown", "unknown", reasons, advice, known=known)
 
 
 def _hypothesis_fields(t: Hypothesis, is_best: bool) -> dict[str, Any]:
@@ -128,18 +141,13 @@ def _draw_fields(found: Audit) -> dict[str, Any]:
 
 
 def _sentence(side: JudgedSide, responses: int) -> str:
-    distance, found = side.distance, f"{side.distance.rms:.2g} nats (rms) from the model in float64"
+    distance, said = side.distance, _said(side.verdict)
+    found = f"{distance.rms:.2g} nats (rms) from the model in float64"
+    if isinstance(side.verdict, OfItsOrder):
+        return f"{side.name} is {said.cause}; {found}"
+    wrong = len(distance.wrong_responses)
+    is_said = said.state == "unknown" or not 0 < wrong < responses  # the known facts say in which responses
+    where = "" if is_said else f", in {wrong} of {responses} responses"
     definition = "" if side.definition == TEMPERED else f" (log-probs judged as {side.definition.words})"
-    where = f", in {len(distance.wrong)} of {responses} responses" if 0 < len(distance.wrong) < responses else ""
-    match side.verdict:
-        case OfItsOrder(order):
-            return f"{side.name} is {order}; {found}"
-        case Right():
-            why = []
-        case Explained(cause, left=left):
-            why = [cause] if left is None else [cause, f"that leaves {left:.2g} nats"]
-        case Unknown(known=known):
-            # the known facts say in which responses
-            where, why = "", [f"the cause is unknown{': ' * bool(known)}{'; '.join(known)}"]
     parts = [f"{found}{where}{definition}"] if distance.tokens else []
-    return f"{side.name} is {'right' if side.is_right else 'wrong'}: {'; '.join([*parts, *why])}"
+    return f"{side.name} is {'right' if side.is_right else 'wrong'}: {'; '.join([*parts, *said.reasons])}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ppo_repro.testing.audit.distributions import Definition
-from ppo_repro.testing.audit.hypothesis import Hypothesis
+from ppo_repro.testing.audit.search.hypothesis import Hypothesis
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Distance:
     tokens: int  # usable log-probs
     rms: float
     largest: float
-    wrong: tuple[int, ...]  # responses with a wrong log-prob; () if the side is right
+    wrong_responses: tuple[int, ...]  # () if the side is right
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,21 @@ from torch import Tensor
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.advice import ADVICE
-from ppo_repro.testing.audit import forward, limits, reference, rounding, search
+from ppo_repro.testing.audit import forward, limits, reference
 from ppo_repro.testing.audit.audit import Audit, audit
-from ppo_repro.testing.audit.causes.cause import Cause, Parameter
+from ppo_repro.testing.audit.causes.cause import Cause, OtherDistribution, Parameter, RecordedChunk
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
-from ppo_repro.testing.audit.combination import CauseAt, Combination
 from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, sampled_from
 from ppo_repro.testing.audit.draws import left_out_of
-from ppo_repro.testing.audit.hypothesis import Hypothesis, best_of
 from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
 from ppo_repro.testing.audit.report import lines
+from ppo_repro.testing.audit.search import rounding, search
+from ppo_repro.testing.audit.search.combination import Combination, together
+from ppo_repro.testing.audit.search.hypothesis import Hypothesis, hypotheses_of
+from ppo_repro.testing.audit.search.trial import Candidate, Trial, trial_of
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
-from ppo_repro.testing.audit.tried_tokens import Trial, trial_of
 from ppo_repro.testing.audit.verdict import Explained, Unknown
 from ppo_repro.testing.diagnosis import ROWS
 from tests.support.models import VOCAB, qwen3_config, seeded, small_model
@@ -145,12 +146,12 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
     generator = seeded(3)
 
     def draw(logits: Tensor) -> int:
-        row = Chunk(logits[None].double(), torch.zeros(1, dtype=torch.int64), (), ())
-        if not isinstance(sampler, StackSampling):
-            changed = row.logits.clone() / TEMPERATURE
-            changed[0, list(sampler)] = -math.inf
+        if isinstance(sampler, StackSampling):
+            row = Chunk(logits[None].double(), torch.zeros(1, dtype=torch.int64), (), (), sampler)
+            changed = sampled_from(sampler)[0].logits(row)
         else:
-            changed = sampled_from(sampler)[0].logits(row, sampler)
+            changed = logits[None].double() / TEMPERATURE
+            changed[0, list(sampler)] = -math.inf
         return int(torch.multinomial(changed[0].softmax(-1), 1, generator=generator))
 
     made = sampled_by(prompts, draw)
@@ -209,16 +210,18 @@ def test_causes_not_words_tell_hypotheses_apart() -> None:
     at_1, twice, multiplied, at_x = DISTRIBUTIONS[:4]
 
     def of(cause: Cause, x: float | None, left: float, explains: bool = True) -> Hypothesis:
-        return Hypothesis(
-            Combination((CauseAt(cause, x),)), torch.tensor([left]), explains, "these words", "", cause.deviations
-        )
+        candidate = Candidate(replace(together(cause), value=x), torch.tensor([left]))
+        return Hypothesis(candidate, explains, "these words", "", cause.deviations)
+
+    def combinations(found: Sequence[Hypothesis]) -> list[Combination]:
+        return [t.candidate.combination for t in found]
 
     tried = [of(twice, None, 2e-7), of(multiplied, None, 1e-7), of(twice, None, 3e-7), of(at_1, None, 5e-7)]
-    found = best_of([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
-    assert [t.combination.causes[0].cause for t in found.best] == [multiplied, twice, at_1]
-    assert [t.combination.causes for t in found.others] == [(CauseAt(at_x, 0.9),)]
-    found = best_of([of(at_1, None, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
-    assert [t.combination.causes for t in found.best] == [(CauseAt(at_x, 0.9997),)], (
+    found = hypotheses_of([*tried, of(at_x, 0.9999, 4e-7), of(at_x, 0.9, 6e-7)])
+    assert combinations(found.best) == [Combination(distribution=cause) for cause in (multiplied, twice, at_1)]
+    assert combinations(found.others) == [Combination(distribution=at_x, value=0.9)]
+    found = hypotheses_of([of(at_1, None, 3e-4, explains=False), of(at_x, 0.9997, 1e-7)])
+    assert combinations(found.best) == [Combination(distribution=at_x, value=0.9997)], (
         "the fitted value explains, 1 does not"
     )
 
@@ -237,11 +240,12 @@ def test_a_fit_refuses_values_that_predict_nothing(made: Material, least: float,
     """A temperature that predicts from `least` on; the fit starts at 1."""
     trial = wrong_sampler(made, [])
 
-    def change(chunk: Chunk, sampling: StackSampling, logits: Tensor, x: float) -> Tensor:
+    def divided(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
         return logits / x if x >= least else torch.full_like(logits, math.nan)
 
-    row = Cause("a temperature", "distribution", "temperature", change, parameter=Parameter((1.0,), is_fitted=True))
-    fitted = [of.combination.value for of in search._fitted(trial, Combination((CauseAt(row, 1.0),)), trial.few)]
+    row = OtherDistribution("a temperature", "temperature", divided, parameter=Parameter((1.0,), is_fitted=True))
+    at_1 = Combination(distribution=row, value=1.0)
+    fitted = [candidate.combination.value for candidate in search._fitted(trial, at_1, trial.few)]
     if least > 1.0:
         assert fitted == []
         return
@@ -266,7 +270,7 @@ def test_a_single_token_that_hardly_changes_the_rms_has_no_cause(
     bad = [v.clone() for v in good]
     bad[1][7] -= 30 * judged(made, stack, good, good).floor
     found = judged(made, stack, bad, good).sampler
-    assert (found.is_right, cause_of(found), len(found.distance.wrong)) == (False, "unknown", 1)
+    assert (found.is_right, cause_of(found), len(found.distance.wrong_responses)) == (False, "unknown", 1)
 
 
 @pytest.mark.parametrize(("tokens", "cause"), [(3, "unknown"), (4, "temperature 1 instead of 0.8")])

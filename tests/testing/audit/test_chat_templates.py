@@ -57,7 +57,7 @@ def fed(of: PreTrainedTokenizerBase, text: str) -> dict[str, str]:
     """By the words of each fault of a chat template, the text that it makes of a prompt."""
     stack = StackModel(small_model(qwen3_config(max_position_embeddings=512), 4), {}, tokenizer=of)
     causes = of_inputs([response(tuple(of(text).input_ids), (3,))], stack)
-    return {c.words: of.decode(list(c.change[0][0].ids)) for c in causes if c.words in FAULTS}
+    return {c.words: of.decode(list(c.passes[0][0].ids)) for c in causes if c.words in FAULTS}
 
 
 @pytest.mark.parametrize("words", FAULTS)

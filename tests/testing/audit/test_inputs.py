@@ -14,7 +14,7 @@ from tests.testing.audit.material import response
 
 def inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> dict[str, Sequence[Sequence[Pass]]]:
     """The passes of each response, by the words of an input."""
-    return {cause.words: cause.change for cause in of_inputs(responses, stack)}
+    return {cause.words: cause.passes for cause in of_inputs(responses, stack)}
 
 
 def test_a_second_bos_token_has_its_own_words() -> None:

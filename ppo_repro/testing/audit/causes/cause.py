@@ -1,30 +1,31 @@
-"""What a cause of wrong log-probs is: one row, which replaces one stage of the computation of a log-prob.
+"""What a cause of wrong log-probs is: another model, input, distribution, quantity or unit.
 
-    weights, input -> logits -> distribution (temperature, penalties, cuts) -> quantity (whose log-prob) -> unit (what
-    is recorded)
+A log-prob is computed in stages, and a cause replaces one of them:
 
-A row predicts the numbers that a side with this fault records, float64 [n] for each response.
+    model, input -> logits -> distribution (temperature, penalties, cuts) -> quantity (whose log-prob) -> unit (what is
+    recorded)
+
+With its cause, the computation predicts the numbers that a side with this fault records, float64 [n] for each response.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.advice import ADVICE, CauseName
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.distributions import Chunk
+from ppo_repro.testing.audit.distributions import Chunk, Definition
 from ppo_repro.testing.audit.forward import Pass
 from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.stack import StackSampling
 
-Stage = Literal["weights", "input", "distribution", "quantity", "unit"]
-Computed = TypeVar("Computed")
 RoundedPart = Literal["computed", "weights", "part", "logits"]  # the whole computation, all weights, a module, logits
 
 
@@ -42,9 +43,13 @@ class Numbers:
         """Return which tokens [n] that count have a log-prob of exactly 0, and a probability below limits.SURE."""
         return self.counts & (self.recorded == 0) & (self.reference < math.log(limits.SURE))
 
-    def wrong(self, tolerance: float) -> Tensor:
+    def are_wrong(self, tolerance: float) -> Tensor:
         """Return which tokens [n] are wrong by more than `tolerance` nats."""
         return self.usable & ~((self.recorded - self.reference).abs() <= tolerance)
+
+    def to(self, device: torch.device) -> Numbers:
+        """Return the numbers on a device."""
+        return Numbers(*(x.to(device) for x in (self.recorded, self.usable, self.counts, self.reference)))
 
 
 @dataclass(frozen=True)
@@ -69,31 +74,20 @@ class RecordedChunk(Chunk):
         return self.numbers.usable[self.here]
 
 
-MakeModel = Callable[[], PreTrainedModel]
-Passes = Sequence[Sequence[Pass]]  # the forward passes of each response
-# (chunk, sampling, values) -> what is computed instead. By stage, values and result are
-#   distribution: the chunk's logits [k, V] -> logits whose softmax is the distribution [k, V]
-#   quantity: the chunk's log-probs [k, V] -> the quantity of each token [k]
-#   unit: the quantity of the whole response [n], NaN where it is not known -> what is recorded [n]
-Change = Callable[[RecordedChunk, StackSampling, Tensor], Tensor]
-ChangeBy = Callable[[RecordedChunk, StackSampling, Tensor, float], Tensor]  # the same, by the value of a parameter
-Proposal = Callable[[Sequence[RecordedChunk], StackSampling], Sequence[float]]
-
-
 @dataclass(frozen=True)
 class Parameter:
     """The number that a cause leaves open, such as a temperature: the value with the smallest error is taken."""
 
     usual: Sequence[float] = ()  # values to try
-    propose: Proposal | None = None  # in place of `usual`: finds the values in the recorded numbers
+    propose: Callable[[Sequence[RecordedChunk]], Sequence[float]] | None = None  # in place of `usual`: finds the values
     is_fitted: bool = False  # least squares improve the best of these values
     in_pairs: int = 0  # so many of these values are tried together with another cause
     is_temperature: bool = False  # all logits are divided by it
-    at_one: Cause | None = None  # the row that is the value 1 alone
+    at_one: OtherDistribution | None = None  # the cause that is the value 1 alone
 
-    def values(self, chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
+    def values(self, chunks: Sequence[RecordedChunk]) -> Sequence[float]:
         """Return the values to try on some tokens."""
-        return self.usual if self.propose is None else self.propose(chunks, sampling)
+        return self.usual if self.propose is None else self.propose(chunks)
 
 
 @dataclass(frozen=True)
@@ -102,31 +96,24 @@ class Rounded:
 
     what: RoundedPart
     to: Format
-    exact: Cause | None = None  # the row that computes the same without rounding; None: the right computation
+    exact: OtherDistribution | None = None  # which computes the same without rounding; None: the right computation
 
 
 @dataclass(frozen=True, eq=False)  # two causes are never the same: what one predicts is kept under the cause
-class CauseOf(Generic[Computed]):
-    """One cause: how the audit says it, what it computes in one stage, and what that presumes.
-
-    `words` may contain {x}, the parameter, and {given}, the user's temperature. `change` depends on the stage:
-
-    | stage | `change` |
-    |---|---|
-    | weights | `MakeModel`: the model that computes the logits |
-    | input | `Passes`: the tokens that the model sees, and their positions |
-    | distribution, quantity, unit | `Change`, or with a parameter `ChangeBy`: a function of tensors |
-    """
+class Cause:
+    """How the audit says a cause, and how it counts the cause. A subclass for each stage has what is computed."""
 
     words: str
-    stage: Stage
     name: CauseName  # under which the diagnosis lists it too
-    change: Computed
-    presumes: Callable[[StackSampling], bool] = lambda sampling: True
+    _: KW_ONLY
     parameter: Parameter | None = None
     rounded: Rounded | None = None
     changes: int = 1  # that the cause consists of
     own_advice: str = ""
+
+    def said(self, sampling: StackSampling, x: float | None) -> str:
+        """Return the words of the cause at the value x of its parameter."""
+        return self.words
 
     @property
     def advice(self) -> str:
@@ -148,9 +135,73 @@ class CauseOf(Generic[Computed]):
         return self.rounded is not None and self.rounded.what in what
 
 
-Cause = CauseOf[Any]  # of any stage
+MakeModel = Callable[[], PreTrainedModel]
 
 
-def option(words: str, advice: str, make: MakeModel, changes: int = 1) -> CauseOf[MakeModel]:
+@dataclass(frozen=True, eq=False)
+class OtherModel(Cause):
+    """Another model computes the logits."""
+
+    make: MakeModel
+
+
+def option(words: str, advice: str, make: MakeModel, changes: int = 1) -> OtherModel:
     """Return the cause that computes an option of the model's architecture otherwise."""
-    return CauseOf(words, "weights", "other_architecture", make, changes=changes, own_advice=advice)
+    return OtherModel(words, "other_architecture", make, changes=changes, own_advice=advice)
+
+
+@dataclass(frozen=True, eq=False)
+class OtherInput(Cause):
+    """The model sees other tokens, or other positions."""
+
+    passes: Sequence[Sequence[Pass]]  # of each response
+
+
+# (chunk, input of the stage, value of the parameter or NaN if the cause has none) -> output of the stage
+Formula = Callable[[RecordedChunk, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class OtherFormula(Cause):
+    """A stage after the logits has another formula.
+
+    The words may contain {x}, the value of the parameter, and {given}, the user's temperature.
+    """
+
+    formula: Formula
+    _: KW_ONLY
+    presumes: Callable[[StackSampling], bool] = lambda sampling: True
+
+    def applied(self, chunk: RecordedChunk, values: Tensor, x: float | None) -> Tensor:
+        """Return what the stage computes from its input `values`, at the value x of the parameter."""
+        return self.formula(chunk, values, math.nan if x is None else x)
+
+    def said(self, sampling: StackSampling, x: float | None) -> str:
+        """Return the words of the cause at the value x of its parameter."""
+        return self.words.format(x=x, given=f"{sampling.temperature:.4g}")
+
+
+@dataclass(frozen=True, eq=False)
+class OtherDistribution(OtherFormula):
+    """The formula computes, from logits [k, V], logits [k, V] whose softmax is the distribution of the k tokens."""
+
+    _: KW_ONLY
+    definition: Definition | None = None  # that has the formula
+
+
+@dataclass(frozen=True, eq=False)
+class OtherQuantity(OtherFormula):
+    """The formula computes, from the log-probs [k, V] of all tokens, the quantity [k] of the k tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class OtherUnit(OtherFormula):
+    """The formula computes, from the quantity [n] of the whole response, what is recorded [n].
+
+    The quantity is NaN where it is not known. The chunk is the first one of the window.
+    """
+
+
+def fixed(formula: Callable[[RecordedChunk, Tensor], Tensor]) -> Formula:
+    """Return a formula without a parameter."""
+    return lambda chunk, values, x: formula(chunk, values)

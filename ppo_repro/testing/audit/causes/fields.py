@@ -21,8 +21,8 @@ from transformers.activations import ACT2FN
 
 from ppo_repro.models.reading import quiet
 from ppo_repro.models.stock import with_config
-from ppo_repro.testing.audit.causes.cause import CauseOf, MakeModel, option
-from ppo_repro.testing.audit.causes.trial import is_finite, probed
+from ppo_repro.testing.audit.causes.cause import OtherModel, option
+from ppo_repro.testing.audit.causes.probe import is_finite, probed
 from ppo_repro.testing.audit.patches import override
 
 WITHOUT = {  # what a field that is left out means; other fields are named by themselves
@@ -63,7 +63,7 @@ ASKED = (
 SHOWN = 60  # characters of a value
 
 
-def of_fields(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+def of_fields(model: PreTrainedModel) -> Iterator[OtherModel]:
     """Yield the changes of each field that the model reads, and of options that are turned off together.
 
     A change that the model cannot compute is left out.
@@ -110,34 +110,52 @@ def _changes(config: PretrainedConfig, field: str, value: Any, default: Any) -> 
 
 
 def _others(config: PretrainedConfig, field: str, value: Any, default: Any) -> list[Any]:
-    usual = next((list(values) for end, values in _USUAL.items() if field.endswith(end)), None)
-    candidates: list[Any] = []
-    if isinstance(value, bool):
-        candidates = [not value]
-    elif isinstance(value, str):
-        candidates = [*(ACTIVATIONS if value in ACT2FN else ()), default]
-    elif isinstance(value, list) and value:
-        kinds = [x for i, x in enumerate(value) if x not in value[:i]]
-        whole = kinds if len(kinds) <= FEW else [1.0]  # as a factor of each frequency
-        candidates = [[x] * len(value) for x in whole]
-        candidates += [[*value[1:], *value[:1]], [*value[-1:], *value[:-1]], value[::-1]] * (len(kinds) <= FEW)
-    elif isinstance(value, int | float):
-        candidates = [default, *usual, None] if usual else [default, None, 1, 1.0, 0, 0.0]
-        if _SCALES.search(field) and getattr(config, "num_attention_heads", None):
-            own = config.hidden_size // config.num_attention_heads
-            widths = {getattr(config, "head_dim", None) or own, own}
-            candidates += [scale for w in widths for scale in (w, w**0.5, w**-0.5, 1 / w)]
-        if field.endswith("window"):
-            candidates = [None, value - 1, value + 1]
-        elif isinstance(value, int) and value <= FEW:
-            candidates += [value - 1, value + 1]
-    else:
-        candidates = [default, *(usual or ())] if value is None else []
+    """Return the values that a field may have instead, each once; 1 and 1.0 are two values."""
     found: list[Any] = []
-    for other in candidates:
-        if other != value and not any(other == x and type(other) is type(x) for x in found):
+    for other in _candidates(config, field, value, default):
+        is_new = not any(other == x and type(other) is type(x) for x in found)
+        if is_new and other != value and not (other is None and value is None):
             found.append(other)
-    return [x for x in found if x is not None or value is not None]
+    return found
+
+
+def _candidates(config: PretrainedConfig, field: str, value: Any, default: Any) -> Iterable[Any]:
+    usual = next((values for end, values in _USUAL.items() if field.endswith(end)), ())
+    match value:
+        case bool():
+            return [not value]
+        case str():
+            return [*(ACTIVATIONS if value in ACT2FN else ()), default]
+        case list() if value:
+            return _other_lists(value)
+        case int() | float() if field.endswith("window"):
+            return [None, value - 1, value + 1]
+        case int() | float():
+            neutral = [*usual, None] if usual else [None, 1, 1.0, 0, 0.0]
+            neighbours = [value - 1, value + 1] if isinstance(value, int) and value <= FEW else []
+            return [default, *neutral, *_scales(config, field), *neighbours]
+        case None:
+            return [default, *usual]
+        case _:
+            return []
+
+
+def _other_lists(value: list[Any]) -> Iterator[list[Any]]:
+    """Yield lists of one of the values, and of the values in another order."""
+    kinds = [x for i, x in enumerate(value) if x not in value[:i]]
+    if len(kinds) > FEW:
+        yield [1.0] * len(value)  # as a factor of each frequency
+        return
+    yield from ([x] * len(value) for x in kinds)
+    yield from ([*value[1:], *value[:1]], [*value[-1:], *value[:-1]], value[::-1])
+
+
+def _scales(config: PretrainedConfig, field: str) -> Iterator[float]:
+    """Yield the powers of a head's width that are usual for a scale."""
+    if _SCALES.search(field) and getattr(config, "num_attention_heads", None):
+        own = config.hidden_size // config.num_attention_heads
+        for w in {getattr(config, "head_dim", None) or own, own}:
+            yield from (w, w**0.5, w**-0.5, 1 / w)
 
 
 def _is_off(value: object) -> bool:
@@ -201,7 +219,7 @@ class FieldChange:
         setattr(config, self.path[0], entry)
 
 
-def _with_fields(model: PreTrainedModel, changes: Sequence[FieldChange]) -> CauseOf[MakeModel]:
+def _with_fields(model: PreTrainedModel, changes: Sequence[FieldChange]) -> OtherModel:
     said = " and ".join(f"{change.field} {_short(change.old)}" for change in changes)
     words = " and ".join(change.words for change in changes)
     advice = f"compute with {said} on both sides, as config.json says"

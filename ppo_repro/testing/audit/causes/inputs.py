@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ppo_repro.tasks.templates import Ids
-from ppo_repro.testing.audit.causes.cause import CauseOf, Passes
+from ppo_repro.testing.audit.causes.cause import OtherInput
 from ppo_repro.testing.audit.causes.chat_templates import templated
 from ppo_repro.testing.audit.forward import Pass, pass_over
 from ppo_repro.testing.audit.stack import StackModel, positions, vocabulary
@@ -18,7 +18,7 @@ CUTS = 12  # lengths that prompts may have been cut to, which are tried
 Changed = Sequence[Sequence[Pass] | None]  # the passes of each response; None: as they should be
 
 
-def of_inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> Iterator[CauseOf[Passes]]:
+def of_inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> Iterator[OtherInput]:
     """Yield the inputs that differ from the dumped tokens and fit the model, each once."""
     plain = [[pass_over(r.prompt_ids, r.response_ids)] for r in responses]
     seen: list[list[list[Pass]]] = [plain]
@@ -26,7 +26,7 @@ def of_inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> Iterato
         passes = [list(other or same) for other, same in zip(changed, plain, strict=True)]
         if passes not in seen and all(_fits(one, stack) for of_response in passes for one in of_response):
             seen.append(passes)
-            yield CauseOf(words, "input", "other_prompt", passes)
+            yield OtherInput(words, "other_prompt", passes)
 
 
 def _fits(one: Pass, stack: StackModel) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.functional import linear, rms_norm
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.advice import ADVICE
-from ppo_repro.testing.audit.causes.cause import CauseOf, MakeModel, Rounded, option
+from ppo_repro.testing.audit.causes.cause import MakeModel, OtherModel, Rounded, option
 from ppo_repro.testing.audit.patches import (
     weights,
     with_attributes,
@@ -41,7 +41,7 @@ _ROUTER = re.compile("(Router|Gate|Gating)$")
 _SHARED = re.compile("shared_experts?$")
 
 
-def of_modules(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+def of_modules(model: PreTrainedModel) -> Iterator[OtherModel]:
     """Yield changes of each part of the model."""
     yield from _of_norms(model)
     yield from _of_vectors(model)
@@ -65,7 +65,7 @@ def _rounded(x: Tensor) -> Tensor:
     return x.bfloat16().to(x.dtype)
 
 
-def _in_bfloat16(part: str, make: MakeModel) -> CauseOf[MakeModel]:
+def _in_bfloat16(part: str, make: MakeModel) -> OtherModel:
     """Return the cause that computes a part of the model in bfloat16."""
     words = f"{part} computed in bfloat16, all else in float32"
     return replace(option(words, FLOAT32, make), rounded=Rounded("part", "bfloat16"))
@@ -74,7 +74,7 @@ def _in_bfloat16(part: str, make: MakeModel) -> CauseOf[MakeModel]:
 # norms
 
 
-def _of_norms(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+def _of_norms(model: PreTrainedModel) -> Iterator[OtherModel]:
     every = _norms(model)
     kinds = _by_kind(every)
     for parent in dict.fromkeys(kind.rpartition(".")[0] for kind in kinds):
@@ -116,7 +116,7 @@ def _with_added(model: PreTrainedModel, names: Set[str], by: float) -> PreTraine
 # biases, and vectors that a stack may not know, such as sinks
 
 
-def _of_vectors(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+def _of_vectors(model: PreTrainedModel) -> Iterator[OtherModel]:
     scales = {f"{name}.weight" for name in _norms(model)}
     kinds = _by_kind(name for name, x in weights(model).items() if x.dim() < 2 and name not in scales)
     biases = [kind for kind in kinds if kind.endswith("bias")]
@@ -141,7 +141,7 @@ def _filled(model: PreTrainedModel, names: Set[str], value: float) -> PreTrained
 # numbers that the code contains or computes from sizes, such as the scale of attention
 
 
-def _of_constants(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+def _of_constants(model: PreTrainedModel) -> Iterator[OtherModel]:
     """Yield changes of each number of a module that is no field of the configuration."""
     fields = set(model.config.get_text_config().to_dict())
     numbers = [
@@ -175,7 +175,7 @@ _WEIGHTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _of_experts(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+def _of_experts(model: PreTrainedModel) -> Iterator[OtherModel]:
     routers = [name for name, module in model.named_modules() if _ROUTER.search(type(module).__name__)]
     if routers:
         yield _in_bfloat16("router", partial(with_forward, model, routers, with_narrow_products))
@@ -205,7 +205,7 @@ class _Nothing(Module):
 # embedding and output matrix
 
 
-def _of_embeddings(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+def _of_embeddings(model: PreTrainedModel) -> Iterator[OtherModel]:
     embedding: Any = model.get_input_embeddings()
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
     factors = [f"{name}.embed_scale" for name, module in model.named_modules() if module is embedding]
@@ -222,7 +222,7 @@ def _of_embeddings(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
 # rotary positions
 
 
-def _of_rotary_positions(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+def _of_rotary_positions(model: PreTrainedModel) -> Iterator[OtherModel]:
     names = [name for name, module in model.named_modules() if _frequencies(module)]
     if names:
         yield _in_bfloat16("rotary table", partial(with_forward, model, names, _table_in_bfloat16))
@@ -281,7 +281,7 @@ def _other_pairs(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., 
 # which heads of queries share a head of keys
 
 
-def _of_heads(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+def _of_heads(model: PreTrainedModel) -> Iterator[OtherModel]:
     """Yield the repetition of all heads in turn, in place of each head by itself."""
     yield option(
         "queries with the keys of other heads",

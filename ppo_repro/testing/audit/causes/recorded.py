@@ -1,6 +1,6 @@
 """Causes after the softmax: which quantity of a token is recorded, in which unit, at which position.
 
-A function of a quantity gets log-probs [k, V] and returns a number for each token [k]. A function of a unit gets the
+The formula of a quantity gets log-probs [k, V] and returns a number for each token [k]. The formula of a unit gets the
 numbers of a whole response [n], NaN where they are not known, and returns what is recorded [n].
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Cause, CauseOf, Change, ChangeBy, Parameter, RecordedChunk, Stage
+from ppo_repro.testing.audit.causes.cause import Formula, OtherQuantity, OtherUnit, Parameter, RecordedChunk, fixed
 from ppo_repro.testing.audit.distributions import target_logprobs
 from ppo_repro.testing.audit.stack import StackSampling
 
@@ -28,10 +28,10 @@ def _entropy(logp: Tensor) -> Tensor:
     return -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
 
 
-def _nearest_token(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
+def _nearest_token(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Find the token whose log-probs are nearest to the recorded ones."""
     chunk = max(chunks, key=lambda r: int(r.usable.sum()))
-    logp = (chunk.logits / sampling.temperature).log_softmax(-1)[chunk.usable]
+    logp = (chunk.logits / chunk.sampling.temperature).log_softmax(-1)[chunk.usable]
     return [float((logp - chunk.wanted[chunk.usable][:, None]).abs().mean(0).argmin())]
 
 
@@ -46,13 +46,13 @@ def _paired(chunk: RecordedChunk, logp: Tensor, token: int, logits: int) -> Tens
 # another unit than nats of one token
 
 
-def _shifts(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
+def _shifts(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Propose the shifts that leave a token, the short ones first."""
     longest = min(max(len(r.numbers.counts) for r in chunks) - 1, MOST_SHIFTED)
     return [float(k) for n in range(1, longest + 1) for k in (n, -n)]
 
 
-def _lower_limit(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
+def _lower_limit(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Propose the lowest number, if it occurs twice and others are above it."""
     of_responses = {id(r.numbers): r.numbers for r in chunks}.values()  # chunks of one response have the same
     values = torch.cat([n.recorded[n.usable] for n in of_responses])
@@ -60,9 +60,9 @@ def _lower_limit(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Se
     return [float(low)] if int((values == low).sum()) >= 2 and int((values > low).sum()) >= limits.VARIED else []
 
 
-def _added_probability(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
+def _added_probability(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Find the median of recorded minus right probability."""
-    scaled = ((chunk, target_logprobs(chunk.targets, chunk.logits / sampling.temperature)) for chunk in chunks)
+    scaled = ((chunk, target_logprobs(chunk.targets, chunk.logits / chunk.sampling.temperature)) for chunk in chunks)
     added = float(torch.cat([(chunk.wanted.exp() - logp.exp())[chunk.usable] for chunk, logp in scaled]).median())
     return [added] if added > 0.0 else []
 
@@ -80,69 +80,62 @@ def moved(x: Tensor, by: int) -> Tensor:
 # the rows
 
 
-def _quantity(words: str, change: Change) -> CauseOf[Change]:
-    return CauseOf(words, "quantity", "other_quantity", change)
+def _quantity(words: str, formula: Callable[[RecordedChunk, Tensor], Tensor]) -> OtherQuantity:
+    return OtherQuantity(words, "other_quantity", fixed(formula))
 
 
-def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "other_number") -> CauseOf[Change]:
+def _pair(words: str, formula: Formula) -> OtherQuantity:
+    return OtherQuantity(words, "other_pairs", formula, parameter=Parameter(STEPS, in_pairs=2))
+
+
+def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "other_number") -> OtherUnit:
     """Return the row that applies `change` to the numbers of the tokens that count; others are not predicted."""
 
-    def of_counted(chunk: RecordedChunk, s: StackSampling, v: Tensor) -> Tensor:
-        found, counts = torch.full_like(v, torch.nan), chunk.numbers.counts
+    def of_counted(c: RecordedChunk, v: Tensor) -> Tensor:
+        found, counts = torch.full_like(v, torch.nan), c.numbers.counts
         found[counts] = change(v[counts])
         return found
 
-    return CauseOf(words, "unit", name, of_counted)
+    return OtherUnit(words, name, fixed(of_counted))
 
 
-def _by(words: str, stage: Stage, name: CauseName, change: ChangeBy, parameter: Parameter) -> CauseOf[ChangeBy]:
-    return CauseOf(words, stage, name, change, parameter=parameter)
+def _unit_by(words: str, name: CauseName, formula: Formula, parameter: Parameter) -> OtherUnit:
+    return OtherUnit(words, name, formula, parameter=parameter)
 
 
-RECORDED: tuple[Cause, ...] = (
-    _quantity("log-prob of the likeliest token", lambda chunk, s, logp: logp.max(-1).values),
-    _quantity("minus the entropy", lambda chunk, s, logp: -_entropy(logp)),
-    _quantity("the entropy", lambda chunk, s, logp: _entropy(logp)),
-    _quantity(
-        "the logit, not normalised", lambda chunk, s, logp: chunk.logits.gather(-1, chunk.targets[:, None])[:, 0]
-    ),
-    _by(
+RECORDED: tuple[OtherQuantity | OtherUnit, ...] = (
+    _quantity("log-prob of the likeliest token", lambda c, logp: logp.max(-1).values),
+    _quantity("minus the entropy", lambda c, logp: -_entropy(logp)),
+    _quantity("the entropy", lambda c, logp: _entropy(logp)),
+    _quantity("the logit, not normalised", lambda c, logp: c.logits.gather(-1, c.targets[:, None])[:, 0]),
+    OtherQuantity(
         "log-prob of token id {x:.0f} at every position",
-        "quantity",
         "other_quantity",
-        lambda chunk, s, logp, x: logp[:, int(x)],
-        Parameter(propose=_nearest_token),
+        lambda c, logp, x: logp[:, int(x)],
+        parameter=Parameter(propose=_nearest_token),
     ),
-    _by(
+    _pair(
         "log-prob of the token {x:+.0f} places on, by the right logits",
-        "quantity",
-        "other_pairs",
-        lambda chunk, s, logp, x: _paired(chunk, logp, int(x), 0),
-        Parameter(STEPS, in_pairs=2),
+        lambda c, logp, x: _paired(c, logp, token=int(x), logits=0),
     ),
-    _by(
+    _pair(
         "log-prob of the right token, by the logits {x:+.0f} places on",
-        "quantity",
-        "other_pairs",
-        lambda chunk, s, logp, x: _paired(chunk, logp, 0, int(x)),
-        Parameter(STEPS, in_pairs=2),
+        lambda c, logp, x: _paired(c, logp, token=0, logits=int(x)),
     ),
     _unit("in base 2, not in nats", lambda y: y / math.log(2)),
     _unit("in base 10, not in nats", lambda y: y / math.log(10)),
     _unit("minus the log-prob (a loss)", lambda y: -y),
     _unit("the probability, not its logarithm", lambda y: y.exp()),
-    CauseOf(
+    OtherUnit(
         "divided by the temperature {given} after the softmax",
-        "unit",
         "temperature",
-        lambda chunk, s, v: v / s.temperature,
+        fixed(lambda c, v: v / c.sampling.temperature),
         presumes=StackSampling.is_tempered,
     ),
-    _by(
+    _unit_by(
         "each entry is of the token {x:+.0f} places on",
-        "unit",
         "off_by_one",
-        lambda chunk, s, v, x: moved(v, int(x)),
+        lambda c, v, x: moved(v, int(x)),
         Parameter(propose=_shifts, in_pairs=4),
     ),
     _unit("cumulative sums", lambda y: y.cumsum(0)),
@@ -152,18 +145,16 @@ RECORDED: tuple[Cause, ...] = (
     _unit("the mean over the response at every token", lambda y: y.mean().expand_as(y)),
     _unit("divided by the number of tokens of the response", lambda y: y / len(y)),
     _unit("in the opposite order", lambda y: y.flip(0), "shuffled"),
-    _by(
+    _unit_by(
         "cut off below {x:.4g}",
-        "unit",
         "other_number",
-        lambda chunk, s, v, x: v.clamp(min=x),
+        lambda c, v, x: v.clamp(min=x),
         Parameter(propose=_lower_limit, in_pairs=1),
     ),
-    _by(
+    _unit_by(
         "the logarithm of the probability + {x:.3g}",
-        "unit",
         "epsilon_in_log",
-        lambda chunk, s, v, x: (v.exp() + x).clamp_min(1e-30).log(),
+        lambda c, v, x: (v.exp() + x).clamp_min(1e-30).log(),
         Parameter(propose=_added_probability, is_fitted=True),
     ),
 )

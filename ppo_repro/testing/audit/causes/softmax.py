@@ -1,20 +1,28 @@
 """Causes between logits and log-probs: temperature, cuts, penalties, and what else changes the softmax.
 
-Each function returns logits whose softmax is the distribution that a side with the fault takes log-probs of.
+Each formula returns logits whose softmax is the distribution that a side with the fault takes log-probs of.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
-from ppo_repro.testing.audit.causes.cause import Cause, CauseOf, Change, ChangeBy, Parameter, RecordedChunk, Rounded
-from ppo_repro.testing.audit.distributions import OF_TOP_K, PROCESSED, cut, penalised, raw, target_logprobs, tempered
+from ppo_repro.testing.audit.causes.cause import Formula, OtherDistribution, Parameter, RecordedChunk, Rounded, fixed
+from ppo_repro.testing.audit.distributions import (
+    OF_TOP_K,
+    PROCESSED,
+    RAW,
+    TEMPERED,
+    Definition,
+    cut,
+    penalised,
+    target_logprobs,
+)
 from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.stack import StackSampling
 
@@ -33,75 +41,80 @@ def _least(x: float) -> float:
 # cuts
 
 
-def _cut_at_temperature_1(
-    chunk: RecordedChunk, s: StackSampling, logits: Tensor, first: tuple[str, ...] = ()
-) -> Tensor:
-    return cut(logits, s.top_k, s.top_p, s.min_p, first)
+def _cut_at_temperature_1(first: tuple[str, ...] = ()) -> Formula:
+    return fixed(lambda c, logits: cut(logits, c.sampling.top_k, c.sampling.top_p, c.sampling.min_p, first))
 
 
 def _is_tempered_and_cut(s: StackSampling) -> bool:
     return s.is_tempered() and s.is_cut()
 
 
-def _kept(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float, option: str) -> Tensor:
-    cuts = {"top-k": (int(x), 1.0, 0.0), "top-p": (0, x, 0.0), "min-p": (0, 1.0, x)}
-    return cut(logits / s.temperature, *cuts[option])
+def _cut_to_top_k(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+    return cut(logits / chunk.sampling.temperature, int(x), 1.0, 0.0)
+
+
+def _cut_to_top_p(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+    return cut(logits / chunk.sampling.temperature, 0, x, 0.0)
+
+
+def _cut_to_min_p(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+    return cut(logits / chunk.sampling.temperature, 0, 1.0, x)
 
 
 # penalties
 
 
-def _repetition(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return penalised(chunk.logits, chunk.seen, _least(x)) / s.temperature
+def _repetition(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+    return penalised(logits, chunk.seen, _least(x)) / chunk.sampling.temperature
 
 
-def _repetition_in_response(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return penalised(chunk.logits, chunk.seen_in_response, _least(x)) / s.temperature
+def _repetition_in_response(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+    return penalised(logits, chunk.seen_in_response, _least(x)) / chunk.sampling.temperature
 
 
-def _presence(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return (chunk.logits - x * (chunk.seen_in_response > 0)) / s.temperature
+def _presence(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+    return (logits - x * (chunk.seen_in_response > 0)) / chunk.sampling.temperature
 
 
-def _frequency(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return (chunk.logits - x * chunk.seen_in_response.to(chunk.logits)) / s.temperature
+def _frequency(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+    return (logits - x * chunk.seen_in_response.to(logits)) / chunk.sampling.temperature
 
 
 # the logits
 
 
-def _rounded(chunk: RecordedChunk, s: StackSampling, logits: Tensor, dtype: torch.dtype) -> Tensor:
-    return logits.to(dtype).to(logits) / s.temperature
+def _rounded_to(dtype: torch.dtype) -> Formula:
+    return fixed(lambda c, logits: logits.to(dtype).to(logits) / c.sampling.temperature)
 
 
-def _capped(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return _least(x) * (chunk.logits / _least(x)).tanh() / s.temperature
+def _capped(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+    return _least(x) * (logits / _least(x)).tanh() / chunk.sampling.temperature
 
 
-def _with_zeros(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return torch.cat([logits / s.temperature, torch.full_like(logits[:, :1], math.log(x))], -1)
+def _with_zeros(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+    return torch.cat([logits / chunk.sampling.temperature, torch.full_like(logits[:, :1], math.log(x))], -1)
 
 
-def _count_of_zeros(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
+def _count_of_zeros(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Find the count of extra zero logits that lower every log-prob by log(1 + count / sum exp(logits))."""
     counts = []
     for chunk in chunks:
-        scaled = chunk.logits / sampling.temperature
+        scaled = chunk.logits / chunk.sampling.temperature
         off = target_logprobs(chunk.targets, scaled) - chunk.wanted
         counts.append((off.expm1() * scaled.logsumexp(-1).exp())[chunk.usable])
     count = float(torch.cat(counts).median().round())
     return [count] if 1.0 <= count < 1e6 else []
 
 
-def _without_token(chunk: RecordedChunk, s: StackSampling, logits: Tensor, x: float) -> Tensor:
-    return (logits / s.temperature).index_fill(-1, torch.tensor([int(x)], device=logits.device), -math.inf)
+def _without_token(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+    return (logits / chunk.sampling.temperature).index_fill(-1, torch.tensor([int(x)], device=logits.device), -math.inf)
 
 
-def _missing_token(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> Sequence[float]:
+def _missing_token(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Find the token q that fits recorded - log p = -log(1 - p_q) best."""
     left, off = [], []
     for chunk in chunks:
-        logp = (chunk.logits / sampling.temperature).log_softmax(-1)
+        logp = (chunk.logits / chunk.sampling.temperature).log_softmax(-1)
         left.append((-logp[chunk.usable].exp()).log1p())
         off.append((target_logprobs(chunk.targets, logp) - chunk.wanted)[chunk.usable])
     return [float((torch.cat(left) - torch.cat(off)[:, None]).abs().nan_to_num(math.inf).sum(0).argmin())]
@@ -110,92 +123,85 @@ def _missing_token(chunks: Sequence[RecordedChunk], sampling: StackSampling) -> 
 # the rows
 
 
-def _row(
-    words: str,
-    name: CauseName,
-    change: Change,
-    presumes: Callable[[StackSampling], bool] = lambda sampling: True,
-    rounded: Rounded | None = None,
-) -> CauseOf[Change]:
-    return CauseOf(words, "distribution", name, change, presumes=presumes, rounded=rounded)
+def _of(words: str, definition: Definition, presumes: Callable[[StackSampling], bool]) -> OtherDistribution:
+    """Return the cause that log-probs are of another definition."""
+    name: CauseName = "temperature" if definition == RAW else "truncated_sampling"
+    formula = fixed(lambda c, logits: definition.logits(c))
+    return OtherDistribution(words, name, formula, presumes=presumes, definition=definition)
 
 
-def _row_by(words: str, name: CauseName, change: ChangeBy, parameter: Parameter) -> CauseOf[ChangeBy]:
-    return CauseOf(words, "distribution", name, change, parameter=parameter)
-
-
-def _kept_by(option: str, values: Sequence[float]) -> CauseOf[ChangeBy]:
+def _kept(option: str, formula: Formula, values: Sequence[float]) -> OtherDistribution:
     words = f"normalised over the tokens that {option} keeps (try --{option} {{x:.4g}})"
-    return _row_by(words, "truncated_sampling", partial(_kept, option=option), Parameter(values))
+    return OtherDistribution(words, "truncated_sampling", formula, parameter=Parameter(values))
 
 
-_TEMPERATURE_1 = _row("temperature 1 instead of {given}", "temperature", raw, presumes=StackSampling.is_tempered)
+_TEMPERATURE_1 = _of("temperature 1 instead of {given}", RAW, StackSampling.is_tempered)
 TEMPERATURE = Parameter(
     (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0), is_fitted=True, in_pairs=1, is_temperature=True, at_one=_TEMPERATURE_1
 )
-_OF_ALL_TOKENS = _row(
-    "of all tokens, not of the processed distribution", "truncated_sampling", tempered, presumes=StackSampling.is_cut
-)
+_OF_ALL_TOKENS = _of("of all tokens, not of the processed distribution", TEMPERED, StackSampling.is_cut)
 _AT_1 = "temperature 1 and normalised over the tokens that the cuts keep"
-DISTRIBUTIONS: tuple[Cause, ...] = (
+DISTRIBUTIONS: tuple[OtherDistribution, ...] = (
     _TEMPERATURE_1,
-    _row(
+    OtherDistribution(
         "temperature {given} applied twice",
         "temperature",
-        lambda chunk, s, logits: logits / s.temperature**2,
+        fixed(lambda c, logits: logits / c.sampling.temperature**2),
         presumes=StackSampling.is_tempered,
     ),
-    _row(
+    OtherDistribution(
         "logits multiplied by the temperature {given}",
         "temperature",
-        lambda chunk, s, logits: logits * s.temperature,
+        fixed(lambda c, logits: logits * c.sampling.temperature),
         presumes=StackSampling.is_tempered,
     ),
-    _row_by(
+    OtherDistribution(
         "temperature {x:.4g} instead of {given}",
         "temperature",
-        lambda chunk, s, logits, x: logits / _least(x),
-        TEMPERATURE,
+        lambda c, logits, x: logits / _least(x),
+        parameter=TEMPERATURE,
     ),
     *(
-        _row(
-            f"of the processed distribution{definition.order}, not of all tokens",
-            "truncated_sampling",
-            definition.change,
-            presumes=definition.differs,
-        )
+        _of(f"of the processed distribution{definition.order}, not of all tokens", definition, definition.differs)
         for definition in PROCESSED
     ),
     _OF_ALL_TOKENS,
-    _row(_AT_1, "truncated_sampling", _cut_at_temperature_1, presumes=_is_tempered_and_cut),
-    _row(
+    OtherDistribution(_AT_1, "truncated_sampling", _cut_at_temperature_1(), presumes=_is_tempered_and_cut),
+    OtherDistribution(
         f"{_AT_1}{OF_TOP_K}",
         "truncated_sampling",
-        partial(_cut_at_temperature_1, first=("top-k",)),
+        _cut_at_temperature_1(first=("top-k",)),
         presumes=lambda s: _is_tempered_and_cut(s) and s.has_top_k_and_p(),
     ),
-    _kept_by("top-k", TOP_K),
-    _kept_by("top-p", TOP_P),
-    _kept_by("min-p", MIN_P),
-    _row_by("repetition penalty {x:.4g}", "penalty", _repetition, FACTOR),
-    _row_by("repetition penalty {x:.4g} on response tokens alone", "penalty", _repetition_in_response, FACTOR),
-    _row_by("presence penalty {x:.4g}", "penalty", _presence, TERM),
-    _row_by("frequency penalty {x:.4g}", "penalty", _frequency, TERM),
+    _kept("top-k", _cut_to_top_k, TOP_K),
+    _kept("top-p", _cut_to_top_p, TOP_P),
+    _kept("min-p", _cut_to_min_p, MIN_P),
+    OtherDistribution("repetition penalty {x:.4g}", "penalty", _repetition, parameter=FACTOR),
+    OtherDistribution(
+        "repetition penalty {x:.4g} on response tokens alone", "penalty", _repetition_in_response, parameter=FACTOR
+    ),
+    OtherDistribution("presence penalty {x:.4g}", "penalty", _presence, parameter=TERM),
+    OtherDistribution("frequency penalty {x:.4g}", "penalty", _frequency, parameter=TERM),
     *(
-        _row(
+        OtherDistribution(
             f"logits rounded to {name}",
             "coarse_logits",
-            partial(_rounded, dtype=dtype),
+            _rounded_to(dtype),
             rounded=Rounded("logits", name, exact=_OF_ALL_TOKENS),
         )
         for name, dtype in FORMATS.items()
     ),
-    _row_by("logits capped by {x:.4g} tanh(logit / {x:.4g})", "logit_cap", _capped, CAP),
-    _row_by(
+    OtherDistribution("logits capped by {x:.4g} tanh(logit / {x:.4g})", "logit_cap", _capped, parameter=CAP),
+    OtherDistribution(
         "normalised over {x:.0f} more tokens with a logit of 0",
         "padded_vocabulary",
         _with_zeros,
-        Parameter(propose=_count_of_zeros),
+        parameter=Parameter(propose=_count_of_zeros),
     ),
-    _row_by("normalised without token id {x:.0f}", "banned_token", _without_token, Parameter(propose=_missing_token)),
+    OtherDistribution(
+        "normalised without token id {x:.0f}",
+        "banned_token",
+        _without_token,
+        parameter=Parameter(propose=_missing_token),
+    ),
 )

@@ -8,27 +8,27 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.audit.causes.cause import CauseOf, MakeModel, Rounded
+from ppo_repro.testing.audit.causes.cause import OtherModel, Rounded
 from ppo_repro.testing.audit.causes.fields import of_fields
 from ppo_repro.testing.audit.causes.modules import of_modules
-from ppo_repro.testing.audit.causes.trial import is_finite, probed
+from ppo_repro.testing.audit.causes.probe import is_finite, probed
 from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.patches import with_parameters_in
 
 
-def of_weights(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> Iterator[CauseOf[MakeModel]]:
+def of_weights(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> Iterator[OtherModel]:
     """Yield the causes that change the model; `others` are other weights, by description."""
     for name, dtype in FORMATS.items():
         make = partial(with_parameters_in, model, dtype, dtype)
         if probed(make) is not None:
             words = f"computed in {name}"
-            yield CauseOf(words, "weights", "reduced_precision", make, rounded=Rounded("computed", name))
+            yield OtherModel(words, "reduced_precision", make, rounded=Rounded("computed", name))
     for name, dtype in FORMATS.items():
         make = partial(with_parameters_in, model, dtype, torch.float32)
         words = f"weights rounded to {name}"
-        yield CauseOf(words, "weights", "coarse_weights", make, rounded=Rounded("weights", name))
+        yield OtherModel(words, "coarse_weights", make, rounded=Rounded("weights", name))
     for words, other in others.items():
-        yield CauseOf(words, "weights", "stale_weights", partial(_itself, other))
+        yield OtherModel(words, "stale_weights", partial(_itself, other))
     yield from _options(model)
 
 
@@ -36,7 +36,7 @@ def _itself(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _options(model: PreTrainedModel) -> Iterator[CauseOf[MakeModel]]:
+def _options(model: PreTrainedModel) -> Iterator[OtherModel]:
     """Yield each option of the architecture that can be computed otherwise and gives finite logits."""
     yield from of_fields(model)
-    yield from (cause for cause in of_modules(model) if is_finite(cause.change))
+    yield from (cause for cause in of_modules(model) if is_finite(cause.make))

@@ -7,38 +7,38 @@ rounding errors of that size and pattern (`LikeRounding`). The hypotheses follow
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Cause, RoundedPart
-from ppo_repro.testing.audit.combination import CauseAt, Combination
-from ppo_repro.testing.audit.hypothesis import Hypothesis, hypothesis_of
+from ppo_repro.testing.audit.causes.cause import Cause, OtherModel, RoundedPart
 from ppo_repro.testing.audit.measure import Format, correlation, likeness, rms, sizes_apart
-from ppo_repro.testing.audit.tried_tokens import Trial
+from ppo_repro.testing.audit.search.hypothesis import Hypothesis, hypothesis_of
+from ppo_repro.testing.audit.search.trial import Trial
 
 
 def with_rounding(trial: Trial, alone: Hypothesis) -> list[Hypothesis]:
     """Return the hypotheses that the errors left by `alone` are 16-bit rounding; none if they do not look like it."""
-    causes = alone.combination.causes
-    like = _like_rounding(trial, alone.errors) if _may_be_rounding(trial, alone) else None
+    combination = alone.candidate.combination
+    causes = combination.causes
+    like = _like_rounding(trial, alone.candidate.errors) if _may_be_rounding(trial, alone) else None
     if like is None:
         return []
     mend = ADVICE["reduced_precision"].mend
     similar = Hypothesis(
-        combination=alone.combination,
-        errors=alone.errors,
+        candidate=alone.candidate,
         explains=True,
         words=f"{alone.words} and {like.words}" if causes else like.words,
         advice=f"{alone.advice}; {mend}" if causes else mend,
         deviations=alone.deviations + limits.PATTERN,
         pattern="like 16-bit rounding",
     )
-    together = Combination((CauseAt(like.computed), *causes))
-    left = trial.left(together, trial.many) if causes else None
-    return [similar] if left is None else [hypothesis_of(trial, together, left), similar]
+    if not causes or combination.model is not None:  # one model cannot be two others
+        return [similar]
+    both = trial.candidate(replace(combination, model=like.computed), trial.many)
+    return [similar] if both is None else [hypothesis_of(trial, both), similar]
 
 
 def _may_be_rounding(trial: Trial, alone: Hypothesis) -> bool:
@@ -46,9 +46,10 @@ def _may_be_rounding(trial: Trial, alone: Hypothesis) -> bool:
 
     With experts it may not: a small error of any cause may choose other experts, which gives the same pattern.
     """
-    is_rounded = any(of.cause.rounds("computed", "weights") for of in alone.combination.causes)
+    causes = alone.candidate.combination.causes
+    is_rounded = any(cause.rounds("computed", "weights") for cause in causes)
     has_experts = any(name.endswith("experts") for name, _ in trial.predictor.logits.model.named_modules())
-    is_far = bool(alone.combination.causes) and alone.left > limits.OF_ERRORS * rms(trial.plain)
+    is_far = bool(causes) and alone.left > limits.OF_ERRORS * trial.plain.left
     return not (alone.explains or has_experts or is_rounded or is_far)
 
 
@@ -56,7 +57,7 @@ def _may_be_rounding(trial: Trial, alone: Hypothesis) -> bool:
 class LikeRounding:
     """A 16-bit computation whose rounding errors have the size and the pattern of errors that were found."""
 
-    computed: Cause
+    computed: OtherModel
     form: Format | None  # None: the errors are as near to the rounding of the other format
     size: float  # rms of the rounding errors, nats
     parts: tuple[Cause, ...]  # whose rounding alone has this pattern too
@@ -70,8 +71,9 @@ class LikeRounding:
 
 def _like_rounding(trial: Trial, left: Tensor) -> LikeRounding | None:
     """Return the first 16-bit computation whose rounding is like the errors `left`; None if there is none."""
-    for computed in (cause for cause in trial.causes if cause.rounds("computed")):
-        assert computed.rounded is not None
+    for computed in trial.causes:
+        if not isinstance(computed, OtherModel) or computed.rounded is None or computed.rounded.what != "computed":
+            continue
         to, rounding = computed.rounded.to, trial.rounding(computed, trial.many)
         (weights,) = _of_format(trial.causes, "weights", to)
         if like := likeness(left, rounding, trial.rounding(weights, trial.many)):

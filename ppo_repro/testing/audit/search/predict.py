@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.causes.cause import RecordedChunk
-from ppo_repro.testing.audit.combination import CauseAt, Combination
-from ppo_repro.testing.audit.distributions import Processing, target_logprobs
-from ppo_repro.testing.audit.logits import Logits, Source, Tokens
-from ppo_repro.testing.audit.stack import StackSampling
+from ppo_repro.testing.audit.causes.cause import OtherDistribution, RecordedChunk
+from ppo_repro.testing.audit.distributions import Definition, target_logprobs
+from ppo_repro.testing.audit.search.combination import Combination
+from ppo_repro.testing.audit.search.logits import Logits, Source
+from ppo_repro.testing.audit.search.windows import Tokens
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,19 @@ class Softmax:
     """A distribution: the logits of a source, and the cause between logits and softmax."""
 
     source: Source
-    cause: CauseAt | None
+    cause: OtherDistribution | None
+    value: float | None  # of the cause's parameter
 
 
 def source_of(combination: Combination, tokens: Tokens) -> Source:
     """Return the model and the input that some causes compute logits from."""
-    weights, inputs = combination.at("weights"), combination.at("input")
-    return Source(None if weights is None else weights.cause, None if inputs is None else inputs.cause, tokens)
+    return Source(combination.model, combination.input, tokens)
+
+
+def _softmax_of(combination: Combination, tokens: Tokens) -> Softmax:
+    cause = combination.distribution
+    has_value = cause is not None and cause.parameter is not None
+    return Softmax(source_of(combination, tokens), cause, combination.value if has_value else None)
 
 
 class Predictor:
@@ -35,39 +41,43 @@ class Predictor:
     Remembered are all log-probs of targets, and the last ones of all tokens, which are large.
     """
 
-    def __init__(self, logits: Logits, sampling: StackSampling, definition: Processing) -> None:
-        self.logits, self.sampling, self.definition = logits, sampling, definition
+    def __init__(self, logits: Logits, definition: Definition) -> None:
+        self.logits, self.definition = logits, definition
         self._of_targets: dict[Softmax, list[Tensor]] = {}
         self._of_all: tuple[Softmax | None, list[list[Tensor]]] = (None, [])
 
     def __call__(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the predicted numbers of each window, float64; NaN for tokens without a prediction."""
-        unit = combination.at("unit")
-        is_unit_alone = all(of is unit for of in combination.causes)
-        parts = None if is_unit_alone else self._quantities(combination, tokens)
-        as_it_is = self.logits.chunks(Source(None, None, tokens)) if unit else []
-        found = []
-        for k, w in enumerate(tokens.windows):
-            values, at = self.logits.numbers[w.response].reference, slice(w.start, w.end)
-            if parts is not None:
-                values = torch.full_like(values, math.nan)
-                values[at] = parts[k]
-            if unit is not None:
-                values = unit.applied(as_it_is[k][0], self.sampling, values)
-            found.append(values[at])
-        return found
+        unit = combination.unit
+        if unit is None:
+            return self._quantities(combination, tokens)
+        first = [chunks[0] for chunks in self.logits.chunks(Source(None, None, tokens))]
+        wholes = self._whole_responses(combination, tokens)
+        triples = zip(first, wholes, tokens.windows, strict=True)
+        return [unit.applied(chunk, whole, combination.value)[w.here] for chunk, whole, w in triples]
+
+    def _whole_responses(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
+        """Return the quantity of all tokens of each window's response, NaN outside the window unless it is right."""
+        right = [self.logits.numbers[w.response].reference for w in tokens.windows]
+        if len(combination.causes) == 1:
+            return right
+        wholes = [torch.full_like(of_response, math.nan) for of_response in right]
+        for whole, w, values in zip(wholes, tokens.windows, self._quantities(combination, tokens), strict=True):
+            whole[w.here] = values
+        return wholes
 
     def _quantities(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
-        softmax = Softmax(source_of(combination, tokens), combination.at("distribution"))
-        quantity = combination.at("quantity")
+        if not combination.causes:
+            return [self.logits.numbers[w.response].reference[w.here] for w in tokens.windows]
+        softmax, quantity = _softmax_of(combination, tokens), combination.quantity
         if quantity is None:
             return self._logprobs_of_targets(softmax)
-        found = []
+        found, value = [], combination.value
         windows, of_all = self.logits.chunks(softmax.source), self._logprobs_of_all(softmax)
         for chunks, logprobs in zip(windows, of_all, strict=True):
             pairs = zip(chunks, logprobs, strict=True)
-            found.append(torch.cat([quantity.applied(chunk, self.sampling, logp).double() for chunk, logp in pairs]))
+            found.append(torch.cat([quantity.applied(chunk, logp, value).double() for chunk, logp in pairs]))
         return found
 
     def _logprobs_of_targets(self, softmax: Softmax) -> list[Tensor]:
@@ -88,5 +98,7 @@ class Predictor:
         return self._of_all[1]
 
     def _scaled(self, softmax: Softmax, chunk: RecordedChunk) -> Tensor:
-        change = self.definition if softmax.cause is None else softmax.cause.applied
-        return change(chunk, self.sampling, chunk.logits)
+        """Return logits [k, V] whose softmax is the distribution."""
+        if softmax.cause is None:
+            return self.definition.logits(chunk)
+        return softmax.cause.applied(chunk, chunk.logits, softmax.value)

@@ -1,0 +1,1 @@
+"""Find the causes of a wrong side: `search` is the algorithm, ../code.md names the types."""

@@ -1,0 +1,130 @@
+"""Hypotheses about a wrong side: causes that were tried, and whether what they leave of its errors is rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ppo_repro.testing.advice import ADVICE
+from ppo_repro.testing.audit import limits
+from ppo_repro.testing.audit.measure import explains, rms
+from ppo_repro.testing.audit.search.combination import Combination
+from ppo_repro.testing.audit.search.trial import Candidate, Trial
+
+# of errors that causes leave, or of the numbers of a side
+Pattern = Literal["none", "like 16-bit rounding", "of other responses", "of other tokens"]
+Identity = tuple[Pattern, Combination]
+
+
+@dataclass(frozen=True, eq=False)
+class Hypothesis:
+    """Causes that were tried on many tokens of a wrong side, and what they leave of its errors."""
+
+    candidate: Candidate
+    explains: bool  # whether the errors that are left are rounding
+    words: str
+    advice: str
+    deviations: float  # causes, with limits.PER_PARAMETER and limits.PATTERN; 0: no cause
+    pattern: Pattern = "none"
+    explains_zeros: bool = False  # whether every log-prob of exactly 0 is predicted
+    temperature: float | None = None  # one that all logits were divided by, if that is among the causes
+    is_option: bool = False  # a single option of the model's architecture
+
+    @property
+    def identity(self) -> Identity:
+        """Return the pattern and the causes; hypotheses that differ only in the value of a parameter are one."""
+        return self.pattern, self.candidate.combination.without_value
+
+    @property
+    def left(self) -> float:
+        """Return the rms of the errors that are left, nats."""
+        return self.candidate.left
+
+
+def hypothesis_of(trial: Trial, candidate: Candidate) -> Hypothesis:
+    """Return the hypothesis that these causes alone leave these errors on many tokens."""
+    combination, errors, side = candidate.combination, candidate.errors, trial.side
+    causes = combination.causes
+    before = trial.plain.left if causes else math.inf
+    rounded = (rms(trial.rounding(cause, trial.many)) for cause in causes if cause.rounds("computed", "part", "logits"))
+    does = explains(errors, before, side.tolerance, max(rounded, default=0.0))
+    words = combination.words(side.sampling)
+    if side.stored.name and (explains(errors, before, side.tolerance) or not causes):
+        words.append(f"rounded to {side.stored.name}")
+    return Hypothesis(
+        candidate=candidate,
+        explains=does,
+        words=" and ".join(words) or "as it is",
+        advice="; ".join(dict.fromkeys(cause.advice for cause in causes)) or ADVICE["coarse_records"].mend,
+        deviations=sum(cause.deviations for cause in causes),
+        explains_zeros=does and _explains_zeros(trial, combination),
+        temperature=combination.temperature,
+        is_option=len(causes) == 1 and causes[0].is_option,
+    )
+
+
+def _explains_zeros(trial: Trial, combination: Combination) -> bool:
+    """Return whether the causes predict the zeros of the tried tokens; False if the side has zeros only elsewhere."""
+    predicted, is_one_tried, side = list[torch.Tensor](), False, trial.side
+    for values, w in zip(trial.predictor(combination, trial.many), trial.many.windows, strict=True):
+        numbers = side.numbers[w.response]
+        predicted.append(values[numbers.counts[w.here] & (numbers.recorded[w.here] == 0)])
+        is_one_tried |= bool(numbers.unlikely_zeros[w.here].any())
+    if not is_one_tried and any(bool(numbers.unlikely_zeros.any()) for numbers in side.numbers):
+        return False
+    return bool((torch.cat(predicted).abs() <= side.tolerance).all())
+
+
+# all hypotheses about a side
+
+
+@dataclass(frozen=True)
+class Hypotheses:
+    """Hypotheses about a wrong side, each once: the best ones explain it with the fewest deviations, if any does."""
+
+    best: list[Hypothesis]
+    others: list[Hypothesis]  # those that leave the smallest errors first
+
+    @property
+    def plain(self) -> Hypothesis:
+        """Return the hypothesis without a cause."""
+        return next(t for t in (*self.best, *self.others) if not t.deviations)
+
+    def shown(self) -> list[Hypothesis]:
+        """Return the best ones, those that leave at most half of the errors, and the one without a cause."""
+        plain = self.plain.left
+        near = (t for t in self.others if not t.deviations or t.left <= limits.OF_ERRORS * plain)
+        return [*self.best, *near][: limits.SHOWN]
+
+    def temperature(self, tolerance: float) -> float | None:
+        """Return a temperature that is among the causes of a hypothesis which leaves at most the tolerance."""
+        fits = (*self.best, *(t for t in self.others if t.left <= tolerance))
+        return next((t.temperature for t in fits if t.temperature is not None), None)
+
+
+def hypotheses_of(tried: Sequence[Hypothesis]) -> Hypotheses:
+    """Tell the hypotheses that explain with the fewest deviations from the others, without duplicates.
+
+    An option of the model may predict the same numbers as a fitted parameter (a divisor of the logits acts as a
+    temperature). Then both are among the best.
+    """
+    fewest = min((t.deviations for t in tried if t.explains), default=0.0)
+    fewest += limits.PER_PARAMETER * any(t.explains and t.is_option for t in tried)
+    by_left = sorted(_each_once(tried), key=lambda t: t.left)
+    best = [t for t in by_left if t.explains and t.deviations <= fewest]
+    return Hypotheses(best, [t for t in by_left if t not in best])
+
+
+def _each_once(tried: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Leave out the same causes with another value, and what explains nothing and leaves as much as simpler causes."""
+    once: dict[Identity, Hypothesis] = {}
+    for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
+        if t.explains and not once.get(t.identity, t).explains:
+            once[t.identity] = t
+        elif t.explains or not any(math.isclose(t.left, o.left, rel_tol=limits.SAME_LEFT) for o in once.values()):
+            once.setdefault(t.identity, t)
+    return list(once.values())

@@ -1,0 +1,125 @@
+"""Logits of windows of tokens. Computed ones are remembered, which changes no number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.causes.cause import Numbers, OtherInput, OtherModel, RecordedChunk
+from ppo_repro.testing.audit.forward import Pass, States, has_decoder_apart, pass_over, slices, states
+from ppo_repro.testing.audit.search.windows import Tokens, Window
+from ppo_repro.testing.audit.stack import StackSampling
+from ppo_repro.testing.dumps import DumpedResponse
+
+
+@dataclass(frozen=True)
+class Source:
+    """What logits are computed from: which model, which input, and at which tokens."""
+
+    model: OtherModel | None
+    input: OtherInput | None
+    tokens: Tokens
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether the model or its input is another."""
+        return self.model is not None or self.input is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the format of the logits."""
+        return torch.float32 if self.tokens.is_screening and self.is_changed else torch.float64
+
+
+class Logits:
+    """Compute logits by window.
+
+    Remembered are all hidden states, which are small; the logits of the model as it is and of the last other source;
+    and one changed model, because two would need more memory.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        responses: Sequence[DumpedResponse],
+        numbers: Sequence[Numbers],
+        sampling: StackSampling,
+    ) -> None:
+        self.model, self.responses, self.numbers, self.sampling = model, responses, numbers, sampling
+        self._is_apart = has_decoder_apart(model)
+        self._changed: tuple[OtherModel | None, PreTrainedModel] = (None, model)
+        self._states: dict[Source, tuple[States, Tensor]] = {}
+        self._chunks: dict[Source, list[list[RecordedChunk]]] = {}
+
+    def chunks(self, source: Source) -> list[list[RecordedChunk]]:
+        """Return the chunks of logits of each window."""
+        if source not in self._chunks:
+            self._chunks = {other: chunks for other, chunks in self._chunks.items() if not other.is_changed}
+            hidden, targets = self._states_of(source)
+            with self._precision(source):
+                logits = hidden.logits(self._model(source.model)).to(source.dtype)
+            sizes = [w.size for w in source.tokens.windows]
+            parts = zip(source.tokens.windows, logits.split(sizes), targets.split(sizes), strict=True)
+            self._chunks[source] = [list(self._cut(w, x, of_window)) for w, x, of_window in parts]
+        return self._chunks[source]
+
+    def _cut(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[RecordedChunk]:
+        r, numbers = self.responses[w.response], self.numbers[w.response]
+        for at in slices(*logits.shape):
+            before = r.response_ids[: w.start + at.start]
+            yield RecordedChunk(logits[at], targets[at], r.prompt_ids, before, self.sampling, numbers)
+
+    def _states_of(self, source: Source) -> tuple[States, Tensor]:
+        """Return the states that predict the tokens of all windows, and the targets, which another input may change.
+
+        The rows of window 1 follow those of window 0. What no pass predicts is NaN.
+        """
+        if source in self._states:
+            return self._states[source]
+        model, targets = self._model(source.model), list[int]()
+        passes, rows = list[Pass](), list[int]()  # rows: where the tokens of the passes are
+        for w in source.tokens.windows:
+            for one in self._passes(source, w):
+                passes.append(one)
+                rows += [len(targets) + token - w.start for token in one.tokens]
+            targets += self.responses[w.response].response_ids[w.start : w.end]
+        is_apart = self._is_apart if isinstance(model, type(self.model)) else has_decoder_apart(model)
+        with self._precision(source):
+            by_pass = dict(states(model, passes, is_apart))
+        at = torch.tensor(rows, device=model.device)
+        predicted = torch.cat([by_pass[k].values for k in range(len(passes))])
+        values = predicted.new_full((len(targets), predicted.shape[-1]), math.nan).index_copy(0, at, predicted)
+        of_passes = torch.tensor([token for one in passes for token in one.targets], device=model.device)
+        every = torch.tensor(targets, device=model.device).index_copy(0, at, of_passes)
+        found = replace(by_pass[0], values=values), every
+        if by_pass[0].output is not None:  # else they are logits
+            self._states[source] = found
+        return found
+
+    def _passes(self, source: Source, w: Window) -> list[Pass]:
+        """Return the forward passes that predict the tokens of a window; another input may need several."""
+        r = self.responses[w.response]
+        plain = [pass_over(r.prompt_ids, r.response_ids)]
+        whole = plain if source.input is None else source.input.passes[w.response]
+        return [part for one in whole if (part := one.within(w.start, w.end)) is not None]
+
+    def _precision(self, source: Source) -> AbstractContextManager[Any]:
+        """Compute the model in float64 while the block runs, unless 16 bits are the cause or float32 suffices."""
+        is_narrow = source.model is not None and source.model.rounds("computed")
+        return nullcontext() if is_narrow or source.dtype == torch.float32 else float64(self._model(source.model))
+
+    def _model(self, cause: OtherModel | None) -> PreTrainedModel:
+        if cause is None:
+            return self.model
+        if cause is not self._changed[0]:
+            self._changed = None, self.model  # frees the last one before another is made
+            self._changed = cause, cause.make()
+        return self._changed[1]

@@ -1,0 +1,129 @@
+"""A wrong side, the causes to try on it, and the errors that causes leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.testing.audit import limits
+from ppo_repro.testing.audit.causes.cause import Cause, Numbers, OtherInput
+from ppo_repro.testing.audit.measure import Stored, errors, rms, stored_as
+from ppo_repro.testing.audit.reference import RecordedSide
+from ppo_repro.testing.audit.search.combination import Combination, together
+from ppo_repro.testing.audit.search.logits import Logits
+from ppo_repro.testing.audit.search.predict import Predictor
+from ppo_repro.testing.audit.search.windows import Tokens, WrongResponse, few_and_many
+from ppo_repro.testing.audit.stack import StackSampling
+
+
+@dataclass(frozen=True)
+class WrongSide:
+    """The numbers that a wrong side recorded, and how its stack samples."""
+
+    name: str
+    sampling: StackSampling
+    numbers: Sequence[Numbers]  # of each response
+    wrong_responses: Sequence[int]
+    stored: Stored
+    scale: float  # of the numbers: sums of many log-probs round more
+    tolerance: float  # rms of rounding, nats
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Causes, and the errors [n] that they leave on some tokens, nats."""
+
+    combination: Combination
+    errors: Tensor
+
+    @property
+    def left(self) -> float:
+        """Return the rms of the errors, nats."""
+        return rms(self.errors)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Causes to try on a wrong side, and the tokens to try them on."""
+
+    side: WrongSide
+    causes: tuple[Cause, ...]  # in the order of the stages: so logits and softmax are computed once
+    predictor: Predictor
+    few: Tokens  # for all causes
+    many: Tokens  # for the best causes
+
+    @cached_property
+    def plain(self) -> Candidate:
+        """Return what no cause leaves on many tokens."""
+        found = self.candidate(Combination(), self.many)
+        assert found is not None
+        return found
+
+    @property
+    def count(self) -> int:
+        """Return the number of usable tokens among many."""
+        return sum(int(self.side.numbers[w.response].usable[w.here].sum()) for w in self.many.windows)
+
+    @property
+    def wrong_alone(self) -> Trial:
+        """Return the trial as if only the wrong tokens of the side were usable."""
+        numbers = [replace(one, usable=one.are_wrong(self.side.tolerance)) for one in self.side.numbers]
+        return replace(self, side=replace(self.side, numbers=numbers))
+
+    def candidate(self, combination: Combination, tokens: Tokens) -> Candidate | None:
+        """Return what causes leave on some tokens; None if they predict too few of the tokens."""
+        left, usable = [], 0
+        for values, w in zip(self.predictor(combination, tokens), tokens.windows, strict=True):
+            numbers = self.side.numbers[w.response]
+            there = numbers.usable[w.here] & ~values.isnan()
+            usable += int(numbers.usable[w.here].sum())
+            left.append(errors(numbers.recorded[w.here][there], values[there], self.side.stored).cpu())
+        joined = torch.cat(left)
+        enough = max(limits.FEWEST_PREDICTED, usable / limits.PREDICTED_ONE_IN)
+        return Candidate(combination, joined) if not combination.causes or len(joined) >= enough else None
+
+    def rounding(self, cause: Cause, tokens: Tokens) -> Tensor:
+        """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
+        assert cause.rounded is not None
+        narrow = self.predictor(together(cause), tokens)
+        exact = self.predictor(Combination(distribution=cause.rounded.exact), tokens)
+        both = zip(narrow, exact, tokens.windows, strict=True)
+        return torch.cat([(a - b)[self.side.numbers[w.response].usable[w.here]].cpu() for a, b, w in both])
+
+
+def trial_of(model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], causes: Sequence[Cause]) -> Trial:
+    """Return the trial of `causes` on a wrong side.
+
+    `wrong` are the indices of the responses with a wrong log-prob. A cause of the input is left out if it predicts none
+    of the tokens.
+    """
+    numbers = side.numbers
+    every = torch.cat([numbers[i].recorded[numbers[i].usable] for i in wrong])
+    ideal = torch.cat([numbers[i].reference[numbers[i].usable] for i in wrong])
+    scale = max(1.0, rms(every) / max(rms(ideal), 1e-9))
+    tolerance = limits.RIGHT * side.reference.floor * scale + limits.RECORDED * rms(every)
+    few, many = few_and_many(
+        [
+            WrongResponse(i, len(side.responses[i].prompt_ids), numbers[i].usable, numbers[i].are_wrong(tolerance))
+            for i in wrong
+        ]
+    )
+    numbers = [one.to(model.device) for one in numbers]
+    return Trial(
+        side=WrongSide(side.name, side.sampling, numbers, wrong, stored_as(every), scale, tolerance),
+        causes=tuple(cause for cause in causes if _is_predicted(cause, few) and _is_predicted(cause, many)),
+        predictor=Predictor(Logits(model, side.responses, numbers, side.sampling), side.definition),
+        few=few,
+        many=many,
+    )
+
+
+def _is_predicted(cause: Cause, tokens: Tokens) -> bool:
+    if not isinstance(cause, OtherInput):
+        return True
+    return any(one.within(w.start, w.end) for w in tokens.windows for one in cause.passes[w.response])

@@ -25,6 +25,11 @@ ROUNDED = 1e-3  # share of the tokens
 TAILS = np.arange(1, 15)
 
 
+def moved_by_rounding(tokens: int) -> float:
+    """Return how many of the drawn tokens rounding may move across the end of a cut."""
+    return max(1.0, ROUNDED * tokens)
+
+
 @dataclass(frozen=True)
 class Draws:
     """Sums over some sampled tokens; `+` adds the sums of other responses."""
@@ -89,7 +94,7 @@ class Draws:
     @property
     def are_impossible(self) -> bool:
         """Return whether more tokens have probability 0 than rounding can move across the end of a cut."""
-        return self.impossible > max(1.0, ROUNDED * self.tokens)
+        return self.impossible > moved_by_rounding(self.tokens)
 
     def sentence(self) -> str:
         """Return one sentence on the draws: what is wrong with them, or what would have been found."""

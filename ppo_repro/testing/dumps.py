@@ -103,12 +103,12 @@ class DumpedResponse:
 
 def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Names:
     """Return the column names of a format, or of the only format that fits. Raises UserError if none or several fit."""
-    there = set(columns)
+    there = dict.fromkeys(columns)
     if form is not None:
         if form not in FORMATS:
             raise UserError(f"--format {form}: must be one of {', '.join(FORMATS)}")
         return FORMATS[form]
-    fits = [names for names in FORMATS.values() if {names.sampler, names.trainer} <= there]
+    fits = [names for names in FORMATS.values() if {names.sampler, names.trainer} <= there.keys()]
     if len(fits) != 1:
         known = "; ".join(f"{n.sampler} and {n.trainer} ({stack})" for stack, n in FORMATS.items())
         raise UserError(
@@ -165,6 +165,7 @@ def impossible(values: npt.NDArray[np.float32]) -> str:
 def _responses_of_tokens(where: str, rows: Iterable[DumpRow], names: Names) -> Iterator[DumpRow]:
     """Join consecutive rows of tokens of the same iteration and sequence to one row of lists.
 
+    Every row has the whole prompt, if the file has prompts.
     Raises UserError for rows in another order, by `sequence` or, if the rows have it, by `position`.
     """
     seen = set[tuple[Any, Any]]()
@@ -174,6 +175,7 @@ def _responses_of_tokens(where: str, rows: Iterable[DumpRow], names: Names) -> I
         seen.add((iteration, sequence))
         tokens = list(group)
         joined: dict[str, Any] = {name: [row.get(name) for row in tokens] for name in tokens[0]}
+        joined |= {name: tokens[0].get(name) for name in (names.prompt, names.padding_mask) if name is not None}
         if joined.get("position", [None])[0] is not None:
             positions = _array(f"{where}: sequence {sequence}", "position", joined["position"], "positions")
             if (backward := np.flatnonzero(np.diff(positions) <= 0)).size:

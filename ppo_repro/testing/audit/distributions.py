@@ -56,15 +56,15 @@ def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, first: Collectio
     Returns:
         Logits [n, V].
     """
-    limits, vocabulary = dict[str, Tensor](), scaled.shape[-1]
+    least, vocabulary = dict[str, Tensor](), scaled.shape[-1]  # least: the smallest logit that a cut keeps
     if top_k > 0:
-        limits["top-k"] = scaled.topk(min(top_k, vocabulary)).values[:, -1:]
+        least["top-k"] = scaled.topk(min(top_k, vocabulary)).values[:, -1:]
     if min_p > 0.0:
-        limits["min-p"] = scaled.amax(-1, keepdim=True) + math.log(min_p)
+        least["min-p"] = scaled.amax(-1, keepdim=True) + math.log(min_p)
     if top_p < 1.0:
         left = scaled
         for name in first:
-            left = left.masked_fill(left < limits[name], -math.inf) if name in limits else left
+            left = left.masked_fill(left < least[name], -math.inf) if name in least else left
         total, size = left.logsumexp(-1, keepdim=True), min(HEAD, vocabulary)
         while True:
             ranked = left.topk(size).values
@@ -73,8 +73,8 @@ def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, first: Collectio
             if size == vocabulary or bool((count < size).all()):
                 break
             size = vocabulary
-        limits["top-p"] = ranked.gather(-1, count - 1)
-    for limit in limits.values():
+        least["top-p"] = ranked.gather(-1, count - 1)
+    for limit in least.values():
         scaled = scaled.masked_fill(scaled < limit, -math.inf)
     return scaled
 
@@ -91,7 +91,7 @@ class Definition:
     kind: Literal["tempered", "processed", "raw"]
     logits: Callable[[Chunk], Tensor]  # [k, V] whose softmax is the distribution of the chunk's tokens
     order: str = ""  # of the cuts, in words, with the engines that have it
-    differs: Callable[[StackSampling], bool] = lambda sampling: True  # with these settings from the orders before it
+    differs: Callable[[StackSampling], bool] = lambda sampling: True  # whether these settings tell it from the others
 
     @property
     def words(self) -> str:

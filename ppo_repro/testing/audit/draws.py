@@ -101,7 +101,7 @@ def left_out_of(stack: StackModel, responses: Sequence[DumpedResponse]) -> tuple
     if len(responses) > 1 and len(lengths) == 1 and lengths != {1}:
         return ()
     model = stack.model
-    others = (getattr(of, "eos_token_id", None) for of in (model.config, model.generation_config))
+    others = (getattr(config, "eos_token_id", None) for config in (model.config, model.generation_config))
     ends = {
         i for ids in (stack.eos_token_id, *others) for i in (ids if isinstance(ids, list) else [ids]) if i is not None
     }
@@ -129,10 +129,10 @@ class DrawCauses:
         self.gains = {name: gain} if name else {}
         assert tally.undrawn is not None
         self.drawn = tally.undrawn == -math.inf
-        count, of = int(self.drawn.sum()), len(self.drawn)
-        self.vocabulary = f"a grammar or bans that leave {count:,} of {of:,} tokens"
-        choices = math.lgamma(of + 1) - math.lgamma(count + 1) - math.lgamma(of - count + 1)  # log of their number
-        self.gains[self.vocabulary] = -choices if of - count > 1 else -math.inf  # one token is a ban
+        count, size = int(self.drawn.sum()), len(self.drawn)
+        self.vocabulary = f"a grammar or bans that leave {count:,} of {size:,} tokens"
+        choices = math.lgamma(size + 1) - math.lgamma(count + 1) - math.lgamma(size - count + 1)  # log of their number
+        self.gains[self.vocabulary] = -choices if size - count > 1 else -math.inf  # one token is a ban
 
     def add(self, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
         """Add k tokens: logits [k, V] of their distributions, ids [k], and which ones count [k]."""

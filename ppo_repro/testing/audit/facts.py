@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Numbers
 from ppo_repro.testing.audit.measure import Stored
+from ppo_repro.testing.audit.numbers import Numbers
 from ppo_repro.testing.dumps import DumpedResponse
 
 
@@ -28,22 +28,22 @@ class _Response:
 
 def facts(responses: Sequence[DumpedResponse], numbers: Sequence[Numbers], tolerance: float) -> list[str]:
     """Return sentences about log-probs wrong by more than `tolerance` nats; the first ones narrow the cause most."""
-    every = [_response(r, of, tolerance) for r, of in zip(responses, numbers, strict=True)]
-    wrong = [of for of in every if bool(of.is_wrong.any())]
+    every = [_response(r, one, tolerance) for r, one in zip(responses, numbers, strict=True)]
+    wrong = [response for response in every if bool(response.is_wrong.any())]
     if not wrong:
         return []
     found = []
     if len(wrong) < len(every):
         found.append(f"wrong in {len(wrong)} of {len(every)} responses, right in the others")
-    right, off = torch.cat([of.right for of in wrong]), torch.cat([of.off for of in wrong])
-    bad = torch.cat([of.is_wrong for of in wrong])
+    right, off = torch.cat([response.right for response in wrong]), torch.cat([response.off for response in wrong])
+    bad = torch.cat([response.is_wrong for response in wrong])
     return [*found, *_where(wrong), *_threshold(right, bad), *_how(right[bad], off[bad], tolerance)]
 
 
-def _response(r: DumpedResponse, of: Numbers, tolerance: float) -> _Response:
-    usable, off = of.usable, of.recorded - of.reference
-    positions, is_wrong = usable.nonzero()[:, 0], of.are_wrong(tolerance)
-    return _Response(len(r.prompt_ids), positions, of.reference[usable], off[usable], is_wrong[usable])
+def _response(r: DumpedResponse, numbers: Numbers, tolerance: float) -> _Response:
+    usable, off = numbers.usable, numbers.recorded - numbers.reference
+    positions, is_wrong = usable.nonzero()[:, 0], numbers.are_wrong(tolerance)
+    return _Response(len(r.prompt_ids), positions, numbers.reference[usable], off[usable], is_wrong[usable])
 
 
 def of_format(stored: Stored) -> list[str]:
@@ -56,14 +56,14 @@ def of_format(stored: Stored) -> list[str]:
 
 def _where(wrong: Sequence[_Response]) -> list[str]:
     """Say up to which token all responses are right."""
-    first = [int(of.is_wrong.nonzero()[0]) for of in wrong]
-    if len(wrong) > 1 and all(k == len(of.is_wrong) - 1 for k, of in zip(first, wrong, strict=True)):
+    first = [int(response.is_wrong.nonzero()[0]) for response in wrong]
+    if len(wrong) > 1 and all(k == len(response.is_wrong) - 1 for k, response in zip(first, wrong, strict=True)):
         return ["wrong at the last token of the response alone"]
-    after = [float(of.is_wrong[k:].double().mean()) for k, of in zip(first, wrong, strict=True)]
+    after = [float(response.is_wrong[k:].double().mean()) for k, response in zip(first, wrong, strict=True)]
     if not all(first) or min(after) < limits.WRONG_AFTER:
         return []
-    starts = [int(of.positions[k]) for k, of in zip(first, wrong, strict=True)]
-    before = {start + of.prompt for start, of in zip(starts, wrong, strict=True)}
+    starts = [int(response.positions[k]) for k, response in zip(first, wrong, strict=True)]
+    before = {start + response.prompt for start, response in zip(starts, wrong, strict=True)}
     if len(set(starts)) == 1:
         return [f"right up to token {starts[0]} of each response, then not"]
     if len(before) == 1:

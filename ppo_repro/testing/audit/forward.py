@@ -115,7 +115,9 @@ def states(
 def _rotates_by_length(model: PreTrainedModel) -> bool:
     """Return whether rotary positions depend on the longest row of a batch."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    return any(isinstance(of, dict) and of.get("rope_type") == "longrope" for of in (rope, *rope.values()))
+    return any(
+        isinstance(scaling, dict) and scaling.get("rope_type") == "longrope" for scaling in (rope, *rope.values())
+    )
 
 
 def slices(length: int, vocabulary: int) -> Iterator[slice]:
@@ -127,8 +129,8 @@ def slices(length: int, vocabulary: int) -> Iterator[slice]:
 def _states(model: PreTrainedModel, passes: Sequence[Pass], is_apart: bool) -> list[States]:
     length, device = max(len(one.ids) for one in passes), model.device
 
-    def filled(of: Callable[[Pass], Sequence[int]]) -> Tensor:
-        rows = [[*of(one), *[of(one)[-1]] * (length - len(one.ids))] for one in passes]
+    def filled(column: Callable[[Pass], Sequence[int]]) -> Tensor:
+        rows = [[*column(one), *[column(one)[-1]] * (length - len(one.ids))] for one in passes]
         return torch.tensor(rows, device=device)
 
     there = torch.tensor([[k < len(one.ids) for k in range(length)] for one in passes], device=device).long()

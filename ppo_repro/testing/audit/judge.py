@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.output import say
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Cause, Numbers
+from ppo_repro.testing.audit.causes.cause import Cause
 from ppo_repro.testing.audit.distributions import EACH_CUT_OF_ALL
 from ppo_repro.testing.audit.facts import facts, of_format
 from ppo_repro.testing.audit.measure import rms
+from ppo_repro.testing.audit.numbers import Numbers
 from ppo_repro.testing.audit.reference import RecordedSide, largest_error
 from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis
 from ppo_repro.testing.audit.search.search import causes_after_logits, causes_before_logits, search

@@ -5,7 +5,7 @@ The comment above a number says what it limits. Then it says why.
 
 from __future__ import annotations
 
-# Is a side right? (`audit`)
+# Is a side right? (`judge`)
 # A right side is at most 10 times as far from the model (rms) as stock float32. Other float32 kernels are 1 to 3 times
 # as far.
 RIGHT = 10.0
@@ -21,7 +21,7 @@ RECORDED = 2.0**-22
 CLAMP = 1e3
 
 # Does a cause explain a wrong side? (`measure.explains`)
-# A cause leaves less than half of the errors. Near rounding, another cause may leave a bit less by chance.
+# A cause leaves less than half of the errors. Where all errors are near rounding, a wrong cause may leave a bit less.
 OF_ERRORS = 0.5
 # A cause that rounds to 16 bits leaves at most this part of its rounding: another order of sums rounds otherwise.
 # Dumps with the cause left up to 0.26. Dumps with another cause left 0.64 and more.
@@ -78,7 +78,8 @@ LIKELIER = 10.0
 # A cause within e^3 of the best one is named beside it.
 AS_LIKELY = 3.0
 
-# What is said? (`search/hypothesis`) The hypotheses that explain a side with the fewest deviations; a cause counts 1.
+# What is said? (`judge`, `search/hypothesis`, `facts`)
+# The hypotheses that explain a side with the fewest deviations. A cause counts 1.
 # A parameter counts half a cause: its value adapts to the errors of another cause.
 PER_PARAMETER = 0.5
 # A pattern, such as another order, counts as a cause with a parameter. Patterns are vague.

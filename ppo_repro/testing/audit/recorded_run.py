@@ -73,8 +73,11 @@ def _rows(run_dir: Path, iteration: int) -> pd.DataFrame:
     if rows["is_forced"].isna().all():
         return rows.assign(**{name: lists[name].to_list() for name in sides})
     # the environment's tokens are context, and have no log-probs
-    drawn = [[not forced for forced in of] for of in rows["is_forced"]]
-    wide = {name: [_spread(of, logprobs) for of, logprobs in zip(drawn, lists[name], strict=True)] for name in sides}
+    drawn = [[not forced for forced in response] for response in rows["is_forced"]]
+    wide = {
+        name: [_spread(is_drawn, logprobs) for is_drawn, logprobs in zip(drawn, lists[name], strict=True)]
+        for name in sides
+    }
     rows = rows.assign(response_ids=rows["episode_ids"], mask=pd.Series(drawn, rows.index))
     return rows.assign(**{name: pd.Series(numbers, rows.index) for name, numbers in wide.items()})
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
+from ppo_repro.statistics.draws import moved_by_rounding
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Numbers
 from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, definitions_of, target_logprobs
 from ppo_repro.testing.audit.draws import Tally
 from ppo_repro.testing.audit.forward import Progress, has_decoder_apart, pass_over, slices, states
 from ppo_repro.testing.audit.measure import rms
+from ppo_repro.testing.audit.numbers import Numbers
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
 
@@ -47,10 +48,19 @@ class RecordedSide:
 
     @cached_property
     def numbers(self) -> list[Numbers]:
-        """Return the recorded and right log-probs of each response; a 0 of a token that is not sure is unusable."""
+        """Return the recorded and right log-probs of each response; a 0 of a token that is not sure is unusable.
+
+        The model in float64 may put a drawn token beyond the end of a cut, with probability 0. As many of these tokens
+        as rounding may put there do not count.
+        """
+        every = [torch.tensor(r.counts) for r in self.responses]
+        outside = [right.isneginf() & counts for right, counts in zip(self.reference.logprobs, every, strict=True)]
+        count, tokens = (sum(int(of_response.sum()) for of_response in some) for some in (outside, every))
         found = []
-        for r, right in zip(self.responses, self.reference.logprobs, strict=True):
-            recorded, counts = torch.tensor(getattr(r, self.name)).double(), torch.tensor(r.counts)
+        for k, (r, right) in enumerate(zip(self.responses, self.reference.logprobs, strict=True)):
+            recorded, counts = torch.tensor(getattr(r, self.name)).double(), every[k]
+            if count <= moved_by_rounding(tokens):
+                counts = counts & ~outside[k]
             is_empty = ~recorded.isfinite() | ((recorded == 0) & (right < math.log(limits.SURE)))
             found.append(Numbers(recorded, counts & ~is_empty, counts, right))
         return found
@@ -58,7 +68,7 @@ class RecordedSide:
     @cached_property
     def errors(self) -> list[Tensor]:
         """Return recorded minus right log-probs of the usable tokens of each response, at most limits.CLAMP nats."""
-        return [(of.recorded - of.reference)[of.usable].clamp(-limits.CLAMP, limits.CLAMP) for of in self.numbers]
+        return [(one.recorded - one.reference)[one.usable].clamp(-limits.CLAMP, limits.CLAMP) for one in self.numbers]
 
     @property
     def rms(self) -> float:
@@ -95,9 +105,9 @@ def references_of(
 
 def largest_error(model: PreTrainedModel, side: RecordedSide, some: Sequence[int]) -> float:
     """Return the largest distance (nats) of stock float32 over the first responses and `some` responses."""
-    responses, reference, of = side.responses, side.reference, side.definition
+    responses, reference, definition = side.responses, side.reference, side.definition
     far = [i for i in some if i >= reference.measured]
-    stock = _logprobs(model, [responses[i] for i in far], side.sampling, [of])[of] if far else []
+    stock = _logprobs(model, [responses[i] for i in far], side.sampling, [definition])[definition] if far else []
     apart = [(x - reference.logprobs[i])[torch.tensor(responses[i].counts)] for i, x in zip(far, stock, strict=True)]
     return max([reference.largest, *(float(x[x.isfinite()].abs().amax(0)) for x in apart if len(x[x.isfinite()]))])
 
@@ -108,11 +118,12 @@ def chunks_of(
     """Yield the tokens of each response in chunks: its index, the chunk, and which of its tokens count."""
     progress = Progress(f"responses in float{64 if is_wide else 32}", len(responses))
     passes = [pass_over(r.prompt_ids, r.response_ids) for r in responses]
-    for i, of_tokens in states(model, passes, has_decoder_apart(model), is_wide):
+    # padding changes the order of sums, which float64 hides, and float32 must not have
+    for i, hidden in states(model, passes, has_decoder_apart(model), is_padded=is_wide):
         r, length = responses[i], len(responses[i].response_ids)
         ids, counts = (torch.tensor(values, device=model.device) for values in (r.response_ids, r.counts))
         for start in range(0, length, AT_ONCE):
-            logits = of_tokens.logits(model, start, start + AT_ONCE)
+            logits = hidden.logits(model, start, start + AT_ONCE)
             for at in slices(*logits.shape):
                 here = slice(start + at.start, start + at.stop)
                 before = r.response_ids[: here.start]
@@ -128,14 +139,14 @@ def _logprobs(
     tallies: Mapping[Definition, Tally] | None = None,
 ) -> dict[Definition, list[Tensor]]:
     """Return the log-probs [n] float64 of each response by each definition; with `tallies` the model is in float64."""
-    found: dict[Definition, list[list[Tensor]]] = {of: [[] for _ in responses] for of in definitions}
+    found: dict[Definition, list[list[Tensor]]] = {d: [[] for _ in responses] for d in definitions}
     for i, chunk, counts in chunks_of(model, responses, sampling, tallies is not None):
         for definition in definitions:
             logits = definition.logits(chunk)
             found[definition][i].append(target_logprobs(chunk.targets, logits).cpu())
             if tallies and definition in tallies:
                 tallies[definition].add(i, logits, chunk.targets, counts)
-    return {definition: [torch.cat(parts) for parts in of] for definition, of in found.items()}
+    return {d: [torch.cat(parts) for parts in responses] for d, responses in found.items()}
 
 
 # which distribution is meant
@@ -166,13 +177,12 @@ def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> 
     """
     asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
     free = [sides[name] for name, said in asked.items() if said == "auto"]
-    # the same for all: no reason
     rounding = limits.RIGHT * max(side.reference.floor for side in sides["sampler"].values())
 
     def nearest(definitions: Iterable[Definition], to: Sequence[ByDefinition]) -> Definition:
         def distance(definition: Definition) -> float:
             apart = limits.UNLIKE_TEMPERED if definition != TEMPERED else 0.0
-            return sum([math.log(of[definition].rms + rounding) for of in to], apart)
+            return sum([math.log(side[definition].rms + rounding) for side in to], apart)
 
         return min(definitions, key=distance)
 
@@ -181,17 +191,17 @@ def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> 
         if said == "auto":
             found[name] = nearest((definition for definition in sides[name] if definition != RAW), free)
         else:
-            found[name] = nearest((of for of in sides[name] if of.kind == said), [sides[name]])
+            found[name] = nearest((d for d in sides[name] if d.kind == said), [sides[name]])
     return found
 
 
 def _different_orders(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:
-    """Return the order of cuts that each side is right for if no order serves both sides, else nothing."""
+    """Return for each side the order of cuts that it is right for; nothing if one order is right for both sides."""
     if {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto", "processed"}:
         return {}
     right: dict[str, list[Definition]] = {}
-    for name, of in sides.items():
-        far = {d: side.rms / side.reference.floor for d, side in of.items() if d.kind == "processed"}
+    for name, by_definition in sides.items():
+        far = {d: side.rms / side.reference.floor for d, side in by_definition.items() if d.kind == "processed"}
         right[name] = sorted((d for d, distance in far.items() if distance <= limits.RIGHT), key=lambda d: far[d])
     if not all(right.values()) or set(right["sampler"]) & set(right["trainer"]):
         return {}

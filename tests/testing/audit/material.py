@@ -160,6 +160,23 @@ def after(prompt: Callable[[Material, int], Sequence[int]]) -> Fault:
     return lambda m: m.logprobs(m.logits(prompt=lambda i: prompt(m, i)))
 
 
+def without_prompt(m: Material) -> Values:
+    """The first token has no context: its number is any."""
+    later = Material(m.model, [r[:1] for r in m.responses], [r[1:] for r in m.responses]).logprobs()
+    return [torch.cat([torch.tensor([-3.0], dtype=torch.float64), v]) for v in later]
+
+
+def without_cache(m: Material) -> Values:
+    """After its first token, a response is scored token by token, each after the one before alone."""
+    found = []
+    for i, (prompt, response) in enumerate(zip(m.prompts, m.responses, strict=True)):
+        alone = Material(m.model, [[token] for token in response[:-1]], [[token] for token in response[1:]])
+        positions = range(len(prompt), len(prompt) + len(response) - 1)
+        later = alone.logprobs(alone.logits(positions=lambda k, count, at=positions: [at[k]]))
+        found.append(torch.cat([m.logprobs()[i][:1], *later]))
+    return found
+
+
 def with_bos(m: Material) -> list[Tensor]:
     return m.logits(prompt=lambda i: [BOS_ID, *m.prompts[i]])
 
@@ -287,8 +304,13 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "first token missing": (after(lambda m, i: m.prompts[i][1:]), "prompt without its first token"),
     "prompt truncated": (after(lambda m, i: m.prompts[i][-4:]), "prompt cut to its last 4 tokens"),
     "padded": (after(lambda m, i: [*padding(m, i), *m.prompts[i]]), "attention to the padding before the prompt"),
+    "last token of the prompt missing": (after(lambda m, i: m.prompts[i][:-1]), "prompt without its last token"),
+    "prompt without its end": (after(lambda m, i: m.prompts[i][:3]), "prompt cut to its first 3 tokens"),
+    "no cache": (without_cache, "only the token before (no key/value cache)"),
+    "no prompt": (without_prompt, "no prompt"),
     "packed": (after(packed), "attention to the response before it"),
     "wrong prompts": (after(lambda m, i: (m.prompts[i + 1 :] or m.prompts[i:])[0]), "prompt of the response after it"),
+    "prompts of the rows before": (after(lambda m, i: m.prompts[max(i - 1, 0)]), "prompt of the response before it"),
     "positions again": (at(lambda start: -start), "positions from 0 at the response"),
     "positions too high": (at(lambda start: 1), "positions of the response one too high"),
     "positions too low": (at(lambda start: -1), "positions of the response one too low"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.audit.audit import Audit, audit
-from ppo_repro.testing.audit.causes.weights import of_weights
+from ppo_repro.testing.audit.causes.models import of_models
 from ppo_repro.testing.audit.patches import patched
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
 from tests.testing.audit.families import FAMILIES, made
@@ -319,5 +319,5 @@ def test_a_patch_leaves_an_attribute_that_is_none_as_it_was() -> None:
 @pytest.mark.parametrize("family", ["llama3", pytest.param("stablelm", marks=pytest.mark.slow)])
 def test_each_option_is_tried_once(family: str) -> None:
     """A field may take 1 or 1.0, and the biases of one layer may be all biases."""
-    words = [cause.words for cause in of_weights(made(family).model, {})]
+    words = [cause.words for cause in of_models(made(family).model, {})]
     assert len(set(words)) == len(words)

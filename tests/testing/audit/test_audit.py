@@ -19,9 +19,11 @@ from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit import forward, limits, reference
 from ppo_repro.testing.audit.audit import Audit, audit
 from ppo_repro.testing.audit.causes.cause import Cause, OtherDistribution, Parameter, RecordedChunk
+from ppo_repro.testing.audit.causes.inputs import of_inputs
+from ppo_repro.testing.audit.causes.models import of_models
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
-from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Chunk, Definition, sampled_from
+from ppo_repro.testing.audit.distributions import EACH_CUT_OF_ALL, RAW, TEMPERED, Chunk, Definition, sampled_from
 from ppo_repro.testing.audit.draws import left_out_of
 from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.reference import RecordedSide, Reference
@@ -172,9 +174,10 @@ def test_draws_that_the_log_probs_do_not_describe_are_found_and_explained(
         assert told.is_right, lines(told)
 
 
-def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> None:
+def test_every_cause_has_a_fault_that_it_names(made: Material, stack: StackModel) -> None:
     """A cause that nothing here shows is not tested: these few are shown in tests of their own."""
-    shown = {c.words.partition("{")[0].strip() for c in (*DISTRIBUTIONS, *RECORDED)}
+    inputs = of_inputs(made.dump(made.logprobs(), made.logprobs()), stack)
+    shown = {re.split(r"\{|\d", cause.words)[0].strip() for cause in (*inputs, *DISTRIBUTIONS, *RECORDED)}
     expected = [f" and {cause}" for _, cause in EVERY.values()]  # two causes are joined by it
     missing = {name for name in shown if not any(f" and {name}" in causes for causes in expected)}
     assert missing <= {
@@ -182,6 +185,7 @@ def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> N
         "temperature 1 and normalised over the tokens that the cuts keep, top-p of what top-k leaves",
         "of all tokens, not of the processed distribution",
         "the logit, not normalised",
+        "positions that count the padding before the prompt",  # to which rotary positions are blind
     }
 
 
@@ -375,6 +379,39 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
     assert found.sampler.is_right
     assert found.trainer.is_right
     assert found.sampler.definition.words == (f"processed{order}" if sampling.is_cut() else "tempered")
+
+
+def test_a_token_at_the_edge_of_a_cut_does_not_make_a_side_wrong(made: Material, stack: StackModel) -> None:
+    """The sampler kept a token that float64 puts beyond top-k; several such tokens are no rounding."""
+    sampling = StackSampling(TEMPERATURE, 1.0, 5, sampler_logprobs="processed", trainer_logprobs="processed")
+    inside, is_inside = in_order(made, sampling, ("top-k",), TEMPERATURE)
+    beyond = kept(top_k(5))(made)  # and the sampled token
+    outside = [(i, t) for i, row in enumerate(is_inside) for t, there in enumerate(row) if not there]
+    assert len(outside) > 3
+
+    def found(count: int) -> Audit:
+        values, mask = [v.clone() for v in inside], [list(row) for row in is_inside]
+        for i, t in outside[:count]:
+            values[i][t], mask[i][t] = beyond[i][t], True
+        return audit(stack, made.dump(values, values, mask), sampling)
+
+    assert found(1).sampler.is_right
+    assert found(1).trainer.is_right
+    with pytest.raises(UserError, match="--model: sampler and trainer are 0 nats"):
+        found(3)
+
+
+@torch.no_grad()
+def test_rounding_across_a_cut_is_no_rounding_in_nats(made: Material, stack: StackModel) -> None:
+    """The 16-bit model drops a drawn token, whose log-prob is then minus infinity."""
+    sampling = StackSampling(TEMPERATURE, 1.0, 7)
+    right, mask = in_order(made, sampling, ("top-k",), TEMPERATURE)
+    responses, reference = made.dump(made.logprobs(), right, mask), Reference(right, 1e-7, 0.0, 0)
+    recorded = RecordedSide("sampler", responses, sampling, EACH_CUT_OF_ALL, reference)
+    trial = trial_of(made.model, recorded, range(len(right)), [*of_models(made.model, {})])
+    narrow = next(cause for cause in trial.causes if cause.words == "computed in bfloat16")
+    assert torch.cat(trial.predictor(together(narrow), trial.many)).isinf().any()
+    assert trial.rounding(narrow, trial.many).isfinite().all()
 
 
 @pytest.mark.slow

@@ -133,6 +133,19 @@ def test_rows_of_tokens_say_to_which_response_a_token_belongs(tmp_path: Path) ->
         read(write(tmp_path / "c.jsonl", tokens), "ppo_repro")
 
 
+def test_rows_of_tokens_have_the_whole_prompt(tmp_path: Path) -> None:
+    whole = ROWS["ppo_repro"]
+    rows = [
+        {name: values if name == "prompt_ids" else values[k] for name, values in whole.items()} | {"sequence": 4}
+        for k in range(3)
+    ]
+    by_token, by_response = (
+        read(write(tmp_path / f"{k}.jsonl", each), "ppo_repro") for k, each in enumerate((rows, [whole]))
+    )
+    assert same(by_token, by_response)
+    assert by_token[0].prompt_ids == (5, 6)
+
+
 def test_rows_of_tokens_are_in_the_order_of_their_positions(tmp_path: Path) -> None:
     def of(*positions: object) -> list[DumpedResponse]:
         rows = [{"sequence": 0, "token_id": 7, "rollout_logprobs": -1.0, "old_logprobs": -1.0, "position": p}

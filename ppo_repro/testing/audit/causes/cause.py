@@ -15,63 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.testing.advice import ADVICE, CauseName
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.distributions import Chunk, Definition
+from ppo_repro.testing.audit.distributions import Definition
 from ppo_repro.testing.audit.forward import Pass
 from ppo_repro.testing.audit.measure import Format
+from ppo_repro.testing.audit.numbers import RecordedChunk
 from ppo_repro.testing.audit.stack import StackSampling
 
 RoundedPart = Literal["computed", "weights", "part", "logits"]  # the whole computation, all weights, a module, logits
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """Recorded and right log-probs of one response of n tokens: float64 [n] in nats, bool [n]."""
-
-    recorded: Tensor
-    usable: Tensor  # finite, and judged
-    counts: Tensor
-    reference: Tensor  # the log-probs of the model as they should be
-
-    @property
-    def unlikely_zeros(self) -> Tensor:
-        """Return which tokens [n] that count have a log-prob of exactly 0, and a probability below limits.SURE."""
-        return self.counts & (self.recorded == 0) & (self.reference < math.log(limits.SURE))
-
-    def are_wrong(self, tolerance: float) -> Tensor:
-        """Return which tokens [n] are wrong by more than `tolerance` nats."""
-        return self.usable & ~((self.recorded - self.reference).abs() <= tolerance)
-
-    def to(self, device: torch.device) -> Numbers:
-        """Return the numbers on a device."""
-        return Numbers(*(x.to(device) for x in (self.recorded, self.usable, self.counts, self.reference)))
-
-
-@dataclass(frozen=True)
-class RecordedChunk(Chunk):
-    """Logits of k neighbouring tokens, and the recorded numbers of the whole response."""
-
-    numbers: Numbers
-
-    @property
-    def here(self) -> slice:
-        """Return the positions of the k tokens in the response."""
-        return slice(len(self.before), len(self.before) + len(self.targets))
-
-    @property
-    def wanted(self) -> Tensor:
-        """Return the recorded numbers [k] of the tokens."""
-        return self.numbers.recorded[self.here]
-
-    @property
-    def usable(self) -> Tensor:
-        """Return which of the k tokens are judged, bool [k]."""
-        return self.numbers.usable[self.here]
 
 
 @dataclass(frozen=True)
@@ -110,6 +65,7 @@ class Cause:
     rounded: Rounded | None = None
     changes: int = 1  # that the cause consists of
     own_advice: str = ""
+    is_option: bool = False  # of the model's architecture
 
     def said(self, sampling: StackSampling, x: float | None) -> str:
         """Return the words of the cause at the value x of its parameter."""
@@ -124,11 +80,6 @@ class Cause:
     def deviations(self) -> float:
         """Return the number of changes; a parameter counts limits.PER_PARAMETER more."""
         return self.changes + limits.PER_PARAMETER * (self.parameter is not None)
-
-    @property
-    def is_option(self) -> bool:
-        """Return whether an option of the model's architecture is computed otherwise."""
-        return self.name == "other_architecture"
 
     def rounds(self, *what: RoundedPart) -> bool:
         """Return whether the cause rounds one of these to 16 bits."""
@@ -147,7 +98,7 @@ class OtherModel(Cause):
 
 def option(words: str, advice: str, make: MakeModel, changes: int = 1) -> OtherModel:
     """Return the cause that computes an option of the model's architecture otherwise."""
-    return OtherModel(words, "other_architecture", make, changes=changes, own_advice=advice)
+    return OtherModel(words, "other_architecture", make, changes=changes, own_advice=advice, is_option=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from ppo_repro.tasks.templates import Ids
+from ppo_repro.testing.advice import CauseName
 from ppo_repro.testing.audit.causes.cause import OtherInput
 from ppo_repro.testing.audit.causes.chat_templates import templated
 from ppo_repro.testing.audit.forward import Pass, pass_over
@@ -15,18 +17,26 @@ from ppo_repro.testing.audit.stack import StackModel, positions, vocabulary
 from ppo_repro.testing.dumps import DumpedResponse
 
 CUTS = 12  # lengths that prompts may have been cut to, which are tried
-Changed = Sequence[Sequence[Pass] | None]  # the passes of each response; None: as they should be
+
+
+@dataclass(frozen=True)
+class InputChange:
+    """Another input: the passes of each response, None where it has the dump's."""
+
+    words: str
+    passes: Sequence[Sequence[Pass] | None]
+    name: CauseName = "other_prompt"
 
 
 def of_inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> Iterator[OtherInput]:
     """Yield the inputs that differ from the dumped tokens and fit the model, each once."""
     plain = [[pass_over(r.prompt_ids, r.response_ids)] for r in responses]
     seen: list[list[list[Pass]]] = [plain]
-    for words, changed in _inputs(responses, stack).items():
-        passes = [list(other or same) for other, same in zip(changed, plain, strict=True)]
+    for change in _changes(responses, stack):
+        passes = [list(other or same) for other, same in zip(change.passes, plain, strict=True)]
         if passes not in seen and all(_fits(one, stack) for of_response in passes for one in of_response):
             seen.append(passes)
-            yield OtherInput(words, "other_prompt", passes)
+            yield OtherInput(change.words, change.name, passes)
 
 
 def _fits(one: Pass, stack: StackModel) -> bool:
@@ -34,34 +44,52 @@ def _fits(one: Pass, stack: StackModel) -> bool:
     return all(length <= positions(m) and max(ids) < vocabulary(m) for m in stack.models.values())
 
 
-def _inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> dict[str, Changed]:
-    has_positions = "position_ids" in inspect.signature(stack.model.forward).parameters
+def _changes(responses: Sequence[DumpedResponse], stack: StackModel) -> Iterator[InputChange]:
     padding = _padding(responses, stack)
-    found: dict[str, Changed] = {
-        words: [[pass_over(ids, r.response_ids)] if ids else None for ids, r in zip(prompts, responses, strict=True)]
-        for words, prompts in _prompts(responses, padding, stack).items()
-    }
-    found["no prompt"] = [[pass_over((), r.response_ids)] if len(r.response_ids) > 1 else None for r in responses]
+    for words, prompts in _prompts(responses, stack).items():
+        yield _before(words, prompts, responses)
+    padded = [(*pad, *r.prompt_ids) for pad, r in zip(padding, responses, strict=True)]
+    yield _before("attention to the padding before the prompt", padded, responses, "padding_leak")
+    without = [[pass_over((), r.response_ids)] if len(r.response_ids) > 1 else None for r in responses]
+    yield InputChange("no prompt", without)
+    yield from _contexts(responses)
+    has_positions = "position_ids" in inspect.signature(stack.model.forward).parameters
+    one_by_one = [_one_by_one(r, has_positions) for r in responses]
+    yield InputChange("only the token before (no key/value cache)", one_by_one)
+    if has_positions:
+        yield from _positions(responses, padding)
+    if stack.tokenizer is not None:
+        again = [_encoded_again(stack.tokenizer, r) for r in responses]
+        yield InputChange("ids that were decoded and encoded again", again, "retokenization")
+
+
+def _before(
+    words: str, prompts: Sequence[Ids], responses: Sequence[DumpedResponse], name: CauseName = "other_prompt"
+) -> InputChange:
+    """Return the change in which each response comes after another prompt, () for its own."""
+    pairs = zip(prompts, responses, strict=True)
+    return InputChange(words, [[pass_over(ids, r.response_ids)] if ids else None for ids, r in pairs], name)
+
+
+def _contexts(responses: Sequence[DumpedResponse]) -> Iterator[InputChange]:
+    """Yield what a turn may not see of the earlier turns."""
     # a turn's tokens are a run of tokens that count; those between two turns lead to the second
     contexts: dict[str, Callable[[int, int, bool], bool]] = {
         "context without the tokens between turns": lambda turn, now, counts: counts,
         "context without the earlier turns": lambda turn, now, counts: turn == now,
         "context without the sampled tokens of earlier turns": lambda turn, now, counts: turn == now or not counts,
     }
-    found |= {words: [_seeing(r, keep) for r in responses] for words, keep in contexts.items()}
-    found["only the token before (no key/value cache)"] = [_one_by_one(r, has_positions) for r in responses]
-    if has_positions:
-        starts = [len(r.prompt_ids) for r in responses]
-        of_response = list(zip(responses, starts, strict=True))
-        found["positions from 0 at the response"] = [_moved(r, -start, start) for r, start in of_response]
-        found["positions of the response one too high"] = [_moved(r, 1, start) for r, start in of_response]
-        found["positions of the response one too low"] = [_moved(r, -1, start) for r, start in of_response]
-        found["positions that count the padding before the prompt"] = [
-            _moved(r, len(before), 0) for r, before in zip(responses, padding, strict=True)
-        ]
-    if stack.tokenizer is not None:
-        found["ids that were decoded and encoded again"] = [_encoded_again(stack.tokenizer, r) for r in responses]
-    return found
+    for words, keep in contexts.items():
+        yield InputChange(words, [_seeing(r, keep) for r in responses])
+
+
+def _positions(responses: Sequence[DumpedResponse], padding: Sequence[Ids]) -> Iterator[InputChange]:
+    of_response = [(r, len(r.prompt_ids)) for r in responses]
+    yield InputChange("positions from 0 at the response", [_moved(r, -start, start) for r, start in of_response])
+    yield InputChange("positions of the response one too high", [_moved(r, 1, start) for r, start in of_response])
+    yield InputChange("positions of the response one too low", [_moved(r, -1, start) for r, start in of_response])
+    counted = [_moved(r, len(before), 0) for r, before in zip(responses, padding, strict=True)]
+    yield InputChange("positions that count the padding before the prompt", counted, "padding_leak")
 
 
 def _padding(responses: Sequence[DumpedResponse], stack: StackModel) -> list[Ids]:
@@ -73,7 +101,7 @@ def _padding(responses: Sequence[DumpedResponse], stack: StackModel) -> list[Ids
     return [(stack.pad_token_id,) * (longest - len(r.prompt_ids)) for r in responses]
 
 
-def _prompts(responses: Sequence[DumpedResponse], padding: Sequence[Ids], stack: StackModel) -> dict[str, list[Ids]]:
+def _prompts(responses: Sequence[DumpedResponse], stack: StackModel) -> dict[str, list[Ids]]:
     """Return the other prompts of the responses, by description; () where a prompt stays."""
     prompts = [r.prompt_ids for r in responses]
     bos, eos = (() if x is None else (x,) for x in (stack.bos_token_id, stack.eos_token_id))
@@ -87,7 +115,6 @@ def _prompts(responses: Sequence[DumpedResponse], padding: Sequence[Ids], stack:
         "prompt with a BOS token before it": [() if has else p for p, has in zip(with_bos, begins, strict=True)],
         "prompt with a second BOS token before it": [p if has else () for p, has in zip(with_bos, begins, strict=True)],
         "prompt with an EOS token after it": [(*p, *eos) for p in prompts],
-        "attention to the padding before the prompt": [(*pad, *p) for pad, p in zip(padding, prompts, strict=True)],
         "attention to the response before it": [
             (),
             *((*a.prompt_ids, *a.response_ids, *b.prompt_ids) for a, b in pairwise(responses)),

@@ -78,10 +78,12 @@ def _of_norms(model: PreTrainedModel) -> Iterator[OtherModel]:
     every = _norms(model)
     kinds = _by_kind(every)
     for parent in dict.fromkeys(kind.rpartition(".")[0] for kind in kinds):
-        of = [kind for kind in kinds if kind.rpartition(".")[0] == parent]
-        if len(of) > 1 and ".*." in parent:  # inside a layer: the norms of queries and keys
-            names = [name for kind in of for name in kinds[kind]]
-            yield option(f"without the norms {', '.join(of)}", NORMS, partial(with_modules, model, names, Identity))
+        siblings = [kind for kind in kinds if kind.rpartition(".")[0] == parent]
+        if len(siblings) > 1 and ".*." in parent:  # inside a layer: the norms of queries and keys
+            names = [name for kind in siblings for name in kinds[kind]]
+            yield option(
+                f"without the norms {', '.join(siblings)}", NORMS, partial(with_modules, model, names, Identity)
+            )
     for kind, names in kinds.items():
         yield option(f"without the norm {kind}", NORMS, partial(with_modules, model, names, Identity))
     layer_norms = [name for name in every if isinstance(model.get_submodule(name), LayerNorm)]
@@ -123,10 +125,10 @@ def _of_vectors(model: PreTrainedModel) -> Iterator[OtherModel]:
     together: dict[str, list[str]] = {}
     for kind in biases:
         together.setdefault(kind.rpartition(".")[0].rpartition(".")[0], []).append(kind)
-    for of in (biases, *(some for some in together.values() if some != biases)):
-        if len(of) > 1:
-            names = {name for kind in of for name in kinds[kind]}
-            words = f"without {', '.join(of)}" if len(of) < len(biases) else "without any bias"
+    for group in (biases, *(some for some in together.values() if some != biases)):
+        if len(group) > 1:
+            names = {name for kind in group for name in kinds[kind]}
+            words = f"without {', '.join(group)}" if len(group) < len(biases) else "without any bias"
             yield option(words, VECTORS, partial(_filled, model, names, 0.0))
     for kind, of_kind in kinds.items():
         for value in (0.0,) if kind in biases else CONSTANTS:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.causes.cause import Formula, OtherQuantity, OtherUnit, Parameter, RecordedChunk, fixed
+from ppo_repro.testing.audit.causes.cause import Formula, OtherQuantity, OtherUnit, Parameter, fixed
 from ppo_repro.testing.audit.distributions import target_logprobs
+from ppo_repro.testing.audit.numbers import RecordedChunk
 from ppo_repro.testing.audit.stack import StackSampling
 
 STEPS = (1, -1, 2, -2, 3, -3)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.testing.advice import CauseName
-from ppo_repro.testing.audit.causes.cause import Formula, OtherDistribution, Parameter, RecordedChunk, Rounded, fixed
+from ppo_repro.testing.audit.causes.cause import Formula, OtherDistribution, Parameter, Rounded, fixed
 from ppo_repro.testing.audit.distributions import (
     OF_TOP_K,
     PROCESSED,
@@ -24,6 +24,7 @@ from ppo_repro.testing.audit.distributions import (
     target_logprobs,
 )
 from ppo_repro.testing.audit.measure import FORMATS
+from ppo_repro.testing.audit.numbers import RecordedChunk
 from ppo_repro.testing.audit.stack import StackSampling
 
 FACTOR = Parameter((0.8, 0.95, 1.05, 1.2, 1.5, 2.0), is_fitted=True)

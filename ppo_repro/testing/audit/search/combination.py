@@ -71,4 +71,6 @@ def together(*causes: Cause) -> Combination:
                 found = replace(found, quantity=cause)
             case OtherUnit():
                 found = replace(found, unit=cause)
+            case _:
+                raise TypeError(f"{type(cause).__name__} has no stage")
     return found

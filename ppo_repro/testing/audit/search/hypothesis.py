@@ -15,7 +15,7 @@ from ppo_repro.testing.audit.measure import explains, rms
 from ppo_repro.testing.audit.search.combination import Combination
 from ppo_repro.testing.audit.search.trial import Candidate, Trial
 
-# of errors that causes leave, or of the numbers of a side
+# beside its causes, what a hypothesis says about the numbers of a side
 Pattern = Literal["none", "like 16-bit rounding", "of other responses", "of other tokens"]
 Identity = tuple[Pattern, Combination]
 

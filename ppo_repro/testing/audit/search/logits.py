@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.causes.cause import Numbers, OtherInput, OtherModel, RecordedChunk
+from ppo_repro.testing.audit.causes.cause import OtherInput, OtherModel
 from ppo_repro.testing.audit.forward import Pass, States, has_decoder_apart, pass_over, slices, states
+from ppo_repro.testing.audit.numbers import Numbers, RecordedChunk
 from ppo_repro.testing.audit.search.windows import Tokens, Window
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
@@ -91,6 +92,7 @@ class Logits:
                 passes.append(one)
                 rows += [len(targets) + token - w.start for token in one.tokens]
             targets += self.responses[w.response].response_ids[w.start : w.end]
+        # other weights may be of another class
         is_apart = self._is_apart if isinstance(model, type(self.model)) else has_decoder_apart(model)
         with self._precision(source):
             by_pass = dict(states(model, passes, is_apart))

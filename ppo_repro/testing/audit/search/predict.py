@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.audit.causes.cause import OtherDistribution, RecordedChunk
+from ppo_repro.testing.audit.causes.cause import OtherDistribution
 from ppo_repro.testing.audit.distributions import Definition, target_logprobs
+from ppo_repro.testing.audit.numbers import RecordedChunk
 from ppo_repro.testing.audit.search.combination import Combination
 from ppo_repro.testing.audit.search.logits import Logits, Source
 from ppo_repro.testing.audit.search.windows import Tokens

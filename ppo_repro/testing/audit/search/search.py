@@ -19,16 +19,15 @@ from scipy.optimize import least_squares
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, OtherDistribution
 from ppo_repro.testing.audit.causes.inputs import of_inputs
+from ppo_repro.testing.audit.causes.models import of_models
 from ppo_repro.testing.audit.causes.recorded import RECORDED
 from ppo_repro.testing.audit.causes.softmax import DISTRIBUTIONS
-from ppo_repro.testing.audit.causes.weights import of_weights
 from ppo_repro.testing.audit.distributions import Definition
 from ppo_repro.testing.audit.forward import Progress
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.search.combination import Combination, together
 from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis, hypotheses_of, hypothesis_of
 from ppo_repro.testing.audit.search.orders import of_other_orders
-from ppo_repro.testing.audit.search.predict import source_of
 from ppo_repro.testing.audit.search.rounding import with_rounding
 from ppo_repro.testing.audit.search.trial import Candidate, Trial
 from ppo_repro.testing.audit.search.windows import Tokens
@@ -38,13 +37,13 @@ from ppo_repro.testing.dumps import DumpedResponse
 
 def causes_before_logits(stack: StackModel, responses: Sequence[DumpedResponse]) -> list[Cause]:
     """Return the causes that change the model or its input; they are the same for both sides."""
-    return [*of_weights(stack.model, stack.others), *of_inputs(responses, stack)]
+    return [*of_models(stack.model, stack.others), *of_inputs(responses, stack)]
 
 
 def causes_after_logits(sampling: StackSampling, definition: Definition) -> list[Cause]:
-    """Return the causes that follow the logits and whose presumption holds; `definition` is what is right."""
-    wrong = (cause for cause in DISTRIBUTIONS if cause.definition != definition)
-    return [cause for cause in (*wrong, *RECORDED) if cause.presumes(sampling)]
+    """Return the causes after the logits whose presumption holds; the right `definition` is no cause."""
+    others = (cause for cause in DISTRIBUTIONS if cause.definition != definition)
+    return [cause for cause in (*others, *RECORDED) if cause.presumes(sampling)]
 
 
 def search(trial: Trial) -> Hypotheses:
@@ -140,9 +139,8 @@ def _with_value(trial: Trial, causes: tuple[Cause, ...]) -> Combination | None:
     combination, few = together(*causes), trial.few
     if combination.parameter is None:
         return combination
-    pairs = zip(trial.predictor.logits.chunks(source_of(combination, few)), few.windows, strict=True)
-    chunks = [replace(chunk, numbers=trial.side.numbers[w.response]) for of_window, w in pairs for chunk in of_window]
-    values = combination.parameter.values(chunks)[: combination.parameter.in_pairs if len(causes) > 1 else None]
+    most = combination.parameter.in_pairs if len(causes) > 1 else None
+    values = combination.parameter.values(trial.chunks(combination, few))[:most]
     options = (trial.candidate(replace(combination, value=x), few) for x in values)
     fitting = [option for option in options if option is not None]
     return min(fitting, key=lambda option: option.left).combination if fitting else None

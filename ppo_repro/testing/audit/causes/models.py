@@ -16,7 +16,7 @@ from ppo_repro.testing.audit.measure import FORMATS
 from ppo_repro.testing.audit.patches import with_parameters_in
 
 
-def of_weights(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> Iterator[OtherModel]:
+def of_models(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> Iterator[OtherModel]:
     """Yield the causes that change the model; `others` are other weights, by description."""
     for name, dtype in FORMATS.items():
         make = partial(with_parameters_in, model, dtype, dtype)

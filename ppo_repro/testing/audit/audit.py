@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import pandas as pd
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
@@ -31,19 +30,20 @@ from ppo_repro.testing.audit.distributions import Definition, sampled_from
 from ppo_repro.testing.audit.draws import DrawCauses, Tally, drawn_from, left_out_of
 from ppo_repro.testing.audit.judge import judged
 from ppo_repro.testing.audit.measure import rms
-from ppo_repro.testing.audit.reference import RecordedSide, chunks_of, recorded_sides, references_of
+from ppo_repro.testing.audit.reference import RecordedSide, Reference, chunks_of, recorded_sides, references_of
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
 from ppo_repro.testing.audit.verdict import JudgedSide, Unknown
 from ppo_repro.testing.dumps import DumpedResponse
 
-TOKENS = ("row", "turn", "position", "token_id", "reference", "sampler", "trainer")
+TOKENS = ("row", "turn", "position", "token_id", "reference", "trainer_reference", "sampler", "trainer")
 
 
 @dataclass(frozen=True)
 class Audit:
     """Verdicts about sampler and trainer, and the tokens that count.
 
-    `tokens` has one row per token, with the columns TOKENS; the last three are log-probs in nats.
+    `tokens` has one row per token, with the columns TOKENS. The last four are log-probs in nats: the right ones of the
+    sampler and of the trainer, which differ if the sides have other definitions, and the recorded ones.
     """
 
     responses: int
@@ -78,7 +78,7 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
         floor=reference.floor,
         sampler=sampler,
         trainer=trainer,
-        tokens=_tokens(responses, reference.logprobs),
+        tokens=_tokens(responses, *(side.reference for side in recorded)),
         draws=tally.draws(),
         are_drawn=not tally.is_wrong(),
         drawn_by=_causes_of_draws(stack.model, responses, sampling, tallies) if tally.is_wrong() else "",
@@ -106,10 +106,11 @@ def _causes_of_draws(
     return causes.words()
 
 
-def _tokens(responses: Sequence[DumpedResponse], logprobs: Sequence[Tensor]) -> pd.DataFrame:
+def _tokens(responses: Sequence[DumpedResponse], sampler: Reference, trainer: Reference) -> pd.DataFrame:
     frames = []
-    for r, right in zip(responses, logprobs, strict=True):
-        columns = r.row, r.turns, range(len(right)), r.response_ids, right.numpy(), r.sampler, r.trainer
+    for r, *right in zip(responses, sampler.logprobs, trainer.logprobs, strict=True):
+        both = (logprobs.numpy() for logprobs in right)
+        columns = r.row, r.turns, range(len(r.response_ids)), r.response_ids, *both, r.sampler, r.trainer
         frames.append(pd.DataFrame(dict(zip(TOKENS, columns, strict=True)))[r.counts])
     return pd.concat(frames, ignore_index=True).astype({"sampler": "float64", "trainer": "float64"})
 

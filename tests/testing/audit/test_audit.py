@@ -446,7 +446,10 @@ def test_sides_with_different_orders_of_cuts_are_of_different_distributions(
 def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, stack: StackModel) -> None:
     raw, tempered, of_8 = made.logprobs(temperature=1.0), made.logprobs(), kept(top_k(8))(made)
     dump, said = made.dump(raw, tempered), replace(GIVEN, sampler_logprobs="raw", trainer_logprobs="tempered")
-    assert audit(stack, dump, said).sampler.is_right
+    of_each = audit(stack, dump, said)
+    assert of_each.sampler.is_right
+    for side, column in (("sampler", "reference"), ("trainer", "trainer_reference")):
+        assert (of_each.tokens[side] - of_each.tokens[column]).abs().max() < 1e-5
     assert not audit(stack, dump, GIVEN).sampler.is_right
     processed = replace(GIVEN, sampler_logprobs="processed", trainer_logprobs="processed")
     found = audit(stack, made.dump(of_8, tempered), processed)

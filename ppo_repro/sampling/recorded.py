@@ -1,4 +1,4 @@
-"""Samples of recorded iterations, for a run that is resumed or repeated.
+"""Read the samples of recorded iterations, for a run that is resumed or repeated.
 
 A user's engine promises no bits, so it cannot sample the same tokens again. The run reads its samples from the records,
 and computes everything that follows from them again.

@@ -94,7 +94,7 @@ class Draws:
     @property
     def are_impossible(self) -> bool:
         """Return whether more tokens have probability 0 than rounding can move across the end of a cut."""
-        return self.impossible > moved_by_rounding(self.tokens)
+        return self.impossible > moved_by_rounding(self.tokens + self.impossible)
 
     def sentence(self) -> str:
         """Return one sentence on the draws: what is wrong with them, or what would have been found."""

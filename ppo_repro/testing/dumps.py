@@ -7,7 +7,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from itertools import chain, groupby
@@ -84,7 +84,7 @@ FORMATS = {
 class DumpedResponse:
     """One response of n tokens. `sampler`, `trainer`: float32 [n], nats; `counts`: bool [n]."""
 
-    row: int  # in the file, from 1
+    row: int  # the number of the response in the file, from 1
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]  # () if the file has no tokens
     sampler: npt.NDArray[np.float32]
@@ -139,13 +139,16 @@ def _responses(where: str, rows: Iterator[Any], names: Names | str | None) -> It
     if not isinstance(names, Names):
         names = names_of(where, first, names)
     every: Iterable[DumpRow] = chain([first], rows)
-    sampled = _column(f"{where}: row 1", first, names.sampler)
-    if not isinstance(sampled, list | tuple | np.ndarray):
-        if isinstance(sampled, int | float | np.number) and "sequence" not in first:
-            raise UserError(f"{where}: has a row per token and no column sequence; add it: the number of the response")
+    sampled = first.get(names.sampler)
+    is_list = isinstance(sampled, list | tuple | np.ndarray)
+    is_by_token = not is_list and names.sampler in first and "sequence" in first
+    if is_by_token:
         every = _responses_of_tokens(where, every, names)
+    elif isinstance(sampled, int | float | np.number):
+        raise UserError(f"{where}: has a row per token and no column sequence; add it: the number of the response")
     for number, row in enumerate(every, 1):
-        response = _response(f"{where}: row {number}", number, row, names)
+        place = f"sequence {row['sequence'][0]}" if is_by_token else f"row {number}"
+        response = _response(f"{where}: {place}", number, row, names)
         if response is not None:
             yield response
 
@@ -165,7 +168,7 @@ def impossible(values: npt.NDArray[np.float32]) -> str:
 def _responses_of_tokens(where: str, rows: Iterable[DumpRow], names: Names) -> Iterator[DumpRow]:
     """Join consecutive rows of tokens of the same iteration and sequence to one row of lists.
 
-    Every row has the whole prompt, if the file has prompts.
+    The prompt and its mask are of the whole response, and in every row.
     Raises UserError for rows in another order, by `sequence` or, if the rows have it, by `position`.
     """
     seen = set[tuple[Any, Any]]()
@@ -175,7 +178,7 @@ def _responses_of_tokens(where: str, rows: Iterable[DumpRow], names: Names) -> I
         seen.add((iteration, sequence))
         tokens = list(group)
         joined: dict[str, Any] = {name: [row.get(name) for row in tokens] for name in tokens[0]}
-        joined |= {name: tokens[0].get(name) for name in (names.prompt, names.padding_mask) if name is not None}
+        joined |= _of_whole_response(f"{where}: sequence {sequence}", tokens, names)
         if joined.get("position", [None])[0] is not None:
             positions = _array(f"{where}: sequence {sequence}", "position", joined["position"], "positions")
             if (backward := np.flatnonzero(np.diff(positions) <= 0)).size:
@@ -186,6 +189,18 @@ def _responses_of_tokens(where: str, rows: Iterable[DumpRow], names: Names) -> I
         if "token_id" in joined:  # the name in a run's own table
             joined["response_ids"] = joined["token_id"]
         yield joined | {names.iteration: iteration}
+
+
+def _of_whole_response(where: str, tokens: Sequence[DumpRow], names: Names) -> DumpRow:
+    """Return the prompt and its mask, which every token has. Raises UserError if two tokens have different ones."""
+    found = {}
+    for name in map(str, (names.prompt, names.padding_mask)):
+        value = tokens[0].get(name)
+        if isinstance(value, list | tuple | np.ndarray):  # else there is none, or one for each token
+            if any(not np.array_equal(value, row.get(name, ())) for row in tokens):
+                raise UserError(f"{where}: its tokens have different {name}; give each the {name} of the response")
+            found[name] = value
+    return found
 
 
 def _response(where: str, number: int, row: DumpRow, names: Names) -> DumpedResponse | None:

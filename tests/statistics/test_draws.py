@@ -172,3 +172,10 @@ def test_a_dump_with_entropies_is_judged(tmp_path: Path) -> None:
     ):
         assert_mismatch_below(dump(top_p(0.8)), mean_abs=0.0)
     assert_mismatch_below(dump(top_p(0.8)).drop(columns="entropies"), mean_abs=0.0)
+
+
+def test_as_many_tokens_as_rounding_moves_may_be_impossible() -> None:
+    logprobs = np.full(2000, np.log(0.5))
+    for count, are_impossible in ((2, False), (3, True)):
+        logprobs[:count] = -np.inf
+        assert draws_of(logprobs, np.full(2000, np.log(2)), np.arange(2000)).are_impossible == are_impossible

@@ -1,7 +1,7 @@
 """Say which side of a dump, sampler or trainer, is wrong, and why. `audit` is the algorithm:
 
 1. Compute the right log-probs of the dumped tokens in float64, and the rounding of stock float32 (`reference`).
-2. Choose the distribution that the log-probs of each side are of: of all tokens, or after penalties and cuts.
+2. Choose the distribution that the log-probs of each side are of: of all tokens, or after penalties and cuts (`sides`).
 3. Measure how far each side is from the right log-probs (`judge`). A side is right if it is about as near as float32.
 4. Search the causes of a wrong side (`search/`): each cause predicts numbers, and explains the side if what remains of
    the errors is rounding (`measure.explains`).
@@ -30,7 +30,8 @@ from ppo_repro.testing.audit.distributions import Definition, sampled_from
 from ppo_repro.testing.audit.draws import DrawCauses, Tally, drawn_from, left_out_of
 from ppo_repro.testing.audit.judge import judged
 from ppo_repro.testing.audit.measure import rms
-from ppo_repro.testing.audit.reference import RecordedSide, Reference, chunks_of, recorded_sides, references_of
+from ppo_repro.testing.audit.reference import Reference, chunks_of, references_of
+from ppo_repro.testing.audit.sides import RecordedSide, recorded_sides
 from ppo_repro.testing.audit.stack import StackModel, StackSampling, positions, vocabulary
 from ppo_repro.testing.audit.verdict import JudgedSide, Unknown
 from ppo_repro.testing.dumps import DumpedResponse
@@ -67,8 +68,8 @@ def audit(stack: StackModel, responses: Sequence[DumpedResponse], sampling: Stac
     _check_model(stack, responses)
     tallies = {definition: Tally(left_out_of(stack, responses)) for definition in sampled_from(sampling)}
     references = references_of(stack.model, responses, sampling, tallies)
-    recorded, have_own_orders = recorded_sides(responses, references, sampling)
-    sampler, trainer = judged(stack, recorded, have_own_orders)
+    recorded = recorded_sides(responses, references, sampling)
+    sampler, trainer = judged(stack, recorded)
     reference = recorded[0].reference
     _require_temperature(sampling, (sampler, trainer))
     _check_weights(sampler, trainer, recorded, reference.floor)
@@ -101,8 +102,8 @@ def _causes_of_draws(
         return ""  # no drawn token is possible at all
     causes = DrawCauses(tallies[definition], sampling.temperature)
     with float64(model):
-        for _, chunk, counts in chunks_of(model, responses, sampling, is_wide=True):
-            causes.add(definition.logits(chunk), chunk.targets, counts)
+        for _, chunk in chunks_of(model, responses, sampling, is_wide=True):
+            causes.add(definition.logits(chunk), chunk.targets, chunk.counts[chunk.here])
     return causes.words()
 
 

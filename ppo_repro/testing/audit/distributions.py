@@ -25,6 +25,12 @@ class Chunk:
     prompt: tuple[int, ...]  # the ids before the response
     before: tuple[int, ...]  # the response's ids before the first target
     sampling: StackSampling
+    counts: Tensor  # bool [n], which tokens of the response count
+
+    @property
+    def here(self) -> slice:
+        """Return the positions of the k tokens in the response."""
+        return slice(len(self.before), len(self.before) + len(self.targets))
 
     @cached_property
     def seen(self) -> Tensor:
@@ -90,8 +96,19 @@ class Definition:
 
     kind: Literal["tempered", "processed", "raw"]
     logits: Callable[[Chunk], Tensor]  # [k, V] whose softmax is the distribution of the chunk's tokens
+    uncut: Callable[[Chunk], Tensor]  # the same before the cuts
     order: str = ""  # of the cuts, in words, with the engines that have it
     differs: Callable[[StackSampling], bool] = lambda sampling: True  # whether these settings tell it from the others
+
+    def target_logprobs(self, chunk: Chunk) -> Tensor:
+        """Return the log-prob of each target [k]; a target that the cuts drop is kept too.
+
+        Rounding moves a token across the end of a cut. A sampler that drew the token had kept it.
+        """
+        at, kept = chunk.targets[:, None], self.logits(chunk)
+        own, total = self.uncut(chunk).gather(-1, at)[:, 0], kept.logsumexp(-1)
+        is_dropped = kept.gather(-1, at)[:, 0] == -math.inf
+        return own - torch.where(is_dropped, torch.logaddexp(own, total), total)
 
     @property
     def words(self) -> str:
@@ -104,14 +121,20 @@ def _in_order(
 ) -> Definition:
     """Return the distribution after penalty, temperature and cuts; if `is_cut_first`, cuts come before temperature."""
 
-    def processed(chunk: Chunk) -> Tensor:
-        logits, s = chunk.logits, chunk.sampling
-        if s.repetition_penalty != 1.0:
-            logits = penalised(logits, chunk.seen, s.repetition_penalty)
-        cuts = s.top_k, s.top_p, s.min_p, first
-        return cut(logits, *cuts) / s.temperature if is_cut_first else cut(logits / s.temperature, *cuts)
+    def uncut(chunk: Chunk) -> Tensor:
+        return _penalised(chunk) / chunk.sampling.temperature
 
-    return Definition("processed", processed, order, differs)
+    def processed(chunk: Chunk) -> Tensor:
+        s = chunk.sampling
+        cuts = s.top_k, s.top_p, s.min_p, first
+        return cut(_penalised(chunk), *cuts) / s.temperature if is_cut_first else cut(uncut(chunk), *cuts)
+
+    return Definition("processed", processed, uncut, order, differs)
+
+
+def _penalised(chunk: Chunk) -> Tensor:
+    penalty = chunk.sampling.repetition_penalty
+    return chunk.logits if penalty == 1.0 else penalised(chunk.logits, chunk.seen, penalty)
 
 
 def _is_temperature_last(s: StackSampling) -> bool:
@@ -119,9 +142,17 @@ def _is_temperature_last(s: StackSampling) -> bool:
     return s.is_tempered() and (s.top_p < 1.0 or s.min_p > 0.0)
 
 
+def _tempered(chunk: Chunk) -> Tensor:
+    return chunk.logits / chunk.sampling.temperature
+
+
+def _raw(chunk: Chunk) -> Tensor:
+    return chunk.logits
+
+
 OF_TOP_K = ", top-p of what top-k leaves"
-TEMPERED = Definition("tempered", lambda chunk: chunk.logits / chunk.sampling.temperature)
-RAW = Definition("raw", lambda chunk: chunk.logits)
+TEMPERED = Definition("tempered", _tempered, _tempered)
+RAW = Definition("raw", _raw, _raw)
 EACH_CUT_OF_ALL = _in_order("", StackSampling.is_cut)
 PROCESSED = (
     EACH_CUT_OF_ALL,

@@ -15,7 +15,7 @@ from torch import Tensor
 from ppo_repro.statistics.draws import CHANCE, NONE, Draws, draws_of
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.distributions import Definition, cut, target_logprobs
-from ppo_repro.testing.audit.stack import StackModel
+from ppo_repro.testing.audit.stack import StackModel, vocabulary
 from ppo_repro.testing.dumps import DumpedResponse
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)  # in units of the given temperature
@@ -23,7 +23,7 @@ TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)  #
 
 @dataclass
 class Tally:
-    """What the drawn tokens are in their distributions, response by response, of a dump."""
+    """How likely the drawn tokens of a dump are in their distributions, response by response."""
 
     left_out: tuple[int, ...] = ()  # tokens that the dump does not have: it is judged among the others
     logprobs: list[Tensor] = field(default_factory=list)  # log p(token), float64 [k] each
@@ -74,6 +74,10 @@ class Tally:
         """Return whether the tokens were clearly drawn from other distributions."""
         return self.draws().is_wrong or self.banned()[1] >= -math.log(CHANCE)
 
+    def impossible(self) -> int:
+        """Return the number of tokens of probability 0."""
+        return -self.likelihood()[0]
+
     def likelihood(self) -> tuple[int, float]:
         """Return minus the number of tokens of probability 0, and the sum of the other log-probs, nats."""
         logprobs = torch.cat(self.logprobs) if self.logprobs else torch.empty(0)
@@ -103,7 +107,10 @@ def left_out_of(stack: StackModel, responses: Sequence[DumpedResponse]) -> tuple
     model = stack.model
     others = (getattr(config, "eos_token_id", None) for config in (model.config, model.generation_config))
     ends = {
-        i for ids in (stack.eos_token_id, *others) for i in (ids if isinstance(ids, list) else [ids]) if i is not None
+        i
+        for ids in (stack.eos_token_id, *others)
+        for i in (ids if isinstance(ids, list) else [ids])
+        if i is not None and 0 <= i < vocabulary(model)  # a tokenizer may have more
     }
     there = {token for r in responses for token, counts in zip(r.response_ids, r.counts, strict=True) if counts}
     return () if ends & there else tuple(sorted(ends))

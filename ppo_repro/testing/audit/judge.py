@@ -17,10 +17,10 @@ from ppo_repro.testing.audit.distributions import EACH_CUT_OF_ALL
 from ppo_repro.testing.audit.facts import facts, of_format
 from ppo_repro.testing.audit.measure import rms
 from ppo_repro.testing.audit.numbers import Numbers
-from ppo_repro.testing.audit.reference import RecordedSide, largest_error
 from ppo_repro.testing.audit.search.hypothesis import Hypotheses, Hypothesis
 from ppo_repro.testing.audit.search.search import causes_after_logits, causes_before_logits, search
 from ppo_repro.testing.audit.search.trial import WrongSide, trial_of
+from ppo_repro.testing.audit.sides import RecordedSide, largest_error
 from ppo_repro.testing.audit.stack import StackModel
 from ppo_repro.testing.audit.verdict import Distance, Explained, JudgedSide, OfItsOrder, Right, Unknown
 from ppo_repro.testing.dumps import impossible
@@ -28,10 +28,10 @@ from ppo_repro.testing.dumps import impossible
 FILL = "record a log-prob for every token that counts, and leave padding out by the mask"
 
 
-def judged(stack: StackModel, recorded: Sequence[RecordedSide], have_own_orders: bool) -> list[JudgedSide]:
+def judged(stack: StackModel, recorded: Sequence[RecordedSide]) -> list[JudgedSide]:
     """Judge each side by its distance, and search the causes of a wrong one.
 
-    If sides with an order of cuts of their own are right, neither is right for the other's order.
+    If both sides are right, but for different orders of cuts, no side is right for the order of the other.
     """
     found, before_logits = list[JudgedSide](), list[Cause]()
     for side in recorded:
@@ -44,7 +44,7 @@ def judged(stack: StackModel, recorded: Sequence[RecordedSide], have_own_orders:
         causes = [*before_logits, *causes_after_logits(side.sampling, side.definition)]
         trial = trial_of(stack.model, side, distance.wrong_responses, causes)
         found.append(_wrong(side, distance, trial.side, search(trial)))
-    if have_own_orders and all(side.is_right for side in found):
+    if all(side.has_own_order for side in recorded) and all(side.is_right for side in found):
         return [_of_its_order(side) for side in found]
     return found
 

@@ -27,7 +27,7 @@ OF_ERRORS = 0.5
 # Dumps with the cause left up to 0.26. Dumps with another cause left 0.64 and more.
 OF_ROUNDING = 0.4
 
-# Are errors 16-bit rounding with other bits? (`measure.likeness`, `rounding`)
+# Are errors 16-bit rounding with other bits? (`measure.likeness`, `search/rounding`)
 # bfloat16 has 3 bits less than float16, so its rounding errors are 8 times as large. Errors have the size of a format's
 # rounding up to halfway to the other format: a factor of 8 ** 0.5.
 FORMATS_APART = 8.0
@@ -38,9 +38,11 @@ NO_CHANCE = 3.0
 # A part in bfloat16 is named too if its errors correlate nearly as well. Parts of one layer have similar errors.
 ALIKE = 0.8
 
-# Which distribution are log-probs of? (`reference`)
+# Which distribution are log-probs of? (`sides`)
 # Log-probs count as processed only if the sides are e times nearer to it, all sides together, than to the tempered one.
 UNLIKE_TEMPERED = 1.0
+# A distribution that drops a drawn token must be e times nearer than one that keeps all drawn tokens.
+DROPS_A_TOKEN = 1.0
 
 # Which tokens can be judged?
 # A log-prob of exactly 0 counts as recorded only if the token's probability is at least this.
@@ -68,8 +70,8 @@ TRIED = 256
 NEAR = 3.0
 # This many of the best causes are tried on more tokens. If no cause is good enough, this many of the nearest ones are.
 ON_ALL, WORST = 12, 3
-# Wrong tokens get a cause of their own if they are less than this part of the tokens. The few others may be right by
-# chance.
+# If no cause explains all tokens, causes are tried on the wrong tokens alone, unless these are more than this part: the
+# few others may be right by chance.
 WRONG_ALONE = 0.95
 
 # What explains wrong draws? (`draws.DrawCauses`)

@@ -16,7 +16,7 @@ from ppo_repro.base.output import say, shown
 from ppo_repro.models.folder_files import NOT_WEIGHTS, check_size, check_weights, has_tokenizer
 from ppo_repro.models.reading import reading
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.causes.fields import not_computed
+from ppo_repro.testing.audit.ignored_options import not_computed
 from ppo_repro.testing.audit.stack import positions, vocabulary
 
 PROBE = 2, 16  # tokens on which two implementations of attention are compared, fewer and more than a window

@@ -36,22 +36,18 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class RecordedChunk(Chunk):
-    """Logits of k neighbouring tokens, and the recorded numbers of the whole response."""
+class RecordedChunk:
+    """Logits of k neighbouring tokens, and the numbers of their response."""
 
+    chunk: Chunk
     numbers: Numbers
 
     @property
-    def here(self) -> slice:
-        """Return the positions of the k tokens in the response."""
-        return slice(len(self.before), len(self.before) + len(self.targets))
-
-    @property
-    def wanted(self) -> Tensor:
+    def recorded(self) -> Tensor:
         """Return the recorded numbers [k] of the tokens."""
-        return self.numbers.recorded[self.here]
+        return self.numbers.recorded[self.chunk.here]
 
     @property
     def usable(self) -> Tensor:
         """Return which of the k tokens are judged, bool [k]."""
-        return self.numbers.usable[self.here]
+        return self.numbers.usable[self.chunk.here]

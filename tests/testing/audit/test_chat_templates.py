@@ -8,9 +8,11 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.tasks.tokenizer import train_bpe
+from ppo_repro.testing.advice import ADVICE
 from ppo_repro.testing.audit.audit import audit
 from ppo_repro.testing.audit.causes.inputs import of_inputs
 from ppo_repro.testing.audit.stack import StackModel, StackSampling
+from ppo_repro.testing.audit.verdict import Explained
 from tests.support.models import qwen3_config, small_model
 from tests.testing.audit.material import TEMPERATURE, Material, cause_of, material, response
 
@@ -91,3 +93,18 @@ def test_a_fault_of_the_chat_template_is_named(words: str) -> None:
     )
     assert cause_of(found.sampler) == words
     assert found.trainer.is_right
+
+
+@pytest.mark.slow
+def test_a_prompt_that_was_encoded_again_is_named() -> None:
+    """The dump has one id for each letter, the wrong side the ids that the tokenizer gives the same text."""
+    model, of = small_model(qwen3_config(), 4), tokenizer()
+    letters = [[i for letter in q for i in of(letter).input_ids] for q in QUESTIONS]
+    responses = [of(" nine six nine What").input_ids for _ in QUESTIONS]
+    dump = Material(model, letters, responses)
+    bad = dump.logprobs(dump.logits(prompt=lambda i: of(QUESTIONS[i]).input_ids))
+    stack = StackModel(model, {}, BOS_ID, tokenizer=of)
+    found = audit(stack, dump.dump(bad, dump.logprobs()), StackSampling(TEMPERATURE))
+    assert cause_of(found.sampler) == "ids that were decoded and encoded again"
+    assert isinstance(found.sampler.verdict, Explained)
+    assert found.sampler.verdict.advice == ADVICE["retokenization"].mend

@@ -23,6 +23,7 @@ from ppo_repro.testing.diagnosis import diagnose_chunks
 from tests.support import sglang_dumps
 from tests.support.cli import Cli, one_line
 from tests.support.language import run
+from tests.support.paths import ROOT
 from tests.support.runs import small_config
 from tests.support.turns import turns_config
 
@@ -195,6 +196,16 @@ def test_dumps_of_real_stacks(cli: Cli, dump: tuple[Path, Path], name: str) -> N
     assert "error: " not in err
     assert code == int(any(REAL[name]))
     assert says(json.loads(out), *REAL[name])
+
+
+def test_the_page_shows_what_the_command_prints(cli: Cli, dump: tuple[Path, Path]) -> None:
+    page = (ROOT / "ppo_repro" / "testing" / "audit" / "README.md").read_text()
+    shown = page.partition("$ ppo-repro audit ")[2].partition("\n```")[0].splitlines()
+    path, *options = shown[0].split()
+    options[options.index("--model") + 1] = str(dump[1])
+    _, out, _ = cli("audit", ROOT / path, *options)
+    without_numbers = [re.sub(r"\d+(\.\d+)?(e-\d+)?", "#", line) for line in (*shown[1:], *out.splitlines())]
+    assert without_numbers[: len(shown) - 1] == without_numbers[len(shown) - 1 :]
 
 
 def says(found: dict[str, Any], sampler: str, trainer: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -133,17 +134,38 @@ def test_rows_of_tokens_say_to_which_response_a_token_belongs(tmp_path: Path) ->
         read(write(tmp_path / "c.jsonl", tokens), "ppo_repro")
 
 
-def test_rows_of_tokens_have_the_whole_prompt(tmp_path: Path) -> None:
-    whole = ROWS["ppo_repro"]
-    rows = [
-        {name: values if name == "prompt_ids" else values[k] for name, values in whole.items()} | {"sequence": 4}
-        for k in range(3)
+OF_RESPONSE = {"prompt_ids", "prompt_mask", "prompts"}  # and verl's attention mask
+
+
+def by_token(form: str) -> list[dict[str, Any]]:
+    whole = ROWS[form]
+    lists = {name for name in whole if name in OF_RESPONSE or (form == "verl" and name == "attention_mask")}
+    size = len(next(values for name, values in whole.items() if name not in lists))
+    return [
+        {name: values if name in lists else values[k] for name, values in whole.items()} | {"sequence": 4}
+        for k in range(size)
     ]
-    by_token, by_response = (
-        read(write(tmp_path / f"{k}.jsonl", each), "ppo_repro") for k, each in enumerate((rows, [whole]))
-    )
-    assert same(by_token, by_response)
-    assert by_token[0].prompt_ids == (5, 6)
+
+
+@pytest.mark.parametrize("form", [form for form in ROWS if form != "slime"])  # whose tokens have no log-prob each
+def test_rows_of_tokens_give_the_same_response(form: str, tmp_path: Path) -> None:
+    found = read(write(tmp_path / "x.jsonl", by_token(form)), form)
+    assert same(found, read(write(tmp_path / "y.jsonl", [ROWS[form]]), form))
+    assert found[0].prompt_ids == (5, 6)
+
+
+def test_a_token_without_a_log_prob_may_come_first(tmp_path: Path) -> None:
+    rows = by_token("ppo_repro")
+    rows[0]["rollout_logprobs"] = None
+    (found,) = read(write(tmp_path / "x.jsonl", rows), None)
+    assert np.isnan(found.sampler[0])
+
+
+def test_the_tokens_of_a_response_have_one_prompt(tmp_path: Path) -> None:
+    rows = by_token("ppo_repro")
+    rows[1] |= {"prompt_ids": [5, 7]}
+    with pytest.raises(UserError, match="sequence 4: its tokens have different prompt_ids"):
+        read(write(tmp_path / "x.jsonl", rows), None)
 
 
 def test_rows_of_tokens_are_in_the_order_of_their_positions(tmp_path: Path) -> None:

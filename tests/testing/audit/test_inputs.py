@@ -17,6 +17,15 @@ def inputs(responses: Sequence[DumpedResponse], stack: StackModel) -> dict[str, 
     return {cause.words: cause.passes for cause in of_inputs(responses, stack)}
 
 
+def test_a_cause_that_the_diagnosis_has_too_has_its_name() -> None:
+    model = small_model(qwen3_config(), 4)
+    named = {cause.words: cause.name for cause in of_inputs([response((4, 5), (3, 6), (0,))], StackModel(model, {}))}
+    assert {words for words, name in named.items() if name == "padding_leak"} == {
+        "attention to the padding before the prompt",
+        "positions that count the padding before the prompt",
+    }
+
+
 def test_a_second_bos_token_has_its_own_words() -> None:
     model = small_model(qwen3_config(), 4)
     found = [inputs([response(ids, (3,))], StackModel(model, {}, 7)) for ids in ((4, 5), (7, 4, 5))]

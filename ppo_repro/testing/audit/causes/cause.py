@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.testing.advice import ADVICE, CauseName
 from ppo_repro.testing.audit import limits
-from ppo_repro.testing.audit.distributions import Definition
+from ppo_repro.testing.audit.distributions import Chunk, Definition
 from ppo_repro.testing.audit.forward import Pass
 from ppo_repro.testing.audit.measure import Format
 from ppo_repro.testing.audit.numbers import RecordedChunk
@@ -38,7 +38,7 @@ class Parameter:
     is_fitted: bool = False  # least squares improve the best of these values
     in_pairs: int = 0  # so many of these values are tried together with another cause
     is_temperature: bool = False  # all logits are divided by it
-    at_one: OtherDistribution | None = None  # the cause that is the value 1 alone
+    at_one: OtherDistribution | None = None  # the cause that computes the same as the value 1
 
     def values(self, chunks: Sequence[RecordedChunk]) -> Sequence[float]:
         """Return the values to try on some tokens."""
@@ -109,7 +109,7 @@ class OtherInput(Cause):
 
 
 # (chunk, input of the stage, value of the parameter or NaN if the cause has none) -> output of the stage
-Formula = Callable[[RecordedChunk, Tensor, float], Tensor]
+Formula = Callable[[Chunk, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ class OtherFormula(Cause):
     _: KW_ONLY
     presumes: Callable[[StackSampling], bool] = lambda sampling: True
 
-    def applied(self, chunk: RecordedChunk, values: Tensor, x: float | None) -> Tensor:
+    def applied(self, chunk: Chunk, values: Tensor, x: float | None) -> Tensor:
         """Return what the stage computes from its input `values`, at the value x of the parameter."""
         return self.formula(chunk, values, math.nan if x is None else x)
 
@@ -153,6 +153,6 @@ class OtherUnit(OtherFormula):
     """
 
 
-def fixed(formula: Callable[[RecordedChunk, Tensor], Tensor]) -> Formula:
+def fixed(formula: Callable[[Chunk, Tensor], Tensor]) -> Formula:
     """Return a formula without a parameter."""
     return lambda chunk, values, x: formula(chunk, values)

@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 from ppo_repro.models.reading import quiet
 from ppo_repro.models.stock import with_config
 from ppo_repro.testing.audit.causes.cause import OtherModel, option
-from ppo_repro.testing.audit.causes.probe import is_finite, probed
+from ppo_repro.testing.audit.causes.probe import is_finite
 from ppo_repro.testing.audit.patches import override
 
 WITHOUT = {  # what a field that is left out means; other fields are named by themselves
@@ -53,13 +53,6 @@ _USUAL: Mapping[str, Sequence[float]] = {  # of fields that end so; 0 and 1 say 
 _SCALES = re.compile("scal|multiplier")  # their usual values are powers of a head's width
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "quick_gelu")
 FEW = 16  # experts, groups or kinds of layers, of which others may be taken
-# what a configuration may ask for, and the class of a model may ignore
-ASKED = (
-    "alibi", "attention_multiplier", "attn_logit_softcapping", "clip_qkv", "embedding_multiplier",
-    "final_logit_softcapping", "logit_scale", "logits_scaling", "parallel_attn", "qk_layernorm",
-    "query_pre_attn_scalar", "residual_multiplier", "routed_scaling_factor", "scale_attn_by_inverse_layer_idx",
-    "sliding_window", "use_parallel_residual", "use_qk_norm",
-)  # fmt: skip
 SHOWN = 60  # characters of a value
 
 
@@ -74,19 +67,19 @@ def of_fields(model: PreTrainedModel) -> Iterator[OtherModel]:
     for field, value in sorted(text.to_dict().items()):
         if field in read and not _OTHER_FIELDS.search(field):
             computed = _computed(model, _changes(text, field, value, defaults.get(field)))
-            yield from (_with_fields(model, [change]) for change in computed)
+            yield from (_cause_of(model, [change]) for change in computed)
             off += [change for change in computed if change.is_off]
     for count in sorted({2, len(off)} - {0, 1}):
         for some in itertools.combinations(off, count):
-            if is_finite(partial(_made, model, some)):
-                yield _with_fields(model, some)
+            if is_finite(partial(with_fields, model, some)):
+                yield _cause_of(model, some)
 
 
 def _computed(model: PreTrainedModel, changes: Iterable[FieldChange]) -> list[FieldChange]:
     """Return the changes that the model can compute, each once: of 1 and 1.0 the first that its class accepts."""
     found = list[FieldChange]()
     for change in changes:
-        if not any(change.is_same(other) for other in found) and is_finite(partial(_made, model, [change])):
+        if not any(change.is_same(other) for other in found) and is_finite(partial(with_fields, model, [change])):
             found.append(change)
     return found
 
@@ -114,7 +107,7 @@ def _others(config: PretrainedConfig, field: str, value: Any, default: Any) -> l
     found: list[Any] = []
     for other in _candidates(config, field, value, default):
         is_new = not any(other == x and type(other) is type(x) for x in found)
-        if is_new and other != value and not (other is None and value is None):
+        if is_new and other != value:
             found.append(other)
     return found
 
@@ -158,7 +151,7 @@ def _scales(config: PretrainedConfig, field: str) -> Iterator[float]:
             yield from (w, w**0.5, w**-0.5, 1 / w)
 
 
-def _is_off(value: object) -> bool:
+def is_off(value: object) -> bool:
     """Return whether a value of a field turns an option off."""
     return not value if isinstance(value, bool) else value in (None, 0, 1, "default")
 
@@ -179,7 +172,7 @@ class FieldChange:
     @property
     def is_off(self) -> bool:
         """Return whether the change turns off an option of WITHOUT."""
-        return self.field in WITHOUT and _is_off(self.new)
+        return self.field in WITHOUT and is_off(self.new)
 
     def is_same(self, other: FieldChange) -> bool:
         """Return whether both give a field the same number, or turn the same option off."""
@@ -219,14 +212,14 @@ class FieldChange:
         setattr(config, self.path[0], entry)
 
 
-def _with_fields(model: PreTrainedModel, changes: Sequence[FieldChange]) -> OtherModel:
+def _cause_of(model: PreTrainedModel, changes: Sequence[FieldChange]) -> OtherModel:
     said = " and ".join(f"{change.field} {_short(change.old)}" for change in changes)
     words = " and ".join(change.words for change in changes)
     advice = f"compute with {said} on both sides, as config.json says"
-    return option(words, advice, partial(_made, model, changes), len(changes))
+    return option(words, advice, partial(with_fields, model, changes), len(changes))
 
 
-def _made(model: PreTrainedModel, changes: Sequence[FieldChange]) -> PreTrainedModel:
+def with_fields(model: PreTrainedModel, changes: Sequence[FieldChange]) -> PreTrainedModel:
     """Return the model with some changes of its configuration."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"
@@ -257,24 +250,3 @@ def fields_read(model: PreTrainedModel) -> set[str]:
         stock: Any = with_config(model, config)
         stock(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
     return read
-
-
-def not_computed(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the architecture's options that the configuration sets but the model's code never reads.
-
-    transformers accepts unknown fields in config.json, and rotary factors that a type of scaling does not use.
-    """
-    config, read = model.config.get_text_config(), fields_read(model)
-    asked = {field: getattr(config, field, None) for field in ASKED}
-    if getattr(config, "layer_types", None):  # which say that no layer has a window
-        del asked["sliding_window"]
-    found = {field: value for field, value in asked.items() if not _is_off(value) and field not in read}
-    rope = config.to_dict().get("rope_parameters") or {}
-    of_kinds = {key: inner for key, inner in rope.items() if isinstance(inner, dict)} or {"": rope}
-    for kind, inner in of_kinds.items():
-        for key in [key for key, value in inner.items() if key.endswith("factor") and not _is_off(value)]:
-            change = FieldChange(("rope_parameters", *([kind] if kind else []), key), inner[key], None)
-            without, whole = probed(partial(_made, model, [change])), probed(lambda: model)
-            if without is not None and whole is not None and torch.equal(without, whole):
-                found[change.field] = inner[key]
-    return found

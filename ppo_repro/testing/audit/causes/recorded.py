@@ -15,7 +15,7 @@ from torch import Tensor
 from ppo_repro.testing.advice import CauseName
 from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Formula, OtherQuantity, OtherUnit, Parameter, fixed
-from ppo_repro.testing.audit.distributions import target_logprobs
+from ppo_repro.testing.audit.distributions import Chunk, target_logprobs
 from ppo_repro.testing.audit.numbers import RecordedChunk
 from ppo_repro.testing.audit.stack import StackSampling
 
@@ -31,12 +31,12 @@ def _entropy(logp: Tensor) -> Tensor:
 
 def _nearest_token(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Find the token whose log-probs are nearest to the recorded ones."""
-    chunk = max(chunks, key=lambda r: int(r.usable.sum()))
-    logp = (chunk.logits / chunk.sampling.temperature).log_softmax(-1)[chunk.usable]
-    return [float((logp - chunk.wanted[chunk.usable][:, None]).abs().mean(0).argmin())]
+    most = max(chunks, key=lambda recorded: int(recorded.usable.sum()))
+    logp = (most.chunk.logits / most.chunk.sampling.temperature).log_softmax(-1)[most.usable]
+    return [float((logp - most.recorded[most.usable][:, None]).abs().mean(0).argmin())]
 
 
-def _paired(chunk: RecordedChunk, logp: Tensor, token: int, logits: int) -> Tensor:
+def _paired(chunk: Chunk, logp: Tensor, token: int, logits: int) -> Tensor:
     """Return at position i the log-prob of target i + `token` by the logits at i + `logits`; NaN outside."""
     index = torch.arange(len(logp), dtype=torch.float64, device=logp.device)
     of_token, of_logits = moved(index, token), moved(index, logits)
@@ -49,23 +49,26 @@ def _paired(chunk: RecordedChunk, logp: Tensor, token: int, logits: int) -> Tens
 
 def _shifts(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Propose the shifts that leave a token, the short ones first."""
-    longest = min(max(len(r.numbers.counts) for r in chunks) - 1, MOST_SHIFTED)
+    longest = min(max(len(one.numbers.counts) for one in chunks) - 1, MOST_SHIFTED)
     return [float(k) for n in range(1, longest + 1) for k in (n, -n)]
 
 
 def _lower_limit(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Propose the lowest number, if it occurs twice and others are above it."""
-    of_responses = {id(r.numbers): r.numbers for r in chunks}.values()  # chunks of one response have the same
-    values = torch.cat([n.recorded[n.usable] for n in of_responses])
+    of_responses = {id(one.numbers): one.numbers for one in chunks}.values()  # chunks of one response have the same
+    values = torch.cat([numbers.recorded[numbers.usable] for numbers in of_responses])
     low = values.min() if len(values) else torch.tensor(0.0)
     return [float(low)] if int((values == low).sum()) >= 2 and int((values > low).sum()) >= limits.VARIED else []
 
 
 def _added_probability(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Find the median of recorded minus right probability."""
-    scaled = ((chunk, target_logprobs(chunk.targets, chunk.logits / chunk.sampling.temperature)) for chunk in chunks)
-    added = float(torch.cat([(chunk.wanted.exp() - logp.exp())[chunk.usable] for chunk, logp in scaled]).median())
-    return [added] if added > 0.0 else []
+    added = []
+    for one in chunks:
+        logp = target_logprobs(one.chunk.targets, one.chunk.logits / one.chunk.sampling.temperature)
+        added.append((one.recorded.exp() - logp.exp())[one.usable])
+    median = float(torch.cat(added).median())
+    return [median] if median > 0.0 else []
 
 
 def moved(x: Tensor, by: int) -> Tensor:
@@ -81,7 +84,7 @@ def moved(x: Tensor, by: int) -> Tensor:
 # the rows
 
 
-def _quantity(words: str, formula: Callable[[RecordedChunk, Tensor], Tensor]) -> OtherQuantity:
+def _quantity(words: str, formula: Callable[[Chunk, Tensor], Tensor]) -> OtherQuantity:
     return OtherQuantity(words, "other_quantity", fixed(formula))
 
 
@@ -92,8 +95,8 @@ def _pair(words: str, formula: Formula) -> OtherQuantity:
 def _unit(words: str, change: Callable[[Tensor], Tensor], name: CauseName = "other_number") -> OtherUnit:
     """Return the row that applies `change` to the numbers of the tokens that count; others are not predicted."""
 
-    def of_counted(c: RecordedChunk, v: Tensor) -> Tensor:
-        found, counts = torch.full_like(v, torch.nan), c.numbers.counts
+    def of_counted(c: Chunk, v: Tensor) -> Tensor:
+        found, counts = torch.full_like(v, torch.nan), c.counts
         found[counts] = change(v[counts])
         return found
 

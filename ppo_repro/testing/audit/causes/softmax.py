@@ -18,6 +18,7 @@ from ppo_repro.testing.audit.distributions import (
     PROCESSED,
     RAW,
     TEMPERED,
+    Chunk,
     Definition,
     cut,
     penalised,
@@ -50,34 +51,34 @@ def _is_tempered_and_cut(s: StackSampling) -> bool:
     return s.is_tempered() and s.is_cut()
 
 
-def _cut_to_top_k(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+def _cut_to_top_k(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
     return cut(logits / chunk.sampling.temperature, int(x), 1.0, 0.0)
 
 
-def _cut_to_top_p(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+def _cut_to_top_p(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
     return cut(logits / chunk.sampling.temperature, 0, x, 0.0)
 
 
-def _cut_to_min_p(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+def _cut_to_min_p(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
     return cut(logits / chunk.sampling.temperature, 0, 1.0, x)
 
 
 # penalties
 
 
-def _repetition(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+def _repetition(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
     return penalised(logits, chunk.seen, _least(x)) / chunk.sampling.temperature
 
 
-def _repetition_in_response(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+def _repetition_in_response(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
     return penalised(logits, chunk.seen_in_response, _least(x)) / chunk.sampling.temperature
 
 
-def _presence(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+def _presence(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
     return (logits - x * (chunk.seen_in_response > 0)) / chunk.sampling.temperature
 
 
-def _frequency(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+def _frequency(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
     return (logits - x * chunk.seen_in_response.to(logits)) / chunk.sampling.temperature
 
 
@@ -88,36 +89,36 @@ def _rounded_to(dtype: torch.dtype) -> Formula:
     return fixed(lambda c, logits: logits.to(dtype).to(logits) / c.sampling.temperature)
 
 
-def _capped(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+def _capped(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
     return _least(x) * (logits / _least(x)).tanh() / chunk.sampling.temperature
 
 
-def _with_zeros(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+def _with_zeros(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
     return torch.cat([logits / chunk.sampling.temperature, torch.full_like(logits[:, :1], math.log(x))], -1)
 
 
 def _count_of_zeros(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Find the count of extra zero logits that lower every log-prob by log(1 + count / sum exp(logits))."""
     counts = []
-    for chunk in chunks:
-        scaled = chunk.logits / chunk.sampling.temperature
-        off = target_logprobs(chunk.targets, scaled) - chunk.wanted
-        counts.append((off.expm1() * scaled.logsumexp(-1).exp())[chunk.usable])
+    for one in chunks:
+        scaled = one.chunk.logits / one.chunk.sampling.temperature
+        off = target_logprobs(one.chunk.targets, scaled) - one.recorded
+        counts.append((off.expm1() * scaled.logsumexp(-1).exp())[one.usable])
     count = float(torch.cat(counts).median().round())
     return [count] if 1.0 <= count < 1e6 else []
 
 
-def _without_token(chunk: RecordedChunk, logits: Tensor, x: float) -> Tensor:
+def _without_token(chunk: Chunk, logits: Tensor, x: float) -> Tensor:
     return (logits / chunk.sampling.temperature).index_fill(-1, torch.tensor([int(x)], device=logits.device), -math.inf)
 
 
 def _missing_token(chunks: Sequence[RecordedChunk]) -> Sequence[float]:
     """Find the token q that fits recorded - log p = -log(1 - p_q) best."""
     left, off = [], []
-    for chunk in chunks:
-        logp = (chunk.logits / chunk.sampling.temperature).log_softmax(-1)
-        left.append((-logp[chunk.usable].exp()).log1p())
-        off.append((target_logprobs(chunk.targets, logp) - chunk.wanted)[chunk.usable])
+    for one in chunks:
+        logp = (one.chunk.logits / one.chunk.sampling.temperature).log_softmax(-1)
+        left.append((-logp[one.usable].exp()).log1p())
+        off.append((target_logprobs(one.chunk.targets, logp) - one.recorded)[one.usable])
     return [float((torch.cat(left) - torch.cat(off)[:, None]).abs().nan_to_num(math.inf).sum(0).argmin())]
 
 

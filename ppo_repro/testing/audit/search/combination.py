@@ -39,6 +39,10 @@ class Combination:
         """Return the parameter of the cause that has one."""
         return next((cause.parameter for cause in self.causes if cause.parameter is not None), None)
 
+    def value_of(self, cause: Cause) -> float | None:
+        """Return the value of a cause's parameter; None if the cause has no parameter."""
+        return None if cause.parameter is None else self.value
+
     @property
     def temperature(self) -> float | None:
         """Return the value if all logits are divided by it."""
@@ -46,14 +50,14 @@ class Combination:
 
     @property
     def without_value(self) -> Combination:
-        """Return the causes alone; a value of 1 that is a cause of its own is that cause."""
+        """Return the causes alone. A cause that computes the same as the value 1 stands for that value."""
         at_one = None if self.parameter is None else self.parameter.at_one
         is_one = self.value is not None and abs(self.value - 1.0) <= limits.SAME_VALUE
         return replace(self, value=None, distribution=at_one if at_one and is_one else self.distribution)
 
     def words(self, sampling: StackSampling) -> list[str]:
         """Return the words of each cause."""
-        return [cause.said(sampling, self.value) for cause in self.causes]
+        return [cause.said(sampling, self.value_of(cause)) for cause in self.causes]
 
 
 def together(*causes: Cause) -> Combination:

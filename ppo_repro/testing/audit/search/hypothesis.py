@@ -120,7 +120,10 @@ def hypotheses_of(tried: Sequence[Hypothesis]) -> Hypotheses:
 
 
 def _each_once(tried: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Leave out the same causes with another value, and what explains nothing and leaves as much as simpler causes."""
+    """Return each hypothesis once: of those with one identity one that explains, or else the one that leaves least.
+
+    A hypothesis that explains nothing is left out too if a simpler one leaves as much.
+    """
     once: dict[Identity, Hypothesis] = {}
     for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
         if t.explains and not once.get(t.identity, t).explains:

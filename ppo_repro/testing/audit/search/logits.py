@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.causes.cause import OtherInput, OtherModel
+from ppo_repro.testing.audit.distributions import Chunk
 from ppo_repro.testing.audit.forward import Pass, States, has_decoder_apart, pass_over, slices, states
-from ppo_repro.testing.audit.numbers import Numbers, RecordedChunk
 from ppo_repro.testing.audit.search.windows import Tokens, Window
 from ppo_repro.testing.audit.stack import StackSampling
 from ppo_repro.testing.dumps import DumpedResponse
@@ -51,16 +51,16 @@ class Logits:
         self,
         model: PreTrainedModel,
         responses: Sequence[DumpedResponse],
-        numbers: Sequence[Numbers],
+        counts: Sequence[Tensor],
         sampling: StackSampling,
     ) -> None:
-        self.model, self.responses, self.numbers, self.sampling = model, responses, numbers, sampling
+        self.model, self.responses, self.counts, self.sampling = model, responses, counts, sampling
         self._is_apart = has_decoder_apart(model)
         self._changed: tuple[OtherModel | None, PreTrainedModel] = (None, model)
         self._states: dict[Source, tuple[States, Tensor]] = {}
-        self._chunks: dict[Source, list[list[RecordedChunk]]] = {}
+        self._chunks: dict[Source, list[list[Chunk]]] = {}
 
-    def chunks(self, source: Source) -> list[list[RecordedChunk]]:
+    def chunks(self, source: Source) -> list[list[Chunk]]:
         """Return the chunks of logits of each window."""
         if source not in self._chunks:
             self._chunks = {other: chunks for other, chunks in self._chunks.items() if not other.is_changed}
@@ -72,11 +72,11 @@ class Logits:
             self._chunks[source] = [list(self._cut(w, x, of_window)) for w, x, of_window in parts]
         return self._chunks[source]
 
-    def _cut(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[RecordedChunk]:
-        r, numbers = self.responses[w.response], self.numbers[w.response]
+    def _cut(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[Chunk]:
+        r, counts = self.responses[w.response], self.counts[w.response]
         for at in slices(*logits.shape):
             before = r.response_ids[: w.start + at.start]
-            yield RecordedChunk(logits[at], targets[at], r.prompt_ids, before, self.sampling, numbers)
+            yield Chunk(logits[at], targets[at], r.prompt_ids, before, self.sampling, counts)
 
     def _states_of(self, source: Source) -> tuple[States, Tensor]:
         """Return the states that predict the tokens of all windows, and the targets, which another input may change.
@@ -98,9 +98,9 @@ class Logits:
             by_pass = dict(states(model, passes, is_apart))
         at = torch.tensor(rows, device=model.device)
         predicted = torch.cat([by_pass[k].values for k in range(len(passes))])
-        values = predicted.new_full((len(targets), predicted.shape[-1]), math.nan).index_copy(0, at, predicted)
+        values = predicted.new_full((len(targets), predicted.shape[-1]), math.nan).index_copy_(0, at, predicted)
         of_passes = torch.tensor([token for one in passes for token in one.targets], device=model.device)
-        every = torch.tensor(targets, device=model.device).index_copy(0, at, of_passes)
+        every = torch.tensor(targets, device=model.device).index_copy_(0, at, of_passes)
         found = replace(by_pass[0], values=values), every
         if by_pass[0].output is not None:  # else they are logits
             self._states[source] = found

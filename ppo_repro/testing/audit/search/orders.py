@@ -21,7 +21,7 @@ def of_other_orders(side: WrongSide) -> Iterator[Hypothesis]:
     right = [one.reference[one.usable].cpu() for one in side.numbers]
 
     def fits(i: int, left: Tensor) -> bool:
-        # what is right but for few tokens has no other order
+        # if only few tokens are wrong, the numbers are in the right order
         return explains(left, rms(recorded[i] - right[i]), side.tolerance)
 
     def of_other_response(i: int) -> Tensor | None:

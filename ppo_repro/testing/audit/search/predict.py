@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ppo_repro.testing.audit.causes.cause import OtherDistribution
-from ppo_repro.testing.audit.distributions import Definition, target_logprobs
-from ppo_repro.testing.audit.numbers import RecordedChunk
+from ppo_repro.testing.audit.distributions import Chunk, Definition, target_logprobs
 from ppo_repro.testing.audit.search.combination import Combination
 from ppo_repro.testing.audit.search.logits import Logits, Source
 from ppo_repro.testing.audit.search.windows import Tokens
@@ -32,18 +32,17 @@ def source_of(combination: Combination, tokens: Tokens) -> Source:
 
 def _softmax_of(combination: Combination, tokens: Tokens) -> Softmax:
     cause = combination.distribution
-    has_value = cause is not None and cause.parameter is not None
-    return Softmax(source_of(combination, tokens), cause, combination.value if has_value else None)
+    return Softmax(source_of(combination, tokens), cause, None if cause is None else combination.value_of(cause))
 
 
 class Predictor:
-    """Predict numbers from the logits of some responses; `definition` is the right distribution of their log-probs.
+    """Predict numbers from the logits of some responses; `right` are their log-probs by the right `definition`.
 
     Remembered are all log-probs of targets, and the last ones of all tokens, which are large.
     """
 
-    def __init__(self, logits: Logits, definition: Definition) -> None:
-        self.logits, self.definition = logits, definition
+    def __init__(self, logits: Logits, definition: Definition, right: Sequence[Tensor]) -> None:
+        self.logits, self.definition, self.right = logits, definition, right
         self._of_targets: dict[Softmax, list[Tensor]] = {}
         self._of_all: tuple[Softmax | None, list[list[Tensor]]] = (None, [])
 
@@ -55,11 +54,11 @@ class Predictor:
         first = [chunks[0] for chunks in self.logits.chunks(Source(None, None, tokens))]
         wholes = self._whole_responses(combination, tokens)
         triples = zip(first, wholes, tokens.windows, strict=True)
-        return [unit.applied(chunk, whole, combination.value)[w.here] for chunk, whole, w in triples]
+        return [unit.applied(chunk, whole, combination.value_of(unit))[w.here] for chunk, whole, w in triples]
 
     def _whole_responses(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the quantity of all tokens of each window's response, NaN outside the window unless it is right."""
-        right = [self.logits.numbers[w.response].reference for w in tokens.windows]
+        right = [self.right[w.response] for w in tokens.windows]
         if len(combination.causes) == 1:
             return right
         wholes = [torch.full_like(of_response, math.nan) for of_response in right]
@@ -70,11 +69,11 @@ class Predictor:
     def _quantities(self, combination: Combination, tokens: Tokens) -> list[Tensor]:
         """Return the quantity of each token, by window; without a cause in this stage its log-prob."""
         if not combination.causes:
-            return [self.logits.numbers[w.response].reference[w.here] for w in tokens.windows]
+            return [self.right[w.response][w.here] for w in tokens.windows]
         softmax, quantity = _softmax_of(combination, tokens), combination.quantity
         if quantity is None:
             return self._logprobs_of_targets(softmax)
-        found, value = [], combination.value
+        found, value = [], combination.value_of(quantity)
         windows, of_all = self.logits.chunks(softmax.source), self._logprobs_of_all(softmax)
         for chunks, logprobs in zip(windows, of_all, strict=True):
             pairs = zip(chunks, logprobs, strict=True)
@@ -85,7 +84,7 @@ class Predictor:
         """Return the log-probs of the targets, by window."""
         if softmax not in self._of_targets:
             self._of_targets[softmax] = [
-                torch.cat([target_logprobs(chunk.targets, self._scaled(softmax, chunk)).double() for chunk in chunks])
+                torch.cat([self._of_target(softmax, chunk).double() for chunk in chunks])
                 for chunks in self.logits.chunks(softmax.source)
             ]
         return self._of_targets[softmax]
@@ -98,7 +97,12 @@ class Predictor:
             self._of_all = softmax, logprobs
         return self._of_all[1]
 
-    def _scaled(self, softmax: Softmax, chunk: RecordedChunk) -> Tensor:
+    def _of_target(self, softmax: Softmax, chunk: Chunk) -> Tensor:
+        if softmax.cause is None:
+            return self.definition.target_logprobs(chunk)
+        return target_logprobs(chunk.targets, self._scaled(softmax, chunk))
+
+    def _scaled(self, softmax: Softmax, chunk: Chunk) -> Tensor:
         """Return logits [k, V] whose softmax is the distribution."""
         if softmax.cause is None:
             return self.definition.logits(chunk)

@@ -14,11 +14,11 @@ from ppo_repro.testing.audit import limits
 from ppo_repro.testing.audit.causes.cause import Cause, OtherInput
 from ppo_repro.testing.audit.measure import Stored, errors, rms, stored_as
 from ppo_repro.testing.audit.numbers import Numbers, RecordedChunk
-from ppo_repro.testing.audit.reference import RecordedSide
 from ppo_repro.testing.audit.search.combination import Combination, together
 from ppo_repro.testing.audit.search.logits import Logits
 from ppo_repro.testing.audit.search.predict import Predictor, source_of
 from ppo_repro.testing.audit.search.windows import Tokens, WrongResponse, few_and_many
+from ppo_repro.testing.audit.sides import RecordedSide
 from ppo_repro.testing.audit.stack import StackSampling
 
 
@@ -91,20 +91,16 @@ class Trial:
     def chunks(self, combination: Combination, tokens: Tokens) -> list[RecordedChunk]:
         """Return the logits that causes compute, beside the numbers that this trial judges."""
         pairs = zip(self.predictor.logits.chunks(source_of(combination, tokens)), tokens.windows, strict=True)
-        # the logits of `wrong_alone` are the whole trial's, and have that trial's numbers
-        return [replace(chunk, numbers=self.side.numbers[w.response]) for of_window, w in pairs for chunk in of_window]
+        return [RecordedChunk(chunk, self.side.numbers[w.response]) for chunks, w in pairs for chunk in chunks]
 
     def rounding(self, cause: Cause, tokens: Tokens) -> Tensor:
-        """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens.
-
-        A token that rounding moves across the end of a cut has no rounding error in nats, and counts as 0.
-        """
+        """Return the 16-bit rounding (nats) in the numbers that a cause predicts, at the usable tokens."""
         assert cause.rounded is not None
         narrow = self.predictor(together(cause), tokens)
         exact = self.predictor(Combination(distribution=cause.rounded.exact), tokens)
         both = zip(narrow, exact, tokens.windows, strict=True)
         apart = [(a - b)[self.side.numbers[w.response].usable[w.here]].cpu() for a, b, w in both]
-        return torch.cat(apart).nan_to_num(0.0, 0.0, 0.0)
+        return torch.cat(apart)
 
 
 def trial_of(model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], causes: Sequence[Cause]) -> Trial:
@@ -125,10 +121,11 @@ def trial_of(model: PreTrainedModel, side: RecordedSide, wrong: Sequence[int], c
         ]
     )
     numbers = [one.to(model.device) for one in numbers]
+    logits = Logits(model, side.responses, [one.counts for one in numbers], side.sampling)
     return Trial(
         side=WrongSide(side.name, side.sampling, numbers, wrong, stored_as(every), scale, tolerance),
         causes=tuple(cause for cause in causes if _is_predicted(cause, few) and _is_predicted(cause, many)),
-        predictor=Predictor(Logits(model, side.responses, numbers, side.sampling), side.definition),
+        predictor=Predictor(logits, side.definition, [one.reference for one in numbers]),
         few=few,
         many=many,
     )

@@ -1,0 +1,121 @@
+"""Sampler and trainer beside the right log-probs, each by the distribution that its log-probs are meant to be of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.testing.audit import limits
+from ppo_repro.testing.audit.distributions import RAW, TEMPERED, Definition
+from ppo_repro.testing.audit.measure import rms
+from ppo_repro.testing.audit.numbers import Numbers
+from ppo_repro.testing.audit.reference import Reference, logprobs_by
+from ppo_repro.testing.audit.stack import StackSampling
+from ppo_repro.testing.dumps import DumpedResponse
+
+
+@dataclass(frozen=True)
+class RecordedSide:
+    """Log-probs that one side recorded, beside the right ones by one definition."""
+
+    name: str  # sampler or trainer
+    responses: Sequence[DumpedResponse]
+    sampling: StackSampling
+    definition: Definition
+    reference: Reference
+    has_own_order: bool = False  # of cuts, which the other side does not have
+
+    @cached_property
+    def numbers(self) -> list[Numbers]:
+        """Return the recorded and right log-probs of each response; a 0 of a token that is not sure is unusable."""
+        found = []
+        for r, right in zip(self.responses, self.reference.logprobs, strict=True):
+            recorded, counts = torch.tensor(getattr(r, self.name)).double(), torch.tensor(r.counts)
+            is_empty = ~recorded.isfinite() | ((recorded == 0) & (right < math.log(limits.SURE)))
+            found.append(Numbers(recorded, counts & ~is_empty, counts, right))
+        return found
+
+    @cached_property
+    def errors(self) -> list[Tensor]:
+        """Return recorded minus right log-probs of the usable tokens of each response, at most limits.CLAMP nats."""
+        return [(one.recorded - one.reference)[one.usable].clamp(-limits.CLAMP, limits.CLAMP) for one in self.numbers]
+
+    @property
+    def rms(self) -> float:
+        """Return the rms of the errors, nats."""
+        return rms(torch.cat(self.errors))
+
+
+def largest_error(model: PreTrainedModel, side: RecordedSide, some: Sequence[int]) -> float:
+    """Return the largest distance (nats) of stock float32 over the first responses and `some` responses."""
+    responses, reference, definition = side.responses, side.reference, side.definition
+    far = [i for i in some if i >= reference.measured]
+    stock = logprobs_by(model, [responses[i] for i in far], side.sampling, [definition])[definition] if far else []
+    apart = [(x - reference.logprobs[i])[torch.tensor(responses[i].counts)] for i, x in zip(far, stock, strict=True)]
+    return max([reference.largest, *(float(x[x.isfinite()].abs().amax(0)) for x in apart if len(x[x.isfinite()]))])
+
+
+def recorded_sides(
+    responses: Sequence[DumpedResponse], references: Mapping[Definition, Reference], sampling: StackSampling
+) -> list[RecordedSide]:
+    """Return sampler and trainer, each by the definition to judge it by."""
+    sides = {
+        name: {d: RecordedSide(name, responses, sampling, d, reference) for d, reference in references.items()}
+        for name in ("sampler", "trainer")
+    }
+    orders = _different_orders(sides, sampling)
+    definitions = orders or _definitions(sides, sampling)
+    return [replace(sides[name][definition], has_own_order=bool(orders)) for name, definition in definitions.items()]
+
+
+# of a side, by definition
+ByDefinition = Mapping[Definition, RecordedSide]
+
+
+def _definitions(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:
+    """Choose the definition of each side's log-probs: of the user's kind, or else the nearest one to both sides.
+
+    Both sides must have the same definition. Tokens were sampled at the temperature, so log-probs at temperature 1 are
+    right only if the user declared them.
+    """
+    asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
+    free = [sides[name] for name, said in asked.items() if said == "auto"]
+    rounding = limits.RIGHT * max(side.reference.floor for side in sides["sampler"].values())
+
+    def nearest(definitions: Iterable[Definition], to: Sequence[ByDefinition]) -> Definition:
+        def distance(definition: Definition) -> float:
+            apart = limits.UNLIKE_TEMPERED if definition != TEMPERED else 0.0
+            apart += limits.DROPS_A_TOKEN if to[0][definition].reference.dropped else 0.0
+            return sum([math.log(side[definition].rms + rounding) for side in to], apart)
+
+        return min(definitions, key=distance)
+
+    found = {}
+    for name, said in asked.items():
+        if said == "auto":
+            found[name] = nearest((definition for definition in sides[name] if definition != RAW), free)
+        else:
+            found[name] = nearest((d for d in sides[name] if d.kind == said), [sides[name]])
+    return found
+
+
+def _different_orders(sides: Mapping[str, ByDefinition], sampling: StackSampling) -> dict[str, Definition]:
+    """Return for each side the order of cuts that it is right for; nothing if one order is right for both sides."""
+    if {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto", "processed"}:
+        return {}
+    right: dict[str, list[Definition]] = {}
+    for name, by_definition in sides.items():
+        possible = {
+            d: side for d, side in by_definition.items() if d.kind == "processed" and not side.reference.dropped
+        }
+        far = {d: side.rms / side.reference.floor for d, side in possible.items()}
+        right[name] = sorted((d for d, distance in far.items() if distance <= limits.RIGHT), key=lambda d: far[d])
+    if not all(right.values()) or set(right["sampler"]) & set(right["trainer"]):
+        return {}
+    return {name: found[0] for name, found in right.items()}

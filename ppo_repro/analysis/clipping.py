@@ -133,7 +133,7 @@ def effective_samples(log_weights: Floats) -> float:
 def kl_estimates(log_ratios: Floats) -> dict[str, float]:
     """Estimate KL(anchor || new) in nats by token means of k1 and k3; the anchor sampled the tokens, at least one."""
     with np.errstate(invalid="ignore"):  # infinities of both signs
-        return {"k1": float(k1(log_ratios).mean()), "k3": float(k3(log_ratios).mean())}
+        return {"k1": float(k1(-log_ratios).mean()), "k3": float(k3(-log_ratios).mean())}
 
 
 def surrogate_mass(rows: pd.DataFrame) -> Floats:

@@ -103,7 +103,7 @@ def mismatch(run_dir: Path) -> Mismatch:
     recorded, count, divergence, removed = reader.open_manifest(run_dir), 0, 0.0, 0.0
     for iteration in own_iterations(run_dir, recorded, None):
         tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKENS, recorded=recorded)
-        count, divergence = count + len(tokens), divergence + float(k3(deltas(tokens)).sum())
+        count, divergence = count + len(tokens), divergence + float(k3(-deltas(tokens)).sum())
         if rule is not None:
             removed += float(clipped_at_start(tokens, rule).sum())
     return Mismatch(divergence / count, math.nan if rule is None else removed / count)

@@ -83,10 +83,10 @@ def quantities(tokens: pd.DataFrame) -> dict[str, Floats]:
             "frac_bitwise_equal": tokens["bitwise_equal"].to_numpy().astype(np.float64),
             "abs_mean": tokens["abs_delta"].to_numpy(),
             "prob_abs_mean": np.abs(prob_diff),
-            "k1": k1(delta),
+            "k1": k1(-delta),
             "k3": tokens["k3"].to_numpy(),
             # rho delta - (rho - 1) in a form that is never negative
-            "kl_pg_nonneg": rho * k3(-delta),
+            "kl_pg_nonneg": rho * k3(delta),
             "tv": 0.5 * np.abs(x),
             "x": x,
             "x_sq": x * x,

@@ -49,7 +49,7 @@ SUMMARY_COLUMNS = list(SummaryRow._fields)
 def estimators(old_logprobs: Floats, ref_logprobs: Floats) -> dict[str, Floats]:
     """Return k1, k3 and |k1| of KL(policy || reference) per token, nats, float64; the policy sampled the tokens."""
     x = np.asarray(old_logprobs, dtype=np.float64) - np.asarray(ref_logprobs, dtype=np.float64)
-    return {"k1": x, "k3": k3(-x), "abs_k1": np.abs(x)}
+    return {"k1": x, "k3": k3(x), "abs_k1": np.abs(x)}
 
 
 def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boundary) -> pd.DataFrame:

@@ -46,7 +46,7 @@ def with_mismatch(pairs: pd.DataFrame) -> pd.DataFrame:
             abs_delta=np.abs(delta),
             rho=np.exp(delta),
             prob_diff=np.exp(b) - np.exp(a),
-            k3=k3(delta),
+            k3=k3(-delta),
             ulp=np.where(finite, ulp_distance(a32, b32), -1),
             bitwise_equal=~unequal_bits(a32, b32),
             finite=finite,

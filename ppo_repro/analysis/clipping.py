@@ -27,13 +27,13 @@ from ppo_repro.analysis.clip_flags import (
     value_flags,
     value_reach,
 )
-from ppo_repro.analysis.clusters import Floats, effective_share
 from ppo_repro.analysis.pairs import own_iterations
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.statistics.clusters import Floats, effective_share
 from ppo_repro.statistics.kl import k1, k3
 
 TOKEN = ["sequence", "position"]

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis import significance
-from ppo_repro.analysis.clusters import Floats, ratio_of_sums
 from ppo_repro.analysis.response_pairs import COLUMNS, hazard, manifests, paired_responses
 from ppo_repro.analysis.significance import holm
 from ppo_repro.base.errors import UserError
@@ -28,6 +27,7 @@ from ppo_repro.base.output import Parser, tell
 from ppo_repro.records import reader
 from ppo_repro.records.diff import first_difference
 from ppo_repro.records.grid import GRID
+from ppo_repro.statistics.clusters import Floats, ratio_of_sums
 
 # nats of mean |delta|; a smaller difference of two float32 forwards is rounding
 MARGIN = 1e-3

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis import clusters
 from ppo_repro.analysis.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
 from ppo_repro.analysis.mismatch_metrics import quantities
 from ppo_repro.analysis.pairs import LAG, ROUTE, ROUTES, TURN
+from ppo_repro.statistics import clusters
 
 # edges of the buckets of each kind, in its unit
 BUCKET_EDGES = {

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis import clusters
-from ppo_repro.analysis.clusters import Floats, Ratio
 from ppo_repro.analysis.pairs import NO_TOKEN
 from ppo_repro.base.errors import UserError
+from ppo_repro.statistics import clusters
 from ppo_repro.statistics.bits import has_steps
+from ppo_repro.statistics.clusters import Floats, Ratio
 from ppo_repro.statistics.kl import k1, k3
 
 

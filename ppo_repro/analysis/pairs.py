@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.analysis.clusters import Floats
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import Manifest, require_responses
+from ppo_repro.statistics.clusters import Floats
 from ppo_repro.testing.dumps import FORMATS, Names, read_dump
 from ppo_repro.testing.pairs import KEY, PAIR, tokens_of
 

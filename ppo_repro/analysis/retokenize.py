@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.clusters import mean
 from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer
 from ppo_repro.base.errors import UserError
+from ppo_repro.statistics.clusters import mean
 
 AUDIT_COLUMNS = ["iteration", "sequence", "response", "response_ids", "finish_reason", "episode_ids"]
 

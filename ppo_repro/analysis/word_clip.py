@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.analysis.clip_flags import recorded_clipped
-from ppo_repro.analysis.clusters import Ratio, ratio_of_sums
+from ppo_repro.statistics.clusters import Ratio, ratio_of_sums
 
 UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "new_logprobs", "clip_flag"]
 

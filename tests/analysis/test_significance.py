@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from ppo_repro.analysis import clusters, significance
+from ppo_repro.analysis import significance
 from ppo_repro.analysis.significance import Estimate
+from ppo_repro.statistics import clusters
 from tests.support.statistics import array, rng
 
 FLOATS = st.floats(-1e300, 1e300)

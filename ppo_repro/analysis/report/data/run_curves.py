@@ -11,14 +11,15 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis import clusters, parity
-from ppo_repro.analysis.clusters import Floats, Ratio
+from ppo_repro.analysis import parity
 from ppo_repro.analysis.report.data.metrics import Metric
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
 from ppo_repro.config.files import CONTROL
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.runs.summary import draws_of_records
+from ppo_repro.statistics import clusters
+from ppo_repro.statistics.clusters import Floats, Ratio
 from ppo_repro.statistics.draws import Draws
 
 SEQUENCES = ["iteration", "sequence", "response_length", "scores", "is_correct"]

@@ -12,60 +12,68 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.mismatch_buckets import bucket_sums, bucket_table
-from ppo_repro.analysis.mismatch_metrics import METRICS, Sums, merged, sums_of, update_table
+from ppo_repro.analysis.mismatch_buckets import Buckets, bucket_sums, bucket_table
 from ppo_repro.analysis.pairs import NO_TOKEN, PAIRS, imported_pairs, iteration_of, masked_tokens, run_pairs
 from ppo_repro.analysis.remedies import remedy_table
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
+from ppo_repro.statistics.mismatch import (
+    METRICS,
+    MismatchSums,
+    merged,
+    metric_table,
+    mismatch_sums,
+    with_mismatch,
+)
 from ppo_repro.testing.dumps import FORMATS
-from ppo_repro.testing.pairs import with_mismatch
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Sums of one iteration; `merged` and `update_table` take `mismatch`, `bucket_table` takes `buckets`."""
+class IterationMismatch:
+    """Sums of one iteration: `merged` and `metric_table` take `sums`, `bucket_table` takes `buckets`."""
 
     iteration: int
-    mismatch: Sums
+    sums: MismatchSums
+    buckets: Buckets
+
+
+@dataclass(frozen=True)
+class MismatchTables:
+    """Tables of `metric_table` and `bucket_table` over all iterations; the first column is the iteration."""
+
+    metrics: pd.DataFrame
     buckets: pd.DataFrame
 
 
-@dataclass(frozen=True)
-class Tables:
-    """Tables of `update_table` and `bucket_table` over all iterations; the first column is the iteration."""
-
-    update: pd.DataFrame
-    bucket: pd.DataFrame
-
-
-def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
+def mismatch_by_iteration(pairs: Iterable[pd.DataFrame]) -> Iterator[IterationMismatch]:
     """Yield the sums of each chunk of pairs (`run_pairs`). Raises UserError if a chunk cannot be read."""
     for chunk in pairs:
         tokens = with_mismatch(chunk)
-        yield Measured(iteration_of(chunk), sums_of(tokens, masked_tokens(chunk)), bucket_sums(tokens))
+        yield IterationMismatch(iteration_of(chunk), mismatch_sums(tokens, masked_tokens(chunk)), bucket_sums(tokens))
 
 
-def tables(measured: Iterable[Measured]) -> Tables:
+def mismatch_tables(iterations: Iterable[IterationMismatch]) -> MismatchTables:
     """Return the tables of all iterations. Raises UserError if there is no token."""
-    parts = list(measured)
+    parts = list(iterations)
     if not parts:
         raise UserError(NO_TOKEN)
-    update = pd.concat([update_table(sums.mismatch).assign(iteration=sums.iteration) for sums in parts])
-    bucket = pd.concat([bucket_table([sums.buckets]).assign(iteration=sums.iteration) for sums in parts])
-    return Tables(*(table.set_index("iteration").reset_index() for table in (update, bucket)))
+    metrics = pd.concat([metric_table(part.sums).assign(iteration=part.iteration) for part in parts])
+    buckets = pd.concat([bucket_table([part.buckets]).assign(iteration=part.iteration) for part in parts])
+    return MismatchTables(*(table.set_index("iteration").reset_index() for table in (metrics, buckets)))
 
 
-def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
+def mismatch_summary(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """Return METRICS of pairs beside their ideal values.
 
     Columns: metric, reduction, value, se (clustered by response, NaN if undefined), ideal, meaning. KL and differences
     of log-probs are in nats. Raises UserError if there is no token.
     """
-    table = update_table(merged([sums_of(with_mismatch(chunk), masked_tokens(chunk)) for chunk in pairs]))
+    parts = [mismatch_sums(with_mismatch(chunk), masked_tokens(chunk)) for chunk in pairs]
+    if not parts:
+        raise UserError(NO_TOKEN)
     ideal = pd.Series([metric.ideal for metric in METRICS], dtype="float64")
-    explained = table.assign(ideal=ideal, meaning=[metric.meaning for metric in METRICS])
+    explained = metric_table(merged(parts)).assign(ideal=ideal, meaning=[metric.meaning for metric in METRICS])
     return explained[["metric", "reduction", "value", "se", "ideal", "meaning"]]
 
 
@@ -78,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--remedies", action="store_true", help="what each published remedy would have done instead")
     arguments = parser.parse_args(argv)
     pairs = _chosen_pairs(arguments.paths, arguments.pair, arguments.columns)
-    table = remedy_table(pairs) if arguments.remedies else summary_of(pairs)
+    table = remedy_table(pairs) if arguments.remedies else mismatch_summary(pairs)
     tell(table.to_string(index=False, na_rep="", float_format=lambda x: f"{x:.6g}"))
 
 

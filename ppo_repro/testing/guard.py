@@ -19,8 +19,9 @@ from ppo_repro.records.folder import ENVIRONMENT_NAME
 from ppo_repro.records.manifest import has_responses
 from ppo_repro.records.notes import read_note
 from ppo_repro.statistics.draws import NONE, Draws, draws_of
+from ppo_repro.statistics.mismatch import metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.dumps import Names, impossible, read_dump
-from ppo_repro.testing.pairs import KEY, tokens_of, with_mismatch
+from ppo_repro.testing.pairs import KEY, tokens_of
 
 ZEROS = 0.5  # largest share of tokens whose log-probs may be exactly 0 on both sides
 SIDES = {"sampler": "logprobs_a", "trainer": "logprobs_b"}
@@ -71,15 +72,16 @@ def _pairs(run_or_file: Path | str | pd.DataFrame, names: Names | None) -> pd.Da
 def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
     """Return each measure of `assert_mismatch_below`, with the row of its worst token; a mean of no token is NaN."""
     tokens = with_mismatch(pairs)
-    finite = tokens["finite"]
-    of, unequal = tokens[finite], ~tokens["bitwise_equal"] & finite
-    worst = int(np.flatnonzero(finite)[np.argmax(of["abs_delta"])]) if len(of) else -1
+    metrics, finite = metric_values(mismatch_sums(tokens)), tokens["finite"]
+    unequal = ~tokens["bitwise_equal"] & finite
+    worst = int(np.argmax(tokens["abs_delta"].where(finite, -1.0))) if finite.any() else -1
     return {
-        "mean_abs": (float(of["abs_delta"].mean()), worst),
-        "max_abs": (float(of["abs_delta"].max()), worst),
-        "k3": (float(of["k3"].mean()), worst),
+        "mean_abs": (metrics["abs_mean", "token_mean"], worst),
+        "max_abs": (metrics["abs_max", "token"], worst),
+        "k3": (metrics["k3", "token_mean"], worst),
+        # not 1 - frac_bitwise_equal, whose rounding may be above a limit that the share itself keeps
         "frac_unequal": (float(unequal[finite].mean()), int(np.argmax(unequal))),
-        "nonfinite": (float((~finite).sum()), int(np.argmin(finite))),
+        "nonfinite": (metrics["n_nonfinite", "count"], int(np.argmin(finite))),
     }
 
 

@@ -20,17 +20,7 @@ from ppo_repro.statistics.clusters import Floats, Ratio
 from ppo_repro.statistics.kl import k1, k3
 
 # columns of `with_mismatch` whose means are metrics
-MEANS = (
-    "bitwise_equal",
-    "abs_delta",
-    "prob_abs",
-    "k1",
-    "k3",
-    "kl_pg_nonneg",
-    "tv",
-    "rho_minus_1",
-    "rho_minus_1_sq",
-)
+MEANS = ("bitwise_equal", "abs_delta", "prob_abs", "k1", "k3", "kl_pg_nonneg", "tv", "rho", "rho_sq")
 
 
 def with_mismatch(pairs: pd.DataFrame) -> pd.DataFrame:
@@ -49,18 +39,17 @@ def with_mismatch(pairs: pd.DataFrame) -> pd.DataFrame:
     # infinite and NaN values are marked by `finite`, or are ratios beyond float64
     with np.errstate(over="ignore", invalid="ignore"):
         delta = b - a
-        rho, rho_minus_1 = np.exp(delta), np.expm1(delta)  # expm1 keeps digits that rho would lose near 1
+        rho = np.exp(delta)
         return pairs.assign(
             delta=delta,
             abs_delta=np.abs(delta),
             rho=rho,
-            rho_minus_1=rho_minus_1,
-            rho_minus_1_sq=rho_minus_1**2,
+            rho_sq=rho**2,
             prob_abs=np.abs(np.exp(b) - np.exp(a)),
             k1=k1(-delta),
             k3=k3(-delta),
             kl_pg_nonneg=rho * k3(delta),  # rho delta - (rho - 1) in a form that is never negative
-            tv=0.5 * np.abs(rho_minus_1),
+            tv=0.5 * np.abs(np.expm1(delta)),  # expm1 keeps digits that rho - 1 would lose near 0
             ulp=np.where(finite & has_steps(a, b), ulp_distance(a32, b32), -1),
             bitwise_equal=~unequal_bits(a32, b32),
             finite=finite,
@@ -181,41 +170,21 @@ def _k3_of_responses(sums: MismatchSums) -> Ratio:
     return clusters.mean(sums.counted["k3"].to_numpy())
 
 
-def _rho_mean(sums: MismatchSums) -> Ratio:
-    x = _token_mean("rho_minus_1")(sums)
-    return Ratio(1.0 + x.value, x.se)
-
-
-def effective_size(x: Ratio, x_sq: Ratio) -> Ratio:
-    """Return ESS / N = 1 / (1 + Var(w) / E[w]^2) of w = 1 + x, from the means of x and x^2.
-
-    NaN if a square is beyond float64.
-    """
-    if not math.isfinite(x_sq.value) or x.value <= -1.0:
-        return Ratio(math.nan)
-    # rounding may make a variance of zero negative
-    variance = max(x_sq.value - x.value**2, 0.0)
-    return Ratio(1.0 / (1.0 + variance / (1.0 + x.value) ** 2))
-
-
 def _ess_frac(sums: MismatchSums) -> Ratio:
-    return effective_size(_token_mean("rho_minus_1")(sums), _token_mean("rho_minus_1_sq")(sums))
-
-
-def _moments_of_responses(sums: MismatchSums) -> tuple[Ratio, Ratio]:
-    """Return the means over whole responses of x = (product of rho) - 1, and of x^2."""
-    with np.errstate(over="ignore"):
-        x = np.expm1(-sums.whole["k1"].to_numpy())
-        return clusters.mean(x), clusters.mean(x**2)
+    weight, weight_sq, count = (clusters.exact_sum(sums.counted[name]) for name in ("rho", "rho_sq", "finite"))
+    return Ratio(clusters.effective_share(weight, weight_sq, count))
 
 
 def _ess_seq(sums: MismatchSums) -> Ratio:
-    return effective_size(*_moments_of_responses(sums))
+    with np.errstate(over="ignore"):
+        weights = np.exp(-sums.whole["k1"].to_numpy())
+        sum_of_squares = clusters.exact_sum(weights**2)
+    return Ratio(clusters.effective_share(clusters.exact_sum(weights), sum_of_squares, len(weights)))
 
 
 def _chi2_seq(sums: MismatchSums) -> Ratio:
-    x, x_sq = _moments_of_responses(sums)
-    return Ratio(2.0 * x.value + x_sq.value)
+    with np.errstate(over="ignore"):
+        return Ratio(clusters.mean(np.expm1(-2.0 * sums.whole["k1"].to_numpy())).value)
 
 
 def _log_ppl_abs_diff(sums: MismatchSums) -> Ratio:
@@ -240,7 +209,7 @@ METRICS = (
     Metric("k3", "seq_mean_token_sum", _k3_of_responses, 0.0, "KL(a || b), nats per response"),
     Metric("kl_pg_nonneg", "token_mean", _token_mean("kl_pg_nonneg"), 0.0, "KL(b || a), nats per token"),
     Metric("tv", "token_mean", _token_mean("tv"), 0.0, "total variation"),
-    Metric("rho_mean", "token_mean", _rho_mean, 1.0, "mean of rho = exp(delta)"),
+    Metric("rho_mean", "token_mean", _token_mean("rho"), 1.0, "mean of rho = exp(delta)"),
     Metric("rho_min", "token", lambda sums: Ratio(float(sums.sequences["rho_min"].min())), 1.0),
     Metric("rho_max", "token", _largest("rho_max"), 1.0),
     Metric("ess_frac", "token", _ess_frac, 1.0, "effective sample size of the weights rho, share of tokens"),
@@ -265,7 +234,7 @@ def metric_table(sums: MismatchSums) -> pd.DataFrame:
         total variation: tv = E|rho - 1| / 2
         chi^2(b || a): chi2_seq = E[product of rho over a response, squared] - 1, which may be negative in a sample
 
-    The effective sample size is ess_frac = 1 / (1 + Var(rho) / E[rho]^2). The reductions are
+    The effective sample size is ess_frac = E[rho]^2 / E[rho^2]. The reductions are
 
         token_mean: mean over tokens, with se
         seq_mean_token_sum, seq_mean: mean over responses of a sum, or of another number of the response, with se

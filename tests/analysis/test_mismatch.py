@@ -79,6 +79,13 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
     assert nothing[["abs_mean", "abs_max", "ulp_max"]].isna().all()
 
 
+def test_small_weights_have_their_effective_sample_size() -> None:
+    # both weights are below 1e-9, one twice the other: (1 + 2)^2 / (2 (1 + 4))
+    found = measured(chunk([0.0, 0.0], [-23.0, -23.0 - LOG2], [1, 1]))
+    assert found["ess_frac", "token"] == pytest.approx(0.9, rel=1e-5)
+    assert found["ess_seq", "seq"] == pytest.approx(0.9, rel=1e-5)
+
+
 def buckets_of(frame: pd.DataFrame) -> pd.DataFrame:
     return bucket_table([bucket_sums(with_mismatch(frame))])
 

@@ -96,7 +96,7 @@ def mismatch(run_dir: Path) -> Mismatch:
     """Return the mismatch of a run, over the response tokens of the iterations that the run itself computed.
 
     One iteration is in memory at a time. clip_floor is 0 with the anchor `old`, whose first ratio is 1, and NaN if the
-    objective has no fixed clip range.
+    objective has no fixed clip range. Unlike the k3 of METRICS, k3 is infinite or NaN if a log-prob is.
     """
     ppo = load_recorded_config(run_dir).ppo
     rule = clip_rule(ppo, ppo.objective.clip_range) if isinstance(ppo.objective, ClipObjective) else None

@@ -76,7 +76,7 @@ class Diagnosis:
     untested: tuple[CauseName, ...]
     tier: str  # T0 (bitwise) to T4, or `beyond T4`
     advice: str
-    needed: str  # the columns that would test them
+    needed: str  # the columns that would test the untested causes
     evidence: Evidence
 
 
@@ -171,7 +171,7 @@ def _temperature(sums: PatternSums) -> tuple[float, float]:
     """
     if "entropies" not in sums.columns or not sums.delta_sq:
         return math.nan, math.nan
-    terms = np.array([sums.delta_sq, -2 * sums.dx, sums.xx - 2 * sums.dk, 2 * sums.xk, sums.kk])
+    terms = np.array([sums.delta_sq, -2 * sums.delta_x, sums.x_sq - 2 * sums.delta_k, 2 * sums.x_k, sums.k_sq])
     residual = np.polynomial.Polynomial(terms)
     roots = residual.deriv().roots()
     real = roots[np.abs(roots.imag) < 1e-9].real

@@ -22,6 +22,7 @@ from ppo_repro.testing.pairs import KEY, PAIR
 
 # optional columns, each of which parts the sequences in two groups: 0 at all tokens, and above 0 at some token
 GroupColumn = Literal["pad_length", "steps_since_sync", "id_differs", "prompt_differs"]
+GROUP_COLUMNS: tuple[GroupColumn, ...] = get_args(GroupColumn)
 OptionalColumn = GroupColumn | Literal["entropies", "log_kept_mass"]
 
 
@@ -68,11 +69,12 @@ class PatternSums:
     repeated: float = 0.0  # tokens whose id occurs twice
     by_token_sq: float = 0.0  # what a slope for each token id leaves of their delta^2
     by_one_slope_sq: float = 0.0  # what one slope leaves
-    dx: float = 0.0  # delta x; with entropies H: x = b + H, k = H + log sum p^2
-    xx: float = 0.0
-    dk: float = 0.0
-    xk: float = 0.0
-    kk: float = 0.0
+    # with the entropy H: x = b + H and k = H + log sum p^2, the terms of a temperature
+    delta_x: float = 0.0
+    x_sq: float = 0.0
+    delta_k: float = 0.0
+    x_k: float = 0.0
+    k_sq: float = 0.0
     mass_sq: float = 0.0  # (delta - log_kept_mass)^2
     again: float = 0.0  # tokens with a second pass of the trainer
     again_sq: float = 0.0  # (second pass - b)^2
@@ -96,29 +98,27 @@ def pattern_sums(tokens: pd.DataFrame) -> PatternSums:
     a, b, delta = a32.astype(np.float64), b32.astype(np.float64), tokens["delta"].to_numpy()
     owner = np.unique(tokens["sequence"].to_numpy(), return_inverse=True)[1]
     parts = (
-        _plain(a, b, delta),
+        _moments(a, b, delta),
         _positions(tokens, a, b, delta, owner),
         _by_token(tokens["token_id"].to_numpy(), b, delta),
         *_optional(tokens, b, delta),
         *_groups(tokens, delta, owner),
         PatternSums(formats_a=_formats(a32), formats_b=_formats(b32)),
     )
+    # the parts are of the same tokens, so each adds its columns
     return replace(added(parts), columns=frozenset().union(*(part.columns for part in parts)))
 
 
-def added(measured: Sequence[PatternSums]) -> PatternSums:
+def added(parts: Sequence[PatternSums]) -> PatternSums:
     """Add the sums of several iterations; an optional column that one iteration lacks counts as missing."""
     counted = [f.name for f in fields(PatternSums) if isinstance(f.default, float)]
-    pairs = {column: [one.groups(column) for one in measured] for also in measured for column in also.by_column}
+    groups = {column: zip(*(part.groups(column) for part in parts), strict=True) for column in GROUP_COLUMNS}
     return PatternSums(
-        **{name: float(sum(getattr(one, name) for one in measured)) for name in counted},
-        formats_a=_by_field([one.formats_a for one in measured]),
-        formats_b=_by_field([one.formats_b for one in measured]),
-        columns=frozenset.intersection(*(one.columns for one in measured)),
-        by_column={
-            column: (_by_field([clean for clean, _ in of]), _by_field([dirty for _, dirty in of]))
-            for column, of in pairs.items()
-        },
+        **{name: float(sum(getattr(part, name) for part in parts)) for name in counted},
+        formats_a=_by_field([part.formats_a for part in parts]),
+        formats_b=_by_field([part.formats_b for part in parts]),
+        columns=frozenset.intersection(*(part.columns for part in parts)),
+        by_column={column: (_by_field(clean), _by_field(dirty)) for column, (clean, dirty) in groups.items()},
     )
 
 
@@ -153,7 +153,7 @@ def _total(values: npt.ArrayLike) -> float:
     return float(np.sum(np.asarray(values, dtype=np.float64)))
 
 
-def _plain(a: Floats, b: Floats, delta: Floats) -> PatternSums:
+def _moments(a: Floats, b: Floats, delta: Floats) -> PatternSums:
     return PatternSums(
         tokens=float(len(delta)),
         above_0=_total((a > ROUNDING) | (b > ROUNDING)),
@@ -216,11 +216,11 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> Iterator[Patter
         x, k = b[usable] + entropy, entropy + np.log(sums_of_squares[usable])
         yield PatternSums(
             columns=frozenset({"entropies"}),
-            dx=_total(moved * x),
-            xx=_total(x * x),
-            dk=_total(moved * k),
-            xk=_total(x * k),
-            kk=_total(k * k),
+            delta_x=_total(moved * x),
+            x_sq=_total(x * x),
+            delta_k=_total(moved * k),
+            x_k=_total(x * k),
+            k_sq=_total(k * k),
         )
     if "log_kept_mass" in tokens and np.isfinite(mass := column("log_kept_mass")).all():  # NaN: a response without it
         yield PatternSums(columns=frozenset({"log_kept_mass"}), mass_sq=_total((delta - mass) ** 2))
@@ -234,8 +234,7 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> Iterator[Patter
 def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> Iterator[PatternSums]:
     """Yield the groups of sequences of each GroupColumn that the frame has."""
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
-    columns: tuple[GroupColumn, ...] = get_args(GroupColumn)
-    for column in (name for name in columns if name in tokens):
+    for column in (name for name in GROUP_COLUMNS if name in tokens):
         largest = np.zeros(len(means))
         np.maximum.at(largest, owner, tokens[column].to_numpy().astype(np.float64))
         groups = _group(means[largest == 0]), _group(means[largest > 0])

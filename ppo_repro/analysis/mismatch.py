@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.mismatch_buckets import Buckets, bucket_sums, bucket_table
+from ppo_repro.analysis.mismatch_buckets import Buckets, bucket_sums
 from ppo_repro.analysis.pairs import NO_TOKEN, PAIRS, imported_pairs, iteration_of, masked_tokens, run_pairs
 from ppo_repro.analysis.remedies import remedy_table
 from ppo_repro.base.errors import UserError
@@ -38,14 +38,6 @@ class IterationMismatch:
     buckets: Buckets
 
 
-@dataclass(frozen=True)
-class MismatchTables:
-    """Tables of `metric_table` and `bucket_table` over all iterations; the first column is the iteration."""
-
-    metrics: pd.DataFrame
-    buckets: pd.DataFrame
-
-
 def mismatch_by_iteration(pairs: Iterable[pd.DataFrame]) -> Iterator[IterationMismatch]:
     """Yield the sums of each chunk of pairs (`run_pairs`). Raises UserError if a chunk cannot be read."""
     for chunk in pairs:
@@ -53,14 +45,15 @@ def mismatch_by_iteration(pairs: Iterable[pd.DataFrame]) -> Iterator[IterationMi
         yield IterationMismatch(iteration_of(chunk), mismatch_sums(tokens, masked_tokens(chunk)), bucket_sums(tokens))
 
 
-def mismatch_tables(iterations: Iterable[IterationMismatch]) -> MismatchTables:
-    """Return the tables of all iterations. Raises UserError if there is no token."""
-    parts = list(iterations)
-    if not parts:
+def mismatch_table(iterations: Iterable[IterationMismatch]) -> pd.DataFrame:
+    """Return `metric_table` of each iteration, below each other; the first column is the iteration.
+
+    Raises UserError if there is no token.
+    """
+    tables = [metric_table(one.sums).assign(iteration=one.iteration) for one in iterations]
+    if not tables:
         raise UserError(NO_TOKEN)
-    metrics = pd.concat([metric_table(part.sums).assign(iteration=part.iteration) for part in parts])
-    buckets = pd.concat([bucket_table([part.buckets]).assign(iteration=part.iteration) for part in parts])
-    return MismatchTables(*(table.set_index("iteration").reset_index() for table in (metrics, buckets)))
+    return pd.concat(tables).set_index("iteration").reset_index()
 
 
 def mismatch_summary(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:

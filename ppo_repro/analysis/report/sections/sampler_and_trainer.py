@@ -14,7 +14,7 @@ import pandas as pd
 from ppo_repro.analysis.html.charts import Axis, Line, axis_for, bar_chart, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section, Verdict
-from ppo_repro.analysis.mismatch import IterationMismatch, mismatch_by_iteration, mismatch_tables
+from ppo_repro.analysis.mismatch import IterationMismatch, mismatch_by_iteration, mismatch_table
 from ppo_repro.analysis.mismatch_buckets import bucket_table
 from ppo_repro.analysis.pairs import LAG, ROUTE, ROUTES, TURN, run_evidence
 from ppo_repro.analysis.report.data.page_numbers import DELTA_EDGES, Counts
@@ -66,7 +66,7 @@ def cause_of(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     for pairs in run_evidence(facts.run_dir, allow_incomplete=True):
         measured += mismatch_by_iteration([pairs])
         patterns.append(pattern_sums(with_mismatch(pairs)))
-    metrics, buckets = mismatch_tables(measured).metrics, bucket_table([part.buckets for part in measured])
+    metrics, buckets = mismatch_table(measured), bucket_table([part.buckets for part in measured])
     divergences = metrics[metrics["metric"].isin(["k1", "k3"]) & (metrics["reduction"] == "token_mean")]
     cause = diagnose_sums([part.sums for part in measured], patterns)
     untested = f"; not tested: {', '.join(cause.untested)}" if cause.untested else ""

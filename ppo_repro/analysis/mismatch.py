@@ -18,20 +18,13 @@ from ppo_repro.analysis.remedies import remedy_table
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
-from ppo_repro.statistics.mismatch import (
-    METRICS,
-    MismatchSums,
-    merged,
-    metric_table,
-    mismatch_sums,
-    with_mismatch,
-)
+from ppo_repro.statistics.mismatch import METRICS, MismatchSums, merged_sums, metric_table, mismatch_sums, with_mismatch
 from ppo_repro.testing.dumps import FORMATS
 
 
 @dataclass(frozen=True)
 class IterationMismatch:
-    """Sums of one iteration: `merged` and `metric_table` take `sums`, `bucket_table` takes `buckets`."""
+    """Sums of one iteration: `merged_sums` and `metric_table` take `sums`, `bucket_table` takes `buckets`."""
 
     iteration: int
     sums: MismatchSums
@@ -66,7 +59,7 @@ def mismatch_summary(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
     if not parts:
         raise UserError(NO_TOKEN)
     ideal = pd.Series([metric.ideal for metric in METRICS], dtype="float64")
-    explained = metric_table(merged(parts)).assign(ideal=ideal, meaning=[metric.meaning for metric in METRICS])
+    explained = metric_table(merged_sums(parts)).assign(ideal=ideal, meaning=[metric.meaning for metric in METRICS])
     return explained[["metric", "reduction", "value", "se", "ideal", "meaning"]]
 
 

@@ -16,7 +16,7 @@ from ppo_repro.analysis.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucke
 from ppo_repro.analysis.pairs import LAG, ROUTE, ROUTES, TURN
 from ppo_repro.statistics import clusters
 from ppo_repro.statistics.clusters import Floats
-from ppo_repro.statistics.mismatch import MismatchSums, merged, metric_values, mismatch_sums
+from ppo_repro.statistics.mismatch import MismatchSums, merged_sums, metric_values, mismatch_sums
 
 # edges of the buckets of each kind, in its unit
 BUCKET_EDGES = {
@@ -73,7 +73,7 @@ def bucket_table(parts: Sequence[Buckets]) -> pd.DataFrame:
     for kind, edges in BUCKET_EDGES.items():
         for k, (lo, hi) in enumerate(pairwise(edges)):
             if sums := [part[kind, k] for part in parts if (kind, k) in part]:
-                values = metric_values(merged(sums))
+                values = metric_values(merged_sums(sums))
                 metrics = {name: values[name, reduction] for name, reduction in _METRICS.items()}
                 count = int(values["n_tokens", "count"])
                 rows.append({"kind": kind, "lo": lo, "hi": hi, "n_tokens": count, **metrics})

@@ -110,7 +110,7 @@ def mismatch_sums(tokens: pd.DataFrame, masked: int = 0) -> MismatchSums:
     return MismatchSums(pd.DataFrame(rows), abs_counts, clusters.bin_counts(numbers("ulp")[has_ulps]), masked)
 
 
-def merged(parts: Sequence[MismatchSums]) -> MismatchSums:
+def merged_sums(parts: Sequence[MismatchSums]) -> MismatchSums:
     """Return the sums over the responses of all parts, at least one."""
 
     def added(counts: Sequence[pd.Series]) -> pd.Series:

@@ -17,14 +17,14 @@ import numpy as np
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.statistics.mismatch import MismatchSums, merged, metric_values, mismatch_sums, with_mismatch
+from ppo_repro.statistics.mismatch import MismatchSums, merged_sums, metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.advice import ADVICE, CauseName
 from ppo_repro.testing.evidence import (
     Group,
     GroupColumn,
     OptionalColumn,
     PatternSums,
-    added,
+    added_patterns,
     ordered,
     pattern_sums,
     require_columns,
@@ -103,7 +103,7 @@ def diagnose_sums(sizes: Sequence[MismatchSums], patterns: Sequence[PatternSums]
     """Diagnose the mismatch of all iterations from its size and its pattern. Raises UserError if there is no token."""
     if not sum(pattern.tokens for pattern in patterns):
         raise UserError("pairs have no token with two finite log-probs; there is nothing to compare")
-    pattern, metrics = added(patterns), metric_values(merged(sizes))
+    pattern, metrics = added_patterns(patterns), metric_values(merged_sums(sizes))
     evidence = _evidence(pattern, metrics)
     tier = _tier(evidence, metrics["ulp_max", "token"])
     verdict = _named(pattern, evidence, tier)

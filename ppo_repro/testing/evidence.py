@@ -106,10 +106,10 @@ def pattern_sums(tokens: pd.DataFrame) -> PatternSums:
         PatternSums(formats_a=_formats(a32), formats_b=_formats(b32)),
     )
     # the parts are of the same tokens, so each adds its columns
-    return replace(added(parts), columns=frozenset().union(*(part.columns for part in parts)))
+    return replace(added_patterns(parts), columns=frozenset().union(*(part.columns for part in parts)))
 
 
-def added(parts: Sequence[PatternSums]) -> PatternSums:
+def added_patterns(parts: Sequence[PatternSums]) -> PatternSums:
     """Add the sums of several iterations; an optional column that one iteration lacks counts as missing."""
     counted = [f.name for f in fields(PatternSums) if isinstance(f.default, float)]
     groups = {column: zip(*(part.groups(column) for part in parts), strict=True) for column in GROUP_COLUMNS}

@@ -13,7 +13,7 @@ from ppo_repro.analysis.buckets import bucket_of
 from ppo_repro.analysis.mismatch import mismatch_summary
 from ppo_repro.analysis.mismatch_buckets import bucket_sums, bucket_table
 from ppo_repro.analysis.pairs import run_pairs
-from ppo_repro.statistics.mismatch import merged, metric_values, mismatch_sums, with_mismatch
+from ppo_repro.statistics.mismatch import merged_sums, metric_values, mismatch_sums, with_mismatch
 from ppo_repro.testing.diagnosis import diagnose_chunks
 from ppo_repro.testing.guard import mismatch_of, pairs_of_run
 from tests.analysis.chunks import chunk
@@ -23,7 +23,7 @@ LOG2 = math.log(2.0)
 
 def measured(*frames: pd.DataFrame) -> pd.Series:
     """Value by (metric, reduction)."""
-    return pd.Series(metric_values(merged([mismatch_sums(with_mismatch(frame)) for frame in frames])))
+    return pd.Series(metric_values(merged_sums([mismatch_sums(with_mismatch(frame)) for frame in frames])))
 
 
 # log 1/2, 1/4, 1/8 as float32, and what is twice and half as likely

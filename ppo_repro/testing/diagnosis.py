@@ -44,7 +44,7 @@ class Tier:
     k3: float
 
 
-# measured on tiny models: cached decoding against the full forward in float32, and 16-bit weights
+# T2: cached decoding against the full forward in float32; T3 and T4: 16-bit weights
 TIERS = (
     Tier("T2", 5e-6, 1e-4, 1e-10),
     Tier("T3", 1e-2, math.inf, 1e-4),

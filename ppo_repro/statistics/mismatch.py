@@ -19,8 +19,8 @@ from ppo_repro.statistics.bits import has_steps, ulp_distance, unequal_bits
 from ppo_repro.statistics.clusters import Floats, Ratio
 from ppo_repro.statistics.kl import k1, k3
 
-# columns of `with_mismatch` whose means are metrics
-MEANS = ("bitwise_equal", "abs_delta", "prob_abs", "k1", "k3", "kl_pg_nonneg", "tv", "rho", "rho_sq")
+# columns of `with_mismatch` whose sums the metrics need
+SUMMED = ("bitwise_equal", "abs_delta", "prob_abs", "k1", "k3", "kl_pg_nonneg", "tv", "rho", "rho_sq")
 
 
 def with_mismatch(pairs: pd.DataFrame) -> pd.DataFrame:
@@ -61,7 +61,7 @@ class MismatchSums:
     """Sums over tokens: one row per response, and the counts of |delta| and of ULPs in each bin of `log_bins`.
 
     Columns of `sequences`: length, finite (tokens with two finite log-probs), diverged (whether any bit differs); over
-    the finite tokens the sums of MEANS, and the extremes abs_max, prob_abs_max, ulp_max, rho_min and rho_max, which
+    the finite tokens the sums of SUMMED, and the extremes abs_max, prob_abs_max, ulp_max, rho_min and rho_max, which
     are NaN without a token.
     """
 
@@ -99,7 +99,7 @@ def mismatch_sums(tokens: pd.DataFrame, masked: int = 0) -> MismatchSums:
         "length": np.diff(np.append(starts, len(tokens))),
         "finite": total(finite),
         "diverged": total(~tokens["bitwise_equal"].to_numpy()) > 0,
-        **{name: total(np.where(finite, numbers(name), 0.0)) for name in MEANS},
+        **{name: total(np.where(finite, numbers(name), 0.0)) for name in SUMMED},
         "abs_max": extreme(np.fmax, "abs_delta", finite),
         "prob_abs_max": extreme(np.fmax, "prob_abs", finite),
         "ulp_max": extreme(np.fmax, "ulp", has_ulps),

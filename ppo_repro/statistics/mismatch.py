@@ -1,4 +1,4 @@
-"""How far apart are two log-probs of the same token? Quantities of a token, their sums by response, and METRICS.
+"""Measure how far apart two log-probs of a token are: quantities of the token, sums by response, and METRICS.
 
 Side `a` sampled the token or came first, side `b` is compared with it.
 """

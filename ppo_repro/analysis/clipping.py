@@ -1,4 +1,4 @@
-"""What did the clip do in a run, in each step and on which tokens? `ppo-repro analyse clipping RUN` prints it.
+"""What did the clip do in a run, in each step and on which tokens?
 
 One iteration is in memory at a time.
 """
@@ -30,8 +30,6 @@ from ppo_repro.analysis.clip_flags import (
 from ppo_repro.analysis.clusters import Floats, effective_share
 from ppo_repro.analysis.pairs import own_iterations
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.latest import run_named
-from ppo_repro.base.output import Parser, tell
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.statistics.kl import k1, k3
@@ -226,7 +224,7 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)[names]
 
 
-# the tables of a run, and the command
+# the tables and numbers of a run
 
 
 @dataclass(frozen=True)
@@ -277,46 +275,24 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str]:
-    """Return the printed lines: shares of clipped tokens, ratios, KL, and, if `early_stop_kl` is set, early stops.
+def over_all_steps(clip_step: pd.DataFrame) -> dict[str, float]:
+    """Return the numbers of a whole run, from the rows `all` of `clip_step`.
 
-    A run at the record level `lean` has no line about the surrogate mass.
+    n_tokens, n_steps, n_iterations: counts of token visits, steps and iterations
+    FLAGS, beyond_twice, clip_floor, k1, k3: means over the token visits
+    removed_min, removed_max, ratio_min, ratio_max: extremes over the steps
+    removed_mass: mean over the steps; NaN at the record level `lean`
     """
-    steps = tables.clip_step[(tables.clip_step["subset"] == "all") & (tables.clip_step["n_tokens"] > 0)]
-
-    def mean(name: str) -> float:
-        return float(np.average(steps[name], weights=steps["n_tokens"]))
-
-    mass = float(steps["removed_mass"].mean())
-    lines = [
-        f"token visits {steps['n_tokens'].sum():,} in {len(steps)} steps of {steps['iteration'].nunique()} iterations",
-        f"outside the band {mean('outside'):.3%} = clip_high {mean('clip_high'):.3%} + clip_low {mean('clip_low'):.3%}"
-        f" + wrong_high {mean('wrong_high'):.3%} + wrong_low {mean('wrong_low'):.3%}"
-        f" + no advantage {mean('outside_without_advantage'):.3%}",
-        f"gradient removed {mean('removed'):.3%} of tokens; of a step {steps['removed'].min():.1%} to "
-        f"{steps['removed'].max():.1%}; without any step taken (clip_floor) {mean('clip_floor'):.3%}",
-        *([f"gradient removed: {mass:.1%} of the surrogate mass (mean of steps)"] if not math.isnan(mass) else []),
-        f"largest ratio {steps['ratio_max'].max():.3g}, smallest {steps['ratio_min'].min():.3g}; "
-        f"beyond twice the range {mean('beyond_twice'):.3%}",
-        f"KL(anchor || new) of a step, token mean: k1 {mean('k1'):.2e}, k3 {mean('k3'):.2e} nats",
-    ]
-    if early_stop_kl is not None:
-        for estimate, group in early_stop(tables.clip_step, early_stop_kl).groupby("estimate", sort=False):
-            lines.append(
-                f"early stop at {early_stop_kl:g} by {estimate}: {group['stopped'].sum()} of {len(group)} iterations, "
-                f"after {group['steps_taken'].mean():.1f} of {group['steps'].mean():.1f} steps"
-            )
-    return lines
-
-
-def main(argv: Sequence[str]) -> None:
-    """Print the overview of a run's clipping."""
-    parser = Parser(prog="ppo-repro analyse clipping", description="What did the clip do in a run?")
-    parser.add_argument("run", type=run_named, help="folder of a run")
-    parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
-    parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
-    arguments = parser.parse_args(argv)
-    if arguments.early_stop_kl is not None:
-        require_target_kl(arguments.early_stop_kl)  # before the whole run is read
-    band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
-    tell("\n".join(overview(clip_tables(arguments.run, band=band), arguments.early_stop_kl)))
+    steps = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tokens"] > 0)]
+    averaged = (*FLAGS, "beyond_twice", "clip_floor", *ESTIMATES)
+    return {
+        "n_tokens": int(steps["n_tokens"].sum()),
+        "n_steps": len(steps),
+        "n_iterations": steps["iteration"].nunique(),
+        **{name: float(np.average(steps[name], weights=steps["n_tokens"])) for name in averaged},
+        "removed_min": float(steps["removed"].min()),
+        "removed_max": float(steps["removed"].max()),
+        "ratio_min": float(steps["ratio_min"].min()),
+        "ratio_max": float(steps["ratio_max"].max()),
+        "removed_mass": float(steps["removed_mass"].mean()),
+    }

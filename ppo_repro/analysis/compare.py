@@ -6,9 +6,7 @@ lengths, and `outcome` the final results.
 
 from __future__ import annotations
 
-import argparse
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +18,14 @@ import pandas as pd
 
 from ppo_repro.analysis import significance
 from ppo_repro.analysis.clusters import Floats, ratio_of_sums
-from ppo_repro.analysis.response_pairs import COLUMNS, hazard, manifests, paired_responses
+from ppo_repro.analysis.response_pairs import hazard, manifests, paired_responses
 from ppo_repro.analysis.significance import holm
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.latest import run_named
-from ppo_repro.base.output import Parser, tell
 from ppo_repro.records import reader
 from ppo_repro.records.diff import first_difference
-from ppo_repro.records.grid import GRID
 
 # nats of mean |delta|; a smaller difference of two float32 forwards is rounding
 MARGIN = 1e-3
-SHOWN = ["metric", "stat", "ci_lo", "ci_hi", "p_value", "p_holm", "n_units"]
-WIDTH = 100  # columns
 Level = Literal["bitwise", "numeric", "distribution", "outcome"]
 # difference: H0 is no difference, corrected for the number of metrics; equivalence: H0 is a difference of at least the
 # margin; number: an estimate without a test
@@ -319,74 +312,3 @@ def _final_rows(run_a: Path | str, run_b: Path | str) -> list[Row]:
         for name, (x, y) in pairs.items()
         if not isinstance(x, str) and y is not None and not isinstance(y, str)
     ]
-
-
-# the command
-
-
-def _folder_of_run(text: str) -> Path:
-    """Return the folder of a run. Raises UserError for a grid."""
-    path = run_named(text)
-    if (path / GRID).is_file():
-        raise UserError(f"{text}: is a grid; `ppo-repro analyse table GRID --against SETTING` compares its settings")
-    return path
-
-
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="ppo-repro analyse compare", description="are two runs the same?")
-    parser.add_argument("runs", nargs="+", type=_folder_of_run, metavar="RUN", help="two runs")
-    parser.add_argument("--seed", type=int, required=True, help="seed of the sign changes")
-    parser.add_argument("--alpha", type=float, default=0.05)
-    parser.add_argument("--margin", type=float, default=MARGIN, help=f"nats of mean |delta| that are equal ({MARGIN})")
-    parser.add_argument("--column", choices=COLUMNS, default=COLUMNS[0], help=f"which log-probs ({COLUMNS[0]})")
-    parser.add_argument("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only these (not of bits)")
-    return parser.parse_args(argv)
-
-
-def _iterations(a: Path, b: Path, first: int, last: int) -> range:
-    count = min(len(recorded.iterations) for recorded in manifests(a, b))
-    if not 0 <= first <= last < count:  # checked here: the range may be too long for a list
-        raise UserError(f"--iterations {first} {last}: must be 0 <= FIRST <= LAST <= {count - 1}, which both runs have")
-    return range(first, last + 1)
-
-
-def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
-    if arguments.seed < 0:
-        raise UserError(f"--seed {arguments.seed}: must be 0 or more; give such a number")
-    if len(arguments.runs) != 2:
-        raise UserError(f"{len(arguments.runs)} given: give two runs")
-    a, b = arguments.runs
-    chosen = None if arguments.iterations is None else _iterations(a, b, *arguments.iterations)
-    return compare_runs(
-        a,
-        b,
-        np.random.default_rng(arguments.seed),
-        margin=arguments.margin,
-        column=arguments.column,
-        iterations=chosen,
-        alpha=arguments.alpha,
-    )
-
-
-def main(argv: Sequence[str]) -> None:
-    """Print a comparison: for each level a table of numbers, and its verdicts and methods in words."""
-    tell("\n".join(_lines(_comparison(_arguments(argv)))))
-
-
-def _lines(table: pd.DataFrame) -> list[str]:
-    out = [f"a  {table['run_a'].iloc[0]}", f"b  {table['run_b'].iloc[0]}"]
-    for level, rows in table.groupby("level", sort=False):
-        margins = [f", margin {margin:g}" if margin == margin else "" for margin in rows["margin"]]
-        methods = [f"{method}{margin}" for method, margin in zip(rows["method"], margins, strict=True)]
-        known = list(dict.fromkeys(methods))
-        short = [verdict.partition(":")[0] for verdict in rows["verdict"]]
-        numbers = rows[SHOWN].assign(verdict=short, method=[f"({known.index(name) + 1})" for name in methods])
-        shown = numbers.dropna(axis=1, how="all").to_string(index=False, na_rep="", float_format="{:.4g}".format)
-        out += ["", str(level), *shown.splitlines()]
-        out += [line for verdict in rows["verdict"] if ":" in verdict for line in _wrapped(verdict)]
-        out += [line for number, name in enumerate(known, 1) for line in _wrapped(f"({number}) {name}")]
-    return out
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False)

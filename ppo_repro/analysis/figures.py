@@ -6,8 +6,7 @@
     figures.agreement([RUN_1, RUN_2], right)
     right.figure.savefig("learning.pdf")
 
-`ppo-repro analyse figure KIND FILE.svg RUN_OR_GRID...` writes one figure that no page of `ppo-repro report` draws. The
-kinds for runs are `agreement` and `mismatch`. The kinds for a grid are `settings`, `differences` and `across`.
+`learning`, `agreement` and `mismatch` draw runs; `settings`, `differences` and `across` draw a grid.
 
 README.md shows the figure above: `learning` of runs of `experiments/quickstart.yaml` with `seed` 0 to 4, and
 `agreement` of these runs and of the same runs with `numerics.mode=native`.
@@ -26,14 +25,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ppo_repro.analysis.grid_outcomes import MEASURES, outcomes
+from ppo_repro.analysis.grid_outcomes import MEASURES
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation
 from ppo_repro.analysis.pairs import deltas, own_iterations
 from ppo_repro.analysis.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import atomic_write, require_ours
-from ppo_repro.base.latest import run_named
-from ppo_repro.base.output import Parser
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
@@ -229,30 +225,3 @@ def svg(axes: Axes) -> str:
     )
     inside = buffer.getvalue().partition("<svg ")[2].partition(">")[2]
     return f'<svg {names[0]} viewBox="0 0 {width:g} {height:g}" {names[1]} width="{width:g}">{inside}'
-
-
-def main(argv: Sequence[str]) -> None:
-    """Write one figure."""
-    parser = Parser(prog="ppo-repro analyse figure", description="a figure of runs or of a grid")
-    kinds = ("agreement", "mismatch", "settings", "differences", "across")
-    parser.add_argument("kind", choices=kinds, help="what is drawn")
-    parser.add_argument(
-        "out", metavar="FILE.svg", type=Path, help="the SVG file to write; replaces only a file that ppo-repro wrote"
-    )
-    parser.add_argument("folders", metavar="RUN_OR_GRID", type=run_named, nargs="+", help="runs, or one grid")
-    parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="of a grid")
-    parser.add_argument("--share", choices=("removed", "outside"), default="removed", help="for `across`")
-    arguments = parser.parse_args(argv)
-    kind, folders, measure = arguments.kind, arguments.folders, arguments.measure
-    require_ours(arguments.out)
-    if kind in ("agreement", "mismatch"):
-        axes = agreement(folders) if kind == "agreement" else mismatch(folders)
-    else:
-        if len(folders) > 1:
-            raise UserError(f"{kind}: {len(folders)} folders; give one grid")
-        cells = outcomes(folders[0])
-        if kind == "settings":
-            axes = settings(cells, measure)
-        else:
-            axes = differences(cells, measure) if kind == "differences" else across(cells, arguments.share, measure)
-    atomic_write(arguments.out, svg(axes).encode())

@@ -1,4 +1,4 @@
-"""Tokenization and KL of a recorded run, iteration by iteration: `ppo-repro analyse tokenization RUN`.
+"""Make the tables of tokenization and KL of a recorded run, iteration by iteration.
 
 `words` finds the words; `token_kl` makes tables by token, word and response and averages them; `word_clip` computes the
 clip band for words; `retokenize` decodes and encodes the responses again.
@@ -14,7 +14,7 @@ import pandas as pd
 
 from ppo_repro.analysis.clip_flags import token_rule
 from ppo_repro.analysis.pairs import chosen_iterations
-from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer, recorded_tokenizer
+from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer
 from ppo_repro.analysis.retokenize import AUDIT_COLUMNS, drift_summary, retokenization
 from ppo_repro.analysis.token_kl import (
     SEQUENCE_COLUMNS,
@@ -25,9 +25,7 @@ from ppo_repro.analysis.token_kl import (
     word_table,
 )
 from ppo_repro.analysis.word_clip import UPDATE_COLUMNS, clip_table, word_ratios
-from ppo_repro.analysis.words import BOUNDARIES, Boundary
-from ppo_repro.base.latest import run_named
-from ppo_repro.base.output import Parser, tell
+from ppo_repro.analysis.words import Boundary
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import Manifest, require_responses
@@ -102,36 +100,3 @@ def run_drift(
         sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=AUDIT_COLUMNS, recorded=recorded)
         rows.append({"iteration": iteration, **drift_summary(retokenization(sequences, tokenizer))})
     return pd.DataFrame(rows)
-
-
-def report(run_dir: Path, iteration: int | None, boundary: Boundary) -> list[str]:
-    """Return the printed lines of one iteration (None: the last). Raises UserError on missing or damaged records."""
-    recorded = reader.open_manifest(run_dir)
-    number = recorded.num_iterations - 1 if iteration is None else iteration
-    tables = iteration_tables(run_dir, number, boundary=boundary, recorded=recorded)
-    drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[number])
-    lines = [f"{run_dir}: iteration {number}, boundary {boundary}, nats, standard errors by response"]
-    lines.append(tables.tok_summary.drop(columns="iteration").to_string(index=False, float_format="%.6g"))
-    if tables.tok_clip is not None:
-        lines += ["", "clip band", tables.tok_clip.to_string(index=False, float_format="%.4g")]
-    elif number not in recorded.own_iterations:
-        lines += ["", f"clip band: not counted, iteration {number} is of the run that was forked"]
-    return [*lines, "", "encode(decode(ids))", drift.to_string(index=False, float_format="%.4g")]
-
-
-def main(argv: Sequence[str]) -> None:
-    """Print the tables of one iteration."""
-    parser = Parser(
-        prog="ppo-repro analyse tokenization",
-        description="KL and entropy of a run per sequence, token, word, char and byte",
-    )
-    parser.add_argument("run", type=run_named, help="folder of a recorded run")
-    parser.add_argument("--iteration", type=int, help="default: the last one")
-    parser.add_argument(
-        "--boundary",
-        required=True,
-        choices=BOUNDARIES,
-        help="whether white space belongs to the word after or before it",
-    )
-    arguments = parser.parse_args(argv)
-    tell("\n".join(report(arguments.run, arguments.iteration, arguments.boundary)))

@@ -10,9 +10,10 @@ import pytest
 
 from ppo_repro.analysis.recorded_tokenizer import recorded_tokenizer
 from ppo_repro.analysis.token_kl import SUMMARY_COLUMNS
-from ppo_repro.analysis.tokenization import iteration_tables, report, run_drift, run_summary
+from ppo_repro.analysis.tokenization import iteration_tables, run_drift, run_summary
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
+from tests.support.cli import Cli
 
 # training adds with one rounding, this in pairs: float64 sums of a few hundred numbers
 CLOSE = 1e-12
@@ -49,11 +50,11 @@ def test_the_clip_band_agrees_with_the_recorded_steps(deterministic_run: Path) -
         assert (found["outside"] >= found["removed"]).all()
 
 
-def test_the_recorded_tokenizer_spells_what_was_recorded(deterministic_run: Path) -> None:
+def test_the_recorded_tokenizer_spells_what_was_recorded(deterministic_run: Path, cli: Cli) -> None:
     drift = run_drift(deterministic_run, recorded_tokenizer(deterministic_run))
     assert len(drift) == 3
     assert drift["frac_drifted"].between(0, 1).all()
-    lines = report(deterministic_run, None, "trailing")
+    lines = cli.done("analyse", "tokenization", deterministic_run, "--boundary", "trailing").splitlines()
     assert "iteration 2, boundary trailing, nats, standard errors by response" in lines[0]
     with pytest.raises(UserError, match="no iteration 3"):
         iteration_tables(deterministic_run, 3, boundary="leading")

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.analysis.buckets import DOUBLING, ENTROPIES, PROBABILITIES, bucket_of
 from ppo_repro.analysis.clip_flags import (
     FLAGS,
     VALUE_FLAGS,
+    Bool,
     ClipRule,
     clipped_at_start,
     column,
@@ -41,7 +41,7 @@ TOKEN_COLUMNS = [
     *("values", "advantages", "returns"),
 ]
 
-SUBSETS = ("all", "adv_pos", "adv_neg")
+SUBSETS = {"all": 0, "adv_pos": 1, "adv_neg": -1}  # the sign of the advantages; 0 for any
 ESTIMATES = ("k1", "k3")  # of KL(anchor || new)
 
 
@@ -107,13 +107,6 @@ def policy_rows(item: IterationRows) -> pd.DataFrame:
     return item.rows[item.rows["clip_flag"].notna()]
 
 
-def steps_of(rows: pd.DataFrame) -> dict[tuple[int, int], npt.NDArray[np.intp]]:
-    """Return the indices of the rows of each step, by (epoch, minibatch)."""
-    epochs, minibatches = (rows[name].to_numpy(np.int64) for name in STEP)
-    present = np.unique(np.stack([epochs, minibatches]), axis=1).T.tolist()
-    return {(e, m): np.flatnonzero((epochs == e) & (minibatches == m)) for e, m in present}
-
-
 # the tables of one iteration
 
 
@@ -143,24 +136,31 @@ def surrogate_mass(rows: pd.DataFrame) -> Floats:
     return weights * np.abs(ratios_of(column(rows, "log_ratios")) * column(rows, "advantages"))
 
 
-def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Floats, rule: ClipRule) -> dict[str, float]:
+def _is_in(subset: str, rows: pd.DataFrame) -> Bool:
+    sign = SUBSETS[subset]
+    return (sign * column(rows, "advantages") > 0) | (sign == 0)
+
+
+def _numbers(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
     """Return the columns of one row of `clip_step` over these tokens; only n_tokens if there are no tokens."""
     if not len(rows):
         return {"n_tokens": 0}
-    ratios, log_ratios = column(flags, "ratio"), column(rows, "log_ratios")
+    ratios, log_ratios, mass = (column(rows, name) for name in ("ratio", "log_ratios", "mass"))
     shown = ratios if np.isfinite(ratios).all() else np.array([math.nan])
     beyond = (ratios > 1.0 + 2.0 * rule.high) | (ratios < 1.0 - 2.0 * rule.low)
     total = float(mass.sum())
     return {
         "n_tokens": len(rows),
         "n_nonfinite": int(np.count_nonzero(~np.isfinite(log_ratios))),
-        **{name: float(flags[name].mean()) for name in FLAGS},
-        **{"ratio_mean": shown.mean(), "ratio_min": shown.min(), "ratio_max": shown.max()},
+        **{name: float(rows[name].mean()) for name in FLAGS},
+        "ratio_mean": shown.mean(),
+        "ratio_min": shown.min(),
+        "ratio_max": shown.max(),
         "beyond_twice": float(beyond.mean()),
         **kl_estimates(log_ratios),
         "ess_frac": effective_samples(log_ratios),
-        "removed_mass": float(mass[flags["removed"]].sum()) / total if total and np.isfinite(total) else math.nan,
-        "clip_floor": float(clipped_at_start(rows, rule).mean()),
+        "removed_mass": float(mass[rows["removed"]].sum()) / total if total and np.isfinite(total) else math.nan,
+        "clip_floor": float(rows["clip_floor"].mean()),
     }
 
 
@@ -176,23 +176,20 @@ def clip_step(item: IterationRows) -> pd.DataFrame:
         k1, k3: `kl_estimates`
         value_outside, value_removed: `value_flags`
     """
-    policy = policy_rows(item)
-    flags, mass = token_flags(policy, item.rule), surrogate_mass(policy)
-    moved = item.rows[item.rows["new_values"].notna()]
-    values = value_flags(moved, item.value_reach)
-    policy_steps, value_steps = steps_of(policy), steps_of(moved)
+    policy, moved = policy_rows(item), item.rows[item.rows["new_values"].notna()]
+    floor = clipped_at_start(policy, item.rule)
+    policy = policy.join(token_flags(policy, item.rule)).assign(mass=surrogate_mass(policy), clip_floor=floor)
+    moved = moved.join(value_flags(moved, item.value_reach))
+    policy_steps, value_steps = (rows.groupby(STEP).indices for rows in (policy, moved))
     table = []
-    for inner, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
-        of_policy, of_value = (steps.get(step, np.zeros(0, np.intp)) for steps in (policy_steps, value_steps))
-        advantages = column(policy.iloc[of_policy], "advantages")
-        advantages_of_value = column(moved.iloc[of_value], "advantages")
-        for subset, sign in zip(SUBSETS, (0, 1, -1), strict=True):
-            chosen = of_policy[(sign * advantages > 0) | (sign == 0)]
-            stepped = of_value[(sign * advantages_of_value > 0) | (sign == 0)]
-            key = {"iteration": item.iteration, "epoch": step[0], "minibatch": step[1], "step": inner, "subset": subset}
-            numbers = _numbers(policy.iloc[chosen], flags.iloc[chosen], mass[chosen], item.rule)
-            rates = {name: values[name].iloc[stepped].mean() for name in VALUE_FLAGS}
-            table.append({**key, **numbers, "n_value_tokens": len(stepped), **rates})
+    for number, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
+        key = {"iteration": item.iteration, "epoch": step[0], "minibatch": step[1], "step": number}
+        of_policy, of_value = policy.iloc[policy_steps.get(step, [])], moved.iloc[value_steps.get(step, [])]
+        for subset in SUBSETS:
+            numbers = _numbers(of_policy[_is_in(subset, of_policy)], item.rule)
+            values = of_value[_is_in(subset, of_value)]
+            rates = {name: values[name].mean() for name in VALUE_FLAGS}
+            table.append({**key, "subset": subset, **numbers, "n_value_tokens": len(values), **rates})
     return pd.DataFrame(table)
 
 
@@ -203,8 +200,7 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
     hi), n_tokens, FLAGS. Bins without tokens have no row; a value of NaN has no bin.
     """
     rows = policy_rows(item)
-    flags, advantages = token_flags(rows, item.rule)[list(FLAGS)], column(rows, "advantages")
-    subsets = dict(zip(SUBSETS, (np.ones(len(rows), dtype=bool), advantages > 0, advantages < 0), strict=True))
+    flags = token_flags(rows, item.rule)[list(FLAGS)]
     kinds = {
         "prob": (np.exp(column(rows, "anchor_logprobs")), PROBABILITIES),
         "entropy": (column(rows, "entropies"), ENTROPIES),
@@ -213,8 +209,8 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
     tables = []
     for kind, (values, edges) in kinds.items():
         codes, lows = bucket_of(values, edges), np.array(edges)
-        for subset, is_in in subsets.items():
-            where = is_in & (codes >= 0)
+        for subset in SUBSETS:
+            where = _is_in(subset, rows) & (codes >= 0)
             groups = flags[where].groupby(codes[where])
             table = groups.mean()
             bins = table.index.to_numpy(np.int64)

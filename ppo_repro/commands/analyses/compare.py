@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ppo_repro.analysis.compare import MARGIN, compare_runs
-from ppo_repro.analysis.response_pairs import COLUMNS, manifests
+from ppo_repro.analysis.comparison.compare import MARGIN, compare_runs
+from ppo_repro.analysis.comparison.response_pairs import COLUMNS, manifests
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import print_result

@@ -73,9 +73,9 @@ def _learning(runs: Sequence[OneRun]) -> list[Verdict]:
     sentences = []
     for name, run in zip(NAMES, runs, strict=True):
         for line in run.facts.kind.first_chart:
-            values = run.curves[run.curves["metric"] == line.metric].sort_values("iteration")["value"].tolist()
+            values = run.curves[run.curves["metric"] == line.key].sort_values("iteration")["value"].tolist()
             if values:
-                sentences.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({line.unit})."))
+                sentences.append(Verdict("fact", f"{name} {change(values[0], values[-1])} ({line.title})."))
                 break
     alone = "One run each says nothing about the methods: compare seeds by `ppo-repro analyse table`."
     return [*sentences, Verdict("fact", alone)]

@@ -10,7 +10,7 @@ from ppo_repro.analysis.html.markup import element, table
 from ppo_repro.analysis.html.page import Card, Section, facts_html, folded_table, folded_text, page, scrolled
 from ppo_repro.analysis.html.token_data import token_data
 from ppo_repro.analysis.html.token_section import select, token_section
-from ppo_repro.analysis.report.data.metrics import Metric
+from ppo_repro.analysis.report.data.metrics import Plotted
 from ppo_repro.analysis.report.data.page_numbers import read_page_numbers
 from ppo_repro.analysis.report.data.run_curves import summary_tables
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
@@ -46,7 +46,7 @@ def run_page(facts: Facts, responses: int) -> str:
         curves.metric_figures(wanted, [Curve("this run", numbers.curves)], forked_at=facts.forked_at)
         for wanted in (kind.learning, kind.optimisation, kind.beside_mismatch)
     )
-    distributions = change_figures(numbers.values, kind.first_chart[-1].unit, kind.samples)
+    distributions = change_figures(numbers.values, kind.first_chart[-1].title, kind.samples)
     sections = [
         Section("learning", "Learning", figures=[*learning, *distributions]),
         Section("optimisation", "Optimisation", figures=optimisation),
@@ -62,7 +62,7 @@ def run_page(facts: Facts, responses: int) -> str:
     return page(facts.name, cards, sections, data)
 
 
-def first_and_last(metrics: Sequence[Metric], curves_of_run: pd.DataFrame) -> pd.DataFrame:
+def first_and_last(metrics: Sequence[Plotted], curves_of_run: pd.DataFrame) -> pd.DataFrame:
     """Return the first and last value of the metrics' curves: quantity, first, last, unit."""
     ends = curves_of_run.sort_values("iteration").groupby("metric")["value"].agg(["first", "last"])
     rows = [(m.title, *map(float, ends.loc[m.key]), m.unit) for m in metrics if m.key in ends.index]
@@ -74,7 +74,7 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, run_cu
     unequal = int(iterations["unequal_old_rollout_logprobs"].sum())
     rows = [
         ("iterations", f"{len(iterations):,} of {facts.config.iterations:,}"),
-        *((total.title, int(iterations[total.name].sum())) for total in facts.kind.totals),
+        *((total.title, int(iterations[total.key].sum())) for total in facts.kind.totals),
         ("optimizer steps", len(steps)),
         (f"unequal old and rollout log-probs, {facts.kind.token_unit}", unequal),
         ("largest |old - rollout|, nats", float(iterations["max_abs_old_rollout"].max(skipna=False))),

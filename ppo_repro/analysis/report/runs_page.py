@@ -38,7 +38,7 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     """
     runs = read_folder(folder)
     result, settings = runs.results[0], runs.settings
-    means = runs.finals.groupby("point", sort=False)[result.name].mean().sort_values(ascending=False, kind="stable")
+    means = runs.finals.groupby("point", sort=False)[result.key].mean().sort_values(ascending=False, kind="stable")
     lines = [_line(s, group) for s, group in settings.items() if s.short in set(means.index[:MAX_LINES])]
     fewer = f"The {MAX_LINES} of {len(settings)} settings with the highest {result.title}; the table has all."
     forks = [FORKS] * any(run.facts.forked_at is not None for run in runs.listed)
@@ -59,7 +59,7 @@ def _result_cards(runs: FolderRuns, lines: Sequence[Curve], forks: Sequence[str]
     """Return the cards with the results of each setting: a chart, a table and, for a grid, its question and answer."""
     result = runs.results[0]
     title = result.title.capitalize()
-    drawn = [(line, result.name) for line in lines] if result in runs.kind.results else []
+    drawn = [(line, result.key) for line in lines] if result in runs.kind.results else []
     chart = curves.curve_chart(title, result.title, drawn) or main_chart(runs.listed[0].facts, lines)
     equal = curves.equal_curves(drawn)
     on_lines = [Verdict("fact", text) for text in ([sentence(equal)] if equal else []) + [*forks]]
@@ -79,7 +79,7 @@ def _list_of_runs(runs: FolderRuns, linked_from: Path | None) -> Section:
     """Return the section with a table of all runs, and of all that their settings differ in."""
     finals = runs.finals
     links = [_link(run.facts.run_dir, runs.folder, linked_from) for run in runs.listed]
-    results = {result.title: finals[result.name].round(3).tolist() for result in runs.results}
+    results = {result.title: finals[result.key].round(3).tolist() for result in runs.results}
     names, labels = [read_label(run.facts.run_dir).name for run in runs.listed], finals["point"].tolist()
     # a setting may have the name of its runs
     named = {"name": names} if any(name not in ("", label) for name, label in zip(names, labels, strict=True)) else {}
@@ -136,7 +136,7 @@ def _means(runs: FolderRuns) -> pd.DataFrame:
         {
             "setting": Html(element("span", escape(point), title=wholes[str(point)] or False)),
             **({"seeds": len(group)} if has_seeds else {}),
-            **{result.title: spread(group[result.name]) for result in runs.results},
+            **{result.title: spread(group[result.key]) for result in runs.results},
         }
         for point, group in finals.groupby("point", sort=False)
     ]

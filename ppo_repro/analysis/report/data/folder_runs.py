@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.report.data.metrics import ANY, Kind, Titled, score_range
+from ppo_repro.analysis.report.data.metrics import ANY, Kind, Quantity, score_range
 from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
@@ -37,7 +37,7 @@ class FolderRuns:
     states: Mapping[Path, str]
     copies: Sequence[tuple[Path, Path]]
     settings: Mapping[Setting, Sequence[OneRun]]
-    results: Sequence[Titled]
+    results: Sequence[Quantity]
     finals: pd.DataFrame
 
     @property
@@ -118,38 +118,37 @@ def _renamed(setting: Setting, group: Sequence[OneRun]) -> Setting:
     return Setting(name or setting.short or group[0].facts.config.experiment, setting.whole)
 
 
-def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> tuple[list[Titled], pd.DataFrame]:
+def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> tuple[list[Quantity], pd.DataFrame]:
     """Return the final results that all runs have, or else the last mean score or return, and the frame `finals`."""
     kind, judged = runs[0].facts.kind, all(run.facts.is_judged for run in runs)
     results = [
         result
         for result in kind.results
-        if all(result.name in run.facts.manifest.final for run in runs)
-        and (judged or result.name not in kind.accuracies)
+        if all(result.key in run.facts.manifest.final for run in runs) and (judged or result.key not in kind.accuracies)
     ]
-    values = {result.name: [float(run.facts.manifest.final[result.name]) for run in runs] for result in results}
+    values = {result.key: [float(run.facts.manifest.final[result.key]) for run in runs] for result in results}
     if not results:
-        results, column = [kind.last_value], kind.last_value.name
+        results, column = [kind.last_value], kind.last_value.key
         values = {column: [float(run.iterations[column].iloc[-1]) for run in runs]}
     # scores that are 1 for right answers and 0 for others are accuracies
-    first = values[results[0].name]
-    results = [result for result in results if result == results[0] or values[result.name] != first]
-    columns = {result.name: values[result.name] for result in results}
+    first = values[results[0].key]
+    results = [result for result in results if result == results[0] or values[result.key] != first]
+    columns = {result.key: values[result.key] for result in results}
     return results, pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **columns})
 
 
-def largest_possible(runs: FolderRuns, result: Titled) -> float:
+def largest_possible(runs: FolderRuns, result: Quantity) -> float:
     """Return the largest difference of a result that two runs can have; infinite without a limit."""
-    if "score" not in result.name:
-        low, high = next((m.possible for m in runs.kind.metrics if m.key == result.name and m.possible), ANY)
+    if "score" not in result.key:
+        low, high = next((m.possible for m in runs.kind.metrics if m.key == result.key and m.possible), ANY)
         return high - low
     ends = [score_range(run.facts.config) for run in runs.listed if isinstance(run.facts.config, RunConfig)]
     return max(high for _, high in ends) - min(low for low, _ in ends)
 
 
-def largest_recorded(runs: FolderRuns, result: Titled) -> float:
+def largest_recorded(runs: FolderRuns, result: Quantity) -> float:
     """Return the largest difference of two scores of sampled responses; infinite for a result that is no score."""
-    if "score" not in result.name:
+    if "score" not in result.key:
         return math.inf
     scores = [
         reader.read_sequences(run.facts.run_dir, iterations=run.facts.manifest.own_iterations, columns=["scores"])

@@ -13,7 +13,7 @@ import pandas as pd
 
 from ppo_repro.analysis import clusters, parity
 from ppo_repro.analysis.clusters import Floats, Ratio
-from ppo_repro.analysis.report.data.metrics import Metric
+from ppo_repro.analysis.report.data.metrics import Plotted
 from ppo_repro.analysis.report.data.run_facts import Facts, read_facts
 from ppo_repro.config.files import CONTROL
 from ppo_repro.records import reader
@@ -127,7 +127,7 @@ def recorded_rows(
     iterations: pd.DataFrame,
     steps: pd.DataFrame,
     final: Mapping[str, float | int | str],
-    metrics: Sequence[Metric],
+    metrics: Sequence[Plotted],
 ) -> pd.DataFrame:
     """Return the metrics of the tables `iterations` and `steps`, one row per Point.
 

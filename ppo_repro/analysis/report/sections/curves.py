@@ -12,7 +12,7 @@ from ppo_repro.analysis.clusters import Floats
 from ppo_repro.analysis.html.charts import Line, Rule, axis_for, legend, line_chart
 from ppo_repro.analysis.html.markup import number
 from ppo_repro.analysis.html.page import Figure, Section
-from ppo_repro.analysis.report.data.metrics import Metric, Range
+from ppo_repro.analysis.report.data.metrics import Plotted, Range
 from ppo_repro.analysis.report.data.run_facts import Facts
 from ppo_repro.analysis.significance import one_sample, t_interval
 
@@ -34,7 +34,7 @@ class Curve:
 MANY_SEEDS = 5  # charts show fewer seeds one by one
 
 
-def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Metric], score: Range) -> pd.DataFrame:
+def over_seeds(runs: Sequence[pd.DataFrame], metrics: Sequence[Plotted], score: Range) -> pd.DataFrame:
     """Return the mean over seeds as a frame of curves; an iteration's mean is over the seeds that have the iteration.
 
     low and high are the ends of the 95 % Student interval, clipped to the possible values. With fewer than MANY_SEEDS
@@ -57,12 +57,12 @@ def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     return frame[frame["metric"] == metric].sort_values("iteration")
 
 
-def informative(wanted: Sequence[Metric], curves: Sequence[Curve]) -> list[Metric]:
+def informative(wanted: Sequence[Plotted], curves: Sequence[Curve]) -> list[Plotted]:
     """Return the metrics without accuracies that equal their score, and without settings that never change."""
     return [metric for metric in wanted if _is_informative(metric, curves)]
 
 
-def _is_informative(metric: Metric, curves: Sequence[Curve]) -> bool:
+def _is_informative(metric: Plotted, curves: Sequence[Curve]) -> bool:
     values, scores = (
         [curve.frame.loc[curve.frame["metric"] == name, "value"].to_numpy(np.float64) for curve in curves]
         for name in (metric.key, metric.accuracy_of)
@@ -73,7 +73,7 @@ def _is_informative(metric: Metric, curves: Sequence[Curve]) -> bool:
 
 
 def metric_figures(
-    wanted: Sequence[Metric], curves: Sequence[Curve], band: str = "", forked_at: int | None = None
+    wanted: Sequence[Plotted], curves: Sequence[Curve], band: str = "", forked_at: int | None = None
 ) -> list[Figure]:
     """Return one figure per metric, with a line for each curve that has the metric, and no names of the lines.
 
@@ -96,7 +96,7 @@ def metric_figures(
     return figures
 
 
-def step_figure(metric: Metric, steps: pd.DataFrame) -> Figure:
+def step_figure(metric: Plotted, steps: pd.DataFrame) -> Figure:
     """Return the figure of a metric of the table `steps` by step, not by iteration."""
     at, values = np.arange(len(steps), dtype=np.float64), steps[metric.key].to_numpy(np.float64)
     alt = f"{metric.title} by step: {number(float(values[0]))} to {number(float(values[-1]))}."
@@ -148,15 +148,15 @@ def curve_chart(
 def run_chart(facts: Facts, metrics: pd.DataFrame) -> str:
     """Return the chart of the first screen from the curves of a run."""
     lines = facts.kind.first_chart
-    drawn, unit = [(Curve(line.name, metrics), line.metric) for line in lines], lines[-1].unit
+    drawn, unit = [(Curve(line.label, metrics), line.key) for line in lines], lines[-1].title
     return curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
 
 
 def main_chart(facts: Facts, curves: Sequence[Curve]) -> str:
     """Return a chart with the evaluated curve of each run, or with the sampled curve if nothing was evaluated."""
     for line in facts.kind.first_chart:
-        if any((curve.frame["metric"] == line.metric).any() for curve in curves):
-            return curve_chart(line.unit.capitalize(), line.unit, [(curve, line.metric) for curve in curves])
+        if any((curve.frame["metric"] == line.key).any() for curve in curves):
+            return curve_chart(line.title.capitalize(), line.title, [(curve, line.key) for curve in curves])
     return ""
 
 

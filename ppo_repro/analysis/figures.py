@@ -6,7 +6,7 @@
     figures.agreement([RUN_1, RUN_2], right)
     right.figure.savefig("learning.pdf")
 
-`learning`, `agreement` and `mismatch` draw runs; `settings`, `differences` and `across` draw a grid.
+`learning`, `agreement` and `mismatch` draw runs; `by_setting`, `differences` and `by_clipped_share` draw a grid.
 
 README.md shows the figure above: `learning` of runs of `experiments/quickstart.yaml` with `seed` 0 to 4, and
 `agreement` of these runs and of the same runs with `numerics.mode=native`.
@@ -145,7 +145,7 @@ def sampler_of(config: RunConfig) -> str:
     return f"torch, {stock}" if stock else f"built in, {config.numerics.mode}"
 
 
-def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
+def by_setting(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
     """Draw a row for each setting of `outcomes`: a dot per seed, and the mean with its 95 % Student interval.
 
     The label of a row counts values that are not finite.
@@ -190,7 +190,7 @@ def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> 
     return axes
 
 
-def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
+def by_clipped_share(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
     """Draw a measure of each run over the run's clipped share, and shade the range that rules of thumb recommend.
 
     Args:

@@ -77,7 +77,7 @@ def _clip(
     return clip_table(word_ratios(table, anchor, updates, clip_low=rule.low, clip_high=rule.high))
 
 
-def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:
+def summary_by_iteration(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:
     """Return `tok_summary` of `iterations` (None: all), one below the other.
 
     Raises UserError on missing or damaged records.
@@ -88,7 +88,7 @@ def run_summary(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence
     return pd.concat(tables, ignore_index=True)
 
 
-def run_drift(
+def drift_by_iteration(
     run_dir: Path | str, tokenizer: RecordedTokenizer, *, iterations: Sequence[int] | None = None
 ) -> pd.DataFrame:
     """Return `drift_summary` of `iterations` (None: all), one row each.

@@ -10,7 +10,7 @@ import pytest
 
 from ppo_repro.analysis.recorded_tokenizer import recorded_tokenizer
 from ppo_repro.analysis.token_kl import SUMMARY_COLUMNS
-from ppo_repro.analysis.tokenization import iteration_tables, run_drift, run_summary
+from ppo_repro.analysis.tokenization import drift_by_iteration, iteration_tables, summary_by_iteration
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from tests.support.cli import Cli
@@ -25,7 +25,7 @@ def one(summary: pd.DataFrame, metric: str, unit: str, reduction: str) -> np.nda
 
 
 def test_the_units_agree_with_the_recorded_iterations(native_run: Path) -> None:
-    summary = run_summary(native_run, boundary="leading", iterations=None)
+    summary = summary_by_iteration(native_run, boundary="leading", iterations=None)
     assert list(summary) == ["iteration", *SUMMARY_COLUMNS]
     recorded = reader.read_iterations(native_run)
     for metric, unit, reduction, column in (
@@ -51,7 +51,7 @@ def test_the_clip_band_agrees_with_the_recorded_steps(deterministic_run: Path) -
 
 
 def test_the_recorded_tokenizer_spells_what_was_recorded(deterministic_run: Path, cli: Cli) -> None:
-    drift = run_drift(deterministic_run, recorded_tokenizer(deterministic_run))
+    drift = drift_by_iteration(deterministic_run, recorded_tokenizer(deterministic_run))
     assert len(drift) == 3
     assert drift["frac_drifted"].between(0, 1).all()
     lines = cli.done("analyse", "tokenization", deterministic_run, "--boundary", "trailing").splitlines()
@@ -59,4 +59,4 @@ def test_the_recorded_tokenizer_spells_what_was_recorded(deterministic_run: Path
     with pytest.raises(UserError, match="no iteration 3"):
         iteration_tables(deterministic_run, 3, boundary="leading")
     with pytest.raises(UserError, match="names no iteration"):
-        run_summary(deterministic_run, boundary="leading", iterations=[])
+        summary_by_iteration(deterministic_run, boundary="leading", iterations=[])

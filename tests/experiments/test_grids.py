@@ -12,7 +12,7 @@ import pytest
 
 from ppo_repro.analysis.clip_flags import token_flags
 from ppo_repro.analysis.clipping import load_iterations, policy_rows
-from ppo_repro.analysis.figures import across, differences
+from ppo_repro.analysis.figures import by_clipped_share, differences
 from ppo_repro.analysis.grid_outcomes import MEASURES, clip_shares, measures_of, outcomes
 from ppo_repro.analysis.grid_table import comparisons, rank_correlation
 from ppo_repro.base.errors import UserError
@@ -45,7 +45,10 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
     assert table.loc["y", "p_holm"] == pytest.approx(0.1483, abs=1e-4)
     with pytest.raises(UserError, match=r"^--against q: .* x; y; z$"):
         comparisons(found, "accuracy", "q")
-    for ask in (lambda cells: comparisons(cells, "accuracy", "x"), lambda cells: across(cells, "removed", "accuracy")):
+    for ask in (
+        lambda cells: comparisons(cells, "accuracy", "x"),
+        lambda cells: by_clipped_share(cells, "removed", "accuracy"),
+    ):
         with pytest.raises(UserError, match=r"^y and x have different seeds"):
             ask(found.drop(index=3))
 

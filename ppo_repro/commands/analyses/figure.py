@@ -49,7 +49,7 @@ def _drawn(kind: str, folders: Sequence[Path], measure: str, share: str) -> Axes
         raise UserError(f"{kind}: {len(folders)} folders; give one grid")
     cells = outcomes(folders[0])
     if kind == "settings":
-        return figures.settings(cells, measure)
+        return figures.by_setting(cells, measure)
     if kind == "differences":
         return figures.differences(cells, measure)
-    return figures.across(cells, share, measure)
+    return figures.by_clipped_share(cells, share, measure)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from ppo_repro.analysis.recorded_tokenizer import recorded_tokenizer
-from ppo_repro.analysis.tokenization import iteration_tables, run_drift
+from ppo_repro.analysis.tokenization import drift_by_iteration, iteration_tables
 from ppo_repro.analysis.words import BOUNDARIES
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import print_result
@@ -28,7 +28,7 @@ def command(arguments: argparse.Namespace) -> None:
     iteration = recorded.num_iterations - 1 if arguments.iteration is None else arguments.iteration
     tables = iteration_tables(run_dir, iteration, boundary=boundary, recorded=recorded)
     summary, band = tables.tok_summary.drop(columns="iteration"), tables.tok_clip
-    drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[iteration])
+    drift = drift_by_iteration(run_dir, recorded_tokenizer(run_dir), iterations=[iteration])
     lines = [f"{run_dir}: iteration {iteration}, boundary {boundary}, nats, standard errors by response"]
     lines.append(summary.to_string(index=False, float_format="%.6g"))
     if band is not None:

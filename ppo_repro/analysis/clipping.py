@@ -227,8 +227,8 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
 class ClipTables:
     """Tables of `clip_step` and `clip_bucket` over all iterations."""
 
-    clip_step: pd.DataFrame
-    clip_bucket: pd.DataFrame
+    by_step: pd.DataFrame
+    by_bucket: pd.DataFrame
 
 
 def clip_tables(

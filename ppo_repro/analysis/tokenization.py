@@ -15,11 +15,11 @@ import pandas as pd
 from ppo_repro.analysis.clip_flags import token_rule
 from ppo_repro.analysis.pairs import chosen_iterations
 from ppo_repro.analysis.recorded_tokenizer import RecordedTokenizer
-from ppo_repro.analysis.retokenize import AUDIT_COLUMNS, drift_summary, retokenization
+from ppo_repro.analysis.retokenize import DRIFT_COLUMNS, drift_summary, retokenization
 from ppo_repro.analysis.token_kl import (
     SEQUENCE_COLUMNS,
     TOKEN_COLUMNS,
-    sequence_table,
+    response_table,
     summary_table,
     token_table,
     word_table,
@@ -33,16 +33,16 @@ from ppo_repro.records.manifest import Manifest, require_responses
 
 @dataclass(frozen=True)
 class TokenizationTables:
-    """Tables of one iteration.
+    """Tables of one iteration: `token_table`, `word_table`, `response_table`, `summary_table` and `clip_table`.
 
-    `tok_clip` is None for objectives without a clip band, and for iterations that a fork copied from its origin.
+    `clip_band` is None for objectives without a clip band, and for iterations that a fork copied from its origin.
     """
 
-    tok_token: pd.DataFrame
-    tok_word: pd.DataFrame
-    tok_seq: pd.DataFrame
-    tok_summary: pd.DataFrame
-    tok_clip: pd.DataFrame | None
+    tokens: pd.DataFrame
+    words: pd.DataFrame
+    responses: pd.DataFrame
+    summary: pd.DataFrame
+    clip_band: pd.DataFrame | None
 
 
 def iteration_tables(
@@ -54,13 +54,13 @@ def iteration_tables(
     tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKEN_COLUMNS, recorded=recorded)
     sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=SEQUENCE_COLUMNS, recorded=recorded)
     table = token_table(tokens, sequences, boundary=boundary)
-    words, by_sequence = word_table(table), sequence_table(table, sequences)
+    words, responses = word_table(table), response_table(table, sequences)
     return TokenizationTables(
-        tok_token=table,
-        tok_word=words,
-        tok_seq=by_sequence,
-        tok_summary=summary_table(by_sequence, words),
-        tok_clip=_clip(run_dir, recorded, iteration, table, tokens) if iteration in recorded.own_iterations else None,
+        tokens=table,
+        words=words,
+        responses=responses,
+        summary=summary_table(responses, words),
+        clip_band=_clip(run_dir, recorded, iteration, table, tokens) if iteration in recorded.own_iterations else None,
     )
 
 
@@ -74,17 +74,17 @@ def _clip(
         return None
     updates = reader.read_updates(run_dir, iterations=one, columns=UPDATE_COLUMNS, recorded=recorded)
     anchor = tokens[f"{rule.anchor}_logprobs"]
-    return clip_table(word_ratios(table, anchor, updates, clip_low=rule.low, clip_high=rule.high))
+    return clip_table(word_ratios(table, anchor, updates, rule))
 
 
 def summary_by_iteration(run_dir: Path | str, *, boundary: Boundary, iterations: Sequence[int] | None) -> pd.DataFrame:
-    """Return `tok_summary` of `iterations` (None: all), one below the other.
+    """Return `summary_table` of `iterations` (None: all), one below the other.
 
     Raises UserError on missing or damaged records.
     """
     recorded = reader.open_manifest(run_dir)
     chosen = chosen_iterations(recorded, iterations)
-    tables = [iteration_tables(run_dir, i, boundary=boundary, recorded=recorded).tok_summary for i in chosen]
+    tables = [iteration_tables(run_dir, i, boundary=boundary, recorded=recorded).summary for i in chosen]
     return pd.concat(tables, ignore_index=True)
 
 
@@ -97,6 +97,6 @@ def drift_by_iteration(
     """
     recorded, rows = reader.open_manifest(run_dir), []
     for iteration in chosen_iterations(recorded, iterations):
-        sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=AUDIT_COLUMNS, recorded=recorded)
+        sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=DRIFT_COLUMNS, recorded=recorded)
         rows.append({"iteration": iteration, **drift_summary(retokenization(sequences, tokenizer))})
     return pd.DataFrame(rows)

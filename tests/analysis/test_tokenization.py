@@ -41,7 +41,7 @@ def test_the_units_agree_with_the_recorded_iterations(native_run: Path) -> None:
 def test_the_clip_band_agrees_with_the_recorded_steps(deterministic_run: Path) -> None:
     steps = reader.read_steps(deterministic_run)
     for iteration in (0, 2):
-        found = iteration_tables(deterministic_run, iteration, boundary="leading").tok_clip
+        found = iteration_tables(deterministic_run, iteration, boundary="leading").clip_band
         assert found is not None
         part = steps[steps["iteration"] == iteration]
         clipped = (part["clip_fraction"] * part["tokens"]).groupby(part["epoch"]).sum()

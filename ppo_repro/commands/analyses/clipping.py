@@ -26,7 +26,7 @@ def command(arguments: argparse.Namespace) -> None:
     if target is not None:
         require_target_kl(target)  # before the whole run is read
     band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
-    steps = clip_tables(arguments.run, band=band).clip_step
+    steps = clip_tables(arguments.run, band=band).by_step
     numbers = over_all_steps(steps)
     if target is None:
         print_result(arguments.json, numbers, _lines(numbers))

@@ -27,7 +27,7 @@ def command(arguments: argparse.Namespace) -> None:
     recorded = reader.open_manifest(run_dir)
     iteration = recorded.num_iterations - 1 if arguments.iteration is None else arguments.iteration
     tables = iteration_tables(run_dir, iteration, boundary=boundary, recorded=recorded)
-    summary, band = tables.tok_summary.drop(columns="iteration"), tables.tok_clip
+    summary, band = tables.summary.drop(columns="iteration"), tables.clip_band
     drift = drift_by_iteration(run_dir, recorded_tokenizer(run_dir), iterations=[iteration])
     lines = [f"{run_dir}: iteration {iteration}, boundary {boundary}, nats, standard errors by response"]
     lines.append(summary.to_string(index=False, float_format="%.6g"))

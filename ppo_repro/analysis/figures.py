@@ -89,7 +89,7 @@ def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
 
 def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw greedy accuracy on held-out prompts by iteration: mean and range over the runs of each numerics mode."""
-    (axes,) = [axes] if axes is not None else new_axes()
+    axes = axes or new_axes()[0]
     for mode, rows in curves_of(runs).groupby("mode"):
         band(rows, "eval_accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
     axes.set(title="Learning: mean and range", xlabel="iteration", ylabel="greedy accuracy, held out")
@@ -100,7 +100,7 @@ def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
 
 def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw the share of tokens whose log-probs differ between sampler and trainer, by iteration."""
-    (axes,) = [axes] if axes is not None else new_axes()
+    axes = axes or new_axes()[0]
     for mode, rows in curves_of(runs).groupby("mode"):
         unequal = rows["unequal_old_rollout_logprobs"]
         label = f"{mode}: {int(unequal.sum()):,} of {int(rows['tokens'].sum()):,}"
@@ -114,7 +114,7 @@ def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
 
 def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     """Draw per run the share of tokens whose log-probs differ by more than x nats between sampler and trainer."""
-    (axes,) = [axes] if axes is not None else new_axes(7.0, 3.3 + 0.2 * len(runs))
+    axes = axes or new_axes(7.0, 3.3 + 0.2 * len(runs))[0]
     for folder in runs:
         recorded, columns = reader.open_manifest(folder), ["rollout_logprobs", "old_logprobs"]
         computed = own_iterations(folder, recorded, None)
@@ -151,7 +151,7 @@ def by_setting(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> A
     The label of a row counts values that are not finite.
     """
     groups = list(cells.groupby("point", sort=False))
-    (axes,) = [axes] if axes is not None else new_axes(8.0, 0.8 + 0.3 * len(groups))
+    axes = axes or new_axes(8.0, 0.8 + 0.3 * len(groups))[0]
     names = []
     for row, (point, group) in enumerate(groups):
         values = group[measure].to_numpy(np.float64)
@@ -178,7 +178,7 @@ def differences(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> 
     compared = comparisons(cells, measure, against)
     if compared.empty:
         raise UserError("the complete cells have one setting, so nothing differs; draw `settings`")
-    (axes,) = [axes] if axes is not None else new_axes(8.0, 1.0 + 0.3 * len(compared))
+    axes = axes or new_axes(8.0, 1.0 + 0.3 * len(compared))[0]
     reach = np.abs(compared[["ci_lo", "ci_hi"]].to_numpy().T - compared["difference"].to_numpy())
     rows = range(len(compared))
     axes.errorbar(compared["difference"], rows, xerr=reach, fmt="o", capsize=3)
@@ -201,7 +201,7 @@ def by_clipped_share(cells: pd.DataFrame, share: str, measure: str, axes: Axes |
     Returns:
         The axes.
     """
-    (axes,) = [axes] if axes is not None else new_axes(8.0, 4.2)
+    axes = axes or new_axes(8.0, 4.2)[0]
     axes.axvspan(*GOOD, color=SHADE, alpha=0.12)
     axes.plot(cells[share], cells[measure], "o", color=RUN, alpha=0.55, markersize=5)
     for point, mean in cells.groupby("point", sort=False)[[share, measure]].mean().iterrows():

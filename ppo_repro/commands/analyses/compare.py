@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +70,7 @@ def _iterations(a: Path, b: Path, first: int, last: int) -> range:
 def _lines(table: pd.DataFrame) -> list[str]:
     out = [f"a  {table['run_a'].iloc[0]}", f"b  {table['run_b'].iloc[0]}"]
     for level, rows in table.groupby("level", sort=False):
-        margins = [f", margin {margin:g}" if margin == margin else "" for margin in rows["margin"]]
+        margins = ["" if math.isnan(margin) else f", margin {margin:g}" for margin in rows["margin"]]
         methods = [f"{method}{margin}" for method, margin in zip(rows["method"], margins, strict=True)]
         known = list(dict.fromkeys(methods))
         short = [verdict.partition(":")[0] for verdict in rows["verdict"]]

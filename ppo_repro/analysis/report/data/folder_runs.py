@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.analysis.report.data.metrics import ANY, Kind, Quantity, score_range
+from ppo_repro.analysis.report.data.metrics import ANY, PageContent, Quantity, score_range
 from ppo_repro.analysis.report.data.run_curves import OneRun, read_run
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import MANIFEST, folders_with
@@ -51,9 +51,9 @@ class FolderRuns:
         return [run for group in self.settings.values() for run in group]
 
     @property
-    def kind(self) -> Kind:
+    def content(self) -> PageContent:
         """Return what the pages of these runs show."""
-        return self.listed[0].facts.kind
+        return self.listed[0].facts.content
 
 
 def read_folder(folder: Path) -> FolderRuns:
@@ -120,15 +120,16 @@ def _renamed(setting: Setting, group: Sequence[OneRun]) -> Setting:
 
 def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> tuple[list[Quantity], pd.DataFrame]:
     """Return the final results that all runs have, or else the last mean score or return, and the frame `finals`."""
-    kind, judged = runs[0].facts.kind, all(run.facts.is_judged for run in runs)
+    content, judged = runs[0].facts.content, all(run.facts.is_judged for run in runs)
     results = [
         result
-        for result in kind.results
-        if all(result.key in run.facts.manifest.final for run in runs) and (judged or result.key not in kind.accuracies)
+        for result in content.results
+        if all(result.key in run.facts.manifest.final for run in runs)
+        and (judged or result.key not in content.accuracies)
     ]
     values = {result.key: [float(run.facts.manifest.final[result.key]) for run in runs] for result in results}
     if not results:
-        results, column = [kind.last_value], kind.last_value.key
+        results, column = [content.last_value], content.last_value.key
         values = {column: [float(run.iterations[column].iloc[-1]) for run in runs]}
     # scores that are 1 for right answers and 0 for others are accuracies
     first = values[results[0].key]
@@ -139,8 +140,8 @@ def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> tuple[list[Quantit
 
 def largest_possible(runs: FolderRuns, result: Quantity) -> float:
     """Return the largest difference of a result that two runs can have; infinite without a limit."""
-    if "score" not in result.key:
-        low, high = next((m.possible for m in runs.kind.metrics if m.key == result.key and m.possible), ANY)
+    if not result.is_score:
+        low, high = next((m.possible for m in runs.content.metrics if m.key == result.key and m.possible), ANY)
         return high - low
     ends = [score_range(run.facts.config) for run in runs.listed if isinstance(run.facts.config, RunConfig)]
     return max(high for _, high in ends) - min(low for low, _ in ends)
@@ -148,7 +149,7 @@ def largest_possible(runs: FolderRuns, result: Quantity) -> float:
 
 def largest_recorded(runs: FolderRuns, result: Quantity) -> float:
     """Return the largest difference of two scores of sampled responses; infinite for a result that is no score."""
-    if "score" not in result.key:
+    if not result.is_score:
         return math.inf
     scores = [
         reader.read_sequences(run.facts.run_dir, iterations=run.facts.manifest.own_iterations, columns=["scores"])

@@ -40,10 +40,11 @@ class Quantity:
     key: str
     title: str
     label: str = ""  # in the legend of the first chart, on the page of one run
+    is_score: bool = False  # whether it is a mean of scores, whose range depends on the reward
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class PageContent:
     """What the pages of one kind of run show."""
 
     learning: tuple[Plotted, ...]  # figures of the section Learning
@@ -170,8 +171,8 @@ DPO_STEPS = (
         caption="Global norm before clipping"),
 )
 # fmt: on
-KINDS = {
-    "language": Kind(
+CONTENT = {
+    "language": PageContent(
         learning=LEARNING,
         optimisation=OPTIMISATION,
         first_chart=(
@@ -181,13 +182,13 @@ KINDS = {
         samples="responses",
         results=(
             Quantity("eval_accuracy", "held-out accuracy"),
-            Quantity("eval_score", "held-out score"),
+            Quantity("eval_score", "held-out score", is_score=True),
         ),
-        last_value=Quantity("score_mean", "last score"),
+        last_value=Quantity("score_mean", "last score", is_score=True),
         totals=(Quantity("sequences", "responses"), Quantity("tokens", "response tokens")),
         beside_mismatch=(DRAWS,),
     ),
-    "control": Kind(
+    "control": PageContent(
         learning=CONTROL_LEARNING,
         optimisation=CONTROL_OPTIMISATION,
         first_chart=(
@@ -203,7 +204,7 @@ KINDS = {
         totals=(Quantity("tokens", "environment steps"), Quantity("episodes", "episodes that ended")),
         token_unit="environment steps",
     ),
-    "dpo": Kind(
+    "dpo": PageContent(
         learning=DPO_LEARNING,
         optimisation=DPO_OPTIMISATION,
         first_chart=(Quantity("eval_pair_accuracy", "pairs in order", "held-out pairs"),),

@@ -75,7 +75,7 @@ def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, h
 
 def on_policy(facts: Facts, counted: Parity, draws: Draws) -> list[Verdict]:
     """Return sentences about the agreement of sampler and trainer: log-probs, ratios, values and draws."""
-    config, unit = facts.ppo, facts.kind.token_unit
+    config, unit = facts.ppo, facts.content.token_unit
     anchor = "rollout" if isinstance(config, ControlConfig) else config.ppo.ratio_anchor
     has_ratios = isinstance(config, ControlConfig) or config.ppo.objective.kind != "policy_gradient"
     has_values = isinstance(config, ControlConfig) or config.value.kind != "none"

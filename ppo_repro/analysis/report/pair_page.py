@@ -14,7 +14,7 @@ from ppo_repro.analysis.report.data.run_curves import OneRun, first_and_last, re
 from ppo_repro.analysis.report.data.run_facts import Facts, repeating
 from ppo_repro.analysis.report.sections import verdicts
 from ppo_repro.analysis.report.sections.curves import Curves, curve_sections, informative, main_chart
-from ppo_repro.analysis.report.sections.held_out import card, evaluations, shortened
+from ppo_repro.analysis.report.sections.held_out import evaluations, prompt_table, shortened
 from ppo_repro.analysis.report.sections.terms import terms
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.changes import setup_changes, setup_of, shown
@@ -131,7 +131,7 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
         parts = differences(*(shortened(str(row["response"])) for row in (x, y)))
         both: dict[str, Any] = {"run": NAMES, "response": [_side(parts, "-", "only-a"), _side(parts, "+", "only-b")]}
         both["score"] = [float(row["scores"]) for row in (x, y)]
-        cards.append(card(str(x["prompt"]), str(x["answer"]), pd.DataFrame(both, dtype=object)))
+        cards.append(prompt_table(str(x["prompt"]), str(x["answer"]), pd.DataFrame(both, dtype=object)))
     moments = " and ".join(
         f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, evaluated, strict=True)
     )

@@ -245,13 +245,18 @@ def clip_tables(
     return ClipTables(pd.concat(steps, ignore_index=True), pd.concat(buckets, ignore_index=True))
 
 
+def _steps_taken(by_step: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows `all` of the steps that the policy took."""
+    return by_step[(by_step["subset"] == "all") & (by_step["n_tokens"] > 0)]
+
+
 def require_target_kl(target_kl: float) -> None:
     """Raise UserError for a target of an early stop that is not positive."""
     if not 0.0 < target_kl < np.inf:
         raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
 
 
-def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
+def early_stop(by_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     """Return the steps of each iteration up to an early stop, at the first step whose estimate exceeds `target_kl`.
 
     The frame has one row per iteration and estimate, from the rows `all` of `clip_step`. The estimates are k1 and k3 of
@@ -260,9 +265,8 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     that is not positive.
     """
     require_target_kl(target_kl)
-    steps = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tokens"] > 0)]
     table = []
-    for iteration, group in steps.sort_values("step").groupby("iteration", sort=True):
+    for iteration, group in _steps_taken(by_step).sort_values("step").groupby("iteration", sort=True):
         for estimate in ESTIMATES:
             above = np.flatnonzero(group[estimate].to_numpy() > target_kl)
             taken = int(above[0]) + 1 if len(above) else len(group)
@@ -271,7 +275,7 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def over_all_steps(clip_step: pd.DataFrame) -> dict[str, float]:
+def over_all_steps(by_step: pd.DataFrame) -> dict[str, float]:
     """Return the numbers of a whole run, from the rows `all` of `clip_step`.
 
     n_tokens, n_steps, n_iterations: counts of token visits, steps and iterations
@@ -279,7 +283,7 @@ def over_all_steps(clip_step: pd.DataFrame) -> dict[str, float]:
     removed_min, removed_max, ratio_min, ratio_max: extremes over the steps
     removed_mass: mean over the steps; NaN at the record level `lean`
     """
-    steps = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tokens"] > 0)]
+    steps = _steps_taken(by_step)
     averaged = (*FLAGS, "beyond_twice", "clip_floor", *ESTIMATES)
     return {
         "n_tokens": int(steps["n_tokens"].sum()),

@@ -83,11 +83,11 @@ def load_iterations(
     None.
     """
     recorded = reader.open_manifest(run_dir)
-    overview = reader.read_iterations(
+    summaries = reader.read_iterations(
         run_dir, iterations=own_iterations(run_dir, recorded, iterations), recorded=recorded
     )
     config = load_recorded_config(run_dir)
-    for _, row in overview.iterrows():
+    for _, row in summaries.iterrows():
         index = int(row["iteration"])
         rule = counted_rule(config.ppo, float(row["clip_range"]), band)
         one = [index]

@@ -37,7 +37,7 @@ def with_half_width(values: pd.Series, form: str = "{:.3f}") -> str:
     return text if len(finite) == len(values) else f"{text} ({len(values) - len(finite)} not finite)"
 
 
-def settings_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
+def measures_table(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
     """Return one row per setting: its numbers of seeds and fingerprints, and its measures as text."""
     axes = ", ".join(name.rpartition(".")[2] for name in axes_of(cells))
     table = []

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from ppo_repro.analysis.grid_outcomes import MEASURES, outcomes
-from ppo_repro.analysis.grid_table import RankCorrelation, comparisons, markdown, rank_correlations, settings_table
+from ppo_repro.analysis.grid_table import RankCorrelation, comparisons, markdown, measures_table, rank_correlations
 from ppo_repro.analysis.significance import with_interval
 from ppo_repro.base.output import print_result
 
@@ -47,7 +47,7 @@ def answer(cells: pd.DataFrame, measure: str, against: str) -> tuple[dict[str, A
         "rank_correlations": {share: rank._asdict() for share, rank in correlations.items()},
     }
     paragraphs = [
-        markdown(settings_table(cells, measure)),
+        markdown(measures_table(cells, measure)),
         *([markdown(_differences(compared, measure, against))] if len(compared) else []),
         *_sentences(correlations, measure, cells),
     ]

@@ -1,1 +1,1 @@
-"""All fields that a user can set."""
+"""Define all fields that a user can set."""

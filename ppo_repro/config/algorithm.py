@@ -1,4 +1,4 @@
-"""The algorithm's part of a configuration: objective, corrections, advantages, value model, KL, optimizers.
+"""Configure the algorithm: objective, corrections, advantages, value model, KL, optimizers.
 
 If methods have different fields, `kind` chooses a method, so that every field has an effect.
 """

@@ -1,4 +1,4 @@
-"""A table of the fields of TRL, verl and OpenRLHF and their names here, for readers and for suggestions after mistakes.
+"""Translate the fields of TRL, verl and OpenRLHF in one table, for readers and for suggestions after mistakes.
 
 verl's names are shortened: `actor.optim.lr` means `actor_rollout_ref.actor.optim.lr`.
 

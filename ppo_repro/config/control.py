@@ -1,4 +1,4 @@
-"""The configuration of a control run: PPO on a Gymnasium environment."""
+"""Configure a control run: PPO on a Gymnasium environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration of a DPO run: preference pairs of a recorded run, or of a file."""
+"""Configure a DPO run: preference pairs of a recorded run, or of a file."""
 
 from __future__ import annotations
 

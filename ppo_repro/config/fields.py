@@ -1,4 +1,4 @@
-"""The fields of configurations, read from the sections, for `ppo-repro fields`."""
+"""Read the fields of configurations from the sections, for `ppo-repro fields`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that a configuration names: they are copied into the run folder and digested."""
+"""Find the files that a configuration names; a run copies them into its folder, and digests them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The groups of fields that change no result of deterministic numerics: layout, records, checkpoints."""
+"""Configure what changes no result of deterministic numerics: layout, records, checkpoints."""
 
 from __future__ import annotations
 

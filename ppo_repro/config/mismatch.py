@@ -1,4 +1,4 @@
-"""The section `mismatch`: deliberate differences between sampler and trainer."""
+"""Configure `mismatch`: deliberate differences between sampler and trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about mistakes in a configuration, one line each: field, value, what is allowed, what to do."""
+"""Describe mistakes in a configuration, one line each: field, value, what is allowed, what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `rollout`: samples and engine."""
+"""Configure `rollout`: samples and engine."""
 
 from __future__ import annotations
 

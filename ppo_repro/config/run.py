@@ -1,4 +1,4 @@
-"""The configuration of a language run, frozen and strict. `config.files` reads it."""
+"""Configure a language run, frozen and strict; `config.files` reads the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Section`, the base of every group of configuration fields, and `Experiment`, the base of a whole configuration.
+"""Define `Section`, the base of every group of fields, and `Experiment`, the base of a whole configuration.
 
 The module begins with types of numbers, names and paths.
 """

@@ -1,4 +1,4 @@
-"""The sections `task` and `reward`: prompts, and scores of responses."""
+"""Configure `task` and `reward`: prompts, and scores of responses."""
 
 from __future__ import annotations
 

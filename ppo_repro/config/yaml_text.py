@@ -1,4 +1,4 @@
-"""YAML as this project reads and writes it: plain data of limited size, numbers as numbers.
+"""Read and write YAML: plain data of limited size, numbers as numbers.
 
 Tags and aliases are refused, because a `--set` would change both fields that share an alias.
 """

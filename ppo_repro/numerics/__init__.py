@@ -1,4 +1,4 @@
-"""Deterministic numerics: every sum in one fixed order, elementary functions written out operation by operation.
+"""Compute deterministic numerics: every sum in one fixed order, elementary functions operation by operation.
 
 `from ppo_repro.numerics import exp, log, sigmoid, softplus, sqrt, tanh`: differentiable, for your own loss.
 """

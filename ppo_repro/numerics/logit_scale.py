@@ -1,4 +1,4 @@
-"""Compute what follows the head of a causal model: a divisor of its logits, and their soft cap."""
+"""Divide and cap the logits of a causal model, as its family does."""
 
 from __future__ import annotations
 

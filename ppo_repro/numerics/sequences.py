@@ -1,4 +1,4 @@
-"""Sequences of tokens one after the other, without padding: which sequence and position each row of a tensor is."""
+"""Lay out sequences of tokens one after the other, without padding, and say each row's sequence and position."""
 
 from __future__ import annotations
 

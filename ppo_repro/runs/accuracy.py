@@ -1,4 +1,4 @@
-"""Measure how far log-probs of a text are from the unmodified model in float64: a policy's, and stock transformers'.
+"""Measure how far log-probs of a policy, and of stock transformers, are from the unmodified model in float64.
 
 A run measures its own policy at its start. The reference is the transformers class in float64, which computes each
 sequence alone, with the model's own masks.

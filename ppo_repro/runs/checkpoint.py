@@ -1,4 +1,4 @@
-"""A checkpoint: the state of a language run in a safetensors file, from which it continues to the same bits.
+"""Write and read checkpoints: the state of a language run in a safetensors file, to continue to the same bits.
 
 The file appears complete or not at all, and the manifest lists its SHA-256. Random streams are functions of
 seed and iteration, so a checkpoint stores only the iteration number for them.

@@ -1,4 +1,4 @@
-"""Control runs for the runner: their execution and the columns of their five tables.
+"""Execute control runs, and make the columns of their five tables.
 
 There are no checkpoints, because in general the state inside an environment cannot be saved. A resumed run is computed
 again from its beginning, which takes minutes, and compared with its records.

@@ -1,4 +1,4 @@
-"""DPO for the runner: a policy trained on preference pairs; an iteration is an epoch."""
+"""Execute DPO runs: train a policy on preference pairs. An iteration is an epoch."""
 
 from __future__ import annotations
 

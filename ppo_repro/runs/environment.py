@@ -1,4 +1,4 @@
-"""The environment of a run: versions, processor, threads, code. It is not part of the fingerprint."""
+"""Describe the environment of a run, which no fingerprint includes: versions, processor, threads, code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forks: new runs that continue from a checkpoint of another run and begin with a copy of its records."""
+"""Execute forks: new runs that begin with a copy of another run's records, and continue from its checkpoint."""
 
 from __future__ import annotations
 

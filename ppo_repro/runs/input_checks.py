@@ -1,4 +1,4 @@
-"""Checks of a language run's inputs without importing torch, which takes seconds."""
+"""Check a language run's inputs without importing torch, which takes seconds."""
 
 from __future__ import annotations
 

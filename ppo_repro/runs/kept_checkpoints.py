@@ -1,4 +1,4 @@
-"""The checkpoints of a language run: when they are due, which ones stay, and the room that they need on the disk."""
+"""Decide when a language run writes a checkpoint, which checkpoints stay, and how much disk they need."""
 
 from __future__ import annotations
 

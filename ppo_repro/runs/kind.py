@@ -1,4 +1,4 @@
-"""The interface between the runner and the kinds of run: `runs.language`, `runs.control` and `runs.dpo`."""
+"""Define the interface of the three kinds of run: `runs.language`, `runs.control` and `runs.dpo`."""
 
 from __future__ import annotations
 

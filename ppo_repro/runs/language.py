@@ -1,4 +1,4 @@
-"""Language runs: PPO on a language model, on one or several processes, with checkpoints."""
+"""Execute language runs: PPO on a language model, in one or several processes, with checkpoints."""
 
 from __future__ import annotations
 

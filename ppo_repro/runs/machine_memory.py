@@ -1,4 +1,4 @@
-"""The memory of the machine or GPU that a run computes on, and whether the plan of the run fits."""
+"""Find the memory of a run's machine or GPU, and check that the planned memory fits."""
 
 from __future__ import annotations
 

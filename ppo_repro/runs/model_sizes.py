@@ -1,4 +1,4 @@
-"""The sizes of a run's models, and the memory of their passes, from shapes alone: no weight is loaded."""
+"""Compute the sizes of a run's models, and the memory of their passes, from shapes alone: no weight is loaded."""
 
 from __future__ import annotations
 

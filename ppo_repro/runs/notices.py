@@ -1,4 +1,4 @@
-"""What a language run says about its iterations while it works: each warning once, and the first steps."""
+"""Print notices about the iterations of a language run: each warning once, and the first steps."""
 
 from __future__ import annotations
 

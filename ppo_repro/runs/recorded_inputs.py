@@ -1,4 +1,4 @@
-"""The configuration and input files with which a recorded run is computed on, or again."""
+"""Find the configuration and input files with which a recorded run is continued or repeated."""
 
 from __future__ import annotations
 

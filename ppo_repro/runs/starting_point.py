@@ -1,4 +1,4 @@
-"""The state from which a recorded run is continued: one of its checkpoints, or its end."""
+"""Load the state from which a recorded run is continued: one of its checkpoints, or its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary of a finished run of any kind, computed from its records alone, without torch."""
+"""Summarise a finished run of any kind from its records alone, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute the stages of a run again from its records and compare every bit, which proves that the records suffice.
+"""Compute the stages of a run again from its records, and compare every bit.
 
 Each stage starts from the records of earlier stages and calls the same functions as the run.
 """

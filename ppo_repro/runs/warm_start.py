@@ -1,4 +1,4 @@
-"""Supervised training of a new policy until it gives some right answers, so that PPO has a signal."""
+"""Train a new policy by supervision until it gives some right answers, so that PPO has a signal."""
 
 from __future__ import annotations
 

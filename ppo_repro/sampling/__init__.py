@@ -1,1 +1,1 @@
-"""The samplers of a run: the built-in engine, SGLang, the user's class, recorded samples, deliberate faults."""
+"""Sample for a run: by the built-in engine, SGLang, the user's class or recorded samples, with deliberate faults."""

@@ -1,4 +1,4 @@
-"""The built-in engine: it seats requests, samples a token of each seated request, and ends completions.
+"""Sample with the built-in engine: seat requests, sample a token of each seated request, and end completions.
 
 `seats.py` computes the logits, and `draw.py` samples from them.
 """

@@ -1,4 +1,4 @@
-"""Counter-based sampling: a token is a pure function of (logits, seed, position).
+"""Draw tokens: a token is a pure function of (logits, seed, position).
 
 The method is Gumbel-max. Its noise is a hash of seed, position and token (`numerics/definition/sampling.py`), as in
 SGLang's seeded sampler: equal logits give equal tokens in both engines, whatever else is in the batch.

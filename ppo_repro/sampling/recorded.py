@@ -1,7 +1,7 @@
-"""Samples of recorded iterations, for a run that is resumed or repeated.
+"""Read the samples of recorded iterations, for a run that is resumed or repeated.
 
-A user's engine promises no bits, so it cannot sample the same tokens again. The run reads its samples from the records,
-and computes everything that follows from them again.
+A user's engine promises no bits, so it cannot sample the same tokens again. The run reads the engine's samples from the
+records, and computes again everything that follows from the samples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Requests in seats: the tokens of each, and the logits after them.
+"""Compute logits for requests in seats.
 
-A seat is a part of the cache. It has the keys and values of one sequence. A request stays in its seat until its
+A seat is the part of the cache with the keys and values of one sequence. A request stays in its seat until its
 completion ends; keys and values stay until the next request takes the seat.
 """
 

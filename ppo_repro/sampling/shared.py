@@ -1,4 +1,4 @@
-"""Two engines around other engines: one shared by all processes of a run, one that evaluates by the built-in engine."""
+"""Wrap engines: share one among all processes of a run, or evaluate with the built-in engine."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Deliberate mismatches, around the sampler and around the trainer's rollout; the loop does not know them."""
+"""Add deliberate faults to the sampler and to the trainer's rollout; the loop does not know them."""

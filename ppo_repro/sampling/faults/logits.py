@@ -1,4 +1,4 @@
-"""Deliberate faults of the built-in sampler's logits: noise, and tokens that are preferred everywhere."""
+"""Add deliberate faults to the built-in sampler's logits: noise, and tokens that are preferred everywhere."""
 
 from __future__ import annotations
 

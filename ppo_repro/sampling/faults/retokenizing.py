@@ -1,4 +1,4 @@
-"""Responses decoded and encoded again before training, as in stacks that pass texts instead of token ids."""
+"""Decode and encode responses again before training, as in stacks that pass texts instead of token ids."""
 
 from __future__ import annotations
 

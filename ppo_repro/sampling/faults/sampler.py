@@ -1,4 +1,4 @@
-"""Deliberate faults of the sampler: older weights, one flipped bit, another first token."""
+"""Add deliberate faults to the sampler: older weights, one flipped bit, another first token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deliberate faults of the trainer, which the section `mismatch.trainer` configures."""
+"""Add deliberate faults to the trainer, which the section `mismatch.trainer` configures."""
 
 from __future__ import annotations
 

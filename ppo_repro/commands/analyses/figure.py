@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
 
 from ppo_repro.analysis import figures
 from ppo_repro.analysis.grid_outcomes import MEASURES, outcomes
@@ -13,9 +14,6 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import print_json
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 KINDS = ("agreement", "mismatch", "settings", "differences", "across")
 
